@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: `make demo` and `make test`. They need Python 3.11, make and a package index.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# one process per core, one thread per process
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo test test-all check bench setup clean
+
+demo: $(VENV)/.demo
+	$(BIN)/shoal run examples/digits/job.yaml
+
+test: $(VENV)/.dev check
+	$(PYTEST) -n 2 --dist worksteal -q
+
+test-all: $(VENV)/.dev check
+	$(PYTEST) -n 2 --dist worksteal -q -m ""
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.overhead
+
+setup: $(VENV)/.dev
+
+$(VENV)/.torch: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)" setuptools
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) --no-build-isolation -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

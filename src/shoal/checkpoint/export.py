@@ -1,0 +1,187 @@
+"""A finished model as files that others can read, and weights from whatever holds some."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from shoal.checkpoint.blobs import encode
+from shoal.checkpoint.digest import weights_sha256
+from shoal.checkpoint.files import open_files, replacing
+from shoal.checkpoint.manifest import step_of
+from shoal.checkpoint.raw import why_not
+from shoal.checkpoint.store import Store, Tell
+from shoal.checkpoint.tree import State
+from shoal.errors import error
+
+WEIGHTS = "model.safetensors"
+PROGRAM = "model.pt2"
+INFO = "model.json"
+MODEL = "model"
+"""The section of a checkpoint's state that holds the weights by name."""
+WHAT_TO_GIVE = "Give a run, a checkpoint or a .safetensors file."
+
+
+def export_model(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    info: Mapping[str, Any],
+    example_inputs: tuple[Any, ...] | None,
+    program: bool,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Write model.safetensors, model.json (also returned) and, if wanted and possible, model.pt2.
+
+    model.json is removed first and written last: where it stands, what it describes is complete. Tells
+    `export_skipped` for what cannot be exported; SH503 if the files cannot be written.
+    """
+    target = Path(directory)
+    weights, left_out = _weights(model)
+    try:
+        (target / INFO).unlink(missing_ok=True)
+        (target / PROGRAM).unlink(missing_ok=True)
+        _write(target / WEIGHTS, *encode(weights, metadata={"format": "pt"}).chunks)
+        exported = program and _export_program(target / PROGRAM, model, example_inputs, tell=tell)
+        content = {**info, **_description(weights), "program": PROGRAM if exported else None}
+        if left_out:
+            content["left_out"] = left_out
+            tell("export_skipped", what=WEIGHTS, reason=f"not plain tensors: {', '.join(left_out)}")
+        _write(target / INFO, json.dumps(content, indent=2, default=str).encode())
+    except OSError as problem:
+        raise error("SH503", f"the model could not be written: {problem}", where=str(target)) from problem
+    return content
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Weights by name from a .safetensors file, a model, a run, a store of checkpoints, or a manifest in one.
+
+    A run's finished model counts before its checkpoints; of a checkpoint, the section `model` is read. SH501
+    if there is nothing to load, SH505 if a file is not safetensors, SH502 if a checkpoint is damaged.
+    """
+    where = os.fspath(path)
+    if (step := step_of(where)) is not None:
+        return _from_manifest(where, step)
+    if "://" in where or Path(where).is_file():
+        return _from_file(where)
+    root = Path(where)
+    for file in (root / WEIGHTS, root / "model" / WEIGHTS):
+        if file.is_file():
+            return _from_file(str(file))
+    for store in (root, root / "checkpoints"):
+        if (store / "blobs").is_dir():
+            return _from_store(store)
+    raise error("SH501", "no weights here", where=where, fix=WHAT_TO_GIVE)
+
+
+# ---- writing ----
+
+
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+    """The state dict's plain tensors, tied ones under each name; and the names of what else it has."""
+    state = model.state_dict()
+    weights = {n: t for n, t in state.items() if isinstance(t, Tensor) and not why_not(t)}
+    return weights, [name for name in state if name not in weights]
+
+
+def _write(target: Path, *chunks: memoryview | bytes) -> None:
+    with replacing(target) as temp, temp.open("wb") as file:
+        file.writelines(chunks)
+
+
+def _description(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    names = ("shoal", "torch", "safetensors")
+    return {
+        "weights_sha256": weights_sha256(weights),
+        "tensors": {n: {"dtype": str(t.dtype)[6:], "shape": list(t.shape)} for n, t in weights.items()},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+    }
+
+
+def _export_program(
+    target: Path, model: nn.Module, example_inputs: tuple[Any, ...] | None, *, tell: Tell
+) -> bool:
+    """Any failure of torch.export is told: the weights are what counts, and they are written."""
+    try:
+        if not example_inputs:
+            raise ValueError("there are no example inputs")
+        with _evaluating(model), torch.no_grad():
+            program = torch.export.export(model, example_inputs, dynamic_shapes=_batch_dims(example_inputs))
+        with replacing(target) as temp:
+            torch.export.save(program, temp)
+    except Exception as problem:
+        reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
+        tell("export_skipped", what=PROGRAM, reason=reason)
+        return False
+    return True
+
+
+def _batch_dims(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first dimension of each tensor is a batch of any size, unless the model insists on this one."""
+    auto = torch.export.Dim.AUTO
+    return tuple({0: auto} if isinstance(x, Tensor) and x.dim() else None for x in inputs)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and afterwards in the mode it had."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+# ---- reading ----
+
+
+def _from_file(where: str) -> dict[str, Tensor]:
+    try:
+        if "://" in where:
+            with fsspec.open(where, "rb") as file:
+                return safetensors.torch.load(file.read())
+        # Copies: mapped memory would change, or crash the process, when somebody overwrites the file.
+        return {name: tensor.clone() for name, tensor in safetensors.torch.load_file(where).items()}
+    except FileNotFoundError:
+        raise error("SH501", "there is no such file", where=where, fix=WHAT_TO_GIVE) from None
+    except (SafetensorError, OSError, ValueError, KeyError) as problem:
+        raise error("SH505", f"not a safetensors file: {problem}", where=where) from None
+
+
+def _from_manifest(where: str, step: int) -> dict[str, Tensor]:
+    directory = where.rpartition("/")[0]
+    root, _, name = directory.rpartition("/")
+    store = Store(root or ".", job_sha256=None, name=name)
+    return _model_section(store.load(step, section=MODEL)[1], where=where)
+
+
+def _from_store(root: Path) -> dict[str, Tensor]:
+    files = open_files(root)
+    names = sorted({path.split("/")[0] for path in files.sizes() if step_of(path) is not None})
+    if len(names) > 1:
+        fix = f"Give one of their manifests, such as {root / names[0]}/<step>.json."
+        raise error("SH501", f"several runs share it: {', '.join(names)}", where=str(root), fix=fix)
+    found = Store(root, job_sha256=None, name=names[0]).load_latest(section=MODEL) if names else None
+    if found is None:
+        raise error("SH501", "no checkpoint here is whole", where=str(root), fix=WHAT_TO_GIVE)
+    return _model_section(found[1], where=str(root))
+
+
+def _model_section(section: State, *, where: str) -> dict[str, Tensor]:
+    if not isinstance(section, dict):
+        raise error("SH501", f"the checkpoint has no section '{MODEL}'", where=where, fix=WHAT_TO_GIVE)
+    return {name: tensor for name, tensor in section.items() if isinstance(tensor, Tensor)}

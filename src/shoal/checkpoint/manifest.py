@@ -1,0 +1,236 @@
+"""What a checkpoint consists of, as one small checked file. Torch-free: the driver reads it too.
+
+Layout of a store: `blobs/ab/<sha256>` holds tensors, `<name or "manifests">/<step>.json` says which of them
+make a checkpoint. A checkpoint exists from the moment its manifest does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.checkpoint.files import Files, open_files
+from shoal.errors import CheckpointError, error
+
+FORMAT = 1
+DEFAULT_NAME = "manifests"
+MOST_BYTES = 256 << 20
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"(\d{12,})\.json")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Where a tensor's values lie: under which key of which blob. `dtype` is safetensors' word for it."""
+
+    blob: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint. `tree` is the state with names in place of tensors; `blobs` maps digests to sizes."""
+
+    step: int
+    created: float
+    job_sha256: str | None
+    metric: float | None
+    tree: Any
+    blobs: Mapping[str, int]
+    tensors: Mapping[str, TensorRef]
+    info: Mapping[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its blobs, also those that it shares with others."""
+        return sum(self.blobs.values())
+
+    def dump(self) -> bytes:
+        """As JSON, with a checksum of its own."""
+        body = {
+            "step": self.step,
+            "created": self.created,
+            "job_sha256": self.job_sha256,
+            "metric": _metric_out(self.metric),
+            "info": dict(self.info),
+            "tree": self.tree,
+            "blobs": dict(self.blobs),
+            "tensors": {n: [t.blob, t.key, t.dtype, list(t.shape)] for n, t in self.tensors.items()},
+        }
+        return _canonical({"format": self.format, "sha256": _checksum(body), "body": body})
+
+
+def parse(raw: bytes, *, where: str = "") -> Manifest:
+    """The manifest in a file's bytes. SH502 says what is wrong with them, SH507 that they are too new."""
+    try:
+        document = json.loads(raw)
+        if not isinstance(document, dict):
+            raise ValueError("it is not a JSON object")
+        version = _integer(document.get("format"), "format")
+        if version > FORMAT:
+            raise error("SH507", f"format {version}, known up to {FORMAT}", where=where)
+        if version < 1:
+            raise ValueError(f"there is no format {version}")
+        body = document.get("body")
+        if _checksum(body) != document.get("sha256"):
+            raise ValueError("its checksum does not match its content")
+        return _from_body(body)
+    except (ValueError, TypeError, KeyError, RecursionError) as problem:
+        raise error("SH502", f"the manifest is damaged: {_reason(problem)}", where=where) from None
+
+
+def to_drop(metas: Iterable[tuple[int, float | None]], keep: int, keep_best: int, sign: int) -> list[int]:
+    """Which of the (step, metric) to drop: all but the newest `keep` and the best `keep_best`.
+
+    `sign` is 1 if a larger metric is better, -1 if a smaller one is. Of equals the earlier counts as better.
+    """
+    metas = sorted(metas, reverse=True)
+    newest = {step for step, _ in metas[:keep]}
+    measured = [(m, step) for step, m in metas if m is not None and not math.isnan(m)]
+    measured.sort(key=lambda pair: (-sign * pair[0], pair[1]))
+    best = {step for _, step in measured[:keep_best]}
+    return sorted(step for step, _ in metas if step not in newest | best)
+
+
+# ---- in a store ----
+
+
+def manifest_directory(name: str) -> str:
+    """The directory of a name's manifests; '' is the name of a store that has only one."""
+    if name and (name == "blobs" or not _NAME.fullmatch(name)):
+        raise ValueError(f"not a name for a directory of manifests: {name!r}")
+    return name or DEFAULT_NAME
+
+
+def manifest_path(directory: str, step: int) -> str:
+    return f"{directory}/{step:012d}.json"
+
+
+def blob_path(digest: str) -> str:
+    return f"blobs/{digest[:2]}/{digest}"
+
+
+def step_of(path: str) -> int | None:
+    """The step of a manifest's path; None if it is not one."""
+    directory, _, file = path.rpartition("/")
+    match = _FILE.fullmatch(file)
+    return int(match[1]) if match and directory and not directory.startswith("blobs") else None
+
+
+def steps_in(files: Files, directory: str) -> list[int]:
+    """The steps that have a manifest, newest first; it may yet be a damaged one."""
+    found = (step_of(path) for path in files.sizes(directory))
+    return sorted((step for step in found if step is not None), reverse=True)
+
+
+def read_manifest(files: Files, path: str) -> Manifest:
+    """SH501 if it is not there, SH502 if it is damaged."""
+    where = f"{files.where.rstrip('/')}/{path}"
+    try:
+        with files.open(path) as file:
+            raw = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise error("SH501", "there is no such checkpoint", where=where) from None
+    except OSError as problem:
+        raise error("SH502", f"the manifest cannot be read: {problem}", where=where) from problem
+    if len(raw) > MOST_BYTES:
+        raise error("SH502", f"the manifest is damaged: it is larger than {MOST_BYTES} bytes", where=where)
+    manifest = parse(raw, where=where)
+    if manifest.step != step_of(path):
+        raise error("SH502", f"the manifest is damaged: it is of step {manifest.step}", where=where)
+    return manifest
+
+
+def list_manifests(path: str | os.PathLike[str], *, name: str = "") -> list[Manifest]:
+    """The undamaged manifests at a store's path, newest first. Blobs are not looked at."""
+    files, directory = open_files(path), manifest_directory(name)
+    found = []
+    for step in steps_in(files, directory):
+        try:
+            found.append(read_manifest(files, manifest_path(directory, step)))
+        except CheckpointError:
+            continue
+    return found
+
+
+def newest(path: str | os.PathLike[str], *, name: str = "") -> Manifest | None:
+    """The undamaged manifest with the highest step. Blobs are not looked at."""
+    files, directory = open_files(path), manifest_directory(name)
+    for step in steps_in(files, directory):
+        try:
+            return read_manifest(files, manifest_path(directory, step))
+        except CheckpointError:
+            continue
+    return None
+
+
+# ---- the body, checked field by field: a checksum keeps out accidents, not somebody who can compute one ----
+
+
+def _from_body(body: Any) -> Manifest:
+    blobs = {_digest(digest): _integer(size, "blobs") for digest, size in dict(body["blobs"]).items()}
+    tensors = {name: _tensor(value, blobs) for name, value in dict(body["tensors"]).items()}
+    job, info = body["job_sha256"], body["info"]
+    if not isinstance(job, str | None) or not isinstance(info, dict):
+        raise ValueError("job_sha256 or info is of the wrong type")
+    return Manifest(
+        step=_integer(body["step"], "step"),
+        created=float(body["created"]),
+        job_sha256=job,
+        metric=None if body["metric"] is None else float(body["metric"]),
+        tree=body["tree"],
+        blobs=blobs,
+        tensors=tensors,
+        info=info,
+    )
+
+
+def _tensor(value: Any, blobs: Mapping[str, int]) -> TensorRef:
+    blob, key, dtype, shape = value
+    if blob not in blobs or not isinstance(key, str) or not isinstance(dtype, str):
+        raise ValueError("a tensor refers to a blob that is not listed")
+    return TensorRef(blob, key, dtype, tuple(_integer(size, "shape") for size in shape))
+
+
+def _digest(text: str) -> str:
+    if not _DIGEST.fullmatch(text):
+        raise ValueError("a blob's name is not a SHA-256")
+    return text
+
+
+def _integer(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{what} is not a whole number")
+    return value
+
+
+def _metric_out(metric: float | None) -> float | str | None:
+    """JSON has no word for infinities and NaN: they are written as text."""
+    return metric if metric is None or math.isfinite(metric) else str(float(metric))
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _checksum(body: Any) -> str:
+    return hashlib.sha256(_canonical(body)).hexdigest()
+
+
+def _reason(problem: Exception) -> str:
+    if isinstance(problem, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(problem, KeyError):
+        return f"{problem} is missing"
+    return str(problem)

@@ -1,0 +1,68 @@
+"""Reading checkpoints back, every bit verified."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import Tensor
+
+from shoal.checkpoint.blobs import Spec, decode
+from shoal.checkpoint.files import Files
+from shoal.checkpoint.manifest import Manifest, blob_path
+from shoal.checkpoint.tree import State, child, tensor_names, unflatten
+from shoal.errors import error
+
+
+def read_state(files: Files, manifest: Manifest, *, section: str = "") -> State:
+    """The state of a checkpoint, or one section of it; only the blobs that this needs are read.
+
+    The tensors are the caller's own, apart from each other. SH502 if anything is missing or damaged.
+    """
+    skeleton = child(manifest.tree, section) if section else manifest.tree
+    tensors = _read_tensors(files, manifest, set(tensor_names(skeleton)))
+    return unflatten(tensors, skeleton)
+
+
+def missing_blob(files: Files, manifest: Manifest) -> str:
+    """What is wrong with a checkpoint at a glance, without reading its blobs; '' if nothing is."""
+    present = files.sizes("blobs")
+    for digest, size in manifest.blobs.items():
+        found = present.get(blob_path(digest))
+        if found is None:
+            return f"the blob {digest[:12]}… is missing"
+        if found != size:
+            return f"the blob {digest[:12]}… is {found} bytes long instead of {size}"
+    return ""
+
+
+def _read_tensors(files: Files, manifest: Manifest, wanted: set[str]) -> dict[str, Tensor]:
+    if unknown := wanted - manifest.tensors.keys():
+        raise error("SH502", f"the manifest does not list the tensor {min(unknown)!r}", where=files.where)
+    specs: dict[str, dict[str, Spec]] = defaultdict(dict)
+    users: dict[str, list[str]] = defaultdict(list)
+    for name, ref in manifest.tensors.items():
+        specs[ref.blob][ref.key] = (ref.dtype, ref.shape)
+        if name in wanted:
+            users[ref.blob].append(name)
+    tensors: dict[str, Tensor] = {}
+    for digest, names in users.items():
+        content = _read_blob(files, digest, specs[digest])
+        taken = set()
+        for name in names:
+            key = manifest.tensors[name].key
+            # Equal tensors are stored once, but nobody shares memory with anybody.
+            tensors[name] = content[key].clone() if key in taken else content[key]
+            taken.add(key)
+    return tensors
+
+
+def _read_blob(files: Files, digest: str, specs: dict[str, Spec]) -> dict[str, Tensor]:
+    path = blob_path(digest)
+    where = f"{files.where.rstrip('/')}/{path}"
+    try:
+        with files.open(path) as file:
+            return decode(file, specs, digest=digest, where=where)
+    except FileNotFoundError:
+        raise error("SH502", "the blob is missing", where=where) from None
+    except OSError as problem:
+        raise error("SH502", f"the blob cannot be read: {problem}", where=where) from problem

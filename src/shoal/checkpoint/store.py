@@ -1,0 +1,263 @@
+"""The store: decides when to save, saves beside training, and gives back the newest state that is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol
+
+from shoal.checkpoint.files import open_files
+from shoal.checkpoint.interval import Every, Moment, decide
+from shoal.checkpoint.manifest import Manifest, manifest_directory, manifest_path, read_manifest, steps_in
+from shoal.checkpoint.reader import missing_blob, read_state
+from shoal.checkpoint.snapshot import HostBuffers, Snapshot
+from shoal.checkpoint.tree import State, flatten
+from shoal.checkpoint.writer import Outcome, Retention, Writer
+from shoal.errors import CheckpointError, ShoalError, error
+
+
+class Tell(Protocol):
+    """Called with what happened, always on the thread that calls the store."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None: ...
+
+
+def _silent(kind: str, /, **fields: Any) -> None:
+    """Nobody listens."""
+
+
+class Store:
+    """The checkpoints of one run at a local path or fsspec URL. Used by one thread.
+
+    Several stores, of this or other processes, may share a path and its blobs under different names. A save
+    makes training wait for a copy in memory only; one background thread does the rest, one save at a time.
+    One that fails leaves the older checkpoints as they were and is told, not raised; `wait` raises it.
+
+    Told: `saved`, `save_failed`, `save_skipped`, `checkpoint_invalid`, `cleanup_failed`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        job_sha256: str | None,
+        every: Every = ("auto", 0),
+        keep: int = 2,
+        keep_best: int = 1,
+        sign: int = -1,
+        tell: Tell = _silent,
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._files = open_files(path)
+        self._directory = manifest_directory(name)
+        self._job_sha256 = job_sha256
+        self._every = every
+        self._tell = tell
+        self._clock = clock
+        retention = Retention(keep=keep, keep_best=keep_best, sign=sign)
+        self._writer = Writer(self._files, self._directory, job_sha256=job_sha256, retention=retention)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-save")
+        self._buffers = HostBuffers()
+        self._pending: Future[Outcome] | None = None
+        self._newest: tuple[int, float | None] | None = None
+        self._failure: ShoalError | None = None
+        self._begun_s: float | None = None
+        self._last_s = 0.0
+        self._last_step = 0
+        self._cost_s: float | None = None
+        self._spent_s = 0.0
+
+    # ---- saving ----
+
+    def maybe_save(
+        self,
+        step: int,
+        state_fn: Callable[[], State],
+        *,
+        metric: float | None = None,
+        info: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Call after every step; saves if it is time, or if forced (also where `every` is never).
+
+        Returns whether a save was begun. A step is not saved twice, unless its metric has become known since.
+        """
+        self._collect()
+        now_s = self._begin(step)
+        if self._newest is not None and self._newest[0] == step and metric in (None, self._newest[1]):
+            return False
+        if not force:
+            decision = decide(self._every, self._moment(step, now_s))
+            if decision == "skip":
+                self._tell("save_skipped", step=step)
+                self._last_step, self._last_s = step, now_s
+            if decision != "save":
+                return False
+        self._save(step, state_fn, metric=metric, info=info)
+        return True
+
+    def save(
+        self, step: int, state: State, *, metric: float | None = None, info: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin a save now, after the one under way. SH506 if the state holds what cannot be saved."""
+        self._begin(step)
+        self._save(step, lambda: state, metric=metric, info=info)
+
+    def wait(self) -> None:
+        """Until nothing is being written. SH503 if the last save failed."""
+        self._join()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Finish what is being written. The store can still load, but no longer save."""
+        self._join()
+        self._thread.shutdown()
+
+    def _save(
+        self,
+        step: int,
+        state_fn: Callable[[], State],
+        *,
+        metric: float | None,
+        info: Mapping[str, Any] | None,
+    ) -> None:
+        self._join()
+        begun_s = self._clock()
+        tensors, tree = flatten(state_fn())
+        plain_info = _plain(info)
+        self._newest = (step, metric)
+        self._last_step, self._last_s = step, begun_s
+        try:
+            copies = self._buffers.fill(tensors)
+        except (RuntimeError, MemoryError) as problem:
+            self._settle(Outcome(step, metric, reason=f"no memory for a copy of the state: {problem}"))
+            return
+        snapshot = Snapshot(step, metric, copies, tree, plain_info)
+        stall_s = self._clock() - begun_s
+        self._pending = self._thread.submit(_written, self._writer, snapshot, stall_s)
+
+    def _begin(self, step: int) -> float:
+        """The time now. The first call starts the clock of the interval."""
+        now_s = self._clock()
+        if self._begun_s is None:
+            self._begun_s = self._last_s = now_s
+            self._last_step = step - 1
+        return now_s
+
+    def _moment(self, step: int, now_s: float) -> Moment:
+        return Moment(
+            step=step,
+            last_step=self._last_step,
+            elapsed_s=now_s - (self._begun_s or 0.0),
+            since_s=now_s - self._last_s,
+            cost_s=self._cost_s,
+            spent_s=self._spent_s,
+            busy=self._pending is not None,
+        )
+
+    def _join(self) -> None:
+        if self._pending is not None:
+            self._pending.exception()
+            self._collect()
+
+    def _collect(self) -> None:
+        if self._pending is not None and self._pending.done():
+            pending, self._pending = self._pending, None
+            self._settle(pending.result())
+
+    def _settle(self, outcome: Outcome) -> None:
+        self._cost_s = outcome.stall_s + outcome.cpu_s
+        self._spent_s += self._cost_s
+        if outcome.reason:
+            self._newest = None
+            self._failure = error("SH503", f"step {outcome.step}: {outcome.reason}", where=self._files.where)
+            self._tell("save_failed", step=outcome.step, reason=outcome.reason)
+        else:
+            self._failure = None
+            self._tell(
+                "saved",
+                step=outcome.step,
+                size_bytes=outcome.size_bytes,
+                written_bytes=outcome.written_bytes,
+                stall_s=outcome.stall_s,
+                write_s=outcome.write_s,
+            )
+        if outcome.untidy:
+            self._tell("cleanup_failed", step=outcome.step, reason=outcome.untidy)
+
+    # ---- loading ----
+
+    def latest(self) -> Manifest | None:
+        """The newest checkpoint that looks whole: a sound manifest, every blob there in the right size."""
+        for step in self._steps():
+            try:
+                manifest = self._manifest(step)
+                if reason := missing_blob(self._files, manifest):
+                    raise error("SH502", reason, where=self._files.where)
+            except CheckpointError as problem:
+                self._tell_invalid(step, problem)
+            else:
+                return manifest
+        return None
+
+    def load(self, step: int, *, section: str = "") -> tuple[Manifest, State]:
+        """The state of a step, or one section of it (None if it has no such section).
+
+        SH501 if there is none, SH502 if it is damaged, SH504 if it belongs to another job.
+        """
+        self._join()
+        manifest = self._manifest(step)
+        return manifest, read_state(self._files, manifest, section=section)
+
+    def load_latest(self, *, section: str = "") -> tuple[Manifest, State] | None:
+        """The newest checkpoint of which every bit is right; damaged ones are told and passed over."""
+        for step in self._steps():
+            try:
+                return self.load(step, section=section)
+            except CheckpointError as problem:
+                self._tell_invalid(step, problem)
+        return None
+
+    def _steps(self) -> list[int]:
+        self._join()
+        try:
+            return steps_in(self._files, self._directory)
+        except OSError as problem:
+            fix = "Check the path, the credentials and the network."
+            raise error(
+                "SH501", f"cannot be listed: {problem}", where=self._files.where, fix=fix
+            ) from problem
+
+    def _manifest(self, step: int) -> Manifest:
+        path = manifest_path(self._directory, step)
+        manifest = read_manifest(self._files, path)
+        if self._job_sha256 is not None and manifest.job_sha256 != self._job_sha256:
+            where = f"{self._files.where.rstrip('/')}/{path}"
+            raise error("SH504", "it was written by another job, or the job was changed since", where=where)
+        return manifest
+
+    def _tell_invalid(self, step: int, problem: CheckpointError) -> None:
+        """Go on to an older one if this one is damaged; that it is not ours the caller must know."""
+        if problem.code not in ("SH501", "SH502"):
+            raise problem
+        if not isinstance(problem.__cause__, OSError):  # what could not be read now may be sound
+            self._writer.damaged.add(step)
+        self._tell("checkpoint_invalid", step=step, reason=f"{problem.where}: {problem.message}")
+
+
+def _written(writer: Writer, snapshot: Snapshot, stall_s: float) -> Outcome:
+    return replace(writer.write(snapshot), stall_s=stall_s)
+
+
+def _plain(info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of the info as JSON has it."""
+    try:
+        return dict(json.loads(json.dumps(dict(info or {}), allow_nan=False)))
+    except (TypeError, ValueError) as problem:
+        raise error("SH506", f"cannot be saved: {problem}", where="info") from None

@@ -1,0 +1,250 @@
+"""The command line: one thin function per verb. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.jobs.drive import Summary
+    from shoal.jobs.run import Outcome
+    from shoal.spec.job import Job
+
+app = typer.Typer(
+    name="shoal", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Train PyTorch models on whatever machines there are: the same weights, bit for bit, through any crash.",
+)  # fmt: skip
+
+JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)]
+RunName = Annotated[str, typer.Argument(help="A run: its name, its path, or 'last'.", show_default=False)]
+Runs = Annotated[Path, typer.Option("--runs", help="Where runs are kept.")]
+Sets = Annotated[list[str], typer.Option("--set", help="Change a field of the job: --set optimizer.args.lr=0.01", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Rows of JSON for scripts.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the receipt.")]
+
+RUNS = Path("runs")
+
+
+@app.command()
+def run(job: JobFile, sets: Sets = [], workers: Annotated[str, typer.Option(help="2, or 1..8 for elastic.")] = "",  # noqa: B006
+        runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False) -> None:  # fmt: skip
+    """Train: run a job, show its progress, print the receipt."""
+    from shoal.jobs import drive
+    from shoal.terminal.live import display
+
+    checked = _load(job, [*sets, *([f"workers={workers}"] if workers else [])])
+    with display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
+        outcome = drive.run(checked, runs=runs, look=shown.look)
+    _end(outcome, as_json=as_json)
+
+
+@app.command()
+def resume(run: RunName, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False) -> None:
+    """Go on with a run after a crash, Ctrl-C or reboot."""
+    from shoal.jobs import directory, drive
+    from shoal.terminal.live import display
+
+    paths = directory.find(run, runs)
+    with display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
+        outcome = drive.resume(paths, look=shown.look)
+    _end(outcome, as_json=as_json)
+
+
+@app.command()
+def check(job: JobFile, sets: Sets = [], as_json: AsJson = False) -> None:  # noqa: B006
+    """Is the job right? Reads the file, opens the data, makes one step on one batch."""
+    from shoal.jobs.ask import ask
+    from shoal.terminal import reports, words
+
+    checked = _load(job, sets)
+    answer = ask("check", checked)
+    if as_json:
+        print(json.dumps(answer))
+        return
+    c = answer
+    memory = {name: words.size(c[f"{name}_bytes"]) for name in ("weights", "gradient", "optimizer")}
+    reports.facts(_console(), {
+        "samples": ", ".join(f"{words.count(n)} {name}" for name, n in c["samples"].items())
+                   + (f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""),
+        "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",
+        "model": f"{words.count(c['parameters'])} parameters, {words.count(c['trainable'])} of them train, on {c['device']}",
+        "memory": ", ".join(f"{k} {v}" for k, v in memory.items()) + f"; the process {words.size(c['peak_bytes'])} at its peak",
+        "steps": f"{words.count(c['steps'])}, {words.count(c['steps_per_epoch'])} in an epoch; the first took {words.seconds(c['step_s'])}",
+        "first loss": words.number(c["loss"]), **({"metrics": words.metrics(c["metrics"])} if c["metrics"] else {}),
+    })  # fmt: skip
+    _console().print("[green]The job is right.[/green]")
+
+
+@app.command()
+def split(job: JobFile, sets: Sets = [],  # noqa: B006
+          export: Annotated[Path | None, typer.Option(help="Write the split to Parquet files in this directory.", show_default=False)] = None,
+          as_json: AsJson = False) -> None:  # fmt: skip
+    """What the split looks like: sizes, balance, leaks."""
+    from shoal.jobs.ask import ask
+    from shoal.terminal import splits
+
+    checked = _load(job, sets)
+    answer = ask("split", checked, export=str(export.resolve()) if export else None)
+    if as_json:
+        print(json.dumps(answer))
+    else:
+        splits.show(_console(), answer)
+
+
+@app.command()
+def evaluate(run: RunName, data: Annotated[str, typer.Option(help="Other data of the same kind: a path or URL.")] = "",
+             target: Annotated[str, typer.Option(help="The other data's target file, where the source has one.")] = "",
+             part: Annotated[str, typer.Option(help="train, validation or test.")] = "",
+             best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the last weights.")] = False,
+             runs: Runs = RUNS, as_json: AsJson = False) -> None:  # fmt: skip
+    """Metrics of a run on a part of its data, or on any other data."""
+    from shoal.jobs import catalogue, directory
+    from shoal.jobs.ask import ask
+    from shoal.spec.load import load_job
+    from shoal.terminal import words
+
+    paths = directory.find(run, runs)
+    job = load_job(paths.job, check_names=False)
+    weights = catalogue.weights_of(paths, job, best=best)
+    answer = ask("evaluate", job, weights=weights, part=part or None, source=_other_source(job, data, target))
+    if as_json:
+        print(json.dumps(answer))
+        return
+    for name, metrics in answer["metrics"].items():
+        print(f"{name} ({words.count(answer['samples'][name])} samples): {words.metrics(metrics)}")
+
+
+def _other_source(job: Job, data: str, target: str) -> dict[str, Any] | None:
+    """The job's source with another path."""
+    from shoal.errors import error
+
+    if not data:
+        return None
+    source = job.data.source.model_dump(mode="json", exclude_none=True)
+    if "path" not in source:
+        raise error("SH609", f"a source of kind '{source['kind']}' has no path to change", where="--data")
+    endings = {".csv": "csv", ".parquet": "parquet"}
+    kind = endings.get(Path(data).suffix, source["kind"]) if source["kind"] in endings.values() else source["kind"]
+    if kind != source["kind"]:
+        source.pop("delimiter", None)
+    local = data if "://" in data else str(Path(data).resolve())
+    files = {"target": target if "://" in target else str(Path(target).resolve())} if target else {}
+    return {**source, "kind": kind, "path": local, **files}
+
+
+@app.command(name="runs")
+def list_runs(runs: Runs = RUNS, as_json: AsJson = False) -> None:
+    """List the runs."""
+    from shoal.jobs import catalogue
+    from shoal.terminal import reports
+
+    rows = catalogue.every(runs)
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        reports.runs(_console(), rows)
+
+
+@app.command()
+def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
+    """A run: its state, its curves, its receipt."""
+    from shoal.jobs import catalogue, directory, drive
+    from shoal.terminal import reports
+
+    paths = directory.find(run, runs)
+    console = _console()
+    if as_json:
+        receipt = json.loads(paths.receipt.read_text()) if paths.receipt.is_file() else None
+        print(json.dumps({**catalogue.summary(paths), "receipt": receipt}))
+        return
+    for one in paths.folds or [paths]:
+        reports.show(console, drive.picture_of(one), width=console.width)
+        found = catalogue.receipt_of(one)
+        if found:
+            console.print()
+            reports.receipt(console, found)
+    if paths.folds:
+        means = catalogue.folded_metrics(paths)
+        console.print(f"mean over {len(paths.folds)} folds: {means}" if means else "not all folds are finished")
+
+
+@app.command()
+def compare(names: Annotated[list[str], typer.Argument(help="Two or more runs.", show_default=False)], runs: Runs = RUNS,
+            as_json: AsJson = False) -> None:  # fmt: skip
+    """Runs side by side: what differs in the jobs, and in the results."""
+    from shoal.jobs import catalogue, directory
+    from shoal.terminal import reports
+
+    columns = [(name, catalogue.column(directory.find(name, runs))) for name in names]
+    if as_json:
+        print(json.dumps(dict(columns)))
+    else:
+        reports.compare(_console(), columns)
+
+
+def _load(path: Path, sets: list[str]) -> Job:
+    from shoal.spec.load import load_job
+
+    return load_job(path, overrides=sets)
+
+
+def _console(to_stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=to_stderr)
+
+
+def _end(outcome: Outcome | Summary, *, as_json: bool) -> NoReturn:
+    """Print how it ended, and leave with the exit code that says so."""
+    from shoal.jobs.drive import Summary, merged
+    from shoal.jobs.run import Outcome, exit_code
+    from shoal.terminal import reports
+
+    console = _console()
+    last = next((o for o in outcome.folds if o.status != "finished"), outcome.folds[-1]) if isinstance(outcome, Summary) else outcome
+    if last.error is not None:
+        reports.failure(_console(True), last.error)
+        if last.traceback:
+            print(last.traceback, file=sys.stderr)
+    elif last.status != "finished":
+        name = last.paths.whole.name
+        _console(True).print(f"{last.status}; saved. Go on with: shoal resume {name}", highlight=False)
+    elif as_json:
+        content = merged(outcome) if isinstance(outcome, Summary) else json.loads(_receipt(outcome).model_dump_json())
+        print(json.dumps({"kind": "receipt", **content}))
+    elif isinstance(outcome, Summary):
+        reports.folds(console, [_receipt(o) for o in outcome.folds], outcome.metrics)
+    else:
+        reports.receipt(console, _receipt(outcome))
+        console.print(f"model: {last.paths.model}", highlight=False, soft_wrap=True)
+    assert isinstance(last, Outcome)
+    sys.exit(exit_code(last))
+
+
+def _receipt(outcome: Outcome) -> Any:
+    assert outcome.receipt is not None
+    return outcome.receipt
+
+
+def main() -> NoReturn:
+    """Errors of the user's are told without a traceback; everything else is a bug and shows one."""
+    from shoal.errors import EXIT_INTERRUPTED, ShoalError
+
+    try:
+        app()
+    except ShoalError as failure:
+        from shoal.terminal import reports
+
+        reports.failure(_console(True), failure)
+        sys.exit(failure.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.exit(0)
+    sys.exit(0)

@@ -1,0 +1,1 @@
+"""Sources, splits, and which sample goes to which lane at which step."""

@@ -1,0 +1,105 @@
+"""From the data section of a job to the parts that train, validate and test."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.data.batch import Batch
+from shoal.data.leaks import Leak, find_leaks
+from shoal.data.source import Ids, Source, Tell, open_source, silent
+from shoal.data.split import Parts, split
+from shoal.errors import error
+from shoal.spec.base import Ref
+from shoal.spec.data import Data, FoldSplit
+from shoal.spec.resolve import import_ref
+
+Transform = Callable[[Batch], Batch]
+MOST_ROWS_CHECKED_BY_THE_WAY = 100_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a source, with what is done to each batch of them."""
+
+    name: str
+    source: Source
+    ids: Ids
+    transform: Transform | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """`others` holds validation and test, as far as there are any."""
+
+    train: Part
+    others: dict[str, Part] = field(default_factory=dict)
+    augment: Callable[..., Batch] | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {part.name: len(part) for part in (self.train, *self.others.values())}
+
+    @property
+    def skipped(self) -> int:
+        return sum(s.skipped for s in {id(p.source): p.source for p in (self.train, *self.others.values())}.values())
+
+
+def assemble(data: Data, *, seed: int, base_dir: str, cache_dir: Path, tell: Tell = silent) -> Assembled:
+    """Open the sources, split them, look for leaks."""
+    opening: dict[str, Any] = {
+        "base_dir": base_dir, "on_bad_row": data.on_bad_row, "cache_dir": str(cache_dir), "tell": tell,
+    }  # fmt: skip
+    source = open_source(data.source, **opening)
+    transform = bind(data.transform, base_dir=base_dir)
+    parts = split(data.split, source, seed=seed, fold=_fold(data))
+    _look_for_leaks(parts, source, data, tell)
+    train = Part("train", source, parts.train, transform)
+    if not len(train):
+        raise error("SH351", "no sample is left for training", where="data.split")
+    others = {}
+    for name, ids in (("validation", parts.validation), ("test", parts.test)):
+        own = getattr(data, name)
+        if own is not None:
+            other = open_source(own, like=source, **opening)
+            others[name] = Part(name, other, np.arange(len(other), dtype=np.int64), transform)
+        elif len(ids):
+            others[name] = Part(name, source, ids, transform)
+    return Assembled(train, others, bind(data.augment, base_dir=base_dir))
+
+
+def bind(ref: Ref | None, *, base_dir: str) -> Callable[..., Any] | None:
+    """A function with its arguments given, or an object of a class."""
+    if ref is None:
+        return None
+    target = import_ref(ref, base_dir=base_dir)
+    if not callable(target):
+        raise error("SH206", f"'{ref.name}' is not a function", where=ref.name)
+    if inspect.isclass(target):
+        made: Callable[..., Any] = target(**ref.args)
+        return made
+    return functools.partial(target, **ref.args) if ref.args else target
+
+
+def _fold(data: Data) -> int:
+    return (data.split.fold or 0) if isinstance(data.split, FoldSplit) else 0
+
+
+def _look_for_leaks(parts: Parts, source: Source, data: Data, tell: Tell) -> None:
+    by_the_way = source.in_memory and len(source) <= MOST_ROWS_CHECKED_BY_THE_WAY
+    if data.leaks == "ignore" or (data.leaks == "warn" and not by_the_way):
+        return
+    leaks: list[Leak] = find_leaks(parts, source, data.split)
+    if leaks and data.leaks == "fail":
+        raise error("SH353", "; ".join(map(str, leaks)), where="data.split")
+    for leak in leaks:
+        tell(f"leak: {leak}")

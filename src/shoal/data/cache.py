@@ -1,0 +1,97 @@
+"""Things made once from data files and kept on disk: copies of remote files, tables as arrays."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import error
+
+_FORMAT = 1
+SMALL_BYTES = 64 << 20
+"""Up to here data is rather held in memory than mapped."""
+
+
+def cached(cache_dir: Path, key: list[Any], make: Callable[[Path], None]) -> Path:
+    """The directory that `make` filled for this key, now or at any time before.
+
+    Of several processes one makes it and the others wait. A directory under its final name is complete.
+    """
+    name = hashlib.sha256(json.dumps([_FORMAT, *key], default=str).encode()).hexdigest()[:32]
+    final = cache_dir / name
+    if final.exists():
+        return final
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_dir / f"{name}.lock"):
+            if not final.exists():
+                _fill(final, make)
+    except OSError as failure:
+        raise error("SH313", f"{failure}", where=str(cache_dir)) from failure
+    return final
+
+
+def _fill(final: Path, make: Callable[[Path], None]) -> None:
+    part = final.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)  # what a killed process left: only the holder of the lock is here
+    part.mkdir()
+    try:
+        make(part)
+        os.rename(part, final)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock is the kernel's: it is free again when its holder dies."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class NpyWriter:
+    """A .npy file that grows by rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115  (closed in __exit__)
+        self._dtype: np.dtype[Any] | None = None
+        self._row: tuple[int, ...] = ()
+        self._rows = 0
+
+    def append(self, rows: np.ndarray[Any, Any]) -> None:
+        if self._dtype is None:
+            self._dtype, self._row = rows.dtype, rows.shape[1:]
+            self._head()
+        self._file.write(np.ascontiguousarray(rows).data)
+        self._rows += len(rows)
+
+    def __enter__(self) -> NpyWriter:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        with self._file:
+            if self._dtype is not None and failure[0] is None:
+                self._head()
+
+    def _head(self) -> None:
+        """numpy leaves room for the first axis to grow, so that the header can be written again in place."""
+        assert self._dtype is not None
+        self._file.seek(0)
+        np.lib.format.write_array_header_1_0(
+            self._file,
+            {
+                "descr": np.lib.format.dtype_to_descr(self._dtype),
+                "fortran_order": False,
+                "shape": (self._rows, *self._row),
+            },
+        )

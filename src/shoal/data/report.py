@@ -1,0 +1,169 @@
+"""What a split looks like in numbers, and the split itself as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.digest import codes, digest_rows
+from shoal.data.leaks import find_leaks, group_column, time_column
+from shoal.data.needs import column
+from shoal.data.order import Ids
+from shoal.data.source import SPECIAL, Source
+from shoal.data.split import Parts
+from shoal.data.times import as_times
+from shoal.errors import DataError
+from shoal.spec import data as spec_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MOST_CLASSES = 50
+_CHUNK_ROWS = 1 << 16
+_OWN = ("fold", "part", "id")
+
+
+def report(source: Source, parts_by_fold: Mapping[int, Parts], spec: spec_of.Split) -> dict[str, Any]:
+    """Per fold and part: sizes, balance of classes or spread of the target, times, groups; and the leaks."""
+    digests = digest_rows(source, np.arange(len(source)))
+    look = _Look(source, spec)
+    folds = [
+        {
+            "fold": fold,
+            "parts": {name: look.part(ids) for name, ids in parts.named().items() if len(ids)},
+            "leaks": [
+                asdict(leak) | {"text": str(leak)}
+                for leak in find_leaks(parts, source, spec, digests=digests)
+            ],
+        }
+        for fold, parts in parts_by_fold.items()
+    ]
+    return {"kind": spec.kind, "samples": len(source), "folds": folds}
+
+
+class _Look:
+    """The columns that a report is about, read once."""
+
+    def __init__(self, source: Source, spec: spec_of.Split) -> None:
+        self._n = len(source)
+        self._target = _target(source)
+        self._classes = _classes(self._target)
+        by, group = time_column(spec), group_column(spec)
+        self._times = None if by is None else as_times(column(source, by, field="by"), by)
+        self._groups = None if group is None else codes(column(source, group, field="group"))[1]
+
+    def part(self, ids: Ids) -> dict[str, Any]:
+        out: dict[str, Any] = {"size": len(ids), "share": len(ids) / self._n}
+        if self._classes is not None:
+            out["classes"] = _balance(*self._classes, ids)
+        elif self._target is not None and self._target.dtype.kind in "iuf":
+            out["target"] = _spread(self._target[ids].astype(np.float64))
+        if self._times is not None:
+            times = self._times[ids]
+            out["time"] = [_plain(times.min()), _plain(times.max())]
+        if self._groups is not None:
+            out["groups"] = len(np.unique(self._groups[ids]))
+        return out
+
+
+def _target(source: Source) -> NDArray[Any] | None:
+    try:
+        return source.column("target")
+    except DataError:  # not every source has one
+        return None
+
+
+def _classes(target: NDArray[Any] | None) -> tuple[list[Any], Ids] | None:
+    if target is None or target.ndim != 1 or target.dtype.kind == "f":
+        return None
+    kinds, numbers = codes(target)
+    return (kinds, numbers) if len(kinds) <= MOST_CLASSES else None
+
+
+def _balance(kinds: list[Any], numbers: Ids, ids: Ids) -> dict[str, dict[str, float]]:
+    counts = np.bincount(numbers[ids], minlength=len(kinds)).tolist()
+    return {
+        str(kind): {"count": count, "share": count / len(ids)}
+        for kind, count in zip(kinds, counts, strict=True)
+    }
+
+
+def _spread(values: NDArray[np.float64]) -> dict[str, float]:
+    marks = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
+    names = ("min", "q25", "median", "q75", "max")
+    return {"mean": float(values.mean()), "std": float(values.std()), **dict(zip(names, marks, strict=True))}
+
+
+def _plain(time: Any) -> Any:
+    return str(time) if isinstance(time, np.datetime64) else time.item()
+
+
+# ---- the split as a file ----
+
+
+def export(parts_by_fold: Mapping[int, Parts], source: Source, directory: str | Path) -> Path:
+    """Write `split.parquet`: fold, part, id, and the source's columns. Returns its path.
+
+    Holds one column of the source and some ten thousand rows in memory, however large the source is.
+    """
+    import pyarrow.parquet as pq
+
+    path = Path(directory) / "split.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=directory) as scratch:
+        columns = _map_columns(source, Path(scratch))
+        tables = _chunks(parts_by_fold, columns)
+        first = next(tables)
+        with pq.ParquetWriter(path, first.schema) as writer:
+            for table in chain([first], tables):
+                writer.write_table(table)
+    return path
+
+
+def _chunks(parts_by_fold: Mapping[int, Parts], columns: dict[str, pa.ChunkedArray]) -> Iterator[pa.Table]:
+    import pyarrow as pa
+
+    for fold, parts in parts_by_fold.items():
+        for name, ids in parts.named().items():
+            for start in range(0, len(ids), _CHUNK_ROWS):
+                chunk = pa.array(ids[start : start + _CHUNK_ROWS])
+                own = {
+                    "fold": pa.repeat(pa.scalar(fold, pa.int32()), len(chunk)),
+                    "part": pa.repeat(name, len(chunk)),
+                }
+                yield pa.table(
+                    {**own, "id": chunk, **{key: column.take(chunk) for key, column in columns.items()}}
+                )
+
+
+def _map_columns(source: Source, scratch: Path) -> dict[str, pa.ChunkedArray]:
+    """The source's columns, mapped from files: read one by one, they need not fit in memory together."""
+    import pyarrow as pa
+
+    names = [name for name in source.columns() if name not in SPECIAL]
+    mapped = {}
+    for number, name in enumerate(names or (["target"] if _target(source) is not None else [])):
+        file = str(scratch / f"{number}.arrow")
+        table = pa.table({name: _arrow(source.column(name))})
+        with pa.OSFile(file, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        mapped[f"data.{name}" if name in _OWN else name] = (
+            pa.ipc.open_file(pa.memory_map(file)).read_all().column(0)
+        )
+    return mapped
+
+
+def _arrow(values: NDArray[Any]) -> pa.Array:
+    import pyarrow as pa
+
+    try:
+        return pa.array(list(values) if values.ndim > 1 else values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # values of several types in one column
+        return pa.array([None if value is None else str(value) for value in values.tolist()])

@@ -1,0 +1,150 @@
+"""What a source of samples is, and how one is opened from its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.batch import Batch
+from shoal.errors import did_you_mean, error
+from shoal.spec import data as spec_of
+
+Ids = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+Tell = Callable[[str], None]
+SPECIAL = ("id", "size", "target")
+
+
+class Source(Protocol):
+    """Samples by number. Nothing changes after opening: `take` may be called in any thread, and in a fork."""
+
+    blocks: Ids | None = None
+    """Where storage blocks start, when access is cheap only inside a block; None: it is cheap anywhere."""
+    in_memory: bool = True
+    """`take` costs no more than an index into a tensor: loading ahead would only cost time."""
+    per_sample: bool = False
+    """Python code makes each sample and may draw from global generators: processes help, threads do not."""
+    skipped: int = 0
+    """Bad rows that were left out."""
+    classes: tuple[Any, ...] | None = None
+    """What the class numbers (or tokens) stand for, where the source has numbered them."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, ids: Ids) -> Batch:
+        """These samples, in this order."""
+        ...
+
+    def columns(self) -> list[str]:
+        """The names that `column` knows."""
+        return [*SPECIAL, *self.own_columns()]
+
+    def column(self, name: str) -> Array:
+        """One value per sample. `id`, `size` (bytes or length) and `target` are known to every source."""
+        if name == "id":
+            return np.arange(len(self), dtype=np.int64)
+        if name == "size":
+            return self.sizes()
+        if name == "target":
+            return self.targets()
+        if name in self.own_columns():
+            return self.own_column(name)
+        raise error("SH303", f"no column '{name}'", fix=did_you_mean(name, self.columns()))
+
+    def own_columns(self) -> list[str]:
+        return []
+
+    def own_column(self, name: str) -> Array:
+        """A column that `own_columns` names."""
+        return self.column(name)
+
+    def sizes(self) -> Array:
+        return np.ones(len(self), dtype=np.int64)
+
+    def targets(self) -> Array: ...
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How sources are opened: where relative paths start, what to do with bad rows, where caches go.
+
+    `classes` are those of another source (the training data) that this one must number in the same way.
+    """
+
+    base_dir: str
+    on_bad_row: Literal["fail", "skip"]
+    cache_dir: Path
+    tell: Tell
+    classes: tuple[Any, ...] | None = None
+
+    @property
+    def skip(self) -> bool:
+        return self.on_bad_row == "skip"
+
+
+def silent(_: str) -> None:
+    """Tells nobody."""
+
+
+def open_source(
+    spec: spec_of.Source,
+    *,
+    base_dir: str,
+    on_bad_row: Literal["fail", "skip"] = "fail",
+    cache_dir: str | None = None,
+    tell: Tell = silent,
+    like: Source | None = None,
+) -> Source:
+    """The source that a spec describes.
+
+    `like` is the training source when validation or test data is opened: classes and tokens get its numbers.
+    """
+    cache = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "shoal"
+    classes = like.classes if like is not None else None
+    return _open(spec, Opening(base_dir, on_bad_row, cache, tell, classes))
+
+
+def _open(spec: spec_of.Source, opening: Opening) -> Source:
+    # Imported when used: a job on arrays needs neither pyarrow nor scikit-learn nor Pillow.
+    match spec:
+        case spec_of.CsvSource():
+            from shoal.data.sources.csv_table import open_csv
+
+            return open_csv(spec, opening)
+        case spec_of.ParquetSource():
+            from shoal.data.sources.parquet_table import open_parquet
+
+            return open_parquet(spec, opening)
+        case spec_of.NpySource():
+            from shoal.data.sources.array_files import open_npy
+
+            return open_npy(spec, opening)
+        case spec_of.NpzSource():
+            from shoal.data.sources.array_files import open_npz
+
+            return open_npz(spec, opening)
+        case spec_of.IdxSource():
+            from shoal.data.sources.idx import open_idx
+
+            return open_idx(spec, opening)
+        case spec_of.ImagesSource():
+            from shoal.data.sources.images import Images
+
+            return Images(spec, opening)
+        case spec_of.TextSource():
+            from shoal.data.sources.text import open_text
+
+            return open_text(spec, opening)
+        case spec_of.PythonSource():
+            from shoal.data.sources.dataset import open_python
+
+            return open_python(spec, opening)
+        case spec_of.SklearnSource():
+            from shoal.data.sources.builtin import open_sklearn
+
+            return open_sklearn(spec)

@@ -1,0 +1,1 @@
+"""The bodies of `Source`, one per kind of data."""

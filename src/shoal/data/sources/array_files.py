@@ -1,0 +1,161 @@
+"""numpy's files: .npy is mapped; arrays in an .npz are mapped where the zip file holds them uncompressed."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.files import find_file
+from shoal.data.source import Array, Opening
+from shoal.data.sources.arrays import Arrays, Held, Mapped, Rows, checked, same_length
+from shoal.errors import did_you_mean, error
+from shoal.spec.data import NpySource, NpzSource
+
+
+def open_npy(spec: NpySource, opening: Opening) -> Arrays:
+    arrays = {spec.path: _load_npy(find_file(spec.path, opening=opening))}
+    if spec.target is not None:
+        arrays[spec.target] = _load_npy(find_file(spec.target, opening=opening))
+    return from_arrays(arrays, inputs=(spec.path,), target=spec.target, opening=opening)
+
+
+def open_npz(spec: NpzSource, opening: Opening) -> Arrays:
+    path = find_file(spec.path, opening=opening)
+    inputs = (spec.inputs,) if isinstance(spec.inputs, str) else tuple(spec.inputs)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            members = list(file.files)
+            used = [*inputs, *([spec.target] if spec.target is not None else [])]
+            for name in used:
+                if name not in members:
+                    raise error("SH303", f"no array '{name}'", where=path, fix=did_you_mean(name, members))
+            arrays = {name: _member(path, name, file) for name in used}
+    except (ValueError, OSError, zipfile.BadZipFile, AttributeError) as failure:
+        raise error("SH307", f"not an .npz file: {failure}", where=path) from failure
+
+    def lookup(name: str) -> Array:
+        with np.load(path, allow_pickle=False) as file:
+            return np.asarray(file[name])
+
+    return from_arrays(
+        arrays, inputs=inputs, target=spec.target, opening=opening, names=tuple(members), lookup=lookup
+    )
+
+
+def from_arrays(
+    arrays: Mapping[str, Array],
+    *,
+    inputs: tuple[str, ...],
+    target: str | None,
+    opening: Opening,
+    names: tuple[str, ...] = (),
+    lookup: Callable[[str], Array] | None = None,
+) -> Arrays:
+    """A source of named arrays. Checked now if in memory or if rows may be skipped, else when taken."""
+    for name, array in arrays.items():
+        _check_type(name, array)
+    same_length({name: len(array) for name, array in arrays.items()})
+    now = {n: a for n, a in arrays.items() if opening.skip or not isinstance(a, np.memmap)}
+    kept = checked(now, skip=opening.skip) if now else None
+
+    def kept_lookup(name: str) -> Array:
+        assert lookup is not None
+        column = lookup(name)
+        same_length({inputs[0]: len(arrays[inputs[0]]), name: len(column)})
+        return column if kept is None else column[kept]
+
+    return Arrays(
+        tuple(_rows(name, arrays[name], _input) for name in inputs),
+        None if target is None else _rows(target, arrays[target], _target),
+        kept=kept,
+        skipped=0 if kept is None else len(arrays[inputs[0]]) - len(kept),
+        names=names,
+        lookup=kept_lookup,
+    )
+
+
+def _rows(name: str, array: Array, kind: Callable[[np.dtype[Any]], torch.dtype]) -> Rows:
+    wanted = kind(array.dtype)
+    if not isinstance(array, np.memmap):
+        # Bytes grow to four times their size as floats: they are converted batch by batch.
+        small = array.dtype.itemsize < wanted.itemsize and (
+            array.dtype.kind != "u" or array.dtype.itemsize == 1
+        )
+        return Held(array, _cast(wanted)) if small else Held(array.astype(_NUMPY[wanted], copy=False))
+    return Mapped(array, name, None if array.dtype == _NUMPY[wanted] else _cast(wanted))
+
+
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.int64: np.dtype(np.int64),
+}
+
+
+def _cast(wanted: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(wanted)
+
+
+def _input(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.float32 if dtype.kind in "fb" or dtype.itemsize == 1 else torch.int64
+
+
+def _target(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.float32 if dtype.kind == "f" else torch.int64
+
+
+def _check_type(name: str, array: Array) -> None:
+    if array.ndim == 0:
+        raise error("SH306", "a single value is not a set of samples", where=name)
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+        raise error("SH310", f"values of type {array.dtype}; numbers are wanted", where=name)
+
+
+# ---- reading ----
+
+
+def _load_npy(path: str) -> Array:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as failure:
+        raise error("SH307", f"not an .npy file: {failure}", where=path) from failure
+    if not isinstance(array, np.memmap):
+        raise error("SH307", "not an .npy file but an archive", where=path, fix="Use source.kind: npz.")
+    return _native(array)
+
+
+def _native(array: Array) -> Array:
+    """torch wants this machine's byte order and rows one after the other."""
+    if array.dtype.isnative and (array.flags.c_contiguous or isinstance(array, np.memmap)):
+        return array
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+
+
+def _member(path: str, name: str, file: Any) -> Array:
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name)
+    if info.compress_type == zipfile.ZIP_STORED:
+        return _native(_map_member(path, info))
+    return _native(np.asarray(file[name]))
+
+
+def _map_member(path: str, info: zipfile.ZipInfo) -> Array:
+    """An uncompressed member is an .npy file at an offset."""
+    with open(path, "rb") as file:
+        file.seek(info.header_offset + 26)
+        lengths = np.frombuffer(file.read(4), dtype="<u2")
+        file.seek(int(lengths.sum()), 1)
+        version = np.lib.format.read_magic(file)
+        read = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        shape, fortran, dtype = read(file)
+        if dtype.hasobject:
+            raise error("SH310", "Python objects; numbers are wanted", where=f"{path}:{info.filename}")
+        if 0 in shape:
+            return np.empty(shape, dtype=dtype)
+        return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")

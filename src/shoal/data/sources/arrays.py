@@ -1,0 +1,183 @@
+"""Samples that are rows of arrays, held in memory or mapped from a file."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.batch import Batch
+from shoal.data.source import Array, Ids, Source
+from shoal.errors import error
+
+_PAGE = 4096
+_FORGET_BYTES = 64 << 20
+_SCAN_BYTES = 16 << 20
+
+Finish = Callable[[Tensor], Tensor]
+
+
+class Rows(Protocol):
+    """One array, row by row."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def take(self, ids: Ids) -> Tensor: ...
+
+    def raw(self) -> Array:
+        """The array as it is stored."""
+        ...
+
+
+class Held:
+    """Rows in memory. `finish` makes the batch's tensor: pixels may stay bytes until they are used."""
+
+    def __init__(self, array: Array, finish: Finish | None = None) -> None:
+        self._tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        self._finish = finish
+        self.dtype, self.shape = array.dtype, array.shape
+
+    def take(self, ids: Ids) -> Tensor:
+        rows = self._tensor.index_select(0, torch.from_numpy(ids))
+        return self._finish(rows) if self._finish else rows
+
+    def raw(self) -> Array:
+        return self._tensor.numpy()
+
+
+class Mapped:
+    """Rows of a file in the page cache. Values are checked when they are taken; pages are given back in time.
+
+    The kernel would reclaim the pages itself, but until then they count as memory of this process, so that
+    a job would look as large as its data to whoever watches or limits it.
+    """
+
+    def __init__(self, array: np.memmap[Any, Any], where: str, finish: Finish | None = None) -> None:
+        self._array = array
+        self._where = where
+        self._finish = finish
+        self._touched = 0
+        self._row_bytes = max(_PAGE, array[:1].nbytes)
+        self.dtype, self.shape = array.dtype, array.shape
+
+    def take(self, ids: Ids) -> Tensor:
+        rows = np.asarray(self._array[ids])
+        self._check(rows, ids)
+        self._forget(len(ids))
+        tensor = torch.from_numpy(rows)
+        return self._finish(tensor) if self._finish else tensor
+
+    def raw(self) -> Array:
+        return self._array
+
+    def _check(self, rows: Array, ids: Ids) -> None:
+        if self.dtype.kind == "f" and not np.isfinite(rows).all():
+            raise not_finite(self._where, int(ids[np.flatnonzero(bad_rows(rows))[0]]))
+
+    def _forget(self, rows: int) -> None:
+        self._touched += rows * self._row_bytes
+        if self._touched > _FORGET_BYTES:
+            self._touched = 0
+            pages = getattr(self._array, "_mmap", None)
+            if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                pages.madvise(mmap.MADV_DONTNEED)
+
+
+class Arrays(Source):
+    """Inputs and target as rows; other columns are looked up by name when they are asked for."""
+
+    def __init__(
+        self,
+        inputs: tuple[Rows, ...],
+        target: Rows | None,
+        *,
+        kept: Ids | None = None,
+        skipped: int = 0,
+        classes: tuple[Any, ...] | None = None,
+        names: tuple[str, ...] = (),
+        lookup: Callable[[str], Array] | None = None,
+    ) -> None:
+        self._inputs = inputs
+        self._target = target
+        self._kept = kept
+        self._names = names
+        self._lookup = lookup
+        self._size = inputs[0].shape[0] if kept is None else len(kept)
+        self.in_memory = all(isinstance(rows, Held) for rows in (*inputs, target) if rows is not None)
+        self.skipped = skipped
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take(self, ids: Ids) -> Batch:
+        if self._kept is not None:
+            ids = self._kept[ids]
+        inputs = tuple([rows.take(ids) for rows in self._inputs])
+        return Batch(inputs, None if self._target is None else self._target.take(ids), len(ids))
+
+    def sizes(self) -> Array:
+        bytes_each = sum(int(np.prod(rows.shape[1:])) * rows.dtype.itemsize for rows in self._inputs)
+        return np.full(len(self), bytes_each, dtype=np.int64)
+
+    def targets(self) -> Array:
+        if self._target is None:
+            raise error("SH303", "the data has no target", fix="Name the target in data.source.target.")
+        raw = self._target.raw()
+        return np.asarray(raw if self._kept is None else raw[self._kept])
+
+    def own_columns(self) -> list[str]:
+        return list(self._names)
+
+    def own_column(self, name: str) -> Array:
+        assert self._lookup is not None
+        return self._lookup(name)
+
+
+def bad_rows(rows: Array) -> Array:
+    """Which rows hold a NaN or an infinite value."""
+    return np.asarray(~np.isfinite(rows).reshape(len(rows), -1).all(axis=1))
+
+
+def not_finite(where: str, row: int) -> Exception:
+    return error("SH305", f"row {row} holds a value that is not a number (NaN) or is infinite", where=where)
+
+
+def checked(arrays: Mapping[str, Array], *, skip: bool) -> Array | None:
+    """The numbers of the good rows where there are bad ones and they are skipped; None when all are good.
+
+    Goes through the arrays a piece at a time, so that mapped ones may be larger than memory.
+    """
+    bad = np.zeros(len(next(iter(arrays.values()))), dtype=bool)
+    for where, array in arrays.items():
+        if array.dtype.kind != "f":
+            continue
+        for start, rows in _pieces(array):
+            found = bad_rows(rows)
+            if found.any() and not skip:
+                raise not_finite(where, start + int(np.flatnonzero(found)[0]))
+            bad[start : start + len(rows)] |= found
+    if bad.all():
+        raise error("SH302", "no good row is left", where=next(iter(arrays)))
+    return np.flatnonzero(~bad) if bad.any() else None
+
+
+def _pieces(array: Array) -> Iterator[tuple[int, Array]]:
+    rows = max(1, _SCAN_BYTES // max(1, array[:1].nbytes))
+    for start in range(0, len(array), rows):
+        yield start, array[start : start + rows]
+
+
+def same_length(lengths: Mapping[str, int]) -> None:
+    """SH306 where arrays of one set differ in length; SH302 where they are empty."""
+    (first, rows), *others = lengths.items()
+    for name, length in others:
+        if length != rows:
+            raise error("SH306", f"{first} has {rows} rows, {name} has {length}", where=name)
+    if rows == 0:
+        raise error("SH302", "no rows", where=first)

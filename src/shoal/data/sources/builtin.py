@@ -1,0 +1,29 @@
+"""The small sets that come with scikit-learn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shoal.data.source import Array
+from shoal.data.sources.arrays import Arrays, Held
+from shoal.spec.data import SklearnSource
+
+
+def open_sklearn(spec: SklearnSource) -> Arrays:
+    from sklearn import datasets
+
+    loaded = getattr(datasets, f"load_{spec.name}")()
+    inputs = np.asarray(loaded.data, dtype=np.float32)
+    target = np.asarray(loaded.target)
+    names = tuple(str(name) for name in loaded.feature_names)
+
+    def lookup(name: str) -> Array:
+        return inputs[:, names.index(name)]
+
+    return Arrays(
+        (Held(inputs),),
+        Held(target.astype(np.float32 if target.dtype.kind == "f" else np.int64)),
+        classes=tuple(str(name) for name in loaded.target_names) if "target_names" in loaded else None,
+        names=names,
+        lookup=lookup,
+    )

@@ -1,0 +1,161 @@
+"""A dataset of the user's own: anything with a length and samples by number."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+from shoal.data.batch import Batch
+from shoal.data.source import Array, Ids, Opening, Source
+from shoal.errors import ShoalError, error
+from shoal.spec.base import Ref
+from shoal.spec.data import PythonSource
+from shoal.spec.resolve import build_ref, import_ref, user_line
+
+
+def open_python(spec: PythonSource, opening: Opening) -> Source:
+    dataset = _made(spec.factory, opening.base_dir)
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise error("SH206", f"'{spec.factory.name}' gives a {type(dataset).__name__}, no dataset",
+                    fix="Give a torch Dataset with __len__ and __getitem__.")  # fmt: skip
+    if len(dataset) == 0:
+        raise error("SH302", "the dataset is empty", where=spec.factory.name)
+    if type(dataset) is TensorDataset and len(dataset.tensors) > 1:
+        return Tensors(dataset)
+    return Dataset(dataset)
+
+
+def _made(factory: Ref, base_dir: str) -> Any:
+    """A class or function is called; a dataset that stands ready in a module is taken."""
+    found = import_ref(factory, base_dir=base_dir)
+    if hasattr(found, "__getitem__") and not isinstance(found, type) and not factory.args:
+        return found
+    return build_ref(factory, base_dir=base_dir)
+
+
+class Tensors(Source):
+    """A TensorDataset without the detour over single samples."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        *self._inputs, self._target = dataset.tensors
+
+    def __len__(self) -> int:
+        return len(self._target)
+
+    def take(self, ids: Ids) -> Batch:
+        index = torch.from_numpy(ids)
+        inputs = tuple([tensor.index_select(0, index) for tensor in self._inputs])
+        return Batch(inputs, self._target.index_select(0, index), len(ids))
+
+    def sizes(self) -> Array:
+        return np.full(len(self), sum(tensor[0].nbytes for tensor in self._inputs), dtype=np.int64)
+
+    def targets(self) -> Array:
+        return self._target.detach().numpy()
+
+
+class Dataset(Source):
+    """Samples that Python code makes. (x, y) is input and target, (x1, x2, y) has two inputs; all else is
+    one input without a target. Attributes of the dataset with one value per sample are its columns."""
+
+    in_memory = False
+    per_sample = True
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._size = len(dataset)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take(self, ids: Ids) -> Batch:
+        samples = self._samples([int(i) for i in ids])
+        try:
+            collated = default_collate(samples)
+        except Exception as failure:  # torch raises TypeError and RuntimeError, a sample's own types anything
+            raise error("SH306", f"samples {_some(ids)} do not make a batch: {failure}",
+                        fix="Give samples of one type and shape.") from failure  # fmt: skip
+        inputs, target = _parted(collated, samples[0])
+        return Batch(inputs, target, len(ids))
+
+    def sizes(self) -> Array:
+        """The dataset's own `sizes`, or the bytes of every sample, which makes them all once."""
+        own = self._attribute("sizes")
+        if own is not None:
+            return own
+        each = (_parted(s, s)[0] for i in range(len(self)) for s in self._samples([i]))
+        return np.array([sum(map(_bytes, inputs)) for inputs in each], dtype=np.int64)
+
+    def targets(self) -> Array:
+        """The dataset's own `targets` or `labels`, or those of every sample, which makes them all once."""
+        for name in ("targets", "labels"):
+            own = self._attribute(name)
+            if own is not None:
+                return own
+        return np.array([self._target(i) for i in range(len(self))])
+
+    def own_columns(self) -> list[str]:
+        names = [name for name in vars(self._dataset) if not name.startswith("_")]
+        return [name for name in names if self._attribute(name) is not None]
+
+    def own_column(self, name: str) -> Array:
+        return cast(Array, self._attribute(name))
+
+    def _attribute(self, name: str) -> Array | None:
+        value = getattr(self._dataset, name, None)
+        if isinstance(value, list | tuple | np.ndarray | Tensor) and len(value) == len(self):
+            return np.asarray(value)
+        return None
+
+    def _target(self, i: int) -> Any:
+        (sample,) = self._samples([i])
+        target = _parted(sample, sample)[1]
+        if target is None:
+            raise error("SH303", "the dataset's samples have no target", fix="Give (input, target) pairs.")
+        return np.asarray(target)
+
+    def _samples(self, ids: list[int]) -> list[Any]:
+        many = getattr(self._dataset, "__getitems__", None)
+        if many is not None:
+            try:
+                return list(many(ids))
+            except Exception as failure:
+                _failed(failure, _some(ids))
+        return [self._sample(i) for i in ids]
+
+    def _sample(self, i: int) -> Any:
+        try:
+            return self._dataset[i]
+        except Exception as failure:
+            _failed(failure, str(i))
+
+
+def _failed(failure: Exception, which: str) -> NoReturn:
+    if isinstance(failure, ShoalError):
+        raise failure
+    message = f"sample {which}: {type(failure).__name__}: {failure}"
+    raise error("SH309", message, where=user_line(failure)) from failure
+
+
+def _parted(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
+    """Inputs and target. Whether a value is a pair is told by the sample: collating makes lists of tuples."""
+    if isinstance(sample, list | tuple) and len(sample) > 1:
+        return tuple(value[:-1]), value[-1]
+    return (value,), None
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor | np.ndarray):
+        return int(value.nbytes)
+    return len(value) if hasattr(value, "__len__") else 1
+
+
+def _some(ids: Any) -> str:
+    shown = ", ".join(str(int(i)) for i in ids[:8])
+    return f"[{shown}, …]" if len(ids) > 8 else f"[{shown}]"

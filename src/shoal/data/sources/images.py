@@ -1,0 +1,126 @@
+"""A folder with one sub-folder of images per class."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.data.batch import Batch
+from shoal.data.files import File, find_files, local_path
+from shoal.data.source import Array, Ids, Opening, Source
+from shoal.errors import error
+from shoal.spec.data import ImagesSource
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+class Images(Source):
+    """Pixels as floats in 0..1, shaped (channels, height, width). The class is the name of the folder."""
+
+    in_memory = False
+    per_sample = True
+
+    def __init__(self, spec: ImagesSource, opening: Opening) -> None:
+        self._pillow = _pillow()
+        self._mode = "L" if spec.channels == 1 else "RGB"
+        self._size = spec.size
+        files = find_files(spec.path.rstrip("/"), opening=opening, suffixes=_SUFFIXES)
+        names = [_folder(file) for file in files]
+        self.classes = opening.classes or tuple(sorted(set(names)))
+        self._files = files
+        self._paths = [local_path(file, opening=opening) for file in files]
+        self._labels = _numbers(names, files, self.classes)
+        if opening.skip:
+            self._leave_out_bad()
+        self._first_shape: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def take(self, ids: Ids) -> Batch:
+        images = [self._image(int(i)) for i in ids]
+        shape = self._expected_shape(images[0])
+        for i, image in zip(ids, images, strict=True):
+            if image.shape != shape:
+                raise error("SH306", f"an image of {_by(image.shape)} among images of {_by(shape)}",
+                            where=self._paths[i], fix="Set data.source.size: [height, width].")  # fmt: skip
+        pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+        return Batch((pixels.float().div_(255),), torch.from_numpy(self._labels[ids]), len(ids))
+
+    def sizes(self) -> Array:
+        return np.array([file.size_bytes for file in self._files], dtype=np.int64)
+
+    def targets(self) -> Array:
+        return self._labels
+
+    def own_columns(self) -> list[str]:
+        return ["path", "class"]
+
+    def own_column(self, name: str) -> Array:
+        return np.array([file.path if name == "path" else _folder(file) for file in self._files], dtype=str)
+
+    def _expected_shape(self, image: Array) -> tuple[int, ...]:
+        """That of the first image, so that the same images fail whatever batch they are in."""
+        if self._size is not None:
+            return image.shape
+        if self._first_shape is None:
+            self._first_shape = self._image(0).shape
+        return self._first_shape
+
+    def _image(self, i: int) -> Array:
+        path = self._paths[i]
+        try:
+            with self._pillow.open(path) as file:
+                image = file.convert(self._mode)
+                if self._size is not None:
+                    image = image.resize(self._size[::-1], self._pillow.Resampling.BILINEAR)
+        except Exception as failure:  # Pillow's plug-ins raise all sorts
+            raise error("SH307", f"not a readable image: {failure}", where=path,
+                        fix="Mend or remove the file, or set data.on_bad_row: skip.") from failure  # fmt: skip
+        pixels = np.asarray(image)
+        return pixels if pixels.ndim == 3 else pixels[:, :, None]
+
+    def _leave_out_bad(self) -> None:
+        good = [i for i in range(len(self._paths)) if self._readable(i)]
+        self.skipped = len(self._paths) - len(good)
+        if not good:
+            raise error("SH302", "no readable image", where=os.path.dirname(self._paths[0]))
+        self._files = [self._files[i] for i in good]
+        self._paths = [self._paths[i] for i in good]
+        self._labels = self._labels[good]
+
+    def _readable(self, i: int) -> bool:
+        try:
+            with self._pillow.open(self._paths[i]) as file:
+                file.load()
+        except Exception:  # as above
+            return False
+        return True
+
+
+def _folder(file: File) -> str:
+    return file.path.replace("\\", "/").rsplit("/", 2)[-2]
+
+
+def _numbers(names: list[str], files: list[File], classes: tuple[Any, ...]) -> Array:
+    number = {name: i for i, name in enumerate(classes)}
+    for name, file in zip(names, files, strict=True):
+        if name not in number:
+            raise error("SH310", f"the training data has no class '{name}'", where=file.path,
+                        fix="Remove the folder, or train on it too.")  # fmt: skip
+    return np.array([number[name] for name in names], dtype=np.int64)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]}×{shape[1]}"
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as failure:
+        raise error("SH207", "images need Pillow", fix="pip install 'shoal[images]'") from failure
+    return Image

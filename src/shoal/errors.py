@@ -1,0 +1,240 @@
+"""The error tree. Every error that a user can cause has a code, a place and a fix.
+
+An error is data: it crosses from worker to driver as a row of the event stream (`to_row`, `from_row`) and is
+printed without a traceback. `CATALOGUE` is the single list of codes; docs/errors.md is made from it by
+`python -m shoal.errors` and a test keeps the two in step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_JOB = 2
+EXIT_DATA = 3
+EXIT_TRAIN = 4
+EXIT_CHECKPOINT = 5
+EXIT_RUN = 6
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the catalogue knows of a code: its title, and the fix that is shown when the error brings none."""
+
+    title: str
+    fix: str
+
+
+CATALOGUE: dict[str, Entry] = {
+    # 1xx: the job file
+    "SH101": Entry("the job file cannot be read", "Give the path of a readable YAML file."),
+    "SH102": Entry("the file is not valid YAML", "Mend the YAML at the line shown; indent with spaces."),
+    "SH103": Entry("unknown field", "Use one of the allowed fields."),
+    "SH104": Entry("a required field is missing", "Add the field."),
+    "SH105": Entry("wrong type", "Write a value of the type shown."),
+    "SH106": Entry("value out of range or not among the choices", "Use an allowed value."),
+    "SH107": Entry("two fields contradict each other", "Keep one of the two."),
+    "SH108": Entry("a field stands twice", "Remove one of the two lines."),
+    "SH109": Entry("a bad --set override", "Write --set path.to.field=value."),
+    "SH110": Entry("not supported together", "Change one of the two settings."),
+    # 2xx: names that the job refers to
+    "SH201": Entry("the module or file of a name is not found", "Check the spelling, or install the package."),
+    "SH202": Entry("the module has no such name", "Use a name that the module defines."),
+    "SH203": Entry("a name is not written as module:name or file.py:name", "Write package.module:name or file.py:name."),
+    "SH204": Entry("importing the name failed", "Mend the error in the imported code."),
+    "SH205": Entry("the arguments do not fit", "Change `args` to what the function or class takes."),
+    "SH206": Entry("the name is not of the right kind", "Refer to an object of the kind shown."),
+    "SH207": Entry("an optional package is not installed", "Install the extra shown."),
+    "SH208": Entry("calling the name failed", "Mend the error in the called code, or change `args`."),
+    # 3xx: data
+    "SH301": Entry("a data file is not found", "Check the path; relative paths start at the job file's directory."),
+    "SH302": Entry("a data file is empty", "Give a file with at least one sample."),
+    "SH303": Entry("a column or array is missing", "Use a name that the data has."),
+    "SH304": Entry("a bad row", "Mend the row, or set data.on_bad_row: skip."),
+    "SH305": Entry("a value that is not a number (NaN) or is infinite", "Mend the data, or set data.on_bad_row: skip."),
+    "SH306": Entry("wrong shape or length", "Make the arrays agree."),
+    "SH307": Entry("the data file cannot be parsed", "Check that the file is of the kind that `source.kind` names."),
+    "SH308": Entry("the data cannot be reached", "Check the URL, the credentials and the network."),
+    "SH309": Entry("the dataset failed to give a sample", "Mend the dataset's code."),
+    "SH310": Entry("wrong value type in the data", "Convert the column, or leave it out of the inputs."),
+    "SH311": Entry("augment or transform failed", "Mend the function; the message is its own."),
+    "SH312": Entry("a loader process died", "Set data.loader.workers: 0 to see the error itself, or free memory."),
+    "SH313": Entry("the data cache cannot be written", "Free some disk space, or give another cache directory."),
+    # 35x: splits and dealing
+    "SH351": Entry("too few samples for the split", "Use fewer folds or more data."),
+    "SH352": Entry("the split needs a column", "Name the column in the split."),
+    "SH353": Entry("a leak: the same data stands on both sides of the split", "Change the split, or remove the doubles."),
+    "SH354": Entry("the split is not possible with this data", "Choose another split."),
+    "SH355": Entry("the dealing is not possible with this data", "Choose another `deal`."),
+    "SH356": Entry("the dealing needs a column", "Name a column of the data in the dealing."),
+    # 4xx: training
+    "SH401": Entry("the model failed on a batch", "Mend the model or the data; the message is the model's own."),
+    "SH402": Entry("the loss failed", "Check that the loss fits the model's output and the target."),
+    "SH403": Entry("the loss is not finite", "Lower the learning rate, clip the gradients, or check the data."),
+    "SH404": Entry("there is nothing to train", "Unfreeze a parameter, or give a model with parameters."),
+    "SH405": Entry("a pattern matches no parameter", "Use a pattern that matches; * is a wildcard."),
+    "SH406": Entry("weights do not fit the model", "Use weights of the same shapes, or init_from.strict: false."),
+    "SH407": Entry("out of memory", "Lower batch_size, raise lanes, or use a smaller model."),
+    "SH408": Entry("a metric failed", "Check that the metric fits the model's output and the target."),
+    "SH409": Entry("a metric is not known", "Monitor a metric that the job computes."),
+    "SH410": Entry("a watcher failed", "Mend the watcher's code."),
+    "SH411": Entry("the device is not there", "Use device: auto or cpu."),
+    "SH412": Entry("a step is not possible with so few samples", "Raise batch_size, lower lanes, or set drop_last: true."),
+    # 5xx: checkpoints
+    "SH501": Entry("no valid checkpoint", "Start again with shoal run."),
+    "SH502": Entry("a checkpoint is damaged", "An older valid one is used where there is one."),
+    "SH503": Entry("a checkpoint could not be written", "Free some disk space or change checkpoint.path."),
+    "SH504": Entry("the checkpoint belongs to another job", "Resume with the job that wrote it."),
+    "SH505": Entry("the file is not a safetensors file", "Give a run, a checkpoint or a .safetensors file."),
+    "SH506": Entry("the state holds something that cannot be saved",
+                   "Keep to tensors, numbers, text, None, and lists, tuples and dicts of them."),
+    "SH507": Entry("the checkpoint was written by a newer version", "Update Shoal."),
+    # 6xx: runs and processes
+    "SH601": Entry("no such run", "`shoal runs` lists the runs."),
+    "SH602": Entry("the run is in use", "Wait for it, or end the process shown."),
+    "SH603": Entry("a worker died", "See the worker's log; `shoal resume` goes on from the last checkpoint."),
+    "SH604": Entry("the run has finished already", "Start a new one with shoal run."),
+    "SH605": Entry("the run directory cannot be written", "Give a writable directory with --runs."),
+    "SH606": Entry("the run has no result yet", "Wait until it is finished, or resume it."),
+    "SH607": Entry("the engine is not available", "Use engine: local, or install what the engine needs."),
+    "SH608": Entry("objects of a notebook or script cannot be sent to a worker",
+                   "Put the class or function into a .py file, and guard the call by if __name__ == '__main__'."),
+    "SH609": Entry("bad command line", "See --help."),
+}  # fmt: skip
+
+
+class ShoalError(Exception):
+    """An error that somebody can act on. `where` is a place: file and line, field, worker."""
+
+    exit_code = EXIT_BUG
+
+    def __init__(self, code: str, message: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.where = where
+        self.fix = fix or CATALOGUE[code].fix
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        return f"{self.code} {place}{self.message} ({self.fix})"
+
+    def at(self, where: str) -> ShoalError:
+        """The same error with a better place."""
+        return type(self)(self.code, self.message, where=where, fix=self.fix)
+
+    def to_row(self) -> dict[str, str]:
+        return {"code": self.code, "message": self.message, "where": self.where, "fix": self.fix}
+
+
+class JobError(ShoalError):
+    """1xx and 2xx: what the user wrote is wrong."""
+
+    exit_code = EXIT_JOB
+
+
+class DataError(ShoalError):
+    """3xx: the data is wrong, or cannot be had."""
+
+    exit_code = EXIT_DATA
+
+
+class TrainError(ShoalError):
+    """4xx: model, loss, metric or watcher failed."""
+
+    exit_code = EXIT_TRAIN
+
+
+class CheckpointError(ShoalError):
+    """5xx: what must survive cannot be written or read."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+class RunError(ShoalError):
+    """6xx: runs, processes, engines."""
+
+    exit_code = EXIT_RUN
+
+
+class Problems(ShoalError):
+    """Several errors at once; the job file is checked whole before anything is told."""
+
+    def __init__(self, errors: Sequence[ShoalError]) -> None:
+        first = errors[0]
+        super().__init__(first.code, first.message, where=first.where, fix=first.fix)
+        self.errors = list(errors)
+        self.exit_code = first.exit_code
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)
+
+
+_FAMILIES: dict[str, type[ShoalError]] = {
+    "1": JobError, "2": JobError, "3": DataError, "4": TrainError, "5": CheckpointError, "6": RunError,
+}  # fmt: skip
+
+
+def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalError:
+    """The error of the right family for a code: `raise error("SH301", "no such file: a.csv")`."""
+    return _FAMILIES[code[2]](code, message, where=where, fix=fix)
+
+
+def from_row(row: Mapping[str, Any]) -> ShoalError:
+    """The error that another process told of."""
+    return error(
+        row["code"], str(row["message"]), where=str(row.get("where", "")), fix=str(row.get("fix", ""))
+    )
+
+
+def each(failure: ShoalError) -> list[ShoalError]:
+    """The single errors in it."""
+    return failure.errors if isinstance(failure, Problems) else [failure]
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """The allowed word that was probably meant, or ''; large and small letters are the same here."""
+    by_folded = {name.casefold(): name for name in allowed}
+    found = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
+    return by_folded[found[0]] if found else ""
+
+
+def did_you_mean(word: str, allowed: Iterable[str], *, most: int = 30) -> str:
+    """A fix: the nearest name, then what is allowed."""
+    names = sorted(set(allowed))
+    close = nearest(word, names)
+    shown = ", ".join(names[:most]) + (", …" if len(names) > most else "")
+    hint = f"Did you mean '{close}'? " if close else ""
+    return f"{hint}Allowed: {shown}." if names else hint.strip()
+
+
+def page() -> str:
+    """docs/errors.md."""
+    groups = {"1": "The job file", "2": "Names", "3": "Data and splits", "4": "Training", "5": "Checkpoints",
+              "6": "Runs and processes"}  # fmt: skip
+    lines = ["# Errors and exit codes", "",
+             "Every error says what is wrong, where, and what to do. Made by `python -m shoal.errors`.", "",
+             "| exit code | meaning |", "|---|---|",
+             f"| {EXIT_OK} | finished |",
+             f"| {EXIT_BUG} | a bug in Shoal: the traceback is shown, please report it |",
+             f"| {EXIT_JOB} | the job file or the command line is wrong (SH1xx, SH2xx) |",
+             f"| {EXIT_DATA} | the data is wrong or cannot be had (SH3xx) |",
+             f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx) |",
+             f"| {EXIT_CHECKPOINT} | a checkpoint cannot be written or read (SH5xx) |",
+             f"| {EXIT_RUN} | runs, processes, engines (SH6xx) |",
+             f"| {EXIT_INTERRUPTED} | stopped by Ctrl-C; saved, `shoal resume` goes on |",
+             f"| {EXIT_TERMINATED} | stopped by SIGTERM; saved, `shoal resume` goes on |"]  # fmt: skip
+    for digit, title in groups.items():
+        lines += ["", f"## {title}", "", "| code | what | what to do |", "|---|---|---|"]
+        lines += [f"| {c} | {e.title} | {e.fix} |" for c, e in CATALOGUE.items() if c[2] == digit]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

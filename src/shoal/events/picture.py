@@ -1,0 +1,219 @@
+"""A picture of a run, folded from its events. Display, receipt, `show` and `compare` all look at this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.events.stream import Event
+
+MOST_POINTS = 4096
+TIMES = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
+
+
+@dataclass
+class Worker:
+    """What is known of one worker."""
+
+    name: str
+    host: str = ""
+    pid: int = 0
+    lanes: list[int] = field(default_factory=list)
+    step: int = 0
+    samples_per_s: float = 0.0
+    state: str = "starting"
+
+
+@dataclass
+class Curve:
+    """A series over steps. Bounded: when it is full, every other point is forgotten."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float) -> None:
+        while self.steps and self.steps[-1] >= step:  # a run that was resumed writes some steps again
+            self.steps.pop()
+            self.values.pop()
+        self.steps.append(step)
+        self.values.append(value)
+        if len(self.steps) > MOST_POINTS:
+            self.steps, self.values = self.steps[1::2], self.values[1::2]
+
+
+@dataclass
+class Picture:
+    """The state of a run as its events tell it."""
+
+    status: str = "created"
+    run: str = ""
+    steps_total: int = 0
+    steps_per_epoch: int = 0
+    step: int = 0
+    loss: float | None = None
+    lr: float | None = None
+    samples_per_s: float = 0.0
+    samples_computed: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
+    starts: int = 0
+    deaths: int = 0
+    saves: int = 0
+    saved_step: int | None = None
+    bytes_saved: int = 0
+    bytes_sent: int = 0
+    started_t: float | None = None
+    seen_t: float = 0.0
+    error: dict[str, str] | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.steps_per_epoch if self.steps_per_epoch else 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the end at the present speed."""
+        rate = self.facts.get("steps_per_s", 0.0)
+        return (self.steps_total - self.step) / rate if rate and self.steps_total else None
+
+    def add(self, event: Event) -> None:
+        self.seen_t = event.t
+        if self.started_t is None:
+            self.started_t = event.t
+        handler = _HANDLERS.get(event.kind)
+        if handler:
+            handler(self, event)
+
+    def worker(self, name: str) -> Worker:
+        return self.workers.setdefault(name, Worker(name))
+
+    def curve(self, name: str) -> Curve:
+        return self.curves.setdefault(name, Curve())
+
+
+def fold(events: Iterable[Event]) -> Picture:
+    picture = Picture()
+    for event in events:
+        picture.add(event)
+    return picture
+
+
+def _run_started(p: Picture, e: Event) -> None:
+    p.run, p.status, p.starts = str(e["run"]), "starting", p.starts + 1
+    p.error = None
+
+
+def _worker_started(p: Picture, e: Event) -> None:
+    worker = p.worker(e.who)
+    worker.host, worker.pid, worker.state = str(e.get("host", "")), int(e.get("pid", 0)), "starting"
+    p.facts |= {k: e[k] for k in ("device", "threads", "torch") if k in e.fields}
+
+
+def _built(p: Picture, e: Event) -> None:
+    p.steps_total, p.steps_per_epoch = int(e["steps"]), int(e["steps_per_epoch"])
+    p.facts |= e.fields
+
+
+def _joined(p: Picture, e: Event) -> None:
+    worker = p.worker(e.who)
+    worker.lanes, worker.state, worker.step = list(e["lanes"]), "training", int(e.step or 0)
+    p.step, p.status = int(e.step or 0), "training"
+
+
+def _step(p: Picture, e: Event) -> None:
+    p.step, p.loss, p.lr, p.status = int(e.step or 0), e.get("loss"), e.get("lr"), "training"
+    wall = float(e.get("wall_s", 0.0))
+    samples = int(e.get("samples", 0))
+    p.samples_computed += samples
+    if wall > 0:
+        p.samples_per_s = samples / wall
+        p.facts["steps_per_s"] = int(e.get("steps", 1)) / wall
+    worker = p.worker(e.who)
+    worker.step, worker.samples_per_s, worker.state = p.step, p.samples_per_s, "training"
+    for name in TIMES:
+        p.times[name] += float(e.get(name, 0.0))
+    p.bytes_sent += int(e.get("bytes_sent", 0))
+    if p.loss is not None:
+        p.curve("loss").add(p.step, p.loss)
+
+
+def _evaluated(p: Picture, e: Event) -> None:
+    prefix = "" if e["part"] == "validation" else f"{e['part']}/"
+    for name, value in e["metrics"].items():
+        p.metrics[prefix + name] = value
+        p.curve(f"{e['part']}/{name}").add(int(e.step or 0), value)
+    p.times["evaluation_s"] += float(e.get("evaluation_s", 0.0))
+
+
+def _best(p: Picture, e: Event) -> None:
+    p.best = {str(e["metric"]): e["value"], "step": int(e.step or 0)}
+
+
+def _saved(p: Picture, e: Event) -> None:
+    p.saves, p.saved_step = p.saves + 1, e.step
+    p.bytes_saved += int(e.get("written_bytes", 0))
+    p.times["saving_s"] += float(e.get("stall_s", 0.0))
+
+
+def _note(p: Picture, e: Event) -> None:
+    text = str(e.get("message") or e.get("reason") or "")
+    p.notes.append(f"{e.kind.replace('_', ' ')}: {text}" if e.kind != "note" else text)
+
+
+def _resumed(p: Picture, e: Event) -> None:
+    p.times["recovery_s"] += float(e.get("recovery_s", 0.0))
+    p.notes.append(f"resumed at step {e.step} from {e.get('source', 'a checkpoint')}")
+
+
+def _worker_died(p: Picture, e: Event) -> None:
+    p.deaths += 1
+    p.worker(str(e["worker"])).state = "dead"
+    p.notes.append(f"{e['worker']} died: {e['reason']}")
+
+
+def _left(p: Picture, e: Event) -> None:
+    p.worker(e.who).state = "left"
+
+
+def _finished(p: Picture, e: Event) -> None:
+    p.result, p.step = dict(e.fields), int(e.step or 0)
+    p.worker(e.who).state = "finished"
+
+
+def _failed(p: Picture, e: Event) -> None:
+    p.error = {k: str(v) for k, v in e.fields.items()}
+    p.worker(e.who).state = "failed"
+
+
+def _run_ended(p: Picture, e: Event) -> None:
+    p.status = str(e["status"])
+
+
+_HANDLERS = {
+    "run_started": _run_started,
+    "worker_started": _worker_started,
+    "built": _built,
+    "joined": _joined,
+    "step": _step,
+    "evaluated": _evaluated,
+    "best": _best,
+    "saved": _saved,
+    "save_failed": _note,
+    "save_skipped": _note,
+    "checkpoint_invalid": _note,
+    "export_skipped": _note,
+    "note": _note,
+    "resumed": _resumed,
+    "worker_died": _worker_died,
+    "left": _left,
+    "finished": _finished,
+    "failed": _failed,
+    "run_ended": _run_ended,
+}

@@ -1,0 +1,118 @@
+"""The append-only stream: one JSON object per line, one file per run, readable while it is written.
+
+Every writer appends whole lines in one `write`, so several processes may share the file. A writer that was
+killed may leave half a line behind: readers pass over it, and a new writer starts on a line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LONGEST_ROW_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened: when, who says so, at which step, and what else there is to say."""
+
+    kind: str
+    t: float = 0.0
+    who: str = ""
+    step: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.fields.get(name, default)
+
+    def to_line(self) -> bytes:
+        row: dict[str, Any] = {"t": round(self.t, 6), "who": self.who, "kind": self.kind}
+        if self.step is not None:
+            row["step"] = self.step
+        return json.dumps(row | self.fields, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+def parse(line: bytes) -> Event | None:
+    """The event in a line, or None if the line is damaged."""
+    try:
+        row = json.loads(line)
+        kind, t, who = row.pop("kind"), row.pop("t"), row.pop("who")
+        return Event(str(kind), float(t), str(who), row.pop("step", None), row)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+class Stream:
+    """Appends events. Rows wait in memory for at most `flush_s` (checked at the next emit).
+
+    Owned by one process; not safe for several threads.
+    """
+
+    def __init__(self, path: Path, who: str, *, flush_s: float = 0.1) -> None:
+        self.who = who
+        self._flush_s = flush_s
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._pending: list[bytes] = [b"\n"] if _ends_in_half_a_line(self._fd) else []
+        self._flushed_at = time.monotonic()
+
+    def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> Event:
+        event = Event(kind, time.time(), self.who, step, fields)
+        self._pending.append(event.to_line())
+        if kind != "step" or time.monotonic() - self._flushed_at >= self._flush_s:
+            self.flush()
+        return event
+
+    def flush(self) -> None:
+        if self._pending:
+            os.write(self._fd, b"".join(self._pending))
+            self._pending.clear()
+        self._flushed_at = time.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._fd)
+
+
+def _ends_in_half_a_line(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+
+
+class Reader:
+    """Reads a stream from its beginning and, at each call of `new`, what came since. Never blocks."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self.damaged = 0
+
+    def new(self) -> Iterator[Event]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-LONGEST_ROW_BYTES:]
+        for line in filter(None, lines):
+            event = parse(line)
+            if event is None:
+                self.damaged += 1
+            else:
+                yield event
+
+
+def read(path: Path) -> Iterator[Event]:
+    """All whole events of a stream."""
+    return Reader(path).new()

@@ -1,0 +1,95 @@
+"""Membership: how a worker learns who it is. The driver publishes numbered views; nothing else goes down.
+
+Contract of every body: views only grow in number; `wait` returns the newest view that has a number above `after`
+and that concerns the seat (it carries lanes there, or the view says stop); `newer` is cheap enough for every step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from shoal.spec.paths import write_atomically
+from shoal.spec.view import View
+
+POLL_S = 0.02
+
+
+class Membership(Protocol):
+    def wait(self, seat: int, *, after: int, step: int, timeout_s: float | None = None) -> View | None:
+        """The next view for this seat; `step` is the one it stands at. None when the time is over."""
+
+    def newer(self, number: int) -> bool:
+        """Is there a view above this number? Local, no network."""
+
+    def publish(self, view: View) -> None:
+        """Only the driver calls this."""
+
+
+def concerns(view: View, seat: int) -> bool:
+    return bool(view.stop) or seat in view.carries
+
+
+class MemoryMembership:
+    """Views within one process; the honest fake that every other body is compared with."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._view: View | None = None
+
+    def wait(self, seat: int, *, after: int, step: int, timeout_s: float | None = None) -> View | None:
+        def ready() -> bool:
+            return self._view is not None and self._view.number > after and concerns(self._view, seat)
+
+        with self._changed:
+            return self._view if self._changed.wait_for(ready, timeout_s) else None
+
+    def newer(self, number: int) -> bool:
+        return self._view is not None and self._view.number > number
+
+    def publish(self, view: View) -> None:
+        with self._changed:
+            if self._view is None or view.number > self._view.number:
+                self._view = view
+                self._changed.notify_all()
+
+
+class FileMembership:
+    """Views through one small file that is replaced atomically: for workers that share a disk with the driver."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+        self._view: View | None = None
+
+    def wait(self, seat: int, *, after: int, step: int, timeout_s: float | None = None) -> View | None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            view = self._read()
+            if view is not None and view.number > after and concerns(view, seat):
+                return view
+            if until is not None and time.monotonic() >= until:
+                return None
+            time.sleep(POLL_S)
+
+    def newer(self, number: int) -> bool:
+        view = self._read()
+        return view is not None and view.number > number
+
+    def publish(self, view: View) -> None:
+        old = self._read()
+        if old is None or view.number > old.number:
+            write_atomically(self._path, view.model_dump_json())
+
+    def _read(self) -> View | None:
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return None
+        stamp = (stat.st_ino, stat.st_mtime_ns)
+        if stamp != self._stamp:
+            self._view = View.model_validate_json(self._path.read_text(encoding="utf-8"))
+            self._stamp = stamp
+        return self._view

@@ -1,0 +1,1 @@
+"""Whole jobs: run one, k folds of one."""

@@ -1,0 +1,99 @@
+"""Runs of the past: listing, comparing, finding their weights."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint import manifest
+from shoal.errors import error
+from shoal.jobs import directory
+from shoal.jobs.drive import picture_of
+from shoal.spec.job import Job
+from shoal.spec.load import load_job
+from shoal.spec.paths import RunPaths
+from shoal.spec.receipt import Receipt
+
+
+def summary(paths: RunPaths) -> dict[str, Any]:
+    """One row of `shoal runs`."""
+    picture = picture_of(paths)
+    started = datetime.datetime.fromtimestamp(picture.started_t or paths.job.stat().st_mtime)
+    return {
+        "run": paths.name, "status": picture.status, "step": picture.step, "steps": picture.steps_total,
+        "metrics": folded_metrics(paths) or picture.metrics, "started": f"{started:%Y-%m-%d %H:%M}",
+        "weights_sha256": picture.result.get("weights_sha256", ""),
+    }  # fmt: skip
+
+
+def folded_metrics(paths: RunPaths) -> dict[str, float]:
+    """The means over the folds of a finished job with folds."""
+    if not paths.receipt.is_file():
+        return {}
+    content = json.loads(paths.receipt.read_text(encoding="utf-8"))
+    return {n: v["mean"] for n, v in content["metrics"].items()} if "folds" in content else {}
+
+
+def receipt_of(paths: RunPaths) -> Receipt | None:
+    """The receipt of a finished run; None for one with folds or without an end."""
+    if not paths.receipt.is_file() or folded_metrics(paths):
+        return None
+    return Receipt.model_validate_json(paths.receipt.read_text(encoding="utf-8"))
+
+
+def every(runs: Path) -> list[dict[str, Any]]:
+    return [summary(paths) for paths in directory.every(runs)]
+
+
+def column(paths: RunPaths) -> dict[str, Any]:
+    """One column of `shoal compare`: the job's fields, then the results."""
+    job = load_job(paths.job, check_names=False)
+    values: dict[str, Any] = {f"job {k}": v for k, v in flatten(job.dump()).items() if k != "base_dir"}
+    row = summary(paths)
+    values |= {"status": row["status"], "steps": row["step"], **row["metrics"]}
+    receipt = receipt_of(paths)
+    if receipt:
+        values |= {"samples/s": receipt.samples_per_s, "total s": receipt.total_s, "weights": receipt.weights_sha256[:16]}
+    return values
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            flat |= flatten(item, f"{prefix}{key}.")
+        elif item not in ({}, []):
+            flat[prefix + key] = item if isinstance(item, str | int | float | bool) else json.dumps(item)
+    return flat
+
+
+def weights_of(paths: RunPaths, job: Job, *, best: bool) -> str:
+    """Where a run's weights lie: the exported model, the newest checkpoint, or the best one."""
+    if best:
+        return _best(paths, job)
+    if (paths.model / "model.safetensors").is_file():
+        return str(paths.model)
+    newest = manifest.newest(_store(paths, job), name=paths.checkpoint_name)
+    if newest is None:
+        raise error("SH606", f"'{paths.name}' has neither a model nor a checkpoint", where=str(paths.root))
+    return _place(paths, job, newest)
+
+
+def _best(paths: RunPaths, job: Job) -> str:
+    found = [m for m in manifest.list_manifests(_store(paths, job), name=paths.checkpoint_name) if m.metric is not None]
+    if not found:
+        raise error("SH606", f"'{paths.name}' has no checkpoint with a metric", where=str(paths.root))
+    return _place(paths, job, max(found, key=lambda m: job.best.sign * (m.metric or 0.0)))
+
+
+def _place(paths: RunPaths, job: Job, found: manifest.Manifest) -> str:
+    directory = manifest.manifest_directory(paths.checkpoint_name)
+    return f"{_store(paths, job)}/{manifest.manifest_path(directory, found.step)}"
+
+
+def _store(paths: RunPaths, job: Job) -> str:
+    where = job.checkpoint.path
+    return f"{where.rstrip('/')}/{paths.whole.name}" if where else str(paths.checkpoints)

@@ -1,0 +1,181 @@
+"""Driving whole jobs: one run, or the folds of one, side by side; Ctrl-C and SIGTERM ask all of them to leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shoal.errors import ShoalError, error
+from shoal.events import Event, Picture, Reader, Stream, fold
+from shoal.jobs import directory
+from shoal.jobs.run import Outcome, Run
+from shoal.spec.data import FoldSplit
+from shoal.spec.job import Job
+from shoal.spec.load import load_job, save_job
+from shoal.spec.paths import RunPaths, write_atomically
+from shoal.spec.receipt import Receipt
+
+TICK_S = 0.05
+Look = Callable[[RunPaths, Event, Picture], None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The merged result of a job with folds: mean and standard deviation of each metric."""
+
+    run: str
+    folds: list[Outcome] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        found: dict[str, list[float]] = {}
+        for outcome in self.folds:
+            for name, value in (outcome.receipt.metrics if outcome.receipt else {}).items():
+                found.setdefault(name, []).append(value)
+        return {name: (statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for name, v in found.items()}
+
+    @property
+    def status(self) -> str:
+        statuses = [outcome.status for outcome in self.folds]
+        return next((s for s in statuses if s != "finished"), "finished")
+
+    @property
+    def error(self) -> ShoalError | None:
+        return next((o.error for o in self.folds if o.error), None)
+
+
+def run(job: Job, *, runs: Path, look: Look | None = None) -> Outcome | Summary:
+    """Run a checked job in a new directory."""
+    return drive(directory.create(job, runs), look=look)
+
+
+def resume(paths: RunPaths, *, look: Look | None = None) -> Outcome | Summary:
+    """Go on from the newest valid checkpoint; finished folds are not run again."""
+    if paths.receipt.is_file():
+        raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
+    return drive(paths, look=look)
+
+
+def drive(paths: RunPaths, *, look: Look | None = None) -> Outcome | Summary:
+    job = load_job(paths.job, check_names=False)
+    with directory.locked(paths):
+        if job.fold_count == 1:
+            return _drive_all([_prepared(job, paths, look)], parallel=1)[0]
+        return _drive_folds(job, paths, look)
+
+
+def _prepared(job: Job, paths: RunPaths, look: Look | None) -> Callable[[], Run]:
+    watch = None if look is None else lambda event, picture: look(paths, event, picture)
+    return lambda: Run(job, paths, watch=watch)
+
+
+def _drive_folds(job: Job, paths: RunPaths, look: Look | None) -> Summary:
+    split = job.data.split
+    assert isinstance(split, FoldSplit)
+    stream = Stream(paths.events, "driver")
+    stream.emit("run_started", run=paths.name)
+    done: dict[int, Outcome] = {}
+    waiting: dict[int, Callable[[], Run]] = {}
+    for number in range(split.folds):
+        fold_paths = paths.fold(number)
+        if fold_paths.receipt.is_file():
+            receipt = Receipt.model_validate_json(fold_paths.receipt.read_text(encoding="utf-8"))
+            done[number] = Outcome(fold_paths, "finished", receipt=receipt)
+            continue
+        one = job.model_copy(update={
+            "data": job.data.model_copy(update={"split": split.model_copy(update={"fold": number})}),
+        })  # fmt: skip
+        fold_paths.root.mkdir(exist_ok=True)
+        save_job(one, fold_paths.job)
+        waiting[number] = _prepared(one, fold_paths, look)
+    outcomes = _drive_all(list(waiting.values()), parallel=split.parallel)
+    done |= dict(zip(waiting, outcomes, strict=False))
+    summary = Summary(paths.name, [done[n] for n in sorted(done)])
+    if summary.status == "finished":
+        write_atomically(paths.receipt, json.dumps(merged(summary), indent=2) + "\n")
+    stream.emit("run_ended", status=summary.status)
+    stream.close()
+    return summary
+
+
+def merged(summary: Summary) -> dict[str, Any]:
+    """The receipt of a job with folds."""
+    return {
+        "run": summary.run,
+        "folds": [o.receipt.model_dump(mode="json") for o in summary.folds if o.receipt],
+        "metrics": {name: {"mean": mean, "std": std} for name, (mean, std) in summary.metrics.items()},
+    }
+
+
+def _drive_all(starts: Sequence[Callable[[], Run]], *, parallel: int) -> list[Outcome]:
+    """Up to `parallel` runs at a time, in order. After a stop or a failure no further run is started."""
+    waiting = list(enumerate(starts))
+    active: dict[int, Run] = {}
+    outcomes: dict[int, Outcome] = {}
+    with _asked_to_stop() as asked:
+        try:
+            while waiting or active:
+                while waiting and len(active) < parallel and not asked and not _spoiled(outcomes):
+                    number, make = waiting.pop(0)
+                    active[number] = make()
+                    active[number].start()
+                if not active:
+                    break
+                for number, one in list(active.items()):
+                    if asked:
+                        one.stop(asked[0])
+                    outcome = one.tick(TICK_S / len(active))
+                    if outcome is not None:
+                        outcomes[number] = outcome
+                        del active[number]
+        finally:
+            for one in active.values():
+                one.close()
+    return [outcomes[n] for n in sorted(outcomes)]
+
+
+def _spoiled(outcomes: dict[int, Outcome]) -> bool:
+    return any(outcome.status != "finished" for outcome in outcomes.values())
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[list[str]]:
+    """A list that fills when the user asks to stop; asking twice ends at once."""
+    asked: list[str] = []
+    names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(names[signal.Signals(number)])
+
+    try:
+        old = {number: signal.signal(number, note) for number in names}
+    except ValueError:  # not the main thread: somebody else handles signals
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def picture_of(paths: RunPaths) -> Picture:
+    """A run as its stream tells it, and whether somebody still drives it."""
+    picture = fold(Reader(paths.events).new())
+    if picture.status in ("starting", "training", "created") and not directory.is_driven(paths.whole):
+        picture.status = "broken off"
+    return picture
+
+
+def is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,174 @@
+"""Driving one run: start its worker, look at what it tells, decide when it dies, write the receipt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.errors import EXIT_BUG, ShoalError, error, from_row
+from shoal.events import Event, Picture, Reader, Stream
+from shoal.fleet.engine import Exit
+from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.membership import FileMembership
+from shoal.plan.recovery import decide
+from shoal.spec.job import Job
+from shoal.spec.paths import RunPaths, write_atomically
+from shoal.spec.receipt import Receipt
+from shoal.spec.view import Seat, View
+
+WORKER = "shoal.train.worker"
+Watch = Callable[[Event, Picture], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: with a receipt, with an error, or stopped so that it can be resumed."""
+
+    paths: RunPaths
+    status: str
+    receipt: Receipt | None = None
+    error: ShoalError | None = None
+    traceback: str = ""
+
+
+def worker_environment(job: Job) -> dict[str, str]:
+    """What a worker's process is started with; the one place that sets environment variables.
+
+    Threads are fixed before torch is loaded, and sets iterate in the same order in every process.
+    """
+    threads = str(job.threads)
+    return os.environ | {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Run:
+    """One run being driven. `tick` is called until it returns an outcome; `stop` asks the workers to leave."""
+
+    def __init__(self, job: Job, paths: RunPaths, *, watch: Watch | None = None) -> None:
+        self.job = job
+        self.paths = paths
+        self.picture = Picture()
+        self._watch = watch
+        self._stream = Stream(paths.events, "driver")
+        self._reader = Reader(paths.events)
+        self._membership = FileMembership(paths.view)
+        self._engine = LocalEngine(logs={0: paths.log(0)}, environment=worker_environment(job))
+        self._restarts_left = job.engine.restarts
+        self._step_at_start = 0
+        self._stopping = ""
+        self._view = 0
+
+    def start(self) -> None:
+        """From the beginning, or from where an earlier driver left it."""
+        self._look()
+        self._stream.emit("run_started", run=self.paths.name, pid=os.getpid())
+        self._publish()
+        self._start_worker()
+
+    def _publish(self, stop: str = "") -> None:
+        self._view = max(self._view, self._last_view()) + 1
+        self._membership.publish(View(number=self._view, carries={0: list(range(self.job.lane_count))}, stop=stop))
+
+    def _last_view(self) -> int:
+        view = self._membership.wait(0, after=0, step=0, timeout_s=0)
+        return view.number if view else 0
+
+    def _start_worker(self) -> None:
+        self._step_at_start = self.picture.step
+        self._engine.start([Seat(number=0)], WORKER, ["--run", str(self.paths.root)])
+
+    def stop(self, why: str) -> None:
+        if not self._stopping:
+            self._stopping = why
+            self._publish(stop=why)
+
+    def tick(self, timeout_s: float) -> Outcome | None:
+        exits = self._engine.poll(timeout_s)
+        self._look()
+        for one in exits:
+            outcome = self._exited(one)
+            if outcome is not None:
+                return self._end(outcome)
+        return None
+
+    def _look(self) -> None:
+        for event in self._reader.new():
+            self.picture.add(event)
+            if self._watch:
+                self._watch(event, self.picture)
+
+    def _exited(self, one: Exit) -> Outcome | None:
+        if self.picture.result and one.code == 0:
+            return Outcome(self.paths, "finished", receipt=self._receipt())
+        if self.picture.error:
+            return Outcome(self.paths, "failed", error=self._failure(), traceback=self._traceback())
+        if one.code == 0:
+            return Outcome(self.paths, self._stopping or "stopped")
+        self._stream.emit("worker_died", worker=f"worker-{one.seat}", reason=one.reason)
+        if self._stopping:
+            return Outcome(self.paths, self._stopping)
+        choice = decide(told=False, restarts_left=self._restarts_left, progressed=self.picture.step > self._step_at_start)
+        if choice.action == "restart":
+            self._restarts_left -= 1
+            self._start_worker()
+            return None
+        return Outcome(self.paths, "failed", error=self._death(one, choice.why))
+
+    def _death(self, one: Exit, why: str) -> ShoalError:
+        log = self.paths.log(one.seat)
+        hint = " (out of memory?)" if one.reason == "SIGKILL" else ""
+        return error("SH603", f"worker-{one.seat} ended by {one.reason}{hint}; {why}", where=str(log))
+
+    def _failure(self) -> ShoalError:
+        row = self.picture.error or {}
+        if row["code"] == "BUG":
+            return ShoalError("SH603", row["message"], where=str(self.paths.log(0)), fix="This is a bug in Shoal: please report it.")
+        return from_row(row)
+
+    def _traceback(self) -> str:
+        row = self.picture.error or {}
+        return row["where"] if row["code"] == "BUG" else ""
+
+    def _end(self, outcome: Outcome) -> Outcome:
+        if outcome.receipt:
+            write_atomically(self.paths.receipt, outcome.receipt.model_dump_json(indent=2) + "\n")
+        self._stream.emit("run_ended", status=outcome.status)
+        self._look()
+        self.close()
+        return outcome
+
+    def close(self) -> None:
+        """Nothing that this run started is left."""
+        self._engine.close()
+        self._stream.close()
+
+    def _receipt(self) -> Receipt:
+        p = self.picture
+        result = p.result
+        worked = p.times["compute_s"] + p.times["data_s"] + p.times["exchange_s"] + p.times["waiting_s"]
+        return Receipt(
+            run=self.paths.name, job_sha256=self.job.sha256(), exact=True, why=f"sync: {self.job.sync.kind}",
+            weights_sha256=result["weights_sha256"], state_sha256=result["state_sha256"], steps=p.step,
+            epochs=round(p.epoch, 4), samples_seen=result["samples_seen"], parameters=p.facts.get("parameters", 0),
+            workers=1, lanes=self.job.lane_count, starts=p.starts, deaths_survived=p.deaths, stopped=result["stopped"],
+            total_s=round(p.seen_t - (p.started_t or p.seen_t), 3),
+            samples_per_s=round(p.samples_computed / worked, 1) if worked else 0.0,
+            bytes_sent=p.bytes_sent, bytes_saved=p.bytes_saved, metrics=p.metrics, best=p.best,
+            platform=result["platform"], **{name: round(value, 3) for name, value in p.times.items()},
+        )  # fmt: skip
+
+
+EXIT_BY_STATUS = {"finished": 0, "interrupted": 130, "terminated": 143}
+
+
+def exit_code(outcome: Outcome) -> int:
+    if outcome.error is not None:
+        return EXIT_BUG if outcome.traceback else outcome.error.exit_code
+    return EXIT_BY_STATUS.get(outcome.status, 143)

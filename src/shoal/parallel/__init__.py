@@ -1,0 +1,1 @@
+"""How replicas hold and agree on one set of weights."""

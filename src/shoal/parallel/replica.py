@@ -1,0 +1,250 @@
+"""One set of weights with everything that changes them: model, optimizer, schedule, moving buffers.
+
+The rules of exactness live here. A lane is one forward and backward from the state at the start of the step, with
+randomness of its own; what lanes produce is a `LaneSum`, added up on the tree; `apply` turns the total into one
+update. Nothing here knows how many workers there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import error
+from shoal.parallel.randomness import seed_from
+from shoal.spec import seeds
+
+# The mean over the batch's samples, or (a sum, what to divide it by once all lanes are added).
+Loss = Tensor | tuple[Tensor, Tensor | float | int]
+LossFunction = Callable[[nn.Module, Any], Loss]
+
+
+@dataclass
+class LaneSum:
+    """What a lane, or a block of lanes, adds up to.
+
+    `averaged` are the moving float buffers times the lane's share; `first` are the other moving buffers, of which
+    the lowest lane's count. `count` is there when the loss came as a sum with a divisor of its own.
+    """
+
+    grads: list[Tensor]
+    averaged: list[Tensor]
+    first: list[Tensor]
+    loss: Tensor
+    count: Tensor | None = None
+
+
+def add(left: LaneSum, right: LaneSum) -> LaneSum:
+    """left + right, in the memory of left."""
+    torch._foreach_add_(left.grads, right.grads)
+    if left.averaged:
+        torch._foreach_add_(left.averaged, right.averaged)
+    left.loss += right.loss
+    if left.count is not None and right.count is not None:
+        left.count += right.count
+    return left
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """By the total norm of all gradients, or value by value."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    def __call__(self, parameters: list[nn.Parameter]) -> None:
+        if self.norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.norm)
+        if self.value is not None:
+            nn.utils.clip_grad_value_(parameters, self.value)
+
+
+class MovingBuffers:
+    """The buffers that a forward pass changes (a batch norm's running statistics), found by name at each use."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._places = [_place(model, name) for name in names]
+        self._floating = [module._buffers[key].is_floating_point() for module, key in self._places]  # type: ignore[union-attr]
+        self._at_start: list[Tensor] = []
+
+    def _now(self, floating: bool) -> list[Tensor]:
+        return [m._buffers[k] for (m, k), f in zip(self._places, self._floating, strict=True) if f is floating]  # type: ignore[misc]
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """What every lane of this step starts from."""
+        self._at_start = [b.clone() for b in self._now(True) + self._now(False)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for buffer, start in zip(self._now(True) + self._now(False), self._at_start, strict=True):
+            buffer.copy_(start)
+
+    @torch.no_grad()
+    def take(self, share: float) -> tuple[list[Tensor], list[Tensor]]:
+        return [b * share for b in self._now(True)], [b.clone() for b in self._now(False)]
+
+    @torch.no_grad()
+    def set(self, averaged: list[Tensor], first: list[Tensor]) -> None:
+        for buffer, value in zip(self._now(True) + self._now(False), averaged + first, strict=True):
+            buffer.copy_(value)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+class Replica:
+    """Owned by the training loop's thread."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        *,
+        seed: int,
+        schedule: Any = None,
+        schedule_every: int = 1,
+        clipping: Clipping | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self._schedule_every = schedule_every
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        if not self.trainable:
+            raise error("SH404", "the model has no parameter that may change")
+        self.device = self.trainable[0].device
+        self.to_training()
+        self.moving = MovingBuffers(model, [])
+        self._loss = loss
+        self._seed = seed
+        self._clipping = clipping
+        self._autocast = autocast
+        self._shares: dict[tuple[float, torch.dtype], Tensor] = {}
+
+    def probe(self, batch: Any) -> None:
+        """Find the moving buffers: run one forward pass and put everything back."""
+        if not any(True for _ in self.model.buffers()):
+            return
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.to_training()
+        seed_from(self.device, self._seed, seeds.LANE, 0, 0)
+        with torch.no_grad(), self.casting():
+            self._loss(self.model, batch)
+            changed = [n for n, b in self.model.named_buffers() if n in before and _differs(b, before[n])]
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(before[name])
+        self.moving = MovingBuffers(self.model, changed)
+
+    def begin(self) -> None:
+        """Before the first lane of a step."""
+        if not self.model.training:
+            self.to_training()
+        if self.moving.names:
+            self.moving.remember()
+
+    def to_training(self) -> None:
+        """Training mode; layers whose parameters are all frozen keep still, running statistics included."""
+        self.model.train()
+        for module in self.model.modules():
+            own = list(module.parameters(recurse=False))
+            if own and module._buffers and not any(p.requires_grad for p in own):
+                module.eval()
+
+    def forward_backward(self, step: int, lane: int, batch: Any, *, share: float) -> LaneSum:
+        """The lane's part of the step; `share` is its part of the step's samples."""
+        if self.moving.names:
+            self.moving.restore()
+        seed_from(self.device, self._seed, seeds.LANE, step, lane)
+        with self.casting():
+            result = self._loss(self.model, batch)
+        if isinstance(result, tuple):
+            loss, divisor = result
+            loss.backward()  # type: ignore[no-untyped-call]
+            value = loss.detach().double()
+            count = torch.as_tensor(divisor, dtype=torch.float64, device=self.device).clone()
+        else:
+            result.backward(self._share(share, result))  # type: ignore[no-untyped-call]
+            value, count = result.detach().double() * share, None
+        averaged, first = self.moving.take(share)
+        return LaneSum(self._take_grads(), averaged, first, value, count)
+
+    def apply(self, step: int, total: LaneSum) -> Tensor:
+        """One update from the sum over all lanes. Returns the loss of the step."""
+        loss = total.loss
+        if total.count is not None:
+            torch._foreach_div_(total.grads, total.count.to(total.grads[0].dtype))
+            loss = loss / total.count
+        for parameter, grad in zip(self.trainable, total.grads, strict=True):
+            parameter.grad = grad
+        if self._clipping:
+            self._clipping(self.trainable)
+        self.optimizer.step()
+        for parameter in self.trainable:
+            parameter.grad = None
+        if self.moving.names:
+            self.moving.set(total.averaged, total.first)
+        if self.schedule and (step + 1) % self._schedule_every == 0 and not self.waits_for_metric:
+            self.schedule.step()
+        return loss
+
+    @property
+    def waits_for_metric(self) -> bool:
+        """A schedule that is stepped with the result of an evaluation."""
+        return isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def _take_grads(self) -> list[Tensor]:
+        """The lane's gradients, taken out of the model. A parameter that the lane did not touch has zero."""
+        grads = []
+        for parameter in self.trainable:
+            grad, parameter.grad = parameter.grad, None
+            grads.append(torch.zeros_like(parameter) if grad is None else grad)
+        return grads
+
+    def _share(self, share: float, like: Tensor) -> Tensor:
+        key = (share, like.dtype)
+        if key not in self._shares:
+            if len(self._shares) > 64:
+                self._shares.clear()
+            self._shares[key] = torch.tensor(share, dtype=like.dtype, device=like.device)
+        return self._shares[key]
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of forward passes."""
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that an update depends on, as references: copy it before the next step changes it."""
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "moving": list(self.moving.names),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.schedule:
+            self.schedule.load_state_dict(state["schedule"])
+        self.moving = MovingBuffers(self.model, state["moving"])
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    return not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

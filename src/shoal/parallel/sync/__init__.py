@@ -1,0 +1,1 @@
+"""Sync objects: how replicas agree on a step."""

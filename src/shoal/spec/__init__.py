@@ -1,0 +1,35 @@
+"""The nouns as frozen, checked data: job, seat, view, receipt; loading them."""
+
+from shoal.spec.base import Ref, Spec
+from shoal.spec.job import Job
+from shoal.spec.load import check_job, load_job, make_job, save_job
+from shoal.spec.names import DEFAULT_MODULES, METRIC_ALIASES, WATCH_ALIASES, expand, metric_name
+from shoal.spec.paths import RunPaths
+from shoal.spec.receipt import Receipt
+from shoal.spec.resolve import build_ref, find_ref, import_ref, ref_of
+from shoal.spec.rules import has_validation
+from shoal.spec.view import Seat, View
+
+__all__ = [
+    "DEFAULT_MODULES",
+    "METRIC_ALIASES",
+    "WATCH_ALIASES",
+    "Job",
+    "Receipt",
+    "Ref",
+    "RunPaths",
+    "Seat",
+    "Spec",
+    "View",
+    "build_ref",
+    "check_job",
+    "expand",
+    "find_ref",
+    "has_validation",
+    "import_ref",
+    "load_job",
+    "make_job",
+    "metric_name",
+    "ref_of",
+    "save_job",
+]

@@ -1,0 +1,41 @@
+"""What every noun has in common: frozen, and no field that nobody knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Spec(BaseModel):
+    """Checked data that nobody changes: `model_copy(update=...)` makes another one."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+        protected_namespaces=(),
+    )
+
+
+class Ref(Spec):
+    """Something of the user's by name, with arguments: `package.module:name`, `file.py:name` or a short name.
+
+    A short name (`AdamW`) is looked up in the modules of the field (`torch.optim` for an optimizer).
+    """
+
+    name: str = Field(min_length=1)
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        """A name alone, or in Python the class or function itself."""
+        if not isinstance(value, dict | Ref):
+            value = {"name": value}
+        if isinstance(value, dict) and callable(value.get("name")):
+            from shoal.spec.resolve import ref_of
+
+            return {**value, "name": ref_of(value["name"])}
+        return value

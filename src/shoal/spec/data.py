@@ -1,0 +1,329 @@
+"""The data section of a job: where samples come from, how they are split, who gets which."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from shoal.spec.base import Ref, Spec
+
+Columns = str | list[str]
+TargetAs = Literal["auto", "class", "number"]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+# ---- sources: one class per kind, told apart by `kind` ----
+
+
+class CsvSource(Spec):
+    """Rows of text. `path` is a file, a glob, a directory or a URL; large ones are read once into a cache.
+
+    `inputs` default to all columns of numbers but the target. Whole numbers in the target are classes as they
+    stand, words are numbered in sorted order; `target_as: class` numbers any value, `number` wants a float.
+    """
+
+    kind: Literal["csv"]
+    path: str
+    inputs: Columns | None = None
+    target: Columns | None = None
+    target_as: TargetAs = "auto"
+    delimiter: str = Field(default=",", min_length=1, max_length=1)
+    header: bool = True
+
+
+class ParquetSource(Spec):
+    """Rows in row groups, read group by group and shuffled in blocks; fields as for csv."""
+
+    kind: Literal["parquet"]
+    path: str
+    inputs: Columns | None = None
+    target: Columns | None = None
+    target_as: TargetAs = "auto"
+
+
+class NpySource(Spec):
+    """One array per file, memory-mapped: `path` holds the inputs, `target` the labels.
+
+    Floats and bytes become float32 as they are, other whole numbers int64 (tokens, classes).
+    """
+
+    kind: Literal["npy"]
+    path: str
+    target: str | None = None
+
+
+class NpzSource(Spec):
+    """Named arrays in one file: `inputs` and `target` are their names; types as for npy."""
+
+    kind: Literal["npz"]
+    path: str
+    inputs: Columns = "x"
+    target: str | None = "y"
+
+
+class IdxSource(Spec):
+    """MNIST's format, plain or gzipped: `path` the images, `target` the labels. Pixels become floats in 0..1."""
+
+    kind: Literal["idx"]
+    path: str
+    target: str | None = None
+
+
+class ImagesSource(Spec):
+    """A folder with one sub-folder of images per class. `size` (height, width) is needed where images differ."""
+
+    kind: Literal["images"]
+    path: str
+    size: tuple[PositiveInt, PositiveInt] | None = None
+    channels: Literal[1, 3] = 3
+
+
+class TextSource(Spec):
+    """Text for a language model: sample i is `context` tokens, its target the same shifted by one."""
+
+    kind: Literal["text"]
+    path: str
+    context: PositiveInt = 64
+    stride: PositiveInt | None = None
+    level: Literal["char", "byte"] = "char"
+
+
+class PythonSource(Spec):
+    """A function or class that gives a torch Dataset with a length."""
+
+    kind: Literal["python"]
+    factory: Ref
+
+
+class SklearnSource(Spec):
+    """scikit-learn's built-in sets, by the name of their loader: digits, iris, wine, breast_cancer, diabetes."""
+
+    kind: Literal["sklearn"]
+    name: Literal["digits", "iris", "wine", "breast_cancer", "diabetes"]
+
+
+Source = Annotated[
+    CsvSource
+    | ParquetSource
+    | NpySource
+    | NpzSource
+    | IdxSource
+    | ImagesSource
+    | TextSource
+    | PythonSource
+    | SklearnSource,
+    Field(discriminator="kind"),
+]
+
+
+# ---- splits: which samples train, which validate, which test ----
+
+
+class NoSplit(Spec):
+    """Everything trains."""
+
+    kind: Literal["none"] = "none"
+
+
+class HoldoutSplit(Spec):
+    """One cut. `stratify` keeps the balance of a column (the target if true); `group` keeps groups together.
+
+    Without `shuffle` the order of rows is kept: the first rows train, the last ones test.
+    """
+
+    kind: Literal["holdout"]
+    validation: Fraction = 0.2
+    test: Fraction = 0.0
+    stratify: bool | str = False
+    group: str | None = None
+    shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _possible(self) -> HoldoutSplit:
+        if self.validation + self.test >= 1:
+            raise ValueError("validation and test leave nothing to train: their sum must be below 1")
+        if self.stratify and self.group:
+            raise ValueError("stratify and group do not go together: keep one of the two")
+        if self.stratify and not self.shuffle:
+            raise ValueError("stratify needs shuffle: true")
+        return self
+
+
+class FoldSplit(Spec):
+    """What all splits with several folds have: `fold` picks one of them, otherwise the job runs them all."""
+
+    folds: Annotated[int, Field(ge=2)] = 5
+    fold: NonNegativeInt | None = None
+    parallel: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _fold_exists(self) -> Self:
+        if self.fold is not None and self.fold >= self.folds:
+            raise ValueError(f"fold {self.fold} does not exist: folds are numbered 0 to {self.folds - 1}")
+        return self
+
+
+class KFoldSplit(FoldSplit):
+    kind: Literal["kfold"]
+    shuffle: bool = True
+
+
+class StratifiedSplit(FoldSplit):
+    """K folds with the same balance of a column, the target if none is named."""
+
+    kind: Literal["stratified"]
+    by: str | None = None
+
+
+class GroupedSplit(FoldSplit):
+    """K folds; a group never stands on both sides."""
+
+    kind: Literal["grouped"]
+    by: str
+
+
+class TimeSeriesSplit(FoldSplit):
+    """Folds that go forward in time. `by` is the time column (the order of rows if none).
+
+    `gap` rows between training and validation stay unused. `size` is the number of rows that train in a
+    sliding window; as many as validate if not given. Rows of the same time are never parted.
+    """
+
+    kind: Literal["timeseries"]
+    by: str | None = None
+    window: Literal["expanding", "sliding"] = "expanding"
+    gap: NonNegativeInt = 0
+    size: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _size_slides(self) -> TimeSeriesSplit:
+        if self.size is not None and self.window == "expanding":
+            raise ValueError("size is for window: sliding; an expanding window has all rows before the cut")
+        return self
+
+
+class BootstrapSplit(FoldSplit):
+    """Draws with replacement, `size` times the number of rows; what was not drawn (out of bag) validates."""
+
+    kind: Literal["bootstrap"]
+    size: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class WindowsSplit(FoldSplit):
+    """Overlapping windows over the order of rows or of `by`; the last `validation` part of each validates.
+
+    `folds` windows of one length cover all rows; neighbours share the part `overlap`. Rows of the same time
+    are never parted.
+    """
+
+    kind: Literal["windows"]
+    by: str | None = None
+    overlap: Fraction = 0.5
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    gap: NonNegativeInt = 0
+
+
+class ColumnSplit(Spec):
+    """A column of the data says: `train`, `validation`, `test`, or the values given here.
+
+    Rows with a value of `ignore` are left out; a value that stands nowhere is an error.
+    """
+
+    kind: Literal["column"]
+    by: str
+    train: list[Any] = Field(default_factory=lambda: ["train"])
+    validation: list[Any] = Field(default_factory=lambda: ["validation", "valid", "val"])
+    test: list[Any] = Field(default_factory=lambda: ["test"])
+    ignore: list[Any] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _each_value_once(self) -> ColumnSplit:
+        values = [*self.train, *self.validation, *self.test, *self.ignore]
+        doubles = [value for i, value in enumerate(values) if value in values[:i]]
+        if doubles:
+            raise ValueError(f"the value {doubles[0]!r} stands in two lists")
+        return self
+
+
+Split = Annotated[
+    NoSplit
+    | HoldoutSplit
+    | KFoldSplit
+    | StratifiedSplit
+    | GroupedSplit
+    | TimeSeriesSplit
+    | BootstrapSplit
+    | WindowsSplit
+    | ColumnSplit,
+    Field(discriminator="kind"),
+]
+
+
+# ---- dealing: which sample goes to which lane ----
+
+
+class ShuffledDeal(Spec):
+    """What all dealings have. A source stored in blocks (Parquet's row groups) is shuffled within windows of
+    `open_blocks` random blocks, so that only these need be open at once."""
+
+    shuffle: bool = True
+    open_blocks: PositiveInt = 8
+
+
+class RandomDeal(ShuffledDeal):
+    """Each step's batch in `lanes` parts of the same size."""
+
+    kind: Literal["random"] = "random"
+
+
+class HashDeal(ShuffledDeal):
+    """Consistent hashing of a key (the sample's number if none is named).
+
+    A sample stays with its lane in every epoch, and a changed number of lanes moves few.
+    """
+
+    kind: Literal["hash"]
+    by: str | None = None
+
+
+class BalancedDeal(ShuffledDeal):
+    """Each lane gets about the same sum of `by`: a column, a .npy file of costs, or the sample's size."""
+
+    kind: Literal["balanced"]
+    by: str = "size"
+
+
+Deal = Annotated[RandomDeal | HashDeal | BalancedDeal, Field(discriminator="kind")]
+
+
+class Loader(Spec):
+    """`workers`: processes that load ahead (0: none, auto: as the source needs); `prefetch`: steps ahead."""
+
+    workers: NonNegativeInt | Literal["auto"] = "auto"
+    prefetch: PositiveInt = 2
+
+
+class Data(Spec):
+    """What to learn from. `validation` and `test` name sources of their own instead of a split."""
+
+    source: Source
+    validation: Source | None = None
+    test: Source | None = None
+    split: Split = Field(default_factory=NoSplit)
+    deal: Deal = Field(default_factory=RandomDeal)
+    augment: Ref | None = None
+    transform: Ref | None = None
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    leaks: Literal["fail", "warn", "ignore"] = "warn"
+    loader: Loader = Field(default_factory=Loader)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        """`split: kfold` stands for `split: {kind: kfold}`; the same for `deal`."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            k: {"kind": v} if k in ("split", "deal") and isinstance(v, str) else v for k, v in value.items()
+        }

@@ -1,0 +1,48 @@
+"""Whether the files that a job names are there. Relative paths start at `base_dir`."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.errors import ShoalError, error
+from shoal.spec.data import BalancedDeal, IdxSource, NpySource, PythonSource, Source
+from shoal.spec.job import Job
+from shoal.spec.nearby import nearby
+
+
+def check_files(job: Job) -> list[ShoalError]:
+    """The local files that are not there; what lies behind a URL is the data room's business."""
+    base = Path(job.base_dir)
+    if not base.is_dir():
+        return [error("SH301", f"there is no directory {base}", where="base_dir")]
+    return [
+        error("SH301", f"no such file: {path}", where=field, fix=nearby(base / path))
+        for field, path in _paths(job)
+        if "://" not in path and not _exists(base / path)
+    ]
+
+
+def _paths(job: Job) -> Iterator[tuple[str, str]]:
+    data = job.data
+    for part, source in (("source", data.source), ("validation", data.validation), ("test", data.test)):
+        if source is not None:
+            yield from ((f"data.{part}.{field}", path) for field, path in _of_source(source))
+    if isinstance(data.deal, BalancedDeal) and data.deal.by.endswith(".npy"):
+        yield "data.deal.by", data.deal.by
+    # A bare word may be the name of a run, which only the one who keeps the runs can look up.
+    if job.init_from and job.init_from.path and ("/" in job.init_from.path or "." in job.init_from.path):
+        yield "init_from.path", job.init_from.path
+
+
+def _of_source(source: Source) -> Iterator[tuple[str, str]]:
+    path = getattr(source, "path", None)
+    if path is not None and not isinstance(source, PythonSource):
+        yield "path", path
+    if isinstance(source, NpySource | IdxSource) and source.target:
+        yield "target", source.target
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or any(True for _ in glob.iglob(str(path), recursive=True))

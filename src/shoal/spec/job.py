@@ -1,0 +1,254 @@
+"""The job: everything that decides what a run produces, and how it is run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from shoal.spec.base import Ref, Spec
+from shoal.spec.data import Data, FoldSplit
+
+MOST_WORKERS = 1024
+
+
+class Group(Spec):
+    """Parameters whose names match get arguments of their own: `{match: "head.*", args: {lr: 0.01}}`."""
+
+    match: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+class Optimizer(Ref):
+    """A torch optimizer by name; `groups` are tried in order, the first match counts."""
+
+    groups: list[Group] = Field(default_factory=list)
+
+
+class Schedule(Ref):
+    """A torch learning-rate scheduler, stepped every step or every epoch.
+
+    In `args`, the words `steps` and `epochs` stand for the job's totals: `{T_max: steps}`.
+    """
+
+    every: Literal["step", "epoch"] = "step"
+
+
+class Clip(Spec):
+    """Gradients are clipped after they were reduced: by their total norm, or value by value."""
+
+    norm: PositiveFloat | None = None
+    value: PositiveFloat | None = None
+
+
+class Evaluate(Spec):
+    """When the validation part is measured: every n epochs or steps, and always at the end."""
+
+    every_epochs: PositiveInt | None = None
+    every_steps: PositiveInt | None = None
+    batch_size: PositiveInt | None = None
+
+
+class Checkpoint(Spec):
+    """When to save, what to keep, where. `every`: auto, '100 steps', '5 minutes', '30 seconds' or never."""
+
+    every: str = "auto"
+    keep: PositiveInt = 2
+    keep_best: NonNegativeInt = 1
+    path: str | None = None
+
+    @property
+    def interval(self) -> tuple[Literal["auto", "steps", "seconds", "never"], float]:
+        """`every` as (unit, number)."""
+        if self.every in ("auto", "never"):
+            return ("auto", 0) if self.every == "auto" else ("never", 0)
+        number, unit = _INTERVAL.fullmatch(self.every).groups()  # type: ignore[union-attr]
+        scale = {"step": 1.0, "second": 1.0, "minute": 60.0, "hour": 3600.0}[unit]
+        return ("steps" if unit == "step" else "seconds", float(number) * scale)
+
+    @field_validator("every")
+    @classmethod
+    def _known_interval(cls, every: str) -> str:
+        if every not in ("auto", "never") and not _INTERVAL.fullmatch(every):
+            raise ValueError("write auto, never, '100 steps', '30 seconds', '5 minutes' or '1 hour'")
+        return every
+
+
+_INTERVAL = re.compile(r"(?=.*[1-9])(\d+|\d+\.\d+(?! step)) (step|second|minute|hour)s?")
+
+
+class Monitor(Spec):
+    """Which metric tells the better model. `mode` auto: min for losses and errors, max for the rest."""
+
+    metric: str = "loss"
+    mode: Literal["auto", "min", "max"] = "auto"
+
+    @property
+    def sign(self) -> int:
+        """1 if larger is better, -1 if smaller is."""
+        if self.mode != "auto":
+            return 1 if self.mode == "max" else -1
+        return -1 if re.search(r"loss|error|mae|mse|rmse|perplexity", self.metric.lower()) else 1
+
+
+class StopEarly(Monitor):
+    """Stop when the monitored metric did not get better for `patience` evaluations."""
+
+    patience: PositiveInt = 3
+    min_delta: NonNegativeFloat = 0.0
+
+
+class InitFrom(Spec):
+    """Start from weights: a run, a checkpoint or a .safetensors file.
+
+    `freeze` and `unfreeze` are name patterns, applied in this order. `rename` maps prefixes of the file's
+    names to the model's. `strict: false` takes what fits and tells what was left.
+    """
+
+    path: str | None = None
+    freeze: list[str] = Field(default_factory=list)
+    unfreeze: list[str] = Field(default_factory=list)
+    rename: dict[str, str] = Field(default_factory=dict)
+    strict: bool = True
+
+
+class Workers(Spec):
+    """How many workers: `2`, or `1..8` for elastic."""
+
+    least: PositiveInt = 1
+    most: PositiveInt = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return {"least": value, "most": value}
+        if isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", value)
+            if not match:
+                raise ValueError("write a number of workers (2) or a range (1..8)")
+            return {"least": int(match[1]), "most": int(match[2] or match[1])}
+        if not isinstance(value, dict | Workers):
+            raise ValueError("write a number of workers (2) or a range (1..8)")
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Workers:
+        if self.least > self.most:
+            raise ValueError(f"write the smaller number first: {self.most}..{self.least}")
+        if self.most > MOST_WORKERS:
+            raise ValueError(f"write at most {MOST_WORKERS} workers")
+        return self
+
+
+class LanesSync(Spec):
+    """Exact synchronous training: the same bits on any number of workers."""
+
+    kind: Literal["lanes"] = "lanes"
+
+
+class NoCodec(Spec):
+    kind: Literal["none"] = "none"
+
+
+class LocalEngine(Spec):
+    """Processes on this machine. `restarts`: how often a worker that died is started again."""
+
+    kind: Literal["local"] = "local"
+    restarts: NonNegativeInt = 3
+
+
+_SHORT = ("sync", "codec", "engine")
+
+
+class Job(Spec):
+    """What the user wrote. Everything in it is checked before anything starts."""
+
+    name: str = "job"
+    seed: NonNegativeInt = 0
+
+    model: Ref | None = None
+    loss: Ref | None = None
+    metrics: list[Ref] = Field(default_factory=list)
+    task: Ref | None = None
+    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(name="AdamW"))
+    schedule: Schedule | None = None
+    init_from: InitFrom | None = None
+
+    data: Data
+    batch_size: PositiveInt = 32
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    drop_last: bool = False
+    clip: Clip | None = None
+    precision: Literal["float32", "bf16"] = "float32"
+
+    lanes: PositiveInt | None = None
+    workers: Workers = Field(default_factory=Workers)
+    threads: PositiveInt = 1
+    device: str = "auto"
+    sync: LanesSync = Field(default_factory=LanesSync)
+    codec: NoCodec = Field(default_factory=NoCodec)
+    engine: LocalEngine = Field(default_factory=LocalEngine)
+
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    best: Monitor = Field(default_factory=Monitor)
+    stop_early: StopEarly | None = None
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    export: list[Literal["program"]] = Field(default=["program"])
+    watch: list[Ref] = Field(default_factory=list)
+
+    base_dir: str = "."
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec and engine."""
+        if not isinstance(value, dict):
+            return value
+        value = {k: {"kind": v} if k in _SHORT and isinstance(v, str) else v for k, v in value.items()}
+        if isinstance(value.get("metrics"), str):
+            value["metrics"] = [value["metrics"]]
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _fit_for_a_directory(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            raise ValueError(
+                "write at most 64 letters, digits, '.', '_' and '-', the first a letter or digit"
+            )
+        return name
+
+    @property
+    def lane_count(self) -> int:
+        """`lanes`, or the most workers there may be."""
+        return self.lanes or self.workers.most
+
+    @property
+    def fold_count(self) -> int:
+        """How many runs this job makes: its folds, or 1."""
+        split = self.data.split
+        return split.folds if isinstance(split, FoldSplit) and split.fold is None else 1
+
+    def dump(self) -> dict[str, Any]:
+        """As plain data, without what was left at its default where that is None."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def sha256(self) -> str:
+        """The identity of what the job produces: how it is run (workers, engine) is no part of it."""
+        how = {"name", "workers", "engine", "checkpoint", "watch", "export", "base_dir"}
+        body = self.model_dump(mode="json", exclude=how)
+        body["lanes"] = self.lane_count
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,73 @@
+"""From a job file to a checked job, and back. All problems of a file are told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shoal.errors import Problems, ShoalError
+from shoal.spec.document import read_document, write_value
+from shoal.spec.explain import explain, stray_booleans
+from shoal.spec.files import check_files
+from shoal.spec.job import Job
+from shoal.spec.names import check_names as check_all_names
+from shoal.spec.overrides import override
+from shoal.spec.paths import write_atomically
+from shoal.spec.rules import check_rules
+
+Where = Callable[[str], str]
+
+
+def load_job(path: str | Path, *, overrides: Sequence[str] = (), check_names: bool = True) -> Job:
+    """Read, override and check a job file. Raises `Problems` with a line for each thing that is wrong.
+
+    `check_names: False` leaves out what depends on this machine: the names and files that the job refers to.
+    """
+    document = override(read_document(path), overrides, model=Job)
+    job = _build(document.data, folder=Path(path).parent, where=document.where)
+    check_job(job, where=document.where, check_names=check_names)
+    return job
+
+
+def make_job(data: Mapping[str, Any], *, base_dir: str | Path = ".", check_names: bool = True) -> Job:
+    """A checked job from plain data, with the same errors as a file's; `where` is the field alone."""
+    job = _build(dict(data), folder=Path(base_dir), where=str)
+    check_job(job, check_names=check_names)
+    return job
+
+
+def check_job(job: Job, *, where: Where = str, check_names: bool = True) -> None:
+    """Check what one field cannot know alone: rules between fields, names, files. Raises `Problems`."""
+    problems = check_rules(job)
+    if check_names:
+        problems += check_all_names(job) + check_files(job)
+    _raise(problems, where)
+
+
+def save_job(job: Job, path: str | Path) -> None:
+    """Write the job so that `load_job` reads an equal one from anywhere: `base_dir` stays what it is."""
+    write_atomically(Path(path), write_value(job.dump()))
+
+
+def _build(data: dict[str, Any], *, folder: Path, where: Where) -> Job:
+    data = {**data, "base_dir": _base_dir(folder, data.get("base_dir"))}
+    try:
+        job = Job.model_validate(data)
+    except ValidationError as failure:
+        _raise([*explain(failure, model=Job), *stray_booleans(data, model=Job)], where)
+        raise
+    _raise(stray_booleans(data, model=Job), where)
+    return job
+
+
+def _base_dir(folder: Path, written: Any) -> Any:
+    return str(folder.joinpath(written or "").resolve()) if isinstance(written, str | None) else written
+
+
+def _raise(problems: Sequence[ShoalError], where: Where) -> None:
+    placed = [problem.at(where(problem.where)) for problem in problems]
+    if placed:
+        raise Problems(list({str(problem): problem for problem in placed}.values()))

@@ -1,0 +1,90 @@
+"""Which of a job's fields refer to something by name, and what their short names stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.errors import ShoalError, did_you_mean, error
+from shoal.spec.base import Ref, Spec
+from shoal.spec.job import Job
+from shoal.spec.resolve import find_ref
+
+DEFAULT_MODULES: Mapping[str, Sequence[str]] = {
+    "optimizer": ("torch.optim",),
+    "loss": ("torch.nn",),
+    "schedule": ("torch.optim.lr_scheduler",),
+    "metrics": ("torchmetrics",),
+}
+
+METRIC_ALIASES: Mapping[str, Ref] = {
+    "accuracy": Ref(name="torchmetrics:Accuracy"),
+    "precision": Ref(name="torchmetrics:Precision"),
+    "recall": Ref(name="torchmetrics:Recall"),
+    "f1": Ref(name="torchmetrics:F1Score"),
+    "auc": Ref(name="torchmetrics:AUROC"),
+    "average_precision": Ref(name="torchmetrics:AveragePrecision"),
+    "specificity": Ref(name="torchmetrics:Specificity"),
+    "kappa": Ref(name="torchmetrics:CohenKappa"),
+    "mcc": Ref(name="torchmetrics:MatthewsCorrCoef"),
+    "confusion": Ref(name="torchmetrics:ConfusionMatrix"),
+    "mse": Ref(name="torchmetrics:MeanSquaredError"),
+    "rmse": Ref(name="torchmetrics:MeanSquaredError", args={"squared": False}),
+    "mae": Ref(name="torchmetrics:MeanAbsoluteError"),
+    "r2": Ref(name="torchmetrics:R2Score"),
+    "perplexity": Ref(name="torchmetrics.text:Perplexity"),
+}
+
+WATCH_ALIASES: Mapping[str, Ref] = {"tensorboard": Ref(name="shoal.train.watch:TensorBoard")}
+
+_ALIASES = {"metrics": METRIC_ALIASES, "watch": WATCH_ALIASES}
+
+
+def expand(ref: Ref, *, field: str) -> Ref:
+    """The reference that an alias of a field stands for, with the user's arguments over its own."""
+    alias = _ALIASES.get(field, {}).get(ref.name)
+    return ref if alias is None else Ref(name=alias.name, args={**alias.args, **ref.args})
+
+
+def metric_name(ref: Ref) -> str:
+    """What a metric is called in events, receipts and `best.metric`: `accuracy`, `F1Score`, `top5`."""
+    return ref.name.rpartition(":")[2].rpartition(".")[2]
+
+
+def refs(job: Job) -> Iterator[tuple[str, str, Ref]]:
+    """Every reference in a job: its place (`metrics.0`), its field (`metrics`), and itself."""
+    yield from _refs(job, "", "")
+
+
+def _refs(value: Any, place: str, field: str) -> Iterator[tuple[str, str, Ref]]:
+    if isinstance(value, Ref):
+        yield place, field, value
+    elif isinstance(value, Spec):
+        for key in type(value).model_fields:
+            yield from _refs(getattr(value, key), f"{place}.{key}" if place else key, key)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _refs(item, f"{place}.{i}", field)
+
+
+def check_names(job: Job) -> list[ShoalError]:
+    """The names that lead nowhere; nothing is imported. `where` of each is the field."""
+    found = []
+    for place, field, ref in refs(job):
+        modules = DEFAULT_MODULES.get(field, ())
+        try:
+            find_ref(expand(ref, field=field), base_dir=job.base_dir, default_modules=modules)
+        except ShoalError as problem:
+            found.append(_in_job(problem, place, field, ref))
+    return found
+
+
+def _in_job(problem: ShoalError, place: str, field: str, ref: Ref) -> ShoalError:
+    """The same problem, seen from the job file; the place in the user's code moves into the message."""
+    message = f"{problem.where}: {problem.message}" if problem.where else problem.message
+    short = ref.name.isidentifier() and field in _ALIASES
+    fix = problem.fix
+    if short and problem.code in ("SH202", "SH203"):
+        message = f"there is no '{ref.name}' among the short names of `{field}`"
+        fix = f"{did_you_mean(ref.name, _ALIASES[field])} Or write file.py:name or package.module:name."
+    return error(problem.code, message, where=f"{place}.name", fix=fix)

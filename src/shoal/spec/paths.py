@@ -1,0 +1,94 @@
+"""Where things lie in a run's directory. The one place that knows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """A run's directory: resolved job, events, views, logs, checkpoints, model, receipt."""
+
+    root: Path
+
+    @classmethod
+    def at(cls, root: str | os.PathLike[str]) -> RunPaths:
+        return cls(Path(root).resolve())
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.yaml"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def view(self) -> Path:
+        return self.root / "view.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
+
+    @property
+    def whole(self) -> RunPaths:
+        """The run that this one is a fold of, or this one."""
+        parent = RunPaths(self.root.parent)
+        return parent if self.name.startswith("fold-") and parent.job.is_file() else self
+
+    @property
+    def checkpoints(self) -> Path:
+        """The store; folds of one job share it, so that what they have in common is stored once."""
+        return self.whole.root / "checkpoints"
+
+    @property
+    def checkpoint_name(self) -> str:
+        """What keeps a fold's checkpoints apart in the shared store."""
+        return "" if self.whole is self else self.name
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def receipt(self) -> Path:
+        return self.root / "receipt.json"
+
+    @property
+    def cache(self) -> Path:
+        return self.root / "cache"
+
+    @property
+    def folds(self) -> list[RunPaths]:
+        """The runs of a job with folds, in order."""
+        found = (p for p in self.root.glob("fold-*") if p.is_dir() and p.name[5:].isdigit())
+        return [RunPaths(p) for p in sorted(found, key=lambda p: int(p.name[5:]))]
+
+    def fold(self, number: int) -> RunPaths:
+        return RunPaths(self.root / f"fold-{number}")
+
+    def log(self, seat: int) -> Path:
+        return self.root / "logs" / f"worker-{seat}.log"
+
+    def seat_lock(self, seat: int) -> Path:
+        return self.root / f".seat-{seat}.lock"
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """All of it or nothing, also when the machine stops in between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,41 @@
+"""What a run says when it ends."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shoal.spec.base import Spec
+
+
+class Receipt(Spec):
+    """The end of a run in numbers. Times are seconds, summed over all processes of all starts."""
+
+    run: str
+    job_sha256: str
+    exact: bool
+    why: str = ""
+    weights_sha256: str
+    state_sha256: str
+    steps: int
+    epochs: float
+    samples_seen: int
+    parameters: int
+    workers: int
+    lanes: int
+    starts: int = 1
+    deaths_survived: int = 0
+    stopped: str = ""
+    compute_s: float = 0.0
+    data_s: float = 0.0
+    exchange_s: float = 0.0
+    waiting_s: float = 0.0
+    saving_s: float = 0.0
+    evaluation_s: float = 0.0
+    recovery_s: float = 0.0
+    total_s: float = 0.0
+    samples_per_s: float = 0.0
+    bytes_sent: int = 0
+    bytes_saved: int = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    best: dict[str, float] = Field(default_factory=dict)
+    platform: dict[str, str] = Field(default_factory=dict)

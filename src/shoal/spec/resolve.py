@@ -1,0 +1,350 @@
+"""Names that a job refers to: `package.module:name`, `dir/file.py:name`, or a short name of its field.
+
+`find_ref` looks without importing, for the driver, where torch must not be loaded. `import_ref` and
+`build_ref` are for the worker. `ref_of` goes the other way, from an object to its name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError, did_you_mean, error, nearest
+from shoal.spec import static
+from shoal.spec.base import Ref
+from shoal.spec.nearby import nearby
+
+USER_PACKAGE = "shoal_user"
+MOST_NAMES = 30
+_DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A reference taken apart: from a file, from a module, or (neither) a short name."""
+
+    text: str
+    attrs: tuple[str, ...]
+    file: str = ""
+    module: str = ""
+
+
+def parse_name(ref: Ref | str) -> Name:
+    """Take a reference apart; SH203 if it is not written as one."""
+    text = ref.name if isinstance(ref, Ref) else ref
+    place, colon, attrs = text.rpartition(":")
+    if colon and re.fullmatch(_DOTTED, attrs):
+        if place.endswith(".py"):
+            return Name(text, tuple(attrs.split(".")), file=place)
+        if re.fullmatch(_DOTTED, place):
+            return Name(text, tuple(attrs.split(".")), module=place)
+    if not colon and re.fullmatch(r"[A-Za-z_]\w*", text):
+        return Name(text, (text,))
+    raise error("SH203", f"'{text}' is not written as module:name", fix=_respell(text))
+
+
+def _respell(text: str) -> str:
+    """What was probably meant by a name that is badly written."""
+    guesses = (
+        (r"(.+\.py)", r"\1:name, with the class or function that the file defines"),
+        (r"(.+\.py)(?:::|/|\.|#)(\w+)", r"\1:\2"),
+        (rf"({_DOTTED})\.(\w+)", r"\1:\2"),
+        (r"([\w./\\-]+[/\\][\w-]+):(\w+)", r"\1.py:\2"),
+        (rf"({_DOTTED})(?:::|/|#|: )(\w+)", r"\1:\2"),
+    )
+    for pattern, form in guesses:
+        if match := re.fullmatch(pattern, text):
+            return f"Write {match.expand(form)}."
+    return "Write package.module:name or file.py:name."
+
+
+# ---- looking, without importing ----
+
+
+def find_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence[str] = ()) -> None:
+    """Check that a name exists by reading source code; nothing is imported or executed.
+
+    Raises SH201 (no such module or file), SH202 (no such name in it), SH203 (badly written) or SH204 (the
+    source does not parse). Where a module may make names as it runs, they are accepted.
+    """
+    name, base = parse_name(ref), str(Path(base_dir).resolve())
+    if name.file:
+        _find_in([_file_outline(name, base)], name, place=name.file)
+    elif name.module:
+        is_submodule = len(name.attrs) > 1 and static.find_module(f"{name.module}.{name.attrs[0]}", first=base)
+        if not is_submodule:
+            _find_in([_module_outline(name.module, base)], name, place=name.module)
+    else:
+        modules = _defaults(name, default_modules)
+        _find_in([_module_outline(m, base) for m in modules], name, place=" or ".join(modules))
+
+
+def _defaults(name: Name, default_modules: Sequence[str]) -> Sequence[str]:
+    if default_modules:
+        return default_modules
+    message = f"'{name.text}' is a short name, and this field has none"
+    raise error("SH203", message, fix=f"Write file.py:{name.text} or package.module:{name.text}.")
+
+
+def _file_outline(name: Name, base: str) -> static.Outline:
+    path = _user_file(name, base)
+    try:
+        return static.names_in(path, first=base)
+    except (SyntaxError, ValueError, OSError) as failure:
+        raise _unreadable(failure, path) from None
+
+
+def _user_file(name: Name, base: str) -> Path:
+    path = Path(base, name.file)
+    if path.is_file():
+        return path
+    raise error("SH201", f"no such file: {name.file}", fix=nearby(path, suffixes=(".py",)))
+
+
+def _module_outline(module: str, base: str) -> static.Outline:
+    spec = static.find_module(module, first=base)
+    if spec is None:
+        raise _no_module(module, base)
+    try:
+        return static.names_of(spec, first=base)
+    except (SyntaxError, ValueError, OSError) as failure:
+        raise _unreadable(failure, Path(spec.origin or module)) from None
+
+
+def _no_module(module: str, base: str) -> ShoalError:
+    """The error for the first part of a dotted name that is not there."""
+    parts = module.split(".")
+    prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    missing = next((p for p in prefixes if static.find_module(p, first=base) is None), module)
+    close = nearest(missing, static.siblings(missing, first=base))
+    hint = f"Did you mean '{close}'? " if close else ""
+    message = f"no module named '{missing}'"
+    if "." in missing:
+        return error("SH201", message, fix=hint.strip() or "Check the spelling.")
+    return error("SH201", message, fix=f"{hint}Install the package, or put {missing}.py beside the job file.")
+
+
+def _unreadable(failure: Exception, path: Path) -> ShoalError:
+    if isinstance(failure, SyntaxError):
+        text = f": `{failure.text.strip()}`" if failure.text else ""
+        where = f"{path}:{failure.lineno or 1}"
+        return error("SH204", f"{failure.msg}{text}", where=where, fix="Mend this line.")
+    return error("SH204", f"cannot be read: {failure}", where=str(path))
+
+
+def _find_in(outlines: Sequence[static.Outline], name: Name, *, place: str) -> None:
+    if not any(o.open or name.attrs[0] in o.names for o in outlines):
+        exported = [n for o in outlines for n in o.exported]
+        raise _no_name(name.attrs[0], exported, place=place)
+
+
+def _no_name(word: str, names: Sequence[str], *, place: str) -> ShoalError:
+    if len(names) > MOST_NAMES:
+        names = difflib.get_close_matches(word, names, n=10, cutoff=0.3)
+    return error("SH202", f"{place} has no '{word}'", fix=did_you_mean(word, names))
+
+
+# ---- importing ----
+
+
+def import_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence[str] = ()) -> Any:
+    """Import what a name stands for. Puts `base_dir` on sys.path: the user's files may import each other.
+
+    A file becomes one module, however often it is named. Raises SH201 to SH204; `where` is the user's line.
+    """
+    name, base = parse_name(ref), str(Path(base_dir).resolve())
+    if base not in sys.path:
+        sys.path.insert(0, base)
+    if name.file:
+        return _attribute(_load_file(_user_file(name, base)), name)
+    if name.module:
+        return _attribute(_load_module(name.module, base), name)
+    modules = [_load_module(m, base) for m in _defaults(name, default_modules)]
+    home = next((m for m in modules if hasattr(m, name.text)), modules[0])
+    return _attribute(home, name)
+
+
+def _attribute(module: types.ModuleType, name: Name) -> Any:
+    found: Any = module
+    for i, attr in enumerate(name.attrs):
+        if not hasattr(found, attr):
+            place = ".".join([name.file or name.module or module.__name__, *name.attrs[:i]])
+            raise _no_name(attr, [n for n in dir(found) if not n.startswith("_")], place=place)
+        found = getattr(found, attr)
+    return found
+
+
+def _load_module(module: str, base: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as failure:
+        if failure.name and f"{module}.".startswith(f"{failure.name}."):
+            raise _no_module(module, base) from None
+        raise _failed("SH204", failure, f"importing {module}") from failure
+    except (Exception, SystemExit) as failure:
+        raise _failed("SH204", failure, f"importing {module}") from failure
+
+
+def _load_file(path: Path) -> types.ModuleType:
+    """Import a file under a name made from its path: the same path, the same module and classes."""
+    real = os.path.realpath(path)
+    digest = hashlib.sha256(real.encode()).hexdigest()[:12]
+    full = f"{USER_PACKAGE}.{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest}"
+    if full in sys.modules:
+        return sys.modules[full]
+    package = sys.modules.setdefault(USER_PACKAGE, types.ModuleType(USER_PACKAGE))
+    package.__path__ = []
+    spec = importlib.util.spec_from_file_location(full, real)
+    if spec is None or spec.loader is None:
+        raise error("SH201", f"{path} is not a Python file")
+    module = sys.modules[full] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as failure:
+        del sys.modules[full]
+        if not isinstance(failure, Exception | SystemExit):
+            raise
+        raise _failed("SH204", failure, f"importing {path.name}", place=str(path)) from failure
+    return module
+
+
+def _failed(code: str, failure: BaseException, doing: str, *, place: str = "") -> ShoalError:
+    """The user's code raised: its own words, at its own line."""
+    if isinstance(failure, SyntaxError):
+        return _unreadable(failure, Path(failure.filename or place))
+    fix = ""
+    if isinstance(failure, ModuleNotFoundError):
+        fix = f"Install the package {failure.name}, or mend the import."
+    elif isinstance(failure, ImportError) and "relative import" in str(failure):
+        fix = "Import siblings by their full name (`import x`, not `from . import x`), or name the package."
+    elif isinstance(failure, SystemExit):
+        fix = "Put what the script does under `if __name__ == '__main__':`."
+    message = f"{doing} failed: {type(failure).__name__}: {failure}".rstrip(": ")
+    return error(code, message, where=user_line(failure) or place, fix=fix)
+
+
+def user_line(failure: BaseException) -> str:
+    """`file:line` of the innermost frame in the user's own code, or ''."""
+    for frame in reversed(traceback.extract_tb(failure.__traceback__)):
+        if not frame.filename.startswith(("<", *_foreign())):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def _foreign() -> list[str]:
+    """Where code lives that is not the user's: Python's own, installed packages, this package."""
+    paths = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return [*paths, str(Path(__file__).parent.parent)]
+
+
+# ---- calling ----
+
+
+def build_ref(
+    ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Sequence[str] = (), **extra: Any
+) -> Any:
+    """Import a name and call it with `leading`, the job's `args` and `extra` (which wins).
+
+    Raises SH205 if the arguments do not fit the signature, SH206 if the object cannot be called, SH208 with
+    the user's own line if the call fails.
+    """
+    made = import_ref(ref, base_dir=base_dir, default_modules=default_modules)
+    arguments = {**ref.args, **extra}
+    if not callable(made):
+        raise error("SH206", f"'{ref.name}' is {_article(type(made).__name__)}: it cannot be called",
+                    fix="Refer to a class or a function.")  # fmt: skip
+    _check_arguments(ref.name, made, len(leading), arguments)
+    try:
+        return made(*leading, **arguments)
+    except ShoalError:
+        raise
+    except Exception as failure:
+        raise _failed("SH208", failure, f"calling {ref.name}") from failure
+
+
+def _check_arguments(name: str, made: Any, leading: int, arguments: Mapping[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(made).parameters.values()
+    except (TypeError, ValueError):  # written in C, without a signature: the call itself will tell
+        return
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ours = {p.name for p in [p for p in parameters if p.kind in positional][:leading]}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    free = {
+        p.name: p
+        for p in parameters
+        if p.name not in ours and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    for word in arguments:
+        if word not in free and (word in ours or not takes_any):
+            raise error("SH205", f"{name} takes no argument '{word}'", fix=_arguments_fix(word, free))
+    for word, parameter in free.items():
+        if parameter.default is parameter.empty and word not in arguments:
+            fix = f"Add `{word}:` under `args`."
+            raise error("SH205", f"{name} needs the argument '{word}'", fix=fix)
+
+
+def _arguments_fix(word: str, allowed: Mapping[str, Any]) -> str:
+    return did_you_mean(word, allowed) or "Remove it: there are no arguments to set."
+
+
+def _article(word: str) -> str:
+    return f"an {word}" if word[0].lower() in "aeiou" else f"a {word}"
+
+
+# ---- from an object to its name ----
+
+
+def ref_of(thing: Any, *, base_dir: str | Path | None = None) -> str:
+    """The name by which a worker finds a class or function: `module:name`, or `file.py:name` for a script's.
+
+    Raises SH608 for what only this process knows (notebook cells, lambdas, local definitions). The file is
+    given relative to `base_dir` where it lies inside.
+    """
+    if not isinstance(thing, type | types.FunctionType | types.BuiltinFunctionType):
+        raise error("SH608", f"{_article(type(thing).__name__)} object is neither a class nor a function")
+    name, module = thing.__qualname__, sys.modules.get(thing.__module__)
+    if "<" in name or module is None or _reached(module, name) is not thing:
+        raise error("SH608", f"'{name}' is defined inside another function, or under another name")
+    spec = getattr(module, "__spec__", None)
+    file = getattr(module, "__file__", None)
+    if module.__name__ == "__main__" and spec is not None:  # python -m package.module
+        return f"{spec.name}:{name}"
+    if module.__name__ == "__main__" and not (file or "").endswith(".py"):
+        raise error("SH608", f"'{name}' is defined in a notebook or at the prompt")
+    if file and _is_users_file(module.__name__, file):
+        return f"{_short_path(file, base_dir)}:{name}"
+    return f"{module.__name__}:{name}"
+
+
+def _is_users_file(module: str, file: str) -> bool:
+    """A script, or a lone file beside it, which a worker would not find on its own sys.path."""
+    if module == "__main__" or module.startswith(f"{USER_PACKAGE}."):
+        return True
+    return "." not in module and file.endswith(".py") and not file.startswith(tuple(_foreign()))
+
+
+def _reached(module: types.ModuleType, name: str) -> Any:
+    found: Any = module
+    for attr in name.split("."):
+        found = getattr(found, attr, None)
+    return found
+
+
+def _short_path(file: str, base_dir: str | Path | None) -> str:
+    path = Path(file).resolve()
+    base = Path(base_dir).resolve() if base_dir is not None else None
+    return str(path.relative_to(base)) if base and path.is_relative_to(base) else str(path)

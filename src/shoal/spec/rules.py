@@ -1,0 +1,222 @@
+"""What must hold between the fields of a job: one small function per rule, all in `RULES`.
+
+Each rule gives the errors that it found; `where` of an error is the field to change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import ShoalError, did_you_mean, error
+from shoal.spec.data import ColumnSplit, HoldoutSplit, NoSplit
+from shoal.spec.job import Evaluate, Job, Monitor
+from shoal.spec.names import metric_name, refs
+
+Rule = Callable[[Job], list[ShoalError]]
+
+
+def check_rules(job: Job) -> list[ShoalError]:
+    """Everything that the fields say against each other."""
+    return [problem for rule in RULES for problem in rule(job)]
+
+
+def has_validation(job: Job) -> bool:
+    """Whether some samples are kept for validation."""
+    split = job.data.split
+    if job.data.validation is not None:
+        return True
+    if isinstance(split, HoldoutSplit):
+        return split.validation > 0
+    if isinstance(split, ColumnSplit):
+        return bool(split.validation)
+    return not isinstance(split, NoSplit)
+
+
+def _length(job: Job) -> list[ShoalError]:
+    if job.epochs is None and job.steps is None:
+        fix = "Add `epochs:` (passes over the data) or `steps:` (updates of the weights)."
+        return [error("SH104", "the job does not say how long to train", where="epochs", fix=fix)]
+    if job.epochs is not None and job.steps is not None:
+        fix = "Keep `epochs` or `steps` (--set epochs=null removes one)."
+        return [error("SH107", "`epochs` and `steps` both say how long to train", where="steps", fix=fix)]
+    return []
+
+
+def _what_is_trained(job: Job) -> list[ShoalError]:
+    if job.task is not None:
+        fix = "Keep `task`, or `model` with `loss`."
+        both = [name for name in ("model", "loss") if getattr(job, name) is not None]
+        return [error("SH107", f"the `task` already brings a {name}", where=name, fix=fix) for name in both]
+    if job.model is None and job.loss is None:
+        fix = "Add `model:` with `loss:`, or `task:`, as file.py:name or package.module:name."
+        return [error("SH104", "the job does not say what to train", where="model", fix=fix)]
+    if job.loss is None:
+        fix = "Add `loss:`, for example CrossEntropyLoss or MSELoss."
+        return [error("SH104", "a `model` needs a `loss`", where="loss", fix=fix)]
+    if job.model is None:
+        fix = "Add `model:`, as file.py:name or package.module:name."
+        return [error("SH104", "a `loss` needs a `model`", where="model", fix=fix)]
+    return []
+
+
+def _learning_rate(job: Job) -> list[ShoalError]:
+    rates = {"optimizer.args.lr": job.optimizer.args.get("lr", 0.0)}
+    for i, group in enumerate(job.optimizer.groups):
+        rates[f"optimizer.groups.{i}.args.lr"] = group.args.get("lr", 0.0)
+    fix = "Write a number without quotes, for example 0.001 or 1e-3."
+    found = []
+    for place, rate in rates.items():
+        if isinstance(rate, str | bool):
+            found.append(error("SH105", f"expected a number, found {rate!r}", where=place, fix=fix))
+        elif isinstance(rate, int | float) and rate < 0:
+            found.append(error("SH106", f"a learning rate of {rate} is below 0", where=place, fix=fix))
+    return found
+
+
+def _plain_arguments(job: Job) -> list[ShoalError]:
+    """Arguments cross to workers as text; from Python anything could stand there."""
+    fix = "Use numbers, text, true, false, lists and mappings; make objects inside the class or function."
+    groups = [(f"optimizer.groups.{i}", group.args) for i, group in enumerate(job.optimizer.groups)]
+    return [
+        error("SH105", "the arguments are not plain data", where=f"{place}.args", fix=fix)
+        for place, args in [*((place, ref.args) for place, _, ref in refs(job)), *groups]
+        if not _is_plain(args)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _clip(job: Job) -> list[ShoalError]:
+    if job.clip is None:
+        return []
+    if job.clip.norm is None and job.clip.value is None:
+        fix = "Add `norm:` or `value:`, or remove `clip`."
+        return [error("SH104", "`clip` does not say by what to clip", where="clip.norm", fix=fix)]
+    if job.clip.norm is not None and job.clip.value is not None:
+        fix = "Keep `norm` or `value`."
+        return [error("SH107", "gradients are clipped by norm or by value", where="clip.value", fix=fix)]
+    return []
+
+
+def _lanes(job: Job) -> list[ShoalError]:
+    lanes, least = job.lane_count, job.workers.least
+    field = "workers" if job.lanes is None else "lanes"
+    found = []
+    if lanes > job.batch_size:
+        message = f"{lanes} lanes share a batch of {job.batch_size}: some would be empty at every step"
+        fix = f"Raise `batch_size` to at least {lanes}, or set `lanes` to at most {job.batch_size}."
+        found.append(error("SH107", message, where=field, fix=fix))
+    if lanes < least:
+        message = f"{least} workers but {lanes} lanes: {least - lanes} would have nothing to carry"
+        fix = f"Raise `lanes` to at least {least}, or ask for fewer workers."
+        found.append(error("SH107", message, where="lanes", fix=fix))
+    return found
+
+
+def _split_or_validation(job: Job) -> list[ShoalError]:
+    data, found = job.data, []
+    if data.validation is not None and not isinstance(data.split, NoSplit):
+        message = "`data.validation` and `data.split` both say what validates"
+        found.append(error("SH107", message, where="data.split", fix="Keep one of the two."))
+    if data.test is not None and isinstance(data.split, HoldoutSplit) and data.split.test > 0:
+        message = "`data.test` and `data.split.test` both say what tests"
+        found.append(error("SH107", message, where="data.split.test", fix="Keep one of the two."))
+    return found
+
+
+def _evaluate(job: Job) -> list[ShoalError]:
+    if job.evaluate.every_epochs is None or job.evaluate.every_steps is None:
+        return []
+    fix = "Keep `every_epochs` or `every_steps`."
+    message = "`every_epochs` and `every_steps` both say when to evaluate"
+    return [error("SH107", message, where="evaluate.every_steps", fix=fix)]
+
+
+def _needs_validation(job: Job) -> list[ShoalError]:
+    if has_validation(job):
+        return []
+    asks = {
+        "stop_early": job.stop_early is not None,
+        "best": job.best != Monitor(),
+        "evaluate": job.evaluate != Evaluate(batch_size=job.evaluate.batch_size),
+    }
+    message = "`{}` needs validation samples and the job keeps none"
+    fix = "Add `data.split` (for example holdout) or `data.validation`, or remove `{}`."
+    return [
+        error("SH107", message.format(field), where=field, fix=fix.format(field))
+        for field, asked in asks.items()
+        if asked
+    ]
+
+
+def _monitored(job: Job) -> list[ShoalError]:
+    """A task brings metrics that only the worker knows; without one the names are all here."""
+    if job.task is not None:
+        return []
+    known = ["loss", *map(metric_name, job.metrics)]
+    asked = {"best.metric": job.best.metric}
+    if job.stop_early is not None:
+        asked["stop_early.metric"] = job.stop_early.metric
+    return [
+        error("SH106", f"the job computes no metric '{metric}'", where=field,
+              fix=f"{did_you_mean(metric, known)} Others are added under `metrics`.")
+        for field, metric in asked.items()
+        if metric not in known
+    ]  # fmt: skip
+
+
+def _metric_names(job: Job) -> list[ShoalError]:
+    names = ["loss", *map(metric_name, job.metrics)]
+    message = "two metrics of the same name '{}'"
+    fix = "Remove one, or give it a name of its own in a file.py."
+    return [
+        error("SH107", message.format(name), where=f"metrics.{i}", fix=fix)
+        for i, name in enumerate(names[1:])
+        if name in names[: i + 1]
+    ]
+
+
+def _device(job: Job) -> list[ShoalError]:
+    if re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", job.device):
+        return []
+    fix = did_you_mean(job.device, ("auto", "cpu", "cuda", "cuda:0", "mps"))
+    return [error("SH106", f"there is no device '{job.device}'", where="device", fix=fix)]
+
+
+def _init_from(job: Job) -> list[ShoalError]:
+    start = job.init_from
+    if start is None or start.path:
+        return []
+    if start.rename:
+        fix = "Add `path:`, or remove `rename`."
+        return [error("SH104", "`rename` has no file whose names to change", where="init_from.path", fix=fix)]
+    if start.freeze or start.unfreeze:
+        return []
+    message = "`init_from` says neither where from nor what to freeze"
+    fix = "Add `path:` to weights, or patterns to `freeze`; or remove `init_from`."
+    return [error("SH104", message, where="init_from.path", fix=fix)]
+
+
+RULES: tuple[Rule, ...] = (
+    _length,
+    _what_is_trained,
+    _learning_rate,
+    _plain_arguments,
+    _clip,
+    _lanes,
+    _split_or_validation,
+    _evaluate,
+    _needs_validation,
+    _monitored,
+    _metric_names,
+    _device,
+    _init_from,
+)

@@ -1,0 +1,170 @@
+"""Which names a module defines, read from its source. Nothing is imported, so checking is fast and safe."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+MOST_STARS = 6
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The top level of a module. `open`: it makes names as it runs, so that only an import can tell."""
+
+    names: frozenset[str]
+    exported: tuple[str, ...] = ()
+    stars: tuple[tuple[int, str], ...] = ()
+    open: bool = False
+
+
+def find_module(name: str, *, first: str = "") -> ModuleSpec | None:
+    """The spec that `import` would find with the directory `first` on sys.path; no parent is executed."""
+    spec: ModuleSpec | None = None
+    path: Iterable[str] | None = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        full = ".".join(parts[: i + 1])
+        spec = PathFinder.find_spec(full, [first]) if first and i == 0 else None
+        spec = spec or _ask_finders(full, path)
+        if spec is None or (spec.submodule_search_locations is None and i + 1 < len(parts)):
+            return None
+        path = spec.submodule_search_locations
+    return spec
+
+
+def _ask_finders(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
+    """All finders, not only the one for sys.path: packages installed in editable mode bring their own."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if find and (spec := find(name, path)):
+            return spec  # type: ignore[no-any-return]
+    return None
+
+
+def siblings(name: str, *, first: str = "") -> list[str]:
+    """The modules beside a module that was not found, by full name."""
+    parent = name.rpartition(".")[0]
+    spec = find_module(parent, first=first) if parent else None
+    folders = list(spec.submodule_search_locations or ()) if spec else [first] if first and not parent else []
+    prefix = f"{parent}." if parent else ""
+    return sorted(prefix + stem for folder in folders for stem in _modules(Path(folder)))
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.suffix == ".py" and entry.stem != "__init__":
+            yield entry.stem
+        elif (entry / "__init__.py").is_file():
+            yield entry.name
+
+
+def names_of(spec: ModuleSpec, *, first: str = "", depth: int = 0) -> Outline:
+    """What `module.name` can find, star imports followed."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return Outline(frozenset(), open=spec.origin is not None)
+    package = spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
+    return names_in(Path(spec.origin), package=package, first=first, depth=depth)
+
+
+def names_in(path: Path, *, package: str = "", first: str = "", depth: int = 0) -> Outline:
+    """The same for a source file, which belongs to a package or to none."""
+    own = outline(path)
+    for level, module in own.stars:
+        own = _with_star(own, _absolute(package, level, module), first=first, depth=depth)
+    return own
+
+
+def _with_star(own: Outline, module: str, *, first: str, depth: int) -> Outline:
+    spec = find_module(module, first=first) if depth < MOST_STARS else None
+    if spec is None:
+        return Outline(own.names, own.exported, open=True)
+    other = names_of(spec, first=first, depth=depth + 1)
+    return Outline(own.names | other.names, own.exported + other.exported, open=own.open or other.open)
+
+
+def _absolute(package: str, level: int, module: str) -> str:
+    """`from ..x import *` in package a.b is a.x."""
+    if level == 0:
+        return module
+    base = package.split(".")[: len(package.split(".")) - level + 1]
+    return ".".join([*base, module] if module else base)
+
+
+def outline(path: Path) -> Outline:
+    """Parse a source file, once per version of it. SyntaxError, OSError and ValueError are the caller's."""
+    stat = path.stat()
+    return _outline(str(path), stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=256)
+def _outline(path: str, mtime_ns: int, size: int) -> Outline:
+    tree = ast.parse(Path(path).read_bytes(), filename=path)
+    names: set[str] = set()
+    exported: list[str] = []
+    stars: list[tuple[int, str]] = []
+    is_open = False
+    for node in _top_level(tree.body):
+        names.update(_bound(node))
+        exported += _exported(node)
+        stars += _stars(node)
+        is_open = is_open or _makes_names(node)
+    names.update(exported)
+    shown = exported or sorted(n for n in names if not n.startswith("_"))
+    return Outline(frozenset(names), tuple(shown), tuple(stars), is_open or "__getattr__" in names)
+
+
+def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import, those inside if, try, with and loops among them."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for part in ("body", "orelse", "finalbody"):
+            yield from _top_level(getattr(node, part, ()))
+        for handler in getattr(node, "handlers", ()):
+            yield from _top_level(handler.body)
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement binds."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import):
+        yield from (a.asname or a.name.partition(".")[0] for a in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (a.asname or a.name for a in node.names if a.name != "*")
+    else:
+        targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+        targets += [item.optional_vars for item in getattr(node, "items", ())]
+        inside = (n for target in filter(None, targets) for n in ast.walk(target))
+        yield from (n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _exported(node: ast.stmt) -> list[str]:
+    """The names in `__all__ = [...]` and `__all__ += [...]`, as far as they are written out."""
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    if not any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+        return []
+    items = getattr(getattr(node, "value", None), "elts", ())
+    return [e.value for e in items if isinstance(e, ast.Constant) and isinstance(e.value, str)]
+
+
+def _stars(node: ast.stmt) -> list[tuple[int, str]]:
+    if isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names):
+        return [(node.level, node.module or "")]
+    return []
+
+
+def _makes_names(node: ast.stmt) -> bool:
+    """Whether a statement calls globals(), vars(), exec() or setattr(): names that no reader can know."""
+    if not isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.For):
+        return False
+    makers = ("globals", "vars", "exec", "setattr")
+    calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+    return any(isinstance(f, ast.Name) and f.id in makers for f in calls)

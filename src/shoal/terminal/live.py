@@ -1,0 +1,155 @@
+"""What a person sees while a run goes on: a live display in a terminal, plain lines elsewhere, rows for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.events import Event, Picture
+from shoal.spec.paths import RunPaths
+from shoal.terminal import words
+
+PLAIN_EVERY_S = 2.0
+_TOLD = {"saved", "step", "built", "joined", "worker_started", "run_started", "run_ended", "finished", "failed"}
+
+
+class Display(Protocol):
+    def __enter__(self) -> Display: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+        """Called for every event of every run."""
+
+
+def display(console: Console, *, as_json: bool, quiet: bool = False) -> Display:
+    if as_json:
+        return Rows()
+    if quiet:
+        return Silent()
+    return LiveDisplay(console) if console.is_terminal else Lines(console)
+
+
+class Silent:
+    """Shows nothing."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+        pass
+
+
+class Rows(Silent):
+    """Every event as a line of JSON on standard output."""
+
+    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+        row = json.loads(event.to_line())
+        sys.stdout.write(json.dumps({"run": paths.name, **row}) + "\n")
+        sys.stdout.flush()
+
+
+def remark(event: Event, picture: Picture) -> str:
+    """What is worth a line of its own; '' for the rest."""
+    if event.kind == "built":
+        parts = ", ".join(f"{words.count(n)} {name}" for name, n in event["samples"].items())
+        skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
+        return (f"{words.count(event['parameters'])} parameters, samples: {parts}{skipped}; "
+                f"{words.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}")  # fmt: skip
+    if event.kind == "evaluated":
+        name = "" if event["part"] == "validation" else f" on {event['part']}"
+        return f"step {event.step}: evaluated{name}: {words.metrics(event['metrics'])}"
+    if event.kind in _TOLD or event.kind == "best":
+        return ""
+    if event.kind == "left":
+        return f"step {event.step}: saved and left ({event['why']})"
+    return picture.notes[-1] if picture.notes else ""
+
+
+class Lines(Silent):
+    """For logs and pipes: a line for what matters, and one every two seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said_at: dict[Path, float] = {}
+
+    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+        prefix = f"{paths.whole.name}/{paths.name}" if paths.whole.root != paths.root else paths.name
+        text = remark(event, picture)
+        now = time.monotonic()
+        if event.kind == "step" and now - self._said_at.get(paths.root, 0.0) >= PLAIN_EVERY_S:
+            text = (f"step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}  loss {words.number(picture.loss)}  "
+                    f"{words.count(picture.samples_per_s)} samples/s  ETA {words.seconds(picture.eta_s)}")  # fmt: skip
+            self._said_at[paths.root] = now
+        if text:
+            self._console.print(f"{prefix}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """Bar, loss, metrics, speed, and one line per worker; remarks scroll above."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._pictures: dict[str, Picture] = {}
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.stop()
+
+    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+        self._pictures[paths.name] = picture
+        text = remark(event, picture)
+        if text:
+            self._live.console.print(Text(f"{paths.name}: ", style="dim") + Text(text), soft_wrap=True)
+        if event.kind in ("run_ended", "finished"):
+            self._live.refresh()
+
+    def _render(self) -> Group:
+        shown = [p for p in self._pictures.values() if p.status in ("starting", "training")]
+        return Group(*(_panel(p) for p in shown or list(self._pictures.values())[-1:]))
+
+
+def _panel(p: Picture) -> Table:
+    table = Table.grid(padding=(0, 2), expand=False)
+    bar = ProgressBar(total=max(p.steps_total, 1), completed=p.step, width=36, pulse=not p.steps_total)
+    table.add_row(
+        Text(p.run, style="bold"), bar, f"{p.step}/{p.steps_total or '?'}", f"epoch {p.epoch:.2f}",
+        f"loss {words.number(p.loss)}", f"{words.count(p.samples_per_s)} samples/s", f"ETA {words.seconds(p.eta_s)}",
+    )  # fmt: skip
+    whole = Table.grid()
+    whole.add_row(table)
+    if p.metrics:
+        whole.add_row(Text("  " + words.metrics(p.metrics), style="cyan"))
+    for worker in p.workers.values():
+        lanes = f"lanes {_ranges(worker.lanes)}" if worker.lanes else ""
+        line = f"  {worker.name}  {worker.state:<9} {lanes}  step {worker.step}  {words.count(worker.samples_per_s)} samples/s  {worker.host}"
+        whole.add_row(Text(line, style="dim"))
+    return whole
+
+
+def _ranges(lanes: list[int]) -> str:
+    """0-3,6 for [0, 1, 2, 3, 6]."""
+    runs: list[list[int]] = []
+    for lane in sorted(lanes):
+        if runs and lane == runs[-1][1] + 1:
+            runs[-1][1] = lane
+        else:
+            runs.append([lane, lane])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,113 @@
+"""Receipts, tables and curves, printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.errors import ShoalError, each
+from shoal.events import Picture
+from shoal.spec.receipt import Receipt
+from shoal.terminal import words
+from shoal.terminal.curve import draw
+
+_SPENT = ("compute", "data", "exchange", "waiting", "saving", "evaluation", "recovery")
+
+
+def receipt(console: Console, r: Receipt) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("run", Text(r.run, style="bold") + (f" (stopped: {r.stopped})" if r.stopped else ""))
+    table.add_row("exact", f"{'yes' if r.exact else 'no'} ({r.why})")
+    table.add_row("weights", f"sha256 {r.weights_sha256}")
+    table.add_row("trained", f"{words.count(r.steps)} steps, {r.epochs:g} epochs, {words.count(r.samples_seen)} samples, "
+                             f"{words.count(r.parameters)} parameters")  # fmt: skip
+    table.add_row("carried by", f"{_plural(r.workers, 'worker')}, {_plural(r.lanes, 'lane')}, {_plural(r.starts, 'start')}, "
+                                f"{_plural(r.deaths_survived, 'death')} survived")  # fmt: skip
+    spent = [f"{name} {words.seconds(getattr(r, name + '_s'))}" for name in _SPENT if getattr(r, name + "_s") >= 0.0005]
+    table.add_row("time", f"{words.seconds(r.total_s)}: {', '.join(spent)}")
+    table.add_row("speed", f"{words.count(r.samples_per_s)} samples/s")
+    table.add_row("bytes", f"{words.size(r.bytes_sent)} sent, {words.size(r.bytes_saved)} saved")
+    if r.metrics:
+        table.add_row("metrics", words.metrics(r.metrics))
+    if r.best:
+        (name, value), step = next((k, v) for k, v in r.best.items() if k != "step"), r.best.get("step", 0)
+        table.add_row("best", f"{name} {words.number(value)} at step {step:.0f}")
+    console.print(table)
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def folds(console: Console, receipts: Sequence[Receipt], merged: Mapping[str, tuple[float, float]]) -> None:
+    """One column per metric, one row per fold, and the mean."""
+    names = list(merged)
+    table = Table("fold", *names, "steps", "weights", box=None, pad_edge=False)
+    for r in receipts:
+        table.add_row(r.run.removeprefix("fold-"), *(words.number(r.metrics.get(n)) for n in names), words.count(r.steps), r.weights_sha256[:12])
+    table.add_row("mean", *(f"{words.number(m)} ± {words.number(s)}" for m, s in merged.values()), "", "", style="bold")
+    console.print(table)
+
+
+def failure(console: Console, error: ShoalError) -> None:
+    """Errors as a person reads them: what, where, what to do."""
+    for one in each(error):
+        place = f"{one.where}: " if one.where else ""
+        console.print(Text.assemble((f"{one.code} ", "bold red"), (place, "bold"), one.message), soft_wrap=True)
+        console.print(Text(f"      → {one.fix}", style="green"), soft_wrap=True)
+
+
+def show(console: Console, picture: Picture, *, width: int) -> None:
+    """A run in progress or in the past."""
+    console.print(Text.assemble((picture.run, "bold"), f"  {picture.status}  step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}"))
+    if picture.metrics:
+        console.print("  " + words.metrics(picture.metrics), highlight=False)
+    for note in picture.notes[-8:]:
+        console.print(Text(f"  {note}", style="yellow"), soft_wrap=True)
+    for name, curve in _chosen(picture):
+        console.print(Text(f"\n{name}", style="bold"))
+        for line in draw(curve.steps, curve.values, width=min(width - 14, 72), height=8):
+            console.print(line, highlight=False, markup=False, no_wrap=True)
+
+
+def _chosen(picture: Picture) -> list[tuple[str, Any]]:
+    names = [n for n in ("loss", "validation/loss") if n in picture.curves]
+    names += [n for n in picture.curves if n.startswith("validation/") and n != "validation/loss"][:2]
+    return [(n if n != "loss" else "training loss", picture.curves[n]) for n in names if len(picture.curves[n].steps) > 1]
+
+
+def runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    table = Table("run", "status", "step", "metrics", "started", "weights", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row["run"], row["status"], f"{row['step']}/{row['steps'] or '?'}", words.metrics(row["metrics"]), row["started"], row["weights_sha256"][:12])
+    console.print(table)
+
+
+def compare(console: Console, columns: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Runs side by side: what differs in the jobs, then the results."""
+    table = Table("", *(name for name, _ in columns), box=None, pad_edge=False)
+    for key in dict.fromkeys(k for _, values in columns for k in values):
+        cells = [values.get(key) for _, values in columns]
+        same = all(cell == cells[0] for cell in cells)
+        if key.startswith("job ") and same:
+            continue
+        style = "" if same else "bold"
+        table.add_row(key.removeprefix("job "), *(_cell(cell) for cell in cells), style=style)
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return words.number(value) if isinstance(value, float) else str(value)
+
+
+def facts(console: Console, rows: Mapping[str, str]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)

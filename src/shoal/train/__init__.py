@@ -1,0 +1,1 @@
+"""The worker's one loop: join, step, commit, save; evaluation."""

@@ -1,0 +1,165 @@
+"""From a job and a run's directory to everything the loop uses. The order of construction is the order of reading."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.store import Store
+from shoal.data.assemble import Assembled, assemble
+from shoal.data.batch import Batch
+from shoal.data.deal import make_dealer
+from shoal.data.dealers import Dealer
+from shoal.data.feed import Feed
+from shoal.errors import error
+from shoal.events import Stream
+from shoal.fleet.membership import Membership
+from shoal.parallel.randomness import seed_from
+from shoal.parallel.replica import Clipping, Replica
+from shoal.parallel.sync.lanes import LanesSync
+from shoal.spec import seeds
+from shoal.spec.data import BalancedDeal, Deal
+from shoal.spec.job import Job
+from shoal.spec.paths import RunPaths
+from shoal.spec.names import expand
+from shoal.spec.resolve import import_ref
+from shoal.train.blame import blaming
+from shoal.train.evaluate import Evaluator
+from shoal.train.loop import Course, Loop
+from shoal.train.model import build_optimizer, build_schedule, build_task, start_weights
+from shoal.train.task import Task
+from shoal.train.telling import Progress, Teller
+from shoal.train.watch import Best, EarlyStop
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a job becomes before it is run."""
+
+    job: Job
+    task: Task
+    data: Assembled
+    dealer: Dealer
+    replica: Replica
+    evaluator: Evaluator
+    course: Course
+    example: Batch
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise error("SH411", f"there is no device '{wanted}' here", where="device")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise error("SH411", "there is no device 'mps' here", where="device")
+    return device
+
+
+def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
+    """Data, model, optimizer, and a first look at a batch. Tells `built` with the facts."""
+    device = pick_device(job.device)
+    data = assemble(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_dir,
+                    tell=lambda message: tell("note", message=message))  # fmt: skip
+    dealer = make_dealer(_placed(job), ids=data.train.ids, lanes=job.lane_count, batch_size=job.batch_size,
+                         seed=job.seed, drop_last=job.drop_last, source=data.train.source)  # fmt: skip
+    steps = job.steps or (job.epochs or 1) * dealer.steps_per_epoch
+    example = _example(data, dealer)
+    task, replica = build_replica(job, device, steps=steps, steps_per_epoch=dealer.steps_per_epoch, tell=tell)
+    with blaming("SH401", "the first batch"):
+        replica.probe(example.to(device))
+    course = Course(steps, _evaluate_every(job, dealer.steps_per_epoch), job.lane_count, job.checkpoint.keep_best > 0)
+    chunk = job.evaluate.batch_size or job.batch_size
+    evaluator = Evaluator(task, lanes=job.lane_count, chunk=chunk, seed=job.seed)
+    tell("built", steps=steps, steps_per_epoch=dealer.steps_per_epoch, lanes=job.lane_count, samples=data.sizes,
+         skipped=data.skipped, parameters=sum(p.numel() for p in replica.model.parameters()),
+         trainable=sum(p.numel() for p in replica.trainable), device=str(device))  # fmt: skip
+    return Built(job, task, data, dealer, replica, evaluator, course, example)
+
+
+def build_replica(
+    job: Job, device: torch.device, *, steps: int, steps_per_epoch: int, tell: Callable[..., object]
+) -> tuple[Task, Replica]:
+    """The weights at step 0: a pure function of the job."""
+    seed_from(device, job.seed, seeds.MODEL)
+    task = build_task(job)
+    with blaming("SH204", "making the model"):
+        model = task.model().to(device)
+    if job.init_from is not None:
+        facts = start_weights(model, job.init_from, base_dir=job.base_dir)
+        if facts:
+            tell("note", message=f"weights from {job.init_from.path}: {facts['loaded']} tensors", **facts)
+    optimizer = task.optimizer(model) or build_optimizer(job.optimizer, model, base_dir=job.base_dir)
+    epochs = -(-steps // steps_per_epoch)
+    schedule = build_schedule(job.schedule, optimizer, steps=steps, epochs=epochs, base_dir=job.base_dir)
+    replica = Replica(
+        model, optimizer, task.loss, seed=job.seed, schedule=schedule,
+        schedule_every=steps_per_epoch if job.schedule and job.schedule.every == "epoch" else 1,
+        clipping=Clipping(job.clip.norm, job.clip.value) if job.clip else None,
+        autocast=torch.bfloat16 if job.precision == "bf16" else None,
+    )  # fmt: skip
+    return task, replica
+
+
+def _placed(job: Job) -> Deal:
+    """The dealing, with a file of costs found from the job's directory."""
+    deal = job.data.deal
+    if isinstance(deal, BalancedDeal) and deal.by.endswith(".npy"):
+        return deal.model_copy(update={"by": str(Path(job.base_dir) / deal.by)})
+    return deal
+
+
+def _example(data: Assembled, dealer: Dealer) -> Batch:
+    """The first lane's first samples, as the model will get them."""
+    batch = data.train.source.take(dealer.ids(0, 0))
+    return data.train.transform(batch) if data.train.transform else batch
+
+
+def _evaluate_every(job: Job, steps_per_epoch: int) -> int:
+    return job.evaluate.every_steps or (job.evaluate.every_epochs or 1) * steps_per_epoch
+
+
+def build_loop(
+    built: Built, paths: RunPaths, *, seat: int, membership: Membership, stream: Stream, asked_to_leave: Callable[[], str]
+) -> Loop:
+    """The loop of a worker, with everything that talks to the outside."""
+    job = built.job
+    best = Best(job.best)
+    users = [_watcher(name, paths, job) for name in job.watch]
+    watchers = [best, *([EarlyStop(job.stop_early)] if job.stop_early else []), *users]
+    teller = Teller(stream, watchers)
+    progress = Progress(teller, every_step=bool(users))
+    feed = Feed(built.data.train.source, built.dealer, seed=job.seed, lanes=job.lane_count, augment=built.data.augment,
+                transform=built.data.train.transform, loader=job.data.loader)  # fmt: skip
+    store = open_store(job, paths, tell=teller.tell)
+    return Loop(
+        built.course, seat=seat, replica=built.replica, dealer=built.dealer, feed=feed, sync=LanesSync(), store=store,
+        membership=membership, teller=teller, progress=progress, evaluator=built.evaluator, parts=built.data.others,
+        best=best, asked_to_leave=asked_to_leave,
+    )  # fmt: skip
+
+
+def open_store(job: Job, paths: RunPaths, *, tell: Callable[..., object]) -> Store:
+    where = job.checkpoint.path
+    path = f"{where.rstrip('/')}/{paths.whole.name}" if where else str(paths.checkpoints)
+    return Store(path, job_sha256=job.sha256(), every=job.checkpoint.interval, keep=job.checkpoint.keep,
+                 keep_best=job.checkpoint.keep_best, sign=job.best.sign, tell=tell, name=paths.checkpoint_name)  # fmt: skip
+
+
+def _watcher(ref: Any, paths: RunPaths, job: Job) -> Any:
+    kind = import_ref(expand(ref, field="watch"), base_dir=job.base_dir)
+    if not callable(kind):
+        return kind
+    args = dict(ref.args)
+    if "directory" in inspect.signature(kind).parameters:
+        args.setdefault("directory", str(paths.root / "tensorboard"))
+    made = kind(**args)
+    if not hasattr(made, "watch"):
+        raise error("SH206", f"'{ref.name}' has no method watch(event)", where="watch")
+    return made

@@ -1,0 +1,50 @@
+"""Exact evaluation: chunk c of a part belongs to lane c modulo lanes; no sample is padded, repeated or dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.data.assemble import Part
+from shoal.data.feed import evaluation
+from shoal.parallel.randomness import seed_from
+from shoal.parallel.replica import Replica
+from shoal.spec import seeds
+from shoal.train.blame import blaming
+from shoal.train.metrics import Accumulator, merge
+from shoal.train.task import Task
+
+
+class Evaluator:
+    """Measures a replica on parts of the data. Metrics are built at the first batch, which shows their shapes."""
+
+    def __init__(self, task: Task, *, lanes: int, chunk: int, seed: int) -> None:
+        self._task = task
+        self._lanes = lanes
+        self._chunk = chunk
+        self._seed = seed
+        self._metrics: dict[str, Any] | None = None
+
+    @torch.no_grad()
+    def measure(self, replica: Replica, part: Part) -> dict[str, float]:
+        model = replica.model
+        model.eval()
+        lanes: list[Accumulator] = []
+        chunks = range(-(-len(part.ids) // self._chunk))
+        for chunk, batch in evaluation(part.source, part.ids, chunk=self._chunk, chunks=chunks, transform=part.transform):
+            batch = batch.to(replica.device)
+            seed_from(replica.device, self._seed, seeds.EVALUATION, chunk)
+            with replica.casting(), blaming("SH401", f"evaluation of {part.name}, chunk {chunk}"):
+                loss, output = self._task.evaluate(model, batch)
+            if not lanes:
+                lanes = self._start(output, batch.target, replica.device)
+            lanes[chunk % self._lanes].add(loss, output, batch)
+        return merge(lanes)
+
+    def _start(self, output: Any, target: Any, device: torch.device) -> list[Accumulator]:
+        if self._metrics is None:
+            self._metrics = dict(self._task.metrics((output, target)))
+        for metric in self._metrics.values():
+            metric.to(device)
+        return [Accumulator(self._metrics) for _ in range(self._lanes)]

@@ -1,0 +1,127 @@
+"""From the job's names to things of torch: task, starting weights, optimizer, schedule."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.export import load_weights
+from shoal.errors import did_you_mean, error
+from shoal.spec.base import Ref
+from shoal.spec.job import InitFrom, Job, Optimizer, Schedule
+from shoal.spec.names import DEFAULT_MODULES
+from shoal.spec.resolve import build_ref, import_ref
+from shoal.train.metrics import build_metrics
+from shoal.train.task import PlainTask, Task
+
+FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+
+
+def build_task(job: Job) -> Task:
+    """The user's own task, or one made of model, loss and metrics."""
+    if job.task is not None:
+        task = build_ref(job.task, base_dir=job.base_dir)
+        if not isinstance(task, Task):
+            raise error("SH206", f"'{job.task.name}' is not a shoal.Task", where="task", fix="Derive the class from shoal.Task.")
+        return task
+    assert job.model is not None and job.loss is not None  # a rule of the job
+    model = build_ref(job.model, base_dir=job.base_dir)
+    if not isinstance(model, nn.Module):
+        raise error("SH206", f"'{job.model.name}' gives a {type(model).__name__}, not a torch.nn.Module", where="model")
+    return PlainTask(model, _loss(job.loss, job.base_dir), functools.partial(build_metrics, job.metrics, base_dir=job.base_dir))
+
+
+def _loss(ref: Ref, base_dir: str) -> Any:
+    """A loss class is made, a loss function is taken as it is."""
+    target = import_ref(ref, base_dir=base_dir, default_modules=DEFAULT_MODULES["loss"])
+    if inspect.isclass(target):
+        return build_ref(ref, base_dir=base_dir, default_modules=DEFAULT_MODULES["loss"])
+    return functools.partial(target, **ref.args) if ref.args else target
+
+
+def start_weights(model: nn.Module, init: InitFrom, *, base_dir: str) -> dict[str, Any]:
+    """Load, freeze, unfreeze, in this order. Returns what to tell about it."""
+    facts: dict[str, Any] = {}
+    if init.path is not None:
+        path = init.path if "://" in init.path else str(Path(base_dir) / init.path)
+        facts = _load(model, load_weights(path), init)
+    names = [name for name, _ in model.named_parameters()]
+    for patterns, trains in ((init.freeze, False), (init.unfreeze, True)):
+        for pattern in patterns:
+            for name in matching(names, pattern, where="init_from"):
+                model.get_parameter(name).requires_grad_(trains)
+    return facts
+
+
+def _load(model: nn.Module, weights: dict[str, torch.Tensor], init: InitFrom) -> dict[str, Any]:
+    own = model.state_dict()
+    renamed = {_rename(name, init.rename): tensor for name, tensor in weights.items()}
+    fits = {n: t for n, t in renamed.items() if n in own and own[n].shape == t.shape}
+    missing, left = sorted(set(own) - set(fits)), sorted(set(renamed) - set(fits))
+    if init.strict and (missing or left):
+        name = (missing or left)[0]
+        if name in own and name in renamed:
+            what = f"'{name}' is {list(renamed[name].shape)} in the file and {list(own[name].shape)} in the model"
+        else:
+            what = f"the {'file' if missing else 'model'} has no '{name}'"
+        raise error("SH406", f"{what} ({len(missing)} missing, {len(left)} left over)", where=f"init_from {init.path}")
+    if not fits:
+        raise error("SH406", "none of the file's tensors fits the model", where=f"init_from {init.path}")
+    model.load_state_dict(fits, strict=False)
+    return {"loaded": len(fits), "missing": missing[:20], "left": left[:20]}
+
+
+def _rename(name: str, prefixes: dict[str, str]) -> str:
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return name
+
+
+def matching(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
+    """Names that fit the pattern; a pattern without a match is a mistake. `head` stands for `head.*` too."""
+    names = list(names)
+    found = [n for n in names if fnmatch.fnmatchcase(n, pattern) or n.startswith(pattern + ".")]
+    if not found:
+        raise error("SH405", f"the pattern '{pattern}' matches no parameter", where=where, fix=did_you_mean(pattern, names))
+    return found
+
+
+def build_optimizer(spec: Optimizer, model: nn.Module, *, base_dir: str) -> torch.optim.Optimizer:
+    """The job's optimizer over the trainable parameters; torch's fused kernels where it has them."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise error("SH404", "every parameter is frozen, or the model has none", where="model")
+    rest = dict(trainable)
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(spec.groups):
+        names = [n for n in matching(trainable, group.match, where=f"optimizer.groups.{number}") if n in rest]
+        groups.append({"params": [rest.pop(n) for n in names], **group.args})
+    if rest:
+        groups.insert(0, {"params": list(rest.values())})
+    args = dict(spec.args)
+    short = spec.name.rpartition(":")[2]
+    if short in FUSED and not {"fused", "foreach", "differentiable"} & set(args):
+        args["fused"] = all(p.is_floating_point() for p in trainable.values())
+    ref = Ref(name=spec.name, args=args)
+    made = build_ref(ref, groups, base_dir=base_dir, default_modules=DEFAULT_MODULES["optimizer"])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise error("SH206", f"'{spec.name}' is not a torch optimizer", where="optimizer")
+    return made
+
+
+def build_schedule(spec: Schedule | None, optimizer: torch.optim.Optimizer, *, steps: int, epochs: int, base_dir: str) -> Any:
+    """The job's schedule. In its arguments the words `steps` and `epochs` are the job's totals."""
+    if spec is None:
+        return None
+    totals = {"steps": steps, "epochs": epochs}
+    args = {k: totals.get(v, v) if isinstance(v, str) else v for k, v in spec.args.items()}
+    ref = Ref(name=spec.name, args=args)
+    return build_ref(ref, optimizer, base_dir=base_dir, default_modules=DEFAULT_MODULES["schedule"])

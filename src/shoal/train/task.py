@@ -1,0 +1,89 @@
+"""Task: the user's side of training. A job that names a model, a loss and metrics gets a `PlainTask`; who wants
+full control writes a `Task` of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.batch import Batch
+from shoal.parallel.replica import Loss
+
+
+class Task:
+    """What to train. Subclass it, override `model` and `loss`, and whatever else differs.
+
+    `loss` gives the mean over the batch's samples, or a pair (sum, count) where the divisor is not the number of
+    samples (tokens, say); the count is summed over all lanes before it divides. Both must draw randomness only from
+    torch's, Python's or numpy's global generators: they are seeded per lane and step.
+    """
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError("a Task needs model()")
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        raise NotImplementedError("a Task needs loss()")
+
+    def predict(self, model: nn.Module, batch: Batch) -> Any:
+        """What metrics compare with the target."""
+        return model(*batch.inputs)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Loss, Any]:
+        """Loss and predictions in evaluation; override it where one forward pass can give both."""
+        return self.loss(model, batch), self.predict(model, batch)
+
+    def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
+        """torchmetrics objects by name. `example` is (prediction, target) of a batch, where there is one."""
+        return {}
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """An optimizer of one's own, or None to take the job's."""
+        return None
+
+
+class PlainTask(Task):
+    """`loss(model(*inputs), target)`: a plain PyTorch model needs no change."""
+
+    def __init__(self, model: nn.Module, loss: Any, metrics: Any = None) -> None:
+        self._model = model
+        self._loss = loss
+        self._metrics = metrics
+
+    def model(self) -> nn.Module:
+        return self._model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._compare(model(*batch.inputs), batch.target)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        output = model(*batch.inputs)
+        return self._compare(output, batch.target), output
+
+    def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
+        return self._metrics(example) if self._metrics else {}
+
+    def _compare(self, output: Any, target: Any) -> Tensor:
+        value: Tensor = self._loss(*agree(output, target))
+        return value
+
+
+def agree(output: Any, target: Any) -> tuple[Any, Any]:
+    """Shapes as torch's losses and torchmetrics want them, where only one reading makes sense.
+
+    Output (n, 1) beside target (n) would be broadcast to (n, n) without a word: it becomes (n). Classes in the last
+    place, (n, t, c) beside (n, t), move to the second. An integer target beside an output of its shape is a
+    yes-or-no or a number: it takes the output's type.
+    """
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        return output, target
+    if output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape:
+        if output.shape[-1] == 1:
+            output = output.squeeze(-1)
+        elif output.dim() > 2 and output.shape[2:] != target.shape[1:]:
+            output = output.movedim(-1, 1)
+    if output.shape == target.shape and output.is_floating_point() and not target.is_floating_point():
+        target = target.to(output.dtype)
+    return output, target

@@ -1,0 +1,94 @@
+"""How the loop tells what happened: to the run's stream, and to the watchers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.errors import ShoalError, error
+from shoal.events import Event, Stream
+from shoal.events.picture import TIMES
+
+ROW_EVERY_S = 0.05
+
+
+class Teller:
+    """Stream and watchers behind one verb. `stop` holds the first reason that a watcher gave."""
+
+    def __init__(self, stream: Stream, watchers: Sequence[Any] = ()) -> None:
+        self.stream = stream
+        self.watchers = list(watchers)
+        self.stop = ""
+
+    def tell(self, kind: str, *, step: int | None = None, **fields: Any) -> Event:
+        event = self.stream.emit(kind, step=step, **fields)
+        self.show(event)
+        return event
+
+    def show(self, event: Event) -> None:
+        for watcher in self.watchers:
+            try:
+                reason = watcher.watch(event)
+            except ShoalError:
+                raise
+            except Exception as failure:
+                name = type(watcher).__name__
+                raise error("SH410", f"{name}: {type(failure).__name__}: {failure}", where=f"watch {name}") from failure
+            if reason and not self.stop:
+                self.stop = str(reason)
+
+    def state(self) -> list[Any]:
+        return [w.state() if hasattr(w, "state") else None for w in self.watchers]
+
+    def load_state(self, states: Sequence[Any]) -> None:
+        for watcher, state in zip(self.watchers, states, strict=False):
+            if state is not None and hasattr(watcher, "load_state"):
+                watcher.load_state(state)
+
+
+class Progress:
+    """Adds up steps into rows of the stream: one per step, or one per 50 ms when steps are shorter.
+
+    Watchers of the user's (`every_step`) see each step.
+    """
+
+    def __init__(self, teller: Teller, *, every_step: bool) -> None:
+        self._teller = teller
+        self._every_step = every_step
+        self._times = dict.fromkeys(TIMES, 0.0)
+        self._steps = self._samples = self._bytes = 0
+        self._row_at = time.perf_counter()
+
+    def spent(self, name: str, seconds: float) -> None:
+        self._times[name] += seconds
+
+    def step(self, step: int, *, loss: float, lr: float, samples: int, bytes_sent: int) -> None:
+        """`step` steps are committed now."""
+        self._steps += 1
+        self._samples += samples
+        self._bytes += bytes_sent
+        if self._every_step:
+            self._teller.show(Event("step", time.time(), self._teller.stream.who, step, {"loss": loss, "lr": lr, "samples": samples}))
+        now = time.perf_counter()
+        if now - self._row_at >= ROW_EVERY_S:
+            self._row(step, loss, lr, now)
+
+    def flush(self, step: int, *, loss: float, lr: float) -> None:
+        """Before anything that a reader must see in order."""
+        if self._steps:
+            self._row(step, loss, lr, time.perf_counter())
+
+    def restart(self) -> None:
+        """The clock of the next row starts now: what came in between was not training."""
+        self._row_at = time.perf_counter()
+
+    def _row(self, step: int, loss: float, lr: float, now: float) -> None:
+        times = {name: round(value, 6) for name, value in self._times.items() if value}
+        self._teller.stream.emit(
+            "step", step=step, steps=self._steps, loss=loss, lr=lr, samples=self._samples, wall_s=round(now - self._row_at, 6),
+            bytes_sent=self._bytes, **times,
+        )  # fmt: skip
+        self._times = dict.fromkeys(TIMES, 0.0)
+        self._steps = self._samples = self._bytes = 0
+        self._row_at = now

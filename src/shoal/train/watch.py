@@ -1,0 +1,107 @@
+"""Watchers: objects with one method, `watch(event)`. Everything that looks on hangs here.
+
+`watch` may return a reason to stop the run. A watcher that must remember something across a crash has `state()` and
+`load_state(state)`. Its decisions may depend only on what is reduced (losses, metrics), never on time or worker.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+from shoal.errors import error
+from shoal.events import Event
+from shoal.spec.job import Monitor, StopEarly
+
+
+class Watcher(Protocol):
+    def watch(self, event: Event) -> str | None:
+        """Look at what happened; return a reason to stop, or None."""
+
+
+def monitored(monitor: Monitor, event: Event) -> float | None:
+    """The monitored value if this event brings one."""
+    if event.kind != "evaluated" or event["part"] != "validation":
+        return None
+    metrics = event["metrics"]
+    if monitor.metric not in metrics:
+        known = ", ".join(sorted(metrics))
+        raise error("SH409", f"no metric is called '{monitor.metric}'", where="best/stop_early", fix=f"Use one of: {known}.")
+    return float(metrics[monitor.metric])
+
+
+class Best:
+    """Remembers the best value of the monitored metric; `improved` is true right after a better one."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.value: float | None = None
+        self.step: int | None = None
+        self.latest: float | None = None
+        self.improved = False
+
+    def watch(self, event: Event) -> str | None:
+        value = monitored(self.monitor, event)
+        if value is not None:
+            self.latest = value
+            self.improved = math.isfinite(value) and (
+                self.value is None or self.monitor.sign * (value - self.value) > 0
+            )
+            if self.improved:
+                self.value, self.step = value, event.step
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self.value, "step": self.step}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.value, self.step = state["value"], state["step"]
+
+
+class EarlyStop:
+    """Asks to stop when the monitored metric did not get better for `patience` evaluations."""
+
+    def __init__(self, spec: StopEarly) -> None:
+        self.spec = spec
+        self.best: float | None = None
+        self.waited = 0
+
+    def watch(self, event: Event) -> str | None:
+        value = monitored(self.spec, event)
+        if value is None:
+            return None
+        if self.best is None or self.spec.sign * (value - self.best) > self.spec.min_delta:
+            self.best, self.waited = value, 0
+            return None
+        self.waited += 1
+        if self.waited < self.spec.patience:
+            return None
+        return f"{self.spec.metric} has not improved on {self.best:.6g} for {self.waited} evaluations"
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
+
+
+class TensorBoard:
+    """Writes losses and metrics for TensorBoard: `watch: [tensorboard]`."""
+
+    def __init__(self, directory: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as failure:
+            raise error("SH207", "TensorBoard is not installed", where="watch", fix="pip install 'shoal[tensorboard]'") from failure
+        self._writer: Any = SummaryWriter(directory)
+
+    def watch(self, event: Event) -> str | None:
+        if event.kind == "step":
+            self._writer.add_scalar("train/loss", event["loss"], event.step)
+            self._writer.add_scalar("train/lr", event["lr"], event.step)
+        elif event.kind == "evaluated":
+            for name, value in event["metrics"].items():
+                self._writer.add_scalar(f"{event['part']}/{name}", value, event.step)
+        elif event.kind in ("finished", "left"):
+            self._writer.close()
+        return None

@@ -1,0 +1,141 @@
+"""Rules between fields: what is fine, beside the table of what is not (test_broken_jobs.py)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.spec.files import check_files
+from shoal.spec.job import Job
+from shoal.spec.rules import check_rules, has_validation
+
+SOURCE = {"kind": "csv", "path": "rows.csv"}
+
+
+def job(data: dict[str, Any] | None = None, **fields: Any) -> Job:
+    base = {"model": "net.py:Net", "loss": "MSELoss", "epochs": 1}
+    return Job.model_validate({**base, **fields, "data": {"source": SOURCE, **(data or {})}})
+
+
+def found(checked: Job) -> list[tuple[str, str]]:
+    return [(problem.code, problem.where) for problem in check_rules(checked)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"epochs": None, "steps": 5},
+        {"task": "net.py:Task", "model": None, "loss": None, "metrics": ["accuracy"]},
+        {"clip": {"norm": 1}},
+        {"clip": {"value": 0.5}},
+        {"lanes": 32, "batch_size": 32},
+        {"lanes": 2, "workers": "1..8"},
+        {"lanes": 3, "workers": "3..8"},
+        {"device": "cuda:1"},
+        {"device": "mps"},
+        {"init_from": {"freeze": ["a.*"]}},
+        {"init_from": {"path": "w.safetensors", "rename": {"a": "b"}}},
+        {"optimizer": {"name": "SGD", "args": {"lr": 0}, "groups": [{"match": "*", "args": {"lr": 1}}]}},
+        {"evaluate": {"batch_size": 4}},
+    ],
+)
+def test_good_jobs(fields: dict[str, Any]) -> None:
+    assert found(job(**fields)) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "validates"),
+    [
+        ({}, False),
+        ({"split": "none"}, False),
+        ({"split": {"kind": "holdout", "validation": 0, "test": 0.5}}, False),
+        ({"split": {"kind": "column", "by": "part", "validation": []}}, False),
+        ({"split": "holdout"}, True),
+        ({"split": "kfold"}, True),
+        ({"split": {"kind": "column", "by": "part"}}, True),
+        ({"validation": SOURCE}, True),
+    ],
+)
+def test_what_needs_validation_samples(data: dict[str, Any], validates: bool) -> None:
+    asks = {"stop_early": {}, "best": {"mode": "max"}, "evaluate": {"every_steps": 5}}
+    checked = job(data, **asks)
+    assert has_validation(checked) is validates
+    assert found(checked) == ([] if validates else [("SH107", field) for field in asks])
+
+
+def test_a_monitored_metric_is_one_that_the_job_computes() -> None:
+    split = {"split": "holdout"}
+    metrics = ["accuracy", "torchmetrics:F1Score", "mine.py:top5"]
+    for name in ("loss", "accuracy", "F1Score", "top5"):
+        assert found(job(split, metrics=metrics, best={"metric": name})) == []
+    asked = {"best": {"metric": "f2"}, "stop_early": {"metric": "val_loss"}}
+    assert found(job(split, metrics=metrics, **asked)) == [("SH106", "best.metric"), ("SH106", "stop_early.metric")]
+
+
+def test_a_task_may_bring_metrics_that_nobody_knows_yet() -> None:
+    checked = job({"split": "holdout"}, task="t.py:T", model=None, loss=None, best={"metric": "bleu"})
+    assert found(checked) == []
+
+
+def test_no_model_and_no_task() -> None:
+    assert found(job(model=None, loss=None)) == [("SH104", "model")]
+
+
+def test_a_task_with_model_and_loss_tells_both() -> None:
+    assert found(job(task="t.py:T")) == [("SH107", "model"), ("SH107", "loss")]
+
+
+def test_groups_have_learning_rates_too() -> None:
+    groups = [{"match": "*", "args": {"lr": "0.1"}}, {"match": "*", "args": {"lr": -1}}]
+    assert found(job(optimizer={"name": "SGD", "groups": groups})) == [
+        ("SH105", "optimizer.groups.0.args.lr"),
+        ("SH106", "optimizer.groups.1.args.lr"),
+    ]
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, [print], {"a": {"b": (1,)}}])
+def test_arguments_from_python_must_be_plain_data(value: Any) -> None:
+    assert found(job(model={"name": "a:b", "args": {"x": value}})) == [("SH105", "model.args")]
+
+
+# ---- files ----
+
+
+def missing(checked: Job, folder: Path) -> list[tuple[str, str]]:
+    return [(p.code, p.where) for p in check_files(checked.model_copy(update={"base_dir": str(folder)}))]
+
+
+def test_files_globs_directories_and_urls(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").touch()
+    (tmp_path / "a[1].npy").touch()
+    for path in ("rows.csv", "*.csv", "**/*.csv", ".", str(tmp_path / "rows.csv"), "s3://bucket/x.csv", "a[1].npy"):
+        assert missing(job({"source": {"kind": "csv", "path": path}}), tmp_path) == [], path
+
+
+def test_every_file_that_is_missing_is_told(tmp_path: Path) -> None:
+    data = {
+        "source": {"kind": "npy", "path": "x.npy", "target": "y.npy"},
+        "validation": {"kind": "parquet", "path": "v/*.parquet"},
+        "test": {"kind": "idx", "path": "i.gz", "target": "l.gz"},
+        "deal": {"kind": "balanced", "by": "cost.npy"},
+    }
+    assert missing(job(data, init_from={"path": "runs/a"}), tmp_path) == [
+        ("SH301", "data.source.path"),
+        ("SH301", "data.source.target"),
+        ("SH301", "data.validation.path"),
+        ("SH301", "data.test.path"),
+        ("SH301", "data.test.target"),
+        ("SH301", "data.deal.by"),
+        ("SH301", "init_from.path"),
+    ]
+
+
+def test_columns_and_names_of_runs_are_no_files(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").touch()
+    data = {"source": {**SOURCE, "target": "y"}, "deal": {"kind": "balanced", "by": "cost"}}
+    assert missing(job(data, init_from={"path": "digits-1"}), tmp_path) == []
+
+
+def test_a_base_dir_that_is_not_there(tmp_path: Path) -> None:
+    assert missing(job(), tmp_path / "there") == [("SH301", "base_dir")]
