@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def run(job: Job | str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: Look | None = None) -> Outcome | Summary:
+def run(
+    job: Job | str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: Look | None = None
+) -> Outcome | Summary:
     """Run a job (an object, or the path of a job file) and wait for its end.
 
     `look(paths, event, picture)` is called for everything that happens. A failed job raises its error.
@@ -28,7 +30,9 @@ def run(job: Job | str | os.PathLike[str], *, runs: str | os.PathLike[str] = "ru
     return _raised(drive.run(checked, runs=Path(runs), look=look))
 
 
-def resume(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: Look | None = None) -> Outcome | Summary:
+def resume(
+    run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: Look | None = None
+) -> Outcome | Summary:
     """Go on with a run that was broken off."""
     _not_in_a_worker()
     return _raised(drive.resume(directory.find(str(run), Path(runs)), look=look))
@@ -57,5 +61,8 @@ def _not_in_a_worker() -> None:
     main: Any = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name.startswith("shoal.train."):
-        raise error("SH608", "the script that a worker imports starts a run itself",
-                    fix="Put the call under: if __name__ == '__main__':")  # fmt: skip
+        raise error(
+            "SH608",
+            "the script that a worker imports starts a run itself",
+            fix="Put the call under: if __name__ == '__main__':",
+        )

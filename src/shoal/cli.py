@@ -17,23 +17,36 @@ if TYPE_CHECKING:
     from shoal.spec.job import Job
 
 app = typer.Typer(
-    name="shoal", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="shoal",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="Train PyTorch models on whatever machines there are: the same weights, bit for bit, through any crash.",
-)  # fmt: skip
+)
 
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)]
 RunName = Annotated[str, typer.Argument(help="A run: its name, its path, or 'last'.", show_default=False)]
 Runs = Annotated[Path, typer.Option("--runs", help="Where runs are kept.")]
-Sets = Annotated[list[str], typer.Option("--set", help="Change a field of the job: --set optimizer.args.lr=0.01", show_default=False)]
+Sets = Annotated[
+    list[str],
+    typer.Option("--set", help="Change a field of the job: --set optimizer.args.lr=0.01", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Rows of JSON for scripts.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the receipt.")]
 
 RUNS = Path("runs")
+NOTHING: list[str] = []
 
 
 @app.command()
-def run(job: JobFile, sets: Sets = [], workers: Annotated[str, typer.Option(help="2, or 1..8 for elastic.")] = "",  # noqa: B006
-        runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False) -> None:  # fmt: skip
+def run(
+    job: JobFile,
+    sets: Sets = NOTHING,
+    workers: Annotated[str, typer.Option(help="2, or 1..8 for elastic.")] = "",
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
     """Train: run a job, show its progress, print the receipt."""
     from shoal.jobs import drive
     from shoal.terminal.live import display
@@ -57,7 +70,7 @@ def resume(run: RunName, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quie
 
 
 @app.command()
-def check(job: JobFile, sets: Sets = [], as_json: AsJson = False) -> None:  # noqa: B006
+def check(job: JobFile, sets: Sets = NOTHING, as_json: AsJson = False) -> None:
     """Is the job right? Reads the file, opens the data, makes one step on one batch."""
     from shoal.jobs.ask import ask
     from shoal.terminal import reports, words
@@ -68,23 +81,30 @@ def check(job: JobFile, sets: Sets = [], as_json: AsJson = False) -> None:  # no
         print(json.dumps(answer))
         return
     c = answer
-    memory = {name: words.size(c[f"{name}_bytes"]) for name in ("weights", "gradient", "optimizer")}
-    reports.facts(_console(), {
-        "samples": ", ".join(f"{words.count(n)} {name}" for name, n in c["samples"].items())
-                   + (f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""),
-        "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",
-        "model": f"{words.count(c['parameters'])} parameters, {words.count(c['trainable'])} of them train, on {c['device']}",
-        "memory": ", ".join(f"{k} {v}" for k, v in memory.items()) + f"; the process {words.size(c['peak_bytes'])} at its peak",
-        "steps": f"{words.count(c['steps'])}, {words.count(c['steps_per_epoch'])} in an epoch; the first took {words.seconds(c['step_s'])}",
-        "first loss": words.number(c["loss"]), **({"metrics": words.metrics(c["metrics"])} if c["metrics"] else {}),
-    })  # fmt: skip
+    memory = ", ".join(f"{name} {words.size(c[f'{name}_bytes'])}" for name in ("weights", "gradient", "optimizer"))
+    reports.facts(
+        _console(),
+        {
+            "samples": ", ".join(f"{words.count(n)} {name}" for name, n in c["samples"].items())
+            + (f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""),
+            "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",
+            "model": f"{words.count(c['parameters'])} parameters ({words.count(c['trainable'])} train) on {c['device']}",
+            "memory": f"{memory}; the process {words.size(c['peak_bytes'])} at its peak",
+            "steps": f"{words.count(c['steps'])}, {words.count(c['steps_per_epoch'])} in an epoch",
+            "first step": f"{words.seconds(c['step_s'])}, loss {words.number(c['loss'])}",
+            **({"metrics": words.metrics(c["metrics"])} if c["metrics"] else {}),
+        },
+    )
     _console().print("[green]The job is right.[/green]")
 
 
 @app.command()
-def split(job: JobFile, sets: Sets = [],  # noqa: B006
-          export: Annotated[Path | None, typer.Option(help="Write the split to Parquet files in this directory.", show_default=False)] = None,
-          as_json: AsJson = False) -> None:  # fmt: skip
+def split(
+    job: JobFile,
+    sets: Sets = NOTHING,
+    export: Annotated[Path | None, typer.Option(help="Write the split to Parquet in this directory.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """What the split looks like: sizes, balance, leaks."""
     from shoal.jobs.ask import ask
     from shoal.terminal import splits
@@ -98,11 +118,15 @@ def split(job: JobFile, sets: Sets = [],  # noqa: B006
 
 
 @app.command()
-def evaluate(run: RunName, data: Annotated[str, typer.Option(help="Other data of the same kind: a path or URL.")] = "",
-             target: Annotated[str, typer.Option(help="The other data's target file, where the source has one.")] = "",
-             part: Annotated[str, typer.Option(help="train, validation or test.")] = "",
-             best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the last weights.")] = False,
-             runs: Runs = RUNS, as_json: AsJson = False) -> None:  # fmt: skip
+def evaluate(
+    run: RunName,
+    data: Annotated[str, typer.Option(help="Other data of the same kind: a path or URL.")] = "",
+    target: Annotated[str, typer.Option(help="The other data's target file, where the source has one.")] = "",
+    part: Annotated[str, typer.Option(help="train, validation or test.")] = "",
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the last.")] = False,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+) -> None:
     """Metrics of a run on a part of its data, or on any other data."""
     from shoal.jobs import catalogue, directory
     from shoal.jobs.ask import ask
@@ -175,8 +199,11 @@ def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def compare(names: Annotated[list[str], typer.Argument(help="Two or more runs.", show_default=False)], runs: Runs = RUNS,
-            as_json: AsJson = False) -> None:  # fmt: skip
+def compare(
+    names: Annotated[list[str], typer.Argument(help="Two or more runs.", show_default=False)],
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+) -> None:
     """Runs side by side: what differs in the jobs, and in the results."""
     from shoal.jobs import catalogue, directory
     from shoal.terminal import reports
@@ -207,7 +234,11 @@ def _end(outcome: Outcome | Summary, *, as_json: bool) -> NoReturn:
     from shoal.terminal import reports
 
     console = _console()
-    last = next((o for o in outcome.folds if o.status != "finished"), outcome.folds[-1]) if isinstance(outcome, Summary) else outcome
+    last = (
+        next((o for o in outcome.folds if o.status != "finished"), outcome.folds[-1])
+        if isinstance(outcome, Summary)
+        else outcome
+    )
     if last.error is not None:
         reports.failure(_console(True), last.error)
         if last.traceback:

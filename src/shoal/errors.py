@@ -46,7 +46,7 @@ CATALOGUE: dict[str, Entry] = {
     # 2xx: names that the job refers to
     "SH201": Entry("the module or file of a name is not found", "Check the spelling, or install the package."),
     "SH202": Entry("the module has no such name", "Use a name that the module defines."),
-    "SH203": Entry("a name is not written as module:name or file.py:name", "Write package.module:name or file.py:name."),
+    "SH203": Entry("a name is not written as module:name or file.py:name", "Write module:name or file.py:name."),
     "SH204": Entry("importing the name failed", "Mend the error in the imported code."),
     "SH205": Entry("the arguments do not fit", "Change `args` to what the function or class takes."),
     "SH206": Entry("the name is not of the right kind", "Refer to an object of the kind shown."),
@@ -69,7 +69,7 @@ CATALOGUE: dict[str, Entry] = {
     # 35x: splits and dealing
     "SH351": Entry("too few samples for the split", "Use fewer folds or more data."),
     "SH352": Entry("the split needs a column", "Name the column in the split."),
-    "SH353": Entry("a leak: the same data stands on both sides of the split", "Change the split, or remove the doubles."),
+    "SH353": Entry("a leak: the same data stands on both sides of the split", "Change the split, or remove doubles."),
     "SH354": Entry("the split is not possible with this data", "Choose another split."),
     "SH355": Entry("the dealing is not possible with this data", "Choose another `deal`."),
     "SH356": Entry("the dealing needs a column", "Name a column of the data in the dealing."),
@@ -85,7 +85,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH409": Entry("a metric is not known", "Monitor a metric that the job computes."),
     "SH410": Entry("a watcher failed", "Mend the watcher's code."),
     "SH411": Entry("the device is not there", "Use device: auto or cpu."),
-    "SH412": Entry("a step is not possible with so few samples", "Raise batch_size, lower lanes, or set drop_last: true."),
+    "SH412": Entry("a step is not possible with so few samples", "Raise batch_size, lower lanes, or drop_last: true."),
     # 5xx: checkpoints
     "SH501": Entry("no valid checkpoint", "Start again with shoal run."),
     "SH502": Entry("a checkpoint is damaged", "An older valid one is used where there is one."),
@@ -163,7 +163,7 @@ class RunError(ShoalError):
     exit_code = EXIT_RUN
 
 
-class Problems(ShoalError):
+class Problems(ShoalError):  # noqa: N818 - it is several errors
     """Several errors at once; the job file is checked whole before anything is told."""
 
     def __init__(self, errors: Sequence[ShoalError]) -> None:

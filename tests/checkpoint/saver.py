@@ -56,11 +56,17 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         verb, *words = line.split()
+        ready, go = os.pipe()
         pid = os.fork()
         if pid == 0:
-            {"kill": kill, "share": share}[verb](*words)
+            os.read(ready, 1)
+            try:
+                {"kill": kill, "share": share}[verb](*words)
+            except Exception as problem:
+                say("end", "crashed", repr(problem))
             os._exit(0)
         say("pid", pid)
+        os.write(go, b"!")
         if verb == "kill":
             os.waitpid(pid, 0)
             say("dead", pid)

@@ -15,9 +15,7 @@ from shoal.checkpoint.raw import CODES, bytes_of
 def same(a: Any, b: Any) -> bool:
     """Equal types, orders, values and bits; NaN is itself."""
     if isinstance(a, Tensor):
-        return (
-            isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape) and bytes_of(a) == bytes_of(b)
-        )
+        return isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape) and bytes_of(a) == bytes_of(b)
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -34,9 +32,7 @@ def training_state(step: int) -> dict[str, Any]:
     made = torch.Generator().manual_seed(step)
     return {
         "model": {"frozen": torch.arange(65536.0), "head": torch.randn(300, 300, generator=made)},
-        "optimizer": {
-            "state": {0: {"step": torch.tensor(float(step)), "exp": torch.randn(9, generator=made)}}
-        },
+        "optimizer": {"state": {0: {"step": torch.tensor(float(step)), "exp": torch.randn(9, generator=made)}}},
         "step": step,
     }
 
@@ -75,16 +71,12 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
 keys = (
-    st.text(max_size=4)
-    | st.sampled_from(["0", "1", "~", "/", "a/b", "~i0", "~0", "__metadata__"])
-    | st.integers(-2, 2)
+    st.text(max_size=4) | st.sampled_from(["0", "1", "~", "/", "a/b", "~i0", "~0", "__metadata__"]) | st.integers(-2, 2)
 )
 states = st.recursive(
     scalars | tensors(),
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(keys, inner, max_size=4)
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=4)
     ),
     max_leaves=12,
 )

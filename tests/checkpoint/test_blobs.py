@@ -54,9 +54,7 @@ def test_an_impossible_shape_of_no_size_is_damage():
 
 def test_large_tensors_are_blobs_of_their_own_and_small_ones_share_by_section():
     large, small = torch.zeros(16384), torch.zeros(16383)
-    blobs, refs = pack(
-        {"/m/a": large, "/m/b": small, "/m/c": small, "/o/d": small, "/o/e": large.clone(), "": small}
-    )
+    blobs, refs = pack({"/m/a": large, "/m/b": small, "/m/c": small, "/o/d": small, "/o/e": large.clone(), "": small})
     assert refs["/m/a"] == refs["/o/e"]
     assert refs["/m/b"].blob == refs["/m/c"].blob != refs["/o/d"].blob
     assert len(blobs) == 3  # "" and /o/d are each alone and equal

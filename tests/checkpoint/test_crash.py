@@ -26,24 +26,25 @@ KILLS = 15
 @pytest.fixture
 def savers():
     command = [sys.executable, str(Path(saver.__file__))]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         yield process
         process.stdin.close()
         process.wait(timeout=60)
 
 
-def start(process, *words) -> int:
+def order(process, *words) -> None:
     print(*words, file=process.stdin, flush=True)
-    while True:
-        kind, value, *_ = process.stdout.readline().split()
-        if kind == "pid":
-            return int(value)
+
+
+def start(process, *words) -> int:
+    order(process, *words)
+    kind, pid = process.stdout.readline().split()
+    assert kind == "pid"
+    return int(pid)
 
 
 def last_saved(process, *, pid: int, saves: int, within_s: float) -> int:
-    """Let some saves go by and a little of the next one, kill, and give the last step that was told as saved."""
+    """Let some saves and a part of the next go by, kill, and give the last step that was told as saved."""
     step = -1
     for _ in range(saves):
         kind, value = process.stdout.readline().split()
@@ -78,7 +79,7 @@ def test_no_moment_to_kill_a_save_loses_a_checkpoint(tmp_path, savers):
 
 def test_two_processes_share_blobs_and_never_sweep_each_others(tmp_path, savers):
     for name in ("fold-0", "fold-1"):
-        start_only(savers, "share", tmp_path, name, 60)
+        order(savers, "share", tmp_path, name, 60)
     ends = []
     while len(ends) < 2:
         line = savers.stdout.readline()
@@ -86,13 +87,6 @@ def test_two_processes_share_blobs_and_never_sweep_each_others(tmp_path, savers)
     assert sorted(ends) == [["end", "fold-0"], ["end", "fold-1"]]
     assert sweep(open_files(tmp_path))
     needed = {
-        digest
-        for name in ("fold-0", "fold-1")
-        for m in list_manifests(tmp_path, name=name)
-        for digest in m.blobs
+        digest for name in ("fold-0", "fold-1") for m in list_manifests(tmp_path, name=name) for digest in m.blobs
     }
     assert {path.rsplit("/", 1)[1] for path in open_files(tmp_path).sizes("blobs")} == needed
-
-
-def start_only(process, *words) -> None:
-    print(*words, file=process.stdin, flush=True)

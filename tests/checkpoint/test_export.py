@@ -53,9 +53,7 @@ class Remembering(Branching):
 
 def export(directory, model, inputs=None, *, program=False, told=None):
     told = told or Told()
-    return export_model(
-        directory, model, info={"model": "x:Tied"}, example_inputs=inputs, program=program, tell=told
-    )
+    return export_model(directory, model, info={"model": "x:Tied"}, example_inputs=inputs, program=program, tell=told)
 
 
 def test_weights_are_written_whole_and_described(tmp_path):

@@ -30,9 +30,7 @@ def forged(**changes) -> bytes:
     """A manifest with other fields and a checksum that is right."""
     body = json.loads(MANIFEST.dump())["body"] | changes
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return json.dumps(
-        {"format": 1, "sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}
-    ).encode()
+    return json.dumps({"format": 1, "sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}).encode()
 
 
 @pytest.mark.parametrize("metric", [None, 0.25, -0.0, float("inf"), float("-inf")])
@@ -49,12 +47,9 @@ def test_a_metric_that_is_no_number_comes_back():
 def test_no_flipped_bit_goes_unseen(position, bit):
     raw = bytearray(MANIFEST.dump())
     raw[position] ^= 1 << bit
-    try:
-        assert (
-            parse(bytes(raw)) == MANIFEST
-        )  # a bit that means nothing: 1.5 and 1.5, a letter's case in "\u00e9"
-    except CheckpointError as caught:
-        assert caught.code in ("SH502", "SH507")
+    with pytest.raises(CheckpointError) as caught:
+        parse(bytes(raw))
+    assert caught.value.code in ("SH502", "SH507")
 
 
 @given(st.integers(0, len(MANIFEST.dump()) - 1))
@@ -79,9 +74,12 @@ def test_an_edited_manifest_is_damaged():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"step": -1}, {"step": True}, {"step": 1.0}, {"step": 2**70}, {"blobs": {"../../etc": 1}}, {"blobs": []},
-        {"blobs": {DIGEST: -1}}, {"blobs": {}}, {"tensors": {"/w": [DIGEST, "t", "F32", [-1]]}}, {"tensors": 3},
-        {"tensors": {"/w": [DIGEST, "t", "F32"]}}, {"tensors": {"/w": [DIGEST, 1, "F32", []]}}, {"created": "x"},
+        {"step": -1}, {"step": True}, {"step": 1.0}, {"step": 2**70}, {"blobs": {"../../etc": 1}},
+        {"blobs": []},
+        {"blobs": {DIGEST: -1}}, {"blobs": {}}, {"tensors": {"/w": [DIGEST, "t", "F32", [-1]]}},
+        {"tensors": 3},
+        {"tensors": {"/w": [DIGEST, "t", "F32"]}}, {"tensors": {"/w": [DIGEST, 1, "F32", []]}},
+        {"created": "x"},
         {"tensors": {"/w": [[], "t", "F32", []]}}, {"metric": {}}, {"info": []}, {"job_sha256": 1},
     ],
 )  # fmt: skip
@@ -92,9 +90,7 @@ def test_a_hostile_manifest_with_a_right_checksum_is_damaged(changes):
     assert caught.value.code == "SH502"
 
 
-@pytest.mark.parametrize(
-    "raw", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b'{"format":1,"body":NaN}']
-)
+@pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b'{"format":1,"body":NaN}'])
 def test_json_that_hurts_parsers_is_damaged(raw):
     with pytest.raises(CheckpointError) as caught:
         parse(raw)

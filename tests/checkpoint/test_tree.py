@@ -66,7 +66,8 @@ def test_a_state_that_holds_itself_is_an_error_and_not_a_crash():
 @pytest.mark.parametrize(
     "skeleton",
     [
-        {"tensor": "nobody"}, {"tensor": ["x"]}, {"tensor": None}, {"pickle": "x"}, {}, {"dict": 3}, {"dict": [[1]]},
+        {"tensor": "nobody"}, {"tensor": ["x"]}, {"tensor": None}, {"pickle": "x"}, {}, {"dict": 3},
+        {"dict": [[1]]},
         {"dict": [[[], 1]]}, {"tuple": 5}, {"float": "one"}, {"float": []}, {"dict": [], "tuple": []},
     ],
 )  # fmt: skip
@@ -107,7 +108,8 @@ def test_the_digest_of_known_weights():
 def test_every_difference_changes_the_digest():
     base = torch.tensor([0.0, 1.0])
     variants = [
-        {"a": base}, {"b": base}, {"a": base.double()}, {"a": base.reshape(2, 1)}, {"a": torch.tensor([-0.0, 1.0])},
+        {"a": base}, {"b": base}, {"a": base.double()}, {"a": base.reshape(2, 1)},
+        {"a": torch.tensor([-0.0, 1.0])},
         {"a": base, "b": torch.empty(0)}, {}, {"a": base[:1], "b": base[1:]}, {"a": base.view(torch.int32)},
     ]  # fmt: skip
     assert len({weights_sha256(variant) for variant in variants}) == len(variants)

@@ -1,4 +1,4 @@
-"""Every sample exactly once per epoch, whatever the kind, the lanes and the batch size; and the same at any time."""
+"""Every sample exactly once per epoch, whatever the kind, the lanes and the batch size, asked at any time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shoal.data.dealers import jump, longest_first
 from shoal.data.digest import digest_values
 from shoal.errors import DataError
 from shoal.spec.data import BalancedDeal, HashDeal, RandomDeal
+
 from .tables import Table
 
 KINDS = [
@@ -53,9 +54,7 @@ deals = st.fixed_dictionaries(
 def deal(*, spec, n, lanes, batch_size, seed=0, blocks=False, drop_last=False, ids=None):
     ids = np.arange(n)[n // 3 :] if ids is None else ids
     source = table(n, blocks)
-    return make_dealer(
-        spec, ids=ids, lanes=lanes, batch_size=batch_size, seed=seed, drop_last=drop_last, source=source
-    )
+    return make_dealer(spec, ids=ids, lanes=lanes, batch_size=batch_size, seed=seed, drop_last=drop_last, source=source)
 
 
 def step_ids(dealer, step):

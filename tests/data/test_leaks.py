@@ -118,9 +118,16 @@ def test_samples_of_any_make():
     assert np.array_equal(digests[:12], digests[12:])
 
 
-@pytest.mark.parametrize("values", [np.arange(50), np.arange(50) / 7, np.array([f"{i}" for i in range(50)]),
-                                    np.array([None, *range(49)], dtype=object),
-                                    np.arange("2024-01-01", "2024-02-20", dtype="datetime64[D]")])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(50),
+        np.arange(50) / 7,
+        np.array([f"{i}" for i in range(50)]),
+        np.array([None, *range(49)], dtype=object),
+        np.arange("2024-01-01", "2024-02-20", dtype="datetime64[D]"),
+    ],
+)
 def test_digests_of_values(values):
     digests = digest_values(values)
     assert len(np.unique(digests)) == 50

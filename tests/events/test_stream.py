@@ -46,7 +46,9 @@ def test_a_reader_follows_a_writer(tmp_path):
 
 def test_garbage_is_counted_not_raised(tmp_path):
     path = tmp_path / "e.jsonl"
-    path.write_bytes(b'\x00\xff\n[1,2]\n{"kind":1}\nnull\n' + json.dumps({"kind": "ok", "t": 0, "who": "x"}).encode() + b"\n")
+    path.write_bytes(
+        b'\x00\xff\n[1,2]\n{"kind":1}\nnull\n' + json.dumps({"kind": "ok", "t": 0, "who": "x"}).encode() + b"\n"
+    )
     reader = Reader(path)
     assert [e.kind for e in reader.new()] == ["ok"]
     assert reader.damaged == 4

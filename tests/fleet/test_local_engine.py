@@ -6,19 +6,32 @@ import signal
 import psutil
 import pytest
 
-from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.engines.local import LocalEngine, Nursery
 from shoal.spec.view import Seat
+
+ENTRY = """
+import os, sys, time
+def main():
+    word = sys.argv[-1]
+    print("hello", sys.argv[2], os.environ.get("COLOUR"), flush=True)
+    if word == "wait":
+        time.sleep(1000)
+    if word == "crash":
+        raise KeyError("oh")
+    sys.exit(int(word))
+"""
 
 
 @pytest.fixture
-def entry(tmp_path, monkeypatch):
-    """A module that a started seat runs: waits, exits with a code, or prints."""
-    (tmp_path / "seat_entry.py").write_text(
-        "import sys, time\nword = sys.argv[-1]\nprint('hello', sys.argv[2], flush=True)\n"
-        "time.sleep(1000) if word == 'wait' else sys.exit(int(word))\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "seat_entry"
+def nursery(tmp_path):
+    (tmp_path / "seat_entry.py").write_text(ENTRY)
+    with Nursery(os.environ | {"PYTHONPATH": str(tmp_path)}, ["seat_entry"]) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(nursery, tmp_path):
+    return LocalEngine(nursery, name="a", logs=tmp_path / "logs")
 
 
 def exits(engine, number):
@@ -28,41 +41,58 @@ def exits(engine, number):
     return {e.seat: e.code for e in found}
 
 
-def test_each_seat_is_reported_once_with_its_code(entry):
-    with LocalEngine() as engine:
-        engine.start([Seat(number=0)], entry, ["0"])
-        engine.start([Seat(number=1)], entry, ["7"])
-        assert exits(engine, 2) == {0: 0, 1: 7}
-        assert engine.poll(0) == []
+def test_each_seat_is_reported_once_with_its_code(engine):
+    engine.start([Seat(number=0)], "seat_entry", ["0"])
+    engine.start([Seat(number=1)], "seat_entry", ["7"])
+    engine.start([Seat(number=2)], "seat_entry", ["crash"])
+    assert exits(engine, 3) == {0: 0, 1: 7, 2: 1}
+    assert engine.poll(0) == []
 
 
-def test_a_killed_seat_is_reported_with_its_signal(entry):
-    with LocalEngine() as engine:
-        engine.start([Seat(number=3)], entry, ["wait"])
-        os.kill(engine.pid(3), signal.SIGKILL)
-        (gone,) = engine.poll(10)
-        assert (gone.seat, gone.code, gone.reason) == (3, -9, "SIGKILL")
+def test_a_killed_seat_is_reported_with_its_signal(engine):
+    engine.start([Seat(number=3)], "seat_entry", ["wait"])
+    os.kill(engine.pid(3), signal.SIGKILL)
+    (gone,) = engine.poll(10)
+    assert (gone.seat, gone.code, gone.reason) == (3, -9, "SIGKILL")
 
 
-def test_stop_ends_the_seat_that_is_named(entry):
-    with LocalEngine() as engine:
-        engine.start([Seat(number=0), Seat(number=1)], entry, ["wait"])
-        engine.stop([1])
-        assert exits(engine, 1) == {1: -9}
-        assert engine.poll(0) == []
+def test_stop_ends_the_seat_that_is_named(engine):
+    engine.start([Seat(number=0), Seat(number=1)], "seat_entry", ["wait"])
+    engine.stop([1])
+    assert exits(engine, 1) == {1: -9}
+    assert engine.poll(0) == []
 
 
-def test_nothing_is_left_after_close(entry, tmp_path):
-    engine = LocalEngine(logs={0: tmp_path / "logs" / "0.log"})
-    engine.start([Seat(number=0)], entry, ["wait"])
-    pid = engine.pid(0)
-    engine.close()
-    assert not psutil.pid_exists(pid)
+def test_engines_that_share_a_nursery_do_not_mix_up_their_seats(nursery, tmp_path):
+    one, two = (LocalEngine(nursery, name=n, logs=tmp_path / n) for n in "ab")
+    one.start([Seat(number=0)], "seat_entry", ["1"])
+    two.start([Seat(number=0)], "seat_entry", ["2"])
+    assert exits(two, 1) == {0: 2}
+    assert exits(one, 1) == {0: 1}
 
 
-def test_output_goes_to_the_log(entry, tmp_path):
-    log = tmp_path / "logs" / "0.log"
-    with LocalEngine(logs={0: log}) as engine:
-        engine.start([Seat(number=0)], entry, ["0"])
-        exits(engine, 1)
-    assert log.read_text() == "hello 0\n"
+def test_nothing_is_left_after_close(tmp_path):
+    (tmp_path / "seat_entry.py").write_text(ENTRY)
+    nursery = Nursery(os.environ | {"PYTHONPATH": str(tmp_path)}, ["seat_entry"])
+    engine = LocalEngine(nursery, name="a", logs=tmp_path / "logs")
+    engine.start([Seat(number=0)], "seat_entry", ["wait"])
+    pids = [engine.pid(0), nursery._process.pid]
+    nursery.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_workers_outlive_a_killed_nursery_and_are_reported_lost(engine, nursery):
+    engine.start([Seat(number=0)], "seat_entry", ["wait"])
+    worker = psutil.Process(engine.pid(0))
+    os.kill(nursery._process.pid, signal.SIGKILL)
+    assert exits(engine, 1) == {0: -9}
+    assert worker.is_running()
+    assert worker.ppid() != nursery._process.pid
+    worker.kill()
+
+
+def test_output_and_environment_are_the_seats_own(nursery, tmp_path):
+    engine = LocalEngine(nursery, name="a", logs=tmp_path / "logs", environment={"COLOUR": "blue"})
+    engine.start([Seat(number=0)], "seat_entry", ["0"])
+    exits(engine, 1)
+    assert (tmp_path / "logs" / "worker-0.log").read_text() == "hello 0 blue\n"

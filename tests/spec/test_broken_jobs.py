@@ -6,12 +6,14 @@ Each row changes a good job file in one place and names the code, the line, the 
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.errors import Problems, ShoalError, each
-from shoal.spec import load_job
+from shoal.spec import load_job, make_job
 
 GOOD = """\
 name: digits
@@ -157,7 +159,7 @@ TABLE = {
     "two rhythms": Row("seed: 1", "evaluate: {every_steps: 1, every_epochs: 1}", "SH107", 2, "evaluate.every_steps", "Keep"),
     "no validation for stop_early": Row("kind: holdout\n    validation: 0.2", "kind: none\nstop_early: {}", "SH107", 18, "stop_early", "data.split"),
     "no validation for best": Row("validation: 0.2", "validation: 0\nbest: {metric: accuracy}", "SH107", 19, "best", "data.validation"),
-    "metric twice": Row("[accuracy]", "[accuracy, accuracy]", "SH107", 7, "metrics.1", "Remove one"),
+    "metric named loss": Row("[accuracy]", "[accuracy, net.py:loss]", "SH107", 7, "metrics.1", "Rename"),
     # -- names
     "no such file": Row("net.py:Net", "nets.py:Net", "SH201", 4, "model.name", "Did you mean 'net.py'?"),
     "no such module": Row("net.py:Net", "netz.sub:Net", "SH201", 4, "model.name", "netz.py beside the job file"),
@@ -195,9 +197,7 @@ def test_each_mistake_is_told_with_its_place_and_its_fix(folder: Path, row: Row)
     assert row.fix in problem.fix, str(problem)
 
 
-JARGON = re.compile(
-    r"pydantic|Input should|valid dictionary|union|discriminator|NoneType|function-|constrained"
-)
+JARGON = re.compile(r"pydantic|Input should|valid dictionary|union|discriminator|NoneType|function-|constrained")
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=TABLE.keys())
@@ -207,11 +207,7 @@ def test_no_message_speaks_the_language_of_a_library(folder: Path, row: Row) -> 
 
 
 def test_all_problems_of_the_fields_are_told_at_once(folder: Path) -> None:
-    text = (
-        GOOD.replace("epochs: 2", "epochs: two")
-        .replace("kind: csv", "kind: cvs")
-        .replace("seed: 1", "sed: 1")
-    )
+    text = GOOD.replace("epochs: 2", "epochs: two").replace("kind: csv", "kind: cvs").replace("seed: 1", "sed: 1")
     found = {(p.code, *line_and_field(p, folder)) for p in problems_of(folder, text)}
     assert found == {("SH103", 2, "sed"), ("SH106", 13, "data.source.kind"), ("SH105", 20, "epochs")}
 
@@ -239,3 +235,44 @@ def test_a_syntax_error_in_the_users_file_names_its_line(folder: Path) -> None:
 def test_a_file_that_is_no_mapping(folder: Path, text: str) -> None:
     (problem,) = problems_of(folder, text)
     assert problem.code == "SH105"
+
+
+def places_in(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(place for key, value in items for place in places_in(value, (*path, key)))]
+
+
+def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    copy = data.copy()
+    copy[path[0]] = replaced(data[path[0]], path[1:], value)
+    return copy
+
+
+FULL = {
+    "model": {"name": "net.py:Net", "args": {"width": 8}}, "loss": "MSELoss", "metrics": ["f1"], "epochs": 1,
+    "optimizer": {"name": "SGD", "groups": [{"match": "*", "args": {"lr": 0.1}}]}, "schedule": "StepLR",
+    "data": {"source": {"kind": "images", "path": ".", "size": [8, 8]}, "split": {"kind": "kfold", "folds": 3},
+             "deal": {"kind": "balanced"}, "loader": {"workers": "auto"}},
+    "workers": "1..2", "clip": {"norm": 1}, "checkpoint": {"every": "5 steps"}, "stop_early": {}, "watch": [],
+    "init_from": {"freeze": ["a"], "rename": {}}, "evaluate": {"every_steps": 1}, "export": ["program"], "engine": "local",
+}  # fmt: skip
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["kind", "name"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3) | st.just("kind"), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(places_in(FULL)[1:]), anything)
+def test_whatever_stands_in_a_field_the_answer_is_a_job_or_our_own_error(place: Any, value: Any) -> None:
+    data = replaced(FULL, place, value)
+    try:
+        make_job(data, check_names=False)
+    except ShoalError as failure:
+        for problem in each(failure):
+            assert problem.where.split(".")[0] in data, str(problem)
+            assert not JARGON.search(problem.message), str(problem)

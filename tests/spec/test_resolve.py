@@ -4,14 +4,24 @@ import functools
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.spec import DEFAULT_MODULES, METRIC_ALIASES, Ref, build_ref, expand, find_ref, import_ref, metric_name, ref_of
+from shoal.spec import (
+    DEFAULT_MODULES,
+    METRIC_ALIASES,
+    Ref,
+    build_ref,
+    expand,
+    find_ref,
+    import_ref,
+    metric_name,
+    ref_of,
+)
 
 NET = """\
 import os.path
@@ -43,17 +53,19 @@ async def o(): ...
 def hidden():
     inner = 1
 """
-DEFINED = "Net make os Ordered deque a b c d e f g h i j k l m n o shared".split()
+DEFINED = ["Net", "make", "os", "Ordered", "deque", *"abcdefghijklmno", "shared"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory of a user's own; what is imported from it is forgotten afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    before = set(sys.modules)
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "siblings.py").write_text("shared = 1\n")
-    return tmp_path
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -115,6 +127,11 @@ def test_modules_that_make_names_as_they_run_are_trusted(folder: Path) -> None:
     write(folder, "dynamic.py", "for n in 'abc':\n    globals()[n] = n\n")
     for name in ("lazy:anything", "dynamic.py:a", "math:sqrt", "_json:make_scanner", "os:getcwd"):
         find_ref(name, base_dir=folder)
+
+
+def test_a_directory_does_not_hide_an_installed_package(folder: Path) -> None:
+    (folder / "json").mkdir()
+    find_ref("json:loads", base_dir=folder)
 
 
 def test_star_imports_are_followed_through_packages(folder: Path) -> None:
@@ -189,6 +206,12 @@ def test_files_of_the_same_name_are_different_modules(folder: Path) -> None:
     assert [import_ref(f"{part}/m.py:x", base_dir=folder) for part in ("one", "two")] == [1, 2]
 
 
+def test_siblings_may_be_imported_either_way_and_are_the_same_module(folder: Path) -> None:
+    write(folder, "sub/one.py", "from .two import Two\nimport net\n")
+    write(folder, "sub/two.py", "class Two: ...\n")
+    assert import_ref("sub/one.py:Two", base_dir=folder) is import_ref("sub/two.py:Two", base_dir=folder)
+
+
 def test_short_names_are_looked_up_in_all_default_modules() -> None:
     assert import_ref("sqrt", base_dir=".", default_modules=["json", "math"])(4) == 2
 
@@ -215,7 +238,7 @@ def test_imports_that_lead_nowhere(folder: Path, name: str, code: str, words: st
     [
         ("import json\n\njson.loads('{')\n", 3, "JSONDecodeError"),
         ("\nimport no_such_package\n", 2, "Install the package no_such_package"),
-        ("from . import x\n", 1, "not `from . import x`"),
+        ("from .nowhere import x\n", 1, "Error"),
         ("import sys\nsys.exit(3)\n", 2, "__main__"),
         ("def f():\n    raise KeyError('why')\nf()\n", 2, "KeyError: 'why'"),
     ],
@@ -253,12 +276,16 @@ def test_arguments_come_from_the_job_and_from_the_caller(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("leading", "args", "words"),
     [
-        ([], {"width": 1, "dept": 3}, "takes no argument 'dept' Did you mean 'depth'? Allowed: depth, width."),
+        (
+            [],
+            {"width": 1, "dept": 3},
+            "no argument 'dept' Did you mean 'depth'? Allowed: depth, width.",
+        ),
         ([], {}, "needs the argument 'width' Add `width:` under `args`."),
-        ([1], {"width": 1}, "takes no argument 'width' Allowed: depth."),
+        ([1], {"width": 1}, "'width' of net.py:Net is given already Remove it."),
     ],
 )
-def test_arguments_that_do_not_fit(folder: Path, leading: list[Any], args: dict[str, Any], words: str) -> None:
+def test_arguments_that_do_not_fit(folder: Path, leading: Any, args: dict[str, Any], words: str) -> None:
     problem = failure(build, folder, "net.py:Net", *leading, args=args)
     assert problem.code == "SH205"
     assert words in f"{problem.message} {problem.fix}"
@@ -276,7 +303,7 @@ def test_a_call_that_fails_is_told_at_the_users_line(folder: Path) -> None:
 
 def test_code_without_a_signature_is_called_all_the_same() -> None:
     assert build_ref(Ref(name="builtins:dict", args={"a": 1}), base_dir=".") == {"a": 1}
-    assert failure(build_ref, Ref(name="builtins:int", args={"a": 1}), base_dir=".").code in ("SH205", "SH208")
+    assert failure(build_ref, Ref(name="builtins:int", args={"a": 1}), base_dir=".").code == "SH208"
 
 
 # ---- aliases ----

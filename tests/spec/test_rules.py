@@ -66,11 +66,12 @@ def test_what_needs_validation_samples(data: dict[str, Any], validates: bool) ->
 
 def test_a_monitored_metric_is_one_that_the_job_computes() -> None:
     split = {"split": "holdout"}
-    metrics = ["accuracy", "torchmetrics:F1Score", "mine.py:top5"]
-    for name in ("loss", "accuracy", "F1Score", "top5"):
+    metrics = ["accuracy", "torchmetrics:F1Score", "mine.py:top5", "accuracy"]
+    for name in ("loss", "accuracy", "F1Score", "top5", "accuracy_3"):
         assert found(job(split, metrics=metrics, best={"metric": name})) == []
     asked = {"best": {"metric": "f2"}, "stop_early": {"metric": "val_loss"}}
-    assert found(job(split, metrics=metrics, **asked)) == [("SH106", "best.metric"), ("SH106", "stop_early.metric")]
+    expected = [("SH106", "best.metric"), ("SH106", "stop_early.metric")]
+    assert found(job(split, metrics=metrics, **asked)) == expected
 
 
 def test_a_task_may_bring_metrics_that_nobody_knows_yet() -> None:
@@ -109,7 +110,8 @@ def missing(checked: Job, folder: Path) -> list[tuple[str, str]]:
 def test_files_globs_directories_and_urls(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").touch()
     (tmp_path / "a[1].npy").touch()
-    for path in ("rows.csv", "*.csv", "**/*.csv", ".", str(tmp_path / "rows.csv"), "s3://bucket/x.csv", "a[1].npy"):
+    absolute = str(tmp_path / "rows.csv")
+    for path in ("rows.csv", "*.csv", "**/*.csv", ".", absolute, "s3://bucket/x.csv", "a[1].npy"):
         assert missing(job({"source": {"kind": "csv", "path": path}}), tmp_path) == [], path
 
 

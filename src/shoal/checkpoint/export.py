@@ -110,9 +110,7 @@ def _description(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _export_program(
-    target: Path, model: nn.Module, example_inputs: tuple[Any, ...] | None, *, tell: Tell
-) -> bool:
+def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, ...] | None, *, tell: Tell) -> bool:
     """Any failure of torch.export is told: the weights are what counts, and they are written."""
     try:
         if not example_inputs:

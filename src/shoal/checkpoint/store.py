@@ -23,7 +23,7 @@ from shoal.errors import CheckpointError, ShoalError, error
 class Tell(Protocol):
     """Called with what happened, always on the thread that calls the store."""
 
-    def __call__(self, kind: str, /, **fields: Any) -> None: ...
+    def __call__(self, kind: str, /, **fields: Any) -> object: ...
 
 
 def _silent(kind: str, /, **fields: Any) -> None:
@@ -135,7 +135,7 @@ class Store:
         self._last_step, self._last_s = step, begun_s
         try:
             copies = self._buffers.fill(tensors)
-        except (RuntimeError, MemoryError) as problem:
+        except (RuntimeError, MemoryError, OSError) as problem:
             self._settle(Outcome(step, metric, reason=f"no memory for a copy of the state: {problem}"))
             return
         snapshot = Snapshot(step, metric, copies, tree, plain_info)
@@ -230,9 +230,7 @@ class Store:
             return steps_in(self._files, self._directory)
         except OSError as problem:
             fix = "Check the path, the credentials and the network."
-            raise error(
-                "SH501", f"cannot be listed: {problem}", where=self._files.where, fix=fix
-            ) from problem
+            raise error("SH501", f"cannot be listed: {problem}", where=self._files.where, fix=fix) from problem
 
     def _manifest(self, step: int) -> Manifest:
         path = manifest_path(self._directory, step)

@@ -18,7 +18,7 @@ from shoal.data.split import Parts, split
 from shoal.errors import error
 from shoal.spec.base import Ref
 from shoal.spec.data import Data, FoldSplit
-from shoal.spec.resolve import import_ref
+from shoal.spec.resolve import build_ref, import_ref
 
 Transform = Callable[[Batch], Batch]
 MOST_ROWS_CHECKED_BY_THE_WAY = 100_000
@@ -51,14 +51,19 @@ class Assembled:
 
     @property
     def skipped(self) -> int:
-        return sum(s.skipped for s in {id(p.source): p.source for p in (self.train, *self.others.values())}.values())
+        """Bad rows that were left out, over all sources."""
+        sources = {id(part.source): part.source for part in (self.train, *self.others.values())}
+        return sum(source.skipped for source in sources.values())
 
 
 def assemble(data: Data, *, seed: int, base_dir: str, cache_dir: Path, tell: Tell = silent) -> Assembled:
     """Open the sources, split them, look for leaks."""
     opening: dict[str, Any] = {
-        "base_dir": base_dir, "on_bad_row": data.on_bad_row, "cache_dir": str(cache_dir), "tell": tell,
-    }  # fmt: skip
+        "base_dir": base_dir,
+        "on_bad_row": data.on_bad_row,
+        "cache_dir": str(cache_dir),
+        "tell": tell,
+    }
     source = open_source(data.source, **opening)
     transform = bind(data.transform, base_dir=base_dir)
     parts = split(data.split, source, seed=seed, fold=_fold(data))
@@ -85,8 +90,7 @@ def bind(ref: Ref | None, *, base_dir: str) -> Callable[..., Any] | None:
     if not callable(target):
         raise error("SH206", f"'{ref.name}' is not a function", where=ref.name)
     if inspect.isclass(target):
-        made: Callable[..., Any] = target(**ref.args)
-        return made
+        return build_ref(ref, base_dir=base_dir)  # type: ignore[no-any-return]
     return functools.partial(target, **ref.args) if ref.args else target
 
 

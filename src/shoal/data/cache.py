@@ -63,7 +63,7 @@ class NpyWriter:
     """A .npy file that grows by rows."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115  (closed in __exit__)
+        self._file = open(path, "wb")  # noqa: SIM115  (closed by __exit__)
         self._dtype: np.dtype[Any] | None = None
         self._row: tuple[int, ...] = ()
         self._rows = 0

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from shoal.data.dealers import BalancedDealer, Dealer, HashDealer, RandomDealer, Shuffle, jump
 from shoal.data.digest import Digests, digest_values
-from shoal.data.order import Ids, mix
+from shoal.data.order import Ids
 from shoal.data.source import Source
 from shoal.errors import did_you_mean, error
 from shoal.spec.data import BalancedDeal, Deal, HashDeal
+from shoal.spec.seeds import mix
 
 __all__ = ["Dealer", "make_dealer"]
 

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.digest import Digests
-from shoal.data.order import BlockOrder, Ids, Order, Permutation, block_edges, mix
+from shoal.data.order import BlockOrder, Ids, Order, Permutation, block_edges
 from shoal.spec.data import ShuffledDeal
+from shoal.spec.seeds import mix
 
 PAGE_SAMPLES = 1 << 16
 MOST_STEPS_PER_PAGE = 512

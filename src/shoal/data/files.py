@@ -143,9 +143,7 @@ def _not_found(path: str) -> ShoalError:
     if not os.path.isdir(parent):
         return error("SH301", f"the directory {parent} does not exist", where=path)
     close = nearest(name, os.listdir(parent))
-    return error(
-        "SH301", f"no such file: {path}", where=path, fix=f"Did you mean '{close}'?" if close else ""
-    )
+    return error("SH301", f"no such file: {path}", where=path, fix=f"Did you mean '{close}'?" if close else "")
 
 
 # ---- remote ----

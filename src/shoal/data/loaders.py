@@ -81,11 +81,12 @@ class Loaders:
 def _died(loader: Loader, ids: Ids) -> ShoalError:
     how = ""
     with suppress(ChildProcessError):
-        pid, status = os.waitpid(loader.pid, os.WNOHANG)
-        if pid and os.WIFSIGNALED(status):
-            how = f" of {signal.Signals(os.WTERMSIG(status)).name}"
-        elif pid:
-            how = f" with exit code {os.waitstatus_to_exitcode(status)}"
+        # It is left to `close` to take the dead one away: until then its number belongs to no other process.
+        end = os.waitid(os.P_PID, loader.pid, os.WEXITED | os.WNOWAIT)
+        if end is not None and end.si_code == os.CLD_EXITED:
+            how = f" with exit code {end.si_status}"
+        elif end is not None:
+            how = f" of {signal.Signals(end.si_status).name}"
     shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
     return error("SH312", f"a loader process died{how} while it made samples [{shown}]")
 

@@ -11,27 +11,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.spec.seeds import mix
+
 Ids = NDArray[np.int64]
 
-_WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = 8
 _LEAST_HALF_BITS = 3
 _TABLE_BITS = 10
-
-
-def mix(*numbers: int) -> int:
-    """One stable 64-bit number for several, in their order: splitmix64, chained. Makes all seeds and keys."""
-    state = len(numbers)
-    for number in numbers:
-        state = _splitmix((state ^ (number & _WORD)) + _GOLDEN & _WORD)
-    return state
-
-
-def _splitmix(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
-    return x ^ (x >> 31)
 
 
 def scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

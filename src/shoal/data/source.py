@@ -16,7 +16,7 @@ from shoal.spec import data as spec_of
 
 Ids = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
-Tell = Callable[[str], None]
+Tell = Callable[[str], object]
 SPECIAL = ("id", "size", "target")
 
 
@@ -42,18 +42,18 @@ class Source(Protocol):
 
     def columns(self) -> list[str]:
         """The names that `column` knows."""
-        return [*SPECIAL, *self.own_columns()]
+        return list(dict.fromkeys((*SPECIAL, *self.own_columns())))
 
     def column(self, name: str) -> Array:
-        """One value per sample. `id`, `size` (bytes or length) and `target` are known to every source."""
-        if name == "id":
-            return np.arange(len(self), dtype=np.int64)
-        if name == "size":
-            return self.sizes()
+        """One value per sample. Every source knows `target` (as numbers), and by default `id` and `size`."""
         if name == "target":
             return self.targets()
         if name in self.own_columns():
             return self.own_column(name)
+        if name == "id":
+            return np.arange(len(self), dtype=np.int64)
+        if name == "size":
+            return self.sizes()
         raise error("SH303", f"no column '{name}'", fix=did_you_mean(name, self.columns()))
 
     def own_columns(self) -> list[str]:
@@ -64,6 +64,7 @@ class Source(Protocol):
         return self.column(name)
 
     def sizes(self) -> Array:
+        """Bytes or length of each sample."""
         return np.ones(len(self), dtype=np.int64)
 
     def targets(self) -> Array: ...

@@ -10,11 +10,12 @@ import numpy as np
 
 from shoal.data.digest import codes
 from shoal.data.needs import WHERE, check_classes, check_count, column, groups, labels
-from shoal.data.order import Ids, Permutation, draw, mix
+from shoal.data.order import Ids, Permutation, draw
 from shoal.data.source import Source
 from shoal.data.times import Timeline, forward
 from shoal.errors import error
 from shoal.spec import data as spec_of
+from shoal.spec.seeds import mix
 
 _STREAM = 0x5917
 

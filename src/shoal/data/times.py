@@ -41,7 +41,7 @@ class Timeline:
 def forward(
     line: Timeline, start: int, cut: int, stop: int, *, gap: int, keep: int | None = None
 ) -> tuple[Ids, Ids]:
-    """Positions start..cut train (the last `keep` of them), cut..stop validate, `gap` rows between do neither.
+    """Positions start..cut train (the last `keep` of them), cut..stop validate, `gap` rows between do none.
 
     Cuts are moved back to where they part no rows of the same time.
     """

@@ -10,8 +10,9 @@ from typing import Any
 
 from shoal.errors import Problems, RunError, from_row
 from shoal.events import Event, Reader
+from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import LocalEngine
-from shoal.jobs.run import worker_environment
+from shoal.jobs.run import make_nursery
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.paths import RunPaths
@@ -29,9 +30,10 @@ def ask(question: str, job: Job, *, look: Callable[[Event], None] | None = None,
         reader = Reader(paths.events)
         answer: Mapping[str, Any] | None = None
         errors = []
-        with LocalEngine(logs={0: log}, environment=worker_environment(job)) as engine:
+        with make_nursery(job.threads) as nursery:
+            engine = LocalEngine(nursery, name=scratch, logs=paths.logs)
             engine.start([Seat(number=0)], CLERK, ["--run", scratch, question, json.dumps(arguments)])
-            exits = []
+            exits: list[Exit] = []
             while not exits:
                 exits = engine.poll(0.1)
                 for event in reader.new():
@@ -44,7 +46,9 @@ def ask(question: str, job: Job, *, look: Callable[[Event], None] | None = None,
         return _result(answer, errors, log, exits[0].reason)
 
 
-def _result(answer: Mapping[str, Any] | None, errors: list[dict[str, Any]], log: Path, reason: str) -> Mapping[str, Any]:
+def _result(
+    answer: Mapping[str, Any] | None, errors: list[dict[str, Any]], log: Path, reason: str
+) -> Mapping[str, Any]:
     if errors and errors[0]["code"] == "BUG":
         raise RuntimeError(errors[0]["where"])
     if errors:

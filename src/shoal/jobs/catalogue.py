@@ -23,10 +23,14 @@ def summary(paths: RunPaths) -> dict[str, Any]:
     picture = picture_of(paths)
     started = datetime.datetime.fromtimestamp(picture.started_t or paths.job.stat().st_mtime)
     return {
-        "run": paths.name, "status": picture.status, "step": picture.step, "steps": picture.steps_total,
-        "metrics": folded_metrics(paths) or picture.metrics, "started": f"{started:%Y-%m-%d %H:%M}",
+        "run": paths.name,
+        "status": picture.status,
+        "step": picture.step,
+        "steps": picture.steps_total,
+        "metrics": folded_metrics(paths) or picture.metrics,
+        "started": f"{started:%Y-%m-%d %H:%M}",
         "weights_sha256": picture.result.get("weights_sha256", ""),
-    }  # fmt: skip
+    }
 
 
 def folded_metrics(paths: RunPaths) -> dict[str, float]:
@@ -56,7 +60,11 @@ def column(paths: RunPaths) -> dict[str, Any]:
     values |= {"status": row["status"], "steps": row["step"], **row["metrics"]}
     receipt = receipt_of(paths)
     if receipt:
-        values |= {"samples/s": receipt.samples_per_s, "total s": receipt.total_s, "weights": receipt.weights_sha256[:16]}
+        values |= {
+            "samples/s": receipt.samples_per_s,
+            "total s": receipt.total_s,
+            "weights": receipt.weights_sha256[:16],
+        }
     return values
 
 

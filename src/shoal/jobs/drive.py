@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import signal
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,9 @@ from typing import Any
 
 from shoal.errors import ShoalError, error
 from shoal.events import Event, Picture, Reader, Stream, fold
+from shoal.fleet.engines.local import Nursery
 from shoal.jobs import directory
-from shoal.jobs.run import Outcome, Run
+from shoal.jobs.run import Outcome, Run, heavy_modules, make_nursery
 from shoal.spec.data import FoldSplit
 from shoal.spec.job import Job
 from shoal.spec.load import load_job, save_job
@@ -52,32 +52,53 @@ class Summary:
         return next((o.error for o in self.folds if o.error), None)
 
 
-def run(job: Job, *, runs: Path, look: Look | None = None) -> Outcome | Summary:
-    """Run a checked job in a new directory."""
-    return drive(directory.create(job, runs), look=look)
+def run(job: Job, *, runs: Path, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:
+    """Run a checked job in a new directory. Who runs many jobs may bring a nursery for all of them."""
+    job = _found(job, runs)
+    with _borrowed(nursery, job) as mine:  # torch is being loaded while the rest is prepared
+        return _drive(job, directory.create(job, runs), mine, look)
 
 
-def resume(paths: RunPaths, *, look: Look | None = None) -> Outcome | Summary:
+def _found(job: Job, runs: Path) -> Job:
+    """The job with a run that it starts from given by its path instead of its name."""
+    init = job.init_from
+    if init is None or init.path is None or "/" in init.path or (Path(job.base_dir) / init.path).exists():
+        return job
+    path = str(directory.find(init.path, runs).root)
+    return job.model_copy(update={"init_from": init.model_copy(update={"path": path})})
+
+
+def resume(paths: RunPaths, *, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:
     """Go on from the newest valid checkpoint; finished folds are not run again."""
     if paths.receipt.is_file():
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
-    return drive(paths, look=look)
-
-
-def drive(paths: RunPaths, *, look: Look | None = None) -> Outcome | Summary:
     job = load_job(paths.job, check_names=False)
+    with _borrowed(nursery, job) as mine:
+        return _drive(job, paths, mine, look)
+
+
+@contextlib.contextmanager
+def _borrowed(nursery: Nursery | None, job: Job) -> Iterator[Nursery]:
+    if nursery is not None:
+        yield nursery
+    else:
+        with make_nursery(job.threads, modules=heavy_modules(job)) as own:
+            yield own
+
+
+def _drive(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Outcome | Summary:
     with directory.locked(paths):
         if job.fold_count == 1:
-            return _drive_all([_prepared(job, paths, look)], parallel=1)[0]
-        return _drive_folds(job, paths, look)
+            return _drive_all([_prepared(job, paths, nursery, look)], parallel=1)[0]
+        return _drive_folds(job, paths, nursery, look)
 
 
-def _prepared(job: Job, paths: RunPaths, look: Look | None) -> Callable[[], Run]:
+def _prepared(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Callable[[], Run]:
     watch = None if look is None else lambda event, picture: look(paths, event, picture)
-    return lambda: Run(job, paths, watch=watch)
+    return lambda: Run(job, paths, nursery, watch=watch)
 
 
-def _drive_folds(job: Job, paths: RunPaths, look: Look | None) -> Summary:
+def _drive_folds(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Summary:
     split = job.data.split
     assert isinstance(split, FoldSplit)
     stream = Stream(paths.events, "driver")
@@ -90,12 +111,14 @@ def _drive_folds(job: Job, paths: RunPaths, look: Look | None) -> Summary:
             receipt = Receipt.model_validate_json(fold_paths.receipt.read_text(encoding="utf-8"))
             done[number] = Outcome(fold_paths, "finished", receipt=receipt)
             continue
-        one = job.model_copy(update={
-            "data": job.data.model_copy(update={"split": split.model_copy(update={"fold": number})}),
-        })  # fmt: skip
+        one = job.model_copy(
+            update={
+                "data": job.data.model_copy(update={"split": split.model_copy(update={"fold": number})}),
+            }
+        )
         fold_paths.root.mkdir(exist_ok=True)
         save_job(one, fold_paths.job)
-        waiting[number] = _prepared(one, fold_paths, look)
+        waiting[number] = _prepared(one, fold_paths, nursery, look)
     outcomes = _drive_all(list(waiting.values()), parallel=split.parallel)
     done |= dict(zip(waiting, outcomes, strict=False))
     summary = Summary(paths.name, [done[n] for n in sorted(done)])
@@ -175,7 +198,3 @@ def picture_of(paths: RunPaths) -> Picture:
     if picture.status in ("starting", "training", "created") and not directory.is_driven(paths.whole):
         picture.status = "broken off"
     return picture
-
-
-def is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import EXIT_BUG, ShoalError, error, from_row
 from shoal.events import Event, Picture, Reader, Stream
 from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.engines.local import LocalEngine, Nursery
 from shoal.fleet.membership import FileMembership
 from shoal.plan.recovery import decide
 from shoal.spec.job import Job
@@ -18,6 +18,7 @@ from shoal.spec.receipt import Receipt
 from shoal.spec.view import Seat, View
 
 WORKER = "shoal.train.worker"
+OPTIMIZERS_NEED = "torch._dynamo"  # torch imports it when the first optimizer is made: a second of work
 Watch = Callable[[Event, Picture], None]
 
 
@@ -32,26 +33,41 @@ class Outcome:
     traceback: str = ""
 
 
-def worker_environment(job: Job) -> dict[str, str]:
-    """What a worker's process is started with; the one place that sets environment variables.
+def make_nursery(threads: int, *, modules: Sequence[str] = ()) -> Nursery:
+    """Where workers come from; `modules` are imported once for all of them.
 
-    Threads are fixed before torch is loaded, and sets iterate in the same order in every process.
+    The one place that sets environment variables: threads are fixed before torch is loaded, and sets iterate in the
+    same order in every process.
     """
-    threads = str(job.threads)
-    return os.environ | {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
     }
+    return Nursery(environment, [WORKER, OPTIMIZERS_NEED, *modules])
+
+
+def heavy_modules(job: Job) -> list[str]:
+    """What every worker of this job would import, besides torch, and takes its time."""
+    data = job.data
+    kinds = {source.kind for source in (data.source, data.validation, data.test) if source is not None}
+    wanted = {
+        "torchmetrics": bool(job.metrics),
+        "sklearn.datasets": "sklearn" in kinds,
+        "sklearn.model_selection": data.split.kind in ("kfold", "stratified", "grouped", "holdout"),
+        "pyarrow.parquet": "parquet" in kinds,
+        "pyarrow.csv": "csv" in kinds,
+    }
+    return [module for module, needed in wanted.items() if needed]
 
 
 class Run:
     """One run being driven. `tick` is called until it returns an outcome; `stop` asks the workers to leave."""
 
-    def __init__(self, job: Job, paths: RunPaths, *, watch: Watch | None = None) -> None:
+    def __init__(self, job: Job, paths: RunPaths, nursery: Nursery, *, watch: Watch | None = None) -> None:
         self.job = job
         self.paths = paths
         self.picture = Picture()
@@ -59,7 +75,7 @@ class Run:
         self._stream = Stream(paths.events, "driver")
         self._reader = Reader(paths.events)
         self._membership = FileMembership(paths.view)
-        self._engine = LocalEngine(logs={0: paths.log(0)}, environment=worker_environment(job))
+        self._engine = LocalEngine(nursery, name=str(paths.root), logs=paths.logs)
         self._restarts_left = job.engine.restarts
         self._step_at_start = 0
         self._stopping = ""
@@ -114,7 +130,9 @@ class Run:
         self._stream.emit("worker_died", worker=f"worker-{one.seat}", reason=one.reason)
         if self._stopping:
             return Outcome(self.paths, self._stopping)
-        choice = decide(told=False, restarts_left=self._restarts_left, progressed=self.picture.step > self._step_at_start)
+        choice = decide(
+            told=False, restarts_left=self._restarts_left, progressed=self.picture.step > self._step_at_start
+        )
         if choice.action == "restart":
             self._restarts_left -= 1
             self._start_worker()
@@ -129,7 +147,12 @@ class Run:
     def _failure(self) -> ShoalError:
         row = self.picture.error or {}
         if row["code"] == "BUG":
-            return ShoalError("SH603", row["message"], where=str(self.paths.log(0)), fix="This is a bug in Shoal: please report it.")
+            return ShoalError(
+                "SH603",
+                row["message"],
+                where=str(self.paths.log(0)),
+                fix="This is a bug in Shoal: please report it.",
+            )
         return from_row(row)
 
     def _traceback(self) -> str:
@@ -154,15 +177,30 @@ class Run:
         result = p.result
         worked = p.times["compute_s"] + p.times["data_s"] + p.times["exchange_s"] + p.times["waiting_s"]
         return Receipt(
-            run=self.paths.name, job_sha256=self.job.sha256(), exact=True, why=f"sync: {self.job.sync.kind}",
-            weights_sha256=result["weights_sha256"], state_sha256=result["state_sha256"], steps=p.step,
-            epochs=round(p.epoch, 4), samples_seen=result["samples_seen"], parameters=p.facts.get("parameters", 0),
-            workers=1, lanes=self.job.lane_count, starts=p.starts, deaths_survived=p.deaths, stopped=result["stopped"],
+            run=self.paths.name,
+            job_sha256=self.job.sha256(),
+            exact=True,
+            why=f"sync: {self.job.sync.kind}",
+            weights_sha256=result["weights_sha256"],
+            state_sha256=result["state_sha256"],
+            steps=p.step,
+            epochs=round(p.epoch, 4),
+            samples_seen=result["samples_seen"],
+            parameters=p.facts.get("parameters", 0),
+            workers=1,
+            lanes=self.job.lane_count,
+            starts=p.starts,
+            deaths_survived=p.deaths,
+            stopped=result["stopped"],
             total_s=round(p.seen_t - (p.started_t or p.seen_t), 3),
             samples_per_s=round(p.samples_computed / worked, 1) if worked else 0.0,
-            bytes_sent=p.bytes_sent, bytes_saved=p.bytes_saved, metrics=p.metrics, best=p.best,
-            platform=result["platform"], **{name: round(value, 3) for name, value in p.times.items()},
-        )  # fmt: skip
+            bytes_sent=p.bytes_sent,
+            bytes_saved=p.bytes_saved,
+            metrics=p.metrics,
+            best=p.best,
+            platform=result["platform"],
+            **{name: round(value, 3) for name, value in p.times.items()},
+        )
 
 
 EXIT_BY_STATUS = {"finished": 0, "interrupted": 130, "terminated": 143}

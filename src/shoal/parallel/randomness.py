@@ -18,7 +18,7 @@ def seed_everything(seed: int, device: torch.device) -> None:
     elif device.type == "mps":
         torch.mps.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - the global generator is what users' code draws from
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def seed_from(device: torch.device, *numbers: int) -> None:

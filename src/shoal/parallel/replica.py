@@ -74,7 +74,8 @@ class MovingBuffers:
         self._at_start: list[Tensor] = []
 
     def _now(self, floating: bool) -> list[Tensor]:
-        return [m._buffers[k] for (m, k), f in zip(self._places, self._floating, strict=True) if f is floating]  # type: ignore[misc]
+        found = (m._buffers[k] for (m, k), f in zip(self._places, self._floating, strict=True) if f is floating)
+        return [buffer for buffer in found if buffer is not None]
 
     @torch.no_grad()
     def remember(self) -> None:

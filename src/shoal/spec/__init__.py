@@ -3,7 +3,7 @@
 from shoal.spec.base import Ref, Spec
 from shoal.spec.job import Job
 from shoal.spec.load import check_job, load_job, make_job, save_job
-from shoal.spec.names import DEFAULT_MODULES, METRIC_ALIASES, WATCH_ALIASES, expand, metric_name
+from shoal.spec.names import DEFAULT_MODULES, METRIC_ALIASES, WATCH_ALIASES, expand, metric_name, metric_names
 from shoal.spec.paths import RunPaths
 from shoal.spec.receipt import Receipt
 from shoal.spec.resolve import build_ref, find_ref, import_ref, ref_of
@@ -30,6 +30,7 @@ __all__ = [
     "load_job",
     "make_job",
     "metric_name",
+    "metric_names",
     "ref_of",
     "save_job",
 ]

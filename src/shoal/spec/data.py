@@ -324,6 +324,4 @@ class Data(Spec):
         """`split: kfold` stands for `split: {kind: kfold}`; the same for `deal`."""
         if not isinstance(value, dict):
             return value
-        return {
-            k: {"kind": v} if k in ("split", "deal") and isinstance(v, str) else v for k, v in value.items()
-        }
+        return {k: {"kind": v} if k in ("split", "deal") and isinstance(v, str) else v for k, v in value.items()}

@@ -28,28 +28,35 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = (), check_names: bo
     """
     document = override(read_document(path), overrides, model=Job)
     job = _build(document.data, folder=Path(path).parent, where=document.where)
-    check_job(job, where=document.where, check_names=check_names)
-    return job
+    return check_job(job, where=document.where, check_names=check_names)
 
 
 def make_job(data: Mapping[str, Any], *, base_dir: str | Path = ".", check_names: bool = True) -> Job:
     """A checked job from plain data, with the same errors as a file's; `where` is the field alone."""
     job = _build(dict(data), folder=Path(base_dir), where=str)
-    check_job(job, check_names=check_names)
-    return job
+    return check_job(job, check_names=check_names)
 
 
-def check_job(job: Job, *, where: Where = str, check_names: bool = True) -> None:
-    """Check what one field cannot know alone: rules between fields, names, files. Raises `Problems`."""
+def check_job(job: Job, *, where: Where = str, check_names: bool = True) -> Job:
+    """Check what one field cannot know alone: rules between fields, names, files. Raises `Problems`.
+
+    Gives the job with an absolute `base_dir`; a relative one starts at the current directory.
+    """
+    job = _settled(job)
     problems = check_rules(job)
     if check_names:
         problems += check_all_names(job) + check_files(job)
     _raise(problems, where)
+    return job
 
 
 def save_job(job: Job, path: str | Path) -> None:
-    """Write the job so that `load_job` reads an equal one from anywhere: `base_dir` stays what it is."""
-    write_atomically(Path(path), write_value(job.dump()))
+    """Write the job so that `load_job` reads an equal one from anywhere: its paths start where they did."""
+    write_atomically(Path(path), write_value(_settled(job).dump()))
+
+
+def _settled(job: Job) -> Job:
+    return job.model_copy(update={"base_dir": str(Path(job.base_dir).resolve())})
 
 
 def _build(data: dict[str, Any], *, folder: Path, where: Where) -> Job:

@@ -51,6 +51,15 @@ def metric_name(ref: Ref) -> str:
     return ref.name.rpartition(":")[2].rpartition(".")[2]
 
 
+def metric_names(refs: Sequence[Ref]) -> list[str]:
+    """What each of several metrics is called; the second of a name gets its number in the list: `f1_3`."""
+    names: list[str] = []
+    for number, ref in enumerate(refs):
+        name = metric_name(ref)
+        names.append(f"{name}_{number}" if name in names else name)
+    return names
+
+
 def refs(job: Job) -> Iterator[tuple[str, str, Ref]]:
     """Every reference in a job: its place (`metrics.0`), its field (`metrics`), and itself."""
     yield from _refs(job, "", "")

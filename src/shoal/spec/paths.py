@@ -74,8 +74,12 @@ class RunPaths:
     def fold(self, number: int) -> RunPaths:
         return RunPaths(self.root / f"fold-{number}")
 
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
     def log(self, seat: int) -> Path:
-        return self.root / "logs" / f"worker-{seat}.log"
+        return self.logs / f"worker-{seat}.log"
 
     def seat_lock(self, seat: int) -> Path:
         return self.root / f".seat-{seat}.lock"

@@ -84,8 +84,8 @@ def find_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence[
     if name.file:
         _find_in([_file_outline(name, base)], name, place=name.file)
     elif name.module:
-        is_submodule = len(name.attrs) > 1 and static.find_module(f"{name.module}.{name.attrs[0]}", first=base)
-        if not is_submodule:
+        inner = f"{name.module}.{name.attrs[0]}"
+        if len(name.attrs) == 1 or static.find_module(inner, first=base) is None:
             _find_in([_module_outline(name.module, base)], name, place=name.module)
     else:
         modules = _defaults(name, default_modules)
@@ -200,13 +200,10 @@ def _load_module(module: str, base: str) -> types.ModuleType:
 
 def _load_file(path: Path) -> types.ModuleType:
     """Import a file under a name made from its path: the same path, the same module and classes."""
-    real = os.path.realpath(path)
-    digest = hashlib.sha256(real.encode()).hexdigest()[:12]
-    full = f"{USER_PACKAGE}.{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest}"
+    real = Path(os.path.realpath(path))
+    full = f"{_package_of(real.parent)}.{real.stem.replace('.', '_')}"
     if full in sys.modules:
         return sys.modules[full]
-    package = sys.modules.setdefault(USER_PACKAGE, types.ModuleType(USER_PACKAGE))
-    package.__path__ = []
     spec = importlib.util.spec_from_file_location(full, real)
     if spec is None or spec.loader is None:
         raise error("SH201", f"{path} is not a Python file")
@@ -221,15 +218,23 @@ def _load_file(path: Path) -> types.ModuleType:
     return module
 
 
+def _package_of(folder: Path) -> str:
+    """A package of its own for each directory, so that its files may also use `from . import`."""
+    name = f"{USER_PACKAGE}.d{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    for full, path in ((USER_PACKAGE, []), (name, [str(folder)])):
+        if full not in sys.modules:
+            package = sys.modules[full] = types.ModuleType(full)
+            package.__path__ = path
+    return name
+
+
 def _failed(code: str, failure: BaseException, doing: str, *, place: str = "") -> ShoalError:
     """The user's code raised: its own words, at its own line."""
     if isinstance(failure, SyntaxError):
         return _unreadable(failure, Path(failure.filename or place))
     fix = ""
-    if isinstance(failure, ModuleNotFoundError):
+    if isinstance(failure, ModuleNotFoundError) and USER_PACKAGE not in str(failure):
         fix = f"Install the package {failure.name}, or mend the import."
-    elif isinstance(failure, ImportError) and "relative import" in str(failure):
-        fix = "Import siblings by their full name (`import x`, not `from . import x`), or name the package."
     elif isinstance(failure, SystemExit):
         fix = "Put what the script does under `if __name__ == '__main__':`."
     message = f"{doing} failed: {type(failure).__name__}: {failure}".rstrip(": ")
@@ -289,16 +294,15 @@ def _check_arguments(name: str, made: Any, leading: int, arguments: Mapping[str,
         if p.name not in ours and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
     for word in arguments:
-        if word not in free and (word in ours or not takes_any):
-            raise error("SH205", f"{name} takes no argument '{word}'", fix=_arguments_fix(word, free))
+        if word in ours:
+            raise error("SH205", f"the argument '{word}' of {name} is given already", fix="Remove it.")
+        if word not in free and not takes_any:
+            fix = did_you_mean(word, free) or "Remove it: there are none to set."
+            raise error("SH205", f"{name} takes no argument '{word}'", fix=fix)
     for word, parameter in free.items():
         if parameter.default is parameter.empty and word not in arguments:
             fix = f"Add `{word}:` under `args`."
             raise error("SH205", f"{name} needs the argument '{word}'", fix=fix)
-
-
-def _arguments_fix(word: str, allowed: Mapping[str, Any]) -> str:
-    return did_you_mean(word, allowed) or "Remove it: there are no arguments to set."
 
 
 def _article(word: str) -> str:

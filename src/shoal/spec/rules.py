@@ -12,7 +12,7 @@ from typing import Any
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.data import ColumnSplit, HoldoutSplit, NoSplit
 from shoal.spec.job import Evaluate, Job, Monitor
-from shoal.spec.names import metric_name, refs
+from shoal.spec.names import metric_name, metric_names, refs
 
 Rule = Callable[[Job], list[ShoalError]]
 
@@ -161,7 +161,7 @@ def _monitored(job: Job) -> list[ShoalError]:
     """A task brings metrics that only the worker knows; without one the names are all here."""
     if job.task is not None:
         return []
-    known = ["loss", *map(metric_name, job.metrics)]
+    known = ["loss", *metric_names(job.metrics)]
     asked = {"best.metric": job.best.metric}
     if job.stop_early is not None:
         asked["stop_early.metric"] = job.stop_early.metric
@@ -173,14 +173,12 @@ def _monitored(job: Job) -> list[ShoalError]:
     ]  # fmt: skip
 
 
-def _metric_names(job: Job) -> list[ShoalError]:
-    names = ["loss", *map(metric_name, job.metrics)]
-    message = "two metrics of the same name '{}'"
-    fix = "Remove one, or give it a name of its own in a file.py."
+def _loss_is_taken(job: Job) -> list[ShoalError]:
+    fix = "Rename the class or function."
     return [
-        error("SH107", message.format(name), where=f"metrics.{i}", fix=fix)
-        for i, name in enumerate(names[1:])
-        if name in names[: i + 1]
+        error("SH107", "a metric named 'loss' would hide the loss", where=f"metrics.{i}.name", fix=fix)
+        for i, ref in enumerate(job.metrics)
+        if metric_name(ref) == "loss"
     ]
 
 
@@ -216,7 +214,7 @@ RULES: tuple[Rule, ...] = (
     _evaluate,
     _needs_validation,
     _monitored,
-    _metric_names,
+    _loss_is_taken,
     _device,
     _init_from,
 )

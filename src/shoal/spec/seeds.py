@@ -7,7 +7,7 @@ _MASK = (1 << 64) - 1
 
 def mix(*numbers: int) -> int:
     """A 64-bit number that depends on all the numbers and their order (splitmix64, chained)."""
-    state = 0x9E3779B97F4A7C15
+    state = len(numbers)
     for number in numbers:
         state = (state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK

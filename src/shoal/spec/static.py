@@ -25,20 +25,32 @@ class Outline:
 
 def find_module(name: str, *, first: str = "") -> ModuleSpec | None:
     """The spec that `import` would find with the directory `first` on sys.path; no parent is executed."""
-    spec: ModuleSpec | None = None
-    path: Iterable[str] | None = None
-    parts = name.split(".")
-    for i in range(len(parts)):
-        full = ".".join(parts[: i + 1])
-        spec = PathFinder.find_spec(full, [first]) if first and i == 0 else None
-        spec = spec or _ask_finders(full, path)
-        if spec is None or (spec.submodule_search_locations is None and i + 1 < len(parts)):
+    top, *rest = name.split(".")
+    spec = _find_top(top, first)
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
             return None
-        path = spec.submodule_search_locations
+        spec = _find_below(f"{spec.name}.{part}", list(spec.submodule_search_locations))
     return spec
 
 
-def _ask_finders(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
+def _find_top(name: str, first: str) -> ModuleSpec | None:
+    """A mere directory of the name counts last, as it does on import."""
+    own = PathFinder.find_spec(name, [first]) if first else None
+    return own if own and own.origin else _ask_finders(name, None) or own
+
+
+def _find_below(name: str, path: list[str]) -> ModuleSpec | None:
+    try:
+        return _ask_finders(name, path)
+    except KeyError:  # a directory without __init__.py, for which Python wants its parent imported
+        spec = ModuleSpec(name, None, is_package=True)
+        folders = (Path(folder, name.rpartition(".")[2]) for folder in path)
+        spec.submodule_search_locations = [str(folder) for folder in folders if folder.is_dir()]
+        return spec
+
+
+def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
     """All finders, not only the one for sys.path: packages installed in editable mode bring their own."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
@@ -51,7 +63,7 @@ def siblings(name: str, *, first: str = "") -> list[str]:
     """The modules beside a module that was not found, by full name."""
     parent = name.rpartition(".")[0]
     spec = find_module(parent, first=first) if parent else None
-    folders = list(spec.submodule_search_locations or ()) if spec else [first] if first and not parent else []
+    folders = list(spec.submodule_search_locations or ()) if spec else [] if parent else [first]
     prefix = f"{parent}." if parent else ""
     return sorted(prefix + stem for folder in folders for stem in _modules(Path(folder)))
 

@@ -1,1 +1,1 @@
-"""Runs as a person sees them: live display, plain lines, tables, curves. Reads pictures and receipts, decides nothing."""
+"""Runs as a person sees them: live display, plain lines, tables, curves. It decides nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -23,7 +24,9 @@ def draw(steps: Sequence[float], values: Sequence[float], *, width: int = 64, he
         canvas[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
     labels = [number(high), *[""] * (height - 2), number(low)] if height > 1 else [number(high)]
     margin = max(len(label) for label in labels)
-    lines = [f"{label:>{margin}} │{''.join(chr(0x2800 + c) for c in row)}" for label, row in zip(labels, canvas, strict=True)]
+    lines = [
+        f"{label:>{margin}} │{''.join(chr(0x2800 + c) for c in row)}" for label, row in zip(labels, canvas, strict=True)
+    ]
     axis = f"{first:.0f}".ljust(width - len(f"{last:.0f}")) + f"{last:.0f}"
     return [*lines, f"{'':>{margin}} └{'─' * width}", f"{'':>{margin}}  {axis}"]
 
@@ -36,6 +39,6 @@ def _columns(points: Sequence[tuple[float, float]], first: float, last: float, w
         sums.setdefault(column, []).append(value)
     known = sorted((column, sum(v) / len(v)) for column, v in sums.items())
     filled = known[:1]
-    for (c0, v0), (c1, v1) in zip(known, known[1:], strict=False):
+    for (c0, v0), (c1, v1) in itertools.pairwise(known):
         filled += [(c, v0 + (v1 - v0) * (c - c0) / (c1 - c0)) for c in range(c0 + 1, c1 + 1)]
     return filled

@@ -20,13 +20,25 @@ from shoal.spec.paths import RunPaths
 from shoal.terminal import words
 
 PLAIN_EVERY_S = 2.0
-_TOLD = {"saved", "step", "built", "joined", "worker_started", "run_started", "run_ended", "finished", "failed"}
+_TOLD = {
+    "saved",
+    "step",
+    "built",
+    "joined",
+    "worker_started",
+    "run_started",
+    "run_ended",
+    "finished",
+    "failed",
+}
 
 
 class Display(Protocol):
     def __enter__(self) -> Display: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
         """Called for every event of every run."""
@@ -46,7 +58,9 @@ class Silent:
     def __enter__(self) -> Silent:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass
 
     def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
@@ -67,8 +81,10 @@ def remark(event: Event, picture: Picture) -> str:
     if event.kind == "built":
         parts = ", ".join(f"{words.count(n)} {name}" for name, n in event["samples"].items())
         skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
-        return (f"{words.count(event['parameters'])} parameters, samples: {parts}{skipped}; "
-                f"{words.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}")  # fmt: skip
+        return (
+            f"{words.count(event['parameters'])} parameters, samples: {parts}{skipped}; "
+            f"{words.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
+        )
     if event.kind == "evaluated":
         name = "" if event["part"] == "validation" else f" on {event['part']}"
         return f"step {event.step}: evaluated{name}: {words.metrics(event['metrics'])}"
@@ -91,8 +107,11 @@ class Lines(Silent):
         text = remark(event, picture)
         now = time.monotonic()
         if event.kind == "step" and now - self._said_at.get(paths.root, 0.0) >= PLAIN_EVERY_S:
-            text = (f"step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}  loss {words.number(picture.loss)}  "
-                    f"{words.count(picture.samples_per_s)} samples/s  ETA {words.seconds(picture.eta_s)}")  # fmt: skip
+            text = (
+                f"step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}  "
+                f"loss {words.number(picture.loss)}  {words.count(picture.samples_per_s)} samples/s  "
+                f"ETA {words.seconds(picture.eta_s)}"
+            )
             self._said_at[paths.root] = now
         if text:
             self._console.print(f"{prefix}: {text}", highlight=False, markup=False, soft_wrap=True)
@@ -110,7 +129,9 @@ class LiveDisplay:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.stop()
 
     def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
@@ -130,16 +151,22 @@ def _panel(p: Picture) -> Table:
     table = Table.grid(padding=(0, 2), expand=False)
     bar = ProgressBar(total=max(p.steps_total, 1), completed=p.step, width=36, pulse=not p.steps_total)
     table.add_row(
-        Text(p.run, style="bold"), bar, f"{p.step}/{p.steps_total or '?'}", f"epoch {p.epoch:.2f}",
-        f"loss {words.number(p.loss)}", f"{words.count(p.samples_per_s)} samples/s", f"ETA {words.seconds(p.eta_s)}",
-    )  # fmt: skip
+        Text(p.run, style="bold"),
+        bar,
+        f"{p.step}/{p.steps_total or '?'}",
+        f"epoch {p.epoch:.2f}",
+        f"loss {words.number(p.loss)}",
+        f"{words.count(p.samples_per_s)} samples/s",
+        f"ETA {words.seconds(p.eta_s)}",
+    )
     whole = Table.grid()
     whole.add_row(table)
     if p.metrics:
         whole.add_row(Text("  " + words.metrics(p.metrics), style="cyan"))
     for worker in p.workers.values():
         lanes = f"lanes {_ranges(worker.lanes)}" if worker.lanes else ""
-        line = f"  {worker.name}  {worker.state:<9} {lanes}  step {worker.step}  {words.count(worker.samples_per_s)} samples/s  {worker.host}"
+        speed = f"{words.count(worker.samples_per_s)} samples/s"
+        line = f"  {worker.name}  {worker.state:<9} {lanes}  step {worker.step}  {speed}  {worker.host}"
         whole.add_row(Text(line, style="dim"))
     return whole
 

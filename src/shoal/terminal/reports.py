@@ -23,10 +23,10 @@ def receipt(console: Console, r: Receipt) -> None:
     table.add_row("run", Text(r.run, style="bold") + (f" (stopped: {r.stopped})" if r.stopped else ""))
     table.add_row("exact", f"{'yes' if r.exact else 'no'} ({r.why})")
     table.add_row("weights", f"sha256 {r.weights_sha256}")
-    table.add_row("trained", f"{words.count(r.steps)} steps, {r.epochs:g} epochs, {words.count(r.samples_seen)} samples, "
-                             f"{words.count(r.parameters)} parameters")  # fmt: skip
-    table.add_row("carried by", f"{_plural(r.workers, 'worker')}, {_plural(r.lanes, 'lane')}, {_plural(r.starts, 'start')}, "
-                                f"{_plural(r.deaths_survived, 'death')} survived")  # fmt: skip
+    trained = {"steps": r.steps, "samples": r.samples_seen, "parameters": r.parameters}
+    table.add_row("trained", f"{r.epochs:g} epochs, " + ", ".join(f"{words.count(n)} {w}" for w, n in trained.items()))
+    carried = [_plural(r.workers, "worker"), _plural(r.lanes, "lane"), _plural(r.starts, "start")]
+    table.add_row("carried by", f"{', '.join(carried)}, {_plural(r.deaths_survived, 'death')} survived")
     spent = [f"{name} {words.seconds(getattr(r, name + '_s'))}" for name in _SPENT if getattr(r, name + "_s") >= 0.0005]
     table.add_row("time", f"{words.seconds(r.total_s)}: {', '.join(spent)}")
     table.add_row("speed", f"{words.count(r.samples_per_s)} samples/s")
@@ -48,7 +48,12 @@ def folds(console: Console, receipts: Sequence[Receipt], merged: Mapping[str, tu
     names = list(merged)
     table = Table("fold", *names, "steps", "weights", box=None, pad_edge=False)
     for r in receipts:
-        table.add_row(r.run.removeprefix("fold-"), *(words.number(r.metrics.get(n)) for n in names), words.count(r.steps), r.weights_sha256[:12])
+        table.add_row(
+            r.run.removeprefix("fold-"),
+            *(words.number(r.metrics.get(n)) for n in names),
+            words.count(r.steps),
+            r.weights_sha256[:12],
+        )
     table.add_row("mean", *(f"{words.number(m)} ± {words.number(s)}" for m, s in merged.values()), "", "", style="bold")
     console.print(table)
 
@@ -63,7 +68,12 @@ def failure(console: Console, error: ShoalError) -> None:
 
 def show(console: Console, picture: Picture, *, width: int) -> None:
     """A run in progress or in the past."""
-    console.print(Text.assemble((picture.run, "bold"), f"  {picture.status}  step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}"))
+    console.print(
+        Text.assemble(
+            (picture.run, "bold"),
+            f"  {picture.status}  step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}",
+        )
+    )
     if picture.metrics:
         console.print("  " + words.metrics(picture.metrics), highlight=False)
     for note in picture.notes[-8:]:
@@ -75,15 +85,24 @@ def show(console: Console, picture: Picture, *, width: int) -> None:
 
 
 def _chosen(picture: Picture) -> list[tuple[str, Any]]:
-    names = [n for n in ("loss", "validation/loss") if n in picture.curves]
+    names: list[str] = [n for n in ("loss", "validation/loss") if n in picture.curves]
     names += [n for n in picture.curves if n.startswith("validation/") and n != "validation/loss"][:2]
-    return [(n if n != "loss" else "training loss", picture.curves[n]) for n in names if len(picture.curves[n].steps) > 1]
+    return [
+        (n if n != "loss" else "training loss", picture.curves[n]) for n in names if len(picture.curves[n].steps) > 1
+    ]
 
 
 def runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table("run", "status", "step", "metrics", "started", "weights", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(row["run"], row["status"], f"{row['step']}/{row['steps'] or '?'}", words.metrics(row["metrics"]), row["started"], row["weights_sha256"][:12])
+        table.add_row(
+            row["run"],
+            row["status"],
+            f"{row['step']}/{row['steps'] or '?'}",
+            words.metrics(row["metrics"]),
+            row["started"],
+            row["weights_sha256"][:12],
+        )
     console.print(table)
 
 

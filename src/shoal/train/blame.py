@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from shoal.errors import ShoalError, error
 from shoal.spec.resolve import user_line
 
+
 def first_line(failure: BaseException) -> str:
     text = str(failure).strip()
     return f"{type(failure).__name__}: {text.splitlines()[0]}" if text else type(failure).__name__

@@ -25,8 +25,8 @@ from shoal.parallel.sync.lanes import LanesSync
 from shoal.spec import seeds
 from shoal.spec.data import BalancedDeal, Deal
 from shoal.spec.job import Job
-from shoal.spec.paths import RunPaths
 from shoal.spec.names import expand
+from shoal.spec.paths import RunPaths
 from shoal.spec.resolve import import_ref
 from shoal.train.blame import blaming
 from shoal.train.evaluate import Evaluator
@@ -65,10 +65,22 @@ def pick_device(wanted: str) -> torch.device:
 def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
     """Data, model, optimizer, and a first look at a batch. Tells `built` with the facts."""
     device = pick_device(job.device)
-    data = assemble(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_dir,
-                    tell=lambda message: tell("note", message=message))  # fmt: skip
-    dealer = make_dealer(_placed(job), ids=data.train.ids, lanes=job.lane_count, batch_size=job.batch_size,
-                         seed=job.seed, drop_last=job.drop_last, source=data.train.source)  # fmt: skip
+    data = assemble(
+        job.data,
+        seed=job.seed,
+        base_dir=job.base_dir,
+        cache_dir=cache_dir,
+        tell=lambda message: tell("note", message=message),
+    )
+    dealer = make_dealer(
+        _placed(job),
+        ids=data.train.ids,
+        lanes=job.lane_count,
+        batch_size=job.batch_size,
+        seed=job.seed,
+        drop_last=job.drop_last,
+        source=data.train.source,
+    )
     steps = job.steps or (job.epochs or 1) * dealer.steps_per_epoch
     example = _example(data, dealer)
     task, replica = build_replica(job, device, steps=steps, steps_per_epoch=dealer.steps_per_epoch, tell=tell)
@@ -77,9 +89,17 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
     course = Course(steps, _evaluate_every(job, dealer.steps_per_epoch), job.lane_count, job.checkpoint.keep_best > 0)
     chunk = job.evaluate.batch_size or job.batch_size
     evaluator = Evaluator(task, lanes=job.lane_count, chunk=chunk, seed=job.seed)
-    tell("built", steps=steps, steps_per_epoch=dealer.steps_per_epoch, lanes=job.lane_count, samples=data.sizes,
-         skipped=data.skipped, parameters=sum(p.numel() for p in replica.model.parameters()),
-         trainable=sum(p.numel() for p in replica.trainable), device=str(device))  # fmt: skip
+    tell(
+        "built",
+        steps=steps,
+        steps_per_epoch=dealer.steps_per_epoch,
+        lanes=job.lane_count,
+        samples=data.sizes,
+        skipped=data.skipped,
+        parameters=sum(p.numel() for p in replica.model.parameters()),
+        trainable=sum(p.numel() for p in replica.trainable),
+        device=str(device),
+    )
     return Built(job, task, data, dealer, replica, evaluator, course, example)
 
 
@@ -99,11 +119,15 @@ def build_replica(
     epochs = -(-steps // steps_per_epoch)
     schedule = build_schedule(job.schedule, optimizer, steps=steps, epochs=epochs, base_dir=job.base_dir)
     replica = Replica(
-        model, optimizer, task.loss, seed=job.seed, schedule=schedule,
+        model,
+        optimizer,
+        task.loss,
+        seed=job.seed,
+        schedule=schedule,
         schedule_every=steps_per_epoch if job.schedule and job.schedule.every == "epoch" else 1,
         clipping=Clipping(job.clip.norm, job.clip.value) if job.clip else None,
         autocast=torch.bfloat16 if job.precision == "bf16" else None,
-    )  # fmt: skip
+    )
     return task, replica
 
 
@@ -126,7 +150,13 @@ def _evaluate_every(job: Job, steps_per_epoch: int) -> int:
 
 
 def build_loop(
-    built: Built, paths: RunPaths, *, seat: int, membership: Membership, stream: Stream, asked_to_leave: Callable[[], str]
+    built: Built,
+    paths: RunPaths,
+    *,
+    seat: int,
+    membership: Membership,
+    stream: Stream,
+    asked_to_leave: Callable[[], str],
 ) -> Loop:
     """The loop of a worker, with everything that talks to the outside."""
     job = built.job
@@ -135,21 +165,47 @@ def build_loop(
     watchers = [best, *([EarlyStop(job.stop_early)] if job.stop_early else []), *users]
     teller = Teller(stream, watchers)
     progress = Progress(teller, every_step=bool(users))
-    feed = Feed(built.data.train.source, built.dealer, seed=job.seed, lanes=job.lane_count, augment=built.data.augment,
-                transform=built.data.train.transform, loader=job.data.loader)  # fmt: skip
+    feed = Feed(
+        built.data.train.source,
+        built.dealer,
+        seed=job.seed,
+        lanes=job.lane_count,
+        augment=built.data.augment,
+        transform=built.data.train.transform,
+        loader=job.data.loader,
+    )
     store = open_store(job, paths, tell=teller.tell)
     return Loop(
-        built.course, seat=seat, replica=built.replica, dealer=built.dealer, feed=feed, sync=LanesSync(), store=store,
-        membership=membership, teller=teller, progress=progress, evaluator=built.evaluator, parts=built.data.others,
-        best=best, asked_to_leave=asked_to_leave,
-    )  # fmt: skip
+        built.course,
+        seat=seat,
+        replica=built.replica,
+        dealer=built.dealer,
+        feed=feed,
+        sync=LanesSync(),
+        store=store,
+        membership=membership,
+        teller=teller,
+        progress=progress,
+        evaluator=built.evaluator,
+        parts=built.data.others,
+        best=best,
+        asked_to_leave=asked_to_leave,
+    )
 
 
 def open_store(job: Job, paths: RunPaths, *, tell: Callable[..., object]) -> Store:
     where = job.checkpoint.path
     path = f"{where.rstrip('/')}/{paths.whole.name}" if where else str(paths.checkpoints)
-    return Store(path, job_sha256=job.sha256(), every=job.checkpoint.interval, keep=job.checkpoint.keep,
-                 keep_best=job.checkpoint.keep_best, sign=job.best.sign, tell=tell, name=paths.checkpoint_name)  # fmt: skip
+    return Store(
+        path,
+        job_sha256=job.sha256(),
+        every=job.checkpoint.interval,
+        keep=job.checkpoint.keep,
+        keep_best=job.checkpoint.keep_best,
+        sign=job.best.sign,
+        tell=tell,
+        name=paths.checkpoint_name,
+    )
 
 
 def _watcher(ref: Any, paths: RunPaths, job: Job) -> Any:

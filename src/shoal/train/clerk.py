@@ -71,19 +71,27 @@ def check(job: Job, paths: RunPaths, stream: Stream) -> dict[str, Any]:
     else:
         metrics = {}
     tensors = (*replica.model.parameters(), *replica.model.buffers())
-    state = sum(t.numel() * t.element_size() for s in replica.optimizer.state.values() for t in s.values() if torch.is_tensor(t))
+    state = sum(
+        t.numel() * t.element_size() for s in replica.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
+    )
     return {
-        "samples": built.data.sizes, "skipped": built.data.skipped,
-        "steps": built.course.steps, "steps_per_epoch": dealer.steps_per_epoch,
+        "samples": built.data.sizes,
+        "skipped": built.data.skipped,
+        "steps": built.course.steps,
+        "steps_per_epoch": dealer.steps_per_epoch,
         "batch": {"inputs": [_shape(v) for v in built.example.inputs], "target": _shape(built.example.target)},
         "parameters": sum(p.numel() for p in replica.model.parameters()),
         "trainable": sum(p.numel() for p in replica.trainable),
-        "weights_bytes": sum(t.numel() * t.element_size() for t in tensors), "optimizer_bytes": state,
+        "weights_bytes": sum(t.numel() * t.element_size() for t in tensors),
+        "optimizer_bytes": state,
         "gradient_bytes": sum(p.numel() * p.element_size() for p in replica.trainable),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "step_s": seconds, "loss": loss, "metrics": metrics, "device": str(replica.device),
+        "step_s": seconds,
+        "loss": loss,
+        "metrics": metrics,
+        "device": str(replica.device),
         "moving_buffers": replica.moving.names,
-    }  # fmt: skip
+    }
 
 
 def _lane(built: Any, ids: Any, lane: int) -> LaneSum:
@@ -110,8 +118,13 @@ def _shape(value: Any) -> Any:
 def describe_split(job: Job, paths: RunPaths, stream: Stream, *, export: str | None = None) -> dict[str, Any]:
     """What the split looks like, and where it leaks."""
     data = job.data
-    source = open_source(data.source, base_dir=job.base_dir, on_bad_row=data.on_bad_row, cache_dir=str(paths.cache),
-                         tell=lambda message: stream.emit("note", message=message))  # fmt: skip
+    source = open_source(
+        data.source,
+        base_dir=job.base_dir,
+        on_bad_row=data.on_bad_row,
+        cache_dir=str(paths.cache),
+        tell=lambda message: stream.emit("note", message=message),
+    )
     parts = {n: split(data.split, source, seed=job.seed, fold=n) for n in _folds(data)}
     answer = report.report(source, parts, data.split)
     if export is not None:
@@ -125,27 +138,52 @@ def _folds(data: Data) -> list[int]:
     return list(range(data.split.folds)) if data.split.fold is None else [data.split.fold]
 
 
-def evaluate(job: Job, paths: RunPaths, stream: Stream, *, weights: str, part: str | None, source: dict[str, Any] | None) -> dict[str, Any]:
+def evaluate(
+    job: Job,
+    paths: RunPaths,
+    stream: Stream,
+    *,
+    weights: str,
+    part: str | None,
+    source: dict[str, Any] | None,
+) -> dict[str, Any]:
     """Metrics of a finished run on a part of its data, or on other data."""
-    task, replica = build_replica(job.model_copy(update={"init_from": None}), pick_device(job.device),
-                                  steps=1, steps_per_epoch=1, tell=stream.emit)  # fmt: skip
+    task, replica = build_replica(
+        job.model_copy(update={"init_from": None}),
+        pick_device(job.device),
+        steps=1,
+        steps_per_epoch=1,
+        tell=stream.emit,
+    )
     replica.model.load_state_dict(load_weights(weights))
     data = assemble(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=paths.cache)
     parts = {"train": data.train, **data.others}
     if source is not None:
         spec = Data.model_validate({"source": source}).source
-        other = open_source(spec, base_dir=job.base_dir, on_bad_row=job.data.on_bad_row, cache_dir=str(paths.cache), like=data.train.source)
+        other = open_source(
+            spec,
+            base_dir=job.base_dir,
+            on_bad_row=job.data.on_bad_row,
+            cache_dir=str(paths.cache),
+            like=data.train.source,
+        )
         transform = bind(job.data.transform, base_dir=job.base_dir)
         parts, part = {"data": Part("data", other, np.arange(len(other), dtype=np.int64), transform)}, "data"
     if part is not None and part not in parts:
         raise error("SH606", f"the run has no part '{part}'", where="--part", fix=f"Use one of: {', '.join(parts)}.")
     evaluator = Evaluator(task, lanes=job.lane_count, chunk=job.evaluate.batch_size or job.batch_size, seed=job.seed)
     chosen = [part] if part else [name for name in parts if name != "train"] or ["train"]
-    return {"metrics": {name: evaluator.measure(replica, parts[name]) for name in chosen},
-            "samples": {name: len(parts[name]) for name in chosen}}  # fmt: skip
+    return {
+        "metrics": {name: evaluator.measure(replica, parts[name]) for name in chosen},
+        "samples": {name: len(parts[name]) for name in chosen},
+    }
 
 
-QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {"check": check, "split": describe_split, "evaluate": evaluate}
+QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "check": check,
+    "split": describe_split,
+    "evaluate": evaluate,
+}
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ class Evaluator:
         model.eval()
         lanes: list[Accumulator] = []
         chunks = range(-(-len(part.ids) // self._chunk))
-        for chunk, batch in evaluation(part.source, part.ids, chunk=self._chunk, chunks=chunks, transform=part.transform):
+        for chunk, batch in evaluation(
+            part.source, part.ids, chunk=self._chunk, chunks=chunks, transform=part.transform
+        ):
             batch = batch.to(replica.device)
             seed_from(replica.device, self._seed, seeds.EVALUATION, chunk)
             with replica.casting(), blaming("SH401", f"evaluation of {part.name}, chunk {chunk}"):

@@ -183,7 +183,12 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         """What must survive: after loading it, training goes on as if nothing had happened."""
-        loop = {"step": self.step, "stop": self.teller.stop, "watch": self.teller.state(), "sync": self.sync.state()}
+        loop = {
+            "step": self.step,
+            "stop": self.teller.stop,
+            "watch": self.teller.state(),
+            "sync": self.sync.state(),
+        }
         return {**self.replica.state(), "loop": loop}
 
     def load_state(self, state: dict[str, Any]) -> None:

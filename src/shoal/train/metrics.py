@@ -11,20 +11,28 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, error
 from shoal.spec.base import Ref
-from shoal.spec.names import DEFAULT_MODULES, expand, metric_name
+from shoal.spec.names import DEFAULT_MODULES, expand, metric_names
 from shoal.spec.resolve import build_ref
 from shoal.train.task import agree
 
 CLASSIFIERS = {
-    "accuracy", "precision", "recall", "f1", "auc", "average_precision", "specificity", "kappa", "mcc", "confusion",
-}  # fmt: skip
+    "accuracy",
+    "precision",
+    "recall",
+    "f1",
+    "auc",
+    "average_precision",
+    "specificity",
+    "kappa",
+    "mcc",
+    "confusion",
+}
 
 
 def build_metrics(refs: Sequence[Ref], example: tuple[Any, Any] | None, *, base_dir: str) -> dict[str, Any]:
     """torchmetrics objects by name. Short names of classification metrics learn their task from the example."""
     built: dict[str, Any] = {}
-    for number, ref in enumerate(refs):
-        name = metric_name(ref) if metric_name(ref) not in built else f"{metric_name(ref)}_{number}"
+    for number, (name, ref) in enumerate(zip(metric_names(refs), refs, strict=True)):
         full = expand(ref, field="metrics")
         if ref.name in CLASSIFIERS and "task" not in full.args and example is not None:
             full = Ref(name=full.name, args=_classification(example) | full.args)

@@ -29,13 +29,27 @@ def build_task(job: Job) -> Task:
     if job.task is not None:
         task = build_ref(job.task, base_dir=job.base_dir)
         if not isinstance(task, Task):
-            raise error("SH206", f"'{job.task.name}' is not a shoal.Task", where="task", fix="Derive the class from shoal.Task.")
+            raise error(
+                "SH206",
+                f"'{job.task.name}' is not a shoal.Task",
+                where="task",
+                fix="Derive the class from shoal.Task.",
+            )
         return task
-    assert job.model is not None and job.loss is not None  # a rule of the job
+    assert job.model is not None  # both are rules of the job
+    assert job.loss is not None
     model = build_ref(job.model, base_dir=job.base_dir)
     if not isinstance(model, nn.Module):
-        raise error("SH206", f"'{job.model.name}' gives a {type(model).__name__}, not a torch.nn.Module", where="model")
-    return PlainTask(model, _loss(job.loss, job.base_dir), functools.partial(build_metrics, job.metrics, base_dir=job.base_dir))
+        raise error(
+            "SH206",
+            f"'{job.model.name}' gives a {type(model).__name__}, not a torch.nn.Module",
+            where="model",
+        )
+    return PlainTask(
+        model,
+        _loss(job.loss, job.base_dir),
+        functools.partial(build_metrics, job.metrics, base_dir=job.base_dir),
+    )
 
 
 def _loss(ref: Ref, base_dir: str) -> Any:
@@ -90,7 +104,12 @@ def matching(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
     names = list(names)
     found = [n for n in names if fnmatch.fnmatchcase(n, pattern) or n.startswith(pattern + ".")]
     if not found:
-        raise error("SH405", f"the pattern '{pattern}' matches no parameter", where=where, fix=did_you_mean(pattern, names))
+        raise error(
+            "SH405",
+            f"the pattern '{pattern}' matches no parameter",
+            where=where,
+            fix=did_you_mean(pattern, names),
+        )
     return found
 
 
@@ -117,7 +136,9 @@ def build_optimizer(spec: Optimizer, model: nn.Module, *, base_dir: str) -> torc
     return made
 
 
-def build_schedule(spec: Schedule | None, optimizer: torch.optim.Optimizer, *, steps: int, epochs: int, base_dir: str) -> Any:
+def build_schedule(
+    spec: Schedule | None, optimizer: torch.optim.Optimizer, *, steps: int, epochs: int, base_dir: str
+) -> Any:
     """The job's schedule. In its arguments the words `steps` and `epochs` are the job's totals."""
     if spec is None:
         return None

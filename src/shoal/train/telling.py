@@ -21,7 +21,7 @@ class Teller:
         self.watchers = list(watchers)
         self.stop = ""
 
-    def tell(self, kind: str, *, step: int | None = None, **fields: Any) -> Event:
+    def tell(self, kind: str, /, *, step: int | None = None, **fields: Any) -> Event:
         event = self.stream.emit(kind, step=step, **fields)
         self.show(event)
         return event
@@ -69,7 +69,15 @@ class Progress:
         self._samples += samples
         self._bytes += bytes_sent
         if self._every_step:
-            self._teller.show(Event("step", time.time(), self._teller.stream.who, step, {"loss": loss, "lr": lr, "samples": samples}))
+            self._teller.show(
+                Event(
+                    "step",
+                    time.time(),
+                    self._teller.stream.who,
+                    step,
+                    {"loss": loss, "lr": lr, "samples": samples},
+                )
+            )
         now = time.perf_counter()
         if now - self._row_at >= ROW_EVERY_S:
             self._row(step, loss, lr, now)
@@ -86,9 +94,16 @@ class Progress:
     def _row(self, step: int, loss: float, lr: float, now: float) -> None:
         times = {name: round(value, 6) for name, value in self._times.items() if value}
         self._teller.stream.emit(
-            "step", step=step, steps=self._steps, loss=loss, lr=lr, samples=self._samples, wall_s=round(now - self._row_at, 6),
-            bytes_sent=self._bytes, **times,
-        )  # fmt: skip
+            "step",
+            step=step,
+            steps=self._steps,
+            loss=loss,
+            lr=lr,
+            samples=self._samples,
+            wall_s=round(now - self._row_at, 6),
+            bytes_sent=self._bytes,
+            **times,
+        )
         self._times = dict.fromkeys(TIMES, 0.0)
         self._steps = self._samples = self._bytes = 0
         self._row_at = now

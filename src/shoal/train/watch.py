@@ -26,7 +26,12 @@ def monitored(monitor: Monitor, event: Event) -> float | None:
     metrics = event["metrics"]
     if monitor.metric not in metrics:
         known = ", ".join(sorted(metrics))
-        raise error("SH409", f"no metric is called '{monitor.metric}'", where="best/stop_early", fix=f"Use one of: {known}.")
+        raise error(
+            "SH409",
+            f"no metric is called '{monitor.metric}'",
+            where="best/stop_early",
+            fix=f"Use one of: {known}.",
+        )
     return float(metrics[monitor.metric])
 
 
@@ -92,7 +97,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as failure:
-            raise error("SH207", "TensorBoard is not installed", where="watch", fix="pip install 'shoal[tensorboard]'") from failure
+            raise error(
+                "SH207", "TensorBoard is not installed", where="watch", fix="pip install 'shoal[tensorboard]'"
+            ) from failure
         self._writer: Any = SummaryWriter(directory)
 
     def watch(self, event: Event) -> str | None:

@@ -43,11 +43,17 @@ def guarded(paths: RunPaths, who: str, act: Callable[[Stream], None]) -> int:
         act(stream)
     except ShoalError as failure:
         for one in each(failure):
-            stream.emit("failed", **one.to_row())
+            stream.emit("failed", code=one.code, message=one.message, where=one.where, fix=one.fix)
         traceback.print_exc()
         return failure.exit_code
     except BaseException as failure:
-        stream.emit("failed", code="BUG", message=f"{type(failure).__name__}: {failure}", where=traceback.format_exc(), fix="")
+        stream.emit(
+            "failed",
+            code="BUG",
+            message=f"{type(failure).__name__}: {failure}",
+            where=traceback.format_exc(),
+            fix="",
+        )
         traceback.print_exc()
         return EXIT_BUG
     finally:
@@ -61,9 +67,22 @@ def work(paths: RunPaths, seat: int, stream: Stream) -> None:
     prepare_torch(job)
     with paths.seat_lock(seat).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a worker that lost its driver may still be saving
-        stream.emit("worker_started", pid=os.getpid(), host=socket.gethostname(), threads=job.threads, torch=torch.__version__)
+        stream.emit(
+            "worker_started",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            threads=job.threads,
+            torch=torch.__version__,
+        )
         built = build(job, cache_dir=paths.whole.cache, tell=stream.emit)
-        loop = build_loop(built, paths, seat=seat, membership=FileMembership(paths.view), stream=stream, asked_to_leave=asked_to_leave)
+        loop = build_loop(
+            built,
+            paths,
+            seat=seat,
+            membership=FileMembership(paths.view),
+            stream=stream,
+            asked_to_leave=asked_to_leave,
+        )
         try:
             recover(loop)
             ending = loop.run()
@@ -120,18 +139,35 @@ def finish(loop: Loop, ending: Ending, built: Built, paths: RunPaths) -> None:
     model = loop.replica.model
     weights = weights_sha256(model.state_dict())
     export_model(
-        paths.model, model, program="program" in built.job.export, tell=loop.teller.tell,
+        paths.model,
+        model,
+        program="program" in built.job.export,
+        tell=loop.teller.tell,
         example_inputs=built.example.inputs,
-        info={"job": built.job.dump(), "step": loop.step, "weights_sha256": weights, "metrics": validation,
-              "classes": built.data.train.source.classes},
-    )  # fmt: skip
+        info={
+            "job": built.job.dump(),
+            "step": loop.step,
+            "weights_sha256": weights,
+            "metrics": validation,
+            "classes": built.data.train.source.classes,
+        },
+    )
     loop.store.wait()
     loop.teller.tell(
-        "finished", step=loop.step, weights_sha256=weights, state_sha256=state_sha256(loop.replica.state()),
-        samples_seen=built.dealer.samples_before(loop.step), metrics=validation, stopped=ending.why,
-        platform={"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
-                  "cpu": torch.backends.cpu.get_cpu_capability()},
-    )  # fmt: skip
+        "finished",
+        step=loop.step,
+        weights_sha256=weights,
+        state_sha256=state_sha256(loop.replica.state()),
+        samples_seen=built.dealer.samples_before(loop.step),
+        metrics=validation,
+        stopped=ending.why,
+        platform={
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,24 +27,20 @@ def open_npy(spec: NpySource, opening: Opening) -> Arrays:
 
 def open_npz(spec: NpzSource, opening: Opening) -> Arrays:
     path = find_file(spec.path, opening=opening)
+    members = _members(path)
     inputs = (spec.inputs,) if isinstance(spec.inputs, str) else tuple(spec.inputs)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            members = list(file.files)
-            used = [*inputs, *([spec.target] if spec.target is not None else [])]
-            for name in used:
-                if name not in members:
-                    raise error("SH303", f"no array '{name}'", where=path, fix=did_you_mean(name, members))
-            arrays = {name: _member(path, name, file) for name in used}
-    except (ValueError, OSError, zipfile.BadZipFile, AttributeError) as failure:
-        raise error("SH307", f"not an .npz file: {failure}", where=path) from failure
-
-    def lookup(name: str) -> Array:
-        with np.load(path, allow_pickle=False) as file:
-            return np.asarray(file[name])
-
+    arrays = {}
+    for name in (*inputs, *([spec.target] if spec.target is not None else [])):
+        if name not in members:
+            raise error("SH303", f"no array '{name}'", where=path, fix=did_you_mean(name, members))
+        arrays[name] = _load_member(path, members[name])
     return from_arrays(
-        arrays, inputs=inputs, target=spec.target, opening=opening, names=tuple(members), lookup=lookup
+        arrays,
+        inputs=inputs,
+        target=spec.target,
+        opening=opening,
+        names=tuple(members),
+        lookup=lambda name: _load_member(path, members[name]),
     )
 
 
@@ -83,9 +80,7 @@ def _rows(name: str, array: Array, kind: Callable[[np.dtype[Any]], torch.dtype])
     wanted = kind(array.dtype)
     if not isinstance(array, np.memmap):
         # Bytes grow to four times their size as floats: they are converted batch by batch.
-        small = array.dtype.itemsize < wanted.itemsize and (
-            array.dtype.kind != "u" or array.dtype.itemsize == 1
-        )
+        small = array.dtype.itemsize < wanted.itemsize and (array.dtype.kind != "u" or array.dtype.itemsize == 1)
         return Held(array, _cast(wanted)) if small else Held(array.astype(_NUMPY[wanted], copy=False))
     return Mapped(array, name, None if array.dtype == _NUMPY[wanted] else _cast(wanted))
 
@@ -135,12 +130,22 @@ def _native(array: Array) -> Array:
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
-def _member(path: str, name: str, file: Any) -> Array:
-    with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name)
-    if info.compress_type == zipfile.ZIP_STORED:
-        return _native(_map_member(path, info))
-    return _native(np.asarray(file[name]))
+def _members(path: str) -> dict[str, zipfile.ZipInfo]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+    except (zipfile.BadZipFile, OSError) as failure:
+        raise error("SH307", f"not an .npz file: {failure}", where=path) from failure
+
+
+def _load_member(path: str, info: zipfile.ZipInfo) -> Array:
+    try:
+        if info.compress_type == zipfile.ZIP_STORED:
+            return _native(_map_member(path, info))
+        with zipfile.ZipFile(path) as archive, archive.open(info) as file:
+            return _native(np.lib.format.read_array(file, allow_pickle=False))
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
+        raise error("SH307", f"{failure}", where=f"{path}, array '{info.filename}'") from failure
 
 
 def _map_member(path: str, info: zipfile.ZipInfo) -> Array:
@@ -150,12 +155,10 @@ def _map_member(path: str, info: zipfile.ZipInfo) -> Array:
         lengths = np.frombuffer(file.read(4), dtype="<u2")
         file.seek(int(lengths.sum()), 1)
         version = np.lib.format.read_magic(file)
-        read = (
-            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(file)
         if dtype.hasobject:
-            raise error("SH310", "Python objects; numbers are wanted", where=f"{path}:{info.filename}")
+            raise ValueError("Python objects; numbers are wanted")
         if 0 in shape:
             return np.empty(shape, dtype=dtype)
         return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")

@@ -1,7 +1,7 @@
 """Rows of text. pyarrow splits them into words, block by block; what the words mean is decided here.
 
-Types are not left to pyarrow, which infers them from the first block and then fails somewhere in the file: here
-a column is of numbers when most of its values in the whole file are, and the others are bad rows.
+Types are not left to pyarrow, which infers them from the first block and then fails later on: here a
+column is of numbers when most of its values in the whole file are, and the others are bad rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.spec.data import CsvSource
 _SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".csv.bz2", ".csv.zst")
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 _PACKED_RATIO = 5
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 def open_csv(spec: CsvSource, opening: Opening) -> Arrays:
@@ -92,9 +92,7 @@ def _store(rows: CsvRows, spec: CsvSource, opening: Opening, *, key: list[Any]) 
         write(directory, rows.blocks(layout.used), layout, skip=opening.skip)
         (directory / "survey.json").write_text(json.dumps(asdict(survey)))
 
-    directory = cached(
-        opening.cache_dir, ["csv", key, spec.model_dump(), opening.on_bad_row, opening.classes], make
-    )
+    directory = cached(opening.cache_dir, ["csv", key, spec.model_dump(), opening.on_bad_row, opening.classes], make)
     noted = json.loads((directory / "survey.json").read_text())
     classes = None if noted["classes"] is None else tuple(noted["classes"])
     survey = Survey(noted["kinds"], classes, noted["misshapen"])

@@ -19,9 +19,7 @@ from shoal.spec.resolve import build_ref, import_ref, user_line
 
 def open_python(spec: PythonSource, opening: Opening) -> Source:
     dataset = _made(spec.factory, opening.base_dir)
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise error("SH206", f"'{spec.factory.name}' gives a {type(dataset).__name__}, no dataset",
                     fix="Give a torch Dataset with __len__ and __getitem__.")  # fmt: skip
     if len(dataset) == 0:

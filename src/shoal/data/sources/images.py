@@ -79,7 +79,7 @@ class Images(Source):
                     image = image.resize(self._size[::-1], self._pillow.Resampling.BILINEAR)
         except Exception as failure:  # Pillow's plug-ins raise all sorts
             raise error("SH307", f"not a readable image: {failure}", where=path,
-                        fix="Mend or remove the file, or set data.on_bad_row: skip.") from failure  # fmt: skip
+                        fix="Remove the file, or set data.on_bad_row: skip.") from failure  # fmt: skip
         pixels = np.asarray(image)
         return pixels if pixels.ndim == 3 else pixels[:, :, None]
 

@@ -123,7 +123,5 @@ class ParquetGroups(Source):
 
     def _joined(self, parts: list[Array]) -> Array:
         if len({part.shape[1] for part in parts}) > 1:
-            raise error(
-                "SH306", "row groups hold lists of different lengths", where=self._table.files[0].path
-            )
+            raise error("SH306", "row groups hold lists of different lengths", where=self._table.files[0].path)
         return np.concatenate(parts)

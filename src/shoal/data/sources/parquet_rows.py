@@ -99,9 +99,7 @@ class ParquetRows:
                 if name not in other:
                     raise error("SH303", f"no column '{name}', which the other files have", where=file.path)
                 if other[name] != kind:
-                    raise error(
-                        "SH310", f"column '{name}' is {other[name]} here, {kind} elsewhere", where=file.path
-                    )
+                    raise error("SH310", f"column '{name}' is {other[name]} here, {kind} elsewhere", where=file.path)
 
 
 @contextmanager

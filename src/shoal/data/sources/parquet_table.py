@@ -49,13 +49,9 @@ def _numbered(layout: Layout, table: ParquetRows, opening: Opening) -> Layout:
     return layout.numbered(opening.classes or distinct(pieces))
 
 
-def _store(
-    table: ParquetRows, layout: Layout, spec: ParquetSource, opening: Opening
-) -> tuple[Layout, Stored]:
+def _store(table: ParquetRows, layout: Layout, spec: ParquetSource, opening: Opening) -> tuple[Layout, Stored]:
     def make(directory: Path) -> None:
-        opening.tell(
-            f"{spec.path} has huge row groups: reading it into the cache in {opening.cache_dir}, once"
-        )
+        opening.tell(f"{spec.path} has huge row groups: reading it into the cache in {opening.cache_dir}, once")
         numbered = _numbered(layout, table, opening)
         write(directory, table.blocks(numbered.used), numbered, skip=opening.skip)
         (directory / "classes.json").write_text(json.dumps(numbered.classes))

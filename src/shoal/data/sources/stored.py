@@ -56,9 +56,7 @@ def hold(blocks: Iterable[Block], layout: Layout, *, skip: bool, where: str) -> 
     _check_widths(good, where)
     targets = [part.target for part in good if part.target is not None]
     bad = np.flatnonzero(np.concatenate([part.bad for part in parts]))
-    return Stored(
-        np.concatenate([part.inputs for part in good]), np.concatenate(targets) if targets else None, bad
-    )
+    return Stored(np.concatenate([part.inputs for part in good]), np.concatenate(targets) if targets else None, bad)
 
 
 def write(directory: Path, blocks: Iterable[Block], layout: Layout, *, skip: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -180,18 +179,14 @@ def floats(column: pa.Array) -> Array:
         column = _parsed(column, pa.float64())
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.uint8())
-    with np.errstate(over="ignore"):
-        numbers = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        return np.asarray(numbers, dtype=np.float32)
+    return np.asarray(column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False))
 
 
 def matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
     """A column of lists of one length as rows."""
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) > 1 or None in lengths:
-        raise error(
-            "SH306", f"the lists in column '{name}' have different lengths: {sorted(map(str, lengths))[:5]}"
-        )
+        raise error("SH306", f"the lists in column '{name}' have different lengths: {sorted(map(str, lengths))[:5]}")
     flat = plain(column.flatten())
     if flat.null_count and dtype.kind != "f":
         raise error("SH305", f"a list in column '{name}' has a missing value")
@@ -200,11 +195,9 @@ def matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
 
 
 def plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One array without chunks and dictionaries; words without the spaces around them stay as they are."""
+    """One array without chunks and dictionaries."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
-        if isinstance(column, pa.ChunkedArray):  # an empty one has no chunk to combine
-            column = pa.array([], type=column.type)
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     return column
@@ -274,7 +267,7 @@ def _fault(value: Any, name: str) -> tuple[str, str] | None:
         number = float(value)
     except ValueError:
         return "SH304", f"column '{name}': {value!r} is not a number"
-    if not math.isfinite(np.float64(number).astype(np.float32)):
+    if not abs(number) <= float(np.finfo(np.float32).max):
         return "SH305", f"column '{name}' holds {value}, which is not a finite 32-bit number"
     return None
 

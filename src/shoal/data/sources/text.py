@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,37 +19,44 @@ from shoal.spec.data import TextSource
 _CHUNK = 1 << 20
 _BYTES = tuple(range(256))
 
+Vocabulary = tuple[str | int, ...]
+
 
 def open_text(spec: TextSource, opening: Opening) -> Text:
     files = find_files(spec.path, opening=opening, suffixes=(".txt", ".text", ".md"))
     paths = [local_path(file, opening=opening) for file in files]
-    small = sum(file.size_bytes for file in files) <= SMALL_BYTES
-    if spec.level == "byte":
-        vocabulary: tuple[str | int, ...] = _BYTES
-    else:
-        vocabulary = opening.classes or tuple(sorted(set().union(*map(set, _characters(paths)))))
-
-    def pieces() -> Iterator[Array]:
-        return _bytes(paths) if spec.level == "byte" else _encoded(paths, vocabulary)
+    if sum(file.size_bytes for file in files) <= SMALL_BYTES:
+        vocabulary = _vocabulary(paths, spec, opening)
+        return Text(np.concatenate(list(_tokens(paths, vocabulary))), vocabulary, spec)
 
     def make(directory: Path) -> None:
         opening.tell(f"reading {spec.path} into the cache in {opening.cache_dir}, once")
+        vocabulary = _vocabulary(paths, spec, opening)
+        (directory / "vocabulary.json").write_text(json.dumps(vocabulary))
         with NpyWriter(directory / "tokens.npy") as file:
-            for piece in pieces():
+            for piece in _tokens(paths, vocabulary):
                 file.append(piece)
 
-    if small:
-        tokens = np.concatenate(list(pieces()))
-    else:
-        key = ["text", [file.identity for file in files], spec.level, vocabulary]
-        tokens = np.load(cached(opening.cache_dir, key, make) / "tokens.npy", mmap_mode="r")
-    return Text(tokens, vocabulary, spec)
+    key = ["text", [file.identity for file in files], spec.level, opening.classes]
+    directory = cached(opening.cache_dir, key, make)
+    vocabulary = tuple(json.loads((directory / "vocabulary.json").read_text()))
+    return Text(np.load(directory / "tokens.npy", mmap_mode="r"), vocabulary, spec)
+
+
+def _vocabulary(paths: list[str], spec: TextSource, opening: Opening) -> Vocabulary:
+    if spec.level == "byte":
+        return _BYTES
+    return opening.classes or tuple(sorted(set().union(*map(set, _characters(paths)))))
+
+
+def _tokens(paths: list[str], vocabulary: Vocabulary) -> Iterator[Array]:
+    return _bytes(paths) if vocabulary == _BYTES else _encoded(paths, vocabulary)
 
 
 class Text(Source):
-    """Sample i is `context` tokens from i·stride on; its target are the same, one further. Nothing is padded."""
+    """Sample i is `context` tokens from i·stride on; its target are the same, one further. No padding."""
 
-    def __init__(self, tokens: Array, vocabulary: tuple[str | int, ...], spec: TextSource) -> None:
+    def __init__(self, tokens: Array, vocabulary: Vocabulary, spec: TextSource) -> None:
         self._tokens = tokens
         self._stride = spec.stride or spec.context
         self._window = np.arange(spec.context + 1, dtype=np.int64)
@@ -61,7 +69,7 @@ class Text(Source):
         self.classes = vocabulary
 
     @property
-    def vocabulary(self) -> tuple[str | int, ...]:
+    def vocabulary(self) -> Vocabulary:
         """What token i stands for."""
         return self.classes or ()
 
@@ -91,7 +99,7 @@ def _characters(paths: list[str]) -> Iterator[str]:
                             fix="Convert the text to UTF-8, or use level: byte.") from failure  # fmt: skip
 
 
-def _encoded(paths: list[str], vocabulary: tuple[str | int, ...]) -> Iterator[Array]:
+def _encoded(paths: list[str], vocabulary: Vocabulary) -> Iterator[Array]:
     points = np.array([ord(str(letter)) for letter in vocabulary], dtype=np.uint32)
     small = np.uint8 if len(points) <= 256 else np.int32
     for text in _characters(paths):

@@ -1,0 +1,92 @@
+"""What the tests share: jobs run with real workers, forked from one nursery per test process."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal.jobs import drive
+from shoal.jobs.run import make_nursery
+from shoal.spec.load import make_job
+
+PLAYGROUND = Path(__file__).parent / "playground"
+
+MLP = {
+    "name": "mlp",
+    "model": {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10}},
+    "loss": "CrossEntropyLoss",
+    "metrics": ["accuracy"],
+    "optimizer": {"name": "SGD", "args": {"lr": 0.05, "momentum": 0.9}},
+    "data": {"source": {"kind": "sklearn", "name": "digits"}, "split": {"kind": "holdout", "validation": 0.2}},
+    "batch_size": 50,
+    "steps": 60,
+    "lanes": 4,
+    "evaluate": {"every_steps": 20},
+    "checkpoint": {"every": "never"},
+    "export": [],
+}
+
+CNN = MLP | {
+    "name": "cnn",
+    "model": {"name": "models.py:cnn"},
+    "optimizer": {"name": "AdamW", "args": {"lr": 0.002}},
+    "schedule": {"name": "OneCycleLR", "args": {"max_lr": 0.01, "total_steps": "steps"}},
+    "clip": {"norm": 1.0},
+    "data": MLP["data"] | {"augment": "models.py:shift", "transform": "models.py:as_image"},
+    "steps": 40,
+    "lanes": 3,
+}
+
+GPT = MLP | {
+    "name": "gpt",
+    "model": {"name": "models.py:GPT", "args": {"vocabulary": 30}},
+    "metrics": [],
+    "optimizer": {"name": "AdamW", "args": {"lr": 0.003}},
+    "schedule": {"name": "CosineAnnealingLR", "args": {"T_max": "steps"}},
+    "clip": {"norm": 0.5},
+    "data": {
+        "source": {"kind": "text", "path": "text.txt", "context": 16},
+        "split": {"kind": "holdout", "validation": 0.1},
+    },
+    "batch_size": 24,
+    "steps": 30,
+    "lanes": 4,
+}
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    with make_nursery(1, modules=["torchmetrics", "sklearn.datasets", "sklearn.model_selection"]) as made:
+        yield made
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A directory with the models that jobs refer to."""
+    for file in PLAYGROUND.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    words = ["shoal", "fish", "lane", "swims", "with", "the", "tide", "and", "turns", "again"]
+    text = " ".join(words[(i * i + i // 3) % len(words)] for i in range(1200))
+    (tmp_path / "text.txt").write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def run(place, nursery):
+    """Run a job (plain data) and return its outcome; keyword arguments replace top-level fields."""
+
+    def go(job, look=None, runs="runs", **changes):
+        made = make_job(copy.deepcopy(job) | changes, base_dir=str(place))
+        return drive.run(made, runs=place / runs, look=look, nursery=nursery)
+
+    return go
+
+
+@pytest.fixture
+def resume(place, nursery):
+    def go(paths, look=None):
+        return drive.resume(paths, look=look, nursery=nursery)
+
+    return go

@@ -1,0 +1,159 @@
+"""Datasets of the user's own."""
+
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.data.source import open_source
+from shoal.errors import ShoalError
+from shoal.spec.data import PythonSource
+
+CODE = """
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+
+class Squares(Dataset):
+    def __init__(self, n=5):
+        self.n = n
+        self.group = [i % 2 for i in range(n)]
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i)]), i * i
+
+
+class Two(Squares):
+    def __getitem__(self, i):
+        return torch.tensor([float(i)]), {"len": i}, float(i)
+
+
+class Alone(Squares):
+    def __getitem__(self, i):
+        return {"x": torch.tensor([i])}
+
+
+class Many(Squares):
+    def __getitems__(self, ids):
+        return [(torch.tensor([float(i)]), -i) for i in ids]
+
+
+class Broken(Squares):
+    def __getitem__(self, i):
+        if i == 3:
+            raise KeyError("no such thing")
+        return super().__getitem__(i)
+
+
+class BrokenMany(Squares):
+    def __getitems__(self, ids):
+        return [1 / 0 for i in ids]
+
+
+class Ragged(Squares):
+    def __getitem__(self, i):
+        return torch.zeros(i + 1), 0
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+def tensors(n=4):
+    return TensorDataset(torch.arange(n * 2.0).reshape(n, 2), torch.arange(n) * 10)
+
+
+def number():
+    return 3
+
+
+def nothing():
+    return Squares(0)
+
+
+def fails():
+    raise OSError("disk on fire")
+
+
+ready = tensors(3)
+"""
+
+
+@pytest.fixture
+def opened(tmp_path):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(CODE))
+
+    def opened(name, **args):
+        spec = PythonSource(kind="python", factory={"name": f"mine.py:{name}", "args": args})
+        return open_source(spec, base_dir=str(tmp_path))
+
+    return opened
+
+
+def test_pairs(opened):
+    source = opened("Squares", n=4)
+    batch = source.take(np.array([3, 1]))
+    assert batch.inputs[0].tolist() == [[3], [1]]
+    assert batch.target.tolist() == [9, 1]
+    assert batch.size == 2
+    assert source.per_sample
+    assert source.column("target").tolist() == [0, 1, 4, 9]
+    assert source.column("group").tolist() == [0, 1, 0, 1]
+    assert source.column("size").tolist() == [4, 4, 4, 4]
+    assert source.column("id").tolist() == [0, 1, 2, 3]
+    with pytest.raises(ShoalError, match=r"SH303.*group"):
+        source.column("grop")
+
+
+def test_other_samples(opened):
+    two = opened("Two").take(np.array([1, 2]))
+    assert two.inputs[1]["len"].tolist() == [1, 2]
+    assert two.target.tolist() == [1, 2]
+    alone = opened("Alone").take(np.array([1, 2]))
+    assert alone.inputs[0]["x"].tolist() == [[1], [2]]
+    assert alone.target is None
+    assert opened("Many").take(np.array([2, 1])).target.tolist() == [-2, -1]
+
+
+def test_tensor_datasets_are_indexed_directly(opened):
+    source = opened("tensors", n=4)
+    assert source.in_memory
+    batch = source.take(np.array([3, 0]))
+    assert torch.equal(batch.inputs[0], torch.tensor([[6.0, 7], [0, 1]]))
+    assert batch.target.tolist() == [30, 0]
+    assert source.column("target").tolist() == [0, 10, 20, 30]
+    assert len(opened("ready")) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says", "line"),
+    [
+        ("Broken", "SH309", "sample 3: KeyError", 'raise KeyError("no such thing")'),
+        ("BrokenMany", "SH309", "ZeroDivisionError", "1 / 0"),
+        ("Ragged", "SH306", "do not make a batch", ""),
+        ("Stream", "SH206", "Stream", ""),
+        ("number", "SH206", "int", ""),
+        ("nothing", "SH302", "empty", ""),
+        ("fails", "SH208", "disk on fire", "raise OSError"),
+        ("absent", "SH202", "absent", ""),
+    ],
+)
+def test_errors(opened, tmp_path, name, code, says, line):
+    with pytest.raises(ShoalError) as caught:
+        opened(name).take(np.arange(5))
+    assert caught.value.code == code
+    assert says in caught.value.message
+    if line:
+        file, number = caught.value.where.rsplit(":", 1)
+        assert file == str(tmp_path / "mine.py")
+        assert line in CODE.splitlines()[int(number) - 1]
+
+
+def test_wrong_arguments(opened):
+    with pytest.raises(ShoalError, match="SH205"):
+        opened("Squares", m=4)

@@ -1,0 +1,116 @@
+"""Interrupted equals undisturbed: the same SHA-256, wherever the worker is killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from shoal.events import read
+
+from ..conftest import CNN, GPT, MLP
+
+JOBS = {"mlp": MLP, "cnn": CNN, "gpt": GPT}
+
+
+def deaths(seed, steps, number):
+    """Kill points: distinct steps, and how long after the step."""
+    rng = random.Random(seed)
+    return sorted(rng.sample(range(1, steps), number)), rng.choice([0, 0, 0.001, 0.004])
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_workers_change_nothing(name, seed, run, place):
+    job = JOBS[name]
+    undisturbed = run(job).receipt
+    steps, delay_s = deaths(seed, job["steps"], 4)
+    kill = {"name": "faults.py:KillAt", "args": {"steps": steps, "marks": str(place), "delay_s": delay_s}}
+    outcome = run(job, watch=[kill], engine={"kind": "local", "restarts": 9}, checkpoint={"every": "1 steps"})
+    assert outcome.status == "finished", outcome.error
+    receipt = outcome.receipt
+    assert receipt.deaths_survived == len(steps), f"seed {seed}: killed at {steps} after {delay_s} s"
+    assert receipt.weights_sha256 == undisturbed.weights_sha256
+    assert receipt.state_sha256 == undisturbed.state_sha256
+    assert receipt.metrics == undisturbed.metrics
+    assert receipt.samples_seen == undisturbed.samples_seen
+
+
+def test_a_kill_before_the_first_save_starts_again(run, place):
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [3], "marks": str(place)}}
+    assert run(MLP, watch=[kill]).receipt.weights_sha256 == run(MLP).receipt.weights_sha256
+
+
+def test_saving_changes_nothing(run):
+    assert run(CNN).receipt.weights_sha256 == run(CNN, checkpoint={"every": "3 steps"}).receipt.weights_sha256
+
+
+def test_the_seed_changes_everything(run):
+    assert run(MLP).receipt.weights_sha256 != run(MLP, seed=1).receipt.weights_sha256
+
+
+def test_loader_workers_change_nothing(run):
+    data = CNN["data"] | {"loader": {"workers": 2}}
+    assert run(CNN, data=data).receipt.weights_sha256 == run(CNN).receipt.weights_sha256
+
+
+def test_a_worker_that_dies_again_and_again_is_given_up(run, place):
+    kill = {"name": "faults.py:KillAt", "args": {"steps": list(range(1, 30)), "marks": str(place)}}
+    outcome = run(MLP, watch=[kill], engine={"kind": "local", "restarts": 2})
+    assert outcome.error.code == "SH603"
+    assert "SIGKILL" in outcome.error.message
+
+
+class Command:
+    """`shoal` as a user starts it."""
+
+    def __init__(self, place, *words):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from shoal.cli import main; main()", *words, "--runs", str(place / "runs")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def until(self, kind):
+        """Read rows up to one of this kind."""
+        for line in self.process.stdout:
+            row = json.loads(line)
+            if row["kind"] == kind:
+                return row
+        raise AssertionError(self.process.stderr.read())
+
+    def end(self):
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def long_job(place):
+    """Long enough that a signal comes in the middle."""
+    job = MLP | {"steps": 1500, "checkpoint": {"every": "20 steps"}}
+    (place / "job.yaml").write_text(yaml.safe_dump(job))
+    return str(place / "job.yaml")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_or_killed_driver_is_resumed_to_the_same_weights(number, long_job, place, run):
+    undisturbed = run(MLP, steps=1500).receipt
+    command = Command(place, "run", long_job, "--json")
+    command.until("saved")
+    os.kill(command.process.pid, number)
+    code, _, err = command.end()
+    assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    if number != signal.SIGKILL:
+        assert "shoal resume mlp-2" in err
+    code, out, err = Command(place, "resume", "mlp-2", "--json").end()
+    assert code == 0, err
+    receipt = json.loads(out.splitlines()[-1])
+    assert receipt["weights_sha256"] == undisturbed.weights_sha256
+    assert receipt["state_sha256"] == undisturbed.state_sha256
+    assert receipt["starts"] == 2
+    steps = [e.step for e in read(place / "runs" / "mlp-2" / "events.jsonl") if e.kind == "resumed"]
+    assert steps
+    assert 0 < steps[0] < 1500

@@ -1,0 +1,35 @@
+"""Faults as a readable script: watchers that end their own process, once each."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+
+class KillAt:
+    """kill -9 of oneself at each of these steps, `delay_s` after the step was committed."""
+
+    def __init__(self, steps, marks, delay_s=0.0):
+        self.steps = steps
+        self.marks = Path(marks)
+        self.delay_s = delay_s
+
+    def watch(self, event):
+        if event.kind != "step" or event.step not in self.steps:
+            return
+        try:
+            (self.marks / f"killed-{event.step}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        if self.delay_s:
+            threading.Thread(target=self._later, daemon=True).start()
+        else:
+            self._now()
+
+    def _later(self):
+        time.sleep(self.delay_s)
+        self._now()
+
+    def _now(self):
+        os.kill(os.getpid(), signal.SIGKILL)

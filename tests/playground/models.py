@@ -1,0 +1,50 @@
+"""Small models for the tests, as a user would write them."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal import Batch
+
+
+def mlp(inputs, classes, hidden=32):
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Dropout(0.3), nn.Linear(hidden, classes))
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 10),
+    )  # fmt: skip
+
+
+def as_image(batch):
+    return Batch((batch.inputs[0].reshape(-1, 1, 8, 8),), batch.target, batch.size)
+
+
+def shift(batch, generator):
+    """Moves each image by up to one pixel."""
+    by = torch.randint(-1, 2, (2,), generator=generator).tolist()
+    noise = torch.rand(batch.inputs[0].shape, generator=generator) * 0.05
+    return Batch((batch.inputs[0].roll(by, dims=(2, 3)) + noise,), batch.target, batch.size)
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary, width=24, heads=2, layers=2, context=16):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(context, width)
+        layer = [nn.TransformerEncoderLayer(width, heads, 2 * width, 0.1, batch_first=True) for _ in range(layers)]
+        self.layers = nn.ModuleList(layer)
+        self.head = nn.Linear(width, vocabulary)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
+
+    def forward(self, x):
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            h = layer(h, src_mask=self.mask[: x.shape[1], : x.shape[1]], is_causal=True)
+        return self.head(h)
+
+
+def bce(output, target):
+    return F.binary_cross_entropy_with_logits(output, target)
