@@ -4,9 +4,8 @@ from torch import nn
 
 
 class Net(nn.Sequential):
-    def __init__(self, hidden=128):
+    def __init__(self, hidden=256):
         super().__init__(
-            nn.Flatten(),
             nn.Linear(64, hidden),
             nn.ReLU(),
             nn.Dropout(0.2),

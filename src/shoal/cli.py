@@ -88,7 +88,7 @@ def check(job: JobFile, sets: Sets = NOTHING, as_json: AsJson = False) -> None:
             "samples": ", ".join(f"{words.count(n)} {name}" for name, n in c["samples"].items())
             + (f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""),
             "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",
-            "model": f"{words.count(c['parameters'])} parameters ({words.count(c['trainable'])} train) on {c['device']}",
+            "model": f"{words.count(c['parameters'])} parameters, {words.count(c['trainable'])} train, on {c['device']}",
             "memory": f"{memory}; the process {words.size(c['peak_bytes'])} at its peak",
             "steps": f"{words.count(c['steps'])}, {words.count(c['steps_per_epoch'])} in an epoch",
             "first step": f"{words.seconds(c['step_s'])}, loss {words.number(c['loss'])}",

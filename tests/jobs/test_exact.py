@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from shoal.events import read
-
-from ..conftest import CNN, GPT, MLP
+from tests.conftest import CNN, GPT, MLP
 
 JOBS = {"mlp": MLP, "cnn": CNN, "gpt": GPT}
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal import Batch
+from shoal import Batch, Task
 
 
 def mlp(inputs, classes, hidden=32):
@@ -48,3 +48,75 @@ class GPT(nn.Module):
 
 def bce(output, target):
     return F.binary_cross_entropy_with_logits(output, target)
+
+
+class TokenTask(Task):
+    """A loss whose divisor is not the number of samples."""
+
+    def model(self):
+        return nn.Linear(64, 10)
+
+    def loss(self, model, batch):
+        weight = 1.0 + batch.target.double()
+        losses = F.cross_entropy(model(*batch.inputs), batch.target, reduction="none")
+        return (losses * weight).sum(), weight.sum()
+
+
+class Conditional(nn.Module):
+    """One of its parameters is never touched."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(64, 10)
+        self.spare = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Sinks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.layer(x) * float("nan")
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(63, 10)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Steps:
+    """Remembers which steps it saw."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def watch(self, event):
+        if event.kind == "step":
+            with open(self.path, "a") as file:
+                file.write(f"{event.step} {event['loss']}\n")
+
+
+class Clumsy:
+    def watch(self, event):
+        if event.kind == "step":
+            raise KeyError("oops")
+
+
+class StopAt:
+    def __init__(self, step):
+        self.step = step
+
+    def watch(self, event):
+        return "enough" if event.kind == "step" and event.step >= self.step else None
+
+
+def norm1d():
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shoal.data.batch import Batch
-from shoal.data.leaks import Leak, find_leaks
+from shoal.data.leaks import Leak, find_doubles, find_leaks
 from shoal.data.source import Ids, Source, Tell, open_source, silent
 from shoal.data.split import Parts, split
 from shoal.errors import error
@@ -57,7 +57,7 @@ class Assembled:
 
 
 def assemble(data: Data, *, seed: int, base_dir: str, cache_dir: Path, tell: Tell = silent) -> Assembled:
-    """Open the sources, split them, look for leaks."""
+    """Open the sources, split them, look for leaks. `data.split.fold` tells which fold."""
     opening: dict[str, Any] = {
         "base_dir": base_dir,
         "on_bad_row": data.on_bad_row,
@@ -67,7 +67,6 @@ def assemble(data: Data, *, seed: int, base_dir: str, cache_dir: Path, tell: Tel
     source = open_source(data.source, **opening)
     transform = bind(data.transform, base_dir=base_dir)
     parts = split(data.split, source, seed=seed, fold=_fold(data))
-    _look_for_leaks(parts, source, data, tell)
     train = Part("train", source, parts.train, transform)
     if not len(train):
         raise error("SH351", "no sample is left for training", where="data.split")
@@ -79,7 +78,28 @@ def assemble(data: Data, *, seed: int, base_dir: str, cache_dir: Path, tell: Tel
             others[name] = Part(name, other, np.arange(len(other), dtype=np.int64), transform)
         elif len(ids):
             others[name] = Part(name, source, ids, transform)
-    return Assembled(train, others, bind(data.augment, base_dir=base_dir))
+    assembled = Assembled(train, others, bind(data.augment, base_dir=base_dir))
+    _tell_leaks(assembled, parts, data, tell)
+    return assembled
+
+
+def leaks_between_sources(assembled: Assembled) -> list[Leak]:
+    """Samples of the training part that stand again in a source of its own."""
+    own = [part for part in assembled.others.values() if part.source is not assembled.train.source]
+    return [leak for part in own for leak in find_doubles(assembled.train, part)]
+
+
+def _tell_leaks(assembled: Assembled, parts: Parts, data: Data, tell: Tell) -> None:
+    """`leaks: fail` always looks; `warn` looks where that costs next to nothing."""
+    everything = [assembled.train, *assembled.others.values()]
+    quick = all(p.source.in_memory for p in everything) and sum(map(len, everything)) <= MOST_ROWS_CHECKED_BY_THE_WAY
+    if data.leaks == "ignore" or (data.leaks == "warn" and not quick):
+        return
+    leaks = find_leaks(parts, assembled.train.source, data.split) + leaks_between_sources(assembled)
+    if leaks and data.leaks == "fail":
+        raise error("SH353", "; ".join(map(str, leaks)), where="data.split")
+    for leak in leaks:
+        tell(f"leak: {leak}")
 
 
 def bind(ref: Ref | None, *, base_dir: str) -> Callable[..., Any] | None:
@@ -96,14 +116,3 @@ def bind(ref: Ref | None, *, base_dir: str) -> Callable[..., Any] | None:
 
 def _fold(data: Data) -> int:
     return (data.split.fold or 0) if isinstance(data.split, FoldSplit) else 0
-
-
-def _look_for_leaks(parts: Parts, source: Source, data: Data, tell: Tell) -> None:
-    by_the_way = source.in_memory and len(source) <= MOST_ROWS_CHECKED_BY_THE_WAY
-    if data.leaks == "ignore" or (data.leaks == "warn" and not by_the_way):
-        return
-    leaks: list[Leak] = find_leaks(parts, source, data.split)
-    if leaks and data.leaks == "fail":
-        raise error("SH353", "; ".join(map(str, leaks)), where="data.split")
-    for leak in leaks:
-        tell(f"leak: {leak}")

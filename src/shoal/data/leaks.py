@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -17,6 +17,17 @@ from shoal.data.times import as_times
 from shoal.spec import data as spec_of
 
 SHOWN = 3
+
+
+class Side(Protocol):
+    """A part that may come from a source of its own."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> Source: ...
+    @property
+    def ids(self) -> Ids: ...
 
 
 @dataclass(frozen=True)
@@ -81,20 +92,30 @@ def _digests_of(sides: dict[str, Ids], source: Source) -> Digests:
     return digests
 
 
-def _shared(
-    sides: dict[str, Ids], marks: Digests, kind: Literal["rows", "group"], what: str, most: int
-) -> list[Leak]:
+def _shared(sides: dict[str, Ids], marks: Digests, kind: Literal["rows", "group"], what: str, most: int) -> list[Leak]:
     """A leak for each two parts with a mark in common."""
     leaks = []
     for left, right in combinations(sides, 2):
-        known, first = np.unique(marks[sides[left]], return_index=True)
-        place = np.searchsorted(known, marks[sides[right]]).clip(max=len(known) - 1)
-        like = np.flatnonzero(known[place] == marks[sides[right]])
-        if like.size:
-            some = like[:most]
-            pairs = zip(sides[left][first[place[some]]].tolist(), sides[right][some].tolist(), strict=True)
-            leaks.append(Leak(kind, left, right, what, len(like), tuple(pairs)))
+        count, pairs = _pairs((sides[left], marks[sides[left]]), (sides[right], marks[sides[right]]), most)
+        if count:
+            leaks.append(Leak(kind, left, right, what, count, pairs))
     return leaks
+
+
+def _pairs(left: tuple[Ids, Digests], right: tuple[Ids, Digests], most: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """How many on the right have a mark of the left, and some of them with their like."""
+    known, first = np.unique(left[1], return_index=True)
+    place = np.searchsorted(known, right[1]).clip(max=len(known) - 1)
+    like = np.flatnonzero(known[place] == right[1])
+    some = like[:most]
+    return len(like), tuple(zip(left[0][first[place[some]]].tolist(), right[0][some].tolist(), strict=True))
+
+
+def find_doubles(left: Side, right: Side, *, most: int = 10) -> list[Leak]:
+    """Identical samples in parts of two different sources."""
+    marked = [(side.ids, digest_rows(side.source, side.ids)) for side in (left, right)]
+    count, pairs = _pairs(marked[0], marked[1], most)
+    return [Leak("rows", left.name, right.name, "are identical to samples of", count, pairs)] if count else []
 
 
 def _looks_ahead(sides: dict[str, Ids], source: Source, spec: spec_of.Split, most: int) -> list[Leak]:

@@ -56,7 +56,14 @@ def save_job(job: Job, path: str | Path) -> None:
 
 
 def _settled(job: Job) -> Job:
-    return job.model_copy(update={"base_dir": str(Path(job.base_dir).resolve())})
+    """With absolute paths: a run may be resumed from any directory, and must find its checkpoints there."""
+    base = Path(job.base_dir).resolve()
+    where = job.checkpoint.path
+    if where is not None and "://" not in where:
+        where = str(base / Path(where).expanduser())
+    return job.model_copy(
+        update={"base_dir": str(base), "checkpoint": job.checkpoint.model_copy(update={"path": where})}
+    )
 
 
 def _build(data: dict[str, Any], *, folder: Path, where: Where) -> Job:

@@ -16,7 +16,7 @@ import torch
 
 from shoal.checkpoint.export import load_weights
 from shoal.data import report
-from shoal.data.assemble import Part, assemble, bind
+from shoal.data.assemble import Part, assemble, bind, leaks_between_sources
 from shoal.data.source import open_source
 from shoal.data.split import split
 from shoal.errors import error
@@ -117,19 +117,19 @@ def _shape(value: Any) -> Any:
 
 def describe_split(job: Job, paths: RunPaths, stream: Stream, *, export: str | None = None) -> dict[str, Any]:
     """What the split looks like, and where it leaks."""
-    data = job.data
-    source = open_source(
-        data.source,
-        base_dir=job.base_dir,
-        on_bad_row=data.on_bad_row,
-        cache_dir=str(paths.cache),
-        tell=lambda message: stream.emit("note", message=message),
-    )
-    parts = {n: split(data.split, source, seed=job.seed, fold=n) for n in _folds(data)}
+    data = job.data.model_copy(update={"leaks": "ignore"})
+    folds = _folds(data)
+    if isinstance(data.split, FoldSplit):
+        data = data.model_copy(update={"split": data.split.model_copy(update={"fold": folds[0]})})
+    assembled = assemble(data, seed=job.seed, base_dir=job.base_dir, cache_dir=paths.cache)
+    source = assembled.train.source
+    parts = {n: split(data.split, source, seed=job.seed, fold=n) for n in folds}
     answer = report.report(source, parts, data.split)
+    own = {n: {"size": len(p)} for n, p in assembled.others.items() if p.source is not source}
+    leaks = [str(leak) for leak in leaks_between_sources(assembled)]
     if export is not None:
         report.export(parts, source, Path(export))
-    return {"report": answer, "exported": export}
+    return {"report": answer, "own_sources": own, "leaks_between_sources": leaks, "exported": export}
 
 
 def _folds(data: Data) -> list[int]:

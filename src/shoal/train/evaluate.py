@@ -12,7 +12,7 @@ from shoal.parallel.randomness import seed_from
 from shoal.parallel.replica import Replica
 from shoal.spec import seeds
 from shoal.train.blame import blaming
-from shoal.train.metrics import Accumulator, merge
+from shoal.train.metrics import Accumulator, are_logits, merge
 from shoal.train.task import Task
 
 
@@ -25,6 +25,7 @@ class Evaluator:
         self._chunk = chunk
         self._seed = seed
         self._metrics: dict[str, Any] | None = None
+        self._logits = False
 
     @torch.no_grad()
     def measure(self, replica: Replica, part: Part) -> dict[str, float]:
@@ -46,7 +47,6 @@ class Evaluator:
 
     def _start(self, output: Any, target: Any, device: torch.device) -> list[Accumulator]:
         if self._metrics is None:
-            self._metrics = dict(self._task.metrics((output, target)))
-        for metric in self._metrics.values():
-            metric.to(device)
-        return [Accumulator(self._metrics) for _ in range(self._lanes)]
+            self._metrics = {name: m.to(device) for name, m in self._task.metrics((output, target)).items()}
+            self._logits = are_logits(output, self._task.logits)
+        return [Accumulator(self._metrics, logits=self._logits) for _ in range(self._lanes)]

@@ -13,6 +13,7 @@ from shoal.errors import ShoalError, error
 from shoal.spec.base import Ref
 from shoal.spec.names import DEFAULT_MODULES, expand, metric_names
 from shoal.spec.resolve import build_ref
+from shoal.train.blame import first_line
 from shoal.train.task import agree
 
 CLASSIFIERS = {
@@ -50,13 +51,34 @@ def _classification(example: tuple[Any, Any]) -> dict[str, Any]:
     return {"task": "multiclass", "num_classes": int(prediction.shape[1])}
 
 
+def are_logits(prediction: Any, known: bool | None) -> bool:
+    """Must predictions be turned into probabilities? `known` where the loss tells, else as they look.
+
+    torchmetrics guesses this again for every batch, so that a batch whose logits all lie in 0..1 counts as
+    probabilities. Here it is settled once, on the first chunk.
+    """
+    if known is not None:
+        return known
+    if not isinstance(prediction, Tensor) or not prediction.is_floating_point():
+        return False
+    return bool(((prediction < 0) | (prediction > 1)).any())
+
+
+def probabilities(prediction: Tensor, target: Any) -> Tensor:
+    """In float64, where large logits do not all become 1: metrics that rank would see ties."""
+    prediction = prediction.double()
+    same = prediction.shape == getattr(target, "shape", None)
+    return prediction.sigmoid() if same or prediction.dim() < 2 else prediction.softmax(1)
+
+
 class Accumulator:
     """Loss and metrics of one lane's part of an evaluation."""
 
-    def __init__(self, metrics: Mapping[str, Any]) -> None:
+    def __init__(self, metrics: Mapping[str, Any], *, logits: bool) -> None:
         self.metrics = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         self.loss = torch.zeros((), dtype=torch.float64)
         self.count = torch.zeros((), dtype=torch.float64)
+        self._logits = logits
 
     def add(self, loss: Any, output: Any, batch: Any) -> None:
         total, count = loss if isinstance(loss, tuple) else (loss * batch.size, batch.size)
@@ -64,20 +86,26 @@ class Accumulator:
         self.count += torch.as_tensor(count, device="cpu").double()
         if not self.metrics:
             return
-        prediction, target = agree(output, batch.target)
-        if isinstance(prediction, Tensor) and prediction.dtype in (torch.bfloat16, torch.float16):
-            prediction = prediction.float()
+        raw, target = agree(output, batch.target)
+        if isinstance(raw, Tensor) and raw.is_floating_point():
+            raw = raw.float()
+        target = _whole(raw, target, batch.target)
+        chances = probabilities(raw, target) if self._logits else raw
         for name, metric in self.metrics.items():
             try:
-                metric.update(prediction, _as_metric_target(prediction, target, batch.target))
+                metric.update(chances if _classifies(metric) else raw, target)
             except (ValueError, RuntimeError, TypeError, IndexError) as failure:
-                raise error("SH408", f"{name}: {_first_line(failure)}", where="metrics") from failure
+                raise error("SH408", f"{name}: {first_line(failure)}", where="metrics") from failure
 
 
-def _as_metric_target(prediction: Any, target: Any, original: Any) -> Any:
+def _classifies(metric: Any) -> bool:
+    return type(metric).__module__.startswith("torchmetrics.classification")
+
+
+def _whole(prediction: Any, target: Any, original: Any) -> Any:
     """`agree` turns yes-or-no targets into floats for the loss; metrics want them whole."""
-    whole = isinstance(original, Tensor) and not original.is_floating_point()
-    return original.reshape(prediction.shape) if whole and target is not original else target
+    was_whole = isinstance(original, Tensor) and not original.is_floating_point()
+    return original.reshape(prediction.shape) if was_whole and target is not original else target
 
 
 def merge(lanes: Sequence[Accumulator]) -> dict[str, float]:
@@ -115,7 +143,3 @@ def _scalars(name: str, value: Any) -> dict[str, float]:
     if value.numel() == 1:
         return {name: float(value)}
     return {f"{name}/{i}": float(v) for i, v in enumerate(value.reshape(-1).tolist())}
-
-
-def _first_line(failure: BaseException) -> str:
-    return (str(failure).strip() or type(failure).__name__).splitlines()[0]

@@ -21,6 +21,9 @@ class Task:
     torch's, Python's or numpy's global generators: they are seeded per lane and step.
     """
 
+    logits: bool | None = None
+    """Are predictions logits, to be turned into probabilities for classification metrics? None: as they look."""
+
     def model(self) -> nn.Module:
         raise NotImplementedError("a Task needs model()")
 
@@ -44,6 +47,9 @@ class Task:
         return None
 
 
+_TAKE_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
+
+
 class PlainTask(Task):
     """`loss(model(*inputs), target)`: a plain PyTorch model needs no change."""
 
@@ -51,6 +57,7 @@ class PlainTask(Task):
         self._model = model
         self._loss = loss
         self._metrics = metrics
+        self.logits = True if isinstance(loss, _TAKE_LOGITS) else None
 
     def model(self) -> nn.Module:
         return self._model

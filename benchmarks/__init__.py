@@ -1,0 +1,1 @@
+"""Claims about speed, each with a file that anybody can run again."""

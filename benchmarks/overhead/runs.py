@@ -1,0 +1,58 @@
+"""Real processes for the measurements: whole Shoal runs, and plain scripts born in the same nursery."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead.samples import IMAGES, LABELS, TEXT
+from shoal.fleet.engines.local import Nursery
+from shoal.jobs import drive
+from shoal.jobs.run import make_nursery
+from shoal.spec.load import make_job
+
+BATCH = {"mlp": 128, "cnn": 128, "gpt": 12}
+PLAIN = "benchmarks.overhead.plain"
+_numbers = itertools.count()
+
+
+def open_nursery() -> Nursery:
+    """One nursery for all sides: the same imports, environment and number of threads."""
+    return make_nursery(1, modules=[PLAIN])
+
+
+def job(model: str, data: Path, *, steps: int, window: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The benchmark's job as plain data. Everything that is not here is at its default."""
+    text = {"kind": "text", "path": str(data / TEXT), "context": 64, "stride": 1}
+    images = {"kind": "idx", "path": str(data / IMAGES), "target": str(data / LABELS)}
+    return {
+        "name": model,
+        "model": {"name": "benchmarks.overhead.models:timed", "args": {"model": model, **window}},
+        "loss": "CrossEntropyLoss",
+        "optimizer": {"name": "AdamW", "args": {"lr": 1e-3}},
+        "data": {"source": text if model == "gpt" else images},
+        "batch_size": BATCH[model],
+        "steps": steps,
+        "export": [],
+        **changes,
+    }
+
+
+def shoal_run(plain_job: dict[str, Any], runs: Path, nursery: Nursery) -> drive.Outcome:
+    outcome = drive.run(make_job(plain_job), runs=runs, nursery=nursery)
+    assert isinstance(outcome, drive.Outcome)
+    if outcome.error:
+        raise outcome.error
+    return outcome
+
+
+def plain_run(asked: dict[str, Any], log: Path, nursery: Nursery) -> None:
+    key = f"plain-{next(_numbers)}"
+    nursery.start(key, PLAIN, [json.dumps(asked)], log=log, environment=nursery.environment)
+    while not (gone := nursery.gone([key])):
+        nursery.listen(1.0)
+    if gone[key]:
+        raise RuntimeError(log.read_text())
