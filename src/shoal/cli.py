@@ -88,7 +88,7 @@ def check(job: JobFile, sets: Sets = NOTHING, as_json: AsJson = False) -> None:
             "samples": ", ".join(f"{words.count(n)} {name}" for name, n in c["samples"].items())
             + (f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""),
             "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",
-            "model": f"{words.count(c['parameters'])} parameters, {words.count(c['trainable'])} train, on {c['device']}",
+            "model": f"{words.count(c['parameters'])} parameters ({words.count(c['trainable'])} train), {c['device']}",
             "memory": f"{memory}; the process {words.size(c['peak_bytes'])} at its peak",
             "steps": f"{words.count(c['steps'])}, {words.count(c['steps_per_epoch'])} in an epoch",
             "first step": f"{words.seconds(c['step_s'])}, loss {words.number(c['loss'])}",
@@ -187,15 +187,18 @@ def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
         receipt = json.loads(paths.receipt.read_text()) if paths.receipt.is_file() else None
         print(json.dumps({**catalogue.summary(paths), "receipt": receipt}))
         return
-    for one in paths.folds or [paths]:
-        reports.show(console, drive.picture_of(one), width=console.width)
-        found = catalogue.receipt_of(one)
-        if found:
-            console.print()
-            reports.receipt(console, found)
     if paths.folds:
-        means = catalogue.folded_metrics(paths)
-        console.print(f"mean over {len(paths.folds)} folds: {means}" if means else "not all folds are finished")
+        done = [(one, catalogue.receipt_of(one)) for one in paths.folds]
+        reports.folds(console, [r for _, r in done if r])
+        for one, receipt in done:
+            if receipt is None:
+                reports.show(console, drive.picture_of(one), width=console.width)
+        return
+    reports.show(console, drive.picture_of(paths), width=console.width)
+    found = catalogue.receipt_of(paths)
+    if found:
+        console.print()
+        reports.receipt(console, found)
 
 
 @app.command()
@@ -250,7 +253,7 @@ def _end(outcome: Outcome | Summary, *, as_json: bool) -> NoReturn:
         content = merged(outcome) if isinstance(outcome, Summary) else json.loads(_receipt(outcome).model_dump_json())
         print(json.dumps({"kind": "receipt", **content}))
     elif isinstance(outcome, Summary):
-        reports.folds(console, [_receipt(o) for o in outcome.folds], outcome.metrics)
+        reports.folds(console, [_receipt(o) for o in outcome.folds])
     else:
         reports.receipt(console, _receipt(outcome))
         console.print(f"model: {last.paths.model}", highlight=False, soft_wrap=True)

@@ -336,7 +336,7 @@ class Here:
 def test_objects_of_modules_and_files(folder: Path) -> None:
     assert ref_of(Path) == "pathlib:Path"
     assert ref_of(functools.wraps) == "functools:wraps"
-    assert ref_of(Here.Inner) == f"{__file__}:Here.Inner"
+    assert ref_of(Here.Inner) == f"{__name__}:Here.Inner"
     net = import_ref("net.py:Net", base_dir=folder)
     assert ref_of(net) == f"{folder}/net.py:Net"
     assert ref_of(net, base_dir=folder) == "net.py:Net"

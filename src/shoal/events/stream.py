@@ -6,6 +6,7 @@ killed may leave half a line behind: readers pass over it, and a new writer star
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -86,26 +87,44 @@ def _ends_in_half_a_line(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
-class Reader:
-    """Reads a stream from its beginning and, at each call of `new`, what came since. Never blocks."""
+class Lines:
+    """Whole lines of a growing file: at each call of `new`, what came since. Never blocks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._rest = b""
-        self.damaged = 0
 
-    def new(self) -> Iterator[Event]:
+    def skip(self) -> None:
+        """Pass over what is there already."""
+        with contextlib.suppress(FileNotFoundError):
+            self._offset = self._path.stat().st_size
+
+    def raw(self) -> list[bytes]:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
-            return
+            return []
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._rest = self._rest[-LONGEST_ROW_BYTES:]
-        for line in filter(None, lines):
+        return lines
+
+    def new(self) -> list[str]:
+        return [line.decode(errors="replace") for line in self.raw()]
+
+
+class Reader:
+    """Reads a stream from its beginning and, at each call of `new`, what came since. Never blocks."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = Lines(path)
+        self.damaged = 0
+
+    def new(self) -> Iterator[Event]:
+        for line in filter(None, self._lines.raw()):
             event = parse(line)
             if event is None:
                 self.damaged += 1

@@ -94,9 +94,8 @@ def _become(order: dict[str, Any], control: socket.socket) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         control.close()
         os.setsid()
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        for descriptor, file in ((1, order["output"]), (2, order["errors"])):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
         os.environ.clear()
         os.environ.update(order["environment"])
         os.chdir(order["directory"])

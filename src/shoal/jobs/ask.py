@@ -11,8 +11,8 @@ from typing import Any
 from shoal.errors import Problems, RunError, from_row
 from shoal.events import Event, Reader
 from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import LocalEngine
-from shoal.jobs.run import make_nursery
+from shoal.fleet.engines.local import LocalEngine, Nursery
+from shoal.jobs.run import borrowed
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.paths import RunPaths
@@ -21,29 +21,34 @@ from shoal.spec.view import Seat
 CLERK = "shoal.train.clerk"
 
 
-def ask(question: str, job: Job, *, look: Callable[[Event], None] | None = None, **arguments: Any) -> Mapping[str, Any]:
+def ask(
+    question: str,
+    job: Job,
+    *,
+    look: Callable[[Event], None] | None = None,
+    nursery: Nursery | None = None,
+    **arguments: Any,
+) -> Mapping[str, Any]:
     """The clerk's answer to `check`, `split` or `evaluate`; its errors are raised here."""
-    with tempfile.TemporaryDirectory(prefix="shoal-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, borrowed(nursery, job) as mine:
         paths = RunPaths.at(scratch)
         save_job(job, paths.job)
-        log = paths.log(0)
         reader = Reader(paths.events)
         answer: Mapping[str, Any] | None = None
         errors = []
-        with make_nursery(job.threads) as nursery:
-            engine = LocalEngine(nursery, name=scratch, logs=paths.logs)
-            engine.start([Seat(number=0)], CLERK, ["--run", scratch, question, json.dumps(arguments)])
-            exits: list[Exit] = []
-            while not exits:
-                exits = engine.poll(0.1)
-                for event in reader.new():
-                    if event.kind == "answer":
-                        answer = event.fields
-                    elif event.kind == "failed":
-                        errors.append(event.fields)
-                    elif look:
-                        look(event)
-        return _result(answer, errors, log, exits[0].reason)
+        engine = LocalEngine(mine, name=scratch, logs=paths.logs)
+        engine.start([Seat(number=0)], CLERK, ["--run", scratch, question, json.dumps(arguments)])
+        exits: list[Exit] = []
+        while not exits:
+            exits = engine.poll(0.1)
+            for event in reader.new():
+                if event.kind == "answer":
+                    answer = event.fields
+                elif event.kind == "failed":
+                    errors.append(event.fields)
+                elif look:
+                    look(event)
+        return _result(answer, errors, paths.errors(0), exits[0].reason)
 
 
 def _result(

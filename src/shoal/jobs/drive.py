@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +15,12 @@ from shoal.errors import ShoalError, error
 from shoal.events import Event, Picture, Reader, Stream, fold
 from shoal.fleet.engines.local import Nursery
 from shoal.jobs import directory
-from shoal.jobs.run import Outcome, Run, heavy_modules, make_nursery
+from shoal.jobs.run import Outcome, Run, borrowed
 from shoal.spec.data import FoldSplit
 from shoal.spec.job import Job
 from shoal.spec.load import load_job, save_job
 from shoal.spec.paths import RunPaths, write_atomically
-from shoal.spec.receipt import Receipt
+from shoal.spec.receipt import Receipt, spread
 
 TICK_S = 0.05
 Look = Callable[[RunPaths, Event, Picture], None]
@@ -36,11 +35,7 @@ class Summary:
 
     @property
     def metrics(self) -> dict[str, tuple[float, float]]:
-        found: dict[str, list[float]] = {}
-        for outcome in self.folds:
-            for name, value in (outcome.receipt.metrics if outcome.receipt else {}).items():
-                found.setdefault(name, []).append(value)
-        return {name: (statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for name, v in found.items()}
+        return spread([outcome.receipt for outcome in self.folds if outcome.receipt])
 
     @property
     def status(self) -> str:
@@ -55,7 +50,7 @@ class Summary:
 def run(job: Job, *, runs: Path, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:
     """Run a checked job in a new directory. Who runs many jobs may bring a nursery for all of them."""
     job = _found(job, runs)
-    with _borrowed(nursery, job) as mine:  # torch is being loaded while the rest is prepared
+    with borrowed(nursery, job) as mine:  # torch is being loaded while the rest is prepared
         return _drive(job, directory.create(job, runs), mine, look)
 
 
@@ -73,17 +68,8 @@ def resume(paths: RunPaths, *, look: Look | None = None, nursery: Nursery | None
     if paths.receipt.is_file():
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
     job = load_job(paths.job, check_names=False)
-    with _borrowed(nursery, job) as mine:
+    with borrowed(nursery, job) as mine:
         return _drive(job, paths, mine, look)
-
-
-@contextlib.contextmanager
-def _borrowed(nursery: Nursery | None, job: Job) -> Iterator[Nursery]:
-    if nursery is not None:
-        yield nursery
-    else:
-        with make_nursery(job.threads, modules=heavy_modules(job)) as own:
-            yield own
 
 
 def _drive(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Outcome | Summary:

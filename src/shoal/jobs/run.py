@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import EXIT_BUG, ShoalError, error, from_row
-from shoal.events import Event, Picture, Reader, Stream
+from shoal.events import Event, Lines, Picture, Reader, Stream
 from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import LocalEngine, Nursery
 from shoal.fleet.membership import FileMembership
@@ -64,6 +66,16 @@ def heavy_modules(job: Job) -> list[str]:
     return [module for module, needed in wanted.items() if needed]
 
 
+@contextlib.contextmanager
+def borrowed(nursery: Nursery | None, job: Job) -> Iterator[Nursery]:
+    """The nursery that was brought, or one for this job alone."""
+    if nursery is not None:
+        yield nursery
+    else:
+        with make_nursery(job.threads, modules=heavy_modules(job)) as own:
+            yield own
+
+
 class Run:
     """One run being driven. `tick` is called until it returns an outcome; `stop` asks the workers to leave."""
 
@@ -74,6 +86,8 @@ class Run:
         self._watch = watch
         self._stream = Stream(paths.events, "driver")
         self._reader = Reader(paths.events)
+        self._printed = Lines(paths.log(0))
+        self._printed.skip()
         self._membership = FileMembership(paths.view)
         self._engine = LocalEngine(nursery, name=str(paths.root), logs=paths.logs)
         self._restarts_left = job.engine.restarts
@@ -115,10 +129,15 @@ class Run:
         return None
 
     def _look(self) -> None:
+        for line in self._printed.new():
+            self._show(Event("printed", time.time(), "worker-0", fields={"text": line}))
         for event in self._reader.new():
             self.picture.add(event)
-            if self._watch:
-                self._watch(event, self.picture)
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
+        if self._watch:
+            self._watch(event, self.picture)
 
     def _exited(self, one: Exit) -> Outcome | None:
         if self.picture.result and one.code == 0:
@@ -140,7 +159,7 @@ class Run:
         return Outcome(self.paths, "failed", error=self._death(one, choice.why))
 
     def _death(self, one: Exit, why: str) -> ShoalError:
-        log = self.paths.log(one.seat)
+        log = self.paths.errors(one.seat)
         hint = " (out of memory?)" if one.reason == "SIGKILL" else ""
         return error("SH603", f"worker-{one.seat} ended by {one.reason}{hint}; {why}", where=str(log))
 
@@ -150,7 +169,7 @@ class Run:
             return ShoalError(
                 "SH603",
                 row["message"],
-                where=str(self.paths.log(0)),
+                where=str(self.paths.errors(0)),
                 fix="This is a bug in Shoal: please report it.",
             )
         return from_row(row)

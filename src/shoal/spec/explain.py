@@ -207,9 +207,7 @@ def _own_words(fault: Fault) -> ShoalError:
 
 def _blamed(words: str, fault: Fault) -> str:
     """The first field of a section that the words about it name, or the section."""
-    fields = {
-        f for m in schema.members(fault.kind) if schema.is_section(m) for f in schema.bare(m).model_fields
-    }
+    fields = {f for m in schema.members(fault.kind) if schema.is_section(m) for f in schema.bare(m).model_fields}
     named = next((word for word in re.findall(r"\w+", words) if word in fields), "")
     return f"{fault.place}.{named}".strip(".") if named else fault.place
 

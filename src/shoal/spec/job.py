@@ -226,9 +226,7 @@ class Job(Spec):
     @classmethod
     def _fit_for_a_directory(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-            raise ValueError(
-                "write at most 64 letters, digits, '.', '_' and '-', the first a letter or digit"
-            )
+            raise ValueError("write at most 64 letters, digits, '.', '_' and '-', the first a letter or digit")
         return name
 
     @property

@@ -79,7 +79,12 @@ class RunPaths:
         return self.root / "logs"
 
     def log(self, seat: int) -> Path:
+        """What a worker printed."""
         return self.logs / f"worker-{seat}.log"
+
+    def errors(self, seat: int) -> Path:
+        """What a worker, Python or torch had to complain of; tracebacks too."""
+        return self.logs / f"worker-{seat}.err"
 
     def seat_lock(self, seat: int) -> Path:
         return self.root / f".seat-{seat}.lock"

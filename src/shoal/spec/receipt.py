@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from shoal.spec.base import Spec
@@ -39,3 +42,12 @@ class Receipt(Spec):
     metrics: dict[str, float] = Field(default_factory=dict)
     best: dict[str, float] = Field(default_factory=dict)
     platform: dict[str, str] = Field(default_factory=dict)
+
+
+def spread(receipts: Sequence[Receipt]) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation of each metric over the folds of a job."""
+    found: dict[str, list[float]] = {}
+    for receipt in receipts:
+        for name, value in receipt.metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: (statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for name, v in found.items()}

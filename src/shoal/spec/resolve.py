@@ -258,9 +258,7 @@ def _foreign() -> list[str]:
 # ---- calling ----
 
 
-def build_ref(
-    ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Sequence[str] = (), **extra: Any
-) -> Any:
+def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Sequence[str] = (), **extra: Any) -> Any:
     """Import a name and call it with `leading`, the job's `args` and `extra` (which wins).
 
     Raises SH205 if the arguments do not fit the signature, SH206 if the object cannot be called, SH208 with
@@ -288,11 +286,7 @@ def _check_arguments(name: str, made: Any, leading: int, arguments: Mapping[str,
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ours = {p.name for p in [p for p in parameters if p.kind in positional][:leading]}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    free = {
-        p.name: p
-        for p in parameters
-        if p.name not in ours and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    free = {p.name: p for p in parameters if p.name not in ours and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for word in arguments:
         if word in ours:
             raise error("SH205", f"the argument '{word}' of {name} is given already", fix="Remove it.")

@@ -90,9 +90,26 @@ def remark(event: Event, picture: Picture) -> str:
         return f"step {event.step}: evaluated{name}: {words.metrics(event['metrics'])}"
     if event.kind in _TOLD or event.kind == "best":
         return ""
+    if event.kind == "printed":
+        return str(event["text"])
     if event.kind == "left":
         return f"step {event.step}: saved and left ({event['why']})"
     return picture.notes[-1] if picture.notes else ""
+
+
+class Pace:
+    """Says whether it is time again: evaluations of short epochs would flood the screen."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._last: dict[tuple[Path, str], float] = {}
+
+    def allows(self, paths: RunPaths, kind: str) -> bool:
+        now = time.monotonic()
+        if now - self._last.get((paths.root, kind), -self._every_s) < self._every_s:
+            return False
+        self._last[paths.root, kind] = now
+        return True
 
 
 class Lines(Silent):
@@ -100,21 +117,23 @@ class Lines(Silent):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._said_at: dict[Path, float] = {}
+        self._pace = Pace(PLAIN_EVERY_S)
 
     def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
-        prefix = f"{paths.whole.name}/{paths.name}" if paths.whole.root != paths.root else paths.name
-        text = remark(event, picture)
-        now = time.monotonic()
-        if event.kind == "step" and now - self._said_at.get(paths.root, 0.0) >= PLAIN_EVERY_S:
-            text = (
-                f"step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}  "
-                f"loss {words.number(picture.loss)}  {words.count(picture.samples_per_s)} samples/s  "
-                f"ETA {words.seconds(picture.eta_s)}"
-            )
-            self._said_at[paths.root] = now
+        if event.kind in ("step", "evaluated") and not self._pace.allows(paths, event.kind):
+            return
+        text = progress(picture) if event.kind == "step" else remark(event, picture)
         if text:
-            self._console.print(f"{prefix}: {text}", highlight=False, markup=False, soft_wrap=True)
+            name = paths.name if paths.whole is paths else f"{paths.whole.name}/{paths.name}"
+            self._console.print(f"{name}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def progress(p: Picture) -> str:
+    loss, speed = words.number(p.loss), words.count(p.samples_per_s)
+    return (
+        f"step {p.step}/{p.steps_total}  epoch {p.epoch:.2f}  loss {loss}  {speed} samples/s  "
+        f"ETA {words.seconds(p.eta_s)}"
+    )
 
 
 class LiveDisplay:
@@ -123,6 +142,7 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._pictures: dict[str, Picture] = {}
+        self._pace = Pace(PLAIN_EVERY_S)
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
     def __enter__(self) -> LiveDisplay:
@@ -136,7 +156,8 @@ class LiveDisplay:
 
     def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
         self._pictures[paths.name] = picture
-        text = remark(event, picture)
+        quiet = event.kind == "evaluated" and not self._pace.allows(paths, event.kind)
+        text = "" if quiet else remark(event, picture)
         if text:
             self._live.console.print(Text(f"{paths.name}: ", style="dim") + Text(text), soft_wrap=True)
         if event.kind in ("run_ended", "finished"):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shoal.errors import ShoalError, each
 from shoal.events import Picture
-from shoal.spec.receipt import Receipt
+from shoal.spec.receipt import Receipt, spread
 from shoal.terminal import words
 from shoal.terminal.curve import draw
 
@@ -22,7 +22,7 @@ def receipt(console: Console, r: Receipt) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_row("run", Text(r.run, style="bold") + (f" (stopped: {r.stopped})" if r.stopped else ""))
     table.add_row("exact", f"{'yes' if r.exact else 'no'} ({r.why})")
-    table.add_row("weights", f"sha256 {r.weights_sha256}")
+    table.add_row("sha256", r.weights_sha256)
     trained = {"steps": r.steps, "samples": r.samples_seen, "parameters": r.parameters}
     table.add_row("trained", f"{r.epochs:g} epochs, " + ", ".join(f"{words.count(n)} {w}" for w, n in trained.items()))
     carried = [_plural(r.workers, "worker"), _plural(r.lanes, "lane"), _plural(r.starts, "start")]
@@ -43,18 +43,15 @@ def _plural(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
-def folds(console: Console, receipts: Sequence[Receipt], merged: Mapping[str, tuple[float, float]]) -> None:
+def folds(console: Console, receipts: Sequence[Receipt]) -> None:
     """One column per metric, one row per fold, and the mean."""
-    names = list(merged)
-    table = Table("fold", *names, "steps", "weights", box=None, pad_edge=False)
+    merged = spread(receipts)
+    table = Table("fold", *merged, "steps", "weights", box=None, pad_edge=False)
     for r in receipts:
-        table.add_row(
-            r.run.removeprefix("fold-"),
-            *(words.number(r.metrics.get(n)) for n in names),
-            words.count(r.steps),
-            r.weights_sha256[:12],
-        )
-    table.add_row("mean", *(f"{words.number(m)} ± {words.number(s)}" for m, s in merged.values()), "", "", style="bold")
+        values = (words.number(r.metrics.get(name)) for name in merged)
+        table.add_row(r.run.removeprefix("fold-"), *values, words.count(r.steps), r.weights_sha256[:12])
+    means = (f"{words.number(mean)} ± {words.number(std)}" for mean, std in merged.values())
+    table.add_row("mean", *means, "", "", style="bold")
     console.print(table)
 
 
@@ -98,7 +95,7 @@ def runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(
             row["run"],
             row["status"],
-            f"{row['step']}/{row['steps'] or '?'}",
+            f"{row['step']}/{row['steps']}" if row["steps"] else "–",
             words.metrics(row["metrics"]),
             row["started"],
             row["weights_sha256"][:12],

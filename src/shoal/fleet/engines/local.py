@@ -42,7 +42,7 @@ class Nursery:
         self._exits: dict[str, int] = {}
 
     def start(
-        self, key: str, entry: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]
+        self, key: str, entry: str, arguments: Sequence[str], *, logs: Path, environment: Mapping[str, str]
     ) -> None:
         self._pids[key] = None
         self._order(
@@ -50,7 +50,8 @@ class Nursery:
                 "start": key,
                 "entry": entry,
                 "arguments": list(arguments),
-                "log": str(log),
+                "output": f"{logs}.log",
+                "errors": f"{logs}.err",
                 "environment": dict(environment),
                 "directory": os.getcwd(),
             }
@@ -140,7 +141,7 @@ class LocalEngine:
                 key,
                 entry,
                 ["--seat", str(seat.number), *arguments],
-                log=self._logs / f"worker-{seat.number}.log",
+                logs=self._logs / f"worker-{seat.number}",
                 environment=self._environment,
             )
 

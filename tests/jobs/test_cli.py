@@ -1,0 +1,140 @@
+"""The command line as a user meets it: real processes, exit codes, no traceback for a mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.conftest import MLP
+
+
+def shoal(*words, cwd):
+    command = [sys.executable, "-c", "from shoal.cli import main; main()", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def write(place, job=MLP, name="job.yaml", **changes):
+    (place / name).write_text(yaml.safe_dump(job | changes))
+    return place / name
+
+
+def test_help_is_quick_and_does_not_load_torch():
+    program = (
+        "import sys\nsys.argv = ['shoal', '--help']\nfrom shoal.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'numpy', 'sklearn', 'pydantic', 'pyarrow', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for verb in ("run", "resume", "check", "split", "evaluate", "runs", "show", "compare"):
+        assert verb in done.stdout
+
+
+def test_the_driver_never_loads_torch(place):
+    write(place, steps=3)
+    program = (
+        "import sys, pathlib\nfrom shoal.cli import app\n"
+        "for words in (['run', 'job.yaml', '-q'], ['check', 'job.yaml'], ['runs'], ['show', 'last']):\n"
+        "    try:\n        app(words)\n    except SystemExit as end:\n        assert not end.code, words\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=place, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_from_a_job_file_to_a_model_and_all_the_questions(place):
+    write(place, best={"metric": "accuracy"})
+    done = shoal("run", "job.yaml", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "exact" in done.stdout
+    assert "sha256" in done.stdout
+    (place / "runs" / "mlp-1" / "receipt.json").read_text()
+
+    again = shoal("run", "job.yaml", "--json", "--set", "optimizer.args.lr=0.01", cwd=place)
+    rows = [json.loads(line) for line in again.stdout.splitlines()]
+    assert rows[0]["kind"] == "run_started"
+    assert rows[-1]["kind"] == "receipt"
+    assert {"built", "step", "evaluated", "finished"} <= {row["kind"] for row in rows}
+
+    listed = json.loads(shoal("runs", "--json", cwd=place).stdout)
+    assert [(r["run"], r["status"]) for r in listed] == [("mlp-1", "finished"), ("mlp-2", "finished")]
+    shown = shoal("show", "mlp-1", cwd=place).stdout
+    assert "training loss" in shown
+    assert "⠀" in shown
+    compared = shoal("compare", "mlp-1", "mlp-2", cwd=place).stdout
+    assert "optimizer.args.lr" in compared
+    assert "batch_size" not in compared
+    measured = json.loads(shoal("evaluate", "mlp-1", "--json", cwd=place).stdout)
+    receipt = json.loads((place / "runs" / "mlp-1" / "receipt.json").read_text())
+    assert measured["metrics"]["validation"] == receipt["metrics"]
+    best = json.loads(shoal("evaluate", "mlp-1", "--best", "--json", cwd=place).stdout)
+    assert best["metrics"]["validation"]["accuracy"] == receipt["best"]["accuracy"]
+
+    ended = shoal("resume", "mlp-1", cwd=place)
+    assert (ended.returncode, "SH604" in ended.stderr) == (6, True)
+
+
+def test_the_resolved_job_can_be_run_again(place):
+    write(place, steps=5)
+    first = shoal("run", "job.yaml", "-q", "--set", "seed=4", cwd=place)
+    assert first.returncode == 0, first.stderr
+    second = shoal("run", "runs/mlp-1/job.yaml", "-q", cwd=place)
+    assert second.returncode == 0, second.stderr
+    receipts = [json.loads((place / "runs" / f"mlp-{n}" / "receipt.json").read_text()) for n in (1, 2)]
+    assert receipts[0]["weights_sha256"] == receipts[1]["weights_sha256"]
+    assert receipts[0]["job_sha256"] == receipts[1]["job_sha256"]
+
+
+def test_other_data_can_be_evaluated(place):
+    rows = "\n".join(f"{i % 7},{i % 3},{i % 2}" for i in range(60))
+    (place / "a.csv").write_text("u,v,y\n" + rows + "\n")
+    (place / "b.csv").write_text("u,v,y\n" + rows[: rows.index("\n", 100)] + "\n")
+    source = {"kind": "csv", "path": "a.csv", "target": "y"}
+    write(
+        place,
+        model={"name": "models.py:mlp", "args": {"inputs": 2, "classes": 2}},
+        steps=5,
+        evaluate={},
+        data={"source": source},
+    )
+    assert shoal("run", "job.yaml", "-q", cwd=place).returncode == 0
+    answer = json.loads(shoal("evaluate", "last", "--data", "b.csv", "--json", cwd=place).stdout)
+    assert answer["samples"]["data"] < 60
+    missing = shoal("evaluate", "last", "--data", "c.csv", cwd=place)
+    assert (missing.returncode, "SH301" in missing.stderr) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "code"),
+    [
+        ({"epoch": 3}, "SH103 job.yaml:", 2),
+        ({"evaluate": {}, "data": {"source": {"kind": "csv", "path": "nowhere.csv"}}}, "SH301", 3),
+        ({"model": {"name": "models.py:Broken"}}, "SH401", 4),
+        ({"model": {"name": "models.py:Sinks"}}, "SH403", 4),
+    ],
+)
+def test_mistakes_have_exit_codes_and_no_traceback(place, changes, words, code):
+    write(place, **changes)
+    done = shoal("run", "job.yaml", cwd=place)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "→" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_what_a_worker_prints_is_shown(place):
+    (place / "chatty.py").write_text(
+        "from models import mlp\ndef net():\n    print('hello from the model')\n    return mlp(64, 10)\n"
+    )
+    write(place, model="chatty.py:net", steps=3)
+    assert "hello from the model" in shoal("run", "job.yaml", cwd=place).stdout
+
+
+def test_unknown_runs_and_bad_words(place):
+    done = shoal("show", "nope", cwd=place)
+    assert (done.returncode, "SH601" in done.stderr) == (6, True)
+    assert shoal("run", cwd=place).returncode == 2
+    assert shoal("swim", cwd=place).returncode == 2
