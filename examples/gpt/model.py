@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocabulary=256, context=64, width=128, heads=4, layers=4, dropout=0.1):
+    def __init__(self, vocabulary=256, context=64, width=96, heads=4, layers=4, dropout=0.1):
         super().__init__()
         self.context = context
         self.tokens = nn.Embedding(vocabulary, width)

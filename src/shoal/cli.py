@@ -70,12 +70,13 @@ def resume(run: RunName, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quie
 
 
 @app.command()
-def check(job: JobFile, sets: Sets = NOTHING, as_json: AsJson = False) -> None:
+def check(job: JobFile, sets: Sets = NOTHING, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """Is the job right? Reads the file, opens the data, makes one step on one batch."""
+    from shoal.jobs import directory
     from shoal.jobs.ask import ask
     from shoal.terminal import reports, words
 
-    checked = _load(job, sets)
+    checked = directory.with_its_start(_load(job, sets), runs)
     answer = ask("check", checked)
     if as_json:
         print(json.dumps(answer))

@@ -59,7 +59,9 @@ def heading(section: type[Spec]) -> str:
 def rows(section: type[Spec]) -> list[list[str]]:
     """The first three cells of each row: field, type, default."""
     fields = section.model_fields.items()
-    return [[f"`{name}`", _type(field), _default(field.get_default(call_default_factory=True))] for name, field in fields]
+    return [
+        [f"`{name}`", _type(field), _default(field.get_default(call_default_factory=True))] for name, field in fields
+    ]
 
 
 def _type(field: Any) -> str:

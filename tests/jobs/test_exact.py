@@ -64,6 +64,33 @@ def test_a_worker_that_dies_again_and_again_is_given_up(run, place):
     assert "SIGKILL" in outcome.error.message
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_told(run, resume, place):
+    undisturbed = run(MLP).receipt
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [40], "marks": str(place)}}
+    broken = run(MLP, watch=[kill], checkpoint={"every": "10 steps"}, engine={"kind": "local", "restarts": 0})
+    newest = max((broken.paths.checkpoints / "manifests").glob("*.json"))
+    newest.write_bytes(newest.read_bytes()[:-200])
+    told = []
+    again = resume(broken.paths, look=lambda paths, event, picture: told.append(event))
+    assert [e.step for e in told if e.kind == "checkpoint_invalid"] == [int(newest.stem)]
+    assert again.receipt.weights_sha256 == undisturbed.weights_sha256
+
+
+def test_a_full_disk_stops_no_training(run, place):
+    """Files may not grow beyond 40 kB in the worker: weights fit, the optimizer's state does not."""
+    full = {"name": "faults.py:SmallDisk", "args": {"most_bytes": 40_000}}
+    wide = {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "hidden": 300}}
+    undisturbed = run(MLP, model=wide).receipt
+    outcome = run(MLP, model=wide, watch=[full], checkpoint={"every": "10 steps", "keep_best": 0})
+    assert outcome.error.code == "SH503"  # the last save has to succeed
+    kinds = [e.kind for e in read(outcome.paths.events)]
+    assert kinds.count("save_failed") >= 2
+    assert "resumed" not in kinds
+    again = run(MLP, model=wide, watch=[full | {"args": {"most_bytes": 40_000, "until": 45}}],
+                checkpoint={"every": "10 steps", "keep_best": 0})  # fmt: skip
+    assert again.receipt.weights_sha256 == undisturbed.weights_sha256
+
+
 class Command:
     """`shoal` as a user starts it."""
 

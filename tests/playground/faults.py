@@ -1,6 +1,7 @@
 """Faults as a readable script: watchers that end their own process, once each."""
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -33,3 +34,17 @@ class KillAt:
 
     def _now(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SmallDisk:
+    """No file of this process may grow beyond a size, until a step: what a full disk does to a save."""
+
+    def __init__(self, most_bytes, until=10**9):
+        self.most_bytes = most_bytes
+        self.until = until
+
+    def watch(self, event):
+        if event.kind == "step":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            most = self.most_bytes if event.step < self.until else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))

@@ -265,3 +265,10 @@ print([m for m in ("torch", "numpy", "sklearn", "pyarrow", "torchmetrics") if m 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_checkpoints_lie_where_the_job_file_says_wherever_the_run_is_resumed(folder: Path) -> None:
+    overrides = ["checkpoint.path=saves"]
+    assert load_job(folder / "job.yaml", overrides=overrides).checkpoint.path == str(folder / "saves")
+    remote = load_job(folder / "job.yaml", overrides=["checkpoint.path=s3://bucket/saves"])
+    assert remote.checkpoint.path == "s3://bucket/saves"

@@ -37,9 +37,7 @@ def make_dealer(
     key = mix(seed, _STREAM)
     if isinstance(spec, HashDeal):
         lane = jump(_keys(spec, ids, source), lanes)
-        shuffles = [
-            Shuffle(ids[lane == i], spec=spec, blocks=source.blocks, key=mix(key, i)) for i in range(lanes)
-        ]
+        shuffles = [Shuffle(ids[lane == i], spec=spec, blocks=source.blocks, key=mix(key, i)) for i in range(lanes)]
         return HashDealer(shuffles, batch_size=batch_size, drop_last=drop_last)
     shuffle = Shuffle(ids, spec=spec, blocks=source.blocks, key=key)
     if isinstance(spec, BalancedDeal):

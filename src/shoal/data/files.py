@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Iterator
@@ -76,6 +77,17 @@ def local_path(file: File, *, opening: Opening) -> str:
             file.fs.get_file(_bare(file), str(directory / name))
 
     return str(cached(opening.cache_dir, ["copy", *file.identity], copy) / name)
+
+
+def seekable(file: File, *, opening: Opening) -> File:
+    """The file if parts of it can be read, else its copy in the cache: not every server answers for ranges."""
+    if file.fs is None:
+        return file
+    if file.size_bytes > 0:
+        with reaching(file.path), contextlib.suppress(ValueError, NotImplementedError):  # a refusal of ranges
+            file.fs.cat_file(_bare(file), start=file.size_bytes - 1, end=file.size_bytes)
+            return file
+    return _local(local_path(file, opening=opening))
 
 
 @contextmanager

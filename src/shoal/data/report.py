@@ -38,10 +38,7 @@ def report(source: Source, parts_by_fold: Mapping[int, Parts], spec: spec_of.Spl
         {
             "fold": fold,
             "parts": {name: look.part(ids) for name, ids in parts.named().items() if len(ids)},
-            "leaks": [
-                asdict(leak) | {"text": str(leak)}
-                for leak in find_leaks(parts, source, spec, digests=digests)
-            ],
+            "leaks": [asdict(leak) | {"text": str(leak)} for leak in find_leaks(parts, source, spec, digests=digests)],
         }
         for fold, parts in parts_by_fold.items()
     ]
@@ -89,10 +86,7 @@ def _classes(target: NDArray[Any] | None) -> tuple[list[Any], Ids] | None:
 
 def _balance(kinds: list[Any], numbers: Ids, ids: Ids) -> dict[str, dict[str, float]]:
     counts = np.bincount(numbers[ids], minlength=len(kinds)).tolist()
-    return {
-        str(kind): {"count": count, "share": count / len(ids)}
-        for kind, count in zip(kinds, counts, strict=True)
-    }
+    return {str(kind): {"count": count, "share": count / len(ids)} for kind, count in zip(kinds, counts, strict=True)}
 
 
 def _spread(values: NDArray[np.float64]) -> dict[str, float]:
@@ -138,9 +132,7 @@ def _chunks(parts_by_fold: Mapping[int, Parts], columns: dict[str, pa.ChunkedArr
                     "fold": pa.repeat(pa.scalar(fold, pa.int32()), len(chunk)),
                     "part": pa.repeat(name, len(chunk)),
                 }
-                yield pa.table(
-                    {**own, "id": chunk, **{key: column.take(chunk) for key, column in columns.items()}}
-                )
+                yield pa.table({**own, "id": chunk, **{key: column.take(chunk) for key, column in columns.items()}})
 
 
 def _map_columns(source: Source, scratch: Path) -> dict[str, pa.ChunkedArray]:
@@ -154,9 +146,7 @@ def _map_columns(source: Source, scratch: Path) -> dict[str, pa.ChunkedArray]:
         table = pa.table({name: _arrow(source.column(name))})
         with pa.OSFile(file, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
-        mapped[f"data.{name}" if name in _OWN else name] = (
-            pa.ipc.open_file(pa.memory_map(file)).read_all().column(0)
-        )
+        mapped[f"data.{name}" if name in _OWN else name] = pa.ipc.open_file(pa.memory_map(file)).read_all().column(0)
     return mapped
 
 

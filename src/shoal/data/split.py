@@ -94,9 +94,7 @@ def _holdout_stratified(label: Ids, validation: int, test: int, *, key: int) -> 
         if not size:
             continue
         try:
-            rest, part = train_test_split(
-                rest, test_size=size, stratify=label[rest], random_state=_state(key)
-            )
+            rest, part = train_test_split(rest, test_size=size, stratify=label[rest], random_state=_state(key))
         except ValueError as failure:
             message = f"the {name} part cannot be stratified: {failure}"
             raise error("SH351", message, where=WHERE, fix="Use more data, or larger parts.") from None

@@ -38,9 +38,7 @@ class Timeline:
         return int(np.searchsorted(self.times, self.times[position], side="left"))
 
 
-def forward(
-    line: Timeline, start: int, cut: int, stop: int, *, gap: int, keep: int | None = None
-) -> tuple[Ids, Ids]:
+def forward(line: Timeline, start: int, cut: int, stop: int, *, gap: int, keep: int | None = None) -> tuple[Ids, Ids]:
     """Positions start..cut train (the last `keep` of them), cut..stop validate, `gap` rows between do none.
 
     Cuts are moved back to where they part no rows of the same time.
@@ -62,9 +60,7 @@ def forward(
 def as_times(values: NDArray[Any], name: str) -> NDArray[Any]:
     """Numbers and dates as they are, texts as ISO dates."""
     times = values if values.dtype.kind in "iufM" else _parse(values, name)
-    missing = (
-        np.isnan(times) if times.dtype.kind == "f" else np.isnat(times) if times.dtype.kind == "M" else None
-    )
+    missing = np.isnan(times) if times.dtype.kind == "f" else np.isnat(times) if times.dtype.kind == "M" else None
     if missing is not None and missing.any():
         row = int(np.flatnonzero(missing)[0])
         raise error("SH354", f"the time '{name}' of sample {row} is missing", where="data.split.by",

@@ -208,6 +208,7 @@ _HANDLERS = {
     "save_failed": _note,
     "save_skipped": _note,
     "checkpoint_invalid": _note,
+    "cleanup_failed": _note,
     "export_skipped": _note,
     "note": _note,
     "resumed": _resumed,

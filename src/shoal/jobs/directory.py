@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.errors import did_you_mean, error
+from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.paths import RunPaths
@@ -46,6 +46,18 @@ def find(run: str, runs: Path) -> RunPaths:
     if run == "last" and names:
         return RunPaths.at(max((runs / n for n in names), key=lambda p: (p / "job.yaml").stat().st_mtime))
     raise error("SH601", f"there is no run '{run}' in {runs}", where=run, fix=did_you_mean(run, names))
+
+
+def with_its_start(job: Job, runs: Path) -> Job:
+    """The job with a run that it starts from given by its path instead of its name."""
+    init = job.init_from
+    if init is None or init.path is None or "/" in init.path or (Path(job.base_dir) / init.path).exists():
+        return job
+    try:
+        path = str(find(init.path, runs).root)
+    except ShoalError as failure:
+        raise failure.at("init_from.path") from None
+    return job.model_copy(update={"init_from": init.model_copy(update={"path": path})})
 
 
 def every(runs: Path) -> list[RunPaths]:

@@ -49,18 +49,9 @@ class Summary:
 
 def run(job: Job, *, runs: Path, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:
     """Run a checked job in a new directory. Who runs many jobs may bring a nursery for all of them."""
-    job = _found(job, runs)
+    job = directory.with_its_start(job, runs)
     with borrowed(nursery, job) as mine:  # torch is being loaded while the rest is prepared
         return _drive(job, directory.create(job, runs), mine, look)
-
-
-def _found(job: Job, runs: Path) -> Job:
-    """The job with a run that it starts from given by its path instead of its name."""
-    init = job.init_from
-    if init is None or init.path is None or "/" in init.path or (Path(job.base_dir) / init.path).exists():
-        return job
-    path = str(directory.find(init.path, runs).root)
-    return job.model_copy(update={"init_from": init.model_copy(update={"path": path})})
 
 
 def resume(paths: RunPaths, *, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:

@@ -93,13 +93,19 @@ class Accumulator:
         chances = probabilities(raw, target) if self._logits else raw
         for name, metric in self.metrics.items():
             try:
-                metric.update(chances if _classifies(metric) else raw, target)
+                metric.update(_as_wanted(metric, raw, chances), target)
             except (ValueError, RuntimeError, TypeError, IndexError) as failure:
                 raise error("SH408", f"{name}: {first_line(failure)}", where="metrics") from failure
 
 
-def _classifies(metric: Any) -> bool:
-    return type(metric).__module__.startswith("torchmetrics.classification")
+def _as_wanted(metric: Any, raw: Any, chances: Any) -> Any:
+    """Probabilities for what classifies; (n, t, classes) for metrics of text, (n, classes, t) for all others."""
+    module = type(metric).__module__
+    if module.startswith("torchmetrics.classification"):
+        return chances
+    if module.startswith("torchmetrics.text") and isinstance(raw, Tensor) and raw.dim() > 2:
+        return raw.movedim(1, -1)
+    return raw
 
 
 def _whole(prediction: Any, target: Any, original: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.batch import Batch
+from shoal.errors import error
 from shoal.parallel.replica import Loss
 
 
@@ -89,8 +90,21 @@ def agree(output: Any, target: Any) -> tuple[Any, Any]:
     if output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape:
         if output.shape[-1] == 1:
             output = output.squeeze(-1)
-        elif output.dim() > 2 and output.shape[2:] != target.shape[1:]:
-            output = output.movedim(-1, 1)
+        elif output.dim() > 2:
+            output = _classes_second(output, target)
     if output.shape == target.shape and output.is_floating_point() and not target.is_floating_point():
         target = target.to(output.dtype)
     return output, target
+
+
+def _classes_second(output: Tensor, target: Tensor) -> Tensor:
+    """(n, t, c) as (n, c, t). With as many classes as places nobody can tell which is which, and a guess would train
+    something else without a word."""
+    if output.shape[2:] == target.shape[1:] and not target.is_floating_point():
+        raise error(
+            "SH402",
+            f"the output is {list(output.shape)} beside a target of {list(target.shape)}: which of the two "
+            f"{output.shape[-1]} counts classes?",
+            fix="Use another number of classes (one more will do) or a sample of another length, or write a Task.",
+        )
+    return output.movedim(-1, 1)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from shoal.data.cache import SMALL_BYTES, cached
-from shoal.data.files import find_files
+from shoal.data.files import find_files, seekable
 from shoal.data.source import Opening, Source
 from shoal.data.sources.parquet_groups import ParquetGroups
 from shoal.data.sources.parquet_rows import ParquetRows
@@ -19,7 +19,8 @@ _HUGE_GROUP_BYTES = 32 << 20
 
 
 def open_parquet(spec: ParquetSource, opening: Opening) -> Source:
-    table = ParquetRows(find_files(spec.path, opening=opening, suffixes=_SUFFIXES))
+    files = find_files(spec.path, opening=opening, suffixes=_SUFFIXES)
+    table = ParquetRows([seekable(file, opening=opening) for file in files])
     layout = choose(spec, table.kinds, tokens=table.tokens, where=spec.path)
     group_bytes = [table.decoded_bytes(i, layout) for i in range(len(table.groups))]
     huge = sum(group_bytes) > SMALL_BYTES and max(group_bytes) > _HUGE_GROUP_BYTES
