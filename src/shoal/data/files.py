@@ -85,7 +85,9 @@ def seekable(file: File, *, opening: Opening) -> File:
         return file
     if file.size_bytes > 0:
         with reaching(file.path), contextlib.suppress(ValueError, NotImplementedError):  # a refusal of ranges
-            file.fs.cat_file(_bare(file), start=file.size_bytes - 1, end=file.size_bytes)
+            with file.fs.open(file.path, "rb") as raw:
+                raw.seek(file.size_bytes - 1)
+                raw.read(1)
             return file
     return _local(local_path(file, opening=opening))
 

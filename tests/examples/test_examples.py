@@ -1,0 +1,168 @@
+"""Every example runs, learns something, and stays small."""
+
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.data.source import open_source
+from shoal.data.split import split
+from shoal.errors import ShoalError
+from shoal.jobs import directory, drive
+from shoal.jobs.ask import ask
+from shoal.spec.load import load_job
+from tests.examples import made_up
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
+PROGRAMS = sorted(EXAMPLES.glob("*/*.py"))
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A copy of the examples, without data that somebody may have put there."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("data", "__pycache__"))
+    return tmp_path / "examples"
+
+
+@pytest.fixture
+def run(place, nursery):
+    """Run a job file of the copy with some fields changed."""
+
+    def go(file, *changes):
+        job = load_job(place / file, overrides=["export=[]", *changes])
+        outcome = drive.run(job, runs=place / "runs", nursery=nursery)
+        assert outcome.error is None, outcome.error
+        assert outcome.status == "finished"
+        return outcome
+
+    return go
+
+
+@pytest.fixture
+def script(place, monkeypatch, capsys):
+    """What a script prints that is called as on the command line."""
+
+    def go(file, *words):
+        monkeypatch.setattr(sys, "argv", [file, *words, "--runs", str(place / "runs")])
+        runpy.run_path(str(place / file), run_name="__main__")
+        return capsys.readouterr().out
+
+    return go
+
+
+# ---- running ----
+
+
+def test_digits(run):
+    assert run("digits/job.yaml", "epochs=12").receipt.metrics["accuracy"] >= 0.97
+
+
+def test_mnist(run, place):
+    made_up.mnist(place / "mnist" / "data")
+    receipt = run("mnist/job.yaml", "epochs=8", "model.args.width=4").receipt
+    assert receipt.metrics["test/accuracy"] >= 0.9
+    assert receipt.exact
+
+
+def test_gpt(run, script, place):
+    made_up.text(place / "gpt" / "data" / "input.txt")
+    small = ["model.args.context=16", "model.args.width=32", "model.args.layers=1", "data.source.context=16"]
+    metrics = run("gpt/job.yaml", *small, "steps=150", "evaluate.every_steps=150").receipt.metrics
+    assert metrics["perplexity"] < 4
+    written = script("gpt/sample.py", "gpt-1", "--prompt", "To be", "--length", "20", "--temperature", "0.1")
+    assert written == "To be, or not to be, that\n"
+
+
+def test_ett(run, place):
+    made_up.hourly(place / "ett" / "data" / "ETTh1.csv", rows=500)
+    sizes = [f"{where}.args.{name}" for where in ("model", "data.source.factory") for name in ("past=24", "ahead=6")]
+    summary = run("ett/job.yaml", *sizes, "data.split.gap=30", "batch_size=32", "epochs=6")
+    assert len(summary.folds) == 4
+    mean, deviation = summary.metrics["mae"]
+    assert mean < 3  # an hour ago would be 6 degrees off on average
+    assert deviation > 0
+
+
+def test_no_row_of_ett_is_on_both_sides(place):
+    made_up.hourly(place / "ett" / "data" / "ETTh1.csv", rows=1200)
+    job = load_job(place / "ett" / "job.yaml")
+    source = open_source(job.data.source, base_dir=job.base_dir)
+    length = job.model.args["past"] + job.model.args["ahead"]
+    assert len(source) == 1200 - length + 1
+    ends = []
+    for fold in range(job.data.split.folds):
+        parts = split(job.data.split, source, seed=job.seed, fold=fold)
+        assert parts.train.max() + length <= parts.validation.min()  # a sample covers `length` rows from its own on
+        ends.append(parts.train.max())
+        assert parts.train.min() == 0
+    assert ends == sorted(set(ends))
+
+
+def test_tabular(run):
+    summary = run("tabular/job.yaml", "epochs=5")
+    assert len(summary.folds) == 5
+    mean, deviation = summary.metrics["accuracy"]
+    assert mean > 0.94
+    assert 0 < deviation < 0.05
+
+
+def test_tabular_from_a_file(run, place):
+    made_up.table(place / "tabular" / "table.csv")
+    source = "data.source={kind: csv, path: table.csv, target: diagnosis}"
+    assert run("tabular/job.yaml", source, "data.split.fold=0", "epochs=5").receipt.metrics["accuracy"] > 0.9
+
+
+def test_recommend(run):
+    metrics = run("recommend/job.yaml", "data.source.factory.args.count=20000", "epochs=4").receipt.metrics
+    assert metrics["test/auc"] > 0.8
+
+
+def test_transfer(run, script, place, nursery):
+    run("transfer/backbone.yaml", "epochs=4")
+    job = directory.with_its_start(load_job(place / "transfer" / "job.yaml"), place / "runs")
+    facts = ask("check", job, nursery=nursery)
+    assert 0 < facts["trainable"] < facts["parameters"]
+    assert run("transfer/job.yaml").receipt.metrics["accuracy"] > 0.8
+    lines = script("transfer/changed.py").splitlines()
+    assert {line.split()[-1].split(".")[0]: line[:10].strip() for line in lines} == {
+        "early": "the same",
+        "late": "changed",
+    }
+    assert all(line.startswith("the same") == ("early" in line) for line in lines)
+
+
+def test_transfer_without_its_backbone(run):
+    with pytest.raises(ShoalError, match="there is no run 'backbone-1'") as caught:
+        run("transfer/job.yaml")
+    assert (caught.value.code, caught.value.where) == ("SH601", "init_from.path")
+
+
+def test_script(place):
+    command = [sys.executable, str(place / "script" / "train.py")]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"accuracy (\S+)", done.stdout)[-1]) > 0.95
+    receipt = directory.find("script-1", place / "runs").receipt.read_text()
+    assert re.search(r"weights (\w{64})", done.stdout)[1] in receipt
+
+
+# ---- reading ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_says_how_to_run_it(name):
+    text = (EXAMPLES / name / "README.md").read_text()
+    files = re.findall(r"examples/\S+\.(?:yaml|py)", text)
+    assert files
+    assert all((EXAMPLES.parent / file).is_file() for file in files)
+    assert name in (EXAMPLES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_programs_are_short(path):
+    assert len(path.read_text().splitlines()) < 60
