@@ -1,6 +1,7 @@
 """What the tests share: jobs run with real workers, forked from one nursery per test process."""
 
 import copy
+import os
 import shutil
 from pathlib import Path
 
@@ -55,8 +56,14 @@ GPT = MLP | {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Tests leave the user's cache alone."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
-def nursery():
+def nursery(cache):
     with make_nursery(1, modules=["torchmetrics", "sklearn.datasets", "sklearn.model_selection"]) as made:
         yield made
 

@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "Job": "shoal.spec.job",
     "load_job": "shoal.spec.load",
+    "make_job": "shoal.spec.load",
     "run": "shoal.api",
     "resume": "shoal.api",
     "load": "shoal.api",
@@ -25,7 +26,7 @@ _PLACES = {
     "Event": "shoal.events",
     "ShoalError": "shoal.errors",
 }
-__all__ = ["Batch", "Event", "Job", "ShoalError", "Task", "load", "load_job", "resume", "run"]
+__all__ = ["Batch", "Event", "Job", "ShoalError", "Task", "load", "load_job", "make_job", "resume", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,16 @@ RUNS = Path("runs")
 NOTHING: list[str] = []
 
 
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    """Train PyTorch models on whatever machines there are: the same weights, bit for bit, through any crash."""
+    if version:
+        from shoal import __version__
+
+        print(f"shoal {__version__}")
+        raise typer.Exit
+
+
 @app.command()
 def run(
     job: JobFile,
@@ -129,12 +139,16 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Metrics of a run on a part of its data, or on any other data."""
+    from shoal.errors import error
     from shoal.jobs import catalogue, directory
     from shoal.jobs.ask import ask
     from shoal.spec.load import load_job
     from shoal.terminal import words
 
     paths = directory.find(run, runs)
+    if paths.folds:
+        one = f"{paths.name}/{paths.folds[0].name}"
+        raise error("SH606", f"'{paths.name}' has folds", where=run, fix=f"Name one of them, such as {one}.")
     job = load_job(paths.job, check_names=False)
     weights = catalogue.weights_of(paths, job, best=best)
     answer = ask("evaluate", job, weights=weights, part=part or None, source=_other_source(job, data, target))

@@ -188,9 +188,7 @@ def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalEr
 
 def from_row(row: Mapping[str, Any]) -> ShoalError:
     """The error that another process told of."""
-    return error(
-        row["code"], str(row["message"]), where=str(row.get("where", "")), fix=str(row.get("fix", ""))
-    )
+    return error(row["code"], str(row["message"]), where=str(row.get("where", "")), fix=str(row.get("fix", "")))
 
 
 def each(failure: ShoalError) -> list[ShoalError]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from shoal.errors import error
 
 _FORMAT = 1
+KEPT_S = 30 * 24 * 3600
 SMALL_BYTES = 64 << 20
 """Up to here data is rather held in memory than mapped."""
 
@@ -29,15 +31,24 @@ def cached(cache_dir: Path, key: list[Any], make: Callable[[Path], None]) -> Pat
     name = hashlib.sha256(json.dumps([_FORMAT, *key], default=str).encode()).hexdigest()[:32]
     final = cache_dir / name
     if final.exists():
+        os.utime(final)
         return final
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f"{name}.lock"):
             if not final.exists():
+                _sweep(cache_dir)
                 _fill(final, make)
     except OSError as failure:
         raise error("SH313", f"{failure}", where=str(cache_dir)) from failure
     return final
+
+
+def _sweep(cache_dir: Path) -> None:
+    """Forget what nobody used for a month. A process that still maps such a file keeps it until it ends."""
+    for old in cache_dir.iterdir():
+        if old.is_dir() and old.suffix != ".part" and time.time() - old.stat().st_mtime > KEPT_S:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _fill(final: Path, make: Callable[[Path], None]) -> None:

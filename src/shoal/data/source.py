@@ -13,6 +13,7 @@ import numpy.typing as npt
 from shoal.data.batch import Batch
 from shoal.errors import did_you_mean, error
 from shoal.spec import data as spec_of
+from shoal.spec.paths import cache_directory
 
 Ids = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
@@ -105,7 +106,7 @@ def open_source(
 
     `like` is the training source when validation or test data is opened: classes and tokens get its numbers.
     """
-    cache = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "shoal"
+    cache = Path(cache_dir) if cache_dir else cache_directory()
     classes = like.classes if like is not None else None
     return _open(spec, Opening(base_dir, on_bad_row, cache, tell, classes))
 

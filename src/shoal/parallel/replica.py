@@ -175,9 +175,12 @@ class Replica:
             value = loss.detach().double()
             count = torch.as_tensor(divisor, dtype=torch.float64, device=self.device).clone()
         else:
-            result.backward(self._share(share, result))  # type: ignore[no-untyped-call]
-            value, count = result.detach().double() * share, None
-        averaged, first = self.moving.take(share)
+            # A share of one changes no bit, and is left out: a single lane costs what plain PyTorch does.
+            result.backward(self._share(share, result) if share != 1 else None)  # type: ignore[no-untyped-call]
+            value, count = result.detach().double(), None
+            if share != 1:
+                value *= share
+        averaged, first = self.moving.take(share) if self.moving.names else ([], [])
         return LaneSum(self._take_grads(), averaged, first, value, count)
 
     def apply(self, step: int, total: LaneSum) -> Tensor:

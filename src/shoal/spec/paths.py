@@ -62,10 +62,6 @@ class RunPaths:
         return self.root / "receipt.json"
 
     @property
-    def cache(self) -> Path:
-        return self.root / "cache"
-
-    @property
     def folds(self) -> list[RunPaths]:
         """The runs of a job with folds, in order."""
         found = (p for p in self.root.glob("fold-*") if p.is_dir() and p.name[5:].isdigit())
@@ -88,6 +84,11 @@ class RunPaths:
 
     def seat_lock(self, seat: int) -> Path:
         return self.root / f".seat-{seat}.lock"
+
+
+def cache_directory() -> Path:
+    """What is made once from data files and shared by all runs of this user; it may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
 def write_atomically(path: Path, content: str) -> None:

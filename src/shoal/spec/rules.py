@@ -121,14 +121,6 @@ def _lanes(job: Job) -> list[ShoalError]:
     return found
 
 
-def _one_worker(job: Job) -> list[ShoalError]:
-    """Several workers are not built yet; a range that starts at 1 is run by one."""
-    if job.workers.least == 1:
-        return []
-    message = f"at least {job.workers.least} workers are asked for, and one carries all lanes so far"
-    return [error("SH110", message, where="workers", fix="Write workers: 1, or a range that starts at 1.")]
-
-
 def _split_or_validation(job: Job) -> list[ShoalError]:
     data, found = job.data, []
     if data.validation is not None and not isinstance(data.split, NoSplit):
@@ -218,7 +210,6 @@ RULES: tuple[Rule, ...] = (
     _plain_arguments,
     _clip,
     _lanes,
-    _one_worker,
     _split_or_validation,
     _evaluate,
     _needs_validation,

@@ -26,7 +26,7 @@ from shoal.parallel.tree import TreeSum
 from shoal.spec.data import Data, FoldSplit
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
-from shoal.spec.paths import RunPaths
+from shoal.spec.paths import RunPaths, cache_directory
 from shoal.train.blame import blaming
 from shoal.train.build import build, build_replica, pick_device
 from shoal.train.evaluate import Evaluator
@@ -52,7 +52,7 @@ def main() -> None:
 
 def check(job: Job, paths: RunPaths, stream: Stream) -> dict[str, Any]:
     """Build everything, make one real step, look at shapes, time and memory."""
-    built = build(job, cache_dir=paths.cache, tell=stream.emit)
+    built = build(job, cache_dir=cache_directory(), tell=stream.emit)
     replica, dealer = built.replica, built.dealer
     start = time.perf_counter()
     sums: TreeSum[LaneSum] = TreeSum(job.lane_count, add)
@@ -121,7 +121,7 @@ def describe_split(job: Job, paths: RunPaths, stream: Stream, *, export: str | N
     folds = _folds(data)
     if isinstance(data.split, FoldSplit):
         data = data.model_copy(update={"split": data.split.model_copy(update={"fold": folds[0]})})
-    assembled = assemble(data, seed=job.seed, base_dir=job.base_dir, cache_dir=paths.cache)
+    assembled = assemble(data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory())
     source = assembled.train.source
     parts = {n: split(data.split, source, seed=job.seed, fold=n) for n in folds}
     answer = report.report(source, parts, data.split)
@@ -156,7 +156,7 @@ def evaluate(
         tell=stream.emit,
     )
     replica.model.load_state_dict(load_weights(weights))
-    data = assemble(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=paths.cache)
+    data = assemble(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory())
     parts = {"train": data.train, **data.others}
     if source is not None:
         spec = Data.model_validate({"source": source}).source
@@ -164,7 +164,7 @@ def evaluate(
             spec,
             base_dir=job.base_dir,
             on_bad_row=job.data.on_bad_row,
-            cache_dir=str(paths.cache),
+            cache_dir=str(cache_directory()),
             like=data.train.source,
         )
         transform = bind(job.data.transform, base_dir=job.base_dir)

@@ -22,7 +22,7 @@ from shoal.events import Stream
 from shoal.fleet.membership import FileMembership
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
-from shoal.spec.paths import RunPaths
+from shoal.spec.paths import RunPaths, cache_directory
 from shoal.train.build import Built, build, build_loop
 from shoal.train.loop import Ending, Loop
 
@@ -74,7 +74,7 @@ def work(paths: RunPaths, seat: int, stream: Stream) -> None:
             threads=job.threads,
             torch=torch.__version__,
         )
-        built = build(job, cache_dir=paths.whole.cache, tell=stream.emit)
+        built = build(job, cache_dir=cache_directory(), tell=stream.emit)
         loop = build_loop(
             built,
             paths,
