@@ -10,7 +10,7 @@ from benchmarks.overhead.runs import BATCH, job, open_nursery, plain_run, shoal_
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median, ratio
 from shoal.fleet.engines.local import Nursery
 
-STEPS = {"mlp": 6000, "cnn": 500, "gpt": 200}
+STEPS = {"mlp": 2500, "cnn": 150, "gpt": 60}
 PLAIN = {
     "plain, DataLoader": {"loop": "loader", "fused": False},
     "plain, DataLoader, fused": {"loop": "loader", "fused": True},

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.data.source import open_source
 from shoal.data.split import split
 from shoal.errors import ShoalError
@@ -103,12 +104,15 @@ def test_no_row_of_ett_is_on_both_sides(place):
     assert ends == sorted(set(ends))
 
 
-def test_tabular(run):
+def test_tabular(run, place):
     summary = run("tabular/job.yaml", "epochs=5")
     assert len(summary.folds) == 5
     mean, deviation = summary.metrics["accuracy"]
     assert mean > 0.94
     assert 0 < deviation < 0.05
+    with pytest.raises(ShoalError, match="tabular-1/fold-0 to fold-4"):
+        shoal.load("tabular-1", runs=place / "runs")
+    assert not shoal.load("tabular-1/fold-0", runs=place / "runs").training
 
 
 def test_tabular_from_a_file(run, place):

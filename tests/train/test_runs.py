@@ -201,3 +201,8 @@ def test_every_way_of_dealing_trains_exactly(run, place, deal):
     kill = {"name": "faults.py:KillAt", "args": {"steps": [11, 31], "marks": str(place)}}
     again = run(MLP, data=data, watch=[kill], checkpoint={"every": "7 steps"}).receipt
     assert again.weights_sha256 == undisturbed.weights_sha256
+
+
+def test_a_loss_of_ones_own_gets_what_the_model_gave(run):
+    ours, torchs = run(GPT, loss="models.py:own_loss").receipt, run(GPT).receipt
+    assert ours.metrics["loss"] == pytest.approx(torchs.metrics["loss"], rel=1e-4)

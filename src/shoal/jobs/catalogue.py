@@ -80,6 +80,9 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def weights_of(paths: RunPaths, job: Job, *, best: bool) -> str:
     """Where a run's weights lie: the exported model, the newest checkpoint, or the best one."""
+    if paths.folds:
+        fix = f"Choose one: {paths.name}/{paths.folds[0].name} to {paths.folds[-1].name}."
+        raise error("SH606", f"'{paths.name}' has a model for each of its folds", where=str(paths.root), fix=fix)
     if best:
         return _best(paths, job)
     if (paths.model / "model.safetensors").is_file():

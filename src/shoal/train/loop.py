@@ -137,7 +137,9 @@ class Loop:
 
     def _lane(self, lane: int, batch: Any, share: float) -> LaneSum:
         try:
-            return self.replica.forward_backward(self.step, lane, batch.to(self.replica.device), share=share)
+            device = self.replica.device
+            here = batch if device.type == "cpu" else batch.to(device)  # batches are made on the CPU
+            return self.replica.forward_backward(self.step, lane, here, share=share)
         except Exception as failure:
             raise translate(failure, "SH401", f"step {self.step}, lane {lane}") from failure
 

@@ -58,6 +58,7 @@ class PlainTask(Task):
         self._model = model
         self._loss = loss
         self._metrics = metrics
+        self._is_torchs = type(loss).__module__.startswith("torch.nn.")
         self.logits = True if isinstance(loss, _TAKE_LOGITS) else None
 
     def model(self) -> nn.Module:
@@ -74,7 +75,10 @@ class PlainTask(Task):
         return self._metrics(example) if self._metrics else {}
 
     def _compare(self, output: Any, target: Any) -> Tensor:
-        value: Tensor = self._loss(*agree(output, target))
+        """torch's own losses get shapes that agree; a loss of the user's gets what the model gave."""
+        if self._is_torchs:
+            output, target = agree(output, target)
+        value: Tensor = self._loss(output, target)
         return value
 
 
@@ -90,7 +94,7 @@ def agree(output: Any, target: Any) -> tuple[Any, Any]:
     if output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape:
         if output.shape[-1] == 1:
             output = output.squeeze(-1)
-        elif output.dim() > 2:
+        elif output.dim() > 2 and not target.is_floating_point():
             output = _classes_second(output, target)
     if output.shape == target.shape and output.is_floating_point() and not target.is_floating_point():
         target = target.to(output.dtype)
@@ -100,7 +104,7 @@ def agree(output: Any, target: Any) -> tuple[Any, Any]:
 def _classes_second(output: Tensor, target: Tensor) -> Tensor:
     """(n, t, c) as (n, c, t). With as many classes as places nobody can tell which is which, and a guess would train
     something else without a word."""
-    if output.shape[2:] == target.shape[1:] and not target.is_floating_point():
+    if output.shape[2:] == target.shape[1:]:
         raise error(
             "SH402",
             f"the output is {list(output.shape)} beside a target of {list(target.shape)}: which of the two "
