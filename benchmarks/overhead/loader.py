@@ -34,14 +34,14 @@ def measure(bench: Bench) -> list[Row]:
     rows = 200_000 if bench.quick else 400_000
     memory = bench.scratch / "memory.npz"
     write_arrays(memory, rows)
-    held = {
+    held: dict[str, Callable[[], Batches]] = {
         "shoal feed": functools.partial(from_feed, NpzSource(kind="npz", path=str(memory))),
         "DataLoader": functools.partial(arrays_loader, memory, 0),
         "DataLoader, 2 workers": functools.partial(arrays_loader, memory, 2),
     }
     table = bench.scratch / "table.parquet"
     size_bytes = write_table(table, (200 if bench.quick else 2000) << 20)
-    streamed = {
+    streamed: dict[str, Callable[[], Batches]] = {
         "shoal feed": functools.partial(from_feed, ParquetSource(kind="parquet", path=str(table), target="y")),
         "DataLoader": functools.partial(table_loader, table, 0),
         "DataLoader, 2 workers": functools.partial(table_loader, table, 2),
@@ -102,7 +102,7 @@ def cpu_s() -> float:
     """Of this process and its children, those that have ended among them."""
     own = os.times()
     alive = [child.cpu_times() for child in psutil.Process().children()]
-    return own.user + own.system + own.children_user + own.children_system + sum(t.user + t.system for t in alive)
+    return sum(own[:4]) + sum(float(t.user + t.system) for t in alive)
 
 
 class Memory:
@@ -171,7 +171,7 @@ class Groups(IterableDataset[Any]):
             table = file.read_row_group(group)
             columns = [table.column(name).to_numpy() for name in table.column_names if name != "y"]
             x, y = torch.from_numpy(np.stack(columns, axis=1)), torch.tensor(table.column("y").to_numpy())
-            for ids in torch.randperm(len(y)).split(BATCH):
+            for ids in torch.split(torch.randperm(len(y)), BATCH):
                 yield x[ids], y[ids]
 
 

@@ -47,7 +47,7 @@ def compare(model: str, bench: Bench, nursery: Nursery) -> list[Row]:
 def plain_loop(model: str, steps: int, how: dict[str, Any], bench: Bench, nursery: Nursery) -> Numbers:
     window = window_of(steps, bench)
     asked = {**how, "model": model, "data": str(bench.data), "batch_size": BATCH[model]}
-    plain_run({**asked, "window": window, "steps": window["last"] + 1}, bench.scratch / "plain.log", nursery)
+    plain_run({**asked, "window": window, "steps": window["last"] + 1}, bench.scratch / "logs", nursery)
     return report(bench)
 
 

@@ -65,7 +65,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.before(x)).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(n, t, width))
-        return x + self.feed(self.between(x))
+        grown: Tensor = x + self.feed(self.between(x))
+        return grown
 
 
 class GPT(nn.Module):
@@ -79,7 +80,8 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = self.places(torch.arange(x.shape[1]))
-        return self.head(self.norm(self.blocks(self.tokens(x) + places))).transpose(1, 2)  # type: ignore[no-any-return]
+        scores: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + places)))
+        return scores.transpose(1, 2)
 
 
 MODELS = {"mlp": mlp, "cnn": cnn, "gpt": GPT}

@@ -6,6 +6,7 @@ everything in memory as the model takes it, a random permutation, one index_sele
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    asked = json.loads(sys.argv[-1])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     inputs, targets = arrays(Path(asked["data"]), asked["model"])
@@ -35,7 +36,7 @@ def main() -> None:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Pair], *, steps: int) -> None:
     criterion = nn.CrossEntropyLoss()
-    for _, (x, y) in zip(range(steps), batches):
+    for x, y in itertools.islice(batches, steps):
         loss = criterion(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -45,13 +46,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[
 def from_loader(inputs: Tensor, targets: Tensor, batch_size: int) -> Iterator[Pair]:
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=batch_size, shuffle=True)
     while True:
-        for x, y in loader:
-            yield x, y
+        yield from loader
 
 
 def from_tensors(inputs: Tensor, targets: Tensor, batch_size: int) -> Iterator[Pair]:
     while True:
-        for ids in torch.randperm(len(inputs)).split(batch_size):
+        for ids in torch.split(torch.randperm(len(inputs)), batch_size):
             yield inputs.index_select(0, ids), targets.index_select(0, ids)
 
 

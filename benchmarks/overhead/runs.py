@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.overhead.samples import IMAGES, LABELS, TEXT
-from shoal.fleet.engines.local import Nursery
+from shoal.fleet.engines.local import LocalEngine, Nursery
 from shoal.jobs import drive
 from shoal.jobs.run import make_nursery
 from shoal.spec.load import make_job
+from shoal.spec.view import Seat
 
 BATCH = {"mlp": 128, "cnn": 128, "gpt": 12}
 PLAIN = "benchmarks.overhead.plain"
-_numbers = itertools.count()
 
 
 def open_nursery() -> Nursery:
@@ -41,18 +40,16 @@ def job(model: str, data: Path, *, steps: int, window: Mapping[str, Any], **chan
     }
 
 
-def shoal_run(plain_job: dict[str, Any], runs: Path, nursery: Nursery) -> drive.Outcome:
+def shoal_run(plain_job: dict[str, Any], runs: Path, nursery: Nursery) -> None:
     outcome = drive.run(make_job(plain_job), runs=runs, nursery=nursery)
-    assert isinstance(outcome, drive.Outcome)
-    if outcome.error:
-        raise outcome.error
-    return outcome
+    if outcome.status != "finished":
+        raise outcome.error or RuntimeError(f"the run is {outcome.status}")
 
 
-def plain_run(asked: dict[str, Any], log: Path, nursery: Nursery) -> None:
-    key = f"plain-{next(_numbers)}"
-    nursery.start(key, PLAIN, [json.dumps(asked)], log=log, environment=nursery.environment)
-    while not (gone := nursery.gone([key])):
-        nursery.listen(1.0)
-    if gone[key]:
-        raise RuntimeError(log.read_text())
+def plain_run(asked: dict[str, Any], logs: Path, nursery: Nursery) -> None:
+    engine = LocalEngine(nursery, name="plain", logs=logs)
+    engine.start([Seat(number=0)], PLAIN, [json.dumps(asked)])
+    while not (exits := engine.poll(1.0)):
+        pass
+    if exits[0].code:
+        raise RuntimeError(f"the plain loop failed, see {logs}")

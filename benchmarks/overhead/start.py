@@ -32,9 +32,10 @@ def measure(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     for name, numbers in found.items():
         against = ratio(numbers, found["import torch"], "total")
-        rows.append({"command": name, "until": "first step", "s": median(numbers, "total"), "of import torch": against})
-        parts = [key for key in numbers[0] if key != "total"]
-        rows += [{"command": name, "until": f"  {key}", "s": median(numbers, key), "of import torch": ""} for key in parts]
+        rows.append({"command": name, "part": "total", "s": median(numbers, "total"), "of import torch": against})
+        for part in numbers[0]:
+            if part != "total":
+                rows.append({"command": "", "part": part, "s": median(numbers, part), "of import torch": ""})
     return rows
 
 

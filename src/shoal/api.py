@@ -60,7 +60,7 @@ def _not_in_a_worker() -> None:
     """A worker imports the user's script; without a guard the script would start the job again, for ever."""
     main: Any = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name.startswith("shoal.train."):
+    if spec is not None and spec.name.startswith(("shoal.fleet.", "shoal.train.")):  # forked by a nursery, or not
         raise error(
             "SH608",
             "the script that a worker imports starts a run itself",

@@ -86,6 +86,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH410": Entry("a watcher failed", "Mend the watcher's code."),
     "SH411": Entry("the device is not there", "Use device: auto or cpu."),
     "SH412": Entry("a step is not possible with so few samples", "Raise batch_size, lower lanes, or drop_last: true."),
+    "SH413": Entry("the update of the weights failed", "Mend the optimizer's or the schedule's arguments."),
     # 5xx: checkpoints
     "SH501": Entry("no valid checkpoint", "Start again with shoal run."),
     "SH502": Entry("a checkpoint is damaged", "An older valid one is used where there is one."),

@@ -7,9 +7,12 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,12 +20,18 @@ from hypothesis import strategies as st
 
 from shoal.data.ahead import Recipe, open_ahead
 from shoal.data.batch import Batch
+from shoal.data.deal import make_dealer
 from shoal.data.feed import Feed, evaluation
-from shoal.data.source import open_source
+from shoal.data.files import find_files
+from shoal.data.source import Opening, open_source
+from shoal.data.sources import array_files
 from shoal.data.sources.arrays import Arrays, Held
 from shoal.data.sources.dataset import Dataset
+from shoal.data.sources.parquet_groups import ParquetGroups
+from shoal.data.sources.parquet_rows import ParquetRows
+from shoal.data.sources.table import choose
 from shoal.errors import ShoalError
-from shoal.spec.data import Loader, NpySource
+from shoal.spec.data import Loader, NpySource, ParquetSource, RandomDeal
 
 LANES = 3
 
@@ -61,7 +70,8 @@ def doubled(batch):
 
 
 @pytest.fixture
-def mapped(tmp_path):
+def mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_files, "HELD_BYTES", 0)
     np.save(tmp_path / "x.npy", np.arange(240, dtype=np.float32).reshape(60, 4))
     return open_source(NpySource(kind="npy", path="x.npy"), base_dir=str(tmp_path))
 
@@ -325,3 +335,31 @@ def test_to_reaches_into_dicts():
     assert batch.inputs[0]["x"].device.type == "meta"
     assert batch.inputs[1][0].device.type == "meta"
     assert batch.target is None
+
+
+def test_a_scout_has_blocks_decoded_before_they_are_needed(tmp_path):
+    table = pa.table({"x": np.arange(4000, dtype=np.float32), "y": np.arange(4000) % 3})
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=100)
+    rows = ParquetRows(find_files("t.parquet", opening=Opening(str(tmp_path), "fail", tmp_path, print), suffixes=("",)))
+    layout = choose(
+        ParquetSource(kind="parquet", path="t.parquet", target="y"), rows.kinds, tokens=rows.tokens, where=""
+    )
+    source = ParquetGroups(rows, layout.numbered((0, 1, 2)), skip=False)
+    dealer = make_dealer(RandomDeal(open_blocks=4), ids=np.arange(4000), lanes=2, batch_size=50, seed=0, source=source)
+    assert dealer.window_steps == 8
+    feed = Feed(source, dealer, seed=0, lanes=2)
+    plain = Feed(source, dealer, seed=0, lanes=2, loader=Loader(workers=0))
+    assert feed._scout
+    for step in range(2 * dealer.steps_per_epoch):
+        for lane in range(2):
+            a, b = feed.get(step, lane), plain.get(step, lane)
+            assert torch.equal(a.inputs[0], b.inputs[0])
+            assert a.inputs[0].reshape(-1).tolist() == dealer.ids(step, lane).tolist()
+    feed.close()
+    plain.close()
+    warmed = []
+    source.warm = warmed.extend
+    with closing(Feed(source, dealer, seed=0, lanes=2)) as fresh:
+        fresh.carry([0, 1], 0)
+        fresh.get(0, 0)
+    assert warmed == [*dealer.ids(8, 0), *dealer.ids(8, 1)]

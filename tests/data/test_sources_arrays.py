@@ -11,7 +11,7 @@ from PIL import Image
 from pydantic import TypeAdapter
 
 from shoal.data.source import open_source
-from shoal.data.sources import text
+from shoal.data.sources import array_files, text
 from shoal.errors import ShoalError
 from shoal.spec.data import Source
 
@@ -56,7 +56,9 @@ def failure(tmp_path, **spec):
     ],
 )
 @pytest.mark.parametrize("kind", ["npy", "npz", "compressed"])
-def test_arrays_of_every_type(tmp_path, dtype, wanted, kind):
+@pytest.mark.parametrize("held_bytes", [0, 1 << 20])
+def test_arrays_of_every_type(tmp_path, dtype, wanted, kind, held_bytes, monkeypatch):
+    monkeypatch.setattr(array_files, "HELD_BYTES", held_bytes)
     x = np.arange(24).reshape(6, 2, 2).astype(dtype)
     y = np.arange(6) * 10
     if kind == "npy":
@@ -69,13 +71,13 @@ def test_arrays_of_every_type(tmp_path, dtype, wanted, kind):
         source = opened(tmp_path, kind="npz", path="a.npz")
         assert source.column("group").tolist() == [0, 1] * 3
     if dtype != ">f4":
-        assert source.in_memory == (kind == "compressed")
+        assert source.in_memory == (kind == "compressed" or held_bytes > 0)
     batch = source.take(np.array([5, 0, 5]))
     assert batch.inputs[0].dtype == wanted
     assert np.array_equal(batch.inputs[0].numpy(), x[[5, 0, 5]].astype(batch.inputs[0].numpy().dtype))
     assert batch.target.tolist() == [50, 0, 50]
     assert source.column("target").tolist() == y.tolist()
-    assert set(source.column("size")) == {4 * x.dtype.itemsize} or kind == "compressed"
+    assert set(source.column("size")) == {4 * x.dtype.itemsize} or source.in_memory
 
 
 def test_fortran_order_and_several_inputs(tmp_path):

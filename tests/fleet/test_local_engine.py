@@ -49,6 +49,23 @@ def test_each_seat_is_reported_once_with_its_code(engine):
     assert engine.poll(0) == []
 
 
+def test_a_nursery_that_cannot_start_is_an_exit(tmp_path, capfd):
+    with Nursery(os.environ, ["no_such_module"]) as broken:
+        engine = LocalEngine(broken, name="a", logs=tmp_path / "logs")
+        engine.start([Seat(number=0)], "seat_entry", ["0"])
+        assert exits(engine, 1) == {0: 1}
+    assert "no_such_module" in capfd.readouterr().err
+
+
+def test_files_in_the_users_directory_stand_in_for_no_module(tmp_path, monkeypatch):
+    (tmp_path / "decimal.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    with Nursery(os.environ, ["decimal"]) as nursery:
+        engine = LocalEngine(nursery, name="a", logs=tmp_path / "logs")
+        engine.start([Seat(number=0)], "decimal", [])
+        assert exits(engine, 1) == {0: 1}, "it was forked, and found no main()"
+
+
 def test_a_killed_seat_is_reported_with_its_signal(engine):
     engine.start([Seat(number=3)], "seat_entry", ["wait"])
     os.kill(engine.pid(3), signal.SIGKILL)

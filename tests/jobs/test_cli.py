@@ -138,3 +138,10 @@ def test_unknown_runs_and_bad_words(place):
     assert (done.returncode, "SH601" in done.stderr) == (6, True)
     assert shoal("run", cwd=place).returncode == 2
     assert shoal("swim", cwd=place).returncode == 2
+
+
+def test_a_script_without_a_guard_does_not_start_itself_again(run, place):
+    (place / "script.py").write_text("import shoal\nfrom models import mlp\n\nshoal.run('job.yaml')\n")
+    outcome = run(MLP, model={"name": "script.py:mlp", "args": {"inputs": 64, "classes": 10}})
+    assert "SH608" in outcome.error.message
+    assert "script.py:4" in outcome.error.where

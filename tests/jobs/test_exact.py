@@ -39,6 +39,27 @@ def test_killed_workers_change_nothing(name, seed, run, place):
     assert receipt.samples_seen == undisturbed.samples_seen
 
 
+def test_a_kill_after_the_last_step_changes_nothing(run, place):
+    """The last evaluation is not made twice: the schedule would learn from it twice."""
+    plateau = {"name": "ReduceLROnPlateau", "args": {"patience": 0, "threshold": 10.0}}
+    data = MLP["data"] | {"split": {"kind": "holdout", "validation": 0.2, "test": 0.1}}
+    job = MLP | {"schedule": plateau, "data": data, "checkpoint": {"every": "1 steps"}}
+    undisturbed = run(job).receipt
+    kill = {"name": "faults.py:KillOnce", "args": {"part": "test", "step": 60, "marks": str(place)}}
+    receipt = run(job, watch=[kill]).receipt
+    assert receipt.deaths_survived == 1
+    assert receipt.state_sha256 == undisturbed.state_sha256
+    assert receipt.metrics == undisturbed.metrics
+
+
+def test_buffers_that_the_state_dict_leaves_out_survive(run, place):
+    drifts = {"name": "models.py:Drifts"}
+    undisturbed = run(MLP, model=drifts).receipt
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [30], "marks": str(place)}}
+    again = run(MLP, model=drifts, watch=[kill], checkpoint={"every": "1 steps"}).receipt
+    assert again.weights_sha256 == undisturbed.weights_sha256
+
+
 def test_a_kill_before_the_first_save_starts_again(run, place):
     kill = {"name": "faults.py:KillAt", "args": {"steps": [3], "marks": str(place)}}
     assert run(MLP, watch=[kill]).receipt.weights_sha256 == run(MLP).receipt.weights_sha256
@@ -73,6 +94,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(run, resume, place):
     told = []
     again = resume(broken.paths, look=lambda paths, event, picture: told.append(event))
     assert [e.step for e in told if e.kind == "checkpoint_invalid"] == [int(newest.stem)]
+    assert [e.kind for e in told].count("run_started") == 1, "what the first driver showed is not shown again"
     assert again.receipt.weights_sha256 == undisturbed.weights_sha256
 
 

@@ -1,6 +1,8 @@
 """Folds: one job, several runs, one result."""
 
 import json
+import os
+import signal
 import statistics
 
 import pytest
@@ -43,6 +45,17 @@ def test_a_job_with_folds_is_resumed_where_it_broke_off(run, resume, place):
     assert len(broken.folds) == 1
     again = resume(broken.folds[0].paths.whole)
     assert [o.receipt.weights_sha256 for o in again.folds] == [o.receipt.weights_sha256 for o in undisturbed.folds]
+
+
+def test_a_stop_between_two_folds_is_no_end(run, resume):
+    def stop(paths, event, picture):
+        if event.kind == "finished" and paths.name == "fold-0":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped = run(FOLDS, look=stop)
+    assert [o.status for o in stopped.folds] == ["finished", "interrupted", "interrupted"]
+    assert stopped.status == "interrupted"
+    assert len(resume(stopped.folds[0].paths.whole).metrics) == len(run(FOLDS).metrics)
 
 
 def test_folds_share_what_they_have_in_common(run):

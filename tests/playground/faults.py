@@ -36,6 +36,21 @@ class KillAt:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillOnce:
+    """kill -9 of oneself when this part is evaluated at this step."""
+
+    def __init__(self, part, step, marks):
+        self.part = part
+        self.step = step
+        self.mark = Path(marks) / "killed-once"
+
+    def watch(self, event):
+        here = event.kind == "evaluated" and (event["part"], event.step) == (self.part, self.step)
+        if here and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class SmallDisk:
     """No file of this process may grow beyond a size, until a step: what a full disk does to a save."""
 

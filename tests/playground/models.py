@@ -1,6 +1,7 @@
 """Small models for the tests, as a user would write them."""
 
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 
@@ -86,6 +87,34 @@ class Broken(nn.Module):
 
     def forward(self, x):
         return self.layer(x)
+
+
+class Drifts(nn.Module):
+    """A buffer that every forward pass moves, and that the state dict leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("mean", torch.zeros(64), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.layer(x - self.mean)
+
+
+class Undefined(torchmetrics.Metric):
+    """As a correlation of one sample is."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, prediction, target):
+        self.seen += 1
+
+    def compute(self):
+        return self.seen * float("nan")
 
 
 class Steps:

@@ -1,6 +1,7 @@
 """Whole runs with a real worker: what a job can ask for."""
 
 import json
+import math
 
 import pytest
 import safetensors.torch
@@ -8,7 +9,9 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import shoal
+from shoal.checkpoint.manifest import list_manifests
 from shoal.events import read
+from shoal.jobs.catalogue import receipt_of
 from shoal.spec.data import Data
 from tests.conftest import CNN, GPT, MLP
 
@@ -113,6 +116,42 @@ def test_watchers_see_every_step_and_may_stop(run, place):
     assert (outcome.receipt.steps, outcome.receipt.stopped) == (17, "enough")
 
 
+def test_the_last_weights_are_measured_wherever_a_watcher_stops(run):
+    outcome = run(MLP, watch=[{"name": "models.py:StopAt", "args": {"step": 25}}])
+    assert [e.step for e in events(outcome, "evaluated")] == [20, 25]
+
+
+def test_a_checkpoint_has_the_metric_of_its_own_step_or_none(run):
+    outcome = run(MLP, checkpoint={"every": "1 steps", "keep": 100}, steps=45)
+    metrics = {m.step: m.metric for m in list_manifests(outcome.paths.checkpoints)}
+    measured = {e.step: e["metrics"]["loss"] for e in events(outcome, "evaluated")}
+    assert metrics.keys() - measured.keys()
+    assert metrics == {step: measured.get(step) for step in metrics}
+
+
+def test_a_metric_that_is_not_a_number_spoils_nothing(run):
+    outcome = run(MLP, metrics=["models.py:Undefined"], best={"metric": "Undefined", "mode": "max"})
+    assert math.isnan(receipt_of(outcome.paths).metrics["Undefined"])
+    with pytest.raises(shoal.ShoalError, match="SH606"):
+        shoal.load(outcome.paths.root, best=True)
+    summary = run(MLP, metrics=["models.py:Undefined"], data=MLP["data"] | {"split": {"kind": "kfold", "folds": 2}})
+    assert math.isnan(summary.metrics["Undefined"][1])
+
+
+def test_evaluation_loads_as_the_job_says(run, place):
+    """A dataset that must not be forked is not."""
+    (place / "held.py").write_text(
+        "import os, torch\nhere = os.getpid()\n"
+        "class Held(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 40\n"
+        "    def __getitem__(self, i):\n"
+        "        assert os.getpid() == here, 'forked'\n"
+        "        return torch.ones(64) * i / 40, i % 10\n"
+    )
+    data = {"source": {"kind": "python", "factory": "held.py:Held"}, "split": "holdout", "loader": {"workers": 0}}
+    assert run(MLP, data=data, batch_size=8, steps=4).status == "finished"
+
+
 def test_tensorboard(run):
     outcome = run(MLP, watch=["tensorboard"])
     assert list((outcome.paths.root / "tensorboard").glob("events.out.*"))
@@ -133,6 +172,8 @@ def test_tensorboard(run):
         ({"init_from": {"freeze": ["nothing.*"]}}, "SH405", "nothing"),
         ({"optimizer": {"name": "SGD", "args": {"lr": 0.1}, "groups": [{"match": "hea*"}]}}, "SH405", "hea"),
         ({"optimizer": {"name": "SGD", "args": {"lr": 0.1, "momentun": 0.9}}}, "SH205", "momentun"),
+        ({"optimizer": {"name": "LBFGS"}}, "SH413", "closure"),
+        ({"schedule": {"name": "OneCycleLR", "args": {"max_lr": 0.1, "total_steps": 9}}}, "SH413", "step 10 times"),
         ({"device": "cuda:7"}, "SH411", "cuda:7"),
         ({"best": {"metric": "accuracy"}, "metrics": ["f1"]}, "SH106", "accuracy"),
         ({"task": "models.py:Conditional", "model": None, "loss": None, "metrics": []}, "SH206", "Conditional"),

@@ -8,7 +8,9 @@ from typing import Literal
 Every = tuple[Literal["auto", "steps", "seconds", "never"], float]
 
 FIRST_S = 2.0
-"""`auto` saves first after this time, and never twice within it."""
+"""`auto` saves first after this time: it shows what a save costs."""
+AGAIN_S = 10.0
+"""`auto` never saves twice within this time."""
 BUDGET = 0.03
 """The part of the wall time that `auto` may spend on saving."""
 
@@ -51,4 +53,4 @@ def decide(every: Every, now: Moment) -> Literal["save", "wait", "skip"]:
 def _affordable(now: Moment) -> bool:
     if now.cost_s is None:
         return now.elapsed_s >= FIRST_S
-    return now.since_s >= FIRST_S and now.spent_s + now.cost_s <= BUDGET * now.elapsed_s
+    return now.since_s >= AGAIN_S and now.spent_s + now.cost_s <= BUDGET * now.elapsed_s

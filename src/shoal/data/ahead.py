@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.data.batch import Batch
 from shoal.data.chance import Augment, applied, seeded, single_threaded
@@ -16,6 +18,14 @@ from shoal.spec.seeds import mix
 
 _MOST_AUTO_PROCESSES = 2
 _TAKE, _AUGMENT = 0, 1
+
+
+class Deals(Protocol):
+    """What a feed wants of a dealer."""
+
+    window_steps: int
+
+    def ids(self, step: int, lane: int) -> Ids: ...
 
 
 @dataclass(frozen=True)
@@ -93,13 +103,44 @@ class Ahead:
         self._threads.shutdown()
 
 
+class Scout:
+    """Looks one window of steps ahead and has the storage blocks that will be needed there decoded, in a thread."""
+
+    STRIDE = 8
+
+    def __init__(self, source: Source, dealer: Deals) -> None:
+        self._source = source
+        self._dealer = copy.copy(dealer)  # its pages are far from those that training reads
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout")
+        self._looked: Future[None] | None = None
+        self._next = 0
+
+    def look(self, step: int, lanes: Sequence[int]) -> None:
+        """Called at every step; does something at few of them."""
+        if step < self._next or (self._looked and not self._looked.done()):
+            return
+        self._next = step + self.STRIDE
+        self._looked = self._thread.submit(self._warm, step + self._dealer.window_steps, tuple(lanes))
+
+    def _warm(self, step: int, lanes: Sequence[int]) -> None:
+        for lane in lanes:
+            self._source.warm(self._dealer.ids(step, lane))
+
+    def start_at(self, step: int) -> None:
+        self._next = step
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
 def open_ahead(recipe: Recipe, loader: Loader) -> Ahead | None:
     """None where batches are best made when they are needed."""
     processes = _processes(recipe.source, loader)
     if processes:
         loaders = Loaders(processes, recipe.make)
         return Ahead(loaders, None, workers=processes, loaders=loaders)
-    if loader.workers == "auto" and not recipe.source.in_memory and not recipe.source.per_sample:
+    source = recipe.source
+    if loader.workers == "auto" and not source.in_memory and not source.per_sample and source.blocks is None:
         # Reading and decoding let go of Python's lock. The user's functions stay in the asking thread: they
         # may draw from the global generators, and torch's number of threads is the whole process's.
         return Ahead(recipe.take, recipe.finish, workers=1, loaders=None)

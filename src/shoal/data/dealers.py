@@ -26,6 +26,9 @@ class Shuffle:
         self._edges = block_edges(self._ids, blocks) if in_blocks and blocks is not None else None
         self._spec = spec
         self._key = key
+        blocks_used = len(self._edges) - 1 if self._edges is not None else 0
+        self.window = len(ids) * spec.open_blocks // blocks_used if blocks_used else 0
+        """About how many samples are shuffled together where storage comes in blocks; 0 where all are."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -57,6 +60,8 @@ class Dealer(ABC):
         self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
         self._steps_per_page = max(1, min(PAGE_SAMPLES // batch_size, MOST_STEPS_PER_PAGE))
         self._pages: dict[tuple[int, int], list[NDArray[Any]]] = {}
+        self.window_steps = 0
+        """For how many steps samples come from the same few storage blocks; 0 if they come from anywhere."""
 
     def ids(self, step: int, lane: int) -> Ids:
         """The samples of a lane at a step; the array is the caller's own."""
@@ -99,6 +104,7 @@ class RandomDealer(Dealer):
     def __init__(self, shuffle: Shuffle, *, lanes: int, batch_size: int, drop_last: bool) -> None:
         super().__init__(len(shuffle), lanes=lanes, batch_size=batch_size, drop_last=drop_last)
         self._shuffle = shuffle
+        self.window_steps = -(-shuffle.window // batch_size)
 
     def _page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
         return [self._batches(epoch, first, last)]

@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Protocol
 
-from shoal.data.ahead import Ahead, Recipe, open_ahead
+from shoal.data.ahead import Ahead, Deals, Recipe, Scout, open_ahead
 from shoal.data.batch import Batch
 from shoal.data.chance import Augment
 from shoal.data.source import Ids, Source
 from shoal.spec.data import Loader
 from shoal.spec.seeds import AUGMENT, EVALUATION
-
-
-class Deals(Protocol):
-    """What a feed wants of a dealer."""
-
-    def ids(self, step: int, lane: int) -> Ids: ...
 
 
 class Feed:
@@ -44,6 +37,8 @@ class Feed:
         self._make = recipe.make
         self._dealer = dealer
         self._ahead = open_ahead(recipe, loader)
+        blocks = source.blocks is not None and dealer.window_steps > 0 and self._ahead is None
+        self._scout = Scout(source, dealer) if blocks and loader.workers == "auto" else None
         self._prefetch = loader.prefetch
         self._lanes: Sequence[int] = range(lanes)
         self._asked_to = 0
@@ -52,6 +47,8 @@ class Feed:
         """From this step on these lanes are mine: load ahead in the order in which I shall ask."""
         self._lanes = tuple(lanes)
         self._asked_to = step
+        if self._scout:
+            self._scout.start_at(step)
         if self._ahead:
             self._ahead.forget()
             self._ask(step)
@@ -63,12 +60,15 @@ class Feed:
             batch = self._ahead.answer((step, lane))
             if batch is not None:
                 return batch
+        if self._scout:
+            self._scout.look(step, self._lanes)
         ids = self._dealer.ids(step, lane)
         return self._make((step, lane), ids) if len(ids) else None
 
     def close(self) -> None:
-        if self._ahead:
-            self._ahead.close()
+        for helper in (self._ahead, self._scout):
+            if helper:
+                helper.close()
 
     def _ask(self, step: int) -> None:
         assert self._ahead

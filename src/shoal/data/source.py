@@ -41,6 +41,10 @@ class Source(Protocol):
         """These samples, in this order."""
         ...
 
+    def warm(self, ids: Ids) -> None:
+        """Have these samples at hand soon. Called from a thread beside training, for sources with `blocks`."""
+        return
+
     def columns(self) -> list[str]:
         """The names that `column` knows."""
         return list(dict.fromkeys((*SPECIAL, *self.own_columns())))

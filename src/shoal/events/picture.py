@@ -107,7 +107,7 @@ def fold(events: Iterable[Event]) -> Picture:
 
 def _run_started(p: Picture, e: Event) -> None:
     p.run, p.status, p.starts = str(e["run"]), "starting", p.starts + 1
-    p.error = None
+    p.error, p.result = None, {}
 
 
 def _worker_started(p: Picture, e: Event) -> None:
@@ -184,6 +184,7 @@ def _left(p: Picture, e: Event) -> None:
 
 def _finished(p: Picture, e: Event) -> None:
     p.result, p.step = dict(e.fields), int(e.step or 0)
+    p.metrics |= e.get("metrics", {})
     p.worker(e.who).state = "finished"
 
 

@@ -51,7 +51,10 @@ def serve(control: socket.socket) -> None:
                 os.read(wake_in, 4096)
                 _reap(control, children)
                 continue
-            data = control.recv(65536)
+            try:
+                data = control.recv(65536)
+            except ConnectionResetError:  # it left something unread
+                return
             if not data:
                 return
             *lines, rest = (rest + data).split(b"\n")

@@ -94,10 +94,11 @@ def weights_of(paths: RunPaths, job: Job, *, best: bool) -> str:
 
 
 def _best(paths: RunPaths, job: Job) -> str:
-    found = [m for m in manifest.list_manifests(_store(paths, job), name=paths.checkpoint_name) if m.metric is not None]
-    if not found:
+    every = manifest.list_manifests(_store(paths, job), name=paths.checkpoint_name)
+    measured = [(job.best.sign * m.metric, -m.step, m) for m in every if m.metric is not None and m.metric == m.metric]
+    if not measured:
         raise error("SH606", f"'{paths.name}' has no checkpoint with a metric", where=str(paths.root))
-    return _place(paths, job, max(found, key=lambda m: job.best.sign * (m.metric or 0.0)))
+    return _place(paths, job, max(measured, key=lambda one: one[:2])[2])  # of equals the first, as in training
 
 
 def _place(paths: RunPaths, job: Job, found: manifest.Manifest) -> str:

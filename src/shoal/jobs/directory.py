@@ -87,7 +87,7 @@ def locked(paths: RunPaths) -> Iterator[None]:
 def is_driven(paths: RunPaths) -> bool:
     """Does a living driver hold the run?"""
     try:
-        with paths.lock.open("a+") as file:
+        with paths.lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

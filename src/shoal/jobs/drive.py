@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -74,7 +74,7 @@ def _carried_by_one(job: Job) -> Job:
 def _drive(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Outcome | Summary:
     with directory.locked(paths):
         if job.fold_count == 1:
-            return _drive_all([_prepared(job, paths, nursery, look)], parallel=1)[0]
+            return _drive_all({paths: _prepared(job, paths, nursery, look)}, parallel=1)[paths]
         return _drive_folds(job, paths, nursery, look)
 
 
@@ -88,13 +88,13 @@ def _drive_folds(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None)
     assert isinstance(split, FoldSplit)
     stream = Stream(paths.events, "driver")
     stream.emit("run_started", run=paths.name)
-    done: dict[int, Outcome] = {}
-    waiting: dict[int, Callable[[], Run]] = {}
-    for number in range(split.folds):
-        fold_paths = paths.fold(number)
+    done: dict[RunPaths, Outcome] = {}
+    waiting: dict[RunPaths, Callable[[], Run]] = {}
+    folds = [paths.fold(number) for number in range(split.folds)]
+    for number, fold_paths in enumerate(folds):
         if fold_paths.receipt.is_file():
             receipt = Receipt.model_validate_json(fold_paths.receipt.read_text(encoding="utf-8"))
-            done[number] = Outcome(fold_paths, "finished", receipt=receipt)
+            done[fold_paths] = Outcome(fold_paths, "finished", receipt=receipt)
             continue
         one = job.model_copy(
             update={
@@ -103,10 +103,9 @@ def _drive_folds(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None)
         )
         fold_paths.root.mkdir(exist_ok=True)
         save_job(one, fold_paths.job)
-        waiting[number] = _prepared(one, fold_paths, nursery, look)
-    outcomes = _drive_all(list(waiting.values()), parallel=split.parallel)
-    done |= dict(zip(waiting, outcomes, strict=False))
-    summary = Summary(paths.name, [done[n] for n in sorted(done)])
+        waiting[fold_paths] = _prepared(one, fold_paths, nursery, look)
+    done |= _drive_all(waiting, parallel=split.parallel)
+    summary = Summary(paths.name, [done[one] for one in folds if one in done])
     if summary.status == "finished":
         write_atomically(paths.receipt, json.dumps(merged(summary), indent=2) + "\n")
     stream.emit("run_ended", status=summary.status)
@@ -123,34 +122,37 @@ def merged(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _drive_all(starts: Sequence[Callable[[], Run]], *, parallel: int) -> list[Outcome]:
-    """Up to `parallel` runs at a time, in order. After a stop or a failure no further run is started."""
-    waiting = list(enumerate(starts))
-    active: dict[int, Run] = {}
-    outcomes: dict[int, Outcome] = {}
+def _drive_all(starts: Mapping[RunPaths, Callable[[], Run]], *, parallel: int) -> dict[RunPaths, Outcome]:
+    """Up to `parallel` runs at a time, in order. After a stop or a failure no further run is started.
+
+    After a stop, those that were not started count as stopped too.
+    """
+    waiting = dict(starts)
+    active: dict[RunPaths, Run] = {}
+    outcomes: dict[RunPaths, Outcome] = {}
     with _asked_to_stop() as asked:
         try:
             while waiting or active:
                 while waiting and len(active) < parallel and not asked and not _spoiled(outcomes):
-                    number, make = waiting.pop(0)
-                    active[number] = make()
-                    active[number].start()
+                    paths = next(iter(waiting))
+                    active[paths] = waiting.pop(paths)()
+                    active[paths].start()
                 if not active:
                     break
-                for number, one in list(active.items()):
+                for paths, one in list(active.items()):
                     if asked:
                         one.stop(asked[0])
                     outcome = one.tick(TICK_S / len(active))
                     if outcome is not None:
-                        outcomes[number] = outcome
-                        del active[number]
+                        outcomes[paths] = outcome
+                        del active[paths]
         finally:
             for one in active.values():
                 one.close()
-    return [outcomes[n] for n in sorted(outcomes)]
+    return outcomes | {paths: Outcome(paths, why) for why in asked for paths in waiting}
 
 
-def _spoiled(outcomes: dict[int, Outcome]) -> bool:
+def _spoiled(outcomes: Mapping[RunPaths, Outcome]) -> bool:
     return any(outcome.status != "finished" for outcome in outcomes.values())
 
 

@@ -97,7 +97,8 @@ class Run:
 
     def start(self) -> None:
         """From the beginning, or from where an earlier driver left it."""
-        self._look()
+        for event in self._reader.new():  # what an earlier driver showed is not shown again
+            self.picture.add(event)
         self._stream.emit("run_started", run=self.paths.name, pid=os.getpid())
         self._publish()
         self._start_worker()

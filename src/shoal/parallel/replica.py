@@ -239,7 +239,8 @@ class Replica:
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule else None,
-            "moving": list(self.moving.names),
+            # state_dict() leaves out buffers that are not persistent
+            "moving": {name: self.model.get_buffer(name) for name in self.moving.names},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -247,7 +248,9 @@ class Replica:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule:
             self.schedule.load_state_dict(state["schedule"])
-        self.moving = MovingBuffers(self.model, state["moving"])
+        self.moving = MovingBuffers(self.model, list(state["moving"]))
+        for name, value in state["moving"].items():
+            self.model.get_buffer(name).copy_(value)
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shoal.spec.base import Spec
 
 
 class Receipt(Spec):
-    """The end of a run in numbers. Times are seconds, summed over all processes of all starts."""
+    """The end of a run in numbers. Times are seconds, summed over all processes of all starts.
+
+    A metric may be NaN: what was measured is told as it is.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     run: str
     job_sha256: str
@@ -50,4 +56,10 @@ def spread(receipts: Sequence[Receipt]) -> dict[str, tuple[float, float]]:
     for receipt in receipts:
         for name, value in receipt.metrics.items():
             found.setdefault(name, []).append(value)
-    return {name: (statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for name, v in found.items()}
+    return {name: (statistics.fmean(v), _deviation(v)) for name, v in found.items()}
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if not all(map(math.isfinite, values)):
+        return math.nan  # statistics would raise
+    return statistics.stdev(values) if len(values) > 1 else 0.0

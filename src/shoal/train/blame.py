@@ -21,15 +21,13 @@ def blaming(code: str, doing: str) -> Iterator[None]:
         yield
     except ShoalError:
         raise
-    except MemoryError as failure:
-        raise error("SH407", f"{doing}: {first_line(failure)}", where=user_line(failure)) from failure
     except Exception as failure:
         raise translate(failure, code, doing) from failure
 
 
 def translate(failure: Exception, code: str, doing: str) -> ShoalError:
     text = str(failure)
-    if "out of memory" in text or "can't allocate memory" in text:
+    if isinstance(failure, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         code = "SH407"
     elif "Expected more than 1 value per channel" in text:
         code = "SH412"

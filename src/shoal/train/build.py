@@ -88,7 +88,7 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
         replica.probe(example.to(device))
     course = Course(steps, _evaluate_every(job, dealer.steps_per_epoch), job.lane_count, job.checkpoint.keep_best > 0)
     chunk = job.evaluate.batch_size or job.batch_size
-    evaluator = Evaluator(task, lanes=job.lane_count, chunk=chunk, seed=job.seed)
+    evaluator = Evaluator(task, lanes=job.lane_count, chunk=chunk, seed=job.seed, loader=job.data.loader)
     tell(
         "built",
         steps=steps,

@@ -95,13 +95,12 @@ def check(job: Job, paths: RunPaths, stream: Stream) -> dict[str, Any]:
 
 
 def _lane(built: Any, ids: Any, lane: int) -> LaneSum:
-    part, job = built.data.train, built.job
+    part = built.data.train
     batch = part.source.take(ids)
     batch = part.transform(batch) if part.transform else batch
     with blaming("SH401", f"one step, lane {lane}"):
         share = len(ids) / built.dealer.total(0)
         result: LaneSum = built.replica.forward_backward(0, lane, batch.to(built.replica.device), share=share)
-    del job
     return result
 
 
@@ -171,7 +170,8 @@ def evaluate(
         parts, part = {"data": Part("data", other, np.arange(len(other), dtype=np.int64), transform)}, "data"
     if part is not None and part not in parts:
         raise error("SH606", f"the run has no part '{part}'", where="--part", fix=f"Use one of: {', '.join(parts)}.")
-    evaluator = Evaluator(task, lanes=job.lane_count, chunk=job.evaluate.batch_size or job.batch_size, seed=job.seed)
+    chunk = job.evaluate.batch_size or job.batch_size
+    evaluator = Evaluator(task, lanes=job.lane_count, chunk=chunk, seed=job.seed, loader=job.data.loader)
     chosen = [part] if part else [name for name in parts if name != "train"] or ["train"]
     return {
         "metrics": {name: evaluator.measure(replica, parts[name]) for name in chosen},

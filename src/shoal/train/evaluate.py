@@ -11,21 +11,25 @@ from shoal.data.feed import evaluation
 from shoal.parallel.randomness import seed_from
 from shoal.parallel.replica import Replica
 from shoal.spec import seeds
+from shoal.spec.data import Loader
 from shoal.train.blame import blaming
 from shoal.train.metrics import Accumulator, are_logits, merge
 from shoal.train.task import Task
 
 
 class Evaluator:
-    """Measures a replica on parts of the data. Metrics are built at the first batch, which shows their shapes."""
+    """Measures a replica on parts of the data: a pure function of its weights, whatever was measured before.
 
-    def __init__(self, task: Task, *, lanes: int, chunk: int, seed: int) -> None:
+    Metrics are built at the first batch, which shows their shapes.
+    """
+
+    def __init__(self, task: Task, *, lanes: int, chunk: int, seed: int, loader: Loader | None = None) -> None:
         self._task = task
         self._lanes = lanes
         self._chunk = chunk
         self._seed = seed
+        self._loader = loader
         self._metrics: dict[str, Any] | None = None
-        self._logits = False
 
     @torch.no_grad()
     def measure(self, replica: Replica, part: Part) -> dict[str, float]:
@@ -34,7 +38,13 @@ class Evaluator:
         lanes: list[Accumulator] = []
         chunks = range(-(-len(part.ids) // self._chunk))
         for chunk, batch in evaluation(
-            part.source, part.ids, chunk=self._chunk, chunks=chunks, transform=part.transform
+            part.source,
+            part.ids,
+            chunk=self._chunk,
+            chunks=chunks,
+            transform=part.transform,
+            loader=self._loader,
+            seed=self._seed,
         ):
             batch = batch.to(replica.device)
             seed_from(replica.device, self._seed, seeds.EVALUATION, chunk)
@@ -48,5 +58,5 @@ class Evaluator:
     def _start(self, output: Any, target: Any, device: torch.device) -> list[Accumulator]:
         if self._metrics is None:
             self._metrics = {name: m.to(device) for name, m in self._task.metrics((output, target)).items()}
-            self._logits = are_logits(output, self._task.logits)
-        return [Accumulator(self._metrics, logits=self._logits) for _ in range(self._lanes)]
+        logits = are_logits(output, self._task.logits)
+        return [Accumulator(self._metrics, logits=logits) for _ in range(self._lanes)]

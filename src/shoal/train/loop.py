@@ -11,7 +11,7 @@ from typing import Any
 from shoal.checkpoint.store import Store
 from shoal.data.dealers import Dealer
 from shoal.data.feed import Feed
-from shoal.errors import error
+from shoal.errors import ShoalError, error
 from shoal.fleet.membership import Membership
 from shoal.parallel.replica import LaneSum, Replica, add
 from shoal.parallel.sync.base import Committed, Discarded, Sync
@@ -80,6 +80,7 @@ class Loop:
         self.step = 0
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
+        self.measured_at: int | None = None
 
     def run(self) -> Ending:
         """Until the last step is committed, a watcher stops the run, or this worker has to leave."""
@@ -131,7 +132,7 @@ class Loop:
             sums.lane(lane, None if batch is None else self._lane(lane, batch, batch.size / total))
             self.progress.spent("compute_s", clock() - t1)
         t0 = clock()
-        outcome = self.sync.commit(self.replica, self.step, sums)
+        outcome = self._commit(sums)
         self.progress.spent("exchange_s" if outcome_sent(outcome) else "compute_s", clock() - t0)
         return outcome
 
@@ -140,8 +141,18 @@ class Loop:
             device = self.replica.device
             here = batch if device.type == "cpu" else batch.to(device)  # batches are made on the CPU
             return self.replica.forward_backward(self.step, lane, here, share=share)
+        except ShoalError:
+            raise
         except Exception as failure:
             raise translate(failure, "SH401", f"step {self.step}, lane {lane}") from failure
+
+    def _commit(self, sums: TreeSum[LaneSum]) -> Committed | Discarded:
+        try:
+            return self.sync.commit(self.replica, self.step, sums)
+        except ShoalError:
+            raise
+        except Exception as failure:
+            raise translate(failure, "SH413", f"step {self.step}") from failure
 
     def _after(self, committed: Committed) -> None:
         """The step counts: look at it, evaluate, save. Evaluation first, so that a save holds its outcome."""
@@ -154,18 +165,22 @@ class Loop:
         self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples, bytes_sent=committed.bytes_sent)
         if self.step % self.course.evaluate_every == 0 or self.step == self.course.steps:
             self.evaluate("validation")
-        self.store.maybe_save(self.step, self.state, metric=self.best.latest)
+        self.save()
+
+    def save(self, *, force: bool = False) -> None:
+        self.store.maybe_save(self.step, self.state, metric=self.best.at(self.step), force=force)
 
     def evaluate(self, name: str) -> None:
         if name not in self.parts:
             return
         self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
         start = time.perf_counter()
-        self.metrics = self.evaluator.measure(self.replica, self.parts[name])
+        metrics = self.evaluator.measure(self.replica, self.parts[name])
         seconds = round(time.perf_counter() - start, 6)
-        self.teller.tell("evaluated", step=self.step, part=name, metrics=self.metrics, evaluation_s=seconds)
+        self.teller.tell("evaluated", step=self.step, part=name, metrics=metrics, evaluation_s=seconds)
         if name == "validation":
-            self._learn_from(self.metrics)
+            self.metrics, self.measured_at = metrics, self.step
+            self._learn_from(metrics)
         self.progress.restart()
 
     def _learn_from(self, metrics: dict[str, float]) -> None:
@@ -174,11 +189,11 @@ class Loop:
         if self.best.improved:
             self.teller.tell("best", step=self.step, metric=self.best.monitor.metric, value=self.best.value)
             if self.course.keep_best:
-                self.store.maybe_save(self.step, self.state, metric=self.best.latest, force=True)
+                self.save(force=True)
 
     def _leave(self, why: str) -> Ending:
         self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
-        self.store.maybe_save(self.step, self.state, metric=None, force=True)
+        self.save(force=True)
         self.store.wait()
         self.teller.tell("left", step=self.step, why=why)
         return Ending(self.step, finished=False, why=why)
@@ -188,6 +203,8 @@ class Loop:
         loop = {
             "step": self.step,
             "stop": self.teller.stop,
+            "metrics": self.metrics,
+            "measured_at": self.measured_at,
             "watch": self.teller.state(),
             "sync": self.sync.state(),
         }
@@ -198,6 +215,7 @@ class Loop:
         loop = state["loop"]
         self.teller.load_state(loop["watch"])
         self.teller.stop = loop["stop"]
+        self.metrics, self.measured_at = loop["metrics"], loop["measured_at"]
         self.step = loop["step"]
 
 

@@ -55,7 +55,7 @@ def are_logits(prediction: Any, known: bool | None) -> bool:
     """Must predictions be turned into probabilities? `known` where the loss tells, else as they look.
 
     torchmetrics guesses this again for every batch, so that a batch whose logits all lie in 0..1 counts as
-    probabilities. Here it is settled once, on the first chunk.
+    probabilities. Here it is settled once for an evaluation, on its first chunk.
     """
     if known is not None:
         return known

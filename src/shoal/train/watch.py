@@ -36,19 +36,19 @@ def monitored(monitor: Monitor, event: Event) -> float | None:
 
 
 class Best:
-    """Remembers the best value of the monitored metric; `improved` is true right after a better one."""
+    """Remembers the best value of the monitored metric, and the last one; `improved` is true after a better one."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self.value: float | None = None
         self.step: int | None = None
-        self.latest: float | None = None
+        self.last: tuple[int | None, float | None] = (None, None)
         self.improved = False
 
     def watch(self, event: Event) -> str | None:
         value = monitored(self.monitor, event)
         if value is not None:
-            self.latest = value
+            self.last = (event.step, value)
             self.improved = math.isfinite(value) and (
                 self.value is None or self.monitor.sign * (value - self.value) > 0
             )
@@ -56,11 +56,16 @@ class Best:
                 self.value, self.step = value, event.step
         return None
 
+    def at(self, step: int) -> float | None:
+        """The value of this step, if it was measured: other weights have another."""
+        measured_at, value = self.last
+        return value if measured_at == step else None
+
     def state(self) -> dict[str, Any]:
-        return {"value": self.value, "step": self.step}
+        return {"value": self.value, "step": self.step, "last": self.last}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.value, self.step = state["value"], state["step"]
+        self.value, self.step, self.last = state["value"], state["step"], state["last"]
 
 
 class EarlyStop:
@@ -75,13 +80,14 @@ class EarlyStop:
         value = monitored(self.spec, event)
         if value is None:
             return None
-        if self.best is None or self.spec.sign * (value - self.best) > self.spec.min_delta:
+        if math.isfinite(value) and (self.best is None or self.spec.sign * (value - self.best) > self.spec.min_delta):
             self.best, self.waited = value, 0
             return None
         self.waited += 1
         if self.waited < self.spec.patience:
             return None
-        return f"{self.spec.metric} has not improved on {self.best:.6g} for {self.waited} evaluations"
+        best = "" if self.best is None else f" on {self.best:.6g}"
+        return f"{self.spec.metric} has not improved{best} for {self.waited} evaluations"
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}

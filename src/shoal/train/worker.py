@@ -131,11 +131,10 @@ def recover(loop: Loop) -> None:
 def finish(loop: Loop, ending: Ending, built: Built, paths: RunPaths) -> None:
     """Measure, save, export, and say so. Every part may be repeated after a crash."""
     loop.progress.flush(loop.step, loss=loop.loss, lr=loop.replica.lr)
-    if not loop.metrics:
+    if loop.measured_at != loop.step:  # once and no more: schedules and watchers learn from it
         loop.evaluate("validation")
-    validation = dict(loop.metrics)
     loop.evaluate("test")
-    loop.store.maybe_save(loop.step, loop.state, metric=loop.best.latest, force=True)
+    loop.save(force=True)
     model = loop.replica.model
     weights = weights_sha256(model.state_dict())
     export_model(
@@ -148,7 +147,7 @@ def finish(loop: Loop, ending: Ending, built: Built, paths: RunPaths) -> None:
             "job": built.job.dump(),
             "step": loop.step,
             "weights_sha256": weights,
-            "metrics": validation,
+            "metrics": loop.metrics,
             "classes": built.data.train.source.classes,
         },
     )
@@ -159,7 +158,7 @@ def finish(loop: Loop, ending: Ending, built: Built, paths: RunPaths) -> None:
         weights_sha256=weights,
         state_sha256=state_sha256(loop.replica.state()),
         samples_seen=built.dealer.samples_before(loop.step),
-        metrics=validation,
+        metrics=loop.metrics,
         stopped=ending.why,
         platform={
             "machine": platform.machine(),

@@ -17,6 +17,8 @@ from shoal.data.sources.arrays import Arrays, Held, Mapped, Rows, checked, same_
 from shoal.errors import did_you_mean, error
 from shoal.spec.data import NpySource, NpzSource
 
+HELD_BYTES = 256 << 20
+
 
 def open_npy(spec: NpySource, opening: Opening) -> Arrays:
     arrays = {spec.path: _load_npy(find_file(spec.path, opening=opening))}
@@ -120,7 +122,12 @@ def _load_npy(path: str) -> Array:
         raise error("SH307", f"not an .npy file: {failure}", where=path) from failure
     if not isinstance(array, np.memmap):
         raise error("SH307", "not an .npy file but an archive", where=path, fix="Use source.kind: npz.")
-    return _native(array)
+    return _native(_held_if_small(array))
+
+
+def _held_if_small(array: Array) -> Array:
+    """What is held needs no loading ahead, and its values are checked before training starts."""
+    return np.array(array) if array.nbytes <= HELD_BYTES else array
 
 
 def _native(array: Array) -> Array:
@@ -141,7 +148,7 @@ def _members(path: str) -> dict[str, zipfile.ZipInfo]:
 def _load_member(path: str, info: zipfile.ZipInfo) -> Array:
     try:
         if info.compress_type == zipfile.ZIP_STORED:
-            return _native(_map_member(path, info))
+            return _native(_held_if_small(_map_member(path, info)))
         with zipfile.ZipFile(path) as archive, archive.open(info) as file:
             return _native(np.lib.format.read_array(file, allow_pickle=False))
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as failure:

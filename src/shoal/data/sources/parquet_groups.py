@@ -34,6 +34,7 @@ class ParquetGroups(Source):
         self._kept: OrderedDict[int, Converted] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
+        self._turns: dict[int, threading.Lock] = {}
         self._bad = self._survey()
         self.classes = layout.classes
         self.skipped = sum(len(rows) for rows in self._bad.values())
@@ -48,17 +49,33 @@ class ParquetGroups(Source):
 
     def take(self, ids: Ids) -> Batch:
         assert self.blocks is not None
-        group_of = np.searchsorted(self.blocks, ids, side="right") - 1
-        found: list[tuple[Array, Array, Array | None]] = []
-        for index in np.unique(group_of):
+        group_of = self._groups_of(ids)
+        inputs: Array | None = None
+        target: Array | None = None
+        for index in np.unique(group_of).tolist():
+            group = self._group(index)
+            if inputs is None:
+                inputs = np.empty((len(ids), *group.inputs.shape[1:]), group.inputs.dtype)
+                target = (
+                    None if group.target is None else np.empty((len(ids), *group.target.shape[1:]), group.target.dtype)
+                )
             places = np.flatnonzero(group_of == index)
-            group = self._group(int(index))
             rows = ids[places] - self.blocks[index]
-            found.append((places, group.inputs[rows], None if group.target is None else group.target[rows]))
-        back = np.argsort(np.concatenate([places for places, _, _ in found]))
-        targets = [target for _, _, target in found if target is not None]
-        target = torch.from_numpy(np.concatenate(targets)[back]) if targets else None
-        return Batch((torch.from_numpy(self._joined([x for _, x, _ in found])[back]),), target, len(ids))
+            self._check_width(inputs, group)
+            inputs[places] = group.inputs[rows]
+            if target is not None and group.target is not None:
+                target[places] = group.target[rows]
+        assert inputs is not None
+        return Batch((torch.from_numpy(inputs),), None if target is None else torch.from_numpy(target), len(ids))
+
+    def _groups_of(self, ids: Ids) -> Ids:
+        assert self.blocks is not None
+        return np.searchsorted(self.blocks, ids, side="right") - 1
+
+    def warm(self, ids: Ids) -> None:
+        """Decode the row groups of these samples: called beside training, before they are needed."""
+        for index in np.unique(self._groups_of(ids)).tolist():
+            self._group(index)
 
     def sizes(self) -> Array:
         row = self.take(np.zeros(1, dtype=np.int64)).inputs[0]
@@ -93,16 +110,29 @@ class ParquetGroups(Source):
         return bad
 
     def _group(self, index: int) -> Converted:
+        """A decoded group. Two threads that want the same one decode it once; others are not held up."""
         with self._lock:
-            group = self._kept.pop(index, None)
+            group = self._kept.get(index)
+            if group is not None:
+                self._kept.move_to_end(index)
+                return group
+            turn = self._turns.setdefault(index, threading.Lock())
+        with turn:
+            with self._lock:
+                group = self._kept.get(index)
             if group is None:
                 group = self._decode(index, self._layout)
-                self._kept_bytes += group.inputs.nbytes
+                self._keep(index, group)
+        return group
+
+    def _keep(self, index: int, group: Converted) -> None:
+        with self._lock:
+            self._turns.pop(index, None)
             self._kept[index] = group
+            self._kept_bytes += group.inputs.nbytes
             while self._too_many():
                 _, oldest = self._kept.popitem(last=False)
                 self._kept_bytes -= oldest.inputs.nbytes
-            return group
 
     def _too_many(self) -> bool:
         most = _LEAST_KEPT_BYTES if len(self._kept) > _KEPT_GROUPS else _MOST_KEPT_BYTES
@@ -121,7 +151,6 @@ class ParquetGroups(Source):
         block = Block(table, lambda row: self._table.place(index, row))
         return converted(block, layout, skip=self._skip)
 
-    def _joined(self, parts: list[Array]) -> Array:
-        if len({part.shape[1] for part in parts}) > 1:
+    def _check_width(self, inputs: Array, group: Converted) -> None:
+        if inputs.shape[1:] != group.inputs.shape[1:]:
             raise error("SH306", "row groups hold lists of different lengths", where=self._table.files[0].path)
-        return np.concatenate(parts)

@@ -25,7 +25,8 @@ class Nursery:
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "shoal.fleet.nursery", str(theirs.fileno()), *modules]
+            # -P: files in the user's directory must not stand in for modules that torch imports.
+            command = [sys.executable, "-P", "-m", "shoal.fleet.nursery", str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -70,7 +71,7 @@ class Nursery:
     def listen(self, timeout_s: float) -> None:
         """Take in what the nursery said; waits up to the time given if nothing is known yet."""
         while self._selector.select(0 if self._exits else timeout_s):
-            data = self._control.recv(65536)
+            data = received(self._control)
             if not data:
                 self._selector.unregister(self._control)
                 self._lost()
@@ -117,6 +118,14 @@ class Nursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def received(control: socket.socket) -> bytes:
+    """What the other end said; nothing if it is gone, also when it left something unread."""
+    try:
+        return control.recv(65536)
+    except ConnectionResetError:
+        return b""
 
 
 class LocalEngine:
