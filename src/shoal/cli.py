@@ -263,7 +263,8 @@ def _end(outcome: Outcome | Summary, *, as_json: bool) -> NoReturn:
             print(last.traceback, file=sys.stderr)
     elif last.status != "finished":
         name = last.paths.whole.name
-        _console(True).print(f"{last.status}; saved. Go on with: shoal resume {name}", highlight=False)
+        saved = "nothing was saved yet" if last.saved_step is None else f"saved at step {last.saved_step}"
+        _console(True).print(f"{last.status}; {saved}. Go on with: shoal resume {name}", highlight=False)
     elif as_json:
         content = merged(outcome) if isinstance(outcome, Summary) else json.loads(_receipt(outcome).model_dump_json())
         print(json.dumps({"kind": "receipt", **content}))

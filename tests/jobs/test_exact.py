@@ -60,6 +60,29 @@ def test_buffers_that_the_state_dict_leaves_out_survive(run, place):
     assert again.weights_sha256 == undisturbed.weights_sha256
 
 
+@pytest.mark.parametrize("every", [1, 7])
+def test_draws_from_pythons_and_numpys_generators_are_the_lanes_own(run, place, every):
+    """Also when the first draw comes late: the worker finds out, and does that lane again."""
+    dice = {"model": {"name": "models.py:Dice", "args": {"every": every}}}
+    undisturbed = run(MLP, **dice).receipt
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [7, 23, 24, 51], "marks": str(place)}}
+    again = run(
+        MLP, **dice, watch=[kill], engine={"kind": "local", "restarts": 9}, checkpoint={"every": "1 steps"}
+    ).receipt
+    assert again.weights_sha256 == undisturbed.weights_sha256
+
+
+def test_a_task_that_remembers(run, place):
+    job = {k: v for k, v in MLP.items() if k not in ("model", "loss", "metrics")} | {
+        "task": "models.py:Counting",
+        "lanes": 1,
+    }
+    undisturbed = run(job).receipt
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [13, 40], "marks": str(place)}}
+    again = run(job, watch=[kill], checkpoint={"every": "1 steps"}).receipt
+    assert again.weights_sha256 == undisturbed.weights_sha256
+
+
 def test_a_kill_before_the_first_save_starts_again(run, place):
     kill = {"name": "faults.py:KillAt", "args": {"steps": [3], "marks": str(place)}}
     assert run(MLP, watch=[kill]).receipt.weights_sha256 == run(MLP).receipt.weights_sha256

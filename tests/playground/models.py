@@ -1,5 +1,8 @@
 """Small models for the tests, as a user would write them."""
 
+import random
+
+import numpy as np
 import torch
 import torchmetrics
 from torch import nn
@@ -151,3 +154,39 @@ def own_loss(output, target):
     """As people write it for a language model: classes last, flattened by hand."""
     assert output.shape[:-1] == target.shape
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Dice(nn.Module):
+    """Draws from Python's and numpy's generators, now and then."""
+
+    def __init__(self, every=1):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.every = every
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.training and float(x[0].sum()) % self.every < 1:
+            x = x * (1 + 0.1 * random.random()) + 0.1 * np.random.standard_normal()
+        return self.layer(x)
+
+
+class Counting(Task):
+    """Remembers how many samples its loss has seen, and lets that change the loss."""
+
+    def __init__(self):
+        self.seen = torch.zeros(())
+
+    def model(self):
+        return nn.Linear(64, 10)
+
+    def loss(self, model, batch):
+        self.seen = self.seen + batch.size
+        return F.cross_entropy(model(*batch.inputs), batch.target) * (1 + self.seen / 1000)
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def load_state(self, state):
+        self.seen = state["seen"]

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.errors import EXIT_BUG, ShoalError, error, from_row
 from shoal.events import Event, Lines, Picture, Reader, Stream
@@ -33,6 +33,7 @@ class Outcome:
     receipt: Receipt | None = None
     error: ShoalError | None = None
     traceback: str = ""
+    saved_step: int | None = None
 
 
 def make_nursery(threads: int, *, modules: Sequence[str] = ()) -> Nursery:
@@ -184,6 +185,7 @@ class Run:
             write_atomically(self.paths.receipt, outcome.receipt.model_dump_json(indent=2) + "\n")
         self._stream.emit("run_ended", status=outcome.status)
         self._look()
+        outcome = replace(outcome, saved_step=self.picture.saved_step)
         self.close()
         return outcome
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import error
-from shoal.parallel.randomness import seed_from
+from shoal.parallel.randomness import Chance
 from shoal.spec import seeds
 
 # The mean over the batch's samples, or (a sum, what to divide it by once all lanes are added).
@@ -116,6 +116,7 @@ class Replica:
         schedule_every: int = 1,
         clipping: Clipping | None = None,
         autocast: torch.dtype | None = None,
+        chance: Chance | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -126,6 +127,7 @@ class Replica:
             raise error("SH404", "the model has no parameter that may change")
         self.device = self.trainable[0].device
         self.to_training()
+        self.chance = chance or Chance(self.device)
         self.moving = MovingBuffers(model, [])
         self._loss = loss
         self._seed = seed
@@ -139,7 +141,7 @@ class Replica:
             return
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.to_training()
-        seed_from(self.device, self._seed, seeds.LANE, 0, 0)
+        self.chance.fully(self._seed, seeds.LANE, 0, 0)
         with torch.no_grad(), self.casting():
             self._loss(self.model, batch)
             changed = [n for n, b in self.model.named_buffers() if n in before and _differs(b, before[n])]
@@ -164,9 +166,13 @@ class Replica:
 
     def forward_backward(self, step: int, lane: int, batch: Any, *, share: float) -> LaneSum:
         """The lane's part of the step; `share` is its part of the step's samples."""
+        result = self._once(step, lane, batch, share)
+        return self._once(step, lane, batch, share) if self.chance.missed() else result
+
+    def _once(self, step: int, lane: int, batch: Any, share: float) -> LaneSum:
         if self.moving.names:
             self.moving.restore()
-        seed_from(self.device, self._seed, seeds.LANE, step, lane)
+        self.chance.for_lane(self._seed, seeds.LANE, step, lane)
         with self.casting():
             result = self._loss(self.model, batch)
         if isinstance(result, tuple):

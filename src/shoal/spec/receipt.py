@@ -12,7 +12,7 @@ from shoal.spec.base import Spec
 
 
 class Receipt(Spec):
-    """The end of a run in numbers. Times are seconds, summed over all processes of all starts.
+    """The end of a run in numbers. Times are seconds, added up over all starts; `total_s` is from first to last.
 
     A metric may be NaN: what was measured is told as it is.
     """

@@ -19,7 +19,7 @@ from shoal.data.feed import Feed
 from shoal.errors import error
 from shoal.events import Stream
 from shoal.fleet.membership import Membership
-from shoal.parallel.randomness import seed_from
+from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Clipping, Replica
 from shoal.parallel.sync.lanes import LanesSync
 from shoal.spec import seeds
@@ -107,10 +107,11 @@ def build_replica(
     job: Job, device: torch.device, *, steps: int, steps_per_epoch: int, tell: Callable[..., object]
 ) -> tuple[Task, Replica]:
     """The weights at step 0: a pure function of the job."""
-    seed_from(device, job.seed, seeds.MODEL)
+    chance = Chance(device)
+    chance.fully(job.seed, seeds.MODEL)
     task = build_task(job)
     with blaming("SH204", "making the model"):
-        model = task.model().to(device)
+        model = task.to(device)
     if job.init_from is not None:
         facts = start_weights(model, job.init_from, base_dir=job.base_dir)
         if facts:
@@ -127,6 +128,7 @@ def build_replica(
         schedule_every=steps_per_epoch if job.schedule and job.schedule.every == "epoch" else 1,
         clipping=Clipping(job.clip.norm, job.clip.value) if job.clip else None,
         autocast=torch.bfloat16 if job.precision == "bf16" else None,
+        chance=chance,
     )
     return task, replica
 
@@ -188,6 +190,7 @@ def build_loop(
         progress=progress,
         evaluator=built.evaluator,
         parts=built.data.others,
+        task=built.task,
         best=best,
         asked_to_leave=asked_to_leave,
     )

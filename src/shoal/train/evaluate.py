@@ -8,7 +8,6 @@ import torch
 
 from shoal.data.assemble import Part
 from shoal.data.feed import evaluation
-from shoal.parallel.randomness import seed_from
 from shoal.parallel.replica import Replica
 from shoal.spec import seeds
 from shoal.spec.data import Loader
@@ -47,7 +46,7 @@ class Evaluator:
             seed=self._seed,
         ):
             batch = batch.to(replica.device)
-            seed_from(replica.device, self._seed, seeds.EVALUATION, chunk)
+            replica.chance.fully(self._seed, seeds.EVALUATION, chunk)
             with replica.casting(), blaming("SH401", f"evaluation of {part.name}, chunk {chunk}"):
                 loss, output = self._task.evaluate(model, batch)
             if not lanes:

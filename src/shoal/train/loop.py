@@ -19,6 +19,7 @@ from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View
 from shoal.train.blame import translate
 from shoal.train.evaluate import Evaluator
+from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
 from shoal.train.watch import Best
 
@@ -60,6 +61,7 @@ class Loop:
         progress: Progress,
         evaluator: Evaluator,
         parts: dict[str, Any],
+        task: Task,
         best: Best,
         asked_to_leave: Callable[[], str],
     ) -> None:
@@ -75,6 +77,7 @@ class Loop:
         self.progress = progress
         self.evaluator = evaluator
         self.parts = parts
+        self.task = task
         self.best = best
         self.asked_to_leave = asked_to_leave
         self.step = 0
@@ -205,6 +208,7 @@ class Loop:
             "stop": self.teller.stop,
             "metrics": self.metrics,
             "measured_at": self.measured_at,
+            "task": self.task.state(),
             "watch": self.teller.state(),
             "sync": self.sync.state(),
         }
@@ -213,6 +217,7 @@ class Loop:
     def load_state(self, state: dict[str, Any]) -> None:
         self.replica.load_state(state)
         loop = state["loop"]
+        self.task.load_state(loop["task"])
         self.teller.load_state(loop["watch"])
         self.teller.stop = loop["stop"]
         self.metrics, self.measured_at = loop["metrics"], loop["measured_at"]

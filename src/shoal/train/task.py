@@ -31,6 +31,10 @@ class Task:
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         raise NotImplementedError("a Task needs loss()")
 
+    def to(self, device: torch.device) -> nn.Module:
+        """The model on its device; override it where the loss, too, has something to move."""
+        return self.model().to(device)
+
     def predict(self, model: nn.Module, batch: Batch) -> Any:
         """What metrics compare with the target."""
         return model(*batch.inputs)
@@ -46,6 +50,13 @@ class Task:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """An optimizer of one's own, or None to take the job's."""
         return None
+
+    def state(self) -> Any:
+        """What the task itself must remember across a crash: tensors, numbers, text, in dicts and lists."""
+        return None
+
+    def load_state(self, state: Any) -> None:
+        """Take back what `state` gave."""
 
 
 _TAKE_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
@@ -63,6 +74,11 @@ class PlainTask(Task):
 
     def model(self) -> nn.Module:
         return self._model
+
+    def to(self, device: torch.device) -> nn.Module:
+        if isinstance(self._loss, nn.Module):
+            self._loss.to(device)
+        return super().to(device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._compare(model(*batch.inputs), batch.target)

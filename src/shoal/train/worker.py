@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 import torch
 
@@ -66,7 +67,7 @@ def work(paths: RunPaths, seat: int, stream: Stream) -> None:
     job = load_job(paths.job, check_names=False)
     prepare_torch(job)
     with paths.seat_lock(seat).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a worker that lost its driver may still be saving
+        take_seat(lock, seat, stream)
         stream.emit(
             "worker_started",
             pid=os.getpid(),
@@ -91,6 +92,15 @@ def work(paths: RunPaths, seat: int, stream: Stream) -> None:
         finally:
             loop.feed.close()
             loop.store.close()
+
+
+def take_seat(lock: TextIO, seat: int, stream: Stream) -> None:
+    """A worker that lost its driver may still be saving: wait until it has left."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.emit("note", message=f"seat {seat} is still taken by an earlier worker; waiting for it to leave")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def prepare_torch(job: Job) -> None:
