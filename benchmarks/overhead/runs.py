@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ PLAIN = "benchmarks.overhead.plain"
 
 def open_nursery() -> Nursery:
     """One nursery for all sides: the same imports, environment and number of threads."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # a nursery does not look into the current directory
     return make_nursery(1, modules=[PLAIN])
 
 
