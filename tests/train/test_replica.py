@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -180,3 +181,30 @@ def test_state_comes_back():
     for a, b in zip(straight.model.state_dict().values(), again.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert straight.lr == again.lr
+
+
+def test_hooks_of_an_optimizer_are_called_and_change_nothing():
+    def trained(hooked):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        replica = replica_of(model)
+        calls = []
+        if hooked:
+            replica.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        for step in range(3):
+            replica.apply(step, total(replica, batches(*samples(8), 4), step))
+        return model.weight.detach(), len(calls)
+
+    (plain, none), (hooked, three) = trained(False), trained(True)
+    assert (none, three) == (0, 3)
+    assert torch.equal(plain, hooked)
+
+
+def test_schedules_see_that_the_optimizer_was_called(recwarn):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    replica = Replica(model, optimizer, cross_entropy, seed=0, schedule=schedule)
+    replica.apply(0, total(replica, batches(*samples(8), 4)))
+    assert replica.lr == pytest.approx(0.01)
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
