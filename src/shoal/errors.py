@@ -107,6 +107,9 @@ CATALOGUE: dict[str, Entry] = {
     "SH608": Entry("objects of a notebook or script cannot be sent to a worker",
                    "Put the class or function into a .py file, and guard the call by if __name__ == '__main__'."),
     "SH609": Entry("bad command line", "See --help."),
+    "SH610": Entry("the driver cannot be reached",
+                   "See that the driver runs, and that its host and port can be reached from this machine."),
+    "SH611": Entry("the driver cannot listen", "Give an address of this machine to listen on."),
 }  # fmt: skip
 
 

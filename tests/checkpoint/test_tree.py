@@ -68,7 +68,8 @@ def test_a_state_that_holds_itself_is_an_error_and_not_a_crash():
     [
         {"tensor": "nobody"}, {"tensor": ["x"]}, {"tensor": None}, {"pickle": "x"}, {}, {"dict": 3},
         {"dict": [[1]]},
-        {"dict": [[[], 1]]}, {"tuple": 5}, {"float": "one"}, {"float": []}, {"dict": [], "tuple": []},
+        {"dict": [[[], 1]]}, {"tuple": 5}, {"float": "one"}, {"float": []}, {"float": 10**400},
+        {"dict": [], "tuple": []},
     ],
 )  # fmt: skip
 def test_a_hostile_skeleton_is_damage(skeleton):

@@ -1,51 +1,157 @@
-"""One contract, every body."""
+"""One contract, every body: within one process, over sockets, and over sockets to another process."""
 
+import contextlib
+import json
+import subprocess
+import sys
 import threading
+import types
 
 import pytest
 
-from shoal.fleet.membership import FileMembership, MemoryMembership
-from shoal.spec.view import View
+from shoal.fleet.membership import MemoryMembership
+from shoal.fleet.tie import Tie
+from shoal.spec.view import Address, View
+from shoal.wire.handshake import new_token
+from tests.fleet.drivers import LONG_S, Driver
+
+WORKER = """
+import json, sys
+from shoal.fleet.contact import Contact
+from shoal.fleet.tie import Tie
+
+contact = Contact(*json.loads(sys.stdin.readline()))
+marks = []
+tie = Tie(lambda: contact, lambda: {"seat": 0}, beat=dict, on_welcome=lambda fields: tie.say("mark"))
+tie.connect(30)
+for line in sys.stdin:
+    name, arguments = json.loads(line)
+    result = getattr(tie, name)(*arguments.pop("", []), **arguments)
+    print(json.dumps(result.model_dump(mode="json") if hasattr(result, "model_dump") else result), flush=True)
+tie.close()
+"""
 
 
-@pytest.fixture(params=["memory", "file"])
-def pair(request, tmp_path):
-    """The driver's end and a worker's end."""
-    if request.param == "memory":
-        both = MemoryMembership()
-        return both, both
-    return FileMembership(tmp_path / "view.json"), FileMembership(tmp_path / "view.json")
+class Memory:
+    def __init__(self):
+        self.worker = MemoryMembership()
+        self.publish = self.worker.publish
+
+    def close(self):
+        pass
 
 
-def test_a_worker_gets_the_view_that_has_it(pair):
-    driver, worker = pair
-    driver.publish(View(number=1, carries={1: [0]}))
-    assert worker.wait(0, after=0, step=0, timeout_s=0) is None
-    driver.publish(View(number=2, carries={0: [0, 1]}))
-    assert worker.wait(0, after=0, step=0, timeout_s=0).carries == {0: [0, 1]}
+class Sockets:
+    """The driver's end is played by a thread; `publish` returns when the worker has the view."""
+
+    def __init__(self):
+        self.driver = Driver(new_token())
+        self.worker = self.open_worker()
+
+    def open_worker(self):
+        def mark(fields):
+            tie.say("mark")
+
+        tie = Tie(lambda: self.driver.contact, lambda: {"seat": 0}, beat=dict, on_welcome=mark)
+        tie.connect(LONG_S)
+        return tie
+
+    def publish(self, view):
+        marks = len(self.driver.heard("mark", self.marks))
+        self.driver.publish(view)
+        for caller in self.driver.callers:
+            self.driver.control.send(caller, "welcome")
+        self.driver.heard("mark", marks + 1)
+        self.published += 1
+
+    published = 0
+
+    @property
+    def marks(self):
+        return 1 + self.published
+
+    def close(self):
+        self.worker.close()
+        self.driver.close()
 
 
-def test_only_newer_views_count(pair):
-    driver, worker = pair
-    driver.publish(View(number=5, carries={0: [0]}))
-    driver.publish(View(number=4, carries={0: [1]}))
-    assert worker.wait(0, after=0, step=0, timeout_s=0).number == 5
-    assert worker.wait(0, after=5, step=0, timeout_s=0) is None
-    assert worker.newer(4)
-    assert not worker.newer(5)
+class Process(Sockets):
+    """The worker's end is in a process of its own, and is asked over a pipe."""
+
+    def open_worker(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.tell(list(vars(self.driver.contact).values()))
+        return types.SimpleNamespace(wait=self.wait, newer=lambda number: self.ask("newer", {"": [number]}))
+
+    def wait(self, seat, **arguments):
+        found = self.ask("wait", {"": [seat]} | arguments)
+        return found and View.model_validate(found)
+
+    def ask(self, *question):
+        self.tell(question)
+        return json.loads(self.process.stdout.readline())
+
+    def tell(self, what):
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def close(self):
+        self.process.communicate(timeout=LONG_S)
+        self.driver.close()
 
 
-def test_stop_reaches_everybody(pair):
-    driver, worker = pair
-    driver.publish(View(number=1, stop="interrupted"))
-    assert worker.wait(7, after=0, step=0, timeout_s=0).stop == "interrupted"
+@pytest.fixture(params=[Memory, Sockets, Process])
+def body(request):
+    with contextlib.closing(request.param()) as made:
+        yield made
 
 
-def test_a_waiting_worker_is_woken(pair):
-    driver, worker = pair
+def test_a_worker_gets_the_view_that_has_it(body):
+    body.publish(View(number=1, carries={1: [0]}))
+    assert body.worker.wait(0, after=0, position=0, timeout_s=0) is None
+    view = View(
+        number=2,
+        carries={0: [0, 1], 4: [2]},
+        addresses={0: Address(host="a", port=1), 4: Address(host="b", port=2, host_id="h", unix="u")},
+        position=17,
+        source=4,
+        saver=0,
+    )
+    body.publish(view)
+    assert body.worker.wait(0, after=0, position=0, timeout_s=0) == view
+
+
+def test_only_newer_views_count(body):
+    assert not body.worker.newer(0)
+    body.publish(View(number=5, carries={0: [0]}))
+    body.publish(View(number=4, carries={0: [1]}))
+    assert body.worker.wait(0, after=0, position=0, timeout_s=0).number == 5
+    assert body.worker.wait(0, after=5, position=0, timeout_s=0) is None
+    assert body.worker.newer(4)
+    assert not body.worker.newer(5)
+
+
+def test_a_view_that_does_not_concern_us_is_newer_but_not_waited_for(body):
+    body.publish(View(number=1, carries={0: [0]}))
+    body.publish(View(number=2, carries={1: [0]}, leave=[3], loads=4))
+    assert body.worker.newer(1)
+    assert body.worker.wait(0, after=0, position=0, timeout_s=0) is None
+    for seat in (1, 3, 4):
+        assert body.worker.wait(seat, after=1, position=0, timeout_s=0).number == 2
+
+
+@pytest.mark.parametrize("asked", [{"stop": "interrupted"}, {"halt": "boundary"}, {"halt": "now"}])
+def test_some_views_concern_everybody(body, asked):
+    body.publish(View(number=1, **asked))
+    assert body.worker.wait(7, after=0, position=0, timeout_s=0) == View(number=1, **asked)
+
+
+def test_a_waiting_worker_is_woken(body):
     got = []
-    waiting = threading.Thread(target=lambda: got.append(worker.wait(0, after=1, step=0, timeout_s=30)))
+    waiting = threading.Thread(target=lambda: got.append(body.worker.wait(0, after=1, position=0, timeout_s=LONG_S)))
     waiting.start()
-    driver.publish(View(number=2, carries={0: [0]}))
-    waiting.join(timeout=30)
+    body.publish(View(number=2, carries={0: [0]}))
+    waiting.join(timeout=LONG_S)
     assert got[0].number == 2

@@ -182,6 +182,10 @@ def test_a_stopped_or_killed_driver_is_resumed_to_the_same_weights(number, long_
     assert receipt["weights_sha256"] == undisturbed.weights_sha256
     assert receipt["state_sha256"] == undisturbed.state_sha256
     assert receipt["starts"] == 2
-    steps = [e.step for e in read(place / "runs" / "mlp-2" / "events.jsonl") if e.kind == "resumed"]
-    assert steps
-    assert 0 < steps[0] < 1500
+    events = list(read(place / "runs" / "mlp-2" / "events.jsonl"))
+    steps = [e.step for e in events if e.kind == "resumed"]
+    if number == signal.SIGKILL:  # its worker went on without it, and the next driver took it over
+        assert not steps
+        assert len([e for e in events if e.kind == "worker_started"]) == 1
+    else:
+        assert 0 < steps[0] < 1500

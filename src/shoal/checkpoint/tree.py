@@ -97,7 +97,7 @@ def _unsaveable(path: str, what: str) -> ShoalError:
 def _rebuild(skeleton: Skeleton, tensor: Callable[[str], Any]) -> State:
     try:
         return _decode(skeleton, tensor, DEEPEST)
-    except (KeyError, TypeError, ValueError) as problem:
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise error("SH502", f"the state's skeleton is damaged: {problem}") from None
 
 

@@ -20,7 +20,11 @@ class Worker:
     host: str = ""
     pid: int = 0
     lanes: list[int] = field(default_factory=list)
+    saves: bool = True
     step: int = 0
+    steps: int = 0
+    samples: int = 0
+    work_s: float = 0.0
     samples_per_s: float = 0.0
     state: str = "starting"
 
@@ -63,6 +67,8 @@ class Picture:
     times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
     starts: int = 0
     deaths: int = 0
+    views: int = 0
+    most_workers: int = 0
     saves: int = 0
     saved_step: int | None = None
     bytes_saved: int = 0
@@ -90,6 +96,11 @@ class Picture:
         handler = _HANDLERS.get(event.kind)
         if handler:
             handler(self, event)
+
+    @property
+    def training(self) -> list[Worker]:
+        """Those who carry lanes now."""
+        return [worker for worker in self.workers.values() if worker.state == "training"]
 
     def worker(self, name: str) -> Worker:
         return self.workers.setdefault(name, Worker(name))
@@ -124,22 +135,54 @@ def _built(p: Picture, e: Event) -> None:
 def _joined(p: Picture, e: Event) -> None:
     worker = p.worker(e.who)
     worker.lanes, worker.state, worker.step = list(e["lanes"]), "training", int(e.step or 0)
+    worker.saves = bool(e.get("saves", True))
     p.step, p.status = int(e.step or 0), "training"
+    p.most_workers = max(p.most_workers, len(p.training))
+
+
+def _view(p: Picture, e: Event) -> None:
+    p.views += 1
+    for worker in p.training:
+        if worker.name not in e.get("carries", {}):
+            worker.state, worker.samples_per_s = "standing", 0.0
+    if e.get("why"):
+        p.notes.append(str(e["why"]))
+
+
+def _stopped(p: Picture, e: Event) -> None:
+    worker = p.worker(e.who)
+    worker.state, worker.samples_per_s = "standing", 0.0
+
+
+def _put_out(p: Picture, e: Event) -> None:
+    host = f" on {e['host']}" if e.get("host") else ""
+    p.notes.append(f"{e['worker']}{host} is put out: {e['reason']}")
+
+
+def _caught_up(p: Picture, e: Event) -> None:
+    p.notes.append(f"{e.who} got step {e.step} from the memory of {e['source']}")
 
 
 def _step(p: Picture, e: Event) -> None:
-    p.step, p.loss, p.lr, p.status = int(e.step or 0), e.get("loss"), e.get("lr"), "training"
-    wall = float(e.get("wall_s", 0.0))
-    samples = int(e.get("samples", 0))
-    p.samples_computed += samples
-    if wall > 0:
-        p.samples_per_s = samples / wall
-        p.facts["steps_per_s"] = int(e.get("steps", 1)) / wall
+    """One worker's steps. What all workers know alike is taken from the one that saves."""
     worker = p.worker(e.who)
-    worker.step, worker.samples_per_s, worker.state = p.step, p.samples_per_s, "training"
+    steps, samples, wall = int(e.get("steps", 1)), int(e.get("samples", 0)), float(e.get("wall_s", 0.0))
+    worker.step, worker.state = int(e.step or 0), "training"
+    worker.steps += steps
+    worker.samples += samples
+    worker.work_s += float(e.get("data_s", 0.0)) + float(e.get("compute_s", 0.0))
+    p.samples_computed += samples
+    p.bytes_sent += int(e.get("bytes_sent", 0))
     for name in TIMES:
         p.times[name] += float(e.get(name, 0.0))
-    p.bytes_sent += int(e.get("bytes_sent", 0))
+    if wall > 0:
+        worker.samples_per_s = samples / wall
+        p.samples_per_s = sum(one.samples_per_s for one in p.training)
+    if not worker.saves:
+        return
+    p.step, p.loss, p.lr, p.status = worker.step, e.get("loss"), e.get("lr"), "training"
+    if wall > 0:
+        p.facts["steps_per_s"] = steps / wall
     if p.loss is not None:
         p.curve("loss").add(p.step, p.loss)
 
@@ -174,7 +217,8 @@ def _resumed(p: Picture, e: Event) -> None:
 
 def _worker_died(p: Picture, e: Event) -> None:
     p.deaths += 1
-    p.worker(str(e["worker"])).state = "dead"
+    worker = p.worker(str(e["worker"]))
+    worker.state, worker.samples_per_s = "dead", 0.0
     p.notes.append(f"{e['worker']} died: {e['reason']}")
 
 
@@ -212,6 +256,10 @@ _HANDLERS = {
     "cleanup_failed": _note,
     "export_skipped": _note,
     "note": _note,
+    "view": _view,
+    "stopped": _stopped,
+    "put_out": _put_out,
+    "caught_up": _caught_up,
     "resumed": _resumed,
     "worker_died": _worker_died,
     "left": _left,

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,37 @@ def parse(line: bytes) -> Event | None:
 
 
 class Stream:
-    """Appends events. Rows wait in memory for at most `flush_s` (checked at the next emit).
+    """Appends events to a file. Rows wait in memory for at most `flush_s` (checked at the next emit).
 
     Owned by one process; not safe for several threads.
     """
 
     def __init__(self, path: Path, who: str, *, flush_s: float = 0.1) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._begin(who, flush_s, lambda rows: os.write(fd, b"".join(rows)), close=lambda: os.close(fd))
+        if _ends_in_half_a_line(fd):
+            self._pending.append(b"\n")
+
+    @classmethod
+    def through(cls, write: Callable[[bytes], object], who: str, *, flush_s: float = 0.1) -> Stream:
+        """A stream that gives its lines to a function, one at a time, for a writer that cannot reach the file."""
+
+        def write_each(rows: list[bytes]) -> None:
+            for row in rows:
+                write(row)
+
+        stream = cls.__new__(cls)
+        stream._begin(who, flush_s, write_each, close=lambda: None)
+        return stream
+
+    def _begin(
+        self, who: str, flush_s: float, write: Callable[[list[bytes]], object], *, close: Callable[[], None]
+    ) -> None:
         self.who = who
         self._flush_s = flush_s
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._pending: list[bytes] = [b"\n"] if _ends_in_half_a_line(self._fd) else []
+        self._write = write
+        self._close = close
+        self._pending: list[bytes] = []
         self._flushed_at = time.monotonic()
 
     def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> Event:
@@ -71,15 +92,20 @@ class Stream:
             self.flush()
         return event
 
+    def pass_on(self, event: Event) -> None:
+        """What somebody else tells, as it is."""
+        self._pending.append(event.to_line())
+        self.flush()
+
     def flush(self) -> None:
         if self._pending:
-            os.write(self._fd, b"".join(self._pending))
+            self._write(self._pending)
             self._pending.clear()
         self._flushed_at = time.monotonic()
 
     def close(self) -> None:
         self.flush()
-        os.close(self._fd)
+        self._close()
 
 
 def _ends_in_half_a_line(fd: int) -> bool:

@@ -1,7 +1,8 @@
 """Membership: how a worker learns who it is. The driver publishes numbered views; nothing else goes down.
 
-Contract of every body: views only grow in number; `wait` returns the newest view that has a number above `after`
-and that concerns the seat (it carries lanes there, or the view says stop); `newer` is cheap enough for every step.
+Contract of every body: views only grow in number; `wait` returns the newest view if it has a number above `after`
+and concerns the seat, and else waits for one that does; `newer` is cheap enough for every step.
+`shoal.fleet.tie` is the body that real workers use.
 """
 
 from __future__ import annotations
@@ -14,22 +15,13 @@ from typing import Protocol
 from shoal.spec.paths import write_atomically
 from shoal.spec.view import View
 
-POLL_S = 0.02
-
 
 class Membership(Protocol):
-    def wait(self, seat: int, *, after: int, step: int, timeout_s: float | None = None) -> View | None:
-        """The next view for this seat; `step` is the one it stands at. None when the time is over."""
+    def wait(self, seat: int, *, after: int, position: int | None, timeout_s: float | None = None) -> View | None:
+        """The next view for this seat, which stands at `position`. None when the time is over."""
 
     def newer(self, number: int) -> bool:
         """Is there a view above this number? Local, no network."""
-
-    def publish(self, view: View) -> None:
-        """Only the driver calls this."""
-
-
-def concerns(view: View, seat: int) -> bool:
-    return bool(view.stop) or seat in view.carries
 
 
 class MemoryMembership:
@@ -39,9 +31,9 @@ class MemoryMembership:
         self._changed = threading.Condition()
         self._view: View | None = None
 
-    def wait(self, seat: int, *, after: int, step: int, timeout_s: float | None = None) -> View | None:
+    def wait(self, seat: int, *, after: int, position: int | None, timeout_s: float | None = None) -> View | None:
         def ready() -> bool:
-            return self._view is not None and self._view.number > after and concerns(self._view, seat)
+            return self._view is not None and self._view.number > after and self._view.concerns(seat)
 
         with self._changed:
             return self._view if self._changed.wait_for(ready, timeout_s) else None
@@ -50,6 +42,7 @@ class MemoryMembership:
         return self._view is not None and self._view.number > number
 
     def publish(self, view: View) -> None:
+        """The driver's side."""
         with self._changed:
             if self._view is None or view.number > self._view.number:
                 self._view = view
@@ -65,20 +58,20 @@ class FileMembership:
         self._view: View | None = None
         self._look_again = 0.0
 
-    def wait(self, seat: int, *, after: int, step: int, timeout_s: float | None = None) -> View | None:
+    def wait(self, seat: int, *, after: int, position: int | None, timeout_s: float | None = None) -> View | None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             view = self._read()
-            if view is not None and view.number > after and concerns(view, seat):
+            if view is not None and view.number > after and view.concerns(seat):
                 return view
             if until is not None and time.monotonic() >= until:
                 return None
-            time.sleep(POLL_S)
+            time.sleep(0.02)
 
     def newer(self, number: int) -> bool:
         now = time.monotonic()
         if now >= self._look_again:  # a look costs 10 µs, a step may take 200
-            self._look_again = now + POLL_S
+            self._look_again = now + 0.02
             self._read()
         return self._view is not None and self._view.number > number
 

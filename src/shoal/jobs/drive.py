@@ -7,6 +7,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,7 +50,7 @@ class Summary:
 
 def run(job: Job, *, runs: Path, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:
     """Run a checked job in a new directory. Who runs many jobs may bring a nursery for all of them."""
-    job = directory.with_its_start(_carried_by_one(job), runs)
+    job = directory.with_its_start(job, runs)
     with borrowed(nursery, job) as mine:  # torch is being loaded while the rest is prepared
         return _drive(job, directory.create(job, runs), mine, look)
 
@@ -61,14 +62,6 @@ def resume(paths: RunPaths, *, look: Look | None = None, nursery: Nursery | None
     job = load_job(paths.job, check_names=False)
     with borrowed(nursery, job) as mine:
         return _drive(job, paths, mine, look)
-
-
-def _carried_by_one(job: Job) -> Job:
-    """Several workers are not built yet; a range that starts at 1 is run by one."""
-    if job.workers.least > 1:
-        message = f"at least {job.workers.least} workers are asked for, and one carries all lanes so far"
-        raise error("SH110", message, where="workers", fix="Write workers: 1, or a range that starts at 1.")
-    return job
 
 
 def _drive(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Outcome | Summary:
@@ -139,10 +132,13 @@ def _drive_all(starts: Mapping[RunPaths, Callable[[], Run]], *, parallel: int) -
                     active[paths].start()
                 if not active:
                     break
+                wait({fd for one in active.values() for fd in one.filenos()}, TICK_S)
                 for paths, one in list(active.items()):
+                    if one.asked_to_stop and not asked:
+                        asked.append(one.asked_to_stop)
                     if asked:
                         one.stop(asked[0])
-                    outcome = one.tick(TICK_S / len(active))
+                    outcome = one.tick(0)
                     if outcome is not None:
                         outcomes[paths] = outcome
                         del active[paths]

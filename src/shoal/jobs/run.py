@@ -7,20 +7,22 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 
 from shoal.errors import EXIT_BUG, ShoalError, error, from_row
 from shoal.events import Event, Lines, Picture, Reader, Stream
+from shoal.events.picture import Worker
 from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import LocalEngine, Nursery
-from shoal.fleet.membership import FileMembership
+from shoal.jobs.helm import WORKER, Helm
 from shoal.plan.recovery import decide
 from shoal.spec.job import Job
 from shoal.spec.paths import RunPaths, write_atomically
-from shoal.spec.receipt import Receipt
-from shoal.spec.view import Seat, View
+from shoal.spec.receipt import Carried, Receipt
 
-WORKER = "shoal.train.worker"
 OPTIMIZERS_NEED = "torch._dynamo"  # torch imports it when the first optimizer is made: a second of work
+LEAVING_S = 10.0
+"""How long workers may take to go when the run is finished."""
 Watch = Callable[[Event, Picture], None]
 
 
@@ -87,52 +89,70 @@ class Run:
         self._watch = watch
         self._stream = Stream(paths.events, "driver")
         self._reader = Reader(paths.events)
-        self._printed = Lines(paths.log(0))
-        self._printed.skip()
-        self._membership = FileMembership(paths.view)
-        self._engine = LocalEngine(nursery, name=str(paths.root), logs=paths.logs)
+        self._printed: dict[int, Lines] = {}
+        self.engine = LocalEngine(nursery, name=str(paths.root), logs=paths.logs)
         self._restarts_left = job.engine.restarts
-        self._step_at_start = 0
         self._stopping = ""
-        self._view = 0
+        self._ending_s = 0.0
 
     def start(self) -> None:
         """From the beginning, or from where an earlier driver left it."""
         for event in self._reader.new():  # what an earlier driver showed is not shown again
             self.picture.add(event)
-        self._stream.emit("run_started", run=self.paths.name, pid=os.getpid())
-        self._publish()
-        self._start_worker()
-
-    def _publish(self, stop: str = "") -> None:
-        self._view = max(self._view, self._last_view()) + 1
-        self._membership.publish(View(number=self._view, carries={0: list(range(self.job.lane_count))}, stop=stop))
-
-    def _last_view(self) -> int:
-        view = self._membership.wait(0, after=0, step=0, timeout_s=0)
-        return view.number if view else 0
-
-    def _start_worker(self) -> None:
-        self._step_at_start = self.picture.step
-        self._engine.start([Seat(number=0)], WORKER, ["--run", str(self.paths.root)])
+        already = bool(self.picture.result)
+        seats = [int(name.removeprefix("worker-")) for name in self.picture.workers if name.startswith("worker-")]
+        self.helm = Helm(self.job, self.paths, self.engine, self._stream, first_seat=max(seats, default=-1) + 1)
+        if not already:  # its workers finished it without a driver
+            self._stream.emit("run_started", run=self.paths.name, pid=os.getpid())
+        self.helm.start()
 
     def stop(self, why: str) -> None:
         if not self._stopping:
             self._stopping = why
-            self._publish(stop=why)
+            self.helm.stop(why)
+
+    @property
+    def asked_to_stop(self) -> str:
+        """By a user, from another process."""
+        return self.helm.stop_asked
+
+    def filenos(self) -> list[int]:
+        """For select(): `tick` has something to do when one of them is readable."""
+        return self.helm.filenos()
 
     def tick(self, timeout_s: float) -> Outcome | None:
-        exits = self._engine.poll(timeout_s)
+        """Take in what happened, waiting up to the time given for something to happen; decide; act."""
+        wait(self.filenos(), timeout_s)
+        exits = self.engine.poll(0)
+        self.helm.hear()
         self._look()
         for one in exits:
             outcome = self._exited(one)
             if outcome is not None:
                 return self._end(outcome)
+        if self.picture.result:
+            return self._wind_up()
+        wanted = self.helm.steer()
+        if wanted and not self._stopping:
+            self.helm.fill(wanted)
         return None
 
+    def _wind_up(self) -> Outcome | None:
+        """It is finished: let everybody go."""
+        now = time.monotonic()
+        self._ending_s = self._ending_s or now + LEAVING_S
+        if self.engine.seats and now < self._ending_s:
+            self.helm.stop("finished")
+            return None
+        return self._end(Outcome(self.paths, "finished", receipt=self._receipt()))
+
     def _look(self) -> None:
-        for line in self._printed.new():
-            self._show(Event("printed", time.time(), "worker-0", fields={"text": line}))
+        for seat in self.engine.seats:
+            if seat not in self._printed:
+                self._printed[seat] = Lines(self.paths.log(seat))
+        for seat, lines in self._printed.items():
+            for line in lines.new():
+                self._show(Event("printed", time.time(), f"worker-{seat}", fields={"text": line}))
         for event in self._reader.new():
             self.picture.add(event)
             self._show(event)
@@ -142,21 +162,25 @@ class Run:
             self._watch(event, self.picture)
 
     def _exited(self, one: Exit) -> Outcome | None:
-        if self.picture.result and one.code == 0:
-            return Outcome(self.paths, "finished", receipt=self._receipt())
+        """A worker's process is gone. An outcome if the run cannot go on."""
+        member = self.helm.crew.members.get(one.seat)
+        was_ready = member is not None and (member.standing or member.training)
+        why = self.helm.ended(one)
+        self._printed.pop(one.seat, None)
+        if self.picture.result:
+            return None
         if self.picture.error:
             return Outcome(self.paths, "failed", error=self._failure(), traceback=self._traceback())
-        if one.code == 0:
-            return Outcome(self.paths, self._stopping or "stopped")
-        self._stream.emit("worker_died", worker=f"worker-{one.seat}", reason=one.reason)
         if self._stopping:
-            return Outcome(self.paths, self._stopping)
-        choice = decide(
-            told=False, restarts_left=self._restarts_left, progressed=self.picture.step > self._step_at_start
-        )
+            return None if self.engine.seats else Outcome(self.paths, self._stopping)
+        if not why:
+            left_for_good = not self.helm.crew.members and not self.engine.seats
+            return Outcome(self.paths, "stopped") if left_for_good else None
+        if was_ready and self.helm.alive:
+            return None  # the others go on, and its place is filled
+        choice = decide(restarts_left=self._restarts_left, ready=was_ready)
         if choice.action == "restart":
             self._restarts_left -= 1
-            self._start_worker()
             return None
         return Outcome(self.paths, "failed", error=self._death(one, choice.why))
 
@@ -171,7 +195,7 @@ class Run:
             return ShoalError(
                 "SH603",
                 row["message"],
-                where=str(self.paths.errors(0)),
+                where=str(self.paths.logs),
                 fix="This is a bug in Shoal: please report it.",
             )
         return from_row(row)
@@ -191,13 +215,15 @@ class Run:
 
     def close(self) -> None:
         """Nothing that this run started is left."""
-        self._engine.close()
+        self.engine.close()
+        self.helm.close()
         self._stream.close()
 
     def _receipt(self) -> Receipt:
         p = self.picture
         result = p.result
-        worked = p.times["compute_s"] + p.times["data_s"] + p.times["exchange_s"] + p.times["waiting_s"]
+        worked = sum(p.times[name] for name in ("compute_s", "data_s", "exchange_s", "waiting_s"))
+        worked /= max(p.most_workers, 1)
         return Receipt(
             run=self.paths.name,
             job_sha256=self.job.sha256(),
@@ -209,10 +235,12 @@ class Run:
             epochs=round(p.epoch, 4),
             samples_seen=result["samples_seen"],
             parameters=p.facts.get("parameters", 0),
-            workers=1,
+            workers=max(p.most_workers, 1),
             lanes=self.job.lane_count,
             starts=p.starts,
             deaths_survived=p.deaths,
+            views=p.views,
+            carried={w.name: _carried(w) for w in p.workers.values() if w.steps},
             stopped=result["stopped"],
             total_s=round(p.seen_t - (p.started_t or p.seen_t), 3),
             samples_per_s=round(p.samples_computed / worked, 1) if worked else 0.0,
@@ -223,6 +251,16 @@ class Run:
             platform=result["platform"],
             **{name: round(value, 3) for name, value in p.times.items()},
         )
+
+
+def _carried(worker: Worker) -> Carried:
+    return Carried(
+        host=worker.host,
+        lanes=worker.lanes,
+        steps=worker.steps,
+        samples=worker.samples,
+        work_s=round(worker.work_s, 3),
+    )
 
 
 EXIT_BY_STATUS = {"finished": 0, "interrupted": 130, "terminated": 143}

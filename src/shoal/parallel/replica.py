@@ -92,6 +92,10 @@ class MovingBuffers:
     def take(self, share: float) -> tuple[list[Tensor], list[Tensor]]:
         return [b * share for b in self._now(True)], [b.clone() for b in self._now(False)]
 
+    def blank(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors like those that `take` gives."""
+        return self._now(True), self._now(False)
+
     @torch.no_grad()
     def set(self, averaged: list[Tensor], first: list[Tensor]) -> None:
         for buffer, value in zip(self._now(True) + self._now(False), averaged + first, strict=True):
@@ -157,6 +161,11 @@ class Replica:
         if self.moving.names:
             self.moving.remember()
 
+    def undo(self) -> None:
+        """A step that was begun does not count: the lanes have moved nothing but the moving buffers."""
+        if self.moving.names:
+            self.moving.restore()
+
     def to_training(self) -> None:
         """Training mode; layers whose parameters are all frozen keep still, running statistics included."""
         self.model.train()
@@ -189,6 +198,12 @@ class Replica:
                 value *= share
         averaged, first = self.moving.take(share) if self.moving.names else ([], [])
         return LaneSum(self._take_grads(), averaged, first, value, count)
+
+    def blank(self) -> LaneSum:
+        """Tensors of the shapes and kinds that a lane's sum has; a count is there in any case."""
+        averaged, first = self.moving.blank()
+        loss, count = torch.zeros(2, dtype=torch.float64)
+        return LaneSum(list(self.trainable), averaged, first, loss, count)
 
     def apply(self, step: int, total: LaneSum) -> Tensor:
         """One update from the sum over all lanes. Returns the loss of the step."""

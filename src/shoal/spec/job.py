@@ -163,10 +163,16 @@ class NoCodec(Spec):
 
 
 class LocalEngine(Spec):
-    """Processes on this machine. `restarts`: how often a worker that died is started again."""
+    """Processes on this machine. `restarts`: how often in a row all workers may die without a step in between.
+
+    `patience_s`: how long workers whose driver died wait for another before they save and leave.
+    `listen`: the address of this machine where workers from elsewhere may join.
+    """
 
     kind: Literal["local"] = "local"
     restarts: NonNegativeInt = 3
+    patience_s: PositiveFloat = 60.0
+    listen: str = "127.0.0.1"
 
 
 _SHORT = ("sync", "codec", "engine")

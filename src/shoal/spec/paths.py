@@ -30,8 +30,9 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
-    def view(self) -> Path:
-        return self.root / "view.json"
+    def control(self) -> Path:
+        """Where the driver listens, and the token; for this user's eyes only."""
+        return self.root / ".control.json"
 
     @property
     def lock(self) -> Path:

@@ -11,8 +11,19 @@ from pydantic import ConfigDict, Field
 from shoal.spec.base import Spec
 
 
+class Carried(Spec):
+    """What one worker did: `lanes` are those it carried last."""
+
+    host: str = ""
+    lanes: list[int] = Field(default_factory=list)
+    steps: int = 0
+    samples: int = 0
+    work_s: float = 0.0
+
+
 class Receipt(Spec):
-    """The end of a run in numbers. Times are seconds, added up over all starts; `total_s` is from first to last.
+    """The end of a run in numbers. Times are seconds, added up over all workers and starts; `total_s` is from first
+    to last. `workers` is the most that worked at the same time, `carried` who did how much.
 
     A metric may be NaN: what was measured is told as it is.
     """
@@ -33,6 +44,8 @@ class Receipt(Spec):
     lanes: int
     starts: int = 1
     deaths_survived: int = 0
+    views: int = 0
+    carried: dict[str, Carried] = Field(default_factory=dict)
     stopped: str = ""
     compute_s: float = 0.0
     data_s: float = 0.0

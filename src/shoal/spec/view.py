@@ -1,4 +1,4 @@
-"""Seats and views: who is in, who carries what, and from which step they go on."""
+"""Seats and views: who is in, who carries what, and from where they go on."""
 
 from __future__ import annotations
 
@@ -10,21 +10,51 @@ from shoal.spec.base import Spec
 
 
 class Seat(Spec):
-    """A numbered place that an engine fills with a worker or a server."""
+    """A numbered place that an engine fills with a worker or a server. A number is never used again."""
 
     number: NonNegativeInt
     role: Literal["worker", "server"] = "worker"
 
 
-class View(Spec):
-    """The numbered agreement. `carries` maps a seat to its lanes; `source` is the seat whose state counts.
+class Address(Spec):
+    """Where peers reach a seat. Workers with the same `host_id` share memory and meet at the `unix` address."""
 
-    `source` None means: from the newest valid checkpoint, or from the job's start where there is none.
-    `stop` asks every member to leave at the next step boundary, after a save.
+    host: str
+    port: int
+    host_id: str = ""
+    unix: str = ""
+
+
+class View(Spec):
+    """The numbered agreement of a run.
+
+    A view that `carries` is for training: seats to lanes, their `addresses`, the `position` from which they go on
+    and the `source` whose memory holds it (None: every member does). One member, the `saver`, writes for all.
+
+    The other views ask for something: `halt` lets the members stop, at the next step boundary or now, and say where
+    they stand; `loads` lets a seat take up the newest checkpoint; seats in `leave` go; `stop` sends everybody home.
     """
 
     number: PositiveInt
     carries: dict[int, list[int]] = Field(default_factory=dict)
-    step: NonNegativeInt = 0
+    addresses: dict[int, Address] = Field(default_factory=dict)
+    position: NonNegativeInt = 0
     source: int | None = None
+    saver: int | None = None
+    halt: Literal["", "boundary", "now"] = ""
+    loads: int | None = None
+    leave: list[int] = Field(default_factory=list)
     stop: str = ""
+
+    def concerns(self, seat: int) -> bool:
+        """Must this seat look at it?"""
+        return bool(self.stop or self.halt) or seat in self.carries or seat in self.leave or seat == self.loads
+
+
+def position_of(step: int, *, evaluated: bool) -> int:
+    """How far a replica is, as one number that grows: steps committed, and whether what follows them was evaluated."""
+    return 2 * step + evaluated
+
+
+def step_of(position: int) -> int:
+    return position // 2

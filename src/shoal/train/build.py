@@ -19,6 +19,7 @@ from shoal.data.feed import Feed
 from shoal.errors import error
 from shoal.events import Stream
 from shoal.fleet.membership import Membership
+from shoal.parallel.peers import Peers
 from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Clipping, Replica
 from shoal.parallel.sync.lanes import LanesSync
@@ -32,6 +33,7 @@ from shoal.train.blame import blaming
 from shoal.train.evaluate import Evaluator
 from shoal.train.loop import Course, Loop
 from shoal.train.model import build_optimizer, build_schedule, build_task, start_weights
+from shoal.train.pulse import Pulse
 from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
 from shoal.train.watch import Best, EarlyStop
@@ -157,7 +159,11 @@ def build_loop(
     *,
     seat: int,
     membership: Membership,
+    peers: Peers,
     stream: Stream,
+    pulse: Pulse,
+    holds: bool,
+    conclude: Callable[[Loop, str], None],
     asked_to_leave: Callable[[], str],
 ) -> Loop:
     """The loop of a worker, with everything that talks to the outside."""
@@ -183,15 +189,19 @@ def build_loop(
         replica=built.replica,
         dealer=built.dealer,
         feed=feed,
-        sync=LanesSync(),
+        sync=LanesSync(job.lane_count, endpoint=peers.endpoint, token=peers.token),
+        peers=peers,
         store=store,
         membership=membership,
         teller=teller,
         progress=progress,
+        pulse=pulse,
         evaluator=built.evaluator,
         parts=built.data.others,
         task=built.task,
         best=best,
+        holds=holds,
+        conclude=conclude,
         asked_to_leave=asked_to_leave,
     )
 

@@ -47,7 +47,7 @@ def main() -> None:
         prepare_torch(job)
         stream.emit("answer", **QUESTIONS[asked.question](job, paths, stream, **asked.arguments))
 
-    sys.exit(guarded(paths, "clerk", answer))
+    sys.exit(guarded(Stream(paths.events, "clerk"), answer))
 
 
 def check(job: Job, paths: RunPaths, stream: Stream) -> dict[str, Any]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.live import pack, unpack
 from shoal.data.assemble import Part
+from shoal.data.batch import Batch
 from shoal.data.feed import evaluation
-from shoal.parallel.replica import Replica
+from shoal.parallel.replica import Loss, Replica
+from shoal.parallel.sync.base import Discarded
 from shoal.spec import seeds
 from shoal.spec.data import Loader
 from shoal.train.blame import blaming
 from shoal.train.metrics import Accumulator, are_logits, merge
 from shoal.train.task import Task
+
+Gather = Callable[[bytes], dict[int, bytes] | Discarded]
 
 
 class Evaluator:
@@ -30,12 +36,68 @@ class Evaluator:
         self._loader = loader
         self._metrics: dict[str, Any] | None = None
 
-    @torch.no_grad()
     def measure(self, replica: Replica, part: Part) -> dict[str, float]:
+        """All of it, by this process alone."""
+        return merge(list(self._accumulate(replica, part, range(self._lanes)).values()))
+
+    def share(
+        self,
+        replica: Replica,
+        part: Part,
+        *,
+        lanes: Collection[int],
+        gather: Gather,
+        given_up: Callable[[], bool],
+        each: Callable[[], None],
+    ) -> dict[str, float] | Discarded:
+        """My lanes' chunks, then everybody's results, merged in the order of lanes. `each` is called per chunk."""
+        mine = self._accumulate(replica, part, lanes, given_up=given_up, each=each)
+        if given_up():
+            return Discarded("asked to stop")
+        results = gather(pack({lane: one.state() for lane, one in mine.items() if lane in lanes}))
+        if isinstance(results, Discarded):
+            return results
+        whole: dict[int, Accumulator] = {}
+        template = next(iter(mine.values()))
+        for content in results.values():
+            for lane, state in unpack(content).items():
+                whole[lane] = template.like(state)
+        return merge([whole[lane] for lane in sorted(whole)])
+
+    @torch.no_grad()
+    def _accumulate(
+        self,
+        replica: Replica,
+        part: Part,
+        lanes: Collection[int],
+        *,
+        given_up: Callable[[], bool] = lambda: False,
+        each: Callable[[], None] = lambda: None,
+    ) -> dict[int, Accumulator]:
+        """What these lanes add up to, by lane. There is at least one entry: it shows what metrics look like."""
         model = replica.model
         model.eval()
-        lanes: list[Accumulator] = []
-        chunks = range(-(-len(part.ids) // self._chunk))
+        total = -(-len(part.ids) // self._chunk)
+        mine = [c for c in range(total) if c % self._lanes in lanes]
+        found: dict[int, Accumulator] = {}
+        logits = self._task.logits
+        if mine[:1] != [0] and (not mine or logits is None):  # the first chunk tells what predictions are
+            for _, batch, _, output in self._chunks(replica, part, [0]):
+                logits = are_logits(output, logits)
+                if not mine:
+                    found[-1] = self._start(output, batch.target, replica.device, logits)
+        for chunk, batch, loss, output in self._chunks(replica, part, mine):
+            each()
+            if given_up():
+                break
+            logits = are_logits(output, logits)
+            lane = chunk % self._lanes
+            if lane not in found:
+                found[lane] = self._start(output, batch.target, replica.device, logits)
+            found[lane].add(loss, output, batch)
+        return found
+
+    def _chunks(self, replica: Replica, part: Part, chunks: Iterable[int]) -> Iterator[tuple[int, Batch, Loss, Any]]:
         for chunk, batch in evaluation(
             part.source,
             part.ids,
@@ -48,14 +110,10 @@ class Evaluator:
             batch = batch.to(replica.device)
             replica.chance.fully(self._seed, seeds.EVALUATION, chunk)
             with replica.casting(), blaming("SH401", f"evaluation of {part.name}, chunk {chunk}"):
-                loss, output = self._task.evaluate(model, batch)
-            if not lanes:
-                lanes = self._start(output, batch.target, replica.device)
-            lanes[chunk % self._lanes].add(loss, output, batch)
-        return merge(lanes)
+                loss, output = self._task.evaluate(replica.model, batch)
+            yield chunk, batch, loss, output
 
-    def _start(self, output: Any, target: Any, device: torch.device) -> list[Accumulator]:
+    def _start(self, output: Any, target: Any, device: torch.device, logits: bool) -> Accumulator:
         if self._metrics is None:
             self._metrics = {name: m.to(device) for name, m in self._task.metrics((output, target)).items()}
-        logits = are_logits(output, self._task.logits)
-        return [Accumulator(self._metrics, logits=logits) for _ in range(self._lanes)]
+        return Accumulator(self._metrics, logits=logits)

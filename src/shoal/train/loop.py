@@ -1,7 +1,8 @@
-"""The worker's one loop: join a view, step, commit, evaluate, save, in the order in which it happens."""
+"""The worker's one loop: take up a view, step, commit, evaluate, save, in the order in which it happens."""
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable
@@ -13,15 +14,21 @@ from shoal.data.dealers import Dealer
 from shoal.data.feed import Feed
 from shoal.errors import ShoalError, error
 from shoal.fleet.membership import Membership
+from shoal.parallel.peers import Peers
 from shoal.parallel.replica import LaneSum, Replica, add
 from shoal.parallel.sync.base import Committed, Discarded, Sync
 from shoal.parallel.tree import TreeSum
-from shoal.spec.view import View
+from shoal.spec.view import View, position_of
 from shoal.train.blame import translate
 from shoal.train.evaluate import Evaluator
+from shoal.train.pulse import Pulse
 from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
 from shoal.train.watch import Best
+
+LOOK_UP_S = 0.5
+STATE_OVER_MODEL = 8
+STATE_SPARE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,11 @@ class Ending:
 
 
 class Loop:
-    """Everything it uses is given to it; it owns the step number and nothing else."""
+    """Everything it uses is given to it; it owns the step number and nothing else.
+
+    `holds` is false for a worker that came from elsewhere and has no state yet that counts. `conclude` measures,
+    saves and exports at the end; `asked_to_leave` gives a reason to go at the next boundary, or ''.
+    """
 
     def __init__(
         self,
@@ -55,14 +66,18 @@ class Loop:
         dealer: Dealer,
         feed: Feed,
         sync: Sync,
+        peers: Peers,
         store: Store,
         membership: Membership,
         teller: Teller,
         progress: Progress,
+        pulse: Pulse,
         evaluator: Evaluator,
         parts: dict[str, Any],
         task: Task,
         best: Best,
+        holds: bool,
+        conclude: Callable[[Loop, str], None],
         asked_to_leave: Callable[[], str],
     ) -> None:
         self.course = course
@@ -71,73 +86,189 @@ class Loop:
         self.dealer = dealer
         self.feed = feed
         self.sync = sync
+        self.peers = peers
         self.store = store
         self.membership = membership
         self.teller = teller
         self.progress = progress
+        self.pulse = pulse
         self.evaluator = evaluator
         self.parts = parts
         self.task = task
         self.best = best
+        self.holds = holds
+        self.conclude = conclude
         self.asked_to_leave = asked_to_leave
         self.step = 0
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
         self.measured_at: int | None = None
+        self._view = View(number=1)
+        self._lanes: list[int] = []
+        self._moved_to: int | None = None
+
+    # ---- views ----
 
     def run(self) -> Ending:
-        """Until the last step is committed, a watcher stops the run, or this worker has to leave."""
+        """Until the run is finished, or this worker has to leave."""
         number = 0
         while True:
-            view = self.membership.wait(self.seat, after=number, step=self.step)
-            assert view is not None
+            view = self._wait(number)
+            if isinstance(view, str):
+                return self._leave(view)
             number = view.number
+            if self.seat in view.leave:
+                self.teller.leads = False  # others go on, and one of them saves
+                return self._leave("asked to leave")
             if view.stop:
                 return self._leave(view.stop)
-            self._enter(view)
-            why = self._train(view)
-            if why:
-                return self._leave(why)
-            if self.step >= self.course.steps or self.teller.stop:
-                return Ending(self.step, finished=True, why=self.teller.stop)
+            if view.loads == self.seat:
+                self._load()
+            elif self.seat in view.carries:
+                why = self._enter(view)
+                outcome = why or self._train()
+                if isinstance(outcome, Ending):
+                    return outcome
+                if outcome:
+                    self.teller.tell("stopped", step=self.step, view=number, why=outcome)
 
-    def _enter(self, view: View) -> None:
-        self.sync.reconfigure(view, self.seat)
-        self.feed.carry(view.carries[self.seat], self.step)
-        self.progress.restart()
-        self.teller.tell("joined", step=self.step, view=view.number, lanes=view.carries[self.seat])
-
-    def _train(self, view: View) -> str:
-        """Steps until there is nothing to do or a newer view; returns why to leave, or ''."""
-        lanes = sorted(view.carries[self.seat])
-        while self.step < self.course.steps and not self.teller.stop:
-            if self.membership.newer(view.number):
-                return ""
+    def _wait(self, number: int) -> View | str:
+        """The next view, or why this worker gives up waiting for one."""
+        self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
+        began = time.perf_counter()
+        self.pulse.enter("waiting", self.step)
+        while True:
+            if self._moved_to is not None:
+                self.seat, self._moved_to = self._moved_to, None
+                self.teller.stream.who = f"worker-{self.seat}"
+            view = self.membership.wait(self.seat, after=number, position=self.position, timeout_s=LOOK_UP_S)
+            if view is not None:
+                if number:
+                    self.progress.spent("recovery_s", time.perf_counter() - began)
+                return view
             if why := self.asked_to_leave():
                 return why
-            outcome = self._one_step(lanes)
-            if isinstance(outcome, Discarded):
-                self.teller.tell("note", step=self.step, message=f"step discarded: {outcome.why}")
-                return ""
-            self._after(outcome)
+
+    @property
+    def position(self) -> int | None:
+        return position_of(self.step, evaluated=self.measured_at == self.step) if self.holds else None
+
+    def _enter(self, view: View) -> str:
+        """Take up a view: get the state if mine is older, and meet the others. '' or why that failed."""
+        began = time.perf_counter()
+        self._view, self._lanes = view, sorted(view.carries[self.seat])
+        if self.position != view.position and (why := self._catch_up(view)):
+            return why
+        if view.source == self.seat:
+            self.peers.door.open(view.number, self.state)
+        try:
+            if why := self.sync.reconfigure(view, self.seat):
+                return why
+        finally:
+            self.peers.door.close()
+        self.teller.leads = view.saver == self.seat
+        self.feed.carry(self._lanes, self.step)
+        self.progress.spent("recovery_s", time.perf_counter() - began)
+        self.progress.restart()
+        self.teller.tell("joined", step=self.step, view=view.number, lanes=self._lanes, saves=self.teller.leads)
         return ""
 
-    def _one_step(self, lanes: list[int]) -> Committed | Discarded:
+    def _catch_up(self, view: View) -> str:
+        """From the memory of the view's source."""
+        began = time.perf_counter()
+        size = sum(t.numel() * t.element_size() for t in self.replica.model.state_dict().values())
+        found = self.peers.fetch(view, self.seat, most_bytes=STATE_OVER_MODEL * size + STATE_SPARE_BYTES)
+        if isinstance(found, Discarded):
+            return found.why
+        self.load_state(found)
+        seconds = round(time.perf_counter() - began, 6)
+        self.teller.tell("caught_up", step=self.step, source=f"worker-{view.source}", recovery_s=seconds)
+        return ""
+
+    def _load(self) -> None:
+        """From the newest valid checkpoint, if there is one; else the state is the job's start."""
+        began = time.perf_counter()
+        self.pulse.enter("building", self.step)
+        found = self.store.load_latest()
+        if found is not None:
+            manifest, state = found
+            self.load_state(state)
+            seconds = round(time.perf_counter() - began, 6)
+            self.teller.tell("resumed", step=manifest.step, source="a checkpoint", recovery_s=seconds)
+        self.holds = True
+
+    def halt(self, view: View) -> None:
+        """Called from the thread that listens to the driver: a view that asks to stop now wakes whoever waits."""
+        if view.halt == "now":
+            self.sync.abort(view.number - 1)
+            self.peers.abort(view.number - 1)
+
+    def move(self, seat: int) -> None:
+        """Called from the same thread: this worker was put out while nobody heard it, and may come back as another."""
+        self._moved_to = seat
+        self.sync.abort(self._view.number)
+        self.peers.abort(self._view.number)
+
+    # ---- steps ----
+
+    def _train(self) -> Ending | str:
+        """Steps until there is nothing left to do, or a newer view; then why, or '' where it was agreed upon."""
+        while True:
+            outcome = self._evaluate_if_due()
+            if isinstance(outcome, Discarded):
+                return outcome.why
+            if self.over:
+                return self._finale()
+            halt = self.membership.newer(self._view.number) or bool(self.asked_to_leave())
+            if halt and len(self._view.carries) == 1:
+                return ""
+            committed = self._one_step(halt)
+            if isinstance(committed, Discarded):
+                return committed.why
+            self._after(committed)
+            if committed.halt:
+                return ""
+
+    @property
+    def over(self) -> bool:
+        return self.step >= self.course.steps or bool(self.teller.stop)
+
+    def _one_step(self, halt: bool) -> Committed | Discarded:
         clock = time.perf_counter
         sums: TreeSum[LaneSum] = TreeSum(self.course.lanes, add)
         total = self.dealer.total(self.step)
+        remembered = copy.deepcopy(self.task.state()) if len(self._view.carries) > 1 else None
+        began = clock()
         self.replica.begin()
-        for lane in lanes:
+        for lane in self._lanes:
             t0 = clock()
+            self.pulse.enter("data", self.step)
             batch = self.feed.get(self.step, lane)
+            self.pulse.enter("compute", self.step)
             t1 = clock()
             self.progress.spent("data_s", t1 - t0)
+            if batch is not None:
+                self.progress.computed(batch.size)
             sums.lane(lane, None if batch is None else self._lane(lane, batch, batch.size / total))
             self.progress.spent("compute_s", clock() - t1)
         t0 = clock()
-        outcome = self._commit(sums)
-        self.progress.spent("exchange_s" if outcome_sent(outcome) else "compute_s", clock() - t0)
+        self.pulse.lane_took((t0 - began) / len(self._lanes))
+        self.pulse.enter("exchange", self.step)
+        outcome = self._commit(sums, halt)
+        self._account(outcome, clock() - t0)
+        if isinstance(outcome, Discarded):
+            self.replica.undo()
+            if remembered is not None:
+                self.task.load_state(remembered)
         return outcome
+
+    def _account(self, outcome: Committed | Discarded, seconds: float) -> None:
+        if isinstance(outcome, Discarded):
+            self.progress.spent("recovery_s", seconds)
+            return
+        self.progress.spent("waiting_s", outcome.waited_s)
+        self.progress.spent("exchange_s", outcome.exchange_s)
+        self.progress.spent("compute_s", seconds - outcome.waited_s - outcome.exchange_s)
 
     def _lane(self, lane: int, batch: Any, share: float) -> LaneSum:
         try:
@@ -149,57 +280,106 @@ class Loop:
         except Exception as failure:
             raise translate(failure, "SH401", f"step {self.step}, lane {lane}") from failure
 
-    def _commit(self, sums: TreeSum[LaneSum]) -> Committed | Discarded:
+    def _commit(self, sums: TreeSum[LaneSum], halt: bool) -> Committed | Discarded:
         try:
-            return self.sync.commit(self.replica, self.step, sums)
+            return self.sync.commit(self.replica, self.step, sums, halt=halt)
         except ShoalError:
             raise
         except Exception as failure:
             raise translate(failure, "SH413", f"step {self.step}") from failure
 
     def _after(self, committed: Committed) -> None:
-        """The step counts: look at it, evaluate, save. Evaluation first, so that a save holds its outcome."""
+        """The step counts: look at it and save. Where an evaluation is due, the save comes after it."""
         samples = self.dealer.total(self.step)
         self.step += 1
         self.loss = float(committed.loss)
         if not math.isfinite(self.loss):
             raise error("SH403", f"the loss is {self.loss} at step {self.step}", where=f"worker-{self.seat}")
+        self.pulse.enter("telling", self.step)
         lr = self.replica.lr
         self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples, bytes_sent=committed.bytes_sent)
-        if self.step % self.course.evaluate_every == 0 or self.step == self.course.steps:
-            self.evaluate("validation")
-        self.save()
+        if not self._due():
+            self.save()
 
     def save(self, *, force: bool = False) -> None:
-        self.store.maybe_save(self.step, self.state, metric=self.best.at(self.step), force=force)
+        """One worker saves for all."""
+        if self.teller.leads:
+            self.pulse.enter("saving", self.step)
+            self.store.maybe_save(self.step, self.state, metric=self.best.at(self.step), force=force)
 
-    def evaluate(self, name: str) -> None:
-        if name not in self.parts:
-            return
+    # ---- evaluation ----
+
+    def _due(self) -> bool:
+        """Must the validation part be measured before the next step? Once and no more: schedules learn from it."""
+        at_a_mark = self.step > 0 and self.step % self.course.evaluate_every == 0
+        return "validation" in self.parts and self.measured_at != self.step and (at_a_mark or self.over)
+
+    def _evaluate_if_due(self) -> Discarded | None:
+        if not self._due():
+            return None
+        metrics = self.evaluate("validation")
+        if isinstance(metrics, Discarded):
+            return metrics
+        self.metrics, self.measured_at = metrics, self.step
+        self._learn_from(metrics)
+        self.save()
+        return None
+
+    def evaluate(self, name: str) -> dict[str, float] | Discarded:
+        """A part of the data, by all members together."""
         self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
-        start = time.perf_counter()
-        metrics = self.evaluator.measure(self.replica, self.parts[name])
-        seconds = round(time.perf_counter() - start, 6)
-        self.teller.tell("evaluated", step=self.step, part=name, metrics=metrics, evaluation_s=seconds)
-        if name == "validation":
-            self.metrics, self.measured_at = metrics, self.step
-            self._learn_from(metrics)
+        began = time.perf_counter()
+        metrics = self.evaluator.share(
+            self.replica,
+            self.parts[name],
+            lanes=self._lanes,
+            gather=lambda content: self._gather(name, content),
+            given_up=self.sync.aborted,
+            each=lambda: self.pulse.enter("evaluation", self.step),
+        )
+        if isinstance(metrics, Discarded):
+            return metrics
+        seconds = round(time.perf_counter() - began, 6)
+        self.teller.tell_once("evaluated", step=self.step, part=name, metrics=metrics, evaluation_s=seconds)
         self.progress.restart()
+        return metrics
+
+    def _gather(self, name: str, content: bytes) -> dict[int, bytes] | Discarded:
+        self.pulse.enter("exchange", self.step)
+        return self.sync.gather(4 * self.step + ("validation", "test", "end").index(name), content)
 
     def _learn_from(self, metrics: dict[str, float]) -> None:
         if self.replica.waits_for_metric:
             self.replica.schedule.step(metrics[self.best.monitor.metric])
         if self.best.improved:
-            self.teller.tell("best", step=self.step, metric=self.best.monitor.metric, value=self.best.value)
+            self.teller.tell_once("best", step=self.step, metric=self.best.monitor.metric, value=self.best.value)
             if self.course.keep_best:
                 self.save(force=True)
 
+    # ---- the end ----
+
+    def _finale(self) -> Ending | str:
+        """Measure the test part together; one concludes, and the others stay until it has. May be repeated."""
+        self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
+        if "test" in self.parts and isinstance(outcome := self.evaluate("test"), Discarded):
+            return outcome.why
+        if self.teller.leads:
+            self.pulse.enter("export", self.step)
+            self.conclude(self, self.teller.stop)
+        ended = self._gather("end", b"")
+        if isinstance(ended, Discarded) and not self.teller.leads:
+            return ended.why
+        return Ending(self.step, finished=True, why=self.teller.stop)
+
     def _leave(self, why: str) -> Ending:
         self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
-        self.save(force=True)
-        self.store.wait()
+        if self.holds:
+            self.save(force=True)
+            self.store.wait()
         self.teller.tell("left", step=self.step, why=why)
         return Ending(self.step, finished=False, why=why)
+
+    # ---- state ----
 
     def state(self) -> dict[str, Any]:
         """What must survive: after loading it, training goes on as if nothing had happened."""
@@ -222,7 +402,4 @@ class Loop:
         self.teller.stop = loop["stop"]
         self.metrics, self.measured_at = loop["metrics"], loop["measured_at"]
         self.step = loop["step"]
-
-
-def outcome_sent(outcome: Committed | Discarded) -> bool:
-    return isinstance(outcome, Committed) and outcome.bytes_sent > 0
+        self.holds = True

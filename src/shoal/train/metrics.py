@@ -80,6 +80,31 @@ class Accumulator:
         self.count = torch.zeros((), dtype=torch.float64)
         self._logits = logits
 
+    def state(self) -> dict[str, Any]:
+        """What another process needs to merge it: tensors and numbers."""
+        return {
+            "loss": self.loss,
+            "count": self.count,
+            "metrics": {
+                name: [
+                    {"updates": part._update_count, "states": {key: getattr(part, key) for key in part._defaults}}
+                    for part in _parts(metric)
+                ]
+                for name, metric in self.metrics.items()
+            },
+        }
+
+    def like(self, state: Mapping[str, Any]) -> Accumulator:
+        """One of the same kind that holds what another process found."""
+        other = Accumulator(self.metrics, logits=self._logits)
+        other.loss, other.count = state["loss"], state["count"]
+        for name, metric in other.metrics.items():
+            for part, known in zip(_parts(metric), state["metrics"][name], strict=True):
+                part._update_count, part._computed = known["updates"], None
+                for key, value in known["states"].items():
+                    setattr(part, key, _on(part.device, value))
+        return other
+
     def add(self, loss: Any, output: Any, batch: Any) -> None:
         total, count = loss if isinstance(loss, tuple) else (loss * batch.size, batch.size)
         self.loss += torch.as_tensor(total, device="cpu").double()
@@ -96,6 +121,10 @@ class Accumulator:
                 metric.update(_as_wanted(metric, raw, chances), target)
             except (ValueError, RuntimeError, TypeError, IndexError) as failure:
                 raise error("SH408", f"{name}: {first_line(failure)}", where="metrics") from failure
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
 
 
 def _as_wanted(metric: Any, raw: Any, chances: Any) -> Any:
@@ -130,17 +159,27 @@ def _merged(metrics: Sequence[Any]) -> Any:
 
     Its `merge_state` is not used: it refuses some metrics and weighs means by the wrong counts.
     """
-    total = metrics[0]
-    if len(metrics) == 1:
-        return total
+    if len(metrics) > 1:
+        for parts in zip(*map(_parts, metrics), strict=True):
+            _merge_part(parts)
+    return metrics[0]
+
+
+def _merge_part(parts: Sequence[Any]) -> None:
+    """All states into the first's."""
+    total = parts[0]
     for name, reduce in total._reductions.items():
-        states = [getattr(metric, name) for metric in metrics]
+        states = [getattr(part, name) for part in parts]
         if isinstance(states[0], list):
-            setattr(total, name, [part for state in states for part in state])
+            setattr(total, name, [one for state in states for one in state])
         else:
             stacked = torch.stack(states)
             setattr(total, name, reduce(stacked) if reduce else stacked)
-    return total
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metric and those that it wraps, each with states of its own."""
+    return [part for part in metric.modules() if hasattr(part, "_reductions")]
 
 
 def _scalars(name: str, value: Any) -> dict[str, float]:

@@ -14,20 +14,37 @@ ROW_EVERY_S = 0.05
 
 
 class Teller:
-    """Stream and watchers behind one verb. `stop` holds the first reason that a watcher gave."""
+    """Stream and watchers behind one verb. `stop` holds the first reason that a watcher gave.
+
+    What all workers come to know alike (a result of an evaluation, say) is written by the one that `leads`. Watchers
+    see it in every worker, so that they remember and decide the same, whoever dies; those that say `alone = True`
+    (they write somewhere) are called only where this worker leads.
+    """
 
     def __init__(self, stream: Stream, watchers: Sequence[Any] = ()) -> None:
         self.stream = stream
         self.watchers = list(watchers)
+        self.leads = True
         self.stop = ""
 
     def tell(self, kind: str, /, *, step: int | None = None, **fields: Any) -> Event:
+        """What this worker has to say."""
         event = self.stream.emit(kind, step=step, **fields)
+        self.show(event)
+        return event
+
+    def tell_once(self, kind: str, /, *, step: int | None = None, **fields: Any) -> Event:
+        """What every worker knows, and one says."""
+        if self.leads:
+            return self.tell(kind, step=step, **fields)
+        event = Event(kind, time.time(), self.stream.who, step, fields)
         self.show(event)
         return event
 
     def show(self, event: Event) -> None:
         for watcher in self.watchers:
+            if not self.leads and getattr(watcher, "alone", False):
+                continue
             try:
                 reason = watcher.watch(event)
             except ShoalError:
@@ -63,10 +80,13 @@ class Progress:
     def spent(self, name: str, seconds: float) -> None:
         self._times[name] += seconds
 
-    def step(self, step: int, *, loss: float, lr: float, samples: int, bytes_sent: int) -> None:
-        """`step` steps are committed now."""
-        self._steps += 1
+    def computed(self, samples: int) -> None:
+        """By this worker."""
         self._samples += samples
+
+    def step(self, step: int, *, loss: float, lr: float, samples: int, bytes_sent: int) -> None:
+        """`step` steps are committed now; the last had so many samples in all."""
+        self._steps += 1
         self._bytes += bytes_sent
         if self._every_step:
             self._teller.show(

@@ -1,7 +1,8 @@
 """Watchers: objects with one method, `watch(event)`. Everything that looks on hangs here.
 
 `watch` may return a reason to stop the run. A watcher that must remember something across a crash has `state()` and
-`load_state(state)`. Its decisions may depend only on what is reduced (losses, metrics), never on time or worker.
+`load_state(state)`. Every worker calls its own copy with the same losses and metrics, and its decisions may depend on
+nothing else. One that writes somewhere says `alone = True`: then only one worker at a time calls it.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class EarlyStop:
 
 class TensorBoard:
     """Writes losses and metrics for TensorBoard: `watch: [tensorboard]`."""
+
+    alone = True
 
     def __init__(self, directory: str) -> None:
         try:

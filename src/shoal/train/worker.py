@@ -1,18 +1,25 @@
-"""The worker process: `python -m shoal.train.worker --seat 0 --run DIR`. Started by an engine, never by hand."""
+"""The worker process: `python -m shoal.train.worker --seat 0 --run DIR`. Started by an engine, never by hand.
+
+A worker from elsewhere is started with `--join HOST:PORT` instead of a seat: its seat, the job and the way back for
+what it has to tell come from the driver. The token comes through the environment, where no other user sees it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import platform
 import signal
 import socket
 import sys
-import time
 import traceback
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,26 +27,37 @@ from shoal.checkpoint.digest import state_sha256, weights_sha256
 from shoal.checkpoint.export import export_model
 from shoal.errors import EXIT_BUG, ShoalError, each
 from shoal.events import Stream
-from shoal.fleet.membership import FileMembership
+from shoal.fleet.contact import Contact, read_contact
+from shoal.fleet.tie import Tie
+from shoal.parallel.peers import Peers
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_job, save_job
 from shoal.spec.paths import RunPaths, cache_directory
+from shoal.spec.view import View
 from shoal.train.build import Built, build, build_loop
-from shoal.train.loop import Ending, Loop
+from shoal.train.loop import Loop
+from shoal.train.pulse import Pulse
+
+TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
+WELCOME_S = 30.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="shoal.train.worker")
-    parser.add_argument("--seat", type=int, required=True)
+    parser.add_argument("--seat", type=int)
     parser.add_argument("--run", required=True)
+    parser.add_argument("--join", default="")
+    parser.add_argument("--dir", default=".")
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
-    sys.exit(guarded(paths, f"worker-{arguments.seat}", lambda stream: work(paths, arguments.seat, stream)))
+    if arguments.join:
+        sys.exit(join(paths, arguments.join, arguments.dir))
+    who = f"worker-{arguments.seat}"
+    sys.exit(guarded(Stream(paths.events, who), lambda stream: work(paths, arguments.seat, stream)))
 
 
-def guarded(paths: RunPaths, who: str, act: Callable[[Stream], None]) -> int:
+def guarded(stream: Stream, act: Callable[[Stream], None]) -> int:
     """Run it; what goes wrong is told in the stream, and the exit code says whose fault it was."""
-    stream = Stream(paths.events, who)
     try:
         act(stream)
     except ShoalError as failure:
@@ -62,45 +80,150 @@ def guarded(paths: RunPaths, who: str, act: Callable[[Stream], None]) -> int:
     return 0
 
 
+@dataclass
+class Identity:
+    """Who this worker is to its driver. `moved` is called when the driver gives it another seat, `seen` with each
+    new view; both in the tie's thread."""
+
+    contact: Callable[[], Contact | None]
+    peers: Peers
+    pulse: Pulse
+    local: bool
+    seat: int | None = None
+    leaving: bool = False
+    moved: Callable[[int], None] = lambda seat: None
+    seen: Callable[[View], None] = lambda view: None
+
+    def tie(self) -> Tie:
+        tie = Tie(
+            self.contact,
+            lambda: self._hello(tie),
+            beat=self._beat,
+            on_view=lambda view: self.seen(view),  # noqa: PLW0108  # it is set later
+            on_welcome=self._welcomed,
+        )
+        return tie
+
+    def _hello(self, tie: Tie) -> dict[str, Any]:
+        return {
+            "role": "worker",
+            "seat": self.seat,
+            "local": self.local,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "address": self.peers.endpoint.address.model_dump(),
+            "view": tie.view.number if tie.view else 0,
+            "training": self.pulse.phase not in ("building", "waiting"),
+        }
+
+    def _beat(self) -> dict[str, Any]:
+        return self.pulse.beat() | ({"leaving": True} if self.leaving else {}) | self.peers.facts()
+
+    def _welcomed(self, fields: dict[str, Any]) -> None:
+        seat = int(fields["seat"])
+        if self.seat is not None and seat != self.seat:
+            self.moved(seat)
+        self.seat = seat
+
+
 def work(paths: RunPaths, seat: int, stream: Stream) -> None:
-    asked_to_leave = listen_for_the_end()
-    job = load_job(paths.job, check_names=False)
-    prepare_torch(job)
-    with paths.seat_lock(seat).open("w") as lock:
-        take_seat(lock, seat, stream)
-        stream.emit(
-            "worker_started",
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            threads=job.threads,
-            torch=torch.__version__,
-        )
-        built = build(job, cache_dir=cache_directory(), tell=stream.emit)
-        loop = build_loop(
-            built,
-            paths,
-            seat=seat,
-            membership=FileMembership(paths.view),
-            stream=stream,
-            asked_to_leave=asked_to_leave,
-        )
+    """A worker with the run's directory at hand."""
+    contact = read_contact(paths.control)
+    assert contact is not None, "the driver writes it before it starts workers"
+    latest = partial(read_contact, paths.control)
+    with seat_taken(paths, seat), meeting(contact, latest, local=True, seat=seat) as (me, tie):
+        tie.connect(WELCOME_S)
+        train(load_job(paths.job, check_names=False), paths, me, tie, stream)
+
+
+def join(paths: RunPaths, where: str, base_dir: str) -> int:
+    """A worker from elsewhere."""
+    host, _, port = where.rpartition(":")
+    contact = Contact(host.strip("[]"), int(port), os.environ.pop(TOKEN_VARIABLE, ""))
+    with meeting(contact, lambda: contact, local=False, seat=None) as (me, tie):
         try:
-            recover(loop)
-            ending = loop.run()
-            if ending.finished:
-                finish(loop, ending, built, paths)
-        finally:
-            loop.feed.close()
-            loop.store.close()
+            welcome = tie.connect(WELCOME_S)
+        except ShoalError as failure:
+            print(failure, file=sys.stderr)
+            return failure.exit_code
+        stream = Stream.through(lambda rows: say_rows(tie, rows), f"worker-{me.seat}")
+        job = Job.model_validate(welcome["job"]).model_copy(update={"base_dir": str(Path(base_dir).resolve())})
+        save_job(job, paths.job)
+        print(f"joined run {welcome['run']} as worker-{me.seat}", flush=True)
+        return guarded(stream, lambda stream: train(job, paths, me, tie, stream))
 
 
-def take_seat(lock: TextIO, seat: int, stream: Stream) -> None:
-    """A worker that lost its driver may still be saving: wait until it has left."""
+def say_rows(tie: Tie, rows: bytes) -> None:
+    for row in rows.splitlines():
+        if row:
+            tie.say("event", row=row.decode())
+
+
+@contextlib.contextmanager
+def meeting(
+    first: Contact, contact: Callable[[], Contact | None], *, local: bool, seat: int | None
+) -> Iterator[tuple[Identity, Tie]]:
+    """The two ways out of this process: to the driver, and to the other workers."""
+    peers = Peers(first.token, bind=first.host if local else own_address(first))
+    me = Identity(contact, peers, Pulse(), local, seat)
+    tie = me.tie()
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stream.emit("note", message=f"seat {seat} is still taken by an earlier worker; waiting for it to leave")
+        yield me, tie
+    finally:
+        tie.close()
+        peers.close()
+
+
+def own_address(contact: Contact) -> str:
+    """The address of this machine on the way to the driver. Nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(contact.host, contact.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(address)
+        return str(sock.getsockname()[0])
+
+
+def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream) -> None:
+    """Build, then go through the loop to the end."""
+    assert me.seat is not None
+    asked_to_leave = listen_for_the_end(me, tie, job.engine.patience_s)
+    prepare_torch(job)
+    stream.emit(
+        "worker_started",
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        threads=job.threads,
+        torch=torch.__version__,
+    )
+    built = build(job, cache_dir=cache_directory(), tell=stream.emit)
+    loop = build_loop(
+        built,
+        paths,
+        seat=me.seat,
+        membership=tie,
+        peers=me.peers,
+        stream=stream,
+        pulse=me.pulse,
+        holds=me.local,
+        conclude=lambda loop, why: finish(loop, why, built, paths),
+        asked_to_leave=asked_to_leave,
+    )
+    me.seen, me.moved = loop.halt, loop.move
+    try:
+        loop.run()
+    finally:
+        loop.feed.close()
+        loop.store.close()
+
+
+@contextlib.contextmanager
+def seat_taken(paths: RunPaths, seat: int) -> Iterator[None]:
+    """A lock that lasts as long as this process, so that another driver can see who is still here."""
+    with paths.seat_lock(seat).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+        paths.seat_lock(seat).unlink(missing_ok=True)
 
 
 def prepare_torch(job: Job) -> None:
@@ -112,38 +235,26 @@ def prepare_torch(job: Job) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def listen_for_the_end() -> Callable[[], str]:
-    """Why this worker should leave at the next step boundary: SIGTERM, or its driver is gone."""
-    parent = os.getppid()
-    asked: list[str] = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append("terminated"))
+def listen_for_the_end(me: Identity, tie: Tie, patience_s: float) -> Callable[[], str]:
+    """Why this worker must leave by itself. SIGTERM, as spot machines send it, is told to the driver, who lets it go
+    when others have what it holds; only where there is no driver it leaves at once."""
+
+    def terminated(*_: object) -> None:
+        me.leaving = True
+
+    signal.signal(signal.SIGTERM, terminated)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def why() -> str:
-        if asked:
-            return asked[0]
-        return "the driver is gone" if os.getppid() != parent else ""
+        if me.leaving and tie.alone_s > 0:
+            return "terminated"
+        return f"no driver came back in {patience_s:g} s" if tie.alone_s > patience_s else ""
 
     return why
 
 
-def recover(loop: Loop) -> None:
-    """From the newest valid checkpoint, if there is one."""
-    start = time.perf_counter()
-    found = loop.store.load_latest()
-    if found is not None:
-        manifest, state = found
-        loop.load_state(state)
-        seconds = round(time.perf_counter() - start, 6)
-        loop.teller.tell("resumed", step=manifest.step, source="a checkpoint", recovery_s=seconds)
-
-
-def finish(loop: Loop, ending: Ending, built: Built, paths: RunPaths) -> None:
-    """Measure, save, export, and say so. Every part may be repeated after a crash."""
-    loop.progress.flush(loop.step, loss=loop.loss, lr=loop.replica.lr)
-    if loop.measured_at != loop.step:  # once and no more: schedules and watchers learn from it
-        loop.evaluate("validation")
-    loop.evaluate("test")
+def finish(loop: Loop, why: str, built: Built, paths: RunPaths) -> None:
+    """Save, export, and say so. Every part may be repeated after a crash."""
     loop.save(force=True)
     model = loop.replica.model
     weights = weights_sha256(model.state_dict())
@@ -169,7 +280,7 @@ def finish(loop: Loop, ending: Ending, built: Built, paths: RunPaths) -> None:
         state_sha256=state_sha256(loop.replica.state()),
         samples_seen=built.dealer.samples_before(loop.step),
         metrics=loop.metrics,
-        stopped=ending.why,
+        stopped=why,
         platform={
             "machine": platform.machine(),
             "python": platform.python_version(),

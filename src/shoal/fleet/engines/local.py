@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -16,35 +17,48 @@ from shoal.fleet.engine import Exit
 from shoal.spec.view import Seat
 
 
+LOST = -signal.SIGKILL
+"""The exit code where nobody knows it: of a process that somebody else had started."""
+
+
 class Nursery:
     """The driver's end. Made by whoever drives, shared by its engines, closed by its maker.
 
     `environment` counts from the start of the nursery's Python (threads, hash seed); `modules` are imported once.
+    A worker outlives its nursery; a nursery that died is started again when the next worker is wanted. Processes that
+    somebody else started are watched too, once they are adopted.
     """
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+        self.environment = dict(environment)
+        self._modules = list(modules)
+        self._selector = selectors.DefaultSelector()
+        self._pids: dict[str, int | None] = {}
+        self._exits: dict[str, int] = {}
+        self._watched: dict[int, str] = {}  # descriptors of processes that are not the nursery's children
+        self._open()
+
+    def _open(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: files in the user's directory must not stand in for modules that torch imports.
-            command = [sys.executable, "-P", "-m", "shoal.fleet.nursery", str(theirs.fileno()), *modules]
+            command = [sys.executable, "-P", "-m", "shoal.fleet.nursery", str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                env=dict(environment),
+                env=self.environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self.environment = dict(environment)
-        self._control = ours
-        self._selector = selectors.DefaultSelector()
+        self._control: socket.socket | None = ours
         self._selector.register(ours, selectors.EVENT_READ)
         self._rest = b""
-        self._pids: dict[str, int | None] = {}
-        self._exits: dict[str, int] = {}
 
     def start(
         self, key: str, entry: str, arguments: Sequence[str], *, logs: Path, environment: Mapping[str, str]
     ) -> None:
+        if self._control is None:
+            self._open()
         self._pids[key] = None
         self._order(
             {
@@ -58,38 +72,80 @@ class Nursery:
             }
         )
 
+    def adopt(self, key: str, pid: int) -> None:
+        """Watch a process that an earlier driver left behind."""
+        self._pids[key] = pid
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._gone(key, LOST)
+            return
+        self._watched[descriptor] = key
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
     def kill(self, key: str) -> None:
-        if key in self._pids:
+        adopted = next((descriptor for descriptor, k in self._watched.items() if k == key), None)
+        if adopted is not None:
+            signal.pidfd_send_signal(adopted, signal.SIGKILL)
+        elif key in self._pids:
             self._order({"kill": key})
 
     def _order(self, order: dict[str, object]) -> None:
+        assert self._control is not None
         try:
             self._control.sendall(json.dumps(order).encode() + b"\n")
         except BrokenPipeError:
             self._lost()
 
+    def fileno(self) -> int:
+        """For select(): readable when `listen` has something to take in."""
+        return self._selector.fileno()
+
     def listen(self, timeout_s: float) -> None:
-        """Take in what the nursery said; waits up to the time given if nothing is known yet."""
-        while self._selector.select(0 if self._exits else timeout_s):
-            data = received(self._control)
-            if not data:
-                self._selector.unregister(self._control)
-                self._lost()
-                return
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for row in map(json.loads, lines):
-                if "born" in row:
-                    self._pids[row["born"]] = row["pid"]
-                else:
-                    self._pids.pop(row["gone"], None)
-                    self._exits[row["gone"]] = row["code"]
+        """Take in what happened; waits up to the time given if nothing is known yet."""
+        while ready := self._selector.select(0 if self._exits else timeout_s):
+            for key, _ in ready:
+                if key.fileobj is self._control:
+                    self._hear()
+                elif key.fd in self._watched:
+                    self._gone(self._forget(key.fd), LOST)
             timeout_s = 0
 
+    def _hear(self) -> None:
+        assert self._control is not None
+        data = received(self._control)
+        if not data:
+            self._lost()
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for row in map(json.loads, lines):
+            if "born" in row:
+                self._pids[row["born"]] = row["pid"]
+            else:
+                self._gone(row["gone"], row["code"])
+
+    def _gone(self, key: str, code: int) -> None:
+        self._pids.pop(key, None)
+        self._exits[key] = code
+
+    def _forget(self, descriptor: int) -> str:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        return self._watched.pop(descriptor)
+
     def _lost(self) -> None:
-        """The nursery died: what it had started is nobody's any more, and leaves by itself."""
-        code = self._process.wait()
-        self._exits |= dict.fromkeys(self._pids, code or -9)
-        self._pids.clear()
+        """The nursery died. What it had started lives on, and is watched from here."""
+        if self._control is None:
+            return
+        self._selector.unregister(self._control)
+        self._control.close()
+        self._control = None
+        self._process.wait()
+        for key, pid in list(self._pids.items()):
+            if pid is None:
+                self._gone(key, LOST)
+            elif key not in self._watched.values():
+                self.adopt(key, pid)
 
     def gone(self, keys: Sequence[str]) -> dict[str, int]:
         """Exit codes of those that ended since the last call."""
@@ -107,7 +163,8 @@ class Nursery:
             self.kill(key)
         while self._pids:
             self.listen(1.0)
-        self._control.close()
+        if self._control is not None:
+            self._control.close()
         self._process.wait()
         self._selector.close()
 
@@ -153,6 +210,21 @@ class LocalEngine:
                 logs=self._logs / f"worker-{seat.number}",
                 environment=self._environment,
             )
+
+    def adopt(self, seat: int, pid: int) -> None:
+        """A worker that an earlier driver left behind sits in this seat."""
+        key = f"{self._name}#{seat}"
+        self._seats[key] = seat
+        self._nursery.adopt(key, pid)
+
+    def fileno(self) -> int:
+        """For select(): readable when `poll` may have something."""
+        return self._nursery.fileno()
+
+    @property
+    def seats(self) -> list[int]:
+        """Those that are filled."""
+        return sorted(self._seats.values())
 
     def poll(self, timeout_s: float) -> list[Exit]:
         self._nursery.listen(timeout_s)

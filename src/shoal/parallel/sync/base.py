@@ -14,10 +14,17 @@ from shoal.spec.view import View
 
 @dataclass(frozen=True)
 class Committed:
-    """The step counts: the replica has changed."""
+    """The step counts: the replica has changed.
+
+    `halt` if any member asked for it: all learn of it in the same step. `waited_s` is the part of the exchange in
+    which nothing moved because peers were not ready, `exchange_s` the rest of it.
+    """
 
     loss: Tensor
     bytes_sent: int = 0
+    halt: bool = False
+    waited_s: float = 0.0
+    exchange_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -28,11 +35,29 @@ class Discarded:
 
 
 class Sync(Protocol):
-    def reconfigure(self, view: View, seat: int) -> None:
-        """Another view counts from now on."""
+    """Used by the loop's thread, except for `abort`."""
 
-    def commit(self, replica: Replica, step: int, lanes: TreeSum[LaneSum]) -> Committed | Discarded:
-        """Agree on the sum and apply it. Called once per step, by the loop's thread."""
+    def reconfigure(self, view: View, seat: int) -> str:
+        """Another view counts from now on. Returns '' when all its members have come so far,
+        or why that failed."""
+
+    def commit(
+        self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
+    ) -> Committed | Discarded:
+        """Agree on the sum and apply it, once per step. `halt` lets all members know that one of them must stop."""
+
+    def gather(self, label: int, content: bytes) -> dict[int, bytes] | Discarded:
+        """Everybody's content, by seat. Members make the same calls in the same order; `label` proves it."""
+
+    def abort(self, view: int) -> None:
+        """From any thread: whoever waits for the members of this view comes back within milliseconds, and whoever
+        would wait does not. Later views are not touched."""
+
+    def aborted(self) -> bool:
+        """Was the present view aborted? From any thread."""
 
     def state(self) -> dict[str, Any]:
         """What must survive besides the replica."""
+
+    def close(self) -> None:
+        """Leave for good."""

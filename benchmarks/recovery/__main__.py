@@ -1,0 +1,139 @@
+"""python -m benchmarks.recovery [rival ...] [--kills N] [--rivals-python PATH] [--quick]"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.overhead.__main__ import machine, table
+from benchmarks.recovery.killing import Job, Killer, Tail
+from benchmarks.recovery.measure import summary
+from benchmarks.recovery.workload import Workload
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results" / "recovery.json"
+VERSIONS = "import json, importlib.metadata as m; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+
+
+def torchrun(workload: Workload, *, python: str, own_store: bool = True) -> Job:
+    """One agent: when a worker dies, it stops the others and starts all of them again.
+
+    With torch 2.13's defaults the restarted workers meet at the store of those before them, and with gloo most
+    restarts hang there. A store of their own for each attempt is a setting; without it the row is `torchrun, defaults`.
+    """
+    command = [*_torchrun(python, workload.workers), f"--master-port={_free_port()}"]
+    if own_store:
+        command = [*_torchrun(python, workload.workers), "--standalone"]
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(own_store))}
+    command += [str(HERE / "rivals" / "torchrun_job.py"), workload.as_text()]
+    return Job(workload, [_spawn(workload, "torchrun", command, store)], Tail(workload))
+
+
+def torchft(workload: Workload, *, python: str, hook: str = "torchft") -> Job:
+    """A lighthouse, and an agent for each replica group, as torchft's README starts them."""
+    port = _free_port()
+    lighthouse = Path(python).with_name("torchft_lighthouse")
+    asked = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000", "--bind", f"[::]:{port}"]
+    processes = [_spawn(workload, "lighthouse", [lighthouse, *asked])]
+    for replica in range(workload.workers):
+        command = [*_torchrun(python, 1), f"--master-port={_free_port()}", HERE / "rivals" / "torchft_job.py"]
+        place = {"REPLICA_GROUP_ID": str(replica), "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
+        processes.append(_spawn(workload, f"replica-{replica}", [*command, hook, workload.as_text()], place))
+    return Job(workload, processes, Tail(workload))
+
+
+# How each side starts its job. A new one is a function here: it starts a job that writes rows, and brings them back.
+SIDES: dict[str, Callable[..., Job]] = {
+    "torchrun": torchrun,
+    "torchrun, defaults": functools.partial(torchrun, own_store=False),
+    "torchft": torchft,
+    "torchft, mended": functools.partial(torchft, hook="mended"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description="What a killed worker costs.")
+    parser.add_argument("sides", nargs="*", metavar="side", help=f"of {'; '.join(SIDES)}; all if none is named")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of the dice that choose whom to kill, and when")
+    parser.add_argument("--rivals-python", default=sys.executable, help="the python of an environment with torchft")
+    parser.add_argument("--keep", type=Path, help="a directory for rows and logs; a temporary one if none is named")
+    parser.add_argument("--quick", action="store_true", help="two kills, nothing written: does it work?")
+    asked = parser.parse_args()
+    if unknown := set(asked.sides) - set(SIDES):
+        parser.error(f"no such side: {', '.join(sorted(unknown))}")
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
+        rows = [measure(side, asked, asked.keep or Path(scratch), console) for side in asked.sides or SIDES]
+    console.print(table("recovery", [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]))
+    if not asked.quick:
+        keep(rows, asked.rivals_python)
+
+
+def measure(side: str, asked: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
+    killer = Killer(2 if asked.quick else asked.kills, random.Random(asked.seed), console.print)
+    console.print(f"{side}: {killer.kills} kills, {asked.workers} workers")
+    numbers = itertools.count()
+
+    def workload() -> Workload:
+        run = (directory / f"{side.replace(', ', '-')}-{next(numbers)}").absolute()
+        run.mkdir(parents=True)
+        return Workload(str(run), workers=asked.workers)
+
+    start = functools.partial(SIDES[side], python=asked.rivals_python)
+    traces = killer.runs(start, workload)
+    shape = Workload("", workers=asked.workers)
+    return summary(side, traces, samples=shape.samples, steps_per_epoch=shape.steps_per_epoch)
+
+
+def keep(rows: list[dict[str, Any]], python: str) -> None:
+    """Into the results, in place of what the same side got before."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    versions = json.loads(subprocess.check_output([python, "-c", VERSIONS]))
+    rivals = {name: versions[name] for name in ("torch", "torchft") if name in versions}
+    kept |= {row["rival"]: {"machine": machine(), "rivals": rivals, **row} for row in rows}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _torchrun(python: str, workers: int) -> list[str]:
+    return [python, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={workers}", "--max-restarts=100"]
+
+
+def _spawn(
+    workload: Workload, name: str, command: list[Any], changes: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with Path(workload.directory, f"{name}.log").open("wb") as log:
+        return subprocess.Popen(
+            [str(word) for word in command],
+            env={**environment, **(changes or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""From rows of committed steps to numbers: pure functions, the same for every side."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A worker's row: it committed this step then. `worker` is a place that a restarted process takes again."""
+
+    t: float
+    worker: int
+    step: int
+    sample_ids: Sequence[int] = ()
+    pid: int = 0
+
+    @classmethod
+    def from_line(cls, line: str) -> Commit:
+        return cls(**json.loads(line))
+
+
+@dataclass(frozen=True)
+class Kill:
+    t: float
+    worker: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run: what was committed, who was killed when, and why the run was given up, if it was."""
+
+    commits: list[Commit] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The commits whose effect the weights hold in the end, and how many steps were done again on the way."""
+
+    kept: list[Commit]
+    steps_redone: int
+
+
+def replay(commits: Iterable[Commit]) -> Replay:
+    """Follow a run through its returns to a checkpoint.
+
+    A worker that commits a step it had committed before has gone back. The first one to do so voids what everybody
+    did from that step on; the others, who follow it back, are in the new attempt with it.
+    """
+    kept: list[Commit] = []
+    last: dict[int, int] = {}
+    attempts: dict[int, int] = {}
+    attempt = redone = 0
+    for commit in sorted(commits, key=lambda one: one.t):
+        worker, step = commit.worker, commit.step
+        if step <= last.get(worker, -1) and attempts[worker] == attempt:
+            redone += max(one.step for one in kept) - step + 1
+            kept = [one for one in kept if one.step < step]
+            attempt += 1
+        last[worker], attempts[worker] = step, attempt
+        kept.append(commit)
+    return Replay(kept, redone)
+
+
+def step_s(commits: Iterable[Commit]) -> float:
+    """The median time of a step. Recoveries are a few gaps among hundreds."""
+    by_worker: dict[int, list[Commit]] = {}
+    for commit in sorted(commits, key=lambda one: one.t):
+        by_worker.setdefault(commit.worker, []).append(commit)
+    pairs = (pair for rows in by_worker.values() for pair in itertools.pairwise(rows))
+    gaps = [after.t - before.t for before, after in pairs if after.step == before.step + 1]
+    return statistics.median(gaps)
+
+
+def recovery_s(commits: Iterable[Commit], kill: Kill, *, step_s: float) -> float | None:
+    """How long the kill held training up: until the next committed step, less what a step takes anyway.
+
+    A step that was under way may still be committed just after the kill, with what the dead worker had sent; that is
+    not yet a recovery. It is one when the step after it is committed, or when somebody commits an old step again.
+    None: nobody has done either.
+    """
+    ordered = sorted(commits, key=lambda one: one.t)
+    before = [one for one in ordered if one.t <= kill.t]
+    reached = max(before, key=lambda one: (one.step, -one.t))
+    last = {one.worker: one.step for one in before}
+    for one in ordered[len(before) :]:
+        if one.step > reached.step + 1:
+            return max(0.0, one.t - reached.t - (one.step - reached.step) * step_s)
+        if one.step <= last.get(one.worker, -1):
+            return max(0.0, one.t - kill.t - step_s)
+        last[one.worker] = one.step
+    return None
+
+
+def lost_and_repeated(kept: Iterable[Commit], *, samples: int, steps_per_epoch: int) -> tuple[int, int]:
+    """Over the whole epochs that were trained: visits to samples that are missing, and visits too many.
+
+    Rows of one step may name a sample more than once (a worker may tell the whole step's samples): it was seen once.
+    """
+    kept = list(kept)
+    epochs = (max((one.step for one in kept), default=-1) + 1) // steps_per_epoch
+    visits = {(one.step, sample) for one in kept if one.step < epochs * steps_per_epoch for sample in one.sample_ids}
+    seen = Counter(sample for _, sample in visits)
+    lost = sum(max(0, epochs - seen[sample]) for sample in range(samples))
+    repeated = sum(max(0, count - epochs) for count in seen.values())
+    return lost, repeated
+
+
+def summary(rival: str, traces: Sequence[Trace], *, samples: int, steps_per_epoch: int) -> dict[str, Any]:
+    """A rival's row: all of its runs together."""
+    found = [second for trace in traces for second in recoveries(trace)]
+    replays = [replay(trace.commits) for trace in traces]
+    tallies = [lost_and_repeated(one.kept, samples=samples, steps_per_epoch=steps_per_epoch) for one in replays]
+    failures = [trace.failure for trace in traces if trace.failure]
+    return {
+        "rival": rival,
+        "kills": sum(len(trace.kills) for trace in traces),
+        "median_s": statistics.median(found) if found else None,
+        "worst_s": max(found, default=None),
+        "all": found,
+        "step_s": statistics.median(step_s(trace.commits) for trace in traces),
+        "steps_redone": sum(one.steps_redone for one in replays),
+        "samples_lost": sum(lost for lost, _ in tallies),
+        "samples_repeated": sum(repeated for _, repeated in tallies),
+        "failed_to_come_back": len(failures),
+        "failures": failures,
+    }
+
+
+def recoveries(trace: Trace) -> list[float]:
+    normal = step_s(trace.commits)
+    found = (recovery_s(trace.commits, kill, step_s=normal) for kill in trace.kills)
+    return [seconds for seconds in found if seconds is not None]

@@ -1,0 +1,130 @@
+"""python -m benchmarks.sync [model ...] [--workers N] [--side SIDE ...] [--data DIR] [--quick]"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.overhead.__main__ import machine, table
+from benchmarks.overhead.loop import STEPS
+from benchmarks.overhead.runs import BATCH, open_nursery
+from benchmarks.overhead.samples import gather as gather_samples
+from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median
+from benchmarks.sync import ddp, lanes
+from benchmarks.sync.stopwatch import gather
+from shoal.fleet.engines.local import Nursery
+
+RESULTS = Path(__file__).parents[1] / "results" / "sync.json"
+RIVAL = "ddp"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One model on all sides, with the same global batch, steps and threads."""
+
+    model: str
+    steps: int
+    workers: int
+    bench: Bench
+    nursery: Nursery
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def plain(self, workers: int) -> Numbers:
+        reports = self._reports()
+        asked = {"model": self.model, "data": str(self.bench.data), "steps": self.steps, "workers": workers}
+        ddp.run({**asked, "reports": str(reports)}, reports / "logs", self.nursery)
+        return gather(reports, workers=workers)
+
+    def shoal(self, workers: int) -> Numbers:
+        reports = self._reports()
+        lanes.run(
+            self.model,
+            self.bench.data,
+            steps=self.steps,
+            workers=workers,
+            lanes=self.workers,
+            reports=reports,
+            runs=reports / "runs",
+            nursery=self.nursery,
+        )
+        return gather(reports, workers=workers)
+
+    def _reports(self) -> Path:
+        made = self.bench.scratch / "reports" / self.model / str(next(self._numbers))
+        made.mkdir(parents=True)
+        return made
+
+    def sides(self) -> dict[str, Callable[[], Numbers]]:
+        return {
+            "one process": functools.partial(self.plain, 1),
+            RIVAL: functools.partial(self.plain, self.workers),
+            "shoal, one worker": functools.partial(self.shoal, 1),
+            "shoal": functools.partial(self.shoal, self.workers),
+        }
+
+
+SIDES = ("one process", RIVAL, "shoal, one worker", "shoal")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description="Synchronous training, compared.")
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(STEPS)}; all if none is named")
+    parser.add_argument("--workers", type=int, default=2, help="processes of each side; Shoal has as many lanes")
+    parser.add_argument("--side", action="append", choices=SIDES, help="these alone, and not all; may be repeated")
+    parser.add_argument("--data", type=Path, help="a directory with MNIST's IDX files and a shakespeare text")
+    parser.add_argument("--quick", action="store_true", help="few steps, two turns, nothing written: does it work?")
+    asked = parser.parse_args()
+    if unknown := set(asked.models) - set(STEPS):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}")
+    console = Console()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_nursery() as nursery:
+        data = gather_samples(asked.data, Path(scratch, "data"))
+        bench = Bench(Path(scratch), data, repeats=2 if asked.quick else 7, quick=asked.quick, say=console.print)
+        for model in asked.models or STEPS:
+            rows = compare(model, asked.workers, asked.side or list(SIDES), bench, nursery)
+            console.print(table(f"sync: {model}", rows))
+            if not asked.quick:
+                keep(model, rows)
+
+
+def compare(model: str, workers: int, sides: list[str], bench: Bench, nursery: Nursery) -> list[Row]:
+    """`of ddp` is the ratio of the median steps per second to DDP's: 1 is as fast."""
+    steps = STEPS[model] // (20 if bench.quick else 1)
+    bench.say(f"sync: {model}, {workers} workers, {steps} steps, {bench.repeats} turns")
+    contest = Contest(model, steps, workers, bench, nursery)
+    found = in_turns({name: side for name, side in contest.sides().items() if name in sides}, bench.repeats)
+    return [
+        {
+            "side": name,
+            "steps": steps,
+            "batch": BATCH[model],
+            "steps/s": steps / median(numbers, "wall_s"),
+            "CPU ms/step": 1000 * median(numbers, "cpu_s") / steps,
+            "of ddp": median(found[RIVAL], "wall_s") / median(numbers, "wall_s") if RIVAL in found else "",
+            "turns, s": [round(one["wall_s"], 4) for one in numbers],
+        }
+        for name, numbers in found.items()
+    ]
+
+
+def keep(model: str, rows: list[Row]) -> None:
+    """Into the results, beside those of the other models."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    kept[model] = {"machine": machine(), "rows": rows}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

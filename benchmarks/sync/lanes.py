@@ -1,0 +1,21 @@
+"""Whole Shoal runs with lanes over workers, all at their defaults: events and checkpoints included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.overhead.runs import job, shoal_run
+from benchmarks.sync.stopwatch import steps_to_run
+from shoal.fleet.engines.local import Nursery
+
+
+def run(
+    model: str, data: Path, *, steps: int, workers: int, lanes: int, reports: Path, runs: Path, nursery: Nursery
+) -> None:
+    """`workers` must divide `lanes`: a worker then makes the same number of forward passes in every step."""
+    if lanes % workers:
+        raise ValueError(f"{lanes} lanes cannot be dealt evenly to {workers} workers")
+    watch = {"model": model, "steps": steps, "calls": lanes // workers, "reports": str(reports)}
+    timed = {"name": "benchmarks.sync.stopwatch:timed", "args": watch}
+    plain = job(model, data, steps=steps_to_run(steps), window={}, lanes=lanes, workers=workers)
+    shoal_run({**plain, "model": timed}, runs, nursery)

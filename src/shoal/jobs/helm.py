@@ -1,0 +1,336 @@
+"""The workers of one run, steered: what they say and how they end goes to `plan`, and its orders are carried out."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shoal.events import Event, Stream
+from shoal.events.stream import parse
+from shoal.fleet.contact import Contact, read_contact, write_contact
+from shoal.fleet.control import Control, Said
+from shoal.fleet.engine import Exit
+from shoal.fleet.engines.local import LocalEngine
+from shoal.plan.crew import Crew, Publish, Start
+from shoal.plan.suspicion import Sign, Suspicion
+from shoal.spec.job import Job
+from shoal.spec.paths import RunPaths
+from shoal.spec.view import Address, Seat, View
+from shoal.wire.handshake import new_token
+
+WORKER = "shoal.train.worker"
+LOOK_S = 0.1
+CALL_BACK_S = 5.0
+"""How long a worker that outlived its driver has to find the new one."""
+
+
+@dataclass
+class Voice:
+    """A worker that is heard."""
+
+    caller: int
+    pid: int
+    host: str
+    local: bool
+    beat: Mapping[str, Any]
+
+
+class Helm:
+    """Belongs to the thread that drives. `tick` after anything became readable, and now and then."""
+
+    def __init__(self, job: Job, paths: RunPaths, engine: LocalEngine, stream: Stream, *, first_seat: int) -> None:
+        known = read_contact(paths.control)
+        token = known.token if known else new_token()
+        self.control = Control(token, listen=job.engine.listen, port=known.port if known else 0)
+        write_contact(paths.control, Contact(self.control.host, self.control.port, token))
+        self.crew = Crew(lanes=job.lane_count, wanted=first_number(job))
+        self.deaths = 0
+        self._job = job
+        self._paths = paths
+        self._engine = engine
+        self._stream = stream
+        self._next_seat = first_seat
+        self._suspicion = Suspicion()
+        self._voices: dict[int, Voice] = {}
+        self._seats: dict[int, int] = {}  # of callers
+        self._out: dict[int, str] = {}  # seats that were put out, and why
+        self._orphans: dict[int, float] = {}  # seats that should call back, and until when
+        self._latest: dict[int, View] = {}
+        self._look_at = 0.0
+        self._step = 0
+        self.stop_asked = ""
+
+    def start(self) -> None:
+        """Find those who outlived an earlier driver; the rest is started as it is missed."""
+        for seat, pid in survivors(self._paths).items():
+            self._engine.adopt(seat, pid)
+            self.crew.expect(seat)
+            self._orphans[seat] = time.monotonic() + CALL_BACK_S
+
+    def hear(self) -> None:
+        """Take in what the workers say."""
+        for said in self.control.take():
+            if said.kind == "here":
+                self._here(said)
+            elif (seat := self._seats.get(said.caller)) is not None:
+                self._hear(seat, said)
+
+    def steer(self) -> int:
+        """Look for those who hang, and do what the crew needs. Returns how many more workers are wanted."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._suspect(now)
+        wanted = 0
+        for order in self.crew.orders(now):
+            if isinstance(order, Start):
+                wanted = order.number
+            else:
+                self._publish(order)
+        return wanted
+
+    def fill(self, number: int) -> None:
+        """Start so many local workers."""
+        seats = range(self._next_seat, self._next_seat + number)
+        self._next_seat += number
+        for seat in seats:
+            self.crew.expect(seat)
+        self._engine.start([Seat(number=seat) for seat in seats], WORKER, ["--run", str(self._paths.root)])
+
+    def ended(self, one: Exit) -> str:
+        """A local process is gone. Returns why, where that was not meant to be."""
+        self._forget(one.seat)
+        why = self._out.pop(one.seat, "")
+        if one.code == 0:
+            return ""
+        self._stream.emit("worker_died", worker=f"worker-{one.seat}", reason=why or one.reason)
+        self.deaths += 1
+        return why or one.reason
+
+    def stop(self, why: str) -> None:
+        if not self.crew.stopping:
+            self._publish(self.crew.stop(why))
+
+    def put_out(self, seat: int, why: str) -> None:
+        """Out of the view, whatever it does from now on."""
+        voice = self._voices.get(seat)
+        self._stream.emit("put_out", worker=f"worker-{seat}", host=voice.host if voice else "", reason=why)
+        if seat in self._engine.seats:
+            self._out[seat] = why
+            self._engine.stop([seat])
+        else:
+            self._lost(seat)
+
+    @property
+    def alive(self) -> bool:
+        """Is anybody here who could go on without a checkpoint?"""
+        return any(m.position or m.training for m in self.crew.members.values())
+
+    def filenos(self) -> list[int]:
+        return [self._engine.fileno(), self.control.fileno()]
+
+    def close(self) -> None:
+        self.control.close()
+
+    # ---- what workers say ----
+
+    def _here(self, said: Said) -> None:
+        if said.fields.get("role") != "worker":
+            self._seats[said.caller] = -1  # a user with a wish
+            self.control.send(said.caller, "welcome", run=self._paths.name)
+            return
+        try:
+            address = Address.model_validate(said.fields["address"])
+            local, training = bool(said.fields["local"]), bool(said.fields["training"])
+            view, pid, host = int(said.fields["view"]), int(said.fields["pid"]), str(said.fields["host"])
+        except (KeyError, TypeError, ValueError, ValidationError):
+            self.control.drop(said.caller)
+            return
+        seat = self._seat_for(said.fields.get("seat"), local)
+        if seat is None:
+            self.control.drop(said.caller)
+            return
+        old = self._voices.get(seat)
+        if old is not None and old.caller != said.caller:
+            self._seats.pop(old.caller, None)
+            self.control.drop(old.caller)
+        self._seats[said.caller] = seat
+        self._voices[seat] = Voice(said.caller, pid, host, local, {"phase": "building", "since_s": 0.0})
+        self._orphans.pop(seat, None)
+        known = seat in self.crew.members
+        self.crew.arrived(seat, local=local, address=address, view=view, training=training and not known)
+        self.control.send(said.caller, "welcome", seat=seat, run=self._paths.name, **self._job_for(local))
+        if seat in self._latest:
+            self.control.publish(self._latest[seat], [said.caller])
+
+    def _job_for(self, local: bool) -> dict[str, Any]:
+        return {} if local else {"job": self._job.dump()}
+
+    def _seat_for(self, wanted: Any, local: bool) -> int | None:
+        """The seat that it says it has, or a new one for who has none, or was put out of it."""
+        if local:
+            return wanted if isinstance(wanted, int) and wanted in self._engine.seats else None
+        if isinstance(wanted, int) and (wanted in self.crew.members or wanted not in self._out) and wanted >= 0:
+            self._next_seat = max(self._next_seat, wanted + 1)
+            return wanted
+        seat, self._next_seat = self._next_seat, self._next_seat + 1
+        return seat
+
+    def _hear(self, seat: int, said: Said) -> None:
+        fields = said.fields
+        if seat == -1:
+            self._obey(said)
+        elif said.kind == "beat":
+            self._beat(seat, fields)
+        elif said.kind == "standing":
+            self.crew.stands(seat, time.monotonic(), view=int(fields["view"]), position=fields["position"])
+        elif said.kind == "event":
+            self._relay(seat, str(fields.get("row", "")))
+        elif said.kind == "lost":
+            self._seats.pop(said.caller, None)
+            if not self._voices[seat].local:
+                self._stream.emit("worker_died", worker=f"worker-{seat}", reason="its connection was lost")
+                self.deaths += 1
+                self._lost(seat)
+
+    def _beat(self, seat: int, fields: Mapping[str, Any]) -> None:
+        self._voices[seat].beat = fields
+        if fields.get("lane_s"):
+            self.crew.measured(seat, float(fields["lane_s"]))
+        if fields.get("leaving"):
+            self.crew.leaves(seat, "terminated", replace=True)
+
+    def _relay(self, seat: int, row: str) -> None:
+        """What a worker tells that cannot reach the run's directory. Its failure is its own, not the run's."""
+        event = parse(row.encode())
+        if event is None or event.who != f"worker-{seat}":
+            return
+        if event.kind == "failed":
+            message = f"{event.who} ({self._voices[seat].host}) failed: {event.get('message')}"
+            event = Event("note", event.t, event.who, event.step, {"message": message})
+        self._stream.pass_on(event)
+
+    def _obey(self, said: Said) -> None:
+        """A user's wish, and how it was taken."""
+        if said.kind == "lost":
+            self._seats.pop(said.caller, None)
+        elif said.kind == "scale":
+            self.crew.scale(max(int(said.fields["wanted"]), 1))
+            self.control.send(said.caller, "answer", wanted=self.crew.wanted)
+        elif said.kind == "drain":
+            seat = int(said.fields["seat"])
+            known = seat in self.crew.members
+            self.crew.leaves(seat, "drained", replace=False)
+            self.control.send(said.caller, "answer", known=known, workers=sorted(self.crew.members))
+        elif said.kind == "stop":
+            self.stop_asked = "stopped"
+            self.control.send(said.caller, "answer")
+
+    # ---- acts ----
+
+    def _publish(self, order: Publish) -> None:
+        for seat in order.to:
+            self._latest[seat] = order.view
+        callers = [self._voices[seat].caller for seat in order.to if seat in self._voices]
+        self.control.publish(order.view, callers)
+        if order.view.carries or order.why:
+            self._stream.emit("view", **_told(order))
+
+    def _suspect(self, now: float) -> None:
+        for seat in [s for s, until in self._orphans.items() if now > until]:
+            del self._orphans[seat]
+            self.put_out(seat, "it outlived its driver and did not call back")
+        signs = [self._sign(m.seat) for m in self.crew.members.values() if m.training and m.seat in self._voices]
+        step = max((sign.step for sign in signs), default=0)
+        if step > self._step:
+            self._suspicion.forgive(step - 1)
+            self._step = step
+        for verdict in self._suspicion.look(now, signs):
+            self.put_out(verdict.seat, verdict.why)
+        if self._suspicion.stuck:
+            self.crew.stuck()
+
+    def _sign(self, seat: int) -> Sign:
+        voice = self._voices[seat]
+        beat = voice.beat
+        return Sign(
+            seat=seat,
+            heard_s=self.control.heard_s(voice.caller),
+            stopped=voice.local and process_state(voice.pid) == "T",
+            phase=str(beat.get("phase", "")),
+            units=int(beat.get("units", 0)),
+            units_in_phase=int(beat.get("units_in_phase", 0)),
+            since_s=float(beat.get("since_s", 0.0)),
+            step=int(beat.get("step", 0)),
+            line=str(beat.get("line", "")),
+        )
+
+    def _lost(self, seat: int) -> None:
+        """A worker from elsewhere: its old seat is closed to it."""
+        self._out[seat] = "lost"
+        voice = self._voices.get(seat)
+        if voice is not None:
+            self._seats.pop(voice.caller, None)
+            self.control.drop(voice.caller)
+        self._forget(seat)
+
+    def _forget(self, seat: int) -> None:
+        self.crew.gone(seat)
+        self._voices.pop(seat, None)
+        self._latest.pop(seat, None)
+        self._orphans.pop(seat, None)
+
+
+def _told(order: Publish) -> dict[str, Any]:
+    view = order.view
+    row: dict[str, Any] = {"number": view.number, "why": order.why}
+    if view.carries:
+        row |= {
+            "carries": {f"worker-{s}": lanes for s, lanes in view.carries.items()},
+            "saver": f"worker-{view.saver}",
+            "source": None if view.source is None else f"worker-{view.source}",
+        }
+    return row
+
+
+def first_number(job: Job) -> int:
+    """How many workers to begin with: what the job says, or as many as this machine has room for."""
+    room = len(os.sched_getaffinity(0)) // job.threads
+    return max(job.workers.least, min(job.workers.most, room))
+
+
+def survivors(paths: RunPaths) -> dict[int, int]:
+    """Workers of an earlier driver that still live: their seats and processes."""
+    found = {}
+    for file in paths.root.glob(".seat-*.lock"):
+        if (pid := _holder(file)) is not None:
+            found[int(file.name.removeprefix(".seat-").removesuffix(".lock"))] = pid
+    return found
+
+
+def _holder(lock: Path) -> int | None:
+    try:
+        with lock.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read() or 0) or None
+        lock.unlink(missing_ok=True)  # its worker is gone
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter: R runs, S sleeps, T is stopped; '' if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,1 @@
+"""Links between the workers of a view: shared memory on one host, sockets between hosts."""

@@ -1,0 +1,67 @@
+"""This worker among the others: where they reach it, and how it gets at what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+from shoal.checkpoint.tree import State
+from shoal.parallel.links.endpoint import Endpoint, reach
+from shoal.parallel.state_door import StateDoor, fetch
+from shoal.parallel.sync.base import Discarded
+from shoal.spec.view import View
+from shoal.wire.handshake import LinkError
+
+
+class Peers:
+    """Used by the training thread; `abort` may come from any."""
+
+    def __init__(self, token: str, *, bind: str) -> None:
+        self.token = token
+        self.door = StateDoor()
+        self.endpoint = Endpoint(token, bind=bind, serve=self.door.serve)
+        self._lock = threading.Lock()
+        self._fetching: socket.socket | None = None
+        self._aborted = 0
+
+    def fetch(self, view: View, seat: int, *, most_bytes: int) -> State | Discarded:
+        """The state of the view's source."""
+        assert view.source is not None
+        try:
+            return fetch(
+                view.addresses[view.source],
+                self.token,
+                seat=seat,
+                view=view.number,
+                most_bytes=most_bytes,
+                call=reach,
+                opened=lambda sock: self._opened(sock, view.number),
+            )
+        except LinkError as failure:
+            return Discarded(f"no state from worker-{view.source}: {failure}")
+        finally:
+            with self._lock:
+                self._fetching = None
+
+    def _opened(self, sock: socket.socket, view: int) -> None:
+        with self._lock:
+            self._fetching = sock
+            if self._aborted >= view:
+                raise LinkError("asked to stop")
+
+    def abort(self, view: int) -> None:
+        """Whoever fetches for this view, or an older one, gives up."""
+        with self._lock:
+            self._aborted = max(self._aborted, view)
+            if self._fetching is not None:
+                with contextlib.suppress(OSError):
+                    self._fetching.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.door.close()
+        self.endpoint.close()
+
+    def facts(self) -> dict[str, Any]:
+        return {"refused": self.endpoint.refused, "served_bytes": self.door.served_bytes}

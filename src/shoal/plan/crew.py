@@ -1,0 +1,285 @@
+"""The crew of a run: who is in, and which view comes next. Facts go in, orders come out; nothing is done here.
+
+Rules that keep every run exact, whatever dies:
+- a training view is decided only from seats that stand still and have said where (or are gone);
+- it names the highest position that anyone holds, and from whom those behind get it;
+- whoever stops without being asked was left alone by a peer: everybody stops, and a new view follows;
+- a seat number is never used again, so that a seat that was put out cannot come back under its old name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.plan import balance
+from shoal.spec.view import Address, View
+
+SETTLE_S, LONGEST_SETTLE_S = 1.0, 30.0
+"""How long another assignment must have looked faster, all the time, before lanes are moved for speed alone. It
+doubles with every move, so that noise does not move lanes to and fro; where much is to be gained it stays short."""
+MUCH = 1.5
+GATHER_S = 5.0
+"""How long one that is ready waits for others that are being started, so that they enter together."""
+
+Halt = Literal["", "boundary", "now"]
+
+
+@dataclass
+class Member:
+    """A seat as the driver knows it. `local`: it has the run's directory and may save.
+
+    `position` is what it said when it last stood still; None: it holds nothing.
+    """
+
+    seat: int
+    local: bool
+    address: Address
+    training: bool = False
+    standing: bool = False
+    position: int | None = None
+    lane_s: float | None = None
+    leaving: str = ""
+    ready_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Tell these seats of a view."""
+
+    view: View
+    to: list[int]
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """So many more local workers are wanted."""
+
+    number: int
+
+
+Order = Publish | Start
+
+
+@dataclass
+class Crew:
+    """Belongs to the thread that drives the run."""
+
+    lanes: int
+    wanted: int = 1
+    number: int = 0
+    members: dict[int, Member] = field(default_factory=dict)
+    view: View | None = None
+    """The newest training view."""
+    stopping: str = ""
+    _expected: set[int] = field(default_factory=set)
+    _asked: Halt = ""
+    _loader: int | None = None
+    _slow_since_s: float | None = None
+    _settle_s: float = SETTLE_S
+    _stuck: bool = False
+
+    # ---- facts ----
+
+    def expect(self, seat: int) -> None:
+        """This local seat is being filled, or its worker lives and will call."""
+        self._expected.add(seat)
+
+    def arrived(self, seat: int, *, local: bool, address: Address, view: int = 0, training: bool = False) -> None:
+        """A worker took its seat. One that outlived an earlier driver knows a view and may be training."""
+        if not local and seat not in self.members:
+            self.wanted += 1  # it came by itself, on top of those that we fill
+        self.members.setdefault(seat, Member(seat, local, address, training=training))
+        if local and not training:
+            self._expected.add(seat)
+        self.number = max(self.number, view)
+
+    def stands(self, seat: int, now_s: float, *, view: int, position: int | None) -> None:
+        """It waits for a view; `view` is the last that it took up."""
+        member = self.members.get(seat)
+        if member is None or (member.training and self.view and seat in self.view.carries and view < self.view.number):
+            return  # said before it saw the view in force
+        if not member.standing:
+            member.ready_s = now_s
+        member.training, member.standing, member.position = False, True, position
+        self._expected.discard(seat)
+
+    def gone(self, seat: int) -> None:
+        """Its process ended, or it was put out."""
+        member = self.members.pop(seat, None)
+        self._expected.discard(seat)
+        if member and not member.local and not member.leaving:
+            self.wanted = max(self.wanted - 1, 1)  # nobody here can fill its place
+
+    def leaves(self, seat: int, why: str, *, replace: bool) -> None:
+        """It asks to go, or is asked to."""
+        member = self.members.get(seat)
+        if member and not member.leaving:
+            member.leaving = why
+            if not (replace and member.local):
+                self.wanted = max(self.wanted - 1, 1)
+
+    def measured(self, seat: int, lane_s: float) -> None:
+        if seat in self.members:
+            self.members[seat].lane_s = lane_s
+
+    def stuck(self) -> None:
+        """Everybody waits for everybody."""
+        self._stuck = True
+
+    def scale(self, wanted: int) -> list[int]:
+        """Another number of workers. The seats that have to go for it: the newest, but never the one that saves."""
+        self.wanted = wanted
+        staying = [m for m in self.members.values() if not m.leaving]
+        saver = self.view.saver if self.view else None
+        spare = sorted((m for m in staying if m.seat != saver), key=lambda m: -m.seat)
+        going = spare[: max(len(staying) - wanted, 0)]
+        for member in going:
+            member.leaving = "scaled down"
+        return [member.seat for member in going]
+
+    # ---- decisions ----
+
+    def orders(self, now_s: float) -> list[Order]:
+        """What is to be done now. Called after every fact, and now and then."""
+        if self.stopping:
+            return []
+        found: list[Order] = []
+        if missing := self._missing():
+            found.append(Start(missing))
+        how, why = self._reason(now_s)
+        if how and self._asked != "now" and how != self._asked:
+            self._asked = how
+            found.append(self._publish(View(number=self.number + 1, halt=how), self._training(), why))
+        if (self._asked or not self._training()) and (following := self._following()):
+            found.append(following)
+        if away := [m.seat for m in self.members.values() if m.leaving and m.standing]:
+            found.append(self._publish(View(number=self.number + 1, leave=away), away))
+            for seat in away:
+                self.members[seat].standing = False
+        return found
+
+    def stop(self, why: str) -> Publish:
+        """Everybody leaves at the next boundary; the saver saves."""
+        self.stopping = why
+        return self._publish(View(number=self.number + 1, stop=why), list(self.members), why)
+
+    def _publish(self, view: View, to: Iterable[int], why: str = "") -> Publish:
+        self.number = view.number
+        return Publish(view, sorted(to), why)
+
+    def _training(self) -> list[int]:
+        return [m.seat for m in self.members.values() if m.training]
+
+    def _missing(self) -> int:
+        staying = {seat for seat, m in self.members.items() if not m.leaving} | self._expected
+        can_save = any(m.local and not m.leaving for m in self.members.values()) or self._expected
+        return max(self.wanted - len(staying), 0 if can_save else 1, 0)
+
+    def _reason(self, now_s: float) -> tuple[Halt, str]:
+        """Why those who train have to stop."""
+        training = self._training()
+        if not training:
+            return "", ""
+        if self.view is None:
+            return "boundary", "another driver took over"
+        lost = sorted(set(self.view.carries) - set(self.members))
+        if lost:
+            return "now", f"{_names(lost)} {'is' if len(lost) == 1 else 'are'} gone"
+        stopped = [s for s in self.view.carries if self.members[s].standing]
+        if stopped and not self._asked:
+            return "now", f"{_names(stopped)} stopped"
+        if self._stuck:
+            return "now", "a link is cut"
+        leaving = [s for s in training if self.members[s].leaving]
+        if leaving and any(m.local for m in self._fit()):
+            return "boundary", f"{_names(leaving)} leaves"
+        new = [m for m in self._fit() if m.standing and m.seat not in self.view.carries]
+        together = not self._expected or any(now_s - m.ready_s > GATHER_S for m in new)
+        if new and together and len(self.view.carries) < self.lanes:
+            return "boundary", f"{_names(m.seat for m in new)} joins"
+        if self._faster(now_s):
+            return "boundary", "lanes move to faster workers"
+        return "", ""
+
+    def _fit(self) -> list[Member]:
+        """Those that may carry lanes from the next view on."""
+        return [m for _, m in sorted(self.members.items()) if (m.standing or m.training) and not m.leaving]
+
+    def _faster(self, now_s: float) -> bool:
+        """Would others carry faster, and has it looked so for long enough?"""
+        assert self.view is not None
+        times = {seat: self.members[seat].lane_s for seat in self.view.carries}
+        if None in times.values() or balance.worth_moving(self.view.carries, times) is None:
+            self._slow_since_s = None
+            return False
+        if self._slow_since_s is None:
+            self._slow_since_s = now_s
+        much = balance.worth_moving(self.view.carries, times, gain=MUCH) is not None
+        if now_s - self._slow_since_s < (SETTLE_S if much else self._settle_s):
+            return False
+        self._settle_s = min(2 * self._settle_s, LONGEST_SETTLE_S)
+        return True
+
+    def _following(self) -> Publish | None:
+        """The next training view, once everybody stands."""
+        standing = [m for _, m in sorted(self.members.items()) if m.standing]
+        if self._training() or not standing:
+            return None
+        if self._expected and all(m.position in (None, 0) for m in standing):
+            return None  # those that start at the same time begin together
+        best = max((m.position for m in standing if m.position is not None), default=None)
+        team = [m for m in standing if not m.leaving]
+        if not any(m.position == best for m in team):
+            team = standing  # who leaves stays until somebody else has what it holds
+        savers = [m for m in team if m.local]
+        if not savers:
+            return None
+        if best is None or (best == 0 and self._loader not in self.members):
+            return self._load(savers[0])
+        return self._enter(team, savers, best)
+
+    def _load(self, member: Member) -> Publish:
+        """Nobody holds anything: the newest checkpoint counts, or the job's start."""
+        self._loader = member.seat
+        member.standing = False
+        return self._publish(View(number=self.number + 1, loads=member.seat), [member.seat])
+
+    def _enter(self, team: list[Member], savers: list[Member], best: int) -> Publish:
+        saver = min(savers, key=lambda m: (self._saves(m), m.position != best, m.seat))
+        holder = saver if saver.position == best else next(m for m in team if m.position == best)
+        chosen = _first({saver.seat: saver, holder.seat: holder}, team, self.lanes)
+        carries = {
+            s: lanes for s, lanes in balance.shares(self.lanes, {m.seat: m.lane_s for m in chosen}).items() if lanes
+        }
+        if not {saver.seat, holder.seat} <= set(carries):
+            carries = balance.equal(self.lanes, [m.seat for m in chosen])
+        behind = any(self.members[s].position != best for s in carries)
+        view = View(
+            number=self.number + 1,
+            carries=carries,
+            addresses={s: self.members[s].address for s in carries},
+            position=best,
+            source=holder.seat if behind else None,
+            saver=saver.seat,
+        )
+        self.view, self._asked, self._slow_since_s, self._stuck = view, "", None, False
+        for seat in carries:
+            self.members[seat].training, self.members[seat].standing = True, False
+        return self._publish(view, carries)
+
+    def _saves(self, member: Member) -> bool:
+        """False (first) for the seat that saves already."""
+        return not (self.view and self.view.saver == member.seat)
+
+
+def _first(needed: dict[int, Member], team: Sequence[Member], lanes: int) -> list[Member]:
+    """At most as many as there are lanes: those that are needed, then the fastest."""
+    rest = sorted((m for m in team if m.seat not in needed), key=lambda m: (m.lane_s or 0.0, m.seat))
+    return sorted([*needed.values(), *rest][: max(lanes, len(needed))], key=lambda m: m.seat)
+
+
+def _names(seats: Iterable[int]) -> str:
+    return ", ".join(f"worker-{seat}" for seat in seats)

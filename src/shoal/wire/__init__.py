@@ -1,0 +1,1 @@
+"""Bytes between processes: who may talk, and how much."""

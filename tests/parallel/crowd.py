@@ -1,0 +1,225 @@
+"""Real workers for the tests of the exchange: forked processes, each with an endpoint and a sync of its own.
+
+What a worker does is a function `act(worker)` of the test; what it returns comes back over a pipe.
+"""
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shoal.parallel.links.endpoint import Endpoint
+from shoal.parallel.replica import LaneSum, add
+from shoal.parallel.sync.lanes import LanesSync
+from shoal.parallel.tree import TreeSum
+from shoal.spec.view import View
+
+TOKEN = "token"
+LONGEST_S = 60
+
+
+class StillReplica:
+    """Keeps the totals instead of applying them."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, template):
+        self.template = template
+        self.totals = []
+
+    def blank(self):
+        return self.template
+
+    def apply(self, step, total):
+        kept = [t.clone() for t in (*total.grads, *total.averaged, *total.first, total.loss)]
+        self.totals.append((step, kept, None if total.count is None else total.count.clone()))
+        return total.loss
+
+
+@dataclass
+class Worker:
+    seat: int
+    lanes: int
+    carries: dict[int, list[int]]
+    addresses: dict
+    endpoint: Endpoint
+    sync: LanesSync
+    tell: Callable[[object], None]
+    inherited: set[str]
+
+    def view(self, number=1, carries=None):
+        return View(number=number, carries=carries or self.carries, addresses=self.addresses)
+
+    def join(self, number=1, carries=None):
+        return self.sync.reconfigure(self.view(number, carries), self.seat)
+
+    def leftovers(self):
+        """After this worker has closed everything: descriptors and shared memory that it should not have any more."""
+        self.sync.close()
+        self.endpoint.close()
+        return sorted(descriptors() - self.inherited) + shared_memory()
+
+    def sums(self, make, step, carries=None):
+        """The tree over this worker's lanes; `make(step, lane)` gives a LaneSum or None."""
+        tree = TreeSum(self.lanes, add)
+        for lane in (carries or self.carries)[self.seat]:
+            tree.lane(lane, make(step, lane))
+        return tree
+
+
+class Crowd:
+    """`elsewhere` are seats that others reach over TCP, as if they were on another host."""
+
+    def __init__(self, carries, lanes, *, elsewhere=()):
+        self.carries = carries
+        self.lanes = lanes
+        self.elsewhere = elsewhere
+        self.pids = {}
+        self._pipes = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for fds in self._pipes.values():
+            for fd in fds:
+                os.close(fd)
+
+    def start(self, act):
+        told = {seat: self._fork(seat, act) for seat in self.carries}
+        addresses = {}
+        for seat in told:
+            address = self._read(seat)
+            addresses[seat] = address.model_copy(update={"host_id": "elsewhere"}) if seat in self.elsewhere else address
+        for seat in told:
+            _send(self._pipes[seat][1], addresses)
+        return self
+
+    def run(self, act):
+        """What each worker's `act` returned, by seat."""
+        self.start(act)
+        return {seat: self.result(seat) for seat in self.carries}
+
+    def result(self, seat):
+        outcome, value = self._read(seat)
+        assert outcome == "returned", value
+        return value
+
+    def kill(self, seat):
+        os.kill(self.pids[seat], signal.SIGKILL)
+
+    def _read(self, seat):
+        fd = self._pipes[seat][0]
+        if not select.select([fd], [], [], LONGEST_S)[0]:
+            raise TimeoutError(f"worker {seat} says nothing")
+        return _receive(fd)
+
+    def _fork(self, seat, act):
+        up_read, up_write = os.pipe()
+        down_read, down_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(up_read)
+            os.close(down_write)
+            self._work(seat, act, up_write, down_read)
+        os.close(up_write)
+        os.close(down_read)
+        self.pids[seat] = pid
+        self._pipes[seat] = (up_read, down_write)
+
+    def _work(self, seat, act, up, down):
+        try:
+            torch.set_num_threads(1)
+            inherited = descriptors()
+            endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
+            _send(up, endpoint.address)
+            sync = LanesSync(self.lanes, endpoint=endpoint, token=TOKEN)
+            tell = lambda value: _send(up, ("returned", value))  # noqa: E731
+            worker = Worker(seat, self.lanes, self.carries, _receive(down), endpoint, sync, tell, inherited)
+            _send(up, ("returned", act(worker)))
+        except BaseException:
+            _send(up, ("raised", traceback.format_exc()))
+        finally:
+            os._exit(0)
+
+
+def descriptors():
+    """What this process has open, by the names that the kernel gives."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+def shared_memory():
+    with open("/proc/self/maps") as file:
+        return [line for line in file if "memfd:shoal" in line]
+
+
+def _send(fd, value):
+    content = pickle.dumps(value)
+    view = memoryview(len(content).to_bytes(8, "little") + content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _receive(fd):
+    size = int.from_bytes(_exactly(fd, 8), "little")
+    return pickle.loads(_exactly(fd, size))
+
+
+def _exactly(fd, size):
+    content = b""
+    while len(content) < size:
+        part = os.read(fd, size - len(content))
+        if not part:
+            raise EOFError("the worker is gone")
+        content += part
+    return content
+
+
+def lane_sum(step, lane, sizes=((33, 7), (257,)), *, counted=False, more_kinds=True):
+    """A made-up lane; every number tells where it comes from, and sums of them depend on the order."""
+    generator = torch.Generator().manual_seed(1000 * step + lane)
+    grads = [torch.randn(size, generator=generator) for size in sizes]
+    averaged, first = [], []
+    if more_kinds:
+        grads.append(torch.randn(129, generator=generator).bfloat16())
+        grads.append(torch.randn(4, 3, 5, 5, generator=generator).to(memory_format=torch.channels_last))
+        averaged = [torch.randn(17, generator=generator), torch.randn(3, generator=generator, dtype=torch.float64)]
+        first = [torch.tensor(lane), torch.tensor([lane % 2 == 0, True])]
+    loss = torch.randn((), generator=generator, dtype=torch.float64)
+    count = torch.tensor(float(lane + 1), dtype=torch.float64) if counted else None
+    return LaneSum(grads, averaged, first, loss, count)
+
+
+def alone(make, lanes, step):
+    """What one worker that carries everything gets."""
+    tree = TreeSum(lanes, add)
+    for lane in range(lanes):
+        tree.lane(lane, make(step, lane))
+    replica = StillReplica(None)
+    replica.apply(step, tree.total())
+    return replica.totals[0]
+
+
+def same_bits(a, b):
+    (step_a, tensors_a, count_a), (step_b, tensors_b, count_b) = a, b
+    assert step_a == step_b
+    assert len(tensors_a) == len(tensors_b)
+    for x, y in zip(tensors_a, tensors_b, strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert torch.equal(x.contiguous().flatten().view(torch.uint8), y.contiguous().flatten().view(torch.uint8))
+    assert (count_a is None) == (count_b is None)
+    assert count_a is None or count_a.item() == count_b.item()
