@@ -110,6 +110,13 @@ CATALOGUE: dict[str, Entry] = {
     "SH610": Entry("the driver cannot be reached",
                    "See that the driver runs, and that its host and port can be reached from this machine."),
     "SH611": Entry("the driver cannot listen", "Give an address of this machine to listen on."),
+    "SH612": Entry("nobody drives the run", "`shoal resume` drives it again."),
+    "SH613": Entry("no such worker", "Name one of the workers that the run has now."),
+    "SH614": Entry("the run has folds", "Name one fold, such as RUN/fold-0."),
+    "SH615": Entry("the token is missing or wrong",
+                   "Set SHOAL_TOKEN to what `shoal token RUN` prints on the machine that drives the run."),
+    "SH616": Entry("the receipt is of another job", "Compare with a run of the same job, lanes and length."),
+    "SH617": Entry("a fault is not understood", "Write: kill worker 2 at step 7; or freeze, slow, or join at step 7."),
 }  # fmt: skip
 
 
@@ -224,14 +231,15 @@ def page() -> str:
              "Every error says what is wrong, where, and what to do. Made by `python -m shoal.errors`.", "",
              "| exit code | meaning |", "|---|---|",
              f"| {EXIT_OK} | finished |",
-             f"| {EXIT_BUG} | a bug in Shoal: the traceback is shown, please report it |",
+             f"| {EXIT_BUG} | a bug in Shoal: the traceback is shown, please report it; of `verify` and `chaos`: "
+             "the weights differ |",
              f"| {EXIT_JOB} | the job file or the command line is wrong (SH1xx, SH2xx) |",
              f"| {EXIT_DATA} | the data is wrong or cannot be had (SH3xx) |",
              f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx) |",
              f"| {EXIT_CHECKPOINT} | a checkpoint cannot be written or read (SH5xx) |",
              f"| {EXIT_RUN} | runs, processes, engines (SH6xx) |",
              f"| {EXIT_INTERRUPTED} | stopped by Ctrl-C; saved, `shoal resume` goes on |",
-             f"| {EXIT_TERMINATED} | stopped by SIGTERM; saved, `shoal resume` goes on |"]  # fmt: skip
+             f"| {EXIT_TERMINATED} | stopped by SIGTERM or `shoal stop`; saved, `shoal resume` goes on |"]  # fmt: skip
     for digit, title in groups.items():
         lines += ["", f"## {title}", "", "| code | what | what to do |", "|---|---|---|"]
         lines += [f"| {c} | {e.title} | {e.fix} |" for c, e in CATALOGUE.items() if c[2] == digit]

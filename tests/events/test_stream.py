@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from shoal.events import Reader, Stream, fold, read
+from shoal.events.stream import parse
 
 
 def test_rows_come_back_as_they_were_told(tmp_path):
@@ -15,6 +16,23 @@ def test_rows_come_back_as_they_were_told(tmp_path):
     stream.close()
     (event,) = read(tmp_path / "e.jsonl")
     assert (event.kind, event.who, event.step, event.fields) == ("step", "worker-0", 3, told.fields)
+
+
+def test_a_stream_may_go_through_a_function_a_line_at_a_time():
+    lines = []
+    stream = Stream.through(lines.append, "worker-7", flush_s=1000)
+    stream.emit("step", step=1, loss=0.5)
+    assert lines == [], "steps wait for each other"
+    stream.emit("note", step=1, text="two\nlines")
+    stream.emit("step", step=2)
+    stream.close()
+    events = [parse(line) for line in lines]
+    assert [(e.kind, e.who, e.step, e.fields) for e in events] == [
+        ("step", "worker-7", 1, {"loss": 0.5}),
+        ("note", "worker-7", 1, {"text": "two\nlines"}),
+        ("step", "worker-7", 2, {}),
+    ]
+    assert all(line.endswith(b"\n") for line in lines)
 
 
 def test_a_half_written_row_is_passed_over_and_the_next_writer_starts_afresh(tmp_path):

@@ -1,4 +1,4 @@
-"""A thread that plays the driver: it welcomes whoever calls, keeps what they say, and tells newcomers the newest view."""
+"""A thread that plays the driver: it welcomes who calls, keeps what they say, and tells newcomers the newest view."""
 
 import contextlib
 import select

@@ -2,13 +2,14 @@
 
 import random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.parallel import adding
 from shoal.parallel.adding import Addition, term_of
-from shoal.parallel.exchange import Plan
+from shoal.parallel.exchange import LITTLE_BYTES, Plan
 from shoal.parallel.flat import Layout, shares, write
 from shoal.parallel.replica import LaneSum, add
 from shoal.parallel.tree import TreeSum, nodes_of
@@ -134,4 +135,11 @@ def test_in_an_arena_nothing_lies_on_anything_else(lanes, workers, seed, element
         assert plan.sums(seat) == (ends[-1] if ends else 64)
         assert plan.arena_bytes(seat) >= plan.sums(seat)
         assert all(start % 64 == 0 for start in starts)
-    assert (plan.phases == 1) == (workers == 2 or workers * layout.size_bytes < 256 * 1024)
+    assert (plan.phases == 1) == (workers == 2 or workers * layout.size_bytes < LITTLE_BYTES)
+
+
+def test_lanes_in_too_many_pieces_are_refused():
+    zero = torch.zeros((), dtype=torch.float64)
+    carries = {0: list(range(0, 600, 2)), 1: list(range(1, 600, 2))}
+    with pytest.raises(ValueError, match="separate blocks"):
+        Plan.of(carries, 600, Layout(LaneSum([torch.empty(4)], [], [], zero)))

@@ -1,8 +1,10 @@
 """Faults as a readable script: watchers that end their own process, once each."""
 
 import os
+import re
 import resource
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -63,3 +65,108 @@ class SmallDisk:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             most = self.most_bytes if event.step < self.until else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+class Script:
+    """Carries out faults that are written as one would say them, each once:
+
+        kill worker 2 at step 7 in exchange
+        freeze worker 1 at step 5 in data
+        hang worker 1 at step 5 in compute
+        terminate worker 1 at step 5
+        delay worker 0 at step 0 in data by 4000 ms
+        kill worker 3 while source
+        kill worker 1 while catching up after 2 ms
+        kill all at step 12
+
+    Worker n is who sits in seat n, `any` who comes first; `all` are all who sit in this run. What comes after `in` is
+    a phase of the worker's pulse, what comes after `while` a deed that other methods do.
+    """
+
+    LINE = re.compile(
+        r"(?P<act>kill|freeze|hang|terminate|delay) (?:worker (?P<seat>\d+)|(?P<who>any|all))"
+        r"(?: at step (?P<step>\d+))?(?: in (?P<phase>\w+)| while (?P<deed>source|catching up|joining|applying))?"
+        r"(?: by (?P<by_ms>\d+) ms)?(?: after (?P<after_ms>\d+) ms)?"
+    )
+    PHASES = {"save": "saving"}
+
+    def __init__(self, lines, marks):
+        self.marks = Path(marks)
+        self.seat = sys.argv[sys.argv.index("--seat") + 1] if "--seat" in sys.argv else ""
+        self.run = sys.argv[sys.argv.index("--run") + 1]
+        self.faults = {}
+        for line in lines:
+            found = self.LINE.fullmatch(line)
+            if found is None:
+                raise ValueError(f"not a fault: {line}")
+            if found["who"] or found["seat"] == self.seat:
+                self.faults[line] = found
+        self._wrap()
+
+    def watch(self, event):
+        pass
+
+    def _wrap(self):
+        """Production code has no hooks for faults: this process's classes are changed."""
+        from shoal.parallel.peers import Peers
+        from shoal.parallel.replica import Replica
+        from shoal.parallel.state_door import StateDoor
+        from shoal.parallel.sync.lanes import LanesSync
+        from shoal.train.pulse import Pulse
+
+        self._before(Pulse, "enter", lambda pulse, phase, step: self._now(step=step, phase=phase))
+        self._before(StateDoor, "_admit", lambda *_: self._now(deed="source"))
+        self._before(Peers, "fetch", lambda *_, **__: self._now(deed="catching up"))
+        self._before(LanesSync, "reconfigure", lambda *_: self._now(deed="joining"))
+        self._before(Replica, "apply", lambda replica, step, *_: self._now(step=step, deed="applying"))
+
+    @staticmethod
+    def _before(kind, name, act):
+        method = getattr(kind, name)
+
+        def instead(self, *args, **kwargs):
+            act(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+
+        setattr(kind, name, instead)
+
+    def _now(self, *, step=None, phase=None, deed=None):
+        for line, fault in list(self.faults.items()):
+            there = fault["step"] is None or step == int(fault["step"])
+            wanted = self.PHASES.get(fault["phase"], fault["phase"])
+            if fault["deed"] or wanted:
+                there = there and (deed, phase) == (fault["deed"], wanted)
+            if there and phase != "waiting" and self._mark(line):
+                del self.faults[line]
+                self._later(fault) if fault["after_ms"] else self._do(fault)
+
+    def _mark(self, line):
+        try:
+            (self.marks / f"{line}.fired").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _later(self, fault):
+        timer = threading.Timer(int(fault["after_ms"]) / 1000, self._do, [fault])
+        timer.daemon = True
+        timer.start()
+
+    def _do(self, fault):
+        if fault["act"] == "delay":
+            time.sleep(int(fault["by_ms"]) / 1000)
+        elif fault["act"] == "hang":
+            self._hang()
+        else:
+            number = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "terminate": signal.SIGTERM}[fault["act"]]
+            for pid in self._others() if fault["who"] == "all" else []:
+                os.kill(pid, number)
+            os.kill(os.getpid(), number)
+
+    def _hang(self):
+        while True:
+            time.sleep(0.05)
+
+    def _others(self):
+        pids = {int(file.read_text() or 0) for file in Path(self.run).glob(".seat-*.lock")}
+        return pids - {0, os.getpid()}

@@ -190,3 +190,22 @@ class Counting(Task):
 
     def load_state(self, state):
         self.seen = state["seen"]
+
+
+class Tally(Task):
+    """Its weights count how often each sample was seen, and add up the samples' numbers: all integers, so exactly."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def model(self):
+        seen = nn.Module()
+        seen.times = nn.Parameter(torch.zeros(self.samples, dtype=torch.float64))
+        seen.total = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        return seen
+
+    def loss(self, model, batch):
+        """The sum's gradient is -1 for each time and minus the number for the total; the step's divisor is the batch
+        size, and so is the learning rate."""
+        numbers = batch.inputs[0][:, 0].long()
+        return -(model.times[numbers].sum() + model.total * numbers.sum()), torch.tensor(float(batch.size))

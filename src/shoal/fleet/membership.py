@@ -8,11 +8,8 @@ and concerns the seat, and else waits for one that does; `newer` is cheap enough
 from __future__ import annotations
 
 import threading
-import time
-from pathlib import Path
 from typing import Protocol
 
-from shoal.spec.paths import write_atomically
 from shoal.spec.view import View
 
 
@@ -47,46 +44,3 @@ class MemoryMembership:
             if self._view is None or view.number > self._view.number:
                 self._view = view
                 self._changed.notify_all()
-
-
-class FileMembership:
-    """Views through one small file that is replaced atomically: for workers that share a disk with the driver."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._stamp: tuple[int, int] | None = None
-        self._view: View | None = None
-        self._look_again = 0.0
-
-    def wait(self, seat: int, *, after: int, position: int | None, timeout_s: float | None = None) -> View | None:
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            view = self._read()
-            if view is not None and view.number > after and view.concerns(seat):
-                return view
-            if until is not None and time.monotonic() >= until:
-                return None
-            time.sleep(0.02)
-
-    def newer(self, number: int) -> bool:
-        now = time.monotonic()
-        if now >= self._look_again:  # a look costs 10 µs, a step may take 200
-            self._look_again = now + 0.02
-            self._read()
-        return self._view is not None and self._view.number > number
-
-    def publish(self, view: View) -> None:
-        old = self._read()
-        if old is None or view.number > old.number:
-            write_atomically(self._path, view.model_dump_json())
-
-    def _read(self) -> View | None:
-        try:
-            stat = self._path.stat()
-        except FileNotFoundError:
-            return None
-        stamp = (stat.st_ino, stat.st_mtime_ns)
-        if stamp != self._stamp:
-            self._view = View.model_validate_json(self._path.read_text(encoding="utf-8"))
-            self._stamp = stamp
-        return self._view

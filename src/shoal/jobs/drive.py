@@ -123,7 +123,7 @@ def _drive_all(starts: Mapping[RunPaths, Callable[[], Run]], *, parallel: int) -
     waiting = dict(starts)
     active: dict[RunPaths, Run] = {}
     outcomes: dict[RunPaths, Outcome] = {}
-    with _asked_to_stop() as asked:
+    with asked_to_stop() as asked:
         try:
             while waiting or active:
                 while waiting and len(active) < parallel and not asked and not _spoiled(outcomes):
@@ -153,7 +153,7 @@ def _spoiled(outcomes: Mapping[RunPaths, Outcome]) -> bool:
 
 
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[list[str]]:
+def asked_to_stop() -> Iterator[list[str]]:
     """A list that fills when the user asks to stop; asking twice ends at once."""
     asked: list[str] = []
     names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}

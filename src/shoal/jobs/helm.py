@@ -20,7 +20,7 @@ from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import LocalEngine
 from shoal.plan.crew import Crew, Publish, Start
 from shoal.plan.suspicion import Sign, Suspicion
-from shoal.spec.job import Job
+from shoal.spec.job import MOST_WORKERS, Job
 from shoal.spec.paths import RunPaths
 from shoal.spec.view import Address, Seat, View
 from shoal.wire.handshake import new_token
@@ -144,7 +144,7 @@ class Helm:
     def _here(self, said: Said) -> None:
         if said.fields.get("role") != "worker":
             self._seats[said.caller] = -1  # a user with a wish
-            self.control.send(said.caller, "welcome", run=self._paths.name)
+            self.control.send(said.caller, "welcome", run=self._paths.name, threads=self._job.threads)
             return
         try:
             address = Address.model_validate(said.fields["address"])
@@ -218,20 +218,36 @@ class Helm:
         self._stream.pass_on(event)
 
     def _obey(self, said: Said) -> None:
-        """A user's wish, and how it was taken."""
-        if said.kind == "lost":
-            self._seats.pop(said.caller, None)
-        elif said.kind == "scale":
-            self.crew.scale(max(int(said.fields["wanted"]), 1))
-            self.control.send(said.caller, "answer", wanted=self.crew.wanted)
-        elif said.kind == "drain":
-            seat = int(said.fields["seat"])
-            known = seat in self.crew.members
-            self.crew.leaves(seat, "drained", replace=False)
-            self.control.send(said.caller, "answer", known=known, workers=sorted(self.crew.members))
-        elif said.kind == "stop":
+        """A user's wish, and how things stand after it."""
+        try:
+            if said.kind != "lost":
+                self._grant(said.kind, said.fields)
+                self.control.send(said.caller, "answer", **self._standing())
+                return
+        except (KeyError, TypeError, ValueError):  # not a wish of ours
+            self.control.drop(said.caller)
+        self._seats.pop(said.caller, None)
+
+    def _grant(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if kind == "scale":
+            wanted = int(fields["wanted"])
+            if not 1 <= wanted <= MOST_WORKERS:
+                raise ValueError(f"{wanted} workers")
+            self.crew.scale(wanted)
+        elif kind == "drain":
+            self.crew.leaves(int(fields["seat"]), "drained", replace=False)
+        elif kind == "stop":
             self.stop_asked = "stopped"
-            self.control.send(said.caller, "answer")
+        else:
+            raise ValueError(kind)
+
+    def _standing(self) -> dict[str, Any]:
+        return {
+            "wanted": self.crew.wanted,
+            "lanes": self.crew.lanes,
+            "workers": sorted(self.crew.members),
+            "stopping": self.crew.stopping,
+        }
 
     # ---- acts ----
 
@@ -283,7 +299,9 @@ class Helm:
 
     def _forget(self, seat: int) -> None:
         self.crew.gone(seat)
-        self._voices.pop(seat, None)
+        voice = self._voices.pop(seat, None)
+        if voice is not None:
+            self._seats.pop(voice.caller, None)
         self._latest.pop(seat, None)
         self._orphans.pop(seat, None)
 

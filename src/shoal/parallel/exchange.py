@@ -35,7 +35,7 @@ from shoal.parallel.replica import LaneSum
 from shoal.parallel.tree import Node, nodes_of
 from shoal.wire.handshake import LinkError
 
-LITTLE_BYTES = 256 * 1024
+LITTLE_BYTES = 1 << 20  # members times stretch: measured, where the second phase begins to pay
 _STAMP = struct.Struct("<QQ")
 _MOST_ADDITIONS = 8
 
@@ -68,6 +68,8 @@ class Plan:
     def of(cls, carries: Mapping[int, Sequence[int]], lanes: int, layout: Layout) -> Plan:
         members = sorted(carries)
         nodes = {seat: nodes_of(carries[seat], lanes) for seat in members}
+        if max(map(len, nodes.values())) > frames.MOST_NODES:
+            raise ValueError(f"a member carries lanes in more than {frames.MOST_NODES} separate blocks")
         size = layout.size_bytes
         if len(members) == 2 or len(members) * size < LITTLE_BYTES:
             return cls(layout, lanes, nodes, dict.fromkeys(members, (0, size)), phases=1)

@@ -8,10 +8,11 @@ import threading
 from typing import Any
 
 from shoal.checkpoint.tree import State
+from shoal.parallel.feeding import Feeder, Following
 from shoal.parallel.links.endpoint import Endpoint, reach
 from shoal.parallel.state_door import StateDoor, fetch
 from shoal.parallel.sync.base import Discarded
-from shoal.spec.view import View
+from shoal.spec.view import Address, View
 from shoal.wire.handshake import LinkError
 
 
@@ -21,10 +22,24 @@ class Peers:
     def __init__(self, token: str, *, bind: str) -> None:
         self.token = token
         self.door = StateDoor()
-        self.endpoint = Endpoint(token, bind=bind, serve=self.door.serve)
+        self.feeder = Feeder()
+        self.endpoint = Endpoint(token, bind=bind, serve=self._serve)
         self._lock = threading.Lock()
         self._fetching: socket.socket | None = None
         self._aborted = 0
+
+    def _serve(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        if hello["purpose"] == "follow":
+            self.feeder.serve(sock)
+        else:
+            self.door.serve(sock, hello)
+
+    def follow(self, address: Address, seat: int, *, view: int, most_bytes: int) -> Following | Discarded:
+        """Be fed by a peer that goes on training."""
+        try:
+            return Following(reach(address, self.token, purpose="follow", seat=seat, view=view), most_bytes=most_bytes)
+        except LinkError as failure:
+            return Discarded(str(failure))
 
     def fetch(self, view: View, seat: int, *, most_bytes: int) -> State | Discarded:
         """The state of the view's source."""
@@ -60,6 +75,7 @@ class Peers:
                     self._fetching.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self.feeder.reset()
         self.door.close()
         self.endpoint.close()
 

@@ -30,7 +30,8 @@ Halt = Literal["", "boundary", "now"]
 class Member:
     """A seat as the driver knows it. `local`: it has the run's directory and may save.
 
-    `position` is what it said when it last stood still; None: it holds nothing.
+    `position` is what it said when it last stood still; None: it holds nothing. `told` is the last view that was sent
+    to it. A newcomer is `followed` when it caught up, or could not, while the others went on.
     """
 
     seat: int
@@ -42,6 +43,8 @@ class Member:
     lane_s: float | None = None
     leaving: str = ""
     ready_s: float = 0.0
+    told: int = 0
+    followed: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,8 @@ class Crew:
     def stands(self, seat: int, now_s: float, *, view: int, position: int | None) -> None:
         """It waits for a view; `view` is the last that it took up."""
         member = self.members.get(seat)
-        if member is None or (member.training and self.view and seat in self.view.carries and view < self.view.number):
-            return  # said before it saw the view in force
+        if member is None or view < member.told:
+            return  # said before it saw the last view
         if not member.standing:
             member.ready_s = now_s
         member.training, member.standing, member.position = False, True, position
@@ -155,6 +158,8 @@ class Crew:
             found.append(self._publish(View(number=self.number + 1, halt=how), self._training(), why))
         if (self._asked or not self._training()) and (following := self._following()):
             found.append(following)
+        if newcomers := self._newcomers():
+            found.append(self._feed(newcomers))
         if away := [m.seat for m in self.members.values() if m.leaving and m.standing]:
             found.append(self._publish(View(number=self.number + 1, leave=away), away))
             for seat in away:
@@ -168,7 +173,10 @@ class Crew:
 
     def _publish(self, view: View, to: Iterable[int], why: str = "") -> Publish:
         self.number = view.number
-        return Publish(view, sorted(to), why)
+        to = sorted(to)
+        for seat in to:
+            self.members[seat].told = view.number
+        return Publish(view, to, why)
 
     def _training(self) -> list[int]:
         return [m.seat for m in self.members.values() if m.training]
@@ -196,13 +204,29 @@ class Crew:
         leaving = [s for s in training if self.members[s].leaving]
         if leaving and any(m.local for m in self._fit()):
             return "boundary", f"{_names(leaving)} leaves"
-        new = [m for m in self._fit() if m.standing and m.seat not in self.view.carries]
+        new = [m for m in self._fit() if m.standing and m.followed and m.seat not in self.view.carries]
         together = not self._expected or any(now_s - m.ready_s > GATHER_S for m in new)
         if new and together and len(self.view.carries) < self.lanes:
             return "boundary", f"{_names(m.seat for m in new)} joins"
         if self._faster(now_s):
             return "boundary", "lanes move to faster workers"
         return "", ""
+
+    def _newcomers(self) -> list[int]:
+        """Those who are ready while others train, and for whom there are lanes."""
+        if not self._training() or self._asked or self.view is None or len(self.view.carries) >= self.lanes:
+            return []
+        return [m.seat for m in self._fit() if m.standing and not m.followed and m.seat not in self.view.carries]
+
+    def _feed(self, newcomers: list[int]) -> Publish:
+        """They catch up from one that trains, if possible not from the one that saves."""
+        assert self.view is not None
+        source = min(self._training(), key=lambda seat: (not self._saves(self.members[seat]), seat))
+        for seat in newcomers:
+            self.members[seat].standing, self.members[seat].followed = False, True
+        addresses = {source: self.members[source].address}
+        view = View(number=self.number + 1, followers=newcomers, source=source, addresses=addresses)
+        return self._publish(view, newcomers)
 
     def _fit(self) -> list[Member]:
         """Those that may carry lanes from the next view on."""
@@ -267,7 +291,8 @@ class Crew:
         )
         self.view, self._asked, self._slow_since_s, self._stuck = view, "", None, False
         for seat in carries:
-            self.members[seat].training, self.members[seat].standing = True, False
+            member = self.members[seat]
+            member.training, member.standing, member.followed = True, False, False
         return self._publish(view, carries)
 
     def _saves(self, member: Member) -> bool:

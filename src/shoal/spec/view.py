@@ -32,7 +32,8 @@ class View(Spec):
     and the `source` whose memory holds it (None: every member does). One member, the `saver`, writes for all.
 
     The other views ask for something: `halt` lets the members stop, at the next step boundary or now, and say where
-    they stand; `loads` lets a seat take up the newest checkpoint; seats in `leave` go; `stop` sends everybody home.
+    they stand; `loads` lets a seat take up the newest checkpoint; `followers` catch up from the memory of the source
+    while it goes on training; seats in `leave` go; `stop` sends everybody home.
     """
 
     number: PositiveInt
@@ -43,12 +44,14 @@ class View(Spec):
     saver: int | None = None
     halt: Literal["", "boundary", "now"] = ""
     loads: int | None = None
+    followers: list[int] = Field(default_factory=list)
     leave: list[int] = Field(default_factory=list)
     stop: str = ""
 
     def concerns(self, seat: int) -> bool:
         """Must this seat look at it?"""
-        return bool(self.stop or self.halt) or seat in self.carries or seat in self.leave or seat == self.loads
+        called = seat == self.loads or seat in self.followers or seat in self.leave
+        return bool(self.stop or self.halt) or seat in self.carries or called
 
 
 def position_of(step: int, *, evaluated: bool) -> int:

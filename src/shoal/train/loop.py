@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from shoal.checkpoint.store import Store
 from shoal.data.dealers import Dealer
 from shoal.data.feed import Feed
@@ -21,6 +23,7 @@ from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View, position_of
 from shoal.train.blame import translate
 from shoal.train.evaluate import Evaluator
+from shoal.train.following import Followed
 from shoal.train.pulse import Pulse
 from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
@@ -106,6 +109,9 @@ class Loop:
         self._view = View(number=1)
         self._lanes: list[int] = []
         self._moved_to: int | None = None
+        self.following = Followed(self)
+        self.sync.tap = peers.feeder.total
+        self.teller.leads = False  # until a view says so
 
     # ---- views ----
 
@@ -124,6 +130,8 @@ class Loop:
                 return self._leave(view.stop)
             if view.loads == self.seat:
                 self._load()
+            elif self.seat in view.followers:
+                self._follow(view)
             elif self.seat in view.carries:
                 why = self._enter(view)
                 outcome = why or self._train()
@@ -174,16 +182,39 @@ class Loop:
         return ""
 
     def _catch_up(self, view: View) -> str:
-        """From the memory of the view's source."""
+        """From the memory of the view's source: what is missing of what I follow, or the whole state."""
+        if view.source is None:
+            return "it stands at another place than it said"
         began = time.perf_counter()
-        size = sum(t.numel() * t.element_size() for t in self.replica.model.state_dict().values())
-        found = self.peers.fetch(view, self.seat, most_bytes=STATE_OVER_MODEL * size + STATE_SPARE_BYTES)
-        if isinstance(found, Discarded):
-            return found.why
-        self.load_state(found)
+        followed = self.following.reach(view.position)
+        if not followed:
+            found = self.peers.fetch(view, self.seat, most_bytes=self.most_bytes)
+            if isinstance(found, Discarded):
+                return found.why
+            self.load_state(found)
         seconds = round(time.perf_counter() - began, 6)
-        self.teller.tell("caught_up", step=self.step, source=f"worker-{view.source}", recovery_s=seconds)
+        source = f"worker-{view.source}"
+        self.teller.tell("caught_up", step=self.step, source=source, followed=followed, recovery_s=seconds)
         return ""
+
+    @property
+    def most_bytes(self) -> int:
+        """What a peer may send at once."""
+        size: int = sum(t.numel() * t.element_size() for t in self.replica.model.state_dict().values())
+        return STATE_OVER_MODEL * size + STATE_SPARE_BYTES
+
+    def _follow(self, view: View) -> None:
+        """Catch up with those who train, until there is a newer view, or nobody to follow."""
+        began = time.perf_counter()
+        self.pulse.enter("following", self.step)
+        if self.following.begin(view):
+            while not self.membership.newer(view.number) and not self.asked_to_leave():
+                caught_up = self.following.advance()
+                if caught_up is None:
+                    break
+                if caught_up:  # say so, and go on following until there is a view
+                    self.membership.wait(self.seat, after=view.number, position=self.position, timeout_s=0)
+        self.progress.spent("recovery_s", time.perf_counter() - began)
 
     def _load(self) -> None:
         """From the newest valid checkpoint, if there is one; else the state is the job's start."""
@@ -213,7 +244,10 @@ class Loop:
 
     def _train(self) -> Ending | str:
         """Steps until there is nothing left to do, or a newer view; then why, or '' where it was agreed upon."""
+        feeder = self.peers.feeder
         while True:
+            if feeder.active:
+                feeder.begin(self.state)
             outcome = self._evaluate_if_due()
             if isinstance(outcome, Discarded):
                 return outcome.why
@@ -290,16 +324,21 @@ class Loop:
 
     def _after(self, committed: Committed) -> None:
         """The step counts: look at it and save. Where an evaluation is due, the save comes after it."""
-        samples = self.dealer.total(self.step)
-        self.step += 1
-        self.loss = float(committed.loss)
-        if not math.isfinite(self.loss):
-            raise error("SH403", f"the loss is {self.loss} at step {self.step}", where=f"worker-{self.seat}")
+        samples = self.count(committed.loss)
         self.pulse.enter("telling", self.step)
         lr = self.replica.lr
         self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples, bytes_sent=committed.bytes_sent)
         if not self._due():
             self.save()
+
+    def count(self, loss: Tensor) -> int:
+        """One step more; returns how many samples it had."""
+        samples = self.dealer.total(self.step)
+        self.step += 1
+        self.loss = float(loss)
+        if not math.isfinite(self.loss):
+            raise error("SH403", f"the loss is {self.loss} at step {self.step}", where=f"worker-{self.seat}")
+        return samples
 
     def save(self, *, force: bool = False) -> None:
         """One worker saves for all."""
@@ -320,8 +359,8 @@ class Loop:
         metrics = self.evaluate("validation")
         if isinstance(metrics, Discarded):
             return metrics
-        self.metrics, self.measured_at = metrics, self.step
-        self._learn_from(metrics)
+        self.learn_from(metrics)
+        self.peers.feeder.note({"kind": "evaluated", "metrics": metrics})
         self.save()
         return None
 
@@ -348,7 +387,9 @@ class Loop:
         self.pulse.enter("exchange", self.step)
         return self.sync.gather(4 * self.step + ("validation", "test", "end").index(name), content)
 
-    def _learn_from(self, metrics: dict[str, float]) -> None:
+    def learn_from(self, metrics: dict[str, float]) -> None:
+        """What the validation part says at this step."""
+        self.metrics, self.measured_at = metrics, self.step
         if self.replica.waits_for_metric:
             self.replica.schedule.step(metrics[self.best.monitor.metric])
         if self.best.improved:
@@ -395,6 +436,7 @@ class Loop:
         return {**self.replica.state(), "loop": loop}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        self.peers.feeder.reset()
         self.replica.load_state(state)
         loop = state["loop"]
         self.task.load_state(loop["task"])

@@ -88,19 +88,16 @@ class Progress:
         """`step` steps are committed now; the last had so many samples in all."""
         self._steps += 1
         self._bytes += bytes_sent
-        if self._every_step:
-            self._teller.show(
-                Event(
-                    "step",
-                    time.time(),
-                    self._teller.stream.who,
-                    step,
-                    {"loss": loss, "lr": lr, "samples": samples},
-                )
-            )
+        self.show(step, loss=loss, lr=lr, samples=samples)
         now = time.perf_counter()
         if now - self._row_at >= ROW_EVERY_S:
             self._row(step, loss, lr, now)
+
+    def show(self, step: int, *, loss: float, lr: float, samples: int) -> None:
+        """A step to those watchers that see each one."""
+        if self._every_step:
+            fields = {"loss": loss, "lr": lr, "samples": samples}
+            self._teller.show(Event("step", time.time(), self._teller.stream.who, step, fields))
 
     def flush(self, step: int, *, loss: float, lr: float) -> None:
         """Before anything that a reader must see in order."""

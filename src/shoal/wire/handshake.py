@@ -22,6 +22,10 @@ class LinkError(Exception):
     """The connection cannot be used: closed, refused, or not speaking our language."""
 
 
+class TokenError(LinkError):
+    """The two sides do not know the same token."""
+
+
 def new_token() -> str:
     return secrets.token_hex(16)
 
@@ -36,7 +40,7 @@ def greet(sock: socket.socket, token: str, hello: bytes) -> None:
     answer = _receive_by(until, sock, _NONCE_BYTES + _PROOF_BYTES)
     nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"answer", head, nonce)):
-        raise LinkError("the other side does not know the token")
+        raise TokenError("the other side does not know the token")
     sock.sendall(_proof(token, b"caller", head, nonce))
     if _receive_by(until, sock, 1) != b"+":
         raise LinkError("refused")

@@ -16,7 +16,6 @@ from types import TracebackType
 from shoal.fleet.engine import Exit
 from shoal.spec.view import Seat
 
-
 LOST = -signal.SIGKILL
 """The exit code where nobody knows it: of a process that somebody else had started."""
 

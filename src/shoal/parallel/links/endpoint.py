@@ -26,8 +26,8 @@ def host_id() -> str:
 
 class Endpoint:
     """Callers that know the token say what they want. Those for the `mesh` of a view wait until that view takes
-    them, in whatever order views and callers come; callers of an older view are refused. Those for the `state` are
-    given to `serve`, each in a thread of its own; their socket is closed when `serve` returns.
+    them, in whatever order views and callers come; callers of an older view are refused. Those for the `state`, or to
+    `follow` it, are given to `serve`, each in a thread of its own; their socket is closed when `serve` returns.
     """
 
     def __init__(self, token: str, *, bind: str = "127.0.0.1", serve: Serve) -> None:
@@ -95,7 +95,7 @@ class Endpoint:
 def _read(hello: bytes) -> dict[str, Any]:
     try:
         said = json.loads(hello)
-        good = said["purpose"] in ("mesh", "state") and type(said["seat"]) is type(said["view"]) is int
+        good = said["purpose"] in ("mesh", "state", "follow") and type(said["seat"]) is type(said["view"]) is int
     except (ValueError, KeyError, TypeError, RecursionError) as failure:
         raise LinkError(f"a greeting that says nothing: {failure}") from failure
     if not good:

@@ -81,7 +81,7 @@ class Mesh:
     def trade(self, kind: int, step: int, arrange: Arrange, *, progress: Callable[[], None] | None = None) -> float:
         """Send what was posted and receive one frame from every peer, all at once, so that nobody waits in a circle.
 
-        `progress` is called whenever something has moved. Returns the seconds during which nothing did because peers had
+        `progress` is called whenever something has moved. Returns the seconds in which nothing did, because peers had
         not begun.
         """
         try:

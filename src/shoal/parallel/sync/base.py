@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +36,9 @@ class Discarded:
 
 
 class Sync(Protocol):
-    """Used by the loop's thread, except for `abort`."""
+    """Used by the loop's thread, except for `abort`. `tap` is shown the total of each step before it is applied."""
+
+    tap: Callable[[int, LaneSum], None] | None
 
     def reconfigure(self, view: View, seat: int) -> str:
         """Another view counts from now on. Returns '' when all its members have come so far,
