@@ -53,6 +53,7 @@ def run(
     job: JobFile,
     sets: Sets = NOTHING,
     workers: Annotated[str, typer.Option(help="2, or 1..8 for elastic.")] = "",
+    listen: Annotated[str, typer.Option(help="The address of this machine where others may join.")] = "",
     runs: Runs = RUNS,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -61,7 +62,8 @@ def run(
     from shoal.jobs import drive
     from shoal.terminal.live import display
 
-    checked = _load(job, [*sets, *([f"workers={workers}"] if workers else [])])
+    asked = {"workers": workers, "engine.listen": listen}
+    checked = _load(job, [*sets, *(f"{field}={value}" for field, value in asked.items() if value)])
     with display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
         outcome = drive.run(checked, runs=runs, look=shown.look)
     _end(outcome, as_json=as_json)
@@ -151,30 +153,12 @@ def evaluate(
         raise error("SH606", f"'{paths.name}' has folds", where=run, fix=f"Name one of them, such as {one}.")
     job = load_job(paths.job, check_names=False)
     weights = catalogue.weights_of(paths, job, best=best)
-    answer = ask("evaluate", job, weights=weights, part=part or None, source=_other_source(job, data, target))
+    answer = ask("evaluate", job, weights=weights, part=part or None, source=catalogue.other_source(job, data, target))
     if as_json:
         print(json.dumps(answer))
         return
     for name, metrics in answer["metrics"].items():
         print(f"{name} ({words.count(answer['samples'][name])} samples): {words.metrics(metrics)}")
-
-
-def _other_source(job: Job, data: str, target: str) -> dict[str, Any] | None:
-    """The job's source with another path."""
-    from shoal.errors import error
-
-    if not data:
-        return None
-    source = job.data.source.model_dump(mode="json", exclude_none=True)
-    if "path" not in source:
-        raise error("SH609", f"a source of kind '{source['kind']}' has no path to change", where="--data")
-    endings = {".csv": "csv", ".parquet": "parquet"}
-    kind = endings.get(Path(data).suffix, source["kind"]) if source["kind"] in endings.values() else source["kind"]
-    if kind != source["kind"]:
-        source.pop("delimiter", None)
-    local = data if "://" in data else str(Path(data).resolve())
-    files = {"target": target if "://" in target else str(Path(target).resolve())} if target else {}
-    return {**source, "kind": kind, "path": local, **files}
 
 
 @app.command(name="runs")
@@ -231,6 +215,139 @@ def compare(
         print(json.dumps(dict(columns)))
     else:
         reports.compare(_console(), columns)
+
+
+@app.command()
+def scale(
+    run: RunName,
+    workers: Annotated[int, typer.Argument(help="How many workers from now on.", show_default=False)],
+    runs: Runs = RUNS,
+) -> None:
+    """More or fewer workers for a run that goes on."""
+    from shoal.jobs import directory, wishes
+    from shoal.terminal import reports
+
+    answer = wishes.scale(directory.find(run, runs), workers)
+    reports.lines(_console(), f"{answer.wanted} workers are wanted", *answer.notes)
+
+
+@app.command()
+def drain(
+    run: RunName,
+    worker: Annotated[str, typer.Argument(help="worker-2, or 2.", show_default=False)],
+    runs: Runs = RUNS,
+) -> None:
+    """Let a worker go, without loss, and wait until it has left."""
+    from shoal.jobs import directory, wishes
+    from shoal.terminal import reports
+
+    paths = directory.find(run, runs)
+    seat, answer = wishes.drain(paths, worker)
+    reports.lines(_console(), f"worker-{seat} is asked to leave; {answer.wanted} workers are wanted from now on")
+    went = wishes.departure(paths, seat)
+    reports.lines(_console(), f"worker-{seat} {went}" if went else "the run ended first")
+
+
+@app.command()
+def stop(run: RunName, runs: Runs = RUNS) -> None:
+    """Let a run save and end; `shoal resume` goes on with it."""
+    from shoal.jobs import directory, wishes
+    from shoal.terminal import reports
+
+    paths = directory.find(run, runs)
+    reports.stopped(_console(), paths.name, wishes.stop(paths), folds=bool(paths.folds))
+
+
+@app.command()
+def token(run: RunName, runs: Runs = RUNS) -> None:
+    """Print a run's token: whoever has it can join the run."""
+    from shoal.jobs import directory, wishes
+
+    print(wishes.token(directory.find(run, runs)))
+
+
+@app.command()
+def join(
+    where: Annotated[str, typer.Argument(help="HOST:PORT, as `shoal run --listen` shows it.", show_default=False)],
+    token: Annotated[
+        str,
+        typer.Option(envvar="SHOAL_TOKEN", help="Better by the environment: others see command lines."),
+    ] = "",
+    directory: Annotated[Path, typer.Option("--dir", help="Where the job's code and data lie here.")] = Path("."),
+    workers: Annotated[int, typer.Option(help="How many workers this machine gives.")] = 1,
+) -> None:
+    """Work for a run that another machine drives."""
+    from shoal.jobs.join import join
+    from shoal.terminal import reports
+
+    console = _console()
+    code = join(where, token, base_dir=directory, workers=workers, show=lambda text: reports.lines(console, text))
+    sys.exit(code)
+
+
+@app.command()
+def verify(
+    job: JobFile,
+    workers: Annotated[str, typer.Option(help="Numbers of workers to compare.")] = "1,2,3",
+    steps: Annotated[int, typer.Option(help="So many steps instead of the job's own.", show_default=False)] = 0,
+    sets: Sets = NOTHING,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Same weights on any number of workers? Runs the job with each; names the tensor where they part."""
+    from shoal.jobs.verify import numbers, verify
+    from shoal.terminal import verdicts
+    from shoal.terminal.live import display
+
+    wanted = numbers(workers)
+    checked = _load(job, [*sets, *([f"steps={steps}", "epochs=null"] if steps else [])])
+    with display(_console(), as_json=False, quiet=quiet or as_json) as shown:
+        verdict = verify(checked, wanted, runs=runs, look=shown.look)
+    if verdict.stopped is not None:
+        _end(verdict.stopped, as_json=as_json)
+    verdicts.verify(_console(), verdict, as_json=as_json)
+    sys.exit(0 if verdict.same else 1)
+
+
+@app.command()
+def chaos(
+    job: JobFile,
+    kills: Annotated[int, typer.Option(min=0, help="kill -9 of a worker.")] = 5,
+    joins: Annotated[int, typer.Option(min=0, help="One worker more.")] = 1,
+    freezes: Annotated[int, typer.Option(min=0, help="A worker stands still (SIGSTOP).")] = 0,
+    slow: Annotated[int, typer.Option(min=0, help="A worker becomes several times slower.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another seed is another plan.")] = 0,
+    plan: Annotated[Path | None, typer.Option(help="A file of faults instead: kill worker 2 at step 7")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Workers to begin with.", show_default=False)] = 0,
+    against: Annotated[str, typer.Option(help="A finished run of the same job, instead of running it first.")] = "",
+    sets: Sets = NOTHING,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Kill, freeze, slow and add workers on purpose: are the weights those of the undisturbed run?"""
+    from shoal.jobs import catalogue
+    from shoal.jobs.chaos import chaos
+    from shoal.plan import faults
+    from shoal.terminal import verdicts
+    from shoal.terminal.live import display
+
+    numbers: dict[faults.Kind, int] = {"kill": kills, "freeze": freezes, "slow": slow, "join": joins}
+    with display(_console(), as_json=False, quiet=quiet or as_json) as shown:
+        verdict = chaos(
+            _load(job, sets),
+            faults.read(plan) if plan else numbers,
+            workers=workers or None,
+            seed=seed,
+            against=catalogue.finished(against, runs) if against else None,
+            runs=runs,
+            look=shown.look,
+        )
+    if verdict.outcome.receipt is None:
+        _end(verdict.outcome, as_json=as_json)
+    verdicts.chaos(_console(), verdict, as_json=as_json)
+    sys.exit(0 if verdict.same else 1)
 
 
 def _load(path: Path, sets: list[str]) -> Job:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 
 import psutil
 import pytest
@@ -98,14 +99,29 @@ def test_nothing_is_left_after_close(tmp_path):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_workers_outlive_a_killed_nursery_and_are_reported_lost(engine, nursery):
-    engine.start([Seat(number=0)], "seat_entry", ["wait"])
-    worker = psutil.Process(engine.pid(0))
+def test_workers_outlive_a_killed_nursery_and_are_watched_still(engine, nursery):
+    engine.start([Seat(number=0), Seat(number=1)], "seat_entry", ["wait"])
+    workers = [psutil.Process(engine.pid(seat)) for seat in (0, 1)]
     os.kill(nursery._process.pid, signal.SIGKILL)
+    assert engine.poll(0.5) == []
+    assert all(worker.is_running() for worker in workers)
+    workers[0].kill()
     assert exits(engine, 1) == {0: -9}
-    assert worker.is_running()
-    assert worker.ppid() != nursery._process.pid
-    worker.kill()
+    engine.stop([1])
+    assert exits(engine, 1) == {1: -9}
+    engine.start([Seat(number=2)], "seat_entry", ["7"])  # by another nursery
+    assert exits(engine, 1) == {2: 7}
+
+
+def test_a_process_of_an_earlier_driver_is_adopted(engine, nursery):
+    with subprocess.Popen(["sleep", "1000"]) as left_behind:
+        engine.adopt(5, left_behind.pid)
+        assert engine.seats == [5]
+        assert engine.poll(0) == []
+        engine.stop([5])
+        assert exits(engine, 1) == {5: -9}
+    engine.adopt(6, left_behind.pid)  # it is gone already
+    assert exits(engine, 1) == {6: -9}
 
 
 def test_output_and_environment_are_the_seats_own(nursery, tmp_path):

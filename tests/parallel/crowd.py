@@ -16,6 +16,7 @@ import torch
 
 from shoal.parallel.links.endpoint import Endpoint
 from shoal.parallel.replica import LaneSum, add
+from shoal.parallel.sync.base import Sync
 from shoal.parallel.sync.lanes import LanesSync
 from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View
@@ -49,8 +50,9 @@ class Worker:
     carries: dict[int, list[int]]
     addresses: dict
     endpoint: Endpoint
-    sync: LanesSync
+    sync: Sync
     tell: Callable[[object], None]
+    hear: Callable[[], object]
     inherited: set[str]
 
     def view(self, number=1, carries=None):
@@ -74,12 +76,14 @@ class Worker:
 
 
 class Crowd:
-    """`elsewhere` are seats that others reach over TCP, as if they were on another host."""
+    """`elsewhere` are seats that others reach over TCP, as if they were on another host; `make_sync(endpoint)` makes
+    the sync of a worker."""
 
-    def __init__(self, carries, lanes, *, elsewhere=()):
+    def __init__(self, carries, lanes, *, elsewhere=(), make_sync=None):
         self.carries = carries
         self.lanes = lanes
         self.elsewhere = elsewhere
+        self.make_sync = make_sync or (lambda endpoint: LanesSync(lanes, endpoint=endpoint, token=TOKEN))
         self.pids = {}
         self._pipes = {}
 
@@ -115,6 +119,10 @@ class Crowd:
         assert outcome == "returned", value
         return value
 
+    def say(self, seat, value):
+        """To a worker that will `hear` it."""
+        _send(self._pipes[seat][1], value)
+
     def kill(self, seat):
         os.kill(self.pids[seat], signal.SIGKILL)
 
@@ -143,9 +151,10 @@ class Crowd:
             inherited = descriptors()
             endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
             _send(up, endpoint.address)
-            sync = LanesSync(self.lanes, endpoint=endpoint, token=TOKEN)
+            sync = self.make_sync(endpoint)
             tell = lambda value: _send(up, ("returned", value))  # noqa: E731
-            worker = Worker(seat, self.lanes, self.carries, _receive(down), endpoint, sync, tell, inherited)
+            hear = lambda: _receive(down)  # noqa: E731
+            worker = Worker(seat, self.lanes, self.carries, hear(), endpoint, sync, tell, hear, inherited)
             _send(up, ("returned", act(worker)))
         except BaseException:
             _send(up, ("raised", traceback.format_exc()))

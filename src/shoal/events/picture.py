@@ -77,6 +77,7 @@ class Picture:
     seen_t: float = 0.0
     error: dict[str, str] | None = None
     result: dict[str, Any] = field(default_factory=dict)
+    built_by: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -118,7 +119,7 @@ def fold(events: Iterable[Event]) -> Picture:
 
 def _run_started(p: Picture, e: Event) -> None:
     p.run, p.status, p.starts = str(e["run"]), "starting", p.starts + 1
-    p.error, p.result = None, {}
+    p.error, p.result, p.built_by = None, {}, ""
 
 
 def _worker_started(p: Picture, e: Event) -> None:
@@ -130,6 +131,7 @@ def _worker_started(p: Picture, e: Event) -> None:
 def _built(p: Picture, e: Event) -> None:
     p.steps_total, p.steps_per_epoch = int(e["steps"]), int(e["steps_per_epoch"])
     p.facts |= e.fields
+    p.built_by = p.built_by or e.who
 
 
 def _joined(p: Picture, e: Event) -> None:

@@ -48,6 +48,15 @@ def receipt_of(paths: RunPaths) -> Receipt | None:
     return Receipt.model_validate_json(paths.receipt.read_text(encoding="utf-8"))
 
 
+def finished(run: str, runs: Path) -> Receipt:
+    """The receipt of a run that must have one."""
+    paths = directory.find(run, runs)
+    found = receipt_of(paths)
+    if found is None:
+        raise error("SH606", f"'{paths.name}' has no receipt of its own", where=run)
+    return found
+
+
 def every(runs: Path) -> list[dict[str, Any]]:
     return [summary(paths) for paths in directory.every(runs)]
 
@@ -109,3 +118,19 @@ def _place(paths: RunPaths, job: Job, found: manifest.Manifest) -> str:
 def _store(paths: RunPaths, job: Job) -> str:
     where = job.checkpoint.path
     return f"{where.rstrip('/')}/{paths.whole.name}" if where else str(paths.checkpoints)
+
+
+def other_source(job: Job, data: str, target: str) -> dict[str, Any] | None:
+    """The job's source with another path, or None where none is given."""
+    if not data:
+        return None
+    source = job.data.source.model_dump(mode="json", exclude_none=True)
+    if "path" not in source:
+        raise error("SH609", f"a source of kind '{source['kind']}' has no path to change", where="--data")
+    endings = {".csv": "csv", ".parquet": "parquet"}
+    kind = endings.get(Path(data).suffix, source["kind"]) if source["kind"] in endings.values() else source["kind"]
+    if kind != source["kind"]:
+        source.pop("delimiter", None)
+    local = data if "://" in data else str(Path(data).resolve())
+    files = {"target": target if "://" in target else str(Path(target).resolve())} if target else {}
+    return {**source, "kind": kind, "path": local, **files}

@@ -48,11 +48,16 @@ class Summary:
         return next((o.error for o in self.folds if o.error), None)
 
 
-def run(job: Job, *, runs: Path, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:
-    """Run a checked job in a new directory. Who runs many jobs may bring a nursery for all of them."""
+def run(
+    job: Job, *, runs: Path, look: Look | None = None, nursery: Nursery | None = None, trace: bool = False
+) -> Outcome | Summary:
+    """Run a checked job in a new directory. Who runs many jobs may bring a nursery for all of them.
+
+    `trace`: the workers write down every step's state in short (of a job without folds); see `jobs.verify`.
+    """
     job = directory.with_its_start(job, runs)
     with borrowed(nursery, job) as mine:  # torch is being loaded while the rest is prepared
-        return _drive(job, directory.create(job, runs), mine, look)
+        return _drive(job, directory.create(job, runs), mine, look, trace=trace)
 
 
 def resume(paths: RunPaths, *, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:
@@ -64,16 +69,18 @@ def resume(paths: RunPaths, *, look: Look | None = None, nursery: Nursery | None
         return _drive(job, paths, mine, look)
 
 
-def _drive(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Outcome | Summary:
+def _drive(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None, *, trace: bool = False) -> Outcome | Summary:
     with directory.locked(paths):
         if job.fold_count == 1:
-            return _drive_all({paths: _prepared(job, paths, nursery, look)}, parallel=1)[paths]
+            return _drive_all({paths: _prepared(job, paths, nursery, look, trace=trace)}, parallel=1)[paths]
         return _drive_folds(job, paths, nursery, look)
 
 
-def _prepared(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Callable[[], Run]:
+def _prepared(
+    job: Job, paths: RunPaths, nursery: Nursery, look: Look | None, *, trace: bool = False
+) -> Callable[[], Run]:
     watch = None if look is None else lambda event, picture: look(paths, event, picture)
-    return lambda: Run(job, paths, nursery, watch=watch)
+    return lambda: Run(job, paths, nursery, watch=watch, trace=trace)
 
 
 def _drive_folds(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None) -> Summary:

@@ -33,19 +33,22 @@ CALL_BACK_S = 5.0
 
 @dataclass
 class Voice:
-    """A worker that is heard."""
+    """A worker that is heard; or was, until its connection was lost."""
 
     caller: int
     pid: int
     host: str
     local: bool
     beat: Mapping[str, Any]
+    lost_s: float | None = None
 
 
 class Helm:
     """Belongs to the thread that drives. `tick` after anything became readable, and now and then."""
 
-    def __init__(self, job: Job, paths: RunPaths, engine: LocalEngine, stream: Stream, *, first_seat: int) -> None:
+    def __init__(
+        self, job: Job, paths: RunPaths, engine: LocalEngine, stream: Stream, *, first_seat: int, trace: bool = False
+    ) -> None:
         known = read_contact(paths.control)
         token = known.token if known else new_token()
         self.control = Control(token, listen=job.engine.listen, port=known.port if known else 0)
@@ -57,6 +60,7 @@ class Helm:
         self._engine = engine
         self._stream = stream
         self._next_seat = first_seat
+        self._arguments = ["--run", str(paths.root), *(["--trace"] if trace else [])]
         self._suspicion = Suspicion()
         self._voices: dict[int, Voice] = {}
         self._seats: dict[int, int] = {}  # of callers
@@ -102,7 +106,7 @@ class Helm:
         self._next_seat += number
         for seat in seats:
             self.crew.expect(seat)
-        self._engine.start([Seat(number=seat) for seat in seats], WORKER, ["--run", str(self._paths.root)])
+        self._engine.start([Seat(number=seat) for seat in seats], WORKER, self._arguments)
 
     def ended(self, one: Exit) -> str:
         """A local process is gone. Returns why, where that was not meant to be."""
@@ -129,6 +133,12 @@ class Helm:
             self._lost(seat)
 
     @property
+    def address(self) -> str:
+        """Where workers and users call."""
+        host = self.control.host
+        return f"[{host}]:{self.control.port}" if ":" in host else f"{host}:{self.control.port}"
+
+    @property
     def alive(self) -> bool:
         """Is anybody here who could go on without a checkpoint?"""
         return any(m.position or m.training for m in self.crew.members.values())
@@ -137,7 +147,9 @@ class Helm:
         return [self._engine.fileno(), self.control.fileno()]
 
     def close(self) -> None:
+        """When the engine is closed. Those who were killed left their locks: these go too."""
         self.control.close()
+        survivors(self._paths)
 
     # ---- what workers say ----
 
@@ -195,6 +207,7 @@ class Helm:
             self._relay(seat, str(fields.get("row", "")))
         elif said.kind == "lost":
             self._seats.pop(said.caller, None)
+            self._voices[seat].lost_s = time.monotonic()  # it ends, or calls again
             if not self._voices[seat].local:
                 self._stream.emit("worker_died", worker=f"worker-{seat}", reason="its connection was lost")
                 self.deaths += 1
@@ -222,7 +235,7 @@ class Helm:
         try:
             if said.kind != "lost":
                 self._grant(said.kind, said.fields)
-                self.control.send(said.caller, "answer", **self._standing())
+                self.control.send(said.caller, "answer", **self._facts())
                 return
         except (KeyError, TypeError, ValueError):  # not a wish of ours
             self.control.drop(said.caller)
@@ -241,7 +254,7 @@ class Helm:
         else:
             raise ValueError(kind)
 
-    def _standing(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         return {
             "wanted": self.crew.wanted,
             "lanes": self.crew.lanes,
@@ -263,6 +276,8 @@ class Helm:
         for seat in [s for s, until in self._orphans.items() if now > until]:
             del self._orphans[seat]
             self.put_out(seat, "it outlived its driver and did not call back")
+        if self.crew.stopping:
+            return
         signs = [self._sign(m.seat) for m in self.crew.members.values() if m.training and m.seat in self._voices]
         step = max((sign.step for sign in signs), default=0)
         if step > self._step:
@@ -278,7 +293,7 @@ class Helm:
         beat = voice.beat
         return Sign(
             seat=seat,
-            heard_s=self.control.heard_s(voice.caller),
+            heard_s=self.control.heard_s(voice.caller) if voice.lost_s is None else time.monotonic() - voice.lost_s,
             stopped=voice.local and process_state(voice.pid) == "T",
             phase=str(beat.get("phase", "")),
             units=int(beat.get("units", 0)),

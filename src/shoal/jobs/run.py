@@ -82,11 +82,14 @@ def borrowed(nursery: Nursery | None, job: Job) -> Iterator[Nursery]:
 class Run:
     """One run being driven. `tick` is called until it returns an outcome; `stop` asks the workers to leave."""
 
-    def __init__(self, job: Job, paths: RunPaths, nursery: Nursery, *, watch: Watch | None = None) -> None:
+    def __init__(
+        self, job: Job, paths: RunPaths, nursery: Nursery, *, watch: Watch | None = None, trace: bool = False
+    ) -> None:
         self.job = job
         self.paths = paths
         self.picture = Picture()
         self._watch = watch
+        self._trace = trace
         self._stream = Stream(paths.events, "driver")
         self._reader = Reader(paths.events)
         self._printed: dict[int, Lines] = {}
@@ -101,9 +104,10 @@ class Run:
             self.picture.add(event)
         already = bool(self.picture.result)
         seats = [int(name.removeprefix("worker-")) for name in self.picture.workers if name.startswith("worker-")]
-        self.helm = Helm(self.job, self.paths, self.engine, self._stream, first_seat=max(seats, default=-1) + 1)
+        first_seat = max(seats, default=-1) + 1
+        self.helm = Helm(self.job, self.paths, self.engine, self._stream, first_seat=first_seat, trace=self._trace)
         if not already:  # its workers finished it without a driver
-            self._stream.emit("run_started", run=self.paths.name, pid=os.getpid())
+            self._stream.emit("run_started", run=self.paths.name, pid=os.getpid(), listens=self.helm.address)
         self.helm.start()
 
     def stop(self, why: str) -> None:
@@ -227,8 +231,8 @@ class Run:
         return Receipt(
             run=self.paths.name,
             job_sha256=self.job.sha256(),
-            exact=True,
-            why=f"sync: {self.job.sync.kind}",
+            exact=not self.job.sync.inexact,
+            why=": ".join(filter(None, (f"sync: {self.job.sync.kind}", self.job.sync.inexact))),
             weights_sha256=result["weights_sha256"],
             state_sha256=result["state_sha256"],
             steps=p.step,

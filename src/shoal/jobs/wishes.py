@@ -133,7 +133,7 @@ def _wish(paths: RunPaths, kind: str, **fields: Any) -> Answer:
             answer = Answer(**next(rows))
     except ShoalError as failure:
         raise _not_driven(paths, failure.message) from failure
-    if answer.stopping:
+    if answer.stopping and kind != "stop":
         raise error("SH612", f"'{paths.name}' is ending already ({answer.stopping})", where=str(paths.root))
     return answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -156,6 +156,19 @@ class LanesSync(Spec):
     """Exact synchronous training: the same bits on any number of workers."""
 
     kind: Literal["lanes"] = "lanes"
+    inexact: ClassVar[str] = ""
+
+
+class DdpSync(Spec):
+    """Gradients are averaged by torch's own all-reduce. `backend` auto: nccl on CUDA, else gloo."""
+
+    kind: Literal["ddp"]
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    inexact: ClassVar[str] = "the order of additions depends on the workers"
+
+
+Sync = Annotated[LanesSync | DdpSync, Field(discriminator="kind")]
+"""`inexact` says why another number of workers gives other bits, or nothing."""
 
 
 class NoCodec(Spec):
@@ -204,7 +217,7 @@ class Job(Spec):
     workers: Workers = Field(default_factory=Workers)
     threads: PositiveInt = 1
     device: str = "auto"
-    sync: LanesSync = Field(default_factory=LanesSync)
+    sync: Sync = Field(default_factory=LanesSync)
     codec: NoCodec = Field(default_factory=NoCodec)
     engine: LocalEngine = Field(default_factory=LocalEngine)
 

@@ -35,6 +35,11 @@ class RunPaths:
         return self.root / ".control.json"
 
     @property
+    def trace(self) -> Path:
+        """Every step's state in short, where somebody asked for it."""
+        return self.root / "trace.jsonl"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 

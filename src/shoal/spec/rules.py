@@ -5,6 +5,7 @@ Each rule gives the errors that it found; `where` of an error is the field to ch
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable
 from typing import Any
@@ -203,6 +204,19 @@ def _init_from(job: Job) -> list[ShoalError]:
     return [error("SH104", message, where="init_from.path", fix=fix)]
 
 
+def _listen(job: Job) -> list[ShoalError]:
+    """Peers are told this address: it must lead to this machine and to no other."""
+    where = job.engine.listen
+    try:
+        everywhere = ipaddress.ip_address(where.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        everywhere = not where.strip() or where == "*"
+    if not everywhere:
+        return []
+    fix = "Give the one address at which other machines reach this one, such as 192.168.1.5."
+    return [error("SH106", f"'{where}' is not one address of this machine", where="engine.listen", fix=fix)]
+
+
 RULES: tuple[Rule, ...] = (
     _length,
     _what_is_trained,
@@ -217,4 +231,5 @@ RULES: tuple[Rule, ...] = (
     _loss_is_taken,
     _device,
     _init_from,
+    _listen,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import sys
 import time
@@ -20,13 +21,16 @@ from shoal.spec.paths import RunPaths
 from shoal.terminal import words
 
 PLAIN_EVERY_S = 2.0
+MOST_WORKERS = 16
+GONE = ("dead", "left", "finished", "failed")
 _TOLD = {
     "saved",
     "step",
     "built",
     "joined",
+    "stopped",
+    "best",
     "worker_started",
-    "run_started",
     "run_ended",
     "finished",
     "failed",
@@ -78,7 +82,7 @@ class Rows(Silent):
 
 def remark(event: Event, picture: Picture) -> str:
     """What is worth a line of its own; '' for the rest."""
-    if event.kind == "built":
+    if event.kind == "built" and event.who == picture.built_by:
         parts = ", ".join(f"{words.count(n)} {name}" for name, n in event["samples"].items())
         skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
         return (
@@ -88,13 +92,25 @@ def remark(event: Event, picture: Picture) -> str:
     if event.kind == "evaluated":
         name = "" if event["part"] == "validation" else f" on {event['part']}"
         return f"step {event.step}: evaluated{name}: {words.metrics(event['metrics'])}"
-    if event.kind in _TOLD or event.kind == "best":
-        return ""
+    if event.kind == "run_started":
+        return how_to_join(str(event["run"]), str(event.get("listens", "")))
     if event.kind == "printed":
         return str(event["text"])
+    if event.kind == "view":
+        return "" if event["why"] == "finished" else str(event["why"])
     if event.kind == "left":
-        return f"step {event.step}: saved and left ({event['why']})"
+        return "" if event["why"] == "finished" else f"{event.who} left at step {event.step} ({event['why']})"
+    if event.kind in _TOLD:
+        return ""
     return picture.notes[-1] if picture.notes else ""
+
+
+def how_to_join(run: str, address: str) -> str:
+    """Where others may join, and how; '' where nobody else can reach the run."""
+    host = address.rpartition(":")[0].strip("[]")
+    if not host or host == "localhost" or ipaddress.ip_address(host).is_loopback:
+        return ""
+    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}"
 
 
 class Pace:
@@ -184,12 +200,22 @@ def _panel(p: Picture) -> Table:
     whole.add_row(table)
     if p.metrics:
         whole.add_row(Text("  " + words.metrics(p.metrics), style="cyan"))
-    for worker in p.workers.values():
-        lanes = f"lanes {_ranges(worker.lanes)}" if worker.lanes else ""
-        speed = f"{words.count(worker.samples_per_s)} samples/s"
-        line = f"  {worker.name}  {worker.state:<9} {lanes}  step {worker.step}  {speed}  {worker.host}"
-        whole.add_row(Text(line, style="dim"))
+    whole.add_row(_crew(p))
     return whole
+
+
+def _crew(p: Picture) -> Table:
+    """Who is there, and how many were."""
+    table = Table.grid(padding=(0, 2), pad_edge=True)
+    here = [worker for worker in p.workers.values() if worker.state not in GONE]
+    for worker in here[:MOST_WORKERS]:
+        lanes = f"lanes {_ranges(worker.lanes)}" if worker.state == "training" else ""
+        speed = f"{words.count(worker.samples_per_s)} samples/s" if worker.samples_per_s else ""
+        saves = "saves" if worker.saves and worker.state == "training" and len(here) > 1 else ""
+        table.add_row(worker.name, worker.state, lanes, f"step {worker.step}", speed, saves, worker.host, style="dim")
+    if len(here) > MOST_WORKERS:
+        table.add_row(f"and {len(here) - MOST_WORKERS} more", style="dim")
+    return table
 
 
 def _ranges(lanes: list[int]) -> str:

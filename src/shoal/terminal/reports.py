@@ -15,6 +15,7 @@ from shoal.spec.receipt import Receipt, spread
 from shoal.terminal import words
 from shoal.terminal.curve import draw
 
+MOST_SHARES = 12
 _SPENT = ("compute", "data", "exchange", "waiting", "saving", "evaluation", "recovery")
 
 
@@ -27,6 +28,8 @@ def receipt(console: Console, r: Receipt) -> None:
     table.add_row("trained", f"{r.epochs:g} epochs, " + ", ".join(f"{words.count(n)} {w}" for w, n in trained.items()))
     carried = [_plural(r.workers, "worker"), _plural(r.lanes, "lane"), _plural(r.starts, "start")]
     table.add_row("carried by", f"{', '.join(carried)}, {_plural(r.deaths_survived, 'death')} survived")
+    if len(r.carried) > 1:
+        table.add_row("", _shares(r))
     spent = [f"{name} {words.seconds(getattr(r, name + '_s'))}" for name in _SPENT if getattr(r, name + "_s") >= 0.0005]
     table.add_row("time", f"{words.seconds(r.total_s)}: {', '.join(spent)}")
     table.add_row("speed", f"{words.count(r.samples_per_s)} samples/s")
@@ -37,6 +40,21 @@ def receipt(console: Console, r: Receipt) -> None:
         (name, value), step = next((k, v) for k, v in r.best.items() if k != "step"), r.best.get("step", 0)
         table.add_row("best", f"{name} {words.number(value)} at step {step:.0f}")
     console.print(table)
+
+
+def _shares(r: Receipt) -> Table:
+    """Who carried how much."""
+    table = Table.grid(padding=(0, 2))
+    whole = sum(one.samples for one in r.carried.values()) or 1
+    shown = sorted(r.carried.items(), key=lambda pair: -pair[1].samples)
+    for name, one in shown[:MOST_SHARES]:
+        share = f"{one.samples / whole:.0%}"
+        counts = f"{words.count(one.samples)} samples", f"{words.count(one.steps)} steps"
+        table.add_row(name, share, *counts, f"{words.seconds(one.work_s)} of work", one.host, style="dim")
+    if rest := shown[MOST_SHARES:]:
+        samples = sum(one.samples for _, one in rest)
+        table.add_row(f"{len(rest)} others", f"{samples / whole:.0%}", f"{words.count(samples)} samples", style="dim")
+    return table
 
 
 def _plural(number: int, word: str) -> str:
@@ -61,6 +79,20 @@ def failure(console: Console, error: ShoalError) -> None:
         place = f"{one.where}: " if one.where else ""
         console.print(Text.assemble((f"{one.code} ", "bold red"), (place, "bold"), one.message), soft_wrap=True)
         console.print(Text(f"      → {one.fix}", style="green"), soft_wrap=True)
+
+
+def lines(console: Console, *texts: str) -> None:
+    for text in texts:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def stopped(console: Console, name: str, picture: Picture, *, folds: bool) -> None:
+    """How a run that was asked to stop ended."""
+    if picture.status == "finished":
+        lines(console, f"{name} finished before it could be stopped")
+        return
+    saved = "nothing was saved yet" if picture.saved_step is None else f"saved at step {picture.saved_step}"
+    lines(console, f"{name}: {picture.status}{'' if folds else f'; {saved}'}. Go on with: shoal resume {name}")
 
 
 def show(console: Console, picture: Picture, *, width: int) -> None:

@@ -22,6 +22,8 @@ from shoal.fleet.membership import Membership
 from shoal.parallel.peers import Peers
 from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Clipping, Replica
+from shoal.parallel.sync.base import Sync
+from shoal.parallel.sync.ddp import DdpSync
 from shoal.parallel.sync.lanes import LanesSync
 from shoal.spec import seeds
 from shoal.spec.data import BalancedDeal, Deal
@@ -36,6 +38,7 @@ from shoal.train.model import build_optimizer, build_schedule, build_task, start
 from shoal.train.pulse import Pulse
 from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
+from shoal.train.trace import Trace
 from shoal.train.watch import Best, EarlyStop
 
 
@@ -157,7 +160,6 @@ def build_loop(
     built: Built,
     paths: RunPaths,
     *,
-    seat: int,
     membership: Membership,
     peers: Peers,
     stream: Stream,
@@ -165,11 +167,14 @@ def build_loop(
     holds: bool,
     conclude: Callable[[Loop, str], None],
     asked_to_leave: Callable[[], str],
+    trace: bool = False,
 ) -> Loop:
     """The loop of a worker, with everything that talks to the outside."""
     job = built.job
     best = Best(job.best)
     users = [_watcher(name, paths, job) for name in job.watch]
+    if trace:
+        users.append(Trace(paths.trace, built.replica))
     watchers = [best, *([EarlyStop(job.stop_early)] if job.stop_early else []), *users]
     teller = Teller(stream, watchers)
     progress = Progress(teller, every_step=bool(users))
@@ -185,11 +190,10 @@ def build_loop(
     store = open_store(job, paths, tell=teller.tell)
     return Loop(
         built.course,
-        seat=seat,
         replica=built.replica,
         dealer=built.dealer,
         feed=feed,
-        sync=LanesSync(job.lane_count, endpoint=peers.endpoint, token=peers.token),
+        sync=make_sync(job, built.replica.device, peers),
         peers=peers,
         store=store,
         membership=membership,
@@ -204,6 +208,12 @@ def build_loop(
         conclude=conclude,
         asked_to_leave=asked_to_leave,
     )
+
+
+def make_sync(job: Job, device: torch.device, peers: Peers) -> Sync:
+    if job.sync.kind == "ddp":
+        return DdpSync(job.sync.backend, device, endpoint=peers.endpoint, token=peers.token)
+    return LanesSync(job.lane_count, endpoint=peers.endpoint, token=peers.token)
 
 
 def open_store(job: Job, paths: RunPaths, *, tell: Callable[..., object]) -> Store:

@@ -24,11 +24,11 @@ class Followed:
         self._loop = loop
         self._link: Following | None = None
 
-    def begin(self, view: View) -> bool:
+    def begin(self, view: View, seat: int) -> bool:
         assert view.source is not None
         self.close()
         loop = self._loop
-        found = loop.peers.follow(view.addresses[view.source], loop.seat, view=view.number, most_bytes=loop.most_bytes)
+        found = loop.peers.follow(view.addresses[view.source], seat, view=view.number, most_bytes=loop.most_bytes)
         self._link = None if isinstance(found, Discarded) else found
         return self._link is not None
 

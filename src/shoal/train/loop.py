@@ -1,4 +1,4 @@
-"""The worker's one loop: take up a view, step, commit, evaluate, save, in the order in which it happens."""
+"""The worker's one loop: step, commit, evaluate, save, in the order in which it happens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View, position_of
 from shoal.train.blame import translate
 from shoal.train.evaluate import Evaluator
-from shoal.train.following import Followed
 from shoal.train.pulse import Pulse
 from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
 from shoal.train.watch import Best
 
-LOOK_UP_S = 0.5
 STATE_OVER_MODEL = 8
 STATE_SPARE_BYTES = 1 << 28
 
@@ -64,7 +62,6 @@ class Loop:
         self,
         course: Course,
         *,
-        seat: int,
         replica: Replica,
         dealer: Dealer,
         feed: Feed,
@@ -84,7 +81,6 @@ class Loop:
         asked_to_leave: Callable[[], str],
     ) -> None:
         self.course = course
-        self.seat = seat
         self.replica = replica
         self.dealer = dealer
         self.feed = feed
@@ -106,143 +102,28 @@ class Loop:
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
         self.measured_at: int | None = None
-        self._view = View(number=1)
-        self._lanes: list[int] = []
-        self._moved_to: int | None = None
-        self.following = Followed(self)
+        self.view = View(number=1)
+        self.seat = -1
+        self.lanes: list[int] = []
         self.sync.tap = peers.feeder.total
         self.teller.leads = False  # until a view says so
 
-    # ---- views ----
-
-    def run(self) -> Ending:
-        """Until the run is finished, or this worker has to leave."""
-        number = 0
-        while True:
-            view = self._wait(number)
-            if isinstance(view, str):
-                return self._leave(view)
-            number = view.number
-            if self.seat in view.leave:
-                self.teller.leads = False  # others go on, and one of them saves
-                return self._leave("asked to leave")
-            if view.stop:
-                return self._leave(view.stop)
-            if view.loads == self.seat:
-                self._load()
-            elif self.seat in view.followers:
-                self._follow(view)
-            elif self.seat in view.carries:
-                why = self._enter(view)
-                outcome = why or self._train()
-                if isinstance(outcome, Ending):
-                    return outcome
-                if outcome:
-                    self.teller.tell("stopped", step=self.step, view=number, why=outcome)
-
-    def _wait(self, number: int) -> View | str:
-        """The next view, or why this worker gives up waiting for one."""
-        self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
-        began = time.perf_counter()
-        self.pulse.enter("waiting", self.step)
-        while True:
-            if self._moved_to is not None:
-                self.seat, self._moved_to = self._moved_to, None
-                self.teller.stream.who = f"worker-{self.seat}"
-            view = self.membership.wait(self.seat, after=number, position=self.position, timeout_s=LOOK_UP_S)
-            if view is not None:
-                if number:
-                    self.progress.spent("recovery_s", time.perf_counter() - began)
-                return view
-            if why := self.asked_to_leave():
-                return why
+    # ---- steps ----
 
     @property
     def position(self) -> int | None:
         return position_of(self.step, evaluated=self.measured_at == self.step) if self.holds else None
 
-    def _enter(self, view: View) -> str:
-        """Take up a view: get the state if mine is older, and meet the others. '' or why that failed."""
-        began = time.perf_counter()
-        self._view, self._lanes = view, sorted(view.carries[self.seat])
-        if self.position != view.position and (why := self._catch_up(view)):
-            return why
-        if view.source == self.seat:
-            self.peers.door.open(view.number, self.state)
-        try:
-            if why := self.sync.reconfigure(view, self.seat):
-                return why
-        finally:
-            self.peers.door.close()
-        self.teller.leads = view.saver == self.seat
-        self.feed.carry(self._lanes, self.step)
-        self.progress.spent("recovery_s", time.perf_counter() - began)
+    def take_up(self, view: View, seat: int) -> None:
+        """From now on this view counts."""
+        self.view, self.seat = view, seat
+        self.lanes = sorted(view.carries[seat])
+        self.teller.leads = view.saver == seat
+        self.feed.carry(self.lanes, self.step)
         self.progress.restart()
-        self.teller.tell("joined", step=self.step, view=view.number, lanes=self._lanes, saves=self.teller.leads)
-        return ""
+        self.teller.tell("joined", step=self.step, view=view.number, lanes=self.lanes, saves=self.teller.leads)
 
-    def _catch_up(self, view: View) -> str:
-        """From the memory of the view's source: what is missing of what I follow, or the whole state."""
-        if view.source is None:
-            return "it stands at another place than it said"
-        began = time.perf_counter()
-        followed = self.following.reach(view.position)
-        if not followed:
-            found = self.peers.fetch(view, self.seat, most_bytes=self.most_bytes)
-            if isinstance(found, Discarded):
-                return found.why
-            self.load_state(found)
-        seconds = round(time.perf_counter() - began, 6)
-        source = f"worker-{view.source}"
-        self.teller.tell("caught_up", step=self.step, source=source, followed=followed, recovery_s=seconds)
-        return ""
-
-    @property
-    def most_bytes(self) -> int:
-        """What a peer may send at once."""
-        size: int = sum(t.numel() * t.element_size() for t in self.replica.model.state_dict().values())
-        return STATE_OVER_MODEL * size + STATE_SPARE_BYTES
-
-    def _follow(self, view: View) -> None:
-        """Catch up with those who train, until there is a newer view, or nobody to follow."""
-        began = time.perf_counter()
-        self.pulse.enter("following", self.step)
-        if self.following.begin(view):
-            while not self.membership.newer(view.number) and not self.asked_to_leave():
-                caught_up = self.following.advance()
-                if caught_up is None:
-                    break
-                if caught_up:  # say so, and go on following until there is a view
-                    self.membership.wait(self.seat, after=view.number, position=self.position, timeout_s=0)
-        self.progress.spent("recovery_s", time.perf_counter() - began)
-
-    def _load(self) -> None:
-        """From the newest valid checkpoint, if there is one; else the state is the job's start."""
-        began = time.perf_counter()
-        self.pulse.enter("building", self.step)
-        found = self.store.load_latest()
-        if found is not None:
-            manifest, state = found
-            self.load_state(state)
-            seconds = round(time.perf_counter() - began, 6)
-            self.teller.tell("resumed", step=manifest.step, source="a checkpoint", recovery_s=seconds)
-        self.holds = True
-
-    def halt(self, view: View) -> None:
-        """Called from the thread that listens to the driver: a view that asks to stop now wakes whoever waits."""
-        if view.halt == "now":
-            self.sync.abort(view.number - 1)
-            self.peers.abort(view.number - 1)
-
-    def move(self, seat: int) -> None:
-        """Called from the same thread: this worker was put out while nobody heard it, and may come back as another."""
-        self._moved_to = seat
-        self.sync.abort(self._view.number)
-        self.peers.abort(self._view.number)
-
-    # ---- steps ----
-
-    def _train(self) -> Ending | str:
+    def train(self) -> Ending | str:
         """Steps until there is nothing left to do, or a newer view; then why, or '' where it was agreed upon."""
         feeder = self.peers.feeder
         while True:
@@ -253,8 +134,8 @@ class Loop:
                 return outcome.why
             if self.over:
                 return self._finale()
-            halt = self.membership.newer(self._view.number) or bool(self.asked_to_leave())
-            if halt and len(self._view.carries) == 1:
+            halt = self.membership.newer(self.view.number) or bool(self.asked_to_leave())
+            if halt and len(self.view.carries) == 1:
                 return ""
             committed = self._one_step(halt)
             if isinstance(committed, Discarded):
@@ -271,10 +152,10 @@ class Loop:
         clock = time.perf_counter
         sums: TreeSum[LaneSum] = TreeSum(self.course.lanes, add)
         total = self.dealer.total(self.step)
-        remembered = copy.deepcopy(self.task.state()) if len(self._view.carries) > 1 else None
+        remembered = copy.deepcopy(self.task.state()) if len(self.view.carries) > 1 else None
         began = clock()
         self.replica.begin()
-        for lane in self._lanes:
+        for lane in self.lanes:
             t0 = clock()
             self.pulse.enter("data", self.step)
             batch = self.feed.get(self.step, lane)
@@ -286,7 +167,7 @@ class Loop:
             sums.lane(lane, None if batch is None else self._lane(lane, batch, batch.size / total))
             self.progress.spent("compute_s", clock() - t1)
         t0 = clock()
-        self.pulse.lane_took((t0 - began) / len(self._lanes))
+        self.pulse.lane_took((t0 - began) / len(self.lanes))
         self.pulse.enter("exchange", self.step)
         outcome = self._commit(sums, halt)
         self._account(outcome, clock() - t0)
@@ -340,6 +221,10 @@ class Loop:
             raise error("SH403", f"the loss is {self.loss} at step {self.step}", where=f"worker-{self.seat}")
         return samples
 
+    def flush(self) -> None:
+        """Tell all steps so far."""
+        self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
+
     def save(self, *, force: bool = False) -> None:
         """One worker saves for all."""
         if self.teller.leads:
@@ -366,12 +251,12 @@ class Loop:
 
     def evaluate(self, name: str) -> dict[str, float] | Discarded:
         """A part of the data, by all members together."""
-        self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
+        self.flush()
         began = time.perf_counter()
         metrics = self.evaluator.share(
             self.replica,
             self.parts[name],
-            lanes=self._lanes,
+            lanes=self.lanes,
             gather=lambda content: self._gather(name, content),
             given_up=self.sync.aborted,
             each=lambda: self.pulse.enter("evaluation", self.step),
@@ -401,7 +286,7 @@ class Loop:
 
     def _finale(self) -> Ending | str:
         """Measure the test part together; one concludes, and the others stay until it has. May be repeated."""
-        self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
+        self.flush()
         if "test" in self.parts and isinstance(outcome := self.evaluate("test"), Discarded):
             return outcome.why
         if self.teller.leads:
@@ -412,8 +297,8 @@ class Loop:
             return ended.why
         return Ending(self.step, finished=True, why=self.teller.stop)
 
-    def _leave(self, why: str) -> Ending:
-        self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
+    def leave(self, why: str) -> Ending:
+        self.flush()
         if self.holds:
             self.save(force=True)
             self.store.wait()
@@ -421,6 +306,12 @@ class Loop:
         return Ending(self.step, finished=False, why=why)
 
     # ---- state ----
+
+    @property
+    def most_bytes(self) -> int:
+        """What a peer may send at once."""
+        size: int = sum(t.numel() * t.element_size() for t in self.replica.model.state_dict().values())
+        return STATE_OVER_MODEL * size + STATE_SPARE_BYTES
 
     def state(self) -> dict[str, Any]:
         """What must survive: after loading it, training goes on as if nothing had happened."""

@@ -27,6 +27,7 @@ from shoal.checkpoint.digest import state_sha256, weights_sha256
 from shoal.checkpoint.export import export_model
 from shoal.errors import EXIT_BUG, ShoalError, each
 from shoal.events import Stream
+from shoal.events.stream import parse
 from shoal.fleet.contact import Contact, read_contact
 from shoal.fleet.tie import Tie
 from shoal.parallel.peers import Peers
@@ -37,6 +38,7 @@ from shoal.spec.view import View
 from shoal.train.build import Built, build, build_loop
 from shoal.train.loop import Loop
 from shoal.train.pulse import Pulse
+from shoal.train.voyage import Voyage
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 WELCOME_S = 30.0
@@ -48,12 +50,15 @@ def main() -> None:
     parser.add_argument("--run", required=True)
     parser.add_argument("--join", default="")
     parser.add_argument("--dir", default=".")
+    parser.add_argument("--trace", action="store_true")
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
     if arguments.join:
         sys.exit(join(paths, arguments.join, arguments.dir))
     who = f"worker-{arguments.seat}"
-    sys.exit(guarded(Stream(paths.events, who), lambda stream: work(paths, arguments.seat, stream)))
+    sys.exit(
+        guarded(Stream(paths.events, who), lambda stream: work(paths, arguments.seat, stream, trace=arguments.trace))
+    )
 
 
 def guarded(stream: Stream, act: Callable[[Stream], None]) -> int:
@@ -61,8 +66,7 @@ def guarded(stream: Stream, act: Callable[[Stream], None]) -> int:
     try:
         act(stream)
     except ShoalError as failure:
-        for one in each(failure):
-            stream.emit("failed", code=one.code, message=one.message, where=one.where, fix=one.fix)
+        tell_failure(stream, failure)
         traceback.print_exc()
         return failure.exit_code
     except BaseException as failure:
@@ -78,6 +82,11 @@ def guarded(stream: Stream, act: Callable[[Stream], None]) -> int:
     finally:
         stream.close()
     return 0
+
+
+def tell_failure(stream: Stream, failure: ShoalError) -> None:
+    for one in each(failure):
+        stream.emit("failed", code=one.code, message=one.message, where=one.where, fix=one.fix)
 
 
 @dataclass
@@ -126,37 +135,41 @@ class Identity:
         self.seat = seat
 
 
-def work(paths: RunPaths, seat: int, stream: Stream) -> None:
+def work(paths: RunPaths, seat: int, stream: Stream, *, trace: bool = False) -> None:
     """A worker with the run's directory at hand."""
     contact = read_contact(paths.control)
     assert contact is not None, "the driver writes it before it starts workers"
     latest = partial(read_contact, paths.control)
     with seat_taken(paths, seat), meeting(contact, latest, local=True, seat=seat) as (me, tie):
         tie.connect(WELCOME_S)
-        train(load_job(paths.job, check_names=False), paths, me, tie, stream)
+        train(load_job(paths.job, check_names=False), paths, me, tie, stream, trace=trace)
 
 
 def join(paths: RunPaths, where: str, base_dir: str) -> int:
-    """A worker from elsewhere."""
+    """A worker from elsewhere. What it tells is kept in its own directory too, for whoever started it."""
     host, _, port = where.rpartition(":")
     contact = Contact(host.strip("[]"), int(port), os.environ.pop(TOKEN_VARIABLE, ""))
+    kept = Stream(paths.events, "worker")
     with meeting(contact, lambda: contact, local=False, seat=None) as (me, tie):
         try:
             welcome = tie.connect(WELCOME_S)
         except ShoalError as failure:
+            tell_failure(kept, failure)
             print(failure, file=sys.stderr)
             return failure.exit_code
-        stream = Stream.through(lambda rows: say_rows(tie, rows), f"worker-{me.seat}")
+        stream = Stream.through(lambda row: tell_both(tie, kept, row), f"worker-{me.seat}")
         job = Job.model_validate(welcome["job"]).model_copy(update={"base_dir": str(Path(base_dir).resolve())})
         save_job(job, paths.job)
         print(f"joined run {welcome['run']} as worker-{me.seat}", flush=True)
         return guarded(stream, lambda stream: train(job, paths, me, tie, stream))
 
 
-def say_rows(tie: Tie, rows: bytes) -> None:
-    for row in rows.splitlines():
-        if row:
-            tie.say("event", row=row.decode())
+def tell_both(tie: Tie, kept: Stream, row: bytes) -> None:
+    """Steps are for the driver alone: there is no end to them."""
+    tie.say("event", row=row.decode())
+    event = parse(row)
+    if event is not None and event.kind != "step":
+        kept.pass_on(event)
 
 
 @contextlib.contextmanager
@@ -182,7 +195,7 @@ def own_address(contact: Contact) -> str:
         return str(sock.getsockname()[0])
 
 
-def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream) -> None:
+def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream, *, trace: bool = False) -> None:
     """Build, then go through the loop to the end."""
     assert me.seat is not None
     asked_to_leave = listen_for_the_end(me, tie, job.engine.patience_s)
@@ -198,7 +211,6 @@ def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream) -> 
     loop = build_loop(
         built,
         paths,
-        seat=me.seat,
         membership=tie,
         peers=me.peers,
         stream=stream,
@@ -206,10 +218,12 @@ def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream) -> 
         holds=me.local,
         conclude=lambda loop, why: finish(loop, why, built, paths),
         asked_to_leave=asked_to_leave,
+        trace=trace,
     )
-    me.seen, me.moved = loop.halt, loop.move
+    voyage = Voyage(loop, tie, seat=me.seat)
+    me.seen, me.moved = voyage.halt, voyage.move
     try:
-        loop.run()
+        voyage.run()
     finally:
         loop.feed.close()
         loop.store.close()

@@ -139,10 +139,10 @@ class Nursery:
         self._selector.unregister(self._control)
         self._control.close()
         self._control = None
-        self._process.wait()
+        code = self._process.wait()
         for key, pid in list(self._pids.items()):
             if pid is None:
-                self._gone(key, LOST)
+                self._gone(key, code or LOST)
             elif key not in self._watched.values():
                 self.adopt(key, pid)
 

@@ -41,7 +41,7 @@ class Link:
         self._head = memoryview(bytearray(FRAME_BYTES))
         self._incoming: list[memoryview] = []
         self._fd_in = -1
-        self._expected = (0, 0)
+        self._expected = (0, 0, 0, 0)
         sock.setblocking(False)
         if not self.same_host:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,7 +87,7 @@ class Link:
 
     def expect(self, kind: int, step: int) -> None:
         """The next frame must be this one; any other is an error."""
-        self._expected = (kind, step)
+        self._expected = (kind, self._view, step, self.seat)
         self._incoming = [self._head]
         self.began = False
         self.arrived = 0
@@ -149,15 +149,9 @@ class Link:
             raise PeerError(self.seat, str(failure)) from failure
         if frame.kind == frames.LEFT and (frame.view, frame.seat) == (self._view, self.seat):
             raise PeerError(frame.step, f"was lost, as seat {self.seat} says")
-        if (frame.kind, frame.view, frame.step, frame.seat) != (
-            self._expected[0],
-            self._view,
-            self._expected[1],
-            self.seat,
-        ):
+        if frame[:4] != self._expected:
             raise PeerError(
-                self.seat,
-                f"sent {frame} where kind {self._expected[0]} of view {self._view}, step {self._expected[1]} belongs",
+                self.seat, f"sent {tuple(frame[:4])} where {self._expected} belongs (kind, view, step, seat)"
             )
         return frame
 

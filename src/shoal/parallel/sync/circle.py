@@ -1,23 +1,26 @@
 """A process group of torch's that one can walk away from.
 
-Nothing wakes a thread that waits inside gloo: not `abort`, not `shutdown`. So the group lives in a thread of its own,
-from the first connection to the last; whoever asks it for something waits for an answer, and that wait can be ended.
-Nothing global remains: no default group, no environment variable.
+Nothing wakes a thread that waits inside gloo, neither `abort` nor `shutdown`. So the group lives in a thread of its
+own, from the first connection to the last: whoever asks for something waits for an answer, and that wait can be ended.
+Nothing global remains, neither a default group nor an environment variable.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import TCPStore
 
 from shoal.wire.handshake import LinkError
 
@@ -25,80 +28,110 @@ MEETING_TIME = timedelta(seconds=30)
 TALKING_TIME = timedelta(minutes=10)
 """Nobody waits so long: it is when a group that was left alone gives up."""
 
-Act = Callable[[distributed.ProcessGroup], None]
+Group = Any  # torch's own: ProcessGroupGloo or ProcessGroupNCCL
+Act = Callable[[Group], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of `size` members, this is number `rank`. They meet at `port` of `host`, where number 0 has the `listener`;
+    `own_host` is the address at which this one can be reached."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    own_host: str
+    listener: socket.socket | None = None
 
 
 class Circle:
-    """Of `size` members, this is number `rank`. They meet at `port` of `host`, where the first one has a `listener`;
-    `own_host` is where the others reach this one."""
+    """`ask` is for one thread, `leave` for any."""
 
-    def __init__(
-        self,
-        backend: str,
-        rank: int,
-        size: int,
-        *,
-        host: str,
-        port: int,
-        own_host: str,
-        device: torch.device,
-        listener: socket.socket | None = None,
-    ) -> None:
+    def __init__(self, backend: str, place: Place, device: torch.device) -> None:
         self._backend = backend
-        self._rank, self._size = rank, size
-        self._where = (host, port, own_host)
         self._device = device
-        self._listener = listener
-        self._group: Any = None
+        self._group: Group = None
         self._asked: queue.SimpleQueue[tuple[Act, Future[None]] | None] = queue.SimpleQueue()
         self._guard = threading.Lock()
         self._answer: Future[None] | None = None
         self._left = False
-        self._thread = threading.Thread(target=self._live, name="shoal-circle", daemon=True)
+        self._thread = threading.Thread(target=self._live, args=(place,), name="shoal-circle", daemon=True)
         self._thread.start()
 
     def ask(self, act: Act) -> None:
-        """Let the circle's thread do it. LinkError if it fails, or if this member has left, now or meanwhile."""
+        """Let the circle's thread do this with the group. LinkError if it fails, or when this member leaves."""
         answer: Future[None] = Future()
         with self._guard:
-            if self._left:
-                raise LinkError("left")
-            self._answer = answer
-            self._asked.put((act, answer))
+            if not self._left:
+                self._answer = answer
+                self._asked.put((act, answer))
         try:
+            if self._left:
+                raise CancelledError
             answer.result()
         except CancelledError:
-            raise LinkError("left") from None
-        except RuntimeError as failure:  # what torch raises for everything
-            raise LinkError(f"{self._backend}: {str(failure).splitlines()[0]}") from failure
+            raise LinkError("this worker left the circle") from None
 
     def leave(self) -> None:
-        """From any thread, at once: whoever waits is woken. The connections are closed when the circle's thread is done
-        with what it does, which lets the other members know."""
+        """Whoever waits is woken. The connections are closed as soon as the circle's thread is done with what it does;
+        that lets the other members know."""
         with self._guard:
             self._left = True
             self._asked.put(None)
             if self._answer:
                 self._answer.cancel()
-            if self._group is not None and self._backend == "nccl":
+            if self._backend == "nccl" and self._group is not None:
                 self._group.abort()
 
     def join(self, timeout_s: float) -> None:
+        """After leaving: until the connections are closed."""
         self._thread.join(timeout_s)
 
     # Below is the thread's own.
 
-    def _live(self) -> None:
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-            begin: Act | None = self._meet
-            while (one := self._asked.get()) is not None:
-                act, answer = one
-                with contextlib.suppress(InvalidStateError):  # whoever asked has left
-                    try:
-                        if begin:
-                            begin, _ = None, begin(self._group)
-                        act(self._group)
-                    except Exception as failure:
-                        answer.set_exception(failure)
-                    else:
-                        answer.set_result(None)
+    def _live(self, place: Place) -> None:
+        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+        with on_device:
+            why = self._meet(place)
+            while (asked := self._asked.get()) is not None:
+                act, answer = asked
+                why = why or self._try(act)
+                with contextlib.suppress(InvalidStateError):  # whoever asked does not wait any more
+                    answer.set_exception(LinkError(why)) if why else answer.set_result(None)
+        self._group = None
+
+    def _meet(self, place: Place) -> str:
+        def act(_: Group) -> None:
+            self._group = _make_group(self._backend, place)
+
+        return self._try(act)
+
+    def _try(self, act: Act) -> str:
+        """'' or why it failed. The failure itself would keep the group alive."""
+        try:
+            act(self._group)
+        except Exception as failure:
+            return f"{self._backend}: {(str(failure).splitlines() or [type(failure).__name__])[0]}"
+        return ""
+
+
+def has_nccl() -> bool:
+    return distributed.is_available() and distributed.is_nccl_available()
+
+
+def _make_group(backend: str, place: Place) -> Group:
+    listens: dict[str, Any] = {"is_master": False}
+    if place.listener:
+        listens = {"is_master": True, "master_listen_fd": os.dup(place.listener.fileno())}  # the store closes it
+    store = TCPStore(
+        place.host, place.port, wait_for_workers=False, timeout=MEETING_TIME, multi_tenant=False, **listens
+    )
+    if backend == "nccl":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = TALKING_TIME
+        return distributed.ProcessGroupNCCL(store, place.rank, place.size, options)
+    options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=place.own_host)]
+    options._timeout = TALKING_TIME
+    return distributed.ProcessGroupGloo(store, place.rank, place.size, options)

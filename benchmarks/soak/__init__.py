@@ -1,0 +1,1 @@
+"""Training for an hour while every few seconds something dies, freezes or joins."""

@@ -1,0 +1,207 @@
+"""python -m benchmarks.soak [--minutes 60] [--every 10] [--workers 3] [--seed 0]
+
+A run is disturbed every few seconds: a worker is killed or frozen, one joins, one leaves. Meanwhile memory,
+descriptors, threads and processes are counted. At the end the run is stopped, and an undisturbed run of as many steps
+must have the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.overhead.__main__ import machine
+from shoal.errors import ShoalError
+from shoal.events import Picture, Reader
+from shoal.jobs import wishes
+from shoal.spec.paths import RunPaths
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results" / "soak.json"
+PAUSE_S = 0.02
+LANES = 8
+
+JOB = {
+    "name": "soak",
+    "task": "task.py:Slowly",
+    "optimizer": {"name": "AdamW", "args": {"lr": 0.001}},
+    "data": {"source": {"kind": "sklearn", "name": "digits"}, "split": {"kind": "holdout", "validation": 0.2}},
+    "batch_size": 64,
+    "lanes": LANES,
+    "evaluate": {"every_steps": 500},
+    "checkpoint": {"every": "30 seconds"},
+    "export": [],
+    "base_dir": str(HERE),
+}
+
+
+class Soak:
+    """A run in a process of its own, looked at and disturbed from here."""
+
+    def __init__(self, scratch: Path, *, workers: int, seed: int) -> None:
+        job = scratch / "job.yaml"
+        job.write_text(yaml.safe_dump(JOB | {"steps": 10**8}))
+        command = [sys.executable, "-m", "shoal", "run", str(job), "--quiet", "--workers", str(workers)]
+        environment = os.environ | {"SOAK_PAUSE_S": str(PAUSE_S)}
+        self.log = (scratch / "log").open("w")
+        self.driver = psutil.Popen(
+            [*command, "--runs", str(scratch / "runs")], env=environment, stdout=self.log, stderr=self.log
+        )
+        self.paths = RunPaths.at(scratch / "runs" / "soak-1")
+        self.picture = Picture()
+        self.events: collections.Counter[str] = collections.Counter()
+        self.faults: collections.Counter[str] = collections.Counter()
+        self._reader = Reader(self.paths.events)
+        self._dice = random.Random(seed)
+        self._workers = workers
+
+    def look(self) -> None:
+        for event in self._reader.new():
+            self.picture.add(event)
+            self.events[event.kind] += 1
+
+    def disturb(self) -> str:
+        """One of the four, at random."""
+        self.look()
+        kind = self._dice.choice(["kill", "kill", "freeze", "join", "leave"])
+        try:
+            if kind in ("kill", "freeze"):
+                worker = self._dice.choice(self.picture.training)
+                os.kill(worker.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                kind = f"{kind} {worker.name}"
+            else:
+                self._workers = max(2, min(self._workers + (1 if kind == "join" else -1), 5))
+                wishes.scale(self.paths, self._workers)
+        except (ProcessLookupError, IndexError, ShoalError) as missed:
+            return f"{kind} failed: {missed}"
+        self.faults[kind.split()[0]] += 1
+        return kind
+
+    def counts(self) -> dict[str, Any]:
+        """What the whole tree of processes uses now."""
+        self.look()
+        driver = _used(self.driver)
+        known = {worker.pid for worker in self.picture.training}
+        workers = [_used(psutil.Process(pid)) for pid in known if psutil.pid_exists(pid)]
+        return {
+            "step": self.picture.step,
+            "driver": driver,
+            "processes": len(self.driver.children(recursive=True)),
+            "workers": len(workers),
+            "worker_rss_mb": max((w["rss_mb"] for w in workers), default=0),
+            "worker_fds": max((w["fds"] for w in workers), default=0),
+            "worker_threads": max((w["threads"] for w in workers), default=0),
+        }
+
+
+def _used(process: psutil.Process) -> dict[str, float]:
+    try:
+        with process.oneshot():
+            info = process.memory_full_info()
+            return {"rss_mb": round(info.uss / 1e6, 1), "fds": process.num_fds(), "threads": process.num_threads()}
+    except psutil.Error:
+        return {"rss_mb": 0, "fds": 0, "threads": 0}
+
+
+def undisturbed(scratch: Path, steps: int) -> str:
+    """The weights of one worker that nobody disturbed."""
+    job = scratch / "undisturbed.yaml"
+    job.write_text(yaml.safe_dump(JOB | {"name": "undisturbed", "steps": steps}))
+    command = [sys.executable, "-m", "shoal", "run", str(job), "--json", "--quiet", "--runs", str(scratch / "runs")]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return str(json.loads(rows[-1])["weights_sha256"])
+
+
+def weights_of(paths: RunPaths) -> tuple[int, str]:
+    """The newest checkpoint's step and weights."""
+    from shoal.checkpoint.digest import weights_sha256
+    from shoal.checkpoint.store import Store
+
+    store = Store(str(paths.checkpoints), job_sha256=None)
+    found = store.load_latest()
+    assert found is not None
+    store.close()
+    return found[0].step, weights_sha256(found[1]["model"])
+
+
+def quarters(samples: list[dict[str, Any]], key: str) -> list[float]:
+    """The median of each quarter of the time."""
+    values = [s["driver"][key.removeprefix("driver_")] if key.startswith("driver_") else s[key] for s in samples]
+    size = max(len(values) // 4, 1)
+    return [statistics.median(values[i * size : (i + 1) * size]) for i in range(4) if values[i * size : (i + 1) * size]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--every", type=float, default=10, help="seconds between two disturbances")
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a directory for the run; a temporary one if none is named")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shoal-soak-") as temporary:
+        scratch = asked.keep or Path(temporary)
+        scratch.mkdir(parents=True, exist_ok=True)
+        result = soak(scratch, asked)
+    print(json.dumps(result, indent=1))
+    if asked.minutes >= 1:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def soak(scratch: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    one = Soak(scratch, workers=asked.workers, seed=asked.seed)
+    while not one.picture.training:
+        time.sleep(0.2)
+        one.look()
+        assert one.driver.poll() is None, (scratch / "log").read_text()
+    until, samples = time.monotonic() + 60 * asked.minutes, []
+    while time.monotonic() < until and one.driver.poll() is None:
+        time.sleep(asked.every)
+        samples.append(one.counts())
+        print(f"step {one.picture.step}, {samples[-1]['workers']} workers: {one.disturb()}", flush=True)
+    alive = one.driver.poll() is None
+    if alive:
+        wishes.stop(one.paths)
+        one.driver.wait()
+    one.look()
+    step, weights = weights_of(one.paths)
+    keys = [
+        "driver_rss_mb",
+        "driver_fds",
+        "driver_threads",
+        "processes",
+        "worker_rss_mb",
+        "worker_fds",
+        "worker_threads",
+    ]
+    return {
+        "machine": machine(),
+        "minutes": asked.minutes,
+        "survived": alive,
+        "steps": step,
+        "faults": dict(one.faults),
+        "put_out": one.events["put_out"],
+        "deaths": one.picture.deaths,
+        "views": one.picture.views,
+        "back_to_a_checkpoint": one.events["resumed"],
+        "quarters": {key: quarters(samples, key) for key in keys},
+        "same_weights": undisturbed(scratch, step) == weights,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""A small model whose lanes take their time without using the processor: an hour of training beside other work."""
+
+import os
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal import Task
+
+PAUSE_S = float(os.environ.get("SOAK_PAUSE_S", "0"))
+
+
+class Slowly(Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+
+    def loss(self, model, batch):
+        if PAUSE_S and torch.is_grad_enabled():
+            time.sleep(PAUSE_S)
+        return F.cross_entropy(model(*batch.inputs), batch.target)

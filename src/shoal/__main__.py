@@ -1,0 +1,5 @@
+"""python -m shoal: the command line."""
+
+from shoal.cli import main
+
+main()

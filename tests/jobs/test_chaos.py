@@ -1,0 +1,83 @@
+"""Faults on purpose, from outside: the weights are those of the undisturbed run."""
+
+import json
+
+import pytest
+import yaml
+
+from shoal.errors import ShoalError
+from shoal.events import read
+from shoal.jobs.chaos import chaos
+from shoal.plan.faults import parse_all
+from shoal.spec.load import make_job
+from tests.conftest import MLP
+from tests.jobs.test_verify import command
+
+__all__ = ["command"]
+
+LASTING = MLP | {
+    "steps": 400,
+    "evaluate": {"every_steps": 100},
+    "watch": [{"name": "pace.py:Dawdle", "args": {"seconds": 0.005}}],
+}
+FAULTS = """
+    kill worker 1 at step 5
+    slow worker 0 at step 20
+    join at step 30
+    freeze worker 2 at step 60
+    kill worker 0 at step 100
+"""
+
+
+def ignore(*_):
+    pass
+
+
+def test_a_bad_day_changes_nothing(place, nursery):
+    told = []
+
+    def look(paths, event, picture):
+        if event.who == "chaos":
+            told.append(event["text"])
+
+    job = make_job(LASTING, base_dir=str(place))
+    verdict = chaos(job, parse_all(FAULTS), workers=3, runs=place / "runs", look=look, nursery=nursery)
+    assert verdict.outcome.status == "finished", verdict.outcome.error
+    assert (verdict.happened, verdict.planned) == (5, 5)
+    assert verdict.same
+    assert verdict.outcome.receipt.deaths_survived == 3
+    assert verdict.outcome.receipt.views > verdict.calm.views
+    assert [text.partition(" (")[2] for text in told] == [f"{fault})" for fault in parse_all(FAULTS)]
+    put_out = [event for event in read(verdict.outcome.paths.events) if event.kind == "put_out"]
+    assert len(put_out) == 1, put_out  # the frozen one, and not the slow one
+    assert "frozen" in put_out[0]["reason"]
+
+
+def test_the_command(place, command):
+    (place / "job.yaml").write_text(yaml.safe_dump(LASTING))
+    words = ["--kills", 2, "--joins", 1, "--seed", 3, "--workers", 2, "--json"]
+    code, said = command("chaos", "job.yaml", *words)
+    assert code == 0, said.err
+    first = json.loads(said.out)
+    assert (first["same"], first["planned"], first["happened"]) == (True, 3, 3)
+
+    (place / "plan.txt").write_text("kill worker 0 at step 10\nkill worker 0 at step 5000000\n")
+    against = ["--against", first["undisturbed"]["run"], "--plan", "plan.txt", "--workers", 2]
+    code, said = command("chaos", "job.yaml", *against, "-q")
+    assert code == 0, said.err
+    assert "1 of 2 faults happened; the run ended before the others" in said.out
+    code, said = command("chaos", "job.yaml", *against, "--set", "seed=5")
+    assert (code, "SH616" in said.err) == (6, True)
+
+
+def test_one_worker_alone_is_started_again(place, nursery):
+    job = make_job(LASTING | {"checkpoint": {"every": "20 steps"}}, base_dir=str(place))
+    faults = parse_all("kill worker 0 at step 50\nkill worker 0 at step 150")
+    verdict = chaos(job, faults, workers=1, runs=place / "runs", look=ignore, nursery=nursery)
+    assert (verdict.same, verdict.happened) == (True, 2)
+    assert verdict.outcome.receipt.deaths_survived == 2
+
+
+def test_more_workers_than_lanes_are_refused(place, nursery):
+    with pytest.raises(ShoalError, match="SH107"):
+        chaos(make_job(MLP, base_dir=str(place)), {"kill": 1}, workers=9, runs=place, look=ignore, nursery=nursery)

@@ -1,0 +1,95 @@
+"""Same weights on any number of workers: a verdict, and where it is no, the step and the tensor."""
+
+import contextlib
+import json
+import sys
+
+import pytest
+import yaml
+
+from shoal import cli
+from shoal.errors import ShoalError
+from shoal.jobs import verify
+from shoal.spec.load import make_job
+from tests.conftest import MLP
+
+UNEVEN = MLP | {"name": "uneven", "model": {"name": "uneven.py:Uneven", "args": {"after": 5}}, "steps": 12}
+
+
+@pytest.fixture
+def command(place, nursery, monkeypatch, capsys):
+    """`shoal` in this process: its exit code and what it printed."""
+    monkeypatch.setattr("shoal.jobs.run.make_nursery", lambda *_, **__: contextlib.nullcontext(nursery))
+    monkeypatch.chdir(place)
+
+    def go(*words):
+        monkeypatch.setattr(sys, "argv", ["shoal", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return left.value.code, capsys.readouterr()
+
+    return go
+
+
+def test_an_exact_job_is_the_same_everywhere(place, command):
+    (place / "job.yaml").write_text(yaml.safe_dump(MLP))
+    code, said = command("verify", "job.yaml", "--workers", "1,2,4", "--steps", "15", "--json")
+    assert code == 0, said.err
+    verdict = json.loads(said.out)
+    assert verdict["same"]
+    assert verdict["parting"] is None
+    assert [row["workers"] for row in verdict["runs"]] == [1, 2, 4]
+    assert {row["steps"] for row in verdict["runs"]} == {15}
+    assert len({row["state_sha256"] for row in verdict["runs"]}) == 1
+
+
+def test_a_job_that_depends_on_the_worker_is_found_out(place, command):
+    (place / "job.yaml").write_text(yaml.safe_dump(UNEVEN))
+    code, said = command("verify", "job.yaml", "--workers", "1,2")
+    assert code == 1
+    assert "The weights differ." in said.out
+    assert "They part at step 6, in 2 of 6 tensors: model/extra, optimizer/state/0/momentum_buffer" in said.out
+
+
+def test_who_is_the_same_and_where_the_others_part(place, nursery):
+    job = make_job(UNEVEN, base_dir=str(place))
+    verdict = verify.verify(job, [1, 1, 3], runs=place / "runs", nursery=nursery)
+    first, again, other = [receipt.weights_sha256 for _, receipt in verdict.receipts]
+    assert first == again != other
+    assert not verdict.same
+    assert verdict.parting.runs == ("uneven-verify-4", "uneven-verify-5")
+    assert (verdict.parting.step, verdict.parting.tensors[0]) == (6, "model/extra")
+
+
+def test_lanes_are_settled_once_for_all_numbers(place):
+    job = make_job({k: v for k, v in MLP.items() if k != "lanes"}, base_dir=str(place))
+    fixed = verify.fixed(job, most=5, purpose="verify")
+    assert fixed.lane_count == 5
+    assert {verify.with_workers(fixed, n).sha256() for n in (1, 2, 5)} == {fixed.sha256()}
+    with pytest.raises(ShoalError, match="SH107.*6 workers but 4 lanes"):
+        verify.fixed(make_job(MLP, base_dir=str(place)), most=6, purpose="verify")
+
+
+def test_a_long_name_stays_a_name(place):
+    job = make_job(MLP | {"name": "x" * 64}, base_dir=str(place))
+    assert len(verify.fixed(job, most=1, purpose="verify").name) == 64
+
+
+def test_folds_are_verified_one_at_a_time(place):
+    job = make_job(MLP | {"data": MLP["data"] | {"split": {"kind": "kfold", "folds": 3}}}, base_dir=str(place))
+    with pytest.raises(ShoalError, match=r"SH614.*data\.split\.fold=0"):
+        verify.fixed(job, most=2, purpose="verify")
+
+
+@pytest.mark.parametrize("text", ["", "2", "1,x", "1,0", "1,,2", "1,99999"])
+def test_bad_numbers_are_told(text):
+    with pytest.raises(ShoalError, match="SH609"):
+        verify.numbers(text)
+
+
+def test_the_first_difference():
+    left = {1: {"a": "0", "b": "0"}, 2: {"a": "1", "b": "1"}, 3: {"a": "2", "b": "2"}}
+    assert verify.first_difference(left, left) == (0, [])
+    assert verify.first_difference(left, left | {3: {"a": "2", "b": "x"}, 2: {"a": "y", "b": "1"}}) == (2, ["a"])
+    assert verify.first_difference(left, {1: left[1]}) == (2, ["a", "b"])
+    assert verify.first_difference({}, {1: {"a": "0"}}) == (1, ["a"])
