@@ -55,8 +55,18 @@ def torchft(workload: Workload, *, python: str, hook: str = "torchft") -> Job:
     return Job(workload, processes, Tail(workload))
 
 
+def shoal(workload: Workload, *, python: str) -> Job:
+    """The command line, with the defaults."""
+    from benchmarks.recovery.shoal_job import write_job
+
+    runs = Path(workload.directory, "runs")
+    command = [sys.executable, "-m", "shoal", "run", write_job(workload), "--quiet", "--runs", runs]
+    return Job(workload, [_spawn(workload, "shoal", command)], Tail(workload))
+
+
 # How each side starts its job. A new one is a function here: it starts a job that writes rows, and brings them back.
 SIDES: dict[str, Callable[..., Job]] = {
+    "shoal": shoal,
     "torchrun": torchrun,
     "torchrun, defaults": functools.partial(torchrun, own_store=False),
     "torchft": torchft,

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 from pathlib import Path
 
 from shoal.events import read
@@ -31,6 +32,22 @@ def assert_same(outcome, receipt):
     assert found.metrics == receipt.metrics
     assert found.best == receipt.best
     assert (found.steps, found.samples_seen) == (receipt.steps, receipt.samples_seen)
+
+
+@contextlib.contextmanager
+def in_time(seconds):
+    """A run that stands still for ever is a failure like others."""
+
+    def too_long(*_):
+        raise TimeoutError(f"not finished in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def script(place, *lines):
@@ -65,7 +82,11 @@ def processes_of(root):
     return found
 
 
-def memory_of(pid):
-    """How many arenas and sockets a process has open."""
+def holdings(pid):
+    """What a process has open."""
     files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
-    return sum("memfd:shoal" in file for file in files), sum(file.startswith("socket:") for file in files)
+    return {
+        "arenas": sum("memfd:shoal" in file for file in files),
+        "mapped": Path(f"/proc/{pid}/maps").read_text().count("memfd:shoal"),
+        "sockets": sum(file.startswith("socket:") for file in files),
+    }

@@ -1,42 +1,44 @@
 """Many workers give the bits of one, whatever happens to them."""
 
+import json
 import os
 import random
 import signal
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import yaml
 
 from shoal.checkpoint.export import load_weights
+from shoal.checkpoint.manifest import list_manifests
+from shoal.events import read
 from shoal.jobs import drive
 from shoal.spec.load import make_job
-from tests.conftest import CNN, GPT, MLP
+from shoal.spec.paths import RunPaths
+from tests.conftest import CNN, MLP
 from tests.jobs.disturbed import (
     JOBS,
     assert_nothing_left,
     assert_same,
     calm,
     fired,
+    holdings,
+    in_time,
+    processes_of,
     rows,
     script,
 )
+from tests.jobs.nuisance import Nuisance
+from tests.jobs.test_exact import Command
 
-TOO_LONG_S = 60
 RESTARTS = {"kind": "local", "restarts": 9}
 
 
 @pytest.fixture(autouse=True)
-def in_time():
-    """A run that stands still for ever is a failure like others."""
-
-    def too_long(*_):
-        raise TimeoutError(f"not finished in {TOO_LONG_S} s")
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(TOO_LONG_S)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+def soon():
+    with in_time(60):
+        yield
 
 
 # ---- any number of workers ----
@@ -120,7 +122,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_kills(name, run, place):
-    job = JOBS["gpt"] | {"evaluate": {"every_steps": 5}, "lanes": 6}
+    job = JOBS["gpt"] | {"evaluate": {"every_steps": 5, "batch_size": 4}, "lanes": 6}
     lines = SCRIPTS[name]
     saves = {"every": "3 steps" if "save" in name else "never", "keep_best": 0}
     outcome = run(job, workers=3, watch=script(place, *lines), engine=RESTARTS, checkpoint=saves)
@@ -128,3 +130,244 @@ def test_kills(name, run, place):
     assert lines[0] in fired(place)
     assert not rows(outcome, "resumed"), "somebody was alive: its memory counts, not a file"
     assert_nothing_left(outcome)
+
+
+def test_many_kills_leave_no_memory_behind(run, place):
+    """Seven views later a worker has one arena open, maps those of its peers at most, and few sockets."""
+    seen = {}
+
+    def look(paths, event, picture):
+        if event.kind == "evaluated" and event.step == 24:
+            seen[event.who] = holdings(picture.workers[event.who].pid)
+
+    lines = [f"kill worker {n} at step {2 * n} in exchange" for n in range(1, 8)]
+    job = JOBS["mlp"] | {"evaluate": {"every_steps": 24}, "lanes": 6}
+    outcome = run(job, look=look, workers=3, watch=script(place, *lines), engine=RESTARTS)
+    assert_same(outcome, calm(run, job))
+    (found,) = seen.values()
+    assert found["arenas"] <= 1
+    assert found["mapped"] <= 3
+    assert found["sockets"] <= 20, "two doors, the driver, two bells, a link to each peer, and those just closing"
+
+
+def test_when_all_die_the_checkpoint_counts(run, place):
+    job = JOBS["mlp"] | {"lanes": 6}
+    lines = ["kill all at step 12"]
+    outcome = run(job, workers=3, watch=script(place, *lines), engine=RESTARTS, checkpoint={"every": "5 steps"})
+    assert_same(outcome, calm(run, job))
+    assert [row.step for row in rows(outcome, "resumed")] == [10]
+    assert outcome.receipt.deaths_survived == 3
+
+
+def test_when_all_die_and_nothing_is_saved_it_begins_again(run, place):
+    job = JOBS["mlp"] | {"lanes": 6}
+    outcome = run(job, workers=3, watch=script(place, "kill all at step 12"), engine=RESTARTS)
+    assert_same(outcome, calm(run, job))
+    assert not rows(outcome, "resumed")
+
+
+def test_nothing_is_left_of_a_run_that_failed(run, place):
+    kill = script(place, "kill all at step 5")
+    outcome = run(JOBS["mlp"], workers=3, lanes=6, watch=kill, engine={"kind": "local", "restarts": 0})
+    assert outcome.error.code == "SH603"
+    assert_nothing_left(outcome)
+
+
+def test_an_error_in_the_model_ends_all_workers(run):
+    outcome = run(JOBS["mlp"], workers=3, lanes=6, model={"name": "models.py:Sinks"})
+    assert outcome.error.code == "SH403"
+    assert_nothing_left(outcome)
+
+
+# ---- frozen, hanging, slow ----
+
+
+def test_a_frozen_worker_is_put_out_and_replaced(run, place):
+    job = JOBS["mlp"] | {"lanes": 6}
+    outcome = run(job, workers=3, watch=script(place, "freeze worker 1 at step 5 in data"))
+    assert_same(outcome, calm(run, job))
+    (row,) = rows(outcome, "put_out")
+    assert row["worker"] == "worker-1"
+    assert "frozen" in row["reason"]
+    assert outcome.receipt.deaths_survived == 1
+
+
+def test_a_hanging_worker_is_named_with_step_phase_and_line(run, place):
+    job = JOBS["mlp"] | {"lanes": 6}
+    outcome = run(job, workers=3, watch=script(place, "hang worker 1 at step 5 in compute"))
+    assert_same(outcome, calm(run, job))
+    (row,) = rows(outcome, "put_out")
+    assert row["worker"] == "worker-1"
+    assert "hangs in compute at step 5" in row["reason"]
+    assert "faults.py" in row["reason"]
+
+
+def test_who_is_slow_at_first_is_not_put_out(run, place):
+    """A first batch and a first evaluation that take longer than a hang may."""
+    job = JOBS["mlp"] | {"lanes": 6, "evaluate": {"every_steps": 12, "batch_size": 16}}
+    lines = ["delay worker 1 at step 0 in data by 4000 ms", "delay worker 2 at step 12 in evaluation by 4000 ms"]
+    outcome = run(job, workers=3, watch=script(place, *lines))
+    assert_same(outcome, calm(run, job))
+    assert set(lines) == fired(place)
+    assert not rows(outcome, "put_out")
+    assert outcome.receipt.deaths_survived == 0
+
+
+# ---- coming and going ----
+
+
+def test_a_worker_that_is_terminated_leaves_without_loss(run, place):
+    job = JOBS["mlp"] | {"lanes": 6, "steps": 200}
+    outcome = run(job, workers=3, watch=script(place, "terminate worker 0 at step 5 in compute"))
+    assert_same(outcome, calm(run, job))
+    assert [row.who for row in rows(outcome, "left") if row["why"] == "asked to leave"] == ["worker-0"]
+    assert not rows(outcome, "stopped"), "a step was discarded"
+    assert outcome.receipt.deaths_survived == 0
+
+
+def test_all_are_terminated_at_once(run, place):
+    """They stay until others have what they hold."""
+    job = JOBS["mlp"] | {"lanes": 6, "steps": 200}
+    outcome = run(job, workers=3, watch=script(place, "terminate all at step 5 in compute"))
+    assert_same(outcome, calm(run, job))
+    assert outcome.receipt.deaths_survived == 0
+    assert not rows(outcome, "resumed")
+
+
+def test_a_stop_before_the_workers_are_there(run):
+    def stop(paths, event, picture):
+        if event.kind == "run_started":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome = run(JOBS["mlp"], look=stop, workers=3, lanes=6)
+    assert outcome.status == "interrupted"
+    assert_nothing_left(outcome)
+
+
+def test_folds_side_by_side_with_two_workers_each(run):
+    def folds(parallel):
+        split = {"kind": "stratified", "folds": 3, "parallel": parallel}
+        return JOBS["mlp"] | {"lanes": 4, "data": MLP["data"] | {"split": split}}
+
+    alone = [one.receipt.weights_sha256 for one in run(folds(1)).folds]
+    assert [one.receipt.weights_sha256 for one in run(folds(3), workers=2).folds] == alone
+
+
+def test_two_runs_side_by_side(run, place):
+    job = JOBS["mlp"] | {"lanes": 4, "steps": 200}
+    other = make_job(job | {"workers": 2}, base_dir=str(place))
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(drive.run, other, runs=place / "beside")
+        outcome = run(job, workers=2)
+        assert_same(outcome, calm(run, job))
+        assert_same(beside.result(), calm(run, job))
+
+
+# ---- without a driver ----
+
+
+@pytest.fixture
+def long_job(place):
+    job = JOBS["mlp"] | {"steps": 1500, "lanes": 6, "workers": 3, "checkpoint": {"every": "never", "keep_best": 0}}
+    (place / "job.yaml").write_text(yaml.safe_dump(job))
+    return job
+
+
+def lose_driver(place):
+    """A driver in a process of its own, killed while its three workers train. The run's paths and their processes."""
+    command = Command(place, "run", str(place / "job.yaml"), "--json")
+    started = {}
+    joined = 0
+    while joined < 3:
+        row = json.loads(command.process.stdout.readline())
+        joined += row["kind"] == "joined"
+        if row["kind"] == "worker_started":
+            started[row["who"]] = row["pid"]
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.end()
+    return RunPaths.at(place / "runs" / "mlp-1"), started
+
+
+@pytest.mark.parametrize("killed", [[], ["worker-0"], ["worker-0", "worker-2"]])
+def test_workers_outlive_their_driver(killed, long_job, place, run, resume):
+    paths, started = lose_driver(place)
+    for name in killed:
+        os.kill(started[name], signal.SIGKILL)
+    outcome = resume(paths)
+    assert_same(outcome, calm(run, long_job))
+    assert not rows(outcome, "resumed")
+    again = [row for row in rows(outcome, "worker_started") if row["pid"] not in started.values()]
+    assert len(again) <= len(killed), "who was alive was taken over"
+    after = max(row.t for row in rows(outcome, "run_started"))
+    carried = {row.who for row in rows(outcome, "joined") if row.t > after}
+    assert set(started) - set(killed) <= carried
+    assert_nothing_left(outcome)
+
+
+def test_workers_without_a_driver_save_and_leave(long_job, place, run, resume):
+    (place / "job.yaml").write_text(yaml.safe_dump(long_job | {"steps": 100_000, "engine": {"patience_s": 0.5}}))
+    paths, started = lose_driver(place)
+    deadline = time.monotonic() + 30
+    while processes_of(paths.root) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes_of(paths.root)
+    left = [row for row in read(paths.events) if row.kind == "left"]
+    assert {row.who for row in left} == set(started)
+    assert all("no driver" in row["why"] for row in left)
+    assert len({row.step for row in left}) == 1, "they agree where they stop"
+    assert max(manifest.step for manifest in list_manifests(paths.checkpoints)) == left[0].step
+
+
+# ---- exactly once ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_sample_is_seen_exactly_once_per_epoch(seed, run, place):
+    """Weights that count: 512 samples, two epochs and a half, kills wherever the seed says."""
+    rng = random.Random(seed)
+    phases = ("in data", "in compute", "in exchange", "while applying", "in telling", "in exchange after 1 ms")
+    lines = [f"kill worker {n} at step {rng.randint(0, 19)} {rng.choice(phases)}" for n in range(6)]
+    (place / "samples.csv").write_text("number,y\n" + "".join(f"{n},0\n" for n in range(512)))
+    job = {
+        "name": "tally",
+        "task": {"name": "models.py:Tally", "args": {"samples": 512}},
+        "optimizer": {"name": "SGD", "args": {"lr": 64.0}},
+        "data": {"source": {"kind": "csv", "path": "samples.csv", "target": "y"}, "split": "none"},
+        "batch_size": 64,
+        "steps": 20,
+        "lanes": 5,
+        "export": [],
+        "checkpoint": {"every": "never"},
+    }
+    outcome = run(job, workers=4, watch=script(place, *lines), engine=RESTARTS)
+    assert outcome.status == "finished", outcome.error
+    weights = load_weights(outcome.paths.model)
+    times = weights["times"].long()
+    assert sorted(times.tolist()) == [2] * 256 + [3] * 256, f"{lines}"
+    assert int(weights["total"]) == sum(number * int(count) for number, count in enumerate(times))
+
+
+# ---- noise ----
+
+
+def test_strangers_and_noise_change_nothing(run, place):
+    job = JOBS["mlp"] | {"lanes": 6, "steps": 200}
+    nuisance = Nuisance()
+    outcome = run(job, look=nuisance.look, workers=3)
+    nuisance.stop()
+    assert_same(outcome, calm(run, job))
+    assert outcome.receipt.deaths_survived == 0
+    assert not rows(outcome, "stopped")
+    assert nuisance.done > 20
+    assert nuisance.ports > 3, "the driver's, and a worker's"
+    assert not nuisance.let_in
+
+
+def test_the_token_is_told_nowhere(run, place, capfd):
+    outcome = run(JOBS["mlp"], workers=3, lanes=6, watch=script(place, "kill worker 1 at step 5 in exchange"))
+    token = json.loads(outcome.paths.control.read_text())["token"]
+    assert outcome.paths.control.stat().st_mode & 0o077 == 0
+    files = [file for file in outcome.paths.root.rglob("*") if file.is_file() and file != outcome.paths.control]
+    assert len(files) > 8
+    assert not [file for file in files if token.encode() in file.read_bytes()]
+    assert token not in "".join(capfd.readouterr())

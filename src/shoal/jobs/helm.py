@@ -53,7 +53,7 @@ class Helm:
         token = known.token if known else new_token()
         self.control = Control(token, listen=job.engine.listen, port=known.port if known else 0)
         write_contact(paths.control, Contact(self.control.host, self.control.port, token))
-        self.crew = Crew(lanes=job.lane_count, wanted=first_number(job))
+        self.crew = Crew(lanes=job.lane_count, wanted=first_number(job), balanced=job.engine.balance)
         self.deaths = 0
         self._job = job
         self._paths = paths
@@ -67,6 +67,7 @@ class Helm:
         self._out: dict[int, str] = {}  # seats that were put out, and why
         self._orphans: dict[int, float] = {}  # seats that should call back, and until when
         self._latest: dict[int, View] = {}
+        self._farewell: View | None = None  # for those, too, who come after the end
         self._look_at = 0.0
         self._step = 0
         self.stop_asked = ""
@@ -120,7 +121,9 @@ class Helm:
 
     def stop(self, why: str) -> None:
         if not self.crew.stopping:
-            self._publish(self.crew.stop(why))
+            order = self.crew.stop(why)
+            self._farewell = order.view
+            self._publish(order)
 
     def put_out(self, seat: int, why: str) -> None:
         """Out of the view, whatever it does from now on."""
@@ -179,8 +182,8 @@ class Helm:
         known = seat in self.crew.members
         self.crew.arrived(seat, local=local, address=address, view=view, training=training and not known)
         self.control.send(said.caller, "welcome", seat=seat, run=self._paths.name, **self._job_for(local))
-        if seat in self._latest:
-            self.control.publish(self._latest[seat], [said.caller])
+        if newest := self._farewell or self._latest.get(seat):
+            self.control.publish(newest, [said.caller])
 
     def _job_for(self, local: bool) -> dict[str, Any]:
         return {} if local else {"job": self._job.dump()}

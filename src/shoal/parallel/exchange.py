@@ -1,7 +1,8 @@
 """The ordered exchange: workers that carry different lanes end with the same sum over all of them, to the bit.
 
 Everybody lays down what it has of the tree, and whoever adds up a part of the stretch takes that part from all of them
-in the order of the tree. On one host that means reading each other's arenas; between hosts the part is sent.
+in the order of the tree. On one host that means reading each other's arenas; between hosts the part is sent, and the
+gradients of a worker's last lane go ahead while its backward still runs.
 
 **One phase** (two members, or little to add): everybody adds up everything. There are two banks of partials, used in
 turn. A bank is written again two steps later, and by then every peer has rung for the step in between, which it does
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shoal.parallel.adding import Addition, term_of
+from shoal.parallel.ahead import Ahead
 from shoal.parallel.flat import ALIGN, Layout, shares, write
 from shoal.parallel.links import frames
 from shoal.parallel.links.frames import Frame
@@ -90,6 +92,21 @@ class Plan:
         return self.sums(seat) + (stop - start if self.phases == 2 else 0)
 
 
+@dataclass
+class Round:
+    """The exchange of one step, under way. Of the partials laid down in `bank`, all but the last are complete; of
+    that one the first `ready` bytes are, and `posted` says which of them each far peer was sent."""
+
+    mine: Frame
+    bank: int
+    heard: dict[int, Frame]
+    sent_before: int
+    ready: int
+    posted: dict[int, int]
+    ahead: Ahead | None = None
+    failure: LinkError | None = None
+
+
 class Exchange:
     """The exchanges of one view, by the loop's thread. LinkError when one fails, and then no other may follow."""
 
@@ -135,21 +152,48 @@ class Exchange:
 
     # --- a step
 
-    def run(self, step: int, partials: Mapping[Node, LaneSum | None], *, halt: bool) -> Agreed:
-        sent = self._mesh.bytes_sent
-        bank = self._turn % self._plan.banks
-        self._turn += 1
-        heard = {self._mesh.seat: self._lay_down(step, bank, partials, halt=halt)}
-        waited_s = self._spread(heard, bank)
-        self._check_stamps(step, bank)
-        some = any(frame.filled for frame in heard.values())
-        if some and self._plan.phases == 2:
-            self._collect(step)
-            self._check_stamps(step, 1)
-        halting = any(frame.flags & frames.HALT for frame in heard.values())
-        return Agreed(self._outcome(heard) if some else None, halting, self._mesh.bytes_sent - sent, waited_s)
+    def ahead(self, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> Ahead | None:
+        """Before the last lane that adds to `sums`: what takes its gradients, and sends them while others follow.
 
-    def _outcome(self, heard: Mapping[int, Frame]) -> LaneSum:
+        Only in the view's second step or later: the first tells what a lane looks like here, and a step that was
+        spoilt is done again in a new view, so that it gets through there. Gradients that the lane's are added to are
+        taken out of `sums`.
+        """
+        node, met = sums.path((0, lane))
+        held = sums.partials
+        complete = {other: value for other, value in held.items() if other not in dict(met)}
+        if self._turn == 0 or not self._far() or {*complete, node} != {*self._nodes} or node != self._nodes[-1]:
+            return None
+        it = self._round = self._lay_down(step, complete, node=node, halt=halt)
+        self._post(it)
+        self._mesh.open(frames.PARTIAL, step)
+        self._progress = self._adding(it)
+        others = [(_without_grads(value), first) for other, first in met if (value := held[other]) is not None]
+        it.ahead = Ahead(
+            self._room[it.bank][node],
+            self._plan.layout.grads,
+            others,
+            counted=self._counted,
+            ready=functools.partial(self._push, it),
+        )
+        return it.ahead
+
+    def _push(self, it: Round, until: int) -> None:
+        """So much is ready now. A failure is kept for `run`: backward would not know what to do with it."""
+        it.ready = until
+        if it.failure is None:
+            try:
+                self._post_more(it)
+                self._mesh.advance(self._arranging(it), self._adding_further)
+            except LinkError as failure:
+                it.failure = failure
+
+    def run(self, step: int, partials: Mapping[Node, LaneSum | None], *, halt: bool) -> Agreed:
+        it, self._round = self._round, None
+        if it is None:
+            it = self._lay_down(step, partials, halt=halt)
+            self._mesh.open(frames.PARTIAL, step)
+                def _outcome(self, heard: Mapping[int, Frame]) -> LaneSum:
         counted = {bool(frame.flags & frames.COUNTED) for frame in heard.values() if frame.filled}
         if len(counted) > 1:
             raise LinkError("some lanes came with a count and others without")

@@ -1,8 +1,9 @@
 """A lane sum as one flat stretch of bytes, which goes over the wire or is read by peers as it is.
 
-What is added up lies first, then what only the lowest lane gives; tensors of one dtype lie side by side. Every tensor
-starts at a multiple of 64, as torch's own memory does, and has the strides that torch gives a gradient: kernels may
-choose their order of adding by either, and bits must not depend on the way a gradient came.
+What is added up lies first, then what only the lowest lane gives; tensors of one dtype lie side by side, the
+gradients of the last parameters first, for backward finishes those first. Every tensor starts at a multiple of 64, as
+torch's own memory does, and has the strides that torch gives a gradient: kernels may choose their order of adding by
+either, and bits must not depend on the way a gradient came.
 """
 
 from __future__ import annotations
@@ -60,10 +61,12 @@ class Layout:
         wanted = [_place(t, added=True) for t in added] + [_place(t, added=False) for t in like.first]
         self.regions: list[Region] = []
         self._places = list(wanted)
+        order = [*reversed(range(len(like.grads))), *range(len(like.grads), len(wanted))]
         end = 0
-        for dtype, is_added in dict.fromkeys((p.dtype, p.added) for p in sorted(wanted, key=lambda p: not p.added)):
+        for dtype, is_added in dict.fromkeys((wanted[i].dtype, wanted[i].added) for i in order):
             start = end
-            for i, place in enumerate(wanted):
+            for i in order:
+                place = wanted[i]
                 if (place.dtype, place.added) == (dtype, is_added):
                     self._places[i] = Place(place.dtype, place.added, place.shape, place.strides, end)
                     end = aligned(end + place.size_bytes)
@@ -76,6 +79,10 @@ class Layout:
         grads, averaged, first = self._sizes
         small = tensors[grads : grads + averaged + 2]
         return LaneSum(tensors[:grads], small[:-2], tensors[len(tensors) - first :], small[-2], small[-1])
+
+    @property
+    def grads(self) -> list[Place]:
+        return self._places[: self._sizes[0]]
 
     def fits(self, value: LaneSum) -> bool:
         """Would it come back as it is?"""
@@ -98,8 +105,9 @@ class Layout:
 
 
 def write(into: LaneSum, value: LaneSum) -> None:
-    """Copy a sum into the views of a stretch."""
-    torch._foreach_copy_(into.grads, value.grads)
+    """Copy a sum into the views of a stretch; gradients that went ahead are there already."""
+    if value.grads:
+        torch._foreach_copy_(into.grads, value.grads)
     for places, tensors in ((into.averaged, value.averaged), (into.first, value.first)):
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)

@@ -8,9 +8,10 @@ update. Nothing here knows how many workers there are.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class LaneSum:
     """What a lane, or a block of lanes, adds up to.
 
     `averaged` are the moving float buffers times the lane's share; `first` are the other moving buffers, of which
-    the lowest lane's count. `count` is there when the loss came as a sum with a divisor of its own.
+    the lowest lane's count. `count` is there when the loss came as a sum with a divisor of its own. `grads` are empty
+    where a taker has them.
     """
 
     grads: list[Tensor]
@@ -42,13 +44,24 @@ class LaneSum:
 
 def add(left: LaneSum, right: LaneSum) -> LaneSum:
     """left + right, in the memory of left."""
-    torch._foreach_add_(left.grads, right.grads)
+    if left.grads:
+        torch._foreach_add_(left.grads, right.grads)
     if left.averaged:
         torch._foreach_add_(left.averaged, right.averaged)
     left.loss += right.loss
     if left.count is not None and right.count is not None:
         left.count += right.count
     return left
+
+
+class Taker(Protocol):
+    """Takes a lane's gradients one by one, in the order in which backward finishes them."""
+
+    def take(self, index: int, grad: Tensor | None) -> None:
+        """The gradient of trainable parameter number `index`. At the end, None for each that has none left."""
+
+    def spoil(self, why: str) -> None:
+        """What was taken is not the lane's gradient after all."""
 
 
 @dataclass(frozen=True)
@@ -174,12 +187,20 @@ class Replica:
             if own and module._buffers and not any(p.requires_grad for p in own):
                 module.eval()
 
-    def forward_backward(self, step: int, lane: int, batch: Any, *, share: float) -> LaneSum:
-        """The lane's part of the step; `share` is its part of the step's samples."""
-        result = self._once(step, lane, batch, share)
-        return self._once(step, lane, batch, share) if self.chance.missed() else result
+    def forward_backward(
+        self, step: int, lane: int, batch: Any, *, share: float, taker: Taker | None = None
+    ) -> LaneSum:
+        """The lane's part of the step; `share` is its part of the step's samples. Gradients go to the taker as soon
+        as they are there, if there is one."""
+        result = self._once(step, lane, batch, share, taker)
+        if not self.chance.missed():
+            return result
+        if taker:
+            taker.spoil("a generator was drawn from that had no seed for this lane")
+            return result
+        return self._once(step, lane, batch, share)
 
-    def _once(self, step: int, lane: int, batch: Any, share: float) -> LaneSum:
+    def _once(self, step: int, lane: int, batch: Any, share: float, taker: Taker | None = None) -> LaneSum:
         if self.moving.names:
             self.moving.restore()
         self.chance.for_lane(self._seed, seeds.LANE, step, lane)
@@ -187,17 +208,30 @@ class Replica:
             result = self._loss(self.model, batch)
         if isinstance(result, tuple):
             loss, divisor = result
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._backward(loss, None, taker)
             value = loss.detach().double()
             count = torch.as_tensor(divisor, dtype=torch.float64, device=self.device).clone()
         else:
             # A share of one changes no bit, and is left out: a single lane costs what plain PyTorch does.
-            result.backward(self._share(share, result) if share != 1 else None)  # type: ignore[no-untyped-call]
+            self._backward(result, self._share(share, result) if share != 1 else None, taker)
             value, count = result.detach().double(), None
             if share != 1:
                 value *= share
         averaged, first = self.moving.take(share) if self.moving.names else ([], [])
-        return LaneSum(self._take_grads(), averaged, first, value, count)
+        return LaneSum(self._take_grads(taker), averaged, first, value, count)
+
+    def _backward(self, loss: Tensor, weight: Tensor | None, taker: Taker | None) -> None:
+        hooks = []
+        if taker:
+            give = functools.partial(_give, taker)
+            hooks = [
+                p.register_post_accumulate_grad_hook(functools.partial(give, i)) for i, p in enumerate(self.trainable)
+            ]
+        try:
+            loss.backward(weight)  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def blank(self) -> LaneSum:
         """Tensors of the shapes and kinds that a lane's sum has; a count is there in any case."""
@@ -240,8 +274,12 @@ class Replica:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
             inner(optimizer)
 
-    def _take_grads(self) -> list[Tensor]:
+    def _take_grads(self, taker: Taker | None) -> list[Tensor]:
         """The lane's gradients, taken out of the model. A parameter that the lane did not touch has zero."""
+        if taker:
+            for i, parameter in enumerate(self.trainable):
+                _give(taker, i, parameter)
+            return []
         grads = []
         for parameter in self.trainable:
             grad, parameter.grad = parameter.grad, None
@@ -284,6 +322,11 @@ class Replica:
         self.moving = MovingBuffers(self.model, list(state["moving"]))
         for name, value in state["moving"].items():
             self.model.get_buffer(name).copy_(value)
+
+
+def _give(taker: Taker, index: int, parameter: Tensor) -> None:
+    grad, parameter.grad = parameter.grad, None
+    taker.take(index, grad)
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:

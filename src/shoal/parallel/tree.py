@@ -28,21 +28,27 @@ class TreeSum(Generic[T]):
         self._held: dict[Node, T | None] = {}
 
     def push(self, node: Node, value: T | None) -> None:
+        top, met = self.path(node)
+        for sibling, comes_first in met:
+            other = self._held.pop(sibling)
+            value = self._sum(other, value) if comes_first else self._sum(value, other)
+        self._held[top] = value
+
+    def path(self, node: Node) -> tuple[Node, list[tuple[Node, bool]]]:
+        """Where a value for this node ends up, and the held nodes that it meets on the way; True: it comes after."""
+        met: list[tuple[Node, bool]] = []
         while True:
             if node in self._held:
                 raise ValueError(f"node {node} was given twice")
             level, index = node
             sibling = (level, index ^ 1)
             if level == self.height:
-                self._held[node] = value
-                return
+                return node, met
             if sibling in self._held:
-                other = self._held.pop(sibling)
-                value = self._sum(value, other) if index % 2 == 0 else self._sum(other, value)
+                met.append((sibling, index % 2 == 1))
             elif (index ^ 1) << level < self.lanes:
-                self._held[node] = value
-                return
-            node = (level + 1, index >> 1)  # the sibling lies beyond the last lane: pass through
+                return node, met
+            node = (level + 1, index >> 1)  # where the sibling lies beyond the last lane: pass through
 
     def lane(self, number: int, value: T | None) -> None:
         self.push((0, number), value)

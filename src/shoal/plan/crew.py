@@ -45,6 +45,7 @@ class Member:
     ready_s: float = 0.0
     told: int = 0
     followed: bool = False
+    loading: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Crew:
 
     lanes: int
     wanted: int = 1
+    balanced: bool = True
     number: int = 0
     members: dict[int, Member] = field(default_factory=dict)
     view: View | None = None
@@ -91,13 +93,16 @@ class Crew:
         self._expected.add(seat)
 
     def arrived(self, seat: int, *, local: bool, address: Address, view: int = 0, training: bool = False) -> None:
-        """A worker took its seat. One that outlived an earlier driver knows a view and may be training."""
-        if not local and seat not in self.members:
-            self.wanted += 1  # it came by itself, on top of those that we fill
-        self.members.setdefault(seat, Member(seat, local, address, training=training))
-        if local and not training:
-            self._expected.add(seat)
+        """A worker took its seat, or called again. One that outlived an earlier driver knows a view and may be
+        training."""
         self.number = max(self.number, view)
+        if seat in self.members:
+            return
+        self.members[seat] = Member(seat, local, address, training=training, told=view)
+        if not local:
+            self.wanted += 1  # it came by itself, on top of those that we fill
+        elif not training:
+            self._expected.add(seat)
 
     def stands(self, seat: int, now_s: float, *, view: int, position: int | None) -> None:
         """It waits for a view; `view` is the last that it took up."""
@@ -107,6 +112,7 @@ class Crew:
         if not member.standing:
             member.ready_s = now_s
         member.training, member.standing, member.position = False, True, position
+        member.loading = False
         self._expected.discard(seat)
 
     def gone(self, seat: int) -> None:
@@ -235,6 +241,8 @@ class Crew:
     def _faster(self, now_s: float) -> bool:
         """Would others carry faster, and has it looked so for long enough?"""
         assert self.view is not None
+        if not self.balanced:
+            return False
         times = {seat: self.members[seat].lane_s for seat in self.view.carries}
         if None in times.values() or balance.worth_moving(self.view.carries, times) is None:
             self._slow_since_s = None
@@ -250,7 +258,7 @@ class Crew:
     def _following(self) -> Publish | None:
         """The next training view, once everybody stands."""
         standing = [m for _, m in sorted(self.members.items()) if m.standing]
-        if self._training() or not standing:
+        if self._training() or not standing or any(m.loading for m in self.members.values()):
             return None
         if self._expected and all(m.position in (None, 0) for m in standing):
             return None  # those that start at the same time begin together
@@ -268,16 +276,15 @@ class Crew:
     def _load(self, member: Member) -> Publish:
         """Nobody holds anything: the newest checkpoint counts, or the job's start."""
         self._loader = member.seat
-        member.standing = False
+        member.standing, member.loading = False, True
         return self._publish(View(number=self.number + 1, loads=member.seat), [member.seat])
 
     def _enter(self, team: list[Member], savers: list[Member], best: int) -> Publish:
         saver = min(savers, key=lambda m: (self._saves(m), m.position != best, m.seat))
         holder = saver if saver.position == best else next(m for m in team if m.position == best)
         chosen = _first({saver.seat: saver, holder.seat: holder}, team, self.lanes)
-        carries = {
-            s: lanes for s, lanes in balance.shares(self.lanes, {m.seat: m.lane_s for m in chosen}).items() if lanes
-        }
+        times = {m.seat: m.lane_s if self.balanced else None for m in chosen}
+        carries = {seat: lanes for seat, lanes in balance.shares(self.lanes, times).items() if lanes}
         if not {saver.seat, holder.seat} <= set(carries):
             carries = balance.equal(self.lanes, [m.seat for m in chosen])
         behind = any(self.members[s].position != best for s in carries)

@@ -179,13 +179,15 @@ class LocalEngine(Spec):
     """Processes on this machine. `restarts`: how often in a row all workers may die without a step in between.
 
     `patience_s`: how long workers whose driver died wait for another before they save and leave.
-    `listen`: the address of this machine where workers from elsewhere may join.
+    `listen`: the address of this machine where workers from elsewhere may join. `balance`: lanes move to the workers
+    that are faster.
     """
 
     kind: Literal["local"] = "local"
     restarts: NonNegativeInt = 3
     patience_s: PositiveFloat = 60.0
     listen: str = "127.0.0.1"
+    balance: bool = True
 
 
 _SHORT = ("sync", "codec", "engine")

@@ -37,6 +37,7 @@ class Link:
         self._sock = sock
         self._view = view
         self._outgoing: list[memoryview] = []
+        self._owed = 0
         self._fd_out = -1
         self._head = memoryview(bytearray(FRAME_BYTES))
         self._incoming: list[memoryview] = []
@@ -53,10 +54,16 @@ class Link:
 
     # --- out
 
-    def post(self, frame: Frame, payload: Sequence[memoryview] = (), *, fd: int = -1) -> None:
-        """To be sent, and with it (same host only) a descriptor."""
+    def post(self, frame: Frame, payload: Sequence[memoryview] = (), *, fd: int = -1, later: int = 0) -> None:
+        """To be sent, and with it (same host only) a descriptor. So many bytes of the payload come `later`."""
         self._outgoing += [memoryview(frame.pack()), *(part for part in payload if part)]
         self._fd_out = fd
+        self._owed = later
+
+    def post_more(self, part: memoryview) -> None:
+        """The next part of the payload that was to come later."""
+        self._outgoing.append(part)
+        self._owed -= len(part)
 
     @property
     def sending(self) -> bool:
@@ -168,7 +175,7 @@ class Link:
     def part(self, frame: Frame) -> None:
         """A last word, if it does not fall into the middle of another, and nothing after it."""
         with contextlib.suppress(OSError):
-            if not self._outgoing:
+            if not self._outgoing and not self._owed:
                 self._sock.send(frame.pack())
             self._sock.shutdown(socket.SHUT_WR)
 

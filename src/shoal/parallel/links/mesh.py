@@ -5,10 +5,11 @@ Everything that waits here can be woken: `abort`, from any thread, shuts the soc
 
 from __future__ import annotations
 
+import contextlib
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from shoal.parallel.links import frames
 from shoal.parallel.links.endpoint import Endpoint, reach
@@ -82,24 +83,49 @@ class Mesh:
         """Send what was posted and receive one frame from every peer, all at once, so that nobody waits in a circle.
 
         `progress` is called whenever something has moved. Returns the seconds in which nothing did, because peers had
-        not begun.
+        not begun. Between `open` and `finish`, which this is, one may `advance`.
         """
+        self.open(kind, step)
+        return self.finish(arrange, progress)
+
+    def open(self, kind: int, step: int) -> None:
+        for link in self.links.values():
+            link.expect(kind, step)
+
+    def advance(self, arrange: Arrange, progress: Callable[[], None] | None = None) -> None:
+        """What can be sent and received at this moment."""
+        with self._leaving_if_it_fails():
+            for link in self.links.values():
+                link.send()
+                link.receive(arrange)
+            if progress:
+                progress()
+
+    def finish(self, arrange: Arrange, progress: Callable[[], None] | None = None) -> float:
+        with self._leaving_if_it_fails():
+            return self._trade(arrange, progress)
+
+    @contextlib.contextmanager
+    def _leaving_if_it_fails(self) -> Iterator[None]:
         try:
-            return self._trade(kind, step, arrange, progress)
+            yield
         except LinkError as failure:
             if self._aborted.is_set():  # which explains whatever came after it
                 raise self._abortion() from failure
-            self._part(failure.seat if isinstance(failure, PeerError) else self.seat)
+            self.part(failure.seat if isinstance(failure, PeerError) else self.seat)
             raise
 
-    def _trade(self, kind: int, step: int, arrange: Arrange, progress: Callable[[], None] | None) -> float:
+    def _trade(self, arrange: Arrange, progress: Callable[[], None] | None) -> float:
         poll = select.poll()
         busy: dict[int, Link] = {}
         for link in self.links.values():
-            link.expect(kind, step)
             link.send()
+            if not _wishes(link):
+                continue
             busy[link.fileno()] = link
             poll.register(link, _wishes(link))
+        if progress:
+            progress()
         waited_s = 0.0
         while busy:
             idle = not any(link.sending or link.began for link in busy.values())
@@ -125,7 +151,7 @@ class Mesh:
     def _abortion(self) -> LinkError:
         return LinkError(f"view {self.view} was aborted")
 
-    def _part(self, blamed: int) -> None:
+    def part(self, blamed: int) -> None:
         """Leave, and tell the others because of whom."""
         for link in self.links.values():
             link.part(Frame(frames.LEFT, self.view, blamed, self.seat))

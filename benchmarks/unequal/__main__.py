@@ -1,0 +1,129 @@
+"""python -m benchmarks.unequal [--model gpt] [--seconds 20] [--rounds 3] [--slow 3]
+
+One of two workers gets a third of its processor (it is stopped and continued, 10 ms of every 30). Steps per second
+with lanes that move, against equal shares, in turns; the weights of all runs are compared step by step at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead.__main__ import machine
+from benchmarks.overhead.models import MODELS
+from benchmarks.overhead.runs import job, open_nursery
+from benchmarks.overhead.samples import gather
+from shoal.events import Event, Picture
+from shoal.fleet.engines.local import Nursery
+from shoal.jobs import drive
+from shoal.spec.load import make_job
+from shoal.spec.paths import RunPaths
+
+RESULTS = Path(__file__).parents[1] / "results" / "unequal.json"
+SLICE_S = 0.01
+SETTLE_S = 6.0
+STEPS = {"mlp": 6000, "cnn": 400, "gpt": 500}
+
+
+class Slowed(threading.Thread):
+    """Lets a process run one slice of every `times`, from outside."""
+
+    def __init__(self, pid: int, times: int) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.times = pid, times
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            while not self.over.is_set():
+                os.kill(self.pid, signal.SIGSTOP)
+                self.over.wait(SLICE_S * (self.times - 1))
+                os.kill(self.pid, signal.SIGCONT)
+                self.over.wait(SLICE_S)
+        except ProcessLookupError:
+            return
+
+
+class Watch:
+    """Slows worker-1 as soon as it trains, and notes when steps were committed."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.began = 0.0
+        self.seen: list[tuple[float, int]] = []
+        self.slowed: Slowed | None = None
+
+    def __call__(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+        if event.kind == "joined" and event.who == "worker-1" and self.slowed is None:
+            self.began = time.monotonic()
+            self.slowed = Slowed(picture.worker("worker-1").pid, self.times)
+            self.slowed.start()
+        if event.kind == "step" and event.who == "worker-0" and self.slowed:
+            self.seen.append((time.monotonic() - self.began, int(event.step or 0)))
+
+    def steps_per_s(self) -> float:
+        """After lanes had time to settle."""
+        late = [(t, step) for t, step in self.seen if t > SETTLE_S]
+        return (late[-1][1] - late[0][1]) / (late[-1][0] - late[0][0])
+
+
+def measure(model: str, data: Path, scratch: Path, nursery: Nursery, *, balance: bool, slow: int) -> dict[str, Any]:
+    watch = Watch(slow)
+    engine = {"kind": "local", "balance": balance}
+    plain = job(model, data, steps=STEPS[model], window={}, lanes=8, workers=2, engine=engine)
+    plain["model"] = f"benchmarks.overhead.models:{MODELS[model].__name__}"
+    outcome = drive.run(make_job(plain), runs=scratch / "runs", look=watch, nursery=nursery)
+    if watch.slowed:
+        watch.slowed.over.set()
+        watch.slowed.join()
+    if outcome.receipt is None:
+        raise outcome.error or RuntimeError(outcome.status)
+    carried = {name: one.samples for name, one in outcome.receipt.carried.items()}
+    return {
+        "steps/s": watch.steps_per_s(),
+        "weights": outcome.receipt.weights_sha256,
+        "samples carried": carried,
+        "views": outcome.receipt.views,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.unequal", description=__doc__)
+    parser.add_argument("--model", choices=sorted(STEPS), default="gpt")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slow", type=int, default=3, help="how many times slower one of the two workers is")
+    asked = parser.parse_args()
+    sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_nursery() as nursery:
+        data = gather(None, Path(scratch) / "data")
+        for turn in range(asked.rounds):
+            for balance in (True, False) if turn % 2 else (False, True):
+                sides[balance].append(
+                    measure(asked.model, data, Path(scratch), nursery, balance=balance, slow=asked.slow)
+                )
+                print(f"lanes {'move' if balance else 'stay'}: {sides[balance][-1]}", flush=True)
+    moving, staying = (statistics.median(one["steps/s"] for one in sides[balance]) for balance in (True, False))
+    result = {
+        "machine": machine(),
+        "model": asked.model,
+        "slow": asked.slow,
+        "moving": sides[True],
+        "staying": sides[False],
+        "ratio": moving / staying,
+        "same weights": len({one["weights"] for side in sides.values() for one in side}) == 1,
+    }
+    print(json.dumps({key: result[key] for key in ("ratio", "same weights")}))
+    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    RESULTS.write_text(json.dumps(kept | {asked.model: result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Gradients that leave before backward is over.
+
+The last lane that a worker computes in a step finishes its part of the tree, parameter by parameter. Each finished
+gradient is added to what the earlier lanes left, in the order of the tree, straight into the stretch that peers on
+other hosts are sent; how far that is ready moves on while backward goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.flat import Place
+from shoal.parallel.replica import LaneSum
+
+BUCKET_BYTES = 1 << 18
+
+Met = Sequence[tuple[list[Tensor], bool]]
+"""Gradients that the lane's are added to, one after the other; True: they stand on the left."""
+
+
+class Ahead:
+    """A taker (see Replica) for one lane. `ready(until)` is told now and then that the first `until` bytes are there.
+
+    Nothing can be called back. What turns out to be wrong is said in `spoilt`: then the step must not count.
+    """
+
+    def __init__(
+        self, room: LaneSum, places: Sequence[Place], met: Met, *, counted: bool, ready: Callable[[int], None]
+    ) -> None:
+        self.spoilt = ""
+        self._room = room.grads
+        self._met = met
+        self._counted = counted
+        self._ready = ready
+        self._missing = set(range(len(places)))
+        self._ends = sorted((place.start + place.size_bytes, i) for i, place in enumerate(places))
+        self._next = 0
+        self._told = 0
+
+    def take(self, index: int, grad: Tensor | None) -> None:
+        """`grad` is complete, and nobody else's any more. Without one, zero stands for what did not come."""
+        if grad is None and index not in self._missing:
+            return
+        if index not in self._missing:
+            self.spoil("a parameter's gradient came in more than one part")
+        elif not self.spoilt:
+            self._finish(index, torch.zeros_like(self._room[index]) if grad is None else grad)
+
+    def _finish(self, index: int, value: Tensor) -> None:
+        place = self._room[index]
+        if (value.layout, value.dtype, value.shape) != (torch.strided, place.dtype, place.shape):
+            self.spoil("a gradient is not of the kind that its parameter has")
+            return
+        for there, comes_first in self._met[:-1]:
+            value = there[index].add_(value) if comes_first else value.add_(there[index])
+        if self._met:
+            there, comes_first = self._met[-1]
+            torch.add(*((there[index], value) if comes_first else (value, there[index])), out=place)
+        else:
+            place.copy_(value)
+        self._missing.remove(index)
+        self._move_on()
+
+    def _move_on(self) -> None:
+        """Only what lies in front of the first gap is ready."""
+        until = self._told
+        while self._next < len(self._ends) and self._ends[self._next][1] not in self._missing:
+            until = self._ends[self._next][0]
+            self._next += 1
+        if until - self._told >= BUCKET_BYTES:
+            self._told = until
+            self._ready(until)
+
+    def spoil(self, why: str) -> None:
+        self.spoilt = self.spoilt or why
+
+    def judge(self, total: LaneSum | None) -> str:
+        """At the end: '' or why what went ahead cannot stand. `total` is the sum that the lane ended up in."""
+        if total is None or total.grads or self._missing:
+            self.spoil("not all gradients went ahead")
+        elif (total.count is not None) != self._counted:
+            self.spoil("the loss has a count of its own in one step and none in another")
+        return self.spoilt

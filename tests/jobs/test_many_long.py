@@ -1,0 +1,114 @@
+"""Hundreds of random plans of faults, from inside the workers and from outside: the same bits after each."""
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from shoal.errors import ShoalError
+from shoal.jobs import wishes
+from tests.conftest import CNN, GPT, MLP
+from tests.jobs.disturbed import assert_nothing_left, assert_same, calm, in_time, script
+
+PLANS = 220
+TESTED = {"split": {"kind": "holdout", "validation": 0.2, "test": 0.1}}
+JOBS = {
+    "mlp": MLP | {"steps": 120, "data": MLP["data"] | TESTED},
+    "cnn": CNN | {"steps": 50, "data": CNN["data"] | TESTED},
+    "gpt": GPT | {"steps": 40, "data": GPT["data"] | TESTED},
+}
+PLACES = (
+    "in data", "in compute", "in exchange", "in telling", "in evaluation", "while applying", "while joining",
+    "while catching up", "while source", "in save", "in export", "in following",
+)  # fmt: skip
+
+
+class Plan:
+    """What a seed stands for."""
+
+    def __init__(self, seed):
+        rng = random.Random(seed)
+        self.rng = rng
+        name = rng.choice(list(JOBS))
+        lanes = rng.randint(3, 9)
+        self.workers = rng.randint(2, min(lanes, 6))
+        self.job = JOBS[name] | {
+            "lanes": lanes,
+            "evaluate": {"every_steps": rng.choice([7, 20]), "batch_size": 16},
+        }
+        self.saves = {"every": rng.choice(["never", "3 steps", "20 steps"])}
+        self.lines = [self.line() for _ in range(rng.randint(0, 4))]
+        self.acts = [(rng.choice([0.0, 0.02, 0.2, 0.6]), self.act()) for _ in range(rng.randint(0, 5))]
+
+    def line(self):
+        rng = self.rng
+        act = rng.choices(["kill", "terminate", "freeze", "hang"], [12, 2, 1, 1])[0]
+        where = rng.choice(PLACES) if act in ("kill", "terminate") else rng.choice(["in compute", "in data"])
+        step = f" at step {rng.randint(0, self.job['steps'])}" if where.startswith("in ") and rng.random() < 0.8 else ""
+        if where in ("in export", "in save", "in following", "while joining"):
+            step = ""
+        after = f" after {rng.choice([1, 3, 10])} ms" if act == "kill" and rng.random() < 0.5 else ""
+        return f"{act} worker {rng.randint(0, self.workers + 1)}{step} {where}{after}"
+
+    def act(self):
+        return self.rng.choices(["kill", "terminate", "freeze", "wink", "scale"], [6, 3, 1, 2, 3])[0]
+
+    def __str__(self):
+        return f"{self.job['name']}, {self.workers} workers, {self.job['lanes']} lanes, {self.lines}, {self.acts}"
+
+
+class Outside:
+    """Carries out a plan's acts, one after the other, when their time has come and there is somebody to hit."""
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.acts = list(plan.acts)
+        self.at = None
+
+    def look(self, paths, event, picture):
+        if event.kind != "step" or not self.acts or picture.result:
+            return
+        now = time.monotonic()
+        self.at = self.at or now + self.acts[0][0]
+        if now < self.at:
+            return
+        _, act = self.acts.pop(0)
+        self.at = None
+        if act == "scale":
+            number = self.plan.rng.randint(1, 6)
+            threading.Thread(target=self.scale, args=(paths, number), daemon=True).start()
+        elif picture.training:
+            self.hit(act, self.plan.rng.choice(picture.training).pid)
+
+    def scale(self, paths, number):
+        with contextlib.suppress(ShoalError):  # the run may be over
+            wishes.scale(paths, number)
+
+    def hit(self, act, pid):
+        with contextlib.suppress(ProcessLookupError):
+            if act == "wink":
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(self.plan.rng.choice([0.05, 0.4, 1.5, 3.0]), self.hit, ["wake", pid]).start()
+            else:
+                signals = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "terminate": signal.SIGTERM}
+                os.kill(pid, signals.get(act, signal.SIGCONT))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(PLANS))
+def test_random_plans_change_nothing(seed, run, place):
+    plan = Plan(seed)
+    undisturbed = calm(run, plan.job)
+    outside = Outside(plan)
+    print(f"seed {seed}: {plan}")
+    with in_time(120):
+        outcome = run(
+            plan.job, look=outside.look, workers=plan.workers, watch=script(place, *plan.lines),
+            engine={"kind": "local", "restarts": 20}, checkpoint=plan.saves,
+        )  # fmt: skip
+    assert_same(outcome, undisturbed)
+    assert_nothing_left(outcome)
