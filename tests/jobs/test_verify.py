@@ -66,7 +66,7 @@ def test_lanes_are_settled_once_for_all_numbers(place):
     fixed = verify.fixed(job, most=5, purpose="verify")
     assert fixed.lane_count == 5
     assert {verify.with_workers(fixed, n).sha256() for n in (1, 2, 5)} == {fixed.sha256()}
-    with pytest.raises(ShoalError, match="SH107.*6 workers but 4 lanes"):
+    with pytest.raises(ShoalError, match=r"SH107.*6 workers but 4 lanes"):
         verify.fixed(make_job(MLP, base_dir=str(place)), most=6, purpose="verify")
 
 
@@ -83,7 +83,7 @@ def test_folds_are_verified_one_at_a_time(place):
 
 @pytest.mark.parametrize("text", ["", "2", "1,x", "1,0", "1,,2", "1,99999"])
 def test_bad_numbers_are_told(text):
-    with pytest.raises(ShoalError, match="SH609"):
+    with pytest.raises(ShoalError, match=r"SH609"):
         verify.numbers(text)
 
 

@@ -35,7 +35,7 @@ def test_scaling_and_stopping(run, resume):
         assert picture.status == "stopped"
         assert picture.saved_step == picture.step > 0
     assert it.outcome.result().status == "stopped"
-    with pytest.raises(ShoalError, match="SH612.*nobody drives 'mlp-1'"):
+    with pytest.raises(ShoalError, match=r"SH612.*nobody drives 'mlp-1'"):
         wishes.scale(it.paths, 2)
 
 
@@ -43,9 +43,9 @@ def test_a_drained_worker_leaves_and_changes_nothing(run):
     changes = {"steps": 1500, "evaluate": {"every_steps": 500}}
     with driven(run, MLP, workers=3, **changes) as it:
         it.trains(3)
-        with pytest.raises(ShoalError, match="SH613.*no worker-7 now.*It has: worker-0, worker-1, worker-2"):
+        with pytest.raises(ShoalError, match=r"SH613.*no worker-7 now.*It has: worker-0, worker-1, worker-2"):
             wishes.drain(it.paths, "7")
-        with pytest.raises(ShoalError, match="SH613.*Write worker-2, or 2"):
+        with pytest.raises(ShoalError, match=r"SH613.*Write worker-2, or 2"):
             wishes.drain(it.paths, "the second")
         seat, answer = wishes.drain(it.paths, "worker-1")
         assert (seat, answer.wanted) == (1, 2)
@@ -88,7 +88,7 @@ def test_folds_are_named_one_by_one_and_stopped_together(run):
         it.trains(1)
         whole = it.paths.whole
         for wish in (lambda: wishes.scale(whole, 2), lambda: wishes.drain(whole, "0"), lambda: wishes.token(whole)):
-            with pytest.raises(ShoalError, match="SH614.*mlp-1/fold-0"):
+            with pytest.raises(ShoalError, match=r"SH614.*mlp-1/fold-0"):
                 wish()
         wishes.scale(it.paths, 2)
         it.trains(2)
@@ -99,7 +99,7 @@ def test_folds_are_named_one_by_one_and_stopped_together(run):
 @pytest.mark.parametrize("number", [0, -1, 5000])
 def test_a_number_that_makes_no_sense(run, number):
     outcome = run(MLP, steps=1)
-    with pytest.raises(ShoalError, match="SH609"):
+    with pytest.raises(ShoalError, match=r"SH609"):
         wishes.scale(outcome.paths, number)
 
 

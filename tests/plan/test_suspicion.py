@@ -193,6 +193,16 @@ def test_a_long_first_unit_counts_only_until_the_second_is_done():
     assert whys(suspicion, 100.3, sign(units=3, units_in_phase=2, since_s=3.1), waits()) != {}
 
 
+def test_a_later_process_has_as_long_for_its_first_unit_as_those_before_it_showed():
+    first = {"units_in_phase": 0}
+    assert whys(started(), 100, sign(units=1, since_s=299.0, **first), waits()) == {}
+    suspicion = started()
+    suspicion.look(100, [sign(units=1, since_s=5.0, **first), waits()])
+    suspicion.look(100.1, [sign(units=2, units_in_phase=1), waits()])
+    assert whys(suspicion, 100.2, sign(units=3), waits(), sign(2, units=1, since_s=39.0, **first)) == {}
+    assert list(whys(suspicion, 100.3, sign(units=4), waits(), sign(2, units=1, since_s=40.1, **first))) == [2]
+
+
 def test_the_pace_of_one_who_left_is_forgotten():
     suspicion = started()
     for unit in range(3):

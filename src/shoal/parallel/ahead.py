@@ -8,6 +8,7 @@ other hosts are sent; how far that is ready moves on while backward goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,33 +22,47 @@ Met = Sequence[tuple[list[Tensor], bool]]
 """Gradients that the lane's are added to, one after the other; True: they stand on the left."""
 
 
-class Ahead:
-    """A taker (see Replica) for one lane. `ready(until)` is told now and then that the first `until` bytes are there.
+@dataclass
+class Taken:
+    """How far it has come. Nothing can be called back: if what was taken turns out wrong, the step must not count."""
 
-    Nothing can be called back. What turns out to be wrong is said in `spoilt`: then the step must not count.
-    """
+    missing: set[int]
+    spoilt: str = ""
+
+    def spoil(self, why: str) -> None:
+        self.spoilt = self.spoilt or why
+
+    def judge(self, total: LaneSum | None, *, counted: bool) -> str:
+        """At the end: '' or why it cannot stand. `total` is the sum that the lane went into; what went ahead said
+        whether it is `counted`."""
+        if total is None or total.grads or self.missing:
+            self.spoil("not all gradients went ahead")
+        elif (total.count is not None) != counted:
+            self.spoil("the loss has a count of its own in one step and none in another")
+        return self.spoilt
+
+
+class Ahead:
+    """A Taker for one lane. `ready(until)` is told now and then that the first `until` bytes are there."""
 
     def __init__(
-        self, room: LaneSum, places: Sequence[Place], met: Met, *, counted: bool, ready: Callable[[int], None]
+        self, room: LaneSum, places: Sequence[Place], met: Met, *, taken: Taken, ready: Callable[[int], None]
     ) -> None:
-        self.spoilt = ""
+        self.spoil = taken.spoil
         self._room = room.grads
         self._met = met
-        self._counted = counted
+        self._taken = taken
         self._ready = ready
-        self._missing = set(range(len(places)))
         self._ends = sorted((place.start + place.size_bytes, i) for i, place in enumerate(places))
         self._next = 0
         self._told = 0
 
     def take(self, index: int, grad: Tensor | None) -> None:
         """`grad` is complete, and nobody else's any more. Without one, zero stands for what did not come."""
-        if grad is None and index not in self._missing:
-            return
-        if index not in self._missing:
-            self.spoil("a parameter's gradient came in more than one part")
-        elif not self.spoilt:
+        if index in self._taken.missing and not self._taken.spoilt:
             self._finish(index, torch.zeros_like(self._room[index]) if grad is None else grad)
+        elif grad is not None:
+            self.spoil("a parameter's gradient came in more than one part")
 
     def _finish(self, index: int, value: Tensor) -> None:
         place = self._room[index]
@@ -61,26 +76,15 @@ class Ahead:
             torch.add(*((there[index], value) if comes_first else (value, there[index])), out=place)
         else:
             place.copy_(value)
-        self._missing.remove(index)
+        self._taken.missing.remove(index)
         self._move_on()
 
     def _move_on(self) -> None:
         """Only what lies in front of the first gap is ready."""
         until = self._told
-        while self._next < len(self._ends) and self._ends[self._next][1] not in self._missing:
+        while self._next < len(self._ends) and self._ends[self._next][1] not in self._taken.missing:
             until = self._ends[self._next][0]
             self._next += 1
         if until - self._told >= BUCKET_BYTES:
             self._told = until
             self._ready(until)
-
-    def spoil(self, why: str) -> None:
-        self.spoilt = self.spoilt or why
-
-    def judge(self, total: LaneSum | None) -> str:
-        """At the end: '' or why what went ahead cannot stand. `total` is the sum that the lane ended up in."""
-        if total is None or total.grads or self._missing:
-            self.spoil("not all gradients went ahead")
-        elif (total.count is not None) != self._counted:
-            self.spoil("the loss has a count of its own in one step and none in another")
-        return self.spoilt

@@ -19,22 +19,22 @@ find their new numbers. So each bank has a stamp that changes before the bank do
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.parallel.adding import Addition, term_of
-from shoal.parallel.ahead import Ahead
+from shoal.parallel.ahead import Ahead, Taken
 from shoal.parallel.flat import ALIGN, Layout, shares, write
 from shoal.parallel.links import frames
 from shoal.parallel.links.frames import Frame
-from shoal.parallel.links.link import Link, PeerError
+from shoal.parallel.links.link import Arrange, Link, PeerError
 from shoal.parallel.links.memory import Arena, Memory, look_into
 from shoal.parallel.links.mesh import Mesh
 from shoal.parallel.replica import LaneSum
-from shoal.parallel.tree import Node, nodes_of
+from shoal.parallel.tree import Node, TreeSum, nodes_of
 from shoal.wire.handshake import LinkError
 
 LITTLE_BYTES = 1 << 20  # members times stretch: measured, where the second phase begins to pay
@@ -92,19 +92,22 @@ class Plan:
         return self.sums(seat) + (stop - start if self.phases == 2 else 0)
 
 
+class SpoiltError(LinkError):
+    """What went ahead was not what came out in the end. The step must not count, and members must be told."""
+
+
 @dataclass
 class Round:
-    """The exchange of one step, under way. Of the partials laid down in `bank`, all but the last are complete; of
-    that one the first `ready` bytes are, and `posted` says which of them each far peer was sent."""
+    """The exchange of one step, under way. Of my last partial, the first `ready` bytes are there."""
 
     mine: Frame
     bank: int
     heard: dict[int, Frame]
-    sent_before: int
     ready: int
-    posted: dict[int, int]
-    ahead: Ahead | None = None
+    bytes_before: int
+    taken: Taken | None = None
     failure: LinkError | None = None
+    addition: Addition | None = None
 
 
 class Exchange:
@@ -116,6 +119,8 @@ class Exchange:
         self._own = arena.memory
         self._total = total
         self._turn = 0
+        self._counted = False
+        self._round: Round | None = None
         self._memory = {mesh.seat: arena.memory} | self._meet(arena, step)
         self._room = [self._rooms(bank) for bank in range(plan.banks)]
         self._additions: dict[tuple[int, ...], Addition] = {}
@@ -153,109 +158,164 @@ class Exchange:
     # --- a step
 
     def ahead(self, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> Ahead | None:
-        """Before the last lane that adds to `sums`: what takes its gradients, and sends them while others follow.
+        """Before the last lane that adds to `sums`: what takes its gradients and sends them while others follow.
 
-        Only in the view's second step or later: the first tells what a lane looks like here, and a step that was
-        spoilt is done again in a new view, so that it gets through there. Gradients that the lane's are added to are
-        taken out of `sums`.
+        Not in the first step of a view, which shows whether losses come with a count. So a step that was spoilt gets
+        through when it is done again, for that is in a new view. The gradients that the lane's are added to are taken
+        out of `sums`.
         """
-        node, met = sums.path((0, lane))
+        last, met = sums.path((0, lane))
         held = sums.partials
-        complete = {other: value for other, value in held.items() if other not in dict(met)}
-        if self._turn == 0 or not self._far() or {*complete, node} != {*self._nodes} or node != self._nodes[-1]:
+        passed = [(held.pop(node), first) for node, first in met]
+        if not self._turn or not self._far() or [*held, last] != list(self._room[0]):
             return None
-        it = self._round = self._lay_down(step, complete, node=node, halt=halt)
-        self._post(it)
-        self._mesh.open(frames.PARTIAL, step)
-        self._progress = self._adding(it)
-        others = [(_without_grads(value), first) for other, first in met if (value := held[other]) is not None]
-        it.ahead = Ahead(
-            self._room[it.bank][node],
+        it = self._round = self._begin(step, held, last, halt=halt)
+        it.taken = Taken(set(range(len(self._plan.layout.grads))))
+        return Ahead(
+            self._room[it.bank][last],
             self._plan.layout.grads,
-            others,
-            counted=self._counted,
-            ready=functools.partial(self._push, it),
+            [(_take_grads(value), first) for value, first in passed if value is not None],
+            taken=it.taken,
+            ready=lambda until: self._push(it, until),
         )
-        return it.ahead
 
     def _push(self, it: Round, until: int) -> None:
-        """So much is ready now. A failure is kept for `run`: backward would not know what to do with it."""
+        """So much is ready. A failure is kept for later: backward would not know what to do with it."""
         it.ready = until
         if it.failure is None:
             try:
                 self._post_more(it)
-                self._mesh.advance(self._arranging(it), self._adding_further)
+                self._mesh.advance(self._arranging(it), lambda: self._add_up(it))
             except LinkError as failure:
                 it.failure = failure
 
     def run(self, step: int, partials: Mapping[Node, LaneSum | None], *, halt: bool) -> Agreed:
+        """If gradients went ahead, `halt` is what was said then."""
         it, self._round = self._round, None
         if it is None:
-            it = self._lay_down(step, partials, halt=halt)
-            self._mesh.open(frames.PARTIAL, step)
-                def _outcome(self, heard: Mapping[int, Frame]) -> LaneSum:
+            it = self._begin(step, partials, halt=halt)
+        else:
+            self._complete(it, partials)
+        waited_s = self._spread(it)
+        self._check_stamps(step, it.bank)
+        some = any(frame.filled for frame in it.heard.values())
+        if some and self._plan.phases == 2:
+            self._collect(step)
+            self._check_stamps(step, 1)
+        halting = any(frame.flags & frames.HALT for frame in it.heard.values())
+        total = self._outcome(it.heard) if some else None
+        return Agreed(total, halting, self._mesh.bytes_sent - it.bytes_before, waited_s)
+
+    def _begin(
+        self, step: int, partials: Mapping[Node, LaneSum | None], growing: Node | None = None, *, halt: bool
+    ) -> Round:
+        """Lay down what there is and let peers elsewhere have it. The `growing` partial is not there yet."""
+        bank = self._turn % self._plan.banks
+        self._turn += 1
+        bytes_before = self._mesh.bytes_sent
+        mine = self._lay_down(step, bank, partials, growing, halt=halt)
+        ready = 0 if growing else self._plan.layout.size_bytes
+        it = Round(mine, bank, {self._mesh.seat: mine}, ready, bytes_before)
+        for seat, link in self._far():
+            parts = self._parts(self._mesh.seat, bank, mine.filled, adder=seat)
+            frame = mine._replace(size=sum(map(len, parts)))
+            later = parts.pop() if growing else b""
+            link.post(frame, parts, later=len(later))
+        self._mesh.open(frames.PARTIAL, step)
+        return it
+
+    def _complete(self, it: Round, partials: Mapping[Node, LaneSum | None]) -> None:
+        """All gradients went ahead: what else the last partial has. LinkError if that came to nothing."""
+        if it.failure:
+            raise it.failure
+        last = list(self._room[it.bank])[-1]
+        value = partials.get(last)
+        assert it.taken is not None
+        if why := it.taken.judge(value, counted=self._counted):
+            self._mesh.part(self._mesh.seat)
+            raise SpoiltError(why)
+        assert value is not None
+        write(self._room[it.bank][last], value)
+        it.ready = self._plan.layout.size_bytes
+
+    def _outcome(self, heard: Mapping[int, Frame]) -> LaneSum:
         counted = {bool(frame.flags & frames.COUNTED) for frame in heard.values() if frame.filled}
         if len(counted) > 1:
             raise LinkError("some lanes came with a count and others without")
         if self._on_device is not self._total.tensor:
             self._on_device.copy_(self._total.tensor)
+        self._counted = counted == {True}
         it = self._result
-        return LaneSum(it.grads, it.averaged, it.first, it.loss.clone(), it.count if counted == {True} else None)
+        return LaneSum(it.grads, it.averaged, it.first, it.loss.clone(), it.count if self._counted else None)
 
-    def _lay_down(self, step: int, bank: int, partials: Mapping[Node, LaneSum | None], *, halt: bool) -> Frame:
-        """My partials into my arena; the frame tells which there are."""
+    def _lay_down(
+        self, step: int, bank: int, partials: Mapping[Node, LaneSum | None], growing: Node | None, *, halt: bool
+    ) -> Frame:
+        """My partials into my arena; the frame tells which there are or will be."""
         room = self._room[bank]
-        if partials.keys() != room.keys():
+        if partials.keys() | ({growing} if growing else ()) != room.keys():
             raise ValueError(f"the sums of nodes {sorted(partials)}, where the view wants {sorted(room)}")
         self._stamp(step, bank)
         flags, filled = frames.HALT if halt else 0, 0
         for i, (node, place) in enumerate(room.items()):
-            value = partials[node]
-            if value is None:
-                continue
-            if self._turn == 1 and not self._plan.layout.fits(value):
-                raise ValueError("a lane's gradients or buffers are not of the kind that the model has")
-            write(place, value)
-            filled |= 1 << i
-            flags |= frames.COUNTED if value.count is not None else 0
+            value = partials.get(node)
+            if value is not None:
+                if self._turn == 1 and not self._plan.layout.fits(value):
+                    raise ValueError("a lane's gradients or buffers are not of the kind that the model has")
+                write(place, value)
+                flags |= frames.COUNTED if value.count is not None else 0
+            if value is not None or node == growing:
+                filled |= 1 << i
+        if growing and self._counted:
+            flags |= frames.COUNTED
         return self._frame(frames.PARTIAL, step, flags=flags, filled=filled)
 
-    def _spread(self, heard: dict[int, Frame], bank: int) -> float:
-        """Ring, or send each peer the share that it adds up; get the same from all of them, and add it up meanwhile."""
-        seat, mine = self._mesh.seat, heard[self._mesh.seat]
+    def _spread(self, it: Round) -> float:
+        """Everything is laid down: ring, or send each peer the share that it adds up; get the same from all of them,
+        and add it up meanwhile."""
+        for link in self._mesh.links.values():
+            if link.same_host:
+                link.post(it.mine)
+        self._post_more(it)
+        return self._mesh.finish(self._arranging(it), lambda: self._add_up(it))
 
+    def _post_more(self, it: Round) -> None:
+        """What has become ready since."""
+        for seat, link in self._far():
+            if link.owes:
+                start, stop = self._plan.shares[seat]
+                growing = self._parts(self._mesh.seat, it.bank, it.mine.filled, adder=seat)[-1]
+                link.post_more(growing[len(growing) - link.owes : max(min(it.ready, stop) - start, 0)])
+
+    def _arranging(self, it: Round) -> Arrange:
         def arrange(link: Link, frame: Frame) -> list[memoryview]:
             if frame.filled >> len(self._plan.nodes[link.seat]) or frame.flags & ~(frames.HALT | frames.COUNTED):
                 raise LinkError(f"sent {frame}, which is more than it carries")
-            parts = [] if link.same_host else self._parts(link.seat, 0, frame.filled, adder=seat)
-            heard[link.seat] = frame
+            parts = [] if link.same_host else self._parts(link.seat, 0, frame.filled, adder=self._mesh.seat)
+            it.heard[link.seat] = frame
             return _exactly(parts, frame)
 
-        for link in self._mesh.links.values():
-            parts = [] if link.same_host else self._parts(seat, bank, mine.filled, adder=link.seat)
-            link.post(mine._replace(size=sum(map(len, parts))), parts)
-        adding = self._adding(heard, bank)
-        next(adding)
-        return self._mesh.trade(frames.PARTIAL, mine.step, arrange, progress=lambda: next(adding))
+        return arrange
 
-    def _adding(self, heard: Mapping[int, Frame], bank: int) -> Iterator[None]:
-        """Each time it is asked: add up as far as everybody's partials have arrived."""
-        while len(heard) < len(self._plan.nodes):
-            yield
-        filled = tuple(heard[seat].filled for seat in self._plan.nodes)
-        while not any(filled):
-            yield
-        if self._plan.phases == 2:
-            self._stamp(heard[self._mesh.seat].step, 1)
-        addition = self._addition(bank, filled)
-        addition.restart()
-        start, stop = self._plan.shares[self._mesh.seat]
-        size = stop - start
-        # partials come one after the other: what the last of them still lacks counts
-        far = [(link, size * (heard[seat].filled.bit_count() - 1)) for seat, link in self._far() if heard[seat].filled]
-        while True:
-            addition.run(min((link.arrived - others for link, others in far), default=size))
-            yield
+    def _add_up(self, it: Round) -> None:
+        """As far as everybody's partials have arrived."""
+        if len(it.heard) < len(self._plan.nodes):
+            return
+        filled = {seat: it.heard[seat].filled for seat in self._plan.nodes}
+        if it.addition is None and any(filled.values()):
+            if self._plan.phases == 2:
+                self._stamp(it.mine.step, 1)
+            it.addition = self._addition(it.bank, tuple(filled.values()))
+            it.addition.restart()
+        if it.addition:
+            start, stop = self._plan.shares[self._mesh.seat]
+            # partials come one after the other: what the last of them still lacks counts
+            lasts = [
+                link.arrived - (stop - start) * (filled[seat].bit_count() - 1)
+                for seat, link in self._far()
+                if filled[seat]
+            ]
+            it.addition.run(min([it.ready - start, *lasts]))
 
     def _far(self) -> list[tuple[int, Link]]:
         return [(seat, link) for seat, link in self._mesh.links.items() if not link.same_host]
@@ -334,3 +394,8 @@ def _exactly(places: list[memoryview], frame: Frame) -> list[memoryview]:
     if frame.size != expected:
         raise LinkError(f"sent {frame.size} bytes instead of {expected}")
     return places
+
+
+def _take_grads(value: LaneSum) -> list[Tensor]:
+    grads, value.grads = value.grads, []
+    return grads

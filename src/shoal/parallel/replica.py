@@ -225,7 +225,8 @@ class Replica:
         if taker:
             give = functools.partial(_give, taker)
             hooks = [
-                p.register_post_accumulate_grad_hook(functools.partial(give, i)) for i, p in enumerate(self.trainable)
+                p.register_post_accumulate_grad_hook(functools.partial(give, i))  # type: ignore[no-untyped-call]
+                for i, p in enumerate(self.trainable)
             ]
         try:
             loss.backward(weight)  # type: ignore[no-untyped-call]

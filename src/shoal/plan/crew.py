@@ -9,6 +9,7 @@ Rules that keep every run exact, whatever dies:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,7 +24,11 @@ MUCH = 1.5
 GATHER_S = 5.0
 """How long one that is ready waits for others that are being started, so that they enter together."""
 
+BREATH_S = 0.2
+"""A view is not changed sooner, unless it must be: its members may not have seen it yet."""
+
 Halt = Literal["", "boundary", "now"]
+_URGENCY: Sequence[Halt] = ("", "boundary", "now")
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Member:
     leaving: str = ""
     ready_s: float = 0.0
     told: int = 0
+    asked: Halt = ""
     followed: bool = False
     loading: bool = False
 
@@ -85,6 +91,7 @@ class Crew:
     _slow_since_s: float | None = None
     _settle_s: float = SETTLE_S
     _stuck: bool = False
+    _entered_s: float = -math.inf
 
     # ---- facts ----
 
@@ -93,16 +100,16 @@ class Crew:
         self._expected.add(seat)
 
     def arrived(self, seat: int, *, local: bool, address: Address, view: int = 0, training: bool = False) -> None:
-        """A worker took its seat, or called again. One that outlived an earlier driver knows a view and may be
-        training."""
+        """A worker took its seat, or called again. One that knows a view outlived an earlier driver, or was put out
+        of another seat: it may have begun to train, whatever it says, and counts as training until it stands."""
         self.number = max(self.number, view)
         if seat in self.members:
             return
-        self.members[seat] = Member(seat, local, address, training=training, told=view)
-        if not local:
-            self.wanted += 1  # it came by itself, on top of those that we fill
-        elif not training:
+        self.members[seat] = Member(seat, local, address, training=training or view > 0, told=view)
+        if local:
             self._expected.add(seat)
+        else:
+            self.wanted += 1  # it came by itself, on top of those that we fill
 
     def stands(self, seat: int, now_s: float, *, view: int, position: int | None) -> None:
         """It waits for a view; `view` is the last that it took up."""
@@ -112,7 +119,7 @@ class Crew:
         if not member.standing:
             member.ready_s = now_s
         member.training, member.standing, member.position = False, True, position
-        member.loading = False
+        member.asked, member.loading = "", False
         self._expected.discard(seat)
 
     def gone(self, seat: int) -> None:
@@ -159,10 +166,14 @@ class Crew:
         if missing := self._missing():
             found.append(Start(missing))
         how, why = self._reason(now_s)
-        if how and self._asked != "now" and how != self._asked:
-            self._asked = how
-            found.append(self._publish(View(number=self.number + 1, halt=how), self._training(), why))
-        if (self._asked or not self._training()) and (following := self._following()):
+        self._asked = max(self._asked, how, key=_URGENCY.index)
+        if unasked := [
+            s for s in self._training() if _URGENCY.index(self.members[s].asked) < _URGENCY.index(self._asked)
+        ]:
+            found.append(self._halt(unasked, self._asked, why))
+        elif strays := self._strays():
+            found.append(self._halt(strays, "now", f"{_names(strays)} trains in a view that is over"))
+        if (self._asked or not self._training()) and (following := self._following(now_s)):
             found.append(following)
         if newcomers := self._newcomers():
             found.append(self._feed(newcomers))
@@ -176,6 +187,16 @@ class Crew:
         """Everybody leaves at the next boundary; the saver saves."""
         self.stopping = why
         return self._publish(View(number=self.number + 1, stop=why), list(self.members), why)
+
+    def _halt(self, seats: list[int], how: Halt, why: str) -> Publish:
+        for seat in seats:
+            self.members[seat].asked = how
+        return self._publish(View(number=self.number + 1, halt=how), seats, why)
+
+    def _strays(self) -> list[int]:
+        """Those who called when the others had gone on without them."""
+        known = self.view.carries if self.view else self.members
+        return [m.seat for m in self.members.values() if m.training and m.seat not in known and not m.asked]
 
     def _publish(self, view: View, to: Iterable[int], why: str = "") -> Publish:
         self.number = view.number
@@ -203,10 +224,12 @@ class Crew:
         if lost:
             return "now", f"{_names(lost)} {'is' if len(lost) == 1 else 'are'} gone"
         stopped = [s for s in self.view.carries if self.members[s].standing]
-        if stopped and not self._asked:
+        if stopped and (not self._asked or self._missed(stopped)):
             return "now", f"{_names(stopped)} stopped"
         if self._stuck:
             return "now", "a link is cut"
+        if now_s - self._entered_s < BREATH_S:
+            return "", ""
         leaving = [s for s in training if self.members[s].leaving]
         if leaving and any(m.local for m in self._fit()):
             return "boundary", f"{_names(leaving)} leaves"
@@ -217,6 +240,14 @@ class Crew:
         if self._faster(now_s):
             return "boundary", "lanes move to faster workers"
         return "", ""
+
+    def _missed(self, stopped: Iterable[int]) -> bool:
+        """Did one of them never train in this view? It saw the next before it took up this one, and others wait for
+        it. Who stops at a boundary has made a step; one that is alone need not."""
+        assert self.view is not None
+        return len(self.view.carries) > 1 and any(
+            (self.members[seat].position or 0) <= self.view.position for seat in stopped
+        )
 
     def _newcomers(self) -> list[int]:
         """Those who are ready while others train, and for whom there are lanes."""
@@ -255,7 +286,7 @@ class Crew:
         self._settle_s = min(2 * self._settle_s, LONGEST_SETTLE_S)
         return True
 
-    def _following(self) -> Publish | None:
+    def _following(self, now_s: float) -> Publish | None:
         """The next training view, once everybody stands."""
         standing = [m for _, m in sorted(self.members.items()) if m.standing]
         if self._training() or not standing or any(m.loading for m in self.members.values()):
@@ -271,6 +302,7 @@ class Crew:
             return None
         if best is None or (best == 0 and self._loader not in self.members):
             return self._load(savers[0])
+        self._entered_s = now_s
         return self._enter(team, savers, best)
 
     def _load(self, member: Member) -> Publish:
@@ -299,7 +331,7 @@ class Crew:
         self.view, self._asked, self._slow_since_s, self._stuck = view, "", None, False
         for seat in carries:
             member = self.members[seat]
-            member.training, member.standing, member.followed = True, False, False
+            member.training, member.standing, member.asked, member.followed = True, False, "", False
         return self._publish(view, carries)
 
     def _saves(self, member: Member) -> bool:

@@ -25,7 +25,9 @@ SHORTEST_HANG_S, HANG_TIMES = 3.0, 8.0
 SHORTEST_HANG_ALONE_S, HANG_TIMES_ALONE = 30.0, 10.0
 """Nobody waits for a worker that is alone."""
 PATIENT_S = 300.0
-"""For what has no usual time: a process's first unit of a phase, building, saving, the user's watchers."""
+"""For what has no usual time: the first unit of a phase, building, saving, the user's watchers."""
+SHORTEST_FIRST_S = 30.0
+"""For the first unit of a later process: those before it have shown how long that takes."""
 STUCK_S = 4.0
 
 HELD_UP_S = 1.0
@@ -109,7 +111,7 @@ class Suspicion:
         if sign.phase in FOR_OTHERS:
             return ""
         since_s = self._clock.elapsed(sign.since_s)
-        limit_s = _limit(sign, slowest.get(sign.phase, 0.0), alone=alone)
+        limit_s = _limit(sign, slowest.get(sign.phase, 0.0), self._pace.first.get(sign.phase), alone=alone)
         if not self._past.too_long("hanging", sign.step, self._clock.now_s, since_s, limit_s=limit_s):
             return ""
         line = f": {sign.line}" if sign.line else ""
@@ -135,9 +137,12 @@ class Suspicion:
         return min(self._clock.elapsed(min(exchanging)), since_broken_s) if exchanging else 0.0
 
 
-def _limit(sign: Sign, slowest_s: float, *, alone: bool) -> float:
-    if sign.phase not in OWN_WORK or sign.units_in_phase == 0:
+def _limit(sign: Sign, slowest_s: float, first_s: float | None, *, alone: bool) -> float:
+    """`first_s`: the slowest first unit of any process so far."""
+    if sign.phase not in OWN_WORK:
         return PATIENT_S
+    if sign.units_in_phase == 0:
+        return PATIENT_S if first_s is None else max(SHORTEST_FIRST_S, HANG_TIMES * first_s)
     if alone:
         return max(SHORTEST_HANG_ALONE_S, HANG_TIMES_ALONE * slowest_s)
     return max(SHORTEST_HANG_S, HANG_TIMES * slowest_s)
@@ -167,6 +172,7 @@ class _Pace:
         self._last: dict[int, tuple[float, Sign]] = {}
         self._took: defaultdict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT_UNITS))
         self._warming: set[tuple[int, str]] = set()
+        self.first: dict[str, float] = {}
 
     def learn(self, now_s: float, signs: Sequence[Sign]) -> None:
         for sign in signs:
@@ -184,6 +190,7 @@ class _Pace:
             self._warming.discard(key)
         if unit.units_in_phase == 0:
             self._warming.add(key)
+            self.first[unit.phase] = max(self.first.get(unit.phase, 0.0), unit.since_s)
         self._took[key].append(unit.since_s)
 
     def _forget(self, seats: Collection[int]) -> None:

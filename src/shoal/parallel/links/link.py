@@ -32,12 +32,12 @@ class Link:
         self.seat = seat
         self.same_host = sock.family == socket.AF_UNIX
         self.bytes_sent = 0
+        self.owes = 0
         self.began = False
         self.arrived = 0
         self._sock = sock
         self._view = view
         self._outgoing: list[memoryview] = []
-        self._owed = 0
         self._fd_out = -1
         self._head = memoryview(bytearray(FRAME_BYTES))
         self._incoming: list[memoryview] = []
@@ -58,12 +58,13 @@ class Link:
         """To be sent, and with it (same host only) a descriptor. So many bytes of the payload come `later`."""
         self._outgoing += [memoryview(frame.pack()), *(part for part in payload if part)]
         self._fd_out = fd
-        self._owed = later
+        self.owes = later
 
     def post_more(self, part: memoryview) -> None:
         """The next part of the payload that was to come later."""
-        self._outgoing.append(part)
-        self._owed -= len(part)
+        if part:
+            self._outgoing.append(part)
+            self.owes -= len(part)
 
     @property
     def sending(self) -> bool:
@@ -175,7 +176,7 @@ class Link:
     def part(self, frame: Frame) -> None:
         """A last word, if it does not fall into the middle of another, and nothing after it."""
         with contextlib.suppress(OSError):
-            if not self._outgoing and not self._owed:
+            if not self._outgoing and not self.owes:
                 self._sock.send(frame.pack())
             self._sock.shutdown(socket.SHUT_WR)
 

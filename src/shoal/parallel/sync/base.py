@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shoal.parallel.replica import LaneSum, Replica
+from shoal.parallel.replica import LaneSum, Replica, Taker
 from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View
 
@@ -43,6 +43,11 @@ class Sync(Protocol):
     def reconfigure(self, view: View, seat: int) -> str:
         """Another view counts from now on. Returns '' when all its members have come so far,
         or why that failed."""
+
+    def ahead(self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> Taker | None:
+        """Before the last of this worker's lanes, if it has samples: who takes its gradients as backward finishes them,
+        or None where nothing is gained by that. All other lanes are in `sums`. `commit` follows, with the same `halt`.
+        """
 
     def commit(
         self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False

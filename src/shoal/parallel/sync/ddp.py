@@ -157,6 +157,9 @@ class DdpSync:
                 listener.close()
         return ""
 
+    def ahead(self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> None:
+        return None
+
     def commit(
         self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
     ) -> Committed | Discarded:

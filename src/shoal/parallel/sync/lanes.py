@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.parallel.exchange import Exchange, Plan
+from shoal.parallel.exchange import Exchange, Plan, SpoiltError
 from shoal.parallel.flat import Layout
 from shoal.parallel.links.endpoint import Endpoint
 from shoal.parallel.links.memory import Arena, Memory
 from shoal.parallel.links.mesh import Mesh
-from shoal.parallel.replica import LaneSum, Replica
+from shoal.parallel.replica import LaneSum, Replica, Taker
 from shoal.parallel.sync.base import Committed, Discarded
 from shoal.parallel.sync.meeting import Meeting
 from shoal.parallel.tree import TreeSum
@@ -33,10 +33,17 @@ class LanesSync:
         self._exchange: Exchange | None = None
         self._arena: Arena | None = None
         self._total: Memory | None = None
+        self._sends_ahead = True
 
     def reconfigure(self, view: View, seat: int) -> str:
         self._exchange = None
         return self._meeting.enter(view, seat)
+
+    def ahead(self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> Taker | None:
+        exchange = self._exchange
+        if exchange is None or not self._sends_ahead or replica.device.type != "cpu" or self._meeting.broken:
+            return None
+        return exchange.ahead(step, sums, lane, halt=halt)
 
     def commit(
         self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
@@ -52,6 +59,7 @@ class LanesSync:
             exchange = self._exchange or self._prepare(meeting.mesh, replica, step)
             agreed = exchange.run(step, sums.partials, halt=halt)
         except LinkError as failure:
+            self._sends_ahead = self._sends_ahead and not isinstance(failure, SpoiltError)
             return meeting.discard(failure)
         if agreed.total is None:
             return Discarded(_NOTHING)
