@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,13 @@ class Teller:
 
     def _place(self) -> int:
         for place in range(100):
-            self._lock = Path(self._workload.directory, f"place-{place}").open("w")
+            lock = os.open(Path(self._workload.directory, f"place-{place}"), os.O_WRONLY | os.O_CREAT)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self._lock.close()
+                os.close(lock)
             else:
-                return place
+                return place  # the lock goes with the process
         raise RuntimeError("no place is free")
 
 

@@ -44,14 +44,14 @@ class Contest:
         ddp.run({**asked, "reports": str(reports)}, reports / "logs", self.nursery)
         return gather(reports, workers=workers)
 
-    def shoal(self, workers: int) -> Numbers:
+    def shoal(self, workers: int, lanes_each: int = 1) -> Numbers:
         reports = self._reports()
         lanes.run(
             self.model,
             self.bench.data,
             steps=self.steps,
             workers=workers,
-            lanes=self.workers,
+            lanes=self.workers * lanes_each,
             reports=reports,
             runs=reports / "runs",
             nursery=self.nursery,
@@ -69,16 +69,18 @@ class Contest:
             RIVAL: functools.partial(self.plain, self.workers),
             "shoal, one worker": functools.partial(self.shoal, 1),
             "shoal": functools.partial(self.shoal, self.workers),
+            "shoal, 2 lanes each": functools.partial(self.shoal, self.workers, 2),
+            "shoal, 4 lanes each": functools.partial(self.shoal, self.workers, 4),
         }
 
 
-SIDES = ("one process", RIVAL, "shoal, one worker", "shoal")
+SIDES = ("one process", RIVAL, "shoal, one worker", "shoal", "shoal, 2 lanes each", "shoal, 4 lanes each")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description="Synchronous training, compared.")
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(STEPS)}; all if none is named")
-    parser.add_argument("--workers", type=int, default=2, help="processes of each side; Shoal has as many lanes")
+    parser.add_argument("--workers", type=int, default=2, help="processes of each side")
     parser.add_argument("--side", action="append", choices=SIDES, help="these alone, and not all; may be repeated")
     parser.add_argument("--data", type=Path, help="a directory with MNIST's IDX files and a shakespeare text")
     parser.add_argument("--quick", action="store_true", help="few steps, two turns, nothing written: does it work?")

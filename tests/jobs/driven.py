@@ -4,7 +4,7 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-PATIENCE_S = 60
+PATIENCE_S = 150
 
 
 class Driven:

@@ -16,7 +16,7 @@ from tests.jobs.test_verify import command
 __all__ = ["command"]
 
 LASTING = MLP | {
-    "steps": 400,
+    "steps": 250,
     "evaluate": {"every_steps": 100},
     "watch": [{"name": "pace.py:Dawdle", "args": {"seconds": 0.005}}],
 }

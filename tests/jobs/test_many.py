@@ -107,13 +107,11 @@ SCRIPTS = {
     "two at once": ["kill worker 0 at step 7 in compute", "kill worker 1 at step 7 in compute"],
     "one after the other": [f"kill worker {n} at step {4 + n} in exchange" for n in range(5)],
     "in building": ["kill worker 1 at step 4 in compute", "kill worker 3 at step 0 in building"],
-    "a newcomer while it catches up": ["kill worker 2 at step 4 in compute", "kill worker 3 while catching up"],
-    "a newcomer after it caught up": ["kill worker 2 at step 4 in compute", "kill worker 3 while joining"],
-    "the source": ["kill worker 2 at step 4 in compute", "kill worker 0 while source"],
-    "all sources in turn": ["kill worker 2 at step 4 in compute", *(f"kill worker {n} while source" for n in (0, 1))],
-    "the source and a newcomer": [
-        "kill worker 1 at step 4 in compute", "kill worker 0 while source after 1 ms",
-        "kill worker 3 while catching up after 1 ms",
+    "a newcomer while it follows": ["kill worker 2 at step 4 in compute", "kill worker 3 in following"],
+    "a newcomer when it joins": ["kill worker 2 at step 4 in compute", "kill worker 3 while joining"],
+    "whom newcomers follow": ["kill worker 2 at step 4 in compute", "kill worker 1 while feeding"],
+    "whom they follow, then a newcomer that catches up": [
+        "kill worker 2 at step 4 in compute", "kill worker 1 while feeding", "kill worker 3 while catching up",
     ],
     "in a save": ["kill worker 0 in save"],
     "in the middle of a save": ["kill worker 0 in save after 2 ms", "kill worker 1 in save after 2 ms"],
@@ -122,32 +120,36 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_kills(name, run, place):
+    """Steps are slow enough for newcomers to come in."""
     job = JOBS["gpt"] | {"evaluate": {"every_steps": 5, "batch_size": 4}, "lanes": 6}
     lines = SCRIPTS[name]
     saves = {"every": "3 steps" if "save" in name else "never", "keep_best": 0}
-    outcome = run(job, workers=3, watch=script(place, *lines), engine=RESTARTS, checkpoint=saves)
+    watch = script(place, *lines)
+    if any("worker 3" in line or "feeding" in line for line in lines):
+        watch.append({"name": "pace.py:Dawdle", "args": {"seconds": 0.2}})
+    outcome = run(job, workers=3, watch=watch, engine=RESTARTS, checkpoint=saves)
     assert_same(outcome, calm(run, job))
-    assert lines[0] in fired(place)
+    assert fired(place) == set(lines), "else the test says nothing"
     assert not rows(outcome, "resumed"), "somebody was alive: its memory counts, not a file"
     assert_nothing_left(outcome)
 
 
 def test_many_kills_leave_no_memory_behind(run, place):
-    """Seven views later a worker has one arena open, maps those of its peers at most, and few sockets."""
-    seen = {}
+    """Many views later a worker has its own arena and those of two peers, and few sockets."""
+    seen = []
 
     def look(paths, event, picture):
-        if event.kind == "evaluated" and event.step == 24:
-            seen[event.who] = holdings(picture.workers[event.who].pid)
+        if event.kind == "evaluated" and event.step == 300:
+            seen.append(holdings(picture.workers[event.who].pid))
 
-    lines = [f"kill worker {n} at step {2 * n} in exchange" for n in range(1, 8)]
-    job = JOBS["mlp"] | {"evaluate": {"every_steps": 24}, "lanes": 6}
+    lines = [f"kill worker {n} in exchange after 20 ms" for n in range(1, 7)]
+    job = JOBS["mlp"] | {"evaluate": {"every_steps": 300}, "lanes": 6, "steps": 310}
     outcome = run(job, look=look, workers=3, watch=script(place, *lines), engine=RESTARTS)
     assert_same(outcome, calm(run, job))
-    (found,) = seen.values()
-    assert found["arenas"] <= 1
-    assert found["mapped"] <= 3
-    assert found["sockets"] <= 20, "two doors, the driver, two bells, a link to each peer, and those just closing"
+    assert outcome.receipt.deaths_survived >= 4
+    assert seen[0]["mapped"] <= 3
+    assert seen[0]["arenas"] <= 4, "Python keeps a descriptor for each that it maps"
+    assert seen[0]["sockets"] <= 20
 
 
 def test_when_all_die_the_checkpoint_counts(run, place):
@@ -191,6 +193,55 @@ def test_a_frozen_worker_is_put_out_and_replaced(run, place):
     assert row["worker"] == "worker-1"
     assert "frozen" in row["reason"]
     assert outcome.receipt.deaths_survived == 1
+
+
+def test_a_worker_that_is_frozen_before_it_trains_is_put_out(run, place):
+    job = JOBS["mlp"] | {"lanes": 6}
+    outcome = run(job, workers=3, watch=script(place, "freeze worker 1 in building"))
+    assert_same(outcome, calm(run, job))
+    assert [row["worker"] for row in rows(outcome, "put_out")] == ["worker-1"]
+
+
+def test_a_newcomer_that_is_frozen_is_put_out(run, place):
+    """While the others train."""
+    job = JOBS["mlp"] | {"lanes": 6, "steps": 60}
+    lines = ["kill worker 1 at step 5 in compute", "freeze worker 3 in building"]
+    dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.1}}
+    outcome = run(job, workers=3, watch=[*script(place, *lines), dawdle])
+    assert_same(outcome, calm(run, job))
+    assert [row["worker"] for row in rows(outcome, "put_out")] == ["worker-3"]
+
+
+def test_a_stop_finds_a_frozen_worker(run, resume, place):
+    """The others cannot come to the next boundary without it."""
+
+    def stop(paths, event, picture):
+        if any("freeze" in line for line in fired(place)) and not stopped:
+            stopped.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = []
+    job = JOBS["mlp"] | {"lanes": 6}
+    outcome = run(job, look=stop, workers=3, watch=script(place, "freeze worker 1 at step 5 in data"))
+    assert outcome.status == "terminated"
+    assert outcome.saved_step == 5
+    assert_nothing_left(outcome)
+    assert_same(resume(outcome.paths), calm(run, job))
+
+
+@pytest.mark.xfail(reason="who survives the saver leaves at a stop without saving", strict=True)
+def test_a_stop_at_which_the_saver_dies_loses_nothing(run, resume, place):
+    def stop(paths, event, picture):
+        if fired(place) and not stopped:
+            stopped.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = []
+    job = JOBS["mlp"] | {"lanes": 6}
+    outcome = run(job, look=stop, workers=3, watch=script(place, "freeze worker 0 at step 15 in data"))
+    assert outcome.status == "terminated"
+    assert outcome.saved_step == 15
+    assert_same(resume(outcome.paths), calm(run, job))
 
 
 def test_a_hanging_worker_is_named_with_step_phase_and_line(run, place):
@@ -269,7 +320,7 @@ def test_two_runs_side_by_side(run, place):
 
 @pytest.fixture
 def long_job(place):
-    job = JOBS["mlp"] | {"steps": 1500, "lanes": 6, "workers": 3, "checkpoint": {"every": "never", "keep_best": 0}}
+    job = JOBS["mlp"] | {"steps": 500, "lanes": 6, "workers": 3, "checkpoint": {"every": "never", "keep_best": 0}}
     (place / "job.yaml").write_text(yaml.safe_dump(job))
     return job
 

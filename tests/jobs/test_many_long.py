@@ -21,9 +21,10 @@ JOBS = {
     "cnn": CNN | {"steps": 50, "data": CNN["data"] | TESTED},
     "gpt": GPT | {"steps": 40, "data": GPT["data"] | TESTED},
 }
+STEPWISE = ("in data", "in compute", "in exchange", "in telling", "in evaluation", "while applying")
 PLACES = (
-    "in data", "in compute", "in exchange", "in telling", "in evaluation", "while applying", "while joining",
-    "while catching up", "while source", "in save", "in export", "in following",
+    *STEPWISE, "while joining", "while catching up", "while source", "while feeding", "in following", "in save",
+    "in export",
 )  # fmt: skip
 
 
@@ -47,10 +48,11 @@ class Plan:
     def line(self):
         rng = self.rng
         act = rng.choices(["kill", "terminate", "freeze", "hang"], [12, 2, 1, 1])[0]
-        where = rng.choice(PLACES) if act in ("kill", "terminate") else rng.choice(["in compute", "in data"])
-        step = f" at step {rng.randint(0, self.job['steps'])}" if where.startswith("in ") and rng.random() < 0.8 else ""
-        if where in ("in export", "in save", "in following", "while joining"):
-            step = ""
+        if act in ("freeze", "hang"):  # not in a first unit, which may take minutes
+            worker, step = rng.randrange(self.workers), rng.randint(5, self.job["steps"] - 1)
+            return f"{act} worker {worker} at step {step} in {rng.choice(['compute', 'data'])}"
+        where = rng.choice(PLACES)
+        step = f" at step {rng.randint(0, self.job['steps'])}" if where in STEPWISE and rng.random() < 0.8 else ""
         after = f" after {rng.choice([1, 3, 10])} ms" if act == "kill" and rng.random() < 0.5 else ""
         return f"{act} worker {rng.randint(0, self.workers + 1)}{step} {where}{after}"
 

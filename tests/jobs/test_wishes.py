@@ -39,9 +39,11 @@ def test_scaling_and_stopping(run, resume):
         wishes.scale(it.paths, 2)
 
 
-def test_a_drained_worker_leaves_and_changes_nothing(run):
-    changes = {"steps": 1500, "evaluate": {"every_steps": 500}}
-    with driven(run, MLP, workers=3, **changes) as it:
+def test_a_drained_worker_leaves_and_changes_nothing(run, place):
+    changes = {"steps": 400, "evaluate": {"every_steps": 200}}
+    drained = place / "drained"
+    watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.2, "until": str(drained)}}]
+    with driven(run, MLP, workers=3, watch=watch, **changes) as it:
         it.trains(3)
         with pytest.raises(ShoalError, match=r"SH613.*no worker-7 now.*It has: worker-0, worker-1, worker-2"):
             wishes.drain(it.paths, "7")
@@ -50,6 +52,7 @@ def test_a_drained_worker_leaves_and_changes_nothing(run):
         seat, answer = wishes.drain(it.paths, "worker-1")
         assert (seat, answer.wanted) == (1, 2)
         assert wishes.departure(it.paths, seat).startswith("left at step ")
+        drained.touch()
     receipt = it.outcome.result().receipt
     assert receipt.deaths_survived == 0
     assert receipt.weights_sha256 == calm(run, MLP, **changes).weights_sha256

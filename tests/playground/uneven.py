@@ -23,4 +23,4 @@ class Uneven(nn.Module):
             self.seen += 1
             late = int(self.seen) > self.after
         pull = self.extra.sum() * (1 + (self.seat if late else 0))
-        return self.layer(x) + pull - pull.detach()
+        return self.layer(x) + (pull - pull.detach()) * torch.arange(10.0)  # a shift of all classes alike does nothing

@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ CALL_BACK_S = 5.0
 
 @dataclass
 class Voice:
-    """A worker that is heard; or was, until its connection was lost."""
+    """A worker that is heard; or was, until its connection was lost. `parted`: it said that it would go."""
 
     caller: int
     pid: int
@@ -41,6 +41,7 @@ class Voice:
     local: bool
     beat: Mapping[str, Any]
     lost_s: float | None = None
+    parted: bool = False
 
 
 class Helm:
@@ -62,6 +63,7 @@ class Helm:
         self._next_seat = first_seat
         self._arguments = ["--run", str(paths.root), *(["--trace"] if trace else [])]
         self._suspicion = Suspicion()
+        self._bystanders = Suspicion()
         self._voices: dict[int, Voice] = {}
         self._seats: dict[int, int] = {}  # of callers
         self._out: dict[int, str] = {}  # seats that were put out, and why
@@ -212,9 +214,12 @@ class Helm:
             self._seats.pop(said.caller, None)
             self._voices[seat].lost_s = time.monotonic()  # it ends, or calls again
             if not self._voices[seat].local:
-                self._stream.emit("worker_died", worker=f"worker-{seat}", reason="its connection was lost")
-                self.deaths += 1
+                if not self._voices[seat].parted:
+                    self._stream.emit("worker_died", worker=f"worker-{seat}", reason="its connection was lost")
+                    self.deaths += 1
                 self._lost(seat)
+        elif said.kind == "bye":
+            self._voices[seat].parted = True
 
     def _beat(self, seat: int, fields: Mapping[str, Any]) -> None:
         self._voices[seat].beat = fields
@@ -279,9 +284,7 @@ class Helm:
         for seat in [s for s, until in self._orphans.items() if now > until]:
             del self._orphans[seat]
             self.put_out(seat, "it outlived its driver and did not call back")
-        if self.crew.stopping:
-            return
-        signs = [self._sign(m.seat) for m in self.crew.members.values() if m.training and m.seat in self._voices]
+        signs = [self._sign(m.seat) for m in self.crew.members.values() if m.training and self._should_talk(m.seat)]
         step = max((sign.step for sign in signs), default=0)
         if step > self._step:
             self._suspicion.forgive(step - 1)
@@ -290,6 +293,18 @@ class Helm:
             self.put_out(verdict.seat, verdict.why)
         if self._suspicion.stuck:
             self.crew.stuck()
+        for verdict in self._bystanders.look(now, self._idle()):
+            self.put_out(verdict.seat, verdict.why)
+
+    def _idle(self) -> list[Sign]:
+        """Those who do not train, and may be waited for: whether they live counts, not how long they take."""
+        seats = [m.seat for m in self.crew.members.values() if not m.training and not m.leaving]
+        return [replace(self._sign(seat), since_s=0.0) for seat in seats if self._should_talk(seat)]
+
+    def _should_talk(self, seat: int) -> bool:
+        """Who leaves at a stop closes its connection first; others could not leave without one that is frozen."""
+        voice = self._voices.get(seat)
+        return voice is not None and not (self.crew.stopping and voice.lost_s is not None)
 
     def _sign(self, seat: int) -> Sign:
         voice = self._voices[seat]

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from shoal.spec.view import Seat
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 LOOK_S = 0.1
+ASK_AGAIN_S = 1.0
 
 
 def join(
@@ -94,6 +96,7 @@ class Party:
         self._scratch = RunPaths(scratch)
         self._show = show
         self._guests: dict[int, Guest] = {}
+        self._leaving = False
         self._code = EXIT_OK
 
     def start(self, number: int, arguments: list[str]) -> None:
@@ -105,22 +108,24 @@ class Party:
 
     def attend(self) -> int:
         """Until all are gone. Being asked to stop means a planned leave for them, too."""
-        asking = False
+        asked_at = 0.0
         with asked_to_stop() as asked:
             while self._engine.seats:
                 exits = self._engine.poll(LOOK_S)
                 self._look()
                 for one in exits:
                     self._gone(one)
-                if asked and not asking:
-                    asking = True
-                    self._show("leaving as soon as others have what is held here (once more: at once)")
+                if asked and time.monotonic() > asked_at + ASK_AGAIN_S:
+                    if not self._leaving:
+                        self._show("leaving as soon as others have what is held here (once more: at once)")
+                    self._leaving, asked_at = True, time.monotonic()
                     self._ask_to_leave()
         if asked and self._code == EXIT_OK:
             return EXIT_INTERRUPTED if asked[0] == "interrupted" else EXIT_TERMINATED
         return self._code
 
     def _ask_to_leave(self) -> None:
+        """A process that was just born hears no signals yet: it is asked again until it is gone."""
         for seat in self._engine.seats:
             pid = self._engine.pid(seat)
             if pid is not None:
@@ -148,6 +153,9 @@ class Party:
         guest = self._guests[one.seat]
         for failure in guest.errors:
             self._show(f"{guest.name}: {failure}")
+        if self._leaving and one.code == -signal.SIGTERM:
+            self._show(f"{guest.name}: gone before it had joined")
+            return
         if one.code != 0 and not guest.errors:
             log = self._scratch.errors(one.seat).read_text(encoding="utf-8", errors="replace")[-2000:]
             self._show(f"{guest.name}: ended by {one.reason}\n{log}".rstrip())

@@ -139,6 +139,8 @@ def _wish(paths: RunPaths, kind: str, **fields: Any) -> Answer:
 
 
 def _not_driven(paths: RunPaths, why: str = "") -> ShoalError:
+    if paths.receipt.is_file():
+        return error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
     message = f"nobody drives '{paths.name}'" + (f": {why}" if why else "")
     left = [] if directory.is_driven(paths.whole) else [f"worker-{s} (process {p})" for s, p in _alone(paths)]
     if not left:

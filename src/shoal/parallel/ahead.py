@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.parallel.flat import Place
+from shoal.parallel.flat import Place, aligned
 from shoal.parallel.replica import LaneSum
 
 BUCKET_BYTES = 1 << 18
@@ -53,7 +53,7 @@ class Ahead:
         self._met = met
         self._taken = taken
         self._ready = ready
-        self._ends = sorted((place.start + place.size_bytes, i) for i, place in enumerate(places))
+        self._front = _front(places)
         self._next = 0
         self._told = 0
 
@@ -82,9 +82,20 @@ class Ahead:
     def _move_on(self) -> None:
         """Only what lies in front of the first gap is ready."""
         until = self._told
-        while self._next < len(self._ends) and self._ends[self._next][1] not in self._taken.missing:
-            until = self._ends[self._next][0]
+        while self._next < len(self._front) and self._front[self._next][0] not in self._taken.missing:
+            until = self._front[self._next][1]
             self._next += 1
         if until - self._told >= BUCKET_BYTES:
             self._told = until
             self._ready(until)
+
+
+def _front(places: Sequence[Place]) -> list[tuple[int, int]]:
+    """Which gradients lie at the front of the stretch, with nothing else between them, and where each ends."""
+    found, end = list[tuple[int, int]](), 0
+    for i in sorted(range(len(places)), key=lambda i: (places[i].start, places[i].size_bytes)):
+        if places[i].start != end:
+            break
+        end = aligned(end + places[i].size_bytes)
+        found.append((i, end))
+    return found

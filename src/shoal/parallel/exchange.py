@@ -106,7 +106,7 @@ class Round:
     ready: int
     bytes_before: int
     taken: Taken | None = None
-    failure: LinkError | None = None
+    failure: str = ""
     addition: Addition | None = None
 
 
@@ -180,14 +180,14 @@ class Exchange:
         )
 
     def _push(self, it: Round, until: int) -> None:
-        """So much is ready. A failure is kept for later: backward would not know what to do with it."""
+        """So much is ready. What fails is told later: backward would not know what to do with it."""
         it.ready = until
-        if it.failure is None:
+        if not it.failure:
             try:
                 self._post_more(it)
                 self._mesh.advance(self._arranging(it), lambda: self._add_up(it))
             except LinkError as failure:
-                it.failure = failure
+                it.failure = str(failure)  # the exception itself would keep its frames alive, and memory with them
 
     def run(self, step: int, partials: Mapping[Node, LaneSum | None], *, halt: bool) -> Agreed:
         """If gradients went ahead, `halt` is what was said then."""
@@ -227,7 +227,7 @@ class Exchange:
     def _complete(self, it: Round, partials: Mapping[Node, LaneSum | None]) -> None:
         """All gradients went ahead: what else the last partial has. LinkError if that came to nothing."""
         if it.failure:
-            raise it.failure
+            raise LinkError(it.failure)
         last = list(self._room[it.bank])[-1]
         value = partials.get(last)
         assert it.taken is not None

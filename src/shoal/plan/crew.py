@@ -10,7 +10,7 @@ Rules that keep every run exact, whatever dies:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,7 +28,7 @@ BREATH_S = 0.2
 """A view is not changed sooner, unless it must be: its members may not have seen it yet."""
 
 Halt = Literal["", "boundary", "now"]
-_URGENCY: Sequence[Halt] = ("", "boundary", "now")
+_URGENCY: Mapping[Halt, int] = {"": 0, "boundary": 1, "now": 2}
 
 
 @dataclass
@@ -36,7 +36,8 @@ class Member:
     """A seat as the driver knows it. `local`: it has the run's directory and may save.
 
     `position` is what it said when it last stood still; None: it holds nothing. `told` is the last view that was sent
-    to it. A newcomer is `followed` when it caught up, or could not, while the others went on.
+    to it. A newcomer is `followed` when it caught up, or could not, while the others went on. For one that is `busy`
+    loading or saving, the others wait.
     """
 
     seat: int
@@ -51,7 +52,7 @@ class Member:
     told: int = 0
     asked: Halt = ""
     followed: bool = False
-    loading: bool = False
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Crew:
         if not member.standing:
             member.ready_s = now_s
         member.training, member.standing, member.position = False, True, position
-        member.asked, member.loading = "", False
+        member.asked, member.busy = "", False
         self._expected.discard(seat)
 
     def gone(self, seat: int) -> None:
@@ -166,27 +167,33 @@ class Crew:
         if missing := self._missing():
             found.append(Start(missing))
         how, why = self._reason(now_s)
-        self._asked = max(self._asked, how, key=_URGENCY.index)
-        if unasked := [
-            s for s in self._training() if _URGENCY.index(self.members[s].asked) < _URGENCY.index(self._asked)
-        ]:
+        self._asked = max(self._asked, how, key=_URGENCY.__getitem__)
+        if unasked := [s for s in self._training() if _URGENCY[self.members[s].asked] < _URGENCY[self._asked]]:
             found.append(self._halt(unasked, self._asked, why))
         elif strays := self._strays():
             found.append(self._halt(strays, "now", f"{_names(strays)} trains in a view that is over"))
         if (self._asked or not self._training()) and (following := self._following(now_s)):
             found.append(following)
-        if newcomers := self._newcomers():
-            found.append(self._feed(newcomers))
-        if away := [m.seat for m in self.members.values() if m.leaving and m.standing]:
-            found.append(self._publish(View(number=self.number + 1, leave=away), away))
-            for seat in away:
-                self.members[seat].standing = False
+        if not self._asked and (hungry := [m for m in self._newcomers() if not m.followed]):
+            found.append(self._feed(hungry))
+        if away := self._dispensable():
+            found.append(self._send_away(away))
         return found
 
     def stop(self, why: str) -> Publish:
         """Everybody leaves at the next boundary; the saver saves."""
         self.stopping = why
         return self._publish(View(number=self.number + 1, stop=why), list(self.members), why)
+
+    def _dispensable(self) -> list[int]:
+        """Those who leave, stand still, and hold nothing that nobody else holds."""
+        kept = max((m.position or 0 for m in self.members.values() if not m.leaving), default=0)
+        return [m.seat for m in self.members.values() if m.leaving and m.standing and (m.position or 0) <= kept]
+
+    def _send_away(self, seats: list[int], *, saver: int | None = None) -> Publish:
+        for seat in seats:
+            self.members[seat].standing = False
+        return self._publish(View(number=self.number + 1, leave=seats, saver=saver), seats)
 
     def _halt(self, seats: list[int], how: Halt, why: str) -> Publish:
         for seat in seats:
@@ -233,9 +240,8 @@ class Crew:
         leaving = [s for s in training if self.members[s].leaving]
         if leaving and any(m.local for m in self._fit()):
             return "boundary", f"{_names(leaving)} leaves"
-        new = [m for m in self._fit() if m.standing and m.followed and m.seat not in self.view.carries]
-        together = not self._expected or any(now_s - m.ready_s > GATHER_S for m in new)
-        if new and together and len(self.view.carries) < self.lanes:
+        new = [m for m in self._newcomers() if m.followed]
+        if new and (not self._expected or any(now_s - m.ready_s > GATHER_S for m in new)):
             return "boundary", f"{_names(m.seat for m in new)} joins"
         if self._faster(now_s):
             return "boundary", "lanes move to faster workers"
@@ -249,21 +255,25 @@ class Crew:
             (self.members[seat].position or 0) <= self.view.position for seat in stopped
         )
 
-    def _newcomers(self) -> list[int]:
-        """Those who are ready while others train, and for whom there are lanes."""
-        if not self._training() or self._asked or self.view is None or len(self.view.carries) >= self.lanes:
+    def _newcomers(self) -> list[Member]:
+        """Those who are ready while others train, and would carry lanes: there are enough, and they are not so slow
+        that the others are faster without them."""
+        if not self._training() or self.view is None or len(self.view.carries) >= self.lanes:
             return []
-        return [m.seat for m in self._fit() if m.standing and not m.followed and m.seat not in self.view.carries]
+        new = [m for m in self._fit() if m.standing and m.seat not in self.view.carries]
+        if not new:
+            return []
+        carries = self._dealt(self._fit(), [m for m in self._fit() if m.seat == self.view.saver])
+        return [m for m in new if m.seat in carries]
 
-    def _feed(self, newcomers: list[int]) -> Publish:
+    def _feed(self, newcomers: list[Member]) -> Publish:
         """They catch up from one that trains, if possible not from the one that saves."""
-        assert self.view is not None
         source = min(self._training(), key=lambda seat: (not self._saves(self.members[seat]), seat))
-        for seat in newcomers:
-            self.members[seat].standing, self.members[seat].followed = False, True
+        for member in newcomers:
+            member.standing, member.followed = False, True
+        seats = [member.seat for member in newcomers]
         addresses = {source: self.members[source].address}
-        view = View(number=self.number + 1, followers=newcomers, source=source, addresses=addresses)
-        return self._publish(view, newcomers)
+        return self._publish(View(number=self.number + 1, followers=seats, source=source, addresses=addresses), seats)
 
     def _fit(self) -> list[Member]:
         """Those that may carry lanes from the next view on."""
@@ -289,13 +299,15 @@ class Crew:
     def _following(self, now_s: float) -> Publish | None:
         """The next training view, once everybody stands."""
         standing = [m for _, m in sorted(self.members.items()) if m.standing]
-        if self._training() or not standing or any(m.loading for m in self.members.values()):
+        if self._training() or not standing or any(m.busy for m in self.members.values()):
             return None
         if self._expected and all(m.position in (None, 0) for m in standing):
             return None  # those that start at the same time begin together
         best = max((m.position for m in standing if m.position is not None), default=None)
         team = [m for m in standing if not m.leaving]
         if not any(m.position == best for m in team):
+            if team and best and self.lanes == 1:
+                return self._hand_over(best, standing)
             team = standing  # who leaves stays until somebody else has what it holds
         savers = [m for m in team if m.local]
         if not savers:
@@ -308,17 +320,19 @@ class Crew:
     def _load(self, member: Member) -> Publish:
         """Nobody holds anything: the newest checkpoint counts, or the job's start."""
         self._loader = member.seat
-        member.standing, member.loading = False, True
+        member.standing, member.busy = False, True
         return self._publish(View(number=self.number + 1, loads=member.seat), [member.seat])
 
+    def _hand_over(self, best: int, standing: list[Member]) -> Publish:
+        """One lane cannot be carried by one that leaves and one that learns from it: the state goes by checkpoint."""
+        holder = next(m for m in standing if m.position == best)
+        self._loader, holder.busy = None, True
+        return self._send_away([holder.seat], saver=holder.seat)
+
     def _enter(self, team: list[Member], savers: list[Member], best: int) -> Publish:
-        saver = min(savers, key=lambda m: (self._saves(m), m.position != best, m.seat))
+        saver = min(savers, key=lambda m: (bool(m.leaving), self._saves(m), m.position != best, m.seat))
         holder = saver if saver.position == best else next(m for m in team if m.position == best)
-        chosen = _first({saver.seat: saver, holder.seat: holder}, team, self.lanes)
-        times = {m.seat: m.lane_s if self.balanced else None for m in chosen}
-        carries = {seat: lanes for seat, lanes in balance.shares(self.lanes, times).items() if lanes}
-        if not {saver.seat, holder.seat} <= set(carries):
-            carries = balance.equal(self.lanes, [m.seat for m in chosen])
+        carries = self._dealt(team, [saver, holder])
         behind = any(self.members[s].position != best for s in carries)
         view = View(
             number=self.number + 1,
@@ -334,6 +348,15 @@ class Crew:
             member.training, member.standing, member.asked, member.followed = True, False, "", False
         return self._publish(view, carries)
 
+    def _dealt(self, team: list[Member], needed: list[Member]) -> balance.Carries:
+        """Who of the team carries which lanes, those who are needed among them."""
+        chosen = _first({m.seat: m for m in needed}, team, self.lanes)
+        times = {m.seat: m.lane_s if self.balanced else None for m in chosen}
+        carries = {seat: lanes for seat, lanes in balance.shares(self.lanes, times).items() if lanes}
+        if all(m.seat in carries for m in needed):
+            return carries
+        return balance.equal(self.lanes, [m.seat for m in chosen])
+
     def _saves(self, member: Member) -> bool:
         """False (first) for the seat that saves already."""
         return not (self.view and self.view.saver == member.seat)
@@ -341,7 +364,7 @@ class Crew:
 
 def _first(needed: dict[int, Member], team: Sequence[Member], lanes: int) -> list[Member]:
     """At most as many as there are lanes: those that are needed, then the fastest."""
-    rest = sorted((m for m in team if m.seat not in needed), key=lambda m: (m.lane_s or 0.0, m.seat))
+    rest = sorted((m for m in team if m.seat not in needed), key=lambda m: (bool(m.leaving), m.lane_s or 0.0, m.seat))
     return sorted([*needed.values(), *rest][: max(lanes, len(needed))], key=lambda m: m.seat)
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shoal.jobs import chaos as chaos_jobs
 from shoal.jobs import verify as verify_jobs
+from shoal.spec.receipt import Receipt
 from shoal.terminal import words
 
 MOST_NAMES = 5
@@ -28,10 +29,7 @@ def verify(console: Console, verdict: verify_jobs.Verdict, *, as_json: bool) -> 
         shas = r.weights_sha256[:12], r.state_sha256[:12]
         table.add_row(str(number), r.run, words.count(r.steps), *shas, words.seconds(r.total_s), mark)
     console.print(table)
-    if verdict.same:
-        console.print("[green]The weights are the same, bit for bit.[/green]")
-    else:
-        console.print(Text("The weights differ.", "bold red"))
+    _conclude(console, first, same=verdict.same)
     if verdict.parting is not None:
         console.print(Text(_parting(verdict.parting)), soft_wrap=True)
 
@@ -73,12 +71,18 @@ def chaos(console: Console, verdict: chaos_jobs.Verdict, *, as_json: bool) -> No
     happened = f"{verdict.happened} of {verdict.planned} faults happened"
     late = "; the run ended before the others (more steps leave more time)"
     console.print(happened + (late if verdict.happened < verdict.planned else ""), highlight=False)
-    if verdict.same:
+    _conclude(console, found, same=verdict.same)
+
+
+def _conclude(console: Console, receipt: Receipt, *, same: bool) -> None:
+    if same:
         console.print("[green]The weights are the same, bit for bit.[/green]")
-    else:
+    elif receipt.exact:
         console.print(Text("The weights differ.", "bold red"))
+    else:
+        console.print(Text(f"The weights differ. The job does not promise that they are the same ({receipt.why})."))
 
 
-def _ends(receipt: Any) -> dict[str, Any]:
+def _ends(receipt: Receipt) -> dict[str, Any]:
     names = ("run", "steps", "weights_sha256", "state_sha256", "deaths_survived", "views", "total_s")
     return {name: getattr(receipt, name) for name in names}

@@ -238,7 +238,8 @@ def _watcher(ref: Any, paths: RunPaths, job: Job) -> Any:
     args = dict(ref.args)
     if "directory" in inspect.signature(kind).parameters:
         args.setdefault("directory", str(paths.root / "tensorboard"))
-    made = kind(**args)
+    with blaming("SH208", f"watch {ref.name}"):
+        made = kind(**args)
     if not hasattr(made, "watch"):
         raise error("SH206", f"'{ref.name}' has no method watch(event)", where="watch")
     return made

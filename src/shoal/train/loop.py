@@ -17,7 +17,7 @@ from shoal.data.feed import Feed
 from shoal.errors import ShoalError, error
 from shoal.fleet.membership import Membership
 from shoal.parallel.peers import Peers
-from shoal.parallel.replica import LaneSum, Replica, add
+from shoal.parallel.replica import LaneSum, Replica, Taker, add
 from shoal.parallel.sync.base import Committed, Discarded, Sync
 from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View, position_of
@@ -164,7 +164,10 @@ class Loop:
             self.progress.spent("data_s", t1 - t0)
             if batch is not None:
                 self.progress.computed(batch.size)
-            sums.lane(lane, None if batch is None else self._lane(lane, batch, batch.size / total))
+            taker = None
+            if batch is not None and lane == self.lanes[-1]:
+                taker = self.sync.ahead(self.replica, self.step, sums, lane, halt=halt)
+            sums.lane(lane, None if batch is None else self._lane(lane, batch, batch.size / total, taker))
             self.progress.spent("compute_s", clock() - t1)
         t0 = clock()
         self.pulse.lane_took((t0 - began) / len(self.lanes))
@@ -185,11 +188,11 @@ class Loop:
         self.progress.spent("exchange_s", outcome.exchange_s)
         self.progress.spent("compute_s", seconds - outcome.waited_s - outcome.exchange_s)
 
-    def _lane(self, lane: int, batch: Any, share: float) -> LaneSum:
+    def _lane(self, lane: int, batch: Any, share: float, taker: Taker | None) -> LaneSum:
         try:
             device = self.replica.device
             here = batch if device.type == "cpu" else batch.to(device)  # batches are made on the CPU
-            return self.replica.forward_backward(self.step, lane, here, share=share)
+            return self.replica.forward_backward(self.step, lane, here, share=share, taker=taker)
         except ShoalError:
             raise
         except Exception as failure:

@@ -33,7 +33,7 @@ class Voyage:
                 return loop.leave(view)
             self._number = view.number
             if self.seat in view.leave:
-                loop.teller.leads = False  # others go on, and one of them saves
+                loop.teller.leads = view.saver == self.seat  # else others go on, and one of them saves
                 return loop.leave("asked to leave")
             if view.stop:
                 return loop.leave(view.stop)

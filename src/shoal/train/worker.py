@@ -161,7 +161,9 @@ def join(paths: RunPaths, where: str, base_dir: str) -> int:
         job = Job.model_validate(welcome["job"]).model_copy(update={"base_dir": str(Path(base_dir).resolve())})
         save_job(job, paths.job)
         print(f"joined run {welcome['run']} as worker-{me.seat}", flush=True)
-        return guarded(stream, lambda stream: train(job, paths, me, tie, stream))
+        code = guarded(stream, lambda stream: train(job, paths, me, tie, stream))
+        tie.say("bye")  # else the driver would take it for dead
+        return code
 
 
 def tell_both(tie: Tie, kept: Stream, row: bytes) -> None:

@@ -1,0 +1,102 @@
+"""What a person sees of many workers."""
+
+import io
+
+from rich.console import Console
+
+from shoal.events import Event, fold
+from shoal.spec.receipt import Carried, Receipt
+from shoal.terminal import reports
+from shoal.terminal.live import LiveDisplay, _panel, how_to_join, remark
+
+
+def told(*rows):
+    """Rows of (who, kind, step, fields)."""
+    return [Event(kind, float(i), who, step, fields) for i, (who, kind, step, fields) in enumerate(rows)]
+
+
+BUILT = {"steps": 90, "steps_per_epoch": 9, "lanes": 4, "samples": {}, "skipped": 0, "parameters": 1, "device": "cpu"}
+EVENTS = told(
+    ("driver", "run_started", None, {"run": "mlp-1", "pid": 1, "listens": "10.0.0.5:4000"}),
+    ("worker-0", "worker_started", None, {"host": "here", "pid": 2}),
+    ("worker-1", "worker_started", None, {"host": "there", "pid": 3}),
+    ("worker-2", "worker_started", None, {"host": "here", "pid": 4}),
+    ("worker-0", "built", None, BUILT),
+    ("worker-1", "built", None, BUILT),
+    ("worker-0", "joined", 0, {"view": 1, "lanes": [0, 1], "saves": True}),
+    ("worker-1", "joined", 0, {"view": 1, "lanes": [2, 3], "saves": False}),
+    ("worker-2", "joined", 0, {"view": 1, "lanes": [], "saves": False}),
+    ("worker-0", "step", 7, {"samples": 10, "wall_s": 0.1, "loss": 0.5}),
+    ("worker-1", "step", 6, {"samples": 30, "wall_s": 0.1, "loss": 0.5}),
+    ("driver", "worker_died", None, {"worker": "worker-2", "reason": "SIGKILL"}),
+)
+
+
+def printed(something, width=120):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(something)
+    return console.file.getvalue()
+
+
+def test_each_worker_that_is_there_has_a_line():
+    lines = [" ".join(line.split()) for line in printed(_panel(fold(EVENTS))).splitlines()]
+    assert "worker-0 training lanes 0-1 step 7 100 samples/s saves here" in lines
+    assert "worker-1 training lanes 2-3 step 6 300 samples/s there" in lines
+    assert not any("worker-2" in line for line in lines)
+    assert "400 samples/s" in lines[0]
+
+
+def remarks(events):
+    picture, found = fold([]), []
+    for event in events:
+        picture.add(event)
+        if text := remark(event, picture):
+            found.append(text)
+    return found
+
+
+def test_what_all_workers_tell_alike_is_shown_once():
+    shown = remarks(EVENTS)
+    assert sum("parameters" in text for text in shown) == 1
+    assert shown[-1] == "worker-2 died: SIGKILL"
+
+
+def test_views_without_a_reason_are_not_shown():
+    views = told(
+        ("driver", "view", None, {"number": 1, "why": "worker-2 is gone"}),
+        ("driver", "view", None, {"number": 2, "why": "", "carries": {"worker-0": [0]}}),
+        ("worker-0", "stopped", 3, {"view": 1, "why": "worker-2 is gone"}),
+        ("driver", "view", None, {"number": 3, "why": "finished"}),
+        ("worker-0", "left", 3, {"why": "finished"}),
+    )
+    assert remarks(views) == ["worker-2 is gone"]
+
+
+def test_how_to_join_is_shown_where_others_can():
+    line = "join with: SHOAL_TOKEN=$(shoal token mlp-1) shoal join 10.0.0.5:4000"
+    assert remarks(EVENTS)[0] == line == how_to_join("mlp-1", "10.0.0.5:4000")
+    assert how_to_join("a-1", "[fe80::1]:4000").endswith("shoal join [fe80::1]:4000")
+    for near in ("127.0.0.1:4000", "127.0.0.2:1", "[::1]:4000", ""):
+        assert how_to_join("a-1", near) == ""
+
+
+def test_the_live_display_survives_hundreds_of_workers():
+    rows = [(f"worker-{n}", "joined", 0, {"view": 1, "lanes": [n], "saves": n == 0}) for n in range(300)]
+    picture = fold(told(*rows))
+    shown = printed(_panel(picture))
+    assert "and 284 more" in shown
+    assert len(shown.splitlines()) < 30
+    LiveDisplay(Console(file=io.StringIO()))
+
+
+def test_the_receipt_says_who_carried_how_much():
+    carried = {f"worker-{n}": Carried(host="here", lanes=[n], steps=10, samples=10 * n, work_s=1.5) for n in range(20)}
+    receipt = Receipt(
+        run="a-1", job_sha256="", exact=True, weights_sha256="", state_sha256="", steps=10, epochs=1.0,
+        samples_seen=1900, parameters=5, workers=20, lanes=20, carried=carried,
+    )  # fmt: skip
+    console = Console(file=io.StringIO(), width=120)
+    reports.receipt(console, receipt)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert "worker-19 10% 190 samples 10 steps 1.5 s of work here" in lines
+    assert "8 others 15% 280 samples" in lines
