@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -364,39 +364,9 @@ def _console(to_stderr: bool = False) -> Console:
 
 def _end(outcome: Outcome | Summary, *, as_json: bool) -> NoReturn:
     """Print how it ended, and leave with the exit code that says so."""
-    from shoal.jobs.drive import Summary, merged
-    from shoal.jobs.run import Outcome, exit_code
-    from shoal.terminal import reports
+    from shoal.terminal import endings
 
-    console = _console()
-    last = (
-        next((o for o in outcome.folds if o.status != "finished"), outcome.folds[-1])
-        if isinstance(outcome, Summary)
-        else outcome
-    )
-    if last.error is not None:
-        reports.failure(_console(True), last.error)
-        if last.traceback:
-            print(last.traceback, file=sys.stderr)
-    elif last.status != "finished":
-        name = last.paths.whole.name
-        saved = "nothing was saved yet" if last.saved_step is None else f"saved at step {last.saved_step}"
-        _console(True).print(f"{last.status}; {saved}. Go on with: shoal resume {name}", highlight=False)
-    elif as_json:
-        content = merged(outcome) if isinstance(outcome, Summary) else json.loads(_receipt(outcome).model_dump_json())
-        print(json.dumps({"kind": "receipt", **content}))
-    elif isinstance(outcome, Summary):
-        reports.folds(console, [_receipt(o) for o in outcome.folds])
-    else:
-        reports.receipt(console, _receipt(outcome))
-        console.print(f"model: {last.paths.model}", highlight=False, soft_wrap=True)
-    assert isinstance(last, Outcome)
-    sys.exit(exit_code(last))
-
-
-def _receipt(outcome: Outcome) -> Any:
-    assert outcome.receipt is not None
-    return outcome.receipt
+    sys.exit(endings.tell(outcome, _console(), _console(True), as_json=as_json))
 
 
 def main() -> NoReturn:

@@ -229,7 +229,6 @@ def test_a_stop_finds_a_frozen_worker(run, resume, place):
     assert_same(resume(outcome.paths), calm(run, job))
 
 
-@pytest.mark.xfail(reason="who survives the saver leaves at a stop without saving", strict=True)
 def test_a_stop_at_which_the_saver_dies_loses_nothing(run, resume, place):
     def stop(paths, event, picture):
         if fired(place) and not stopped:

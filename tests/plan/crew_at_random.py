@@ -81,13 +81,21 @@ class Driver:
         self.latest.pop(seat, None)
 
     def steer(self):
-        for order in self.crew.orders(self.world.now_s):
+        """Once, or until there is nothing more to do: it comes to that soon."""
+        for _ in range(4):
+            orders = self.crew.orders(self.world.now_s)
+            self.carry_out(orders)
+            if not orders or self.world.chance(0.5):
+                return
+        must(False, "there is no end of orders")
+
+    def carry_out(self, orders):
+        for order in orders:
             if isinstance(order, Start):
                 for _ in range(order.number):
                     self.crew.expect(self.world.start_local().seat)
             else:
                 self.publish(order)
-        must(not self.crew.orders(self.world.now_s), "asked twice, it answers twice")
 
     def publish(self, order):
         view = order.view
@@ -118,11 +126,10 @@ class Driver:
         for worker in self.members():
             must(worker.stage not in ("catching", "meeting", "training"), f"seat {worker.seat} does not stand")
         for worker in self.members():
-            fed = worker.source is not None
-            must(fed or (worker.position or 0) <= view.position, f"seat {worker.seat} is further")
+            must(worker.moves or (worker.position or 0) <= view.position, f"seat {worker.seat} is further")
         holders = [view.source] if view.source is not None else list(view.carries)
         for worker in (self.voices[seat].worker for seat in holders):
-            must(worker.source is not None or worker.position == view.position, "the source holds something else")
+            must(worker.moves or worker.position == view.position, "the source holds something else")
 
     def _check_leaving(self, view):
         if view.saver is not None:
@@ -131,7 +138,7 @@ class Driver:
         staying = [self.voices[seat].worker for seat, m in self.crew.members.items() if not m.leaving]
         kept = max((w.position for w in staying if w.position is not None and w.alive), default=None)
         for worker in (self.voices[seat].worker for seat in view.leave):
-            lost = worker.position is not None and worker.alive and worker.source is None
+            lost = worker.position is not None and worker.alive and not worker.moves
             dead = any(not w.alive for w in staying)  # it died meanwhile, which nobody could know
             must(not lost or dead or worker.position <= (kept or 0), "the only holder was sent away")
 

@@ -71,6 +71,7 @@ class Worker:
     laid: bool = False
     source: Worker | None = None
     fed: bool = False
+    moves: bool = False  # it may have followed others further than it said
     wire: Wire | None = None
     outbox: deque = field(default_factory=deque)
 
@@ -177,6 +178,7 @@ class Worker:
                 self.position, self.fed = source.position, True
         elif self.position < source.position:
             self.position += 1
+            self.moves = True
         else:
             self.say()
 
@@ -208,7 +210,7 @@ class Worker:
         elif all_here:
             must(self.position == mesh.view.position, "who enters a view does not hold what it starts from")
             must(not self.laid, "a step was begun before the view")
-            self.stage = "training"
+            self.stage, self.moves = "training", False
 
     def _training(self):
         mesh, alone = self.mesh, len(self.mesh.view.carries) == 1

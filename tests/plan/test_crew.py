@@ -276,9 +276,36 @@ def test_lanes_that_are_full_leave_newcomers_standing():
     assert len(crew.told) == views
 
 
+def test_at_a_stop_all_stand_then_one_saves_and_then_all_leave():
+    crew = Told(wanted=3).train({0: 4, 1: 4, 2: 4})
+    crew.crew.stop("interrupted")
+    crew.look()
+    assert (crew.last.halt, crew.told[-1].to) == ("boundary", [0, 1, 2])
+    crew.stand({0: 6, 1: 6, 2: 6})
+    assert (crew.last.stop, crew.last.saver, crew.told[-1].to) == ("interrupted", 0, [0])
+    crew.look(60.0)
+    crew.crew.gone(0, well=True)
+    crew.look()
+    assert (crew.last.stop, crew.last.saver, crew.told[-1].to) == ("interrupted", None, [1, 2])
+
+
+def test_if_the_saver_dies_at_a_stop_another_saves():
+    crew = Told(wanted=3).train({0: 4, 1: 4, 2: 4})
+    crew.crew.stop("interrupted")
+    crew.look()
+    crew.crew.gone(0)
+    crew.look()
+    assert (crew.last.halt, crew.told[-1].to) == ("now", [1, 2])
+    crew.stand({1: 4, 2: 6})
+    assert (crew.last.saver, crew.told[-1].to) == (2, [2])
+    crew.crew.gone(2)
+    crew.look()
+    assert (crew.last.saver, crew.told[-1].to) == (1, [1])
+
+
 def test_after_stop_nothing_is_ordered():
     crew = Told().train({0: 4, 1: 4})
-    order = crew.crew.stop("interrupted")
+    order = crew.crew.dismiss("interrupted")
     assert (order.view.stop, order.to) == ("interrupted", [0, 1])
     crew.crew.gone(1)
     assert crew.crew.orders(crew.now_s + 60.0) == []

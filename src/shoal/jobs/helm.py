@@ -101,6 +101,8 @@ class Helm:
                 wanted = order.number
             else:
                 self._publish(order)
+                if order.view.stop and order.view.saver is None:
+                    self._farewell = order.view
         return wanted
 
     def fill(self, number: int) -> None:
@@ -113,7 +115,7 @@ class Helm:
 
     def ended(self, one: Exit) -> str:
         """A local process is gone. Returns why, where that was not meant to be."""
-        self._forget(one.seat)
+        self._forget(one.seat, well=one.code == 0)
         why = self._out.pop(one.seat, "")
         if one.code == 0:
             return ""
@@ -122,8 +124,14 @@ class Helm:
         return why or one.reason
 
     def stop(self, why: str) -> None:
+        """Let one save, and all leave."""
         if not self.crew.stopping:
-            order = self.crew.stop(why)
+            self.crew.stop(why)
+
+    def dismiss(self, why: str) -> None:
+        """Let all leave as things are."""
+        if self._farewell is None:
+            order = self.crew.dismiss(why)
             self._farewell = order.view
             self._publish(order)
 
@@ -330,8 +338,8 @@ class Helm:
             self.control.drop(voice.caller)
         self._forget(seat)
 
-    def _forget(self, seat: int) -> None:
-        self.crew.gone(seat)
+    def _forget(self, seat: int, *, well: bool = False) -> None:
+        self.crew.gone(seat, well=well)
         voice = self._voices.pop(seat, None)
         if voice is not None:
             self._seats.pop(voice.caller, None)

@@ -137,7 +137,9 @@ class Run:
         if self.picture.result:
             return self._wind_up()
         wanted = self.helm.steer()
-        if wanted and not self._stopping:
+        if self._stopping and not self.engine.seats:
+            return self._end(Outcome(self.paths, self._stopping))
+        if wanted:
             self.helm.fill(wanted)
         return None
 
@@ -146,7 +148,7 @@ class Run:
         now = time.monotonic()
         self._ending_s = self._ending_s or now + LEAVING_S
         if self.engine.seats and now < self._ending_s:
-            self.helm.stop("finished")
+            self.helm.dismiss("finished")
             return None
         return self._end(Outcome(self.paths, "finished", receipt=self._receipt()))
 

@@ -16,10 +16,15 @@ from torch import Tensor
 from shoal.parallel.flat import Place, aligned
 from shoal.parallel.replica import LaneSum
 
-BUCKET_BYTES = 1 << 18
+BUCKET_BYTES = 1 << 20  # measured: a quarter of it is as fast and costs more processor time, three times are slower
 
 Met = Sequence[tuple[list[Tensor], bool]]
 """Gradients that the lane's are added to, one after the other; True: they stand on the left."""
+
+
+def pays(size_bytes: int) -> bool:
+    """Would anything of such a stretch leave before the end?"""
+    return size_bytes > BUCKET_BYTES
 
 
 @dataclass

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shoal.parallel.adding import Addition, term_of
-from shoal.parallel.ahead import Ahead, Taken
+from shoal.parallel.ahead import Ahead, Taken, pays
 from shoal.parallel.flat import ALIGN, Layout, shares, write
 from shoal.parallel.links import frames
 from shoal.parallel.links.frames import Frame
@@ -164,10 +164,12 @@ class Exchange:
         through when it is done again, for that is in a new view. The gradients that the lane's are added to are taken
         out of `sums`.
         """
+        if not self._turn or not self._far() or not pays(self._plan.layout.size_bytes):
+            return None
         last, met = sums.path((0, lane))
         held = sums.partials
         passed = [(held.pop(node), first) for node, first in met]
-        if not self._turn or not self._far() or [*held, last] != list(self._room[0]):
+        if [*held, last] != list(self._room[0]):
             return None
         it = self._round = self._begin(step, held, last, halt=halt)
         it.taken = Taken(set(range(len(self._plan.layout.grads))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 
 LEAVE_OUT_GAIN = 1.3
@@ -24,16 +24,17 @@ def equal(lanes: int, seats: Sequence[int]) -> Carries:
     return _dealt(seats, zip(working, blocks, strict=True))
 
 
-def shares(lanes: int, lane_s: Mapping[int, float | None]) -> Carries:
+def shares(lanes: int, lane_s: Mapping[int, float | None], *, needed: Collection[int] = ()) -> Carries:
     """Runs whose slowest takes as little time as can be, from each seat's seconds per lane.
 
     None is not measured yet, and taken as the median of the others. Every seat carries a lane if there are enough,
-    except hopelessly slow ones; of more seats than lanes the fastest carry one.
+    except hopelessly slow ones; of more seats than lanes the fastest carry one. Seats that are `needed` carry in any
+    case.
     """
     pace = _paces(lane_s)
     if len(set(pace.values())) <= 1:
-        return equal(lanes, list(pace))
-    counts = _counts(lanes, pace)
+        return equal(lanes, sorted(pace, key=lambda seat: seat not in needed) if len(pace) > lanes else list(pace))
+    counts = _counts(lanes, pace, needed)
     in_order = [seat for seat in pace if seat in counts]
     by_size = sorted(in_order, key=lambda seat: -counts[seat])
     best = min((in_order, by_size), key=lambda order: _total_partials(lanes, [counts[seat] for seat in order]))
@@ -41,7 +42,11 @@ def shares(lanes: int, lane_s: Mapping[int, float | None]) -> Carries:
 
 
 def worth_moving(
-    current: Mapping[int, Sequence[int]], lane_s: Mapping[int, float | None], *, gain: float = 1.15
+    current: Mapping[int, Sequence[int]],
+    lane_s: Mapping[int, float | None],
+    *,
+    gain: float = 1.15,
+    needed: Collection[int] = (),
 ) -> Carries | None:
     """A better assignment, if a step becomes `gain` times as fast by it; None if lanes should stay where they are.
 
@@ -49,7 +54,7 @@ def worth_moving(
     it the seat counts as average and is tried again.
     """
     known = {seat: lane_s.get(seat) for seat in current}
-    better = shares(sum(map(len, current.values())), known)
+    better = shares(sum(map(len, current.values())), known, needed=needed)
     pace = _paces(known)
     return better if step_s(current, pace) >= gain * step_s(better, pace) > 0 else None
 
@@ -95,11 +100,12 @@ def _equal_blocks(lanes: int, count: int) -> list[int]:
     return blocks
 
 
-def _counts(lanes: int, pace: Mapping[int, float]) -> dict[int, int]:
+def _counts(lanes: int, pace: Mapping[int, float], needed: Collection[int]) -> dict[int, int]:
     """How many lanes each seat carries; those that are missing carry none."""
-    best = candidate = _fill(lanes, pace, sorted(pace, key=lambda seat: (pace[seat], seat))[:lanes])
+    in_turn = sorted(pace, key=lambda seat: (seat not in needed, pace[seat], seat))
+    best = candidate = _fill(lanes, pace, in_turn[:lanes])
     # Only those who keep all others waiting with a single lane can be worth leaving out.
-    while 0 < len(others := _quicker(candidate, pace)) < len(candidate):
+    while 0 < len(others := _quicker(candidate, pace)) < len(candidate) and all(s in others for s in needed):
         candidate = _fill(lanes, pace, others)
         if _slowest(best, pace) >= LEAVE_OUT_GAIN * _slowest(candidate, pace):
             best = candidate

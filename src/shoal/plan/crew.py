@@ -27,6 +27,9 @@ GATHER_S = 5.0
 BREATH_S = 0.2
 """A view is not changed sooner, unless it must be: its members may not have seen it yet."""
 
+TAKE_OVER_S = 5.0
+"""How long those who train may take to a boundary when another driver takes over."""
+
 Halt = Literal["", "boundary", "now"]
 _URGENCY: Mapping[Halt, int] = {"": 0, "boundary": 1, "now": 2}
 
@@ -86,8 +89,12 @@ class Crew:
     view: View | None = None
     """The newest training view."""
     stopping: str = ""
+    _last: int | None = None
+    _saved: bool = False
+    _dismissed: bool = False
     _expected: set[int] = field(default_factory=set)
     _asked: Halt = ""
+    _asked_s: float = 0.0
     _loader: int | None = None
     _slow_since_s: float | None = None
     _settle_s: float = SETTLE_S
@@ -123,8 +130,9 @@ class Crew:
         member.asked, member.busy = "", False
         self._expected.discard(seat)
 
-    def gone(self, seat: int) -> None:
-        """Its process ended, or it was put out."""
+    def gone(self, seat: int, *, well: bool = False) -> None:
+        """Its process ended, or it was put out. `well`: it left as it was asked to."""
+        self._saved = self._saved or (well and seat == self._last)
         member = self.members.pop(seat, None)
         self._expected.discard(seat)
         if member and not member.local and not member.leaving:
@@ -162,16 +170,12 @@ class Crew:
     def orders(self, now_s: float) -> list[Order]:
         """What is to be done now. Called after every fact, and now and then."""
         if self.stopping:
-            return []
+            return self._winding_up(now_s)
         found: list[Order] = []
         if missing := self._missing():
             found.append(Start(missing))
         how, why = self._reason(now_s)
-        self._asked = max(self._asked, how, key=_URGENCY.__getitem__)
-        if unasked := [s for s in self._training() if _URGENCY[self.members[s].asked] < _URGENCY[self._asked]]:
-            found.append(self._halt(unasked, self._asked, why))
-        elif strays := self._strays():
-            found.append(self._halt(strays, "now", f"{_names(strays)} trains in a view that is over"))
+        found += self._halts(how, why, now_s)
         if (self._asked or not self._training()) and (following := self._following(now_s)):
             found.append(following)
         if not self._asked and (hungry := [m for m in self._newcomers() if not m.followed]):
@@ -180,10 +184,38 @@ class Crew:
             found.append(self._send_away(away))
         return found
 
-    def stop(self, why: str) -> Publish:
-        """Everybody leaves at the next boundary; the saver saves."""
+    def _halts(self, how: Halt, why: str, now_s: float) -> list[Order]:
+        """To all who train and were not yet asked so urgently."""
+        found: list[Order] = []
+        self._asked_s = self._asked_s if self._asked else now_s
+        self._asked = max(self._asked, how, key=_URGENCY.__getitem__)
+        if unasked := [s for s in self._training() if _URGENCY[self.members[s].asked] < _URGENCY[self._asked]]:
+            found.append(self._halt(unasked, self._asked, why))
+        elif strays := self._strays():
+            found.append(self._halt(strays, "now", f"{_names(strays)} trains in a view that is over"))
+        return found
+
+    def stop(self, why: str) -> None:
+        """Everybody is to leave: all stop at a boundary, one that holds the newest state saves it, then all go."""
         self.stopping = why
+
+    def dismiss(self, why: str) -> Publish:
+        """Everybody leaves as things are."""
+        self.stopping, self._dismissed = why, True
         return self._publish(View(number=self.number + 1, stop=why), list(self.members), why)
+
+    def _winding_up(self, now_s: float) -> list[Order]:
+        if self._dismissed or self._last in self.members:
+            return []
+        if self._training():
+            how, why = self._reason(now_s)
+            return self._halts("now" if how == "now" else "boundary", why or self.stopping, now_s)
+        standing = [m for _, m in sorted(self.members.items()) if m.standing and m.local and m.position]
+        if not standing or self._saved:
+            return [self.dismiss(self.stopping)]
+        last = max(standing, key=lambda m: (m.position or 0, not self._saves(m)))
+        self._last = last.seat
+        return [self._publish(View(number=self.number + 1, stop=self.stopping, saver=last.seat), [last.seat])]
 
     def _dispensable(self) -> list[int]:
         """Those who leave, stand still, and hold nothing that nobody else holds."""
@@ -225,8 +257,9 @@ class Crew:
         training = self._training()
         if not training:
             return "", ""
-        if self.view is None:
-            return "boundary", "another driver took over"
+        if self.view is None:  # what they wait for may have died with the driver, or before they saw the last view
+            late = self._asked and now_s - self._asked_s > TAKE_OVER_S
+            return "now" if late else "boundary", "another driver took over"
         lost = sorted(set(self.view.carries) - set(self.members))
         if lost:
             return "now", f"{_names(lost)} {'is' if len(lost) == 1 else 'are'} gone"
@@ -285,12 +318,13 @@ class Crew:
         if not self.balanced:
             return False
         times = {seat: self.members[seat].lane_s for seat in self.view.carries}
-        if None in times.values() or balance.worth_moving(self.view.carries, times) is None:
+        needed = [seat for seat in times if seat == self.view.saver]
+        if None in times.values() or balance.worth_moving(self.view.carries, times, needed=needed) is None:
             self._slow_since_s = None
             return False
         if self._slow_since_s is None:
             self._slow_since_s = now_s
-        much = balance.worth_moving(self.view.carries, times, gain=MUCH) is not None
+        much = balance.worth_moving(self.view.carries, times, gain=MUCH, needed=needed) is not None
         if now_s - self._slow_since_s < (SETTLE_S if much else self._settle_s):
             return False
         self._settle_s = min(2 * self._settle_s, LONGEST_SETTLE_S)
@@ -352,10 +386,8 @@ class Crew:
         """Who of the team carries which lanes, those who are needed among them."""
         chosen = _first({m.seat: m for m in needed}, team, self.lanes)
         times = {m.seat: m.lane_s if self.balanced else None for m in chosen}
-        carries = {seat: lanes for seat, lanes in balance.shares(self.lanes, times).items() if lanes}
-        if all(m.seat in carries for m in needed):
-            return carries
-        return balance.equal(self.lanes, [m.seat for m in chosen])
+        dealt = balance.shares(self.lanes, times, needed=[m.seat for m in needed])
+        return {seat: lanes for seat, lanes in dealt.items() if lanes}
 
     def _saves(self, member: Member) -> bool:
         """False (first) for the seat that saves already."""

@@ -176,7 +176,7 @@ class NoCodec(Spec):
 
 
 class LocalEngine(Spec):
-    """Processes on this machine. `restarts`: how often in a row all workers may die without a step in between.
+    """Processes on this machine. `restarts`: how often all workers may die, or one before it can train.
 
     `patience_s`: how long workers whose driver died wait for another before they save and leave.
     `listen`: the address of this machine where workers from elsewhere may join. `balance`: lanes move to the workers

@@ -88,6 +88,11 @@ class RunPaths:
         """What a worker, Python or torch had to complain of; tracebacks too."""
         return self.logs / f"worker-{seat}.err"
 
+    @property
+    def saving_lock(self) -> Path:
+        """Held while a worker saves that no driver chose."""
+        return self.root / ".saving.lock"
+
     def seat_lock(self, seat: int) -> Path:
         return self.root / f".seat-{seat}.lock"
 

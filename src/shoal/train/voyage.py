@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
+from pathlib import Path
 
 from shoal.fleet.membership import Membership
 from shoal.parallel.sync.base import Discarded
@@ -14,10 +16,14 @@ LOOK_UP_S = 0.5
 
 
 class Voyage:
-    """Belongs to the training thread, except for `halt` and `move`, which come from the one that hears the driver."""
+    """Belongs to the training thread, except for `halt` and `move`, which come from the one that hears the driver.
 
-    def __init__(self, loop: Loop, membership: Membership, *, seat: int) -> None:
+    `lock` is a file in the run's directory, None for a worker that cannot reach it and so never saves.
+    """
+
+    def __init__(self, loop: Loop, membership: Membership, *, seat: int, lock: Path | None) -> None:
         self.loop = loop
+        self._lock = lock
         self.seat = seat
         self._membership = membership
         self._following = Followed(loop)
@@ -30,12 +36,13 @@ class Voyage:
         while True:
             view = self._wait()
             if isinstance(view, str):
-                return loop.leave(view)
+                return self._leave_alone(view)
             self._number = view.number
             if self.seat in view.leave:
                 loop.teller.leads = view.saver == self.seat  # else others go on, and one of them saves
                 return loop.leave("asked to leave")
             if view.stop:
+                loop.teller.leads = view.saver == self.seat
                 return loop.leave(view.stop)
             if view.loads == self.seat:
                 self._load()
@@ -47,6 +54,18 @@ class Voyage:
                     return outcome
                 if outcome:
                     loop.teller.tell("stopped", step=loop.step, view=view.number, why=outcome)
+
+    def _leave_alone(self, why: str) -> Ending:
+        """No driver says who saves: those who can do so one after the other, if nobody has yet."""
+        loop = self.loop
+        if self._lock is None:
+            loop.teller.leads = False
+            return loop.leave(why)
+        with self._lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            newest = loop.store.latest()
+            loop.teller.leads = newest is None or newest.step < loop.step
+            return loop.leave(why)
 
     def _wait(self) -> View | str:
         """The next view, or why this worker gives up waiting for one."""
@@ -85,7 +104,7 @@ class Voyage:
 
     def _catch_up(self, view: View) -> str:
         """From the memory of the view's source: what is missing of what I follow, or the whole state."""
-        if view.source is None:
+        if view.source in (None, self.seat):
             return "it stands at another place than it said"
         loop = self.loop
         began = time.perf_counter()

@@ -222,7 +222,7 @@ def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream, *, 
         asked_to_leave=asked_to_leave,
         trace=trace,
     )
-    voyage = Voyage(loop, tie, seat=me.seat)
+    voyage = Voyage(loop, tie, seat=me.seat, lock=paths.saving_lock if me.local else None)
     me.seen, me.moved = voyage.halt, voyage.move
     try:
         voyage.run()
