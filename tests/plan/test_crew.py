@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.plan.crew import BREATH_S, Crew, Start
+from shoal.plan.crew import BREATH_S, TAKE_OVER_S, Crew, Start
 from tests.plan.crew_at_random import NOWHERE, World
 from tests.plan.simulated_worker import must
 
@@ -303,12 +303,61 @@ def test_if_the_saver_dies_at_a_stop_another_saves():
     assert (crew.last.saver, crew.told[-1].to) == (1, [1])
 
 
-def test_after_stop_nothing_is_ordered():
+def test_who_is_being_started_when_fewer_are_wanted_goes_again():
+    crew = Told(wanted=2).train({0: 4, 1: 4})
+    crew.crew.scale(3)
+    crew.look()
+    assert crew.started == 3
+    crew.crew.scale(2)
+    crew.arrive(2)
+    crew.stand({2: 0})
+    assert crew.last.leave == [2]
+
+
+def test_stop_lets_one_save_when_all_stand_and_then_all_go():
     crew = Told().train({0: 4, 1: 4})
-    order = crew.crew.dismiss("interrupted")
-    assert (order.view.stop, order.to) == ("interrupted", [0, 1])
+    crew.crew.stop("interrupted")
+    crew.look()
+    assert (crew.last.halt, crew.told[-1].to) == ("boundary", [0, 1])
+    crew.stand({0: 6, 1: 6})
+    assert (crew.last.stop, crew.last.saver, crew.told[-1].to) == ("interrupted", 0, [0])
+    crew.look(60.0)
+    assert crew.told[-1].to == [0]
+    crew.crew.gone(0, well=True)
+    crew.look()
+    assert (crew.last.stop, crew.last.saver, crew.told[-1].to) == ("interrupted", None, [1])
+
+
+def test_after_everybody_was_dismissed_nothing_is_ordered():
+    crew = Told().train({0: 4, 1: 4})
+    order = crew.crew.dismiss("finished")
+    assert (order.view.stop, order.to) == ("finished", [0, 1])
     crew.crew.gone(1)
     assert crew.crew.orders(crew.now_s + 60.0) == []
+
+
+def test_lanes_do_not_move_to_and_fro_because_the_one_that_saves_is_slow():
+    """It cannot be left out: what there is to gain is counted with it."""
+    crew = Told().train({0: 4, 1: 4})
+    crew.crew.measured(0, 1.0)
+    crew.crew.measured(1, 0.01)
+    crew.look(2.0)
+    crew.look(2.0)
+    crew.stand({0: 6, 1: 6})
+    assert crew.last.carries == {0: [0], 1: [1, 2, 3]}
+    views = len(crew.told)
+    for _ in range(20):
+        crew.look(10.0)
+    assert len(crew.told) == views
+
+
+def test_another_driver_does_not_wait_for_ever_for_a_boundary():
+    """They may wait for one that died, or never saw the view."""
+    crew = Told(wanted=2)
+    crew.arrive(0, view=7, training=True)
+    crew.look()
+    crew.look(2 * TAKE_OVER_S)
+    assert [order.view.halt for order in crew.told] == ["boundary", "now"]
 
 
 @pytest.mark.parametrize(
@@ -362,3 +411,30 @@ def test_somebody_who_can_save_is_always_wanted():
     crew.arrived(0, local=False, address=NOWHERE)
     crew.scale(1)
     assert crew.orders(0.0) == [Start(1)]
+
+
+def test_who_was_being_started_when_fewer_were_wanted_goes_again():
+    crew = Told(wanted=2)
+    crew.arrive(0)
+    crew.crew.scale(1)
+    crew.arrive(1)
+    assert [seat for seat, m in crew.crew.members.items() if m.leaving] == [1]
+
+
+def test_who_was_started_because_nobody_else_can_save_stays():
+    """Else it would be sent away and another one started, for ever."""
+    crew = Told(wanted=1)
+    crew.arrive(7, local=False)
+    crew.crew.scale(1)
+    crew.arrive(0)
+    assert not crew.crew.members[0].leaving
+
+
+def test_a_follower_that_is_not_wanted_any_more_goes_at_once():
+    crew = Told(wanted=1).train({0: 4})
+    crew.arrive(7, local=False)
+    crew.stand({7: None})
+    assert crew.last.followers == [7]
+    crew.crew.leaves(7, "drained", replace=False)
+    crew.stand({7: 10})
+    assert crew.last.leave == [7]

@@ -114,10 +114,13 @@ class Crew:
         if seat in self.members:
             return
         self.members[seat] = Member(seat, local, address, training=training or view > 0, told=view)
-        if local:
-            self._expected.add(seat)
-        else:
+        if not local:
             self.wanted += 1  # it came by itself, on top of those that we fill
+            return
+        self._expected.add(seat)
+        others = [m for m in self.members.values() if not m.leaving and m.seat != seat]
+        if not view and len(others) >= self.wanted and any(m.local for m in others):  # else nobody could save
+            self.members[seat].leaving = "scaled down"  # while it was being started
 
     def stands(self, seat: int, now_s: float, *, view: int, position: int | None) -> None:
         """It waits for a view; `view` is the last that it took up."""
@@ -220,7 +223,9 @@ class Crew:
     def _dispensable(self) -> list[int]:
         """Those who leave, stand still, and hold nothing that nobody else holds."""
         kept = max((m.position or 0 for m in self.members.values() if not m.leaving), default=0)
-        return [m.seat for m in self.members.values() if m.leaving and m.standing and (m.position or 0) <= kept]
+        leaving = [m for m in self.members.values() if m.leaving and m.standing]
+        others_train = bool(self._training())  # and one that follows them is no further than they are
+        return [m.seat for m in leaving if (m.position or 0) <= kept or (m.followed and others_train)]
 
     def _send_away(self, seats: list[int], *, saver: int | None = None) -> Publish:
         for seat in seats:
