@@ -154,7 +154,7 @@ def test_many_kills_leave_no_memory_behind(run, place):
 
 def test_when_all_die_the_checkpoint_counts(run, place):
     job = JOBS["mlp"] | {"lanes": 6}
-    lines = ["kill all at step 12"]
+    lines = ["delay worker 0 at step 11 in data by 2000 ms", "kill all at step 12"]  # a save takes its time
     outcome = run(job, workers=3, watch=script(place, *lines), engine=RESTARTS, checkpoint={"every": "5 steps"})
     assert_same(outcome, calm(run, job))
     (row,) = rows(outcome, "resumed")

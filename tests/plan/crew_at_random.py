@@ -27,6 +27,7 @@ class Driver:
     voices: dict[int, Wire] = field(default_factory=dict)
     latest: dict[int, View] = field(default_factory=dict)
     out: set[int] = field(default_factory=set)
+    away: set[int] = field(default_factory=set)
 
     def hear(self, wire):
         if wire.closed or not wire.up:
@@ -135,7 +136,8 @@ class Driver:
         if view.saver is not None:
             must(view.leave == [view.saver] and self.voices[view.saver].worker.local, "it leaves and cannot save")
             return
-        staying = [self.voices[seat].worker for seat, m in self.crew.members.items() if not m.leaving]
+        self.away.update(view.leave)
+        staying = [self.voices[seat].worker for seat in self.crew.members if seat not in self.away]
         kept = max((w.position for w in staying if w.position is not None and w.alive), default=None)
         for worker in (self.voices[seat].worker for seat in view.leave):
             lost = worker.position is not None and worker.alive and not worker.moves

@@ -76,6 +76,7 @@ class Voyage:
         while True:
             if self._moved_to is not None:
                 self.seat, self._moved_to = self._moved_to, None
+                loop.holds = loop.holds and loop.sync.exact  # else the others may hold other bits by now
                 loop.teller.stream.who = f"worker-{self.seat}"
             view = self._membership.wait(self.seat, after=self._number, position=loop.position, timeout_s=LOOK_UP_S)
             if view is not None:

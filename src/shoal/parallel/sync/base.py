@@ -39,6 +39,8 @@ class Sync(Protocol):
     """Used by the loop's thread, except for `abort`. `tap` is shown the total of each step before it is applied."""
 
     tap: Callable[[int, LaneSum], None] | None
+    exact: bool
+    """Do replicas at the same position always have the same bits?"""
 
     def reconfigure(self, view: View, seat: int) -> str:
         """Another view counts from now on. Returns '' when all its members have come so far,

@@ -26,6 +26,8 @@ class LanesSync:
     `endpoint` is needed. Memory for the exchange is made at the first step that needs it and kept over views.
     """
 
+    exact = True
+
     def __init__(self, lanes: int, *, endpoint: Endpoint | None = None, token: str = "") -> None:
         self.tap: Callable[[int, LaneSum], None] | None = None
         self._lanes = lanes
