@@ -13,9 +13,12 @@ import yaml
 from shoal.checkpoint.export import load_weights
 from shoal.checkpoint.manifest import list_manifests
 from shoal.events import read
+from shoal.fleet.contact import read_contact
 from shoal.jobs import drive
 from shoal.spec.load import make_job
 from shoal.spec.paths import RunPaths
+from shoal.wire.door import call_host
+from shoal.wire.rows import pack
 from tests.conftest import CNN, MLP
 from tests.jobs.disturbed import (
     JOBS,
@@ -412,6 +415,43 @@ def test_strangers_and_noise_change_nothing(run, place):
     assert nuisance.done > 20
     assert nuisance.ports > 3, "the driver's, and a worker's"
     assert not nuisance.let_in
+
+
+def test_a_step_that_does_not_count_leaves_running_statistics_as_they_were(run, place):
+    """The others had moved theirs when it died; the step is done again from where it began."""
+    lines = ["kill worker 1 at step 7 in compute", "kill worker 2 at step 15 in compute"]
+    outcome = run(JOBS["cnn"], workers=3, lanes=6, watch=script(place, *lines))
+    assert rows(outcome, "stopped")
+    assert_same(outcome, calm(run, JOBS["cnn"], lanes=6))
+
+
+NONSENSE = [("standing", {}), ("standing", {"view": "x", "position": 3}), ("standing", {"view": 99, "position": "far"}),
+            ("beat", {"lane_s": [1]}), ("event", {"row": 7}), ("drain", {}), ("what", {})]  # fmt: skip
+
+
+def test_one_that_knows_the_token_and_talks_nonsense_is_dropped(run, place):
+    """As a worker and as a user. Nobody else notices."""
+
+    def babble(paths, event, picture):
+        if event.kind == "joined" and not links:
+            contact = read_contact(paths.control)
+            for kind, fields in NONSENSE:
+                for role in ({"role": "user"}, worker):
+                    link = call_host(contact.host, contact.port, contact.token, json.dumps(role).encode())
+                    link.sendall(pack(kind, fields))
+                    links.append(link)
+
+    links = []
+    address = {"host": "127.0.0.1", "port": 1, "host_id": "elsewhere", "unix": ""}
+    worker = {"role": "worker", "seat": None, "local": False, "pid": 1, "host": "h", "address": address, "view": 0,
+              "training": False}  # fmt: skip
+    job = JOBS["mlp"] | {"lanes": 6, "steps": 200}
+    outcome = run(job, look=babble, workers=2)
+    assert len(links) == 2 * len(NONSENSE)
+    for link in links:
+        link.close()
+    assert outcome.status == "finished", outcome.error
+    assert outcome.receipt.weights_sha256 == calm(run, job).weights_sha256
 
 
 def test_the_token_is_told_nowhere(run, place, capfd):

@@ -87,7 +87,7 @@ class Helm:
             if said.kind == "here":
                 self._here(said)
             elif (seat := self._seats.get(said.caller)) is not None:
-                self._hear(seat, said)
+                self._understand(seat, said)
 
     def steer(self) -> int:
         """Look for those who hang, and do what the crew needs. Returns how many more workers are wanted."""
@@ -202,11 +202,20 @@ class Helm:
         """The seat that it says it has, or a new one for who has none, or was put out of it."""
         if local:
             return wanted if isinstance(wanted, int) and wanted in self._engine.seats else None
-        if isinstance(wanted, int) and (wanted in self.crew.members or wanted not in self._out) and wanted >= 0:
+        mine = wanted in self._engine.seats  # those are filled from here
+        if isinstance(wanted, int) and not mine and wanted not in self._out and wanted >= 0:
             self._next_seat = max(self._next_seat, wanted + 1)
             return wanted
         seat, self._next_seat = self._next_seat, self._next_seat + 1
         return seat
+
+    def _understand(self, seat: int, said: Said) -> None:
+        """What makes no sense costs the caller its connection, and nobody else anything."""
+        try:
+            self._hear(seat, said)
+        except (KeyError, TypeError, ValueError):
+            self.control.drop(said.caller)
+            self._hear(seat, Said(said.caller, "lost", {}))
 
     def _hear(self, seat: int, said: Said) -> None:
         fields = said.fields
@@ -215,7 +224,8 @@ class Helm:
         elif said.kind == "beat":
             self._beat(seat, fields)
         elif said.kind == "standing":
-            self.crew.stands(seat, time.monotonic(), view=int(fields["view"]), position=fields["position"])
+            position = None if fields["position"] is None else int(fields["position"])
+            self.crew.stands(seat, time.monotonic(), view=int(fields["view"]), position=position)
         elif said.kind == "event":
             self._relay(seat, str(fields.get("row", "")))
         elif said.kind == "lost":
@@ -248,14 +258,11 @@ class Helm:
 
     def _obey(self, said: Said) -> None:
         """A user's wish, and how things stand after it."""
-        try:
-            if said.kind != "lost":
-                self._grant(said.kind, said.fields)
-                self.control.send(said.caller, "answer", **self._facts())
-                return
-        except (KeyError, TypeError, ValueError):  # not a wish of ours
-            self.control.drop(said.caller)
-        self._seats.pop(said.caller, None)
+        if said.kind == "lost":
+            self._seats.pop(said.caller, None)
+            return
+        self._grant(said.kind, said.fields)
+        self.control.send(said.caller, "answer", **self._facts())
 
     def _grant(self, kind: str, fields: Mapping[str, Any]) -> None:
         if kind == "scale":
