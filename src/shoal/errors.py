@@ -87,6 +87,9 @@ CATALOGUE: dict[str, Entry] = {
     "SH411": Entry("the device is not there", "Use device: auto or cpu."),
     "SH412": Entry("a step is not possible with so few samples", "Raise batch_size, lower lanes, or drop_last: true."),
     "SH413": Entry("the update of the weights failed", "Mend the optimizer's or the schedule's arguments."),
+    "SH415": Entry("the servers lost what they held", "Start the run again: shoal resume goes on from the checkpoint."),
+    "SH417": Entry("servers cannot use the optimizer", "Use one that treats every element by itself, or sync: lanes."),
+    "SH416": Entry("a server refuses a step", "Start the run again: shoal resume goes on from the checkpoint."),
     # 5xx: checkpoints
     "SH501": Entry("no valid checkpoint", "Start again with shoal run."),
     "SH502": Entry("a checkpoint is damaged", "An older valid one is used where there is one."),
@@ -116,7 +119,9 @@ CATALOGUE: dict[str, Entry] = {
     "SH615": Entry("the token is missing or wrong",
                    "Set SHOAL_TOKEN to what `shoal token RUN` prints on the machine that drives the run."),
     "SH616": Entry("the receipt is of another job", "Compare with a run of the same job, lanes and length."),
-    "SH617": Entry("a fault is not understood", "Write: kill worker 2 at step 7; or freeze, slow, or join at step 7."),
+    "SH617": Entry("a fault is not understood",
+                   "Write: kill worker 2 at step 7; or freeze, slow, kill server 1, or join at step 7."),
+    "SH618": Entry("the servers are lost", "See the servers' logs; `shoal resume` goes on from the last checkpoint."),
 }  # fmt: skip
 
 

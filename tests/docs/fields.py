@@ -21,6 +21,7 @@ HEADINGS = {
     "Clip": "clip",
     "Workers": "workers",
     "LanesSync": "sync: lanes",
+    "ServerSync": "sync: server",
     "DdpSync": "sync: ddp",
     "NoCodec": "codec",
     "LocalEngine": "engine",
@@ -28,6 +29,7 @@ HEADINGS = {
     "Monitor": "best",
     "StopEarly": "stop_early",
     "Checkpoint": "checkpoint",
+    "Faults": "faults",
 }
 
 

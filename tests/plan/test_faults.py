@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from shoal.errors import ShoalError
 from shoal.plan.faults import Fault, ordered, parse, parse_all, plan, read
 
-KINDS = ("kill", "freeze", "slow", "join")
+KINDS = ("kill", "freeze", "slow", "join", "kill server")
 FAULTS = st.builds(
     lambda kind, step, place: Fault(kind, step, 0 if kind == "join" else place),
     st.sampled_from(KINDS),
@@ -29,11 +29,14 @@ def test_a_plan_is_read_as_it_is_written(faults):
 def test_lines_read_like_sentences():
     assert str(Fault("kill", 7, 2)) == "kill worker 2 at step 7"
     assert str(Fault("join", 9)) == "join at step 9"
+    assert str(Fault("kill server", 8, 1)) == "kill server 1 at step 8"
     text = "# a bad day\n\n  freeze  worker 0 at step 30  # Monday\njoin at step 4\n"
     assert parse_all(text) == [Fault("join", 4), Fault("freeze", 30, 0)]
 
 
-@pytest.mark.parametrize("line", ["kill", "kill worker 2", "join worker 1 at step 3", "hug worker 1 at step 3"])
+@pytest.mark.parametrize(
+    "line", ["kill", "kill worker 2", "join worker 1 at step 3", "hug worker 1 at step 3", "slow server 1 at step 3"]
+)
 def test_what_is_no_fault_is_told(line):
     with pytest.raises(ShoalError, match="SH617"):
         parse(line)
@@ -68,3 +71,9 @@ def test_somebody_who_is_there_is_chosen(seats, place):
 
 def test_the_place_counts_those_who_are_there():
     assert [Fault("kill", 1, place).chosen([9, 4, 7]) for place in range(4)] == [4, 7, 9, 4]
+
+
+def test_asking_for_more_kinds_does_not_change_what_was_planned_before():
+    before = plan({"kill": 5, "join": 2}, steps=1000, workers=4, seed=1)
+    after = plan({"kill": 5, "join": 2, "kill server": 3}, steps=1000, workers=4, seed=1)
+    assert [fault for fault in after if fault.kind != "kill server"] == before

@@ -1,12 +1,13 @@
 """Rules between fields: what is fine, beside the table of what is not (test_broken_jobs.py)."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.spec.files import check_files
-from shoal.spec.job import Job
+from shoal.spec.job import ELEMENTWISE, Job
 from shoal.spec.rules import check_rules, has_validation
 
 SOURCE = {"kind": "csv", "path": "rows.csv"}
@@ -98,6 +99,55 @@ def test_groups_have_learning_rates_too() -> None:
 @pytest.mark.parametrize("value", [object(), {1: 2}, [print], {"a": {"b": (1,)}}])
 def test_arguments_from_python_must_be_plain_data(value: Any) -> None:
     assert found(job(model={"name": "a:b", "args": {"x": value}})) == [("SH105", "model.args")]
+
+
+# ---- servers ----
+
+
+def served(**fields: Any) -> Job:
+    return job(sync={"kind": "server", **fields})
+
+
+def test_two_servers_back_each_other_unless_one_says_otherwise() -> None:
+    assert [served(servers=n).sync.backups for n in (1, 2, 5)] == [0, 1, 1]
+    assert served(servers=3, backups=0).sync.backups == 0
+    assert found(served(servers=3, backups=2)) == []
+    assert found(served(backups=1)) == [("SH107", "sync.backups")]
+
+
+@pytest.mark.parametrize(
+    ("said", "kept", "bound"), [(0, 0, 0), (4, 4, 4), ("inf", "inf", math.inf), (math.inf, "inf", math.inf)]
+)
+def test_staleness_is_a_number_or_infinite(said: Any, kept: Any, bound: float) -> None:
+    sync = served(staleness=said).sync
+    assert (sync.staleness, sync.bound, bool(sync.inexact)) == (kept, bound, said != 0)
+    assert Job.model_validate(served(staleness=said).dump()).sync == sync
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "torch.optim:SGD", "torch.optim.adamw:AdamW"])
+def test_optimizers_that_servers_can_use(name: str) -> None:
+    assert found(job(sync="server", optimizer=name)) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["LBFGS", "Adafactor", "Muon", "SparseAdam", "mine.py:SGD", "torch.py:SGD", "torch.optimal:SGD"]
+)
+def test_optimizers_that_servers_cannot_use(name: str) -> None:
+    (problem,) = check_rules(job(sync="server", optimizer=name))
+    assert (problem.code, problem.where) == ("SH110", "optimizer.name")
+    assert "AdamW" in problem.fix
+    assert found(job(optimizer=name)) == []
+
+
+def test_how_servers_are_run_is_no_part_of_the_result() -> None:
+    lanes = job().sha256()
+    assert served().sha256() == served(servers=4, backups=2, placement="ring").sha256() == lanes
+    assert job(faults={"pause_probability": 0.5}).sha256() == lanes
+    stale = served(staleness=4).sha256()
+    assert stale == served(staleness=4, servers=3).sha256()
+    assert (
+        len({lanes, stale, served(staleness="inf").sha256(), served(staleness=4, staleness_aware=True).sha256()}) == 4
+    )
 
 
 # ---- files ----

@@ -1,7 +1,8 @@
 """Faults as readable lines, and a seeded plan of them over the steps of a job. Nothing is done here.
 
 `worker 2` is the third (counted from 0) of those who train when the step has come, by their seats; if there are fewer,
-the count starts again. Seats themselves cannot be planned: whoever replaces a dead worker has a new one.
+the count starts again. The same for `server 2` and those who serve. Seats themselves cannot be planned: whoever
+replaces a dead one has a new one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Literal, cast, get_args
 
 from shoal.errors import error
 
-Kind = Literal["kill", "freeze", "slow", "join"]
+Kind = Literal["kill", "freeze", "slow", "join", "kill server"]
 LAST_PART = 0.9
 """Nothing is planned for the rest of the steps: what happens there might come too late."""
 
-_LINE = re.compile(r"(?:(kill|freeze|slow) worker (\d{1,4})|(join)) at step (\d{1,12})")
+_LINE = re.compile(r"(?:(kill|freeze|slow) worker (\d{1,4})|(kill server) (\d{1,4})|(join)) at step (\d{1,12})")
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Fault:
     place: int = 0
 
     def __str__(self) -> str:
-        who = "" if self.kind == "join" else f" worker {self.place}"
+        who = {"join": "", "kill server": f" {self.place}"}.get(self.kind, f" worker {self.place}")
         return f"{self.kind}{who} at step {self.step}"
 
     def chosen(self, seats: Sequence[int]) -> int:
-        """Which of those who train is meant."""
+        """Which of those who are there is meant."""
         return sorted(seats)[self.place % len(seats)]
 
 
@@ -42,8 +43,8 @@ def parse(line: str) -> Fault:
     found = _LINE.fullmatch(" ".join(line.split()))
     if not found:
         raise error("SH617", f"'{line.strip()}' is no fault")
-    harm, place, join, step = found.groups()
-    return Fault(cast(Kind, harm or join), int(step), int(place or 0))
+    harm, worker, server_harm, server, join, step = found.groups()
+    return Fault(cast(Kind, harm or server_harm or join), int(step), int(worker or server or 0))
 
 
 def parse_all(text: str) -> list[Fault]:

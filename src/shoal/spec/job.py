@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -167,7 +168,49 @@ class DdpSync(Spec):
     inexact: ClassVar[str] = "the order of additions depends on the workers"
 
 
-Sync = Annotated[LanesSync | DdpSync, Field(discriminator="kind")]
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
+"""The optimizers of torch that treat every element by itself, and a part of a tensor as they treat the whole."""
+
+
+class ServerSync(Spec):
+    """Servers hold the parameters in chunks, each on a primary and its `backups`, and apply what workers push.
+
+    `staleness`: how many steps a lane may be ahead of the slowest. 0 is exact, inf asynchronous; above 0 gradients
+    are applied as they come, and with `staleness_aware` in smaller steps the later they are.
+    """
+
+    kind: Literal["server"]
+    servers: PositiveInt = 1
+    backups: NonNegativeInt = 0
+    staleness: NonNegativeInt | Literal["inf"] = 0
+    staleness_aware: bool = False
+    placement: Literal["table", "ring"] = "table"
+
+    @property
+    def inexact(self) -> str:
+        return "servers apply gradients in the order in which they come" if self.staleness else ""
+
+    @property
+    def bound(self) -> float:
+        """`staleness` as a number."""
+        return math.inf if self.staleness == "inf" else self.staleness
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backed(cls, value: Any) -> Any:
+        """Where there are two servers, one death should cost nothing."""
+        several = isinstance(value, dict) and isinstance(value.get("servers"), int) and value["servers"] > 1
+        return {"backups": 1, **value} if several else value
+
+    @field_validator("staleness", mode="before")
+    @classmethod
+    def _infinite(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("write a whole number of at least 0, or inf")
+        return "inf" if value == math.inf else value  # YAML has a number for it: .inf
+
+
+Sync = Annotated[LanesSync | ServerSync | DdpSync, Field(discriminator="kind")]
 """`inexact` says why another number of workers gives other bits, or nothing."""
 
 
@@ -188,6 +231,13 @@ class LocalEngine(Spec):
     patience_s: PositiveFloat = 60.0
     listen: str = "127.0.0.1"
     balance: bool = True
+
+
+class Faults(Spec):
+    """Made on purpose, to see what they do: before each step a worker pauses so long, with this probability."""
+
+    pause_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
+    pause_s: NonNegativeFloat = 0.1
 
 
 _SHORT = ("sync", "codec", "engine")
@@ -229,6 +279,7 @@ class Job(Spec):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     export: list[Literal["program"]] = Field(default=["program"])
     watch: list[Ref] = Field(default_factory=list)
+    faults: Faults = Field(default_factory=Faults)
 
     base_dir: str = "."
 
@@ -266,8 +317,11 @@ class Job(Spec):
         return self.model_dump(mode="json", exclude_none=True)
 
     def sha256(self) -> str:
-        """The identity of what the job produces: how it is run (workers, engine) is no part of it."""
-        how = {"name", "workers", "engine", "checkpoint", "watch", "export", "base_dir"}
+        """The identity of what the job produces: how it is run (workers, servers, engine) is no part of it."""
+        how = {"name", "workers", "engine", "checkpoint", "watch", "export", "faults", "base_dir"}
         body = self.model_dump(mode="json", exclude=how)
+        if isinstance(self.sync, ServerSync):
+            stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})
+            body["sync"] = stale if self.sync.inexact else LanesSync().model_dump()
         body["lanes"] = self.lane_count
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

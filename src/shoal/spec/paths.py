@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.spec.view import Role
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -80,21 +82,22 @@ class RunPaths:
     def logs(self) -> Path:
         return self.root / "logs"
 
-    def log(self, seat: int) -> Path:
-        """What a worker printed."""
-        return self.logs / f"worker-{seat}.log"
+    def log(self, seat: int, role: Role = "worker") -> Path:
+        """What a worker or server printed."""
+        return self.logs / f"{role}-{seat}.log"
 
-    def errors(self, seat: int) -> Path:
-        """What a worker, Python or torch had to complain of; tracebacks too."""
-        return self.logs / f"worker-{seat}.err"
+    def errors(self, seat: int, role: Role = "worker") -> Path:
+        """What it, Python or torch had to complain of; tracebacks too."""
+        return self.logs / f"{role}-{seat}.err"
 
     @property
     def saving_lock(self) -> Path:
         """Held while a worker saves that no driver chose."""
         return self.root / ".saving.lock"
 
-    def seat_lock(self, seat: int) -> Path:
-        return self.root / f".seat-{seat}.lock"
+    def seat_lock(self, seat: int, role: Role = "worker") -> Path:
+        """Held by the process in a seat for as long as it lives; its number stands in it."""
+        return self.root / f".seat-{seat}.{role}.lock"
 
 
 def cache_directory() -> Path:

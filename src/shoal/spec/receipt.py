@@ -23,7 +23,8 @@ class Carried(Spec):
 
 class Receipt(Spec):
     """The end of a run in numbers. Times are seconds, added up over all workers and starts; `total_s` is from first
-    to last. `workers` is the most that worked at the same time, `carried` who did how much.
+    to last. `workers` is the most that worked at the same time, `carried` who did how much. `servers` is the most that
+    held parameters at the same time; staleness is by how many steps their pushes were late.
 
     A metric may be NaN: what was measured is told as it is.
     """
@@ -44,6 +45,10 @@ class Receipt(Spec):
     lanes: int
     starts: int = 1
     deaths_survived: int = 0
+    servers: int = 0
+    server_deaths_survived: int = 0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
     views: int = 0
     carried: dict[str, Carried] = Field(default_factory=dict)
     stopped: str = ""

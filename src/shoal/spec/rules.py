@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.data import ColumnSplit, HoldoutSplit, NoSplit
-from shoal.spec.job import Evaluate, Job, Monitor
+from shoal.spec.job import ELEMENTWISE, Evaluate, Job, Monitor, ServerSync
 from shoal.spec.names import metric_name, metric_names, refs
 
 Rule = Callable[[Job], list[ShoalError]]
@@ -217,6 +217,26 @@ def _listen(job: Job) -> list[ShoalError]:
     return [error("SH106", f"'{where}' is not one address of this machine", where="engine.listen", fix=fix)]
 
 
+def _servers(job: Job) -> list[ShoalError]:
+    sync = job.sync
+    if not isinstance(sync, ServerSync) or sync.backups < sync.servers:
+        return []
+    message = f"{sync.servers} {'server' if sync.servers == 1 else 'servers'} cannot hold {sync.backups + 1} copies"
+    fix = f"Set `servers` to at least {sync.backups + 1}, or `backups` to at most {sync.servers - 1}."
+    return [error("SH107", message, where="sync.backups", fix=fix)]
+
+
+def _optimizer_on_servers(job: Job) -> list[ShoalError]:
+    """Servers update parts of tensors."""
+    module, _, name = job.optimizer.name.rpartition(":")
+    elementwise = name in ELEMENTWISE and f"{module or 'torch.optim'}.".startswith("torch.optim.")
+    if not isinstance(job.sync, ServerSync) or elementwise:
+        return []
+    message = f"servers hold parts of tensors, and '{job.optimizer.name}' may need whole ones"
+    fix = f"Use one of {', '.join(ELEMENTWISE)}; or `sync: lanes`, which takes any."
+    return [error("SH110", message, where="optimizer.name", fix=fix)]
+
+
 RULES: tuple[Rule, ...] = (
     _length,
     _what_is_trained,
@@ -232,4 +252,6 @@ RULES: tuple[Rule, ...] = (
     _device,
     _init_from,
     _listen,
+    _servers,
+    _optimizer_on_servers,
 )

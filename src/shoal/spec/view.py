@@ -8,12 +8,19 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shoal.spec.base import Spec
 
+Role = Literal["worker", "server"]
+
 
 class Seat(Spec):
     """A numbered place that an engine fills with a worker or a server. A number is never used again."""
 
     number: NonNegativeInt
-    role: Literal["worker", "server"] = "worker"
+    role: Role = "worker"
+
+    @property
+    def name(self) -> str:
+        """What everybody calls who sits there: worker-2, server-3."""
+        return f"{self.role}-{self.number}"
 
 
 class Address(Spec):
