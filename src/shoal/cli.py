@@ -220,32 +220,35 @@ def compare(
 @app.command()
 def scale(
     run: RunName,
-    workers: Annotated[int, typer.Argument(help="How many workers from now on.", show_default=False)],
+    workers: Annotated[int | None, typer.Argument(help="How many workers from now on.", show_default=False)] = None,
+    servers: Annotated[int | None, typer.Option(help="How many servers from now on.", show_default=False)] = None,
     runs: Runs = RUNS,
 ) -> None:
-    """More or fewer workers for a run that goes on."""
+    """More or fewer workers or servers for a run that goes on."""
     from shoal.jobs import directory, wishes
     from shoal.terminal import reports
 
-    answer = wishes.scale(directory.find(run, runs), workers)
-    reports.lines(_console(), f"{answer.wanted} workers are wanted", *answer.notes)
+    answer = wishes.scale(directory.find(run, runs), workers, servers=servers)
+    wanted = [f"{answer.wanted} workers"] + ([f"{answer.servers_wanted} servers"] if answer.servers_wanted else [])
+    reports.lines(_console(), f"{' and '.join(wanted)} are wanted", *answer.notes)
 
 
 @app.command()
 def drain(
     run: RunName,
-    worker: Annotated[str, typer.Argument(help="worker-2, or 2.", show_default=False)],
+    who: Annotated[str, typer.Argument(help="worker-2, or 2, or server-3.", show_default=False)],
     runs: Runs = RUNS,
 ) -> None:
-    """Let a worker go, without loss, and wait until it has left."""
+    """Let a worker or server go, without loss, and wait until it has left."""
     from shoal.jobs import directory, wishes
     from shoal.terminal import reports
 
     paths = directory.find(run, runs)
-    seat, answer = wishes.drain(paths, worker)
-    reports.lines(_console(), f"worker-{seat} is asked to leave; {answer.wanted} workers are wanted from now on")
+    seat, answer = wishes.drain(paths, who)
+    wanted = answer.wanted if seat.role == "worker" else answer.servers_wanted
+    reports.lines(_console(), f"{seat.name} is asked to leave; {wanted} {seat.role}s are wanted from now on")
     went = wishes.departure(paths, seat)
-    reports.lines(_console(), f"worker-{seat} {went}" if went else "the run ended first")
+    reports.lines(_console(), f"{seat.name} {went}" if went else "the run ended first")
 
 
 @app.command()
@@ -317,6 +320,7 @@ def chaos(
     joins: Annotated[int, typer.Option(min=0, help="One worker more.")] = 1,
     freezes: Annotated[int, typer.Option(min=0, help="A worker stands still (SIGSTOP).")] = 0,
     slow: Annotated[int, typer.Option(min=0, help="A worker becomes several times slower.")] = 0,
+    server_kills: Annotated[int, typer.Option(min=0, help="kill -9 of a server.")] = 0,
     seed: Annotated[int, typer.Option(help="Another seed is another plan.")] = 0,
     plan: Annotated[Path | None, typer.Option(help="A file of faults instead: kill worker 2 at step 7")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Workers to begin with.", show_default=False)] = 0,
@@ -326,14 +330,16 @@ def chaos(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Kill, freeze, slow and add workers on purpose: are the weights those of the undisturbed run?"""
+    """Kill, freeze, slow and add workers on purpose, kill servers: are the weights those of the undisturbed run?"""
     from shoal.jobs import catalogue
     from shoal.jobs.chaos import chaos
     from shoal.plan import faults
     from shoal.terminal import verdicts
     from shoal.terminal.live import display
 
-    numbers: dict[faults.Kind, int] = {"kill": kills, "freeze": freezes, "slow": slow, "join": joins}
+    numbers: dict[faults.Kind, int] = {
+        "kill": kills, "freeze": freezes, "slow": slow, "join": joins, "kill server": server_kills,
+    }  # fmt: skip
     with display(_console(), as_json=False, quiet=quiet or as_json) as shown:
         verdict = chaos(
             _load(job, sets),

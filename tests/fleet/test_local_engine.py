@@ -74,6 +74,12 @@ def test_a_killed_seat_is_reported_with_its_signal(engine):
     assert (gone.seat, gone.code, gone.reason) == (3, -9, "SIGKILL")
 
 
+def test_a_server_has_its_own_log_and_the_entry_that_it_is_given(engine, tmp_path):
+    engine.start([Seat(number=4, role="server")], "seat_entry", ["0"])
+    assert exits(engine, 1) == {4: 0}
+    assert (tmp_path / "logs" / "server-4.log").read_text() == "hello 4 None\n"
+
+
 def test_stop_ends_the_seat_that_is_named(engine):
     engine.start([Seat(number=0), Seat(number=1)], "seat_entry", ["wait"])
     engine.stop([1])

@@ -17,6 +17,7 @@ from shoal.fleet import switchboard
 from shoal.fleet import tie as tie_module
 from shoal.fleet.contact import Contact, read_contact, write_contact
 from shoal.fleet.tie import Tie
+from shoal.spec.table import Table
 from shoal.spec.view import View
 from shoal.wire import handshake
 from shoal.wire.handshake import new_token
@@ -275,12 +276,59 @@ def test_a_beat_tells_what_it_is_given_and_views_are_called_out(contact, tie_to)
     assert [view.number for view in views] == [2, 3]
 
 
+def table(number):
+    return Table(
+        number=number, cuts=[0, 512, 600], chains=[[3], [3]], filling=[[], [4]],
+        addresses={seat: {"host": "127.0.0.1", "port": seat} for seat in (3, 4)},
+    )  # fmt: skip
+
+
+def test_the_newest_table_is_kept_and_waited_for(contact, tie_to):
+    tables = []
+    with driver(TOKEN) as boss:
+        write_contact(contact, boss.contact)
+        tie = tie_to(on_table=tables.append)
+        tie.connect(LONG_S)
+        boss.heard("here")
+        assert tie.table is None
+        assert tie.wait_table(0, 0.01) is None
+        with in_thread(lambda: tie.wait_table(4, LONG_S)) as found:
+            for number in (3, 2, 3, 5):
+                boss.control.publish_table(table(number), boss.callers)
+        assert found == [table(5)]
+        assert tie.table == table(5)
+        assert tie.wait_table(4, 0) == table(5)
+        assert tie.wait_table(5, 0) is None
+        eventually(lambda: len(tables) == 2)
+    assert [one.number for one in tables] == [3, 5]
+
+
+def test_a_table_that_is_none_costs_the_driver_its_caller(contact, tie_to):
+    with driver(TOKEN) as boss:
+        write_contact(contact, boss.contact)
+        tie = tie_to()
+        tie.connect(LONG_S)
+        (here,) = boss.heard("here")
+        boss.control.send(here.caller, "table", table={"number": 1, "cuts": [0, 5], "chains": []})
+        boss.heard("here", 2)
+        boss.control.publish_table(table(1), boss.callers[1:])
+        assert tie.wait_table(0, LONG_S).number == 1
+
+
+def test_close_ends_a_wait_for_a_table(tie_to):
+    tie = tie_to()
+    with in_thread(lambda: tie.wait_table(0)) as found:
+        tie.close()
+    assert found == [None]
+
+
 def test_a_driver_that_talks_nonsense_is_left(contact, tie_to):
     with driver(TOKEN) as boss:
         write_contact(contact, boss.contact)
         tie = tie_to()
         tie.connect(LONG_S)
-        boss.control.send(boss.callers[0], "view", view={"number": -1})
+        (here,) = boss.heard("here")
+        boss.control.send(here.caller, "view", view={"number": -1})
         boss.heard("here", 2)
         boss.control.send(boss.callers[1], "unheard of", text="is passed over")
         boss.publish(View(number=1, stop="x"))

@@ -1,13 +1,17 @@
 """Faults on purpose, from outside: the weights are those of the undisturbed run."""
 
+import contextlib
 import json
+import signal
+import subprocess
 
 import pytest
 import yaml
 
 from shoal.errors import ShoalError
-from shoal.events import read
-from shoal.jobs.chaos import chaos
+from shoal.events import Event, Picture, read
+from shoal.events.picture import Server
+from shoal.jobs.chaos import Chaos, chaos
 from shoal.plan.faults import parse_all
 from shoal.spec.load import make_job
 from tests.conftest import MLP
@@ -81,3 +85,32 @@ def test_one_worker_alone_is_started_again(place, nursery):
 def test_more_workers_than_lanes_are_refused(place, nursery):
     with pytest.raises(ShoalError, match="SH107"):
         chaos(make_job(MLP, base_dir=str(place)), {"kill": 1}, workers=9, runs=place, look=ignore, nursery=nursery)
+
+
+def test_servers_are_killed_only_while_all_that_are_wanted_serve(tmp_path):
+    picture, step = Picture(wanted_servers=2), Event("step", who="worker-0")
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(subprocess.Popen(["sleep", "100"])) for _ in range(3)]
+        for process in processes:
+            stack.callback(process.kill)
+        servers = [Server(f"server-{n}", pid=p.pid, state="serving") for n, p in enumerate(processes)]
+        picture.servers = {server.name: server for server in servers[:2]}
+        happening = stack.enter_context(
+            contextlib.closing(Chaos(parse_all("kill server 1 at step 0\n" * 2), 1, ignore))
+        )
+        for _ in range(3):
+            happening.look(tmp_path, step, picture)
+        assert processes[1].wait() == -signal.SIGKILL
+        assert happening.happened == 1, "one must be left, and the other one is not replaced yet"
+        servers[1].state = "dead"
+        picture.servers["server-2"] = servers[2]
+        happening.look(tmp_path, step, picture)
+        assert happening.happened == 2
+        assert processes[2].wait() == -signal.SIGKILL
+        assert processes[0].poll() is None
+
+
+def test_a_job_without_servers_has_none_to_kill(place, nursery):
+    job = make_job(MLP, base_dir=str(place))
+    with pytest.raises(ShoalError, match=r"SH609.*has no servers"):
+        chaos(job, {"kill server": 1}, workers=2, runs=place, look=ignore, nursery=nursery)

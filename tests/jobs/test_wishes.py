@@ -10,8 +10,8 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.fleet.contact import read_contact
+from shoal.fleet.survivors import survivors
 from shoal.jobs import wishes
-from shoal.jobs.helm import survivors
 from shoal.wire.door import call_host
 from tests.conftest import MLP
 from tests.jobs.disturbed import calm
@@ -28,6 +28,8 @@ def test_scaling_and_stopping(run, resume):
         assert (answer.wanted, answer.lanes) == (3, 4)
         assert answer.notes == ["the job says workers: 1..1; this counts until the run ends"]
         it.trains(3)
+        with pytest.raises(ShoalError, match=r"SH609.*has no servers: its sync is lanes"):
+            wishes.scale(it.paths, servers=2)
         assert wishes.scale(it.paths, 6).notes[0] == "there are 4 lanes: 2 of 6 workers will stand by"
         wishes.scale(it.paths, 1)
         it.trains(1)
@@ -50,7 +52,7 @@ def test_a_drained_worker_leaves_and_changes_nothing(run, place):
         with pytest.raises(ShoalError, match=r"SH613.*Write worker-2, or 2"):
             wishes.drain(it.paths, "the second")
         seat, answer = wishes.drain(it.paths, "worker-1")
-        assert (seat, answer.wanted) == (1, 2)
+        assert (seat.name, answer.wanted) == ("worker-1", 2)
         assert wishes.departure(it.paths, seat).startswith("left at step ")
         drained.touch()
     receipt = it.outcome.result().receipt
@@ -61,8 +63,8 @@ def test_a_drained_worker_leaves_and_changes_nothing(run, place):
 def test_draining_the_only_worker_brings_another(run):
     with driven(run, MLP, **ENDLESS) as it:
         it.trains(1)
-        wishes.drain(it.paths, "0")
-        assert wishes.departure(it.paths, 0).startswith("left at step ")
+        seat, _ = wishes.drain(it.paths, "0")
+        assert wishes.departure(it.paths, seat).startswith("left at step ")
         it.until(lambda picture: [w.name for w in picture.training] == ["worker-1"])
         wishes.stop(it.paths)
 
@@ -74,6 +76,8 @@ def test_garbage_from_somebody_who_knows_the_token_disturbs_nothing(run):
         for wish in (
             {"kind": "scale"},
             {"kind": "scale", "wanted": "many"},
+            {"kind": "scale", "servers": 2},
+            {"kind": "drain", "seat": 0, "role": "server"},
             {"kind": "drain", "seat": []},
             {"kind": "x"},
         ):
@@ -104,6 +108,8 @@ def test_a_number_that_makes_no_sense(run, number):
     outcome = run(MLP, steps=1)
     with pytest.raises(ShoalError, match=r"SH609"):
         wishes.scale(outcome.paths, number)
+    with pytest.raises(ShoalError, match=r"SH609"):
+        wishes.scale(outcome.paths, servers=number)
 
 
 def test_workers_whose_driver_is_gone_are_told_of(place):
@@ -113,7 +119,8 @@ def test_workers_whose_driver_is_gone_are_told_of(place):
         next(line for line in driver.stdout if '"step"' in line)
         driver.kill()
         driver.stdout.read()
-    (pid,) = survivors(wishes.RunPaths.at(place / "runs" / "mlp-1")).values()
+    (left,) = survivors(wishes.RunPaths.at(place / "runs" / "mlp-1"))
+    pid = left.pid
     handle = os.pidfd_open(pid)
     try:
         done = shoal("stop", "mlp-1", cwd=place)

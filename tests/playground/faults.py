@@ -176,5 +176,5 @@ class Script:
             time.sleep(0.05)
 
     def _others(self):
-        pids = {int(file.read_text() or 0) for file in Path(self.run).glob(".seat-*.lock")}
+        pids = {int(file.read_text() or 0) for file in Path(self.run).glob(".seat-*.worker.lock")}
         return pids - {0, os.getpid()}

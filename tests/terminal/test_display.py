@@ -89,6 +89,51 @@ def test_the_live_display_survives_hundreds_of_workers():
     LiveDisplay(Console(file=io.StringIO()))
 
 
+HELD = {
+    "server-3": {"primary_bytes": 3000, "backup_bytes": 1000},
+    "server-4": {"primary_bytes": 1000, "backup_bytes": 3000},
+}
+MOVING = {"server-3": {"primary_bytes": 4000}, "server-5": {"filling_bytes": 4000}}
+LITTLE = {"pushes": 10, "staleness_mean": 0.0, "staleness_max": 1}
+MUCH = {
+    "pushes": 30,
+    "staleness_mean": 2.0,
+    "staleness_max": 4,
+    "bytes_in": 5000,
+    "bytes_out": 7000,
+    "bytes_plain": 9000,
+}
+SERVERS = told(
+    ("driver", "servers_wanted", None, {"number": 2, "why": ""}),
+    ("driver", "server_started", None, {"server": "server-3", "pid": 5, "host": "here"}),
+    ("driver", "server_started", None, {"server": "server-4", "pid": 6, "host": "here"}),
+    ("driver", "table", None, {"number": 1, "why": "", "servers": HELD}),
+    ("driver", "served", None, {"server": "server-3", "served": MUCH}),
+    ("driver", "served", None, {"server": "server-4", "served": LITTLE}),
+    ("driver", "server_died", None, {"server": "server-4", "reason": "SIGKILL"}),
+    ("driver", "table", None, {"number": 2, "why": "server-4 is gone", "failovers": 1, "servers": MOVING}),
+)
+
+
+def test_servers_are_shown_and_what_they_hold():
+    picture = fold([*EVENTS, *SERVERS])
+    lines = [" ".join(line.split()) for line in printed(_panel(picture)).splitlines()]
+    assert "server-3 serving 4.0 kB primary 0 B backup 30 pushes, 5.0 kB in, 7.0 kB out here" in lines
+    assert "server-5 filling 0 B primary 0 B backup, 4.0 kB on the way" in lines
+    assert not any(line.startswith("server-4") for line in lines)
+    summary = "table 2, 1 of 2 servers serve, 1 died, 1 failovers, staleness 1.50 on average, 4 at most"
+    assert f"{summary}, 4.0 kB saved by the codec" in lines
+    console = Console(file=io.StringIO(), width=160)
+    reports.show(console, picture, width=160)
+    assert summary in console.file.getvalue()
+    assert "server-3  serving" in console.file.getvalue()
+    assert (picture.most_servers, picture.server_deaths, picture.deaths) == (2, 1, 1)
+
+
+def test_of_servers_only_what_matters_has_a_line():
+    assert remarks(SERVERS) == ["server-4 died: SIGKILL"]
+
+
 def test_the_receipt_says_who_carried_how_much():
     carried = {f"worker-{n}": Carried(host="here", lanes=[n], steps=10, samples=10 * n, work_s=1.5) for n in range(20)}
     receipt = Receipt(
@@ -100,3 +145,13 @@ def test_the_receipt_says_who_carried_how_much():
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert "worker-19 10% 190 samples 10 steps 1.5 s of work here" in lines
     assert "8 others 15% 280 samples" in lines
+
+
+def test_the_receipt_says_what_became_of_the_servers():
+    receipt = Receipt(
+        run="a-1", job_sha256="", exact=False, weights_sha256="", state_sha256="", steps=10, epochs=1.0, samples_seen=1,
+        parameters=5, workers=1, lanes=1, servers=2, server_deaths_survived=1, staleness_mean=1.25, staleness_max=4,
+    )  # fmt: skip
+    console = Console(file=io.StringIO(), width=120)
+    reports.receipt(console, receipt)
+    assert "2 servers, 1 death survived, staleness 1.25 on average, 4 at most" in console.file.getvalue()

@@ -30,6 +30,24 @@ class Worker:
 
 
 @dataclass
+class Server:
+    """What is known of one server. `served` are the numbers that it last told: pushes, bytes_in, bytes_out, bytes_plain
+    (what bytes_in would have been without a codec), staleness_mean, staleness_max."""
+
+    name: str
+    host: str = ""
+    pid: int = 0
+    state: str = "starting"
+    primary_bytes: int = 0
+    backup_bytes: int = 0
+    filling_bytes: int = 0
+    served: dict[str, float] = field(default_factory=dict)
+
+    def holds(self, *, primary_bytes: int = 0, backup_bytes: int = 0, filling_bytes: int = 0) -> None:
+        self.primary_bytes, self.backup_bytes, self.filling_bytes = primary_bytes, backup_bytes, filling_bytes
+
+
+@dataclass
 class Curve:
     """A series over steps. Bounded: when it is full, every other point is forgotten."""
 
@@ -62,6 +80,12 @@ class Picture:
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
+    servers: dict[str, Server] = field(default_factory=dict)
+    table: int = 0
+    wanted_servers: int = 0
+    most_servers: int = 0
+    server_deaths: int = 0
+    failovers: int = 0
     curves: dict[str, Curve] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
@@ -106,6 +130,22 @@ class Picture:
     def worker(self, name: str) -> Worker:
         return self.workers.setdefault(name, Worker(name))
 
+    def server(self, name: str) -> Server:
+        return self.servers.setdefault(name, Server(name))
+
+    @property
+    def serving(self) -> list[Server]:
+        """Those who hold all that they should."""
+        return [server for server in self.servers.values() if server.state == "serving"]
+
+    @property
+    def staleness(self) -> tuple[float, int]:
+        """Over all pushes so far: by how many steps they were late, on average and at most."""
+        served = [server.served for server in self.servers.values()]
+        pushes = sum(one.get("pushes", 0) for one in served)
+        total = sum(one.get("staleness_mean", 0.0) * one.get("pushes", 0) for one in served)
+        return total / pushes if pushes else 0.0, int(max((one.get("staleness_max", 0) for one in served), default=0))
+
     def curve(self, name: str) -> Curve:
         return self.curves.setdefault(name, Curve())
 
@@ -120,6 +160,8 @@ def fold(events: Iterable[Event]) -> Picture:
 def _run_started(p: Picture, e: Event) -> None:
     p.run, p.status, p.starts = str(e["run"]), "starting", p.starts + 1
     p.error, p.result, p.built_by = None, {}, ""
+    for server in p.servers.values():
+        _let_go(server, "dead")  # those that outlived their driver are told of again
 
 
 def _worker_started(p: Picture, e: Event) -> None:
@@ -158,7 +200,7 @@ def _stopped(p: Picture, e: Event) -> None:
 
 def _put_out(p: Picture, e: Event) -> None:
     host = f" on {e['host']}" if e.get("host") else ""
-    p.notes.append(f"{e['worker']}{host} is put out: {e['reason']}")
+    p.notes.append(f"{e.get('worker') or e['server']}{host} is put out: {e['reason']}")
 
 
 def _caught_up(p: Picture, e: Event) -> None:
@@ -224,6 +266,57 @@ def _worker_died(p: Picture, e: Event) -> None:
     p.notes.append(f"{e['worker']} died: {e['reason']}")
 
 
+def _servers_wanted(p: Picture, e: Event) -> None:
+    p.wanted_servers = int(e["number"])
+    if e.get("why"):
+        p.notes.append(f"{e['number']} servers are wanted: {e['why']}")
+
+
+def _server_started(p: Picture, e: Event) -> None:
+    server = p.server(str(e["server"]))
+    server.host, server.pid, server.state = str(e.get("host", "")), int(e.get("pid", 0)), "starting"
+
+
+def _server_died(p: Picture, e: Event) -> None:
+    p.server_deaths += 1
+    _let_go(p.server(str(e["server"])), "dead")
+    p.notes.append(f"{e['server']} died: {e['reason']}")
+
+
+def _server_left(p: Picture, e: Event) -> None:
+    _let_go(p.server(str(e["server"])), "left")
+    p.notes.append(f"{e['server']} left")
+
+
+def _let_go(server: Server, state: str) -> None:
+    server.state = state
+    server.holds()
+
+
+def _servers_lost(p: Picture, e: Event) -> None:
+    for server in p.servers.values():
+        if server.state in ("serving", "filling"):
+            _let_go(server, "starting")
+    p.notes.append(f"servers lost: {e['reason']}")
+
+
+def _table(p: Picture, e: Event) -> None:
+    p.table = int(e["number"])
+    p.failovers += int(e.get("failovers", 0))
+    for name, held in e["servers"].items():
+        server = p.server(name)
+        server.holds(**held)
+        server.state = "filling" if server.filling_bytes else "serving"
+    for server in p.servers.values():
+        if server.name not in e["servers"] and server.state in ("serving", "filling"):
+            _let_go(server, "leaving")
+    p.most_servers = max(p.most_servers, len(e["servers"]))
+
+
+def _served(p: Picture, e: Event) -> None:
+    p.server(str(e["server"])).served = dict(e["served"])
+
+
 def _left(p: Picture, e: Event) -> None:
     p.worker(e.who).state = "left"
 
@@ -236,7 +329,8 @@ def _finished(p: Picture, e: Event) -> None:
 
 def _failed(p: Picture, e: Event) -> None:
     p.error = {k: str(v) for k, v in e.fields.items()}
-    p.worker(e.who).state = "failed"
+    member = p.server(e.who) if e.who.startswith("server-") else p.worker(e.who)
+    member.state = "failed"
 
 
 def _run_ended(p: Picture, e: Event) -> None:
@@ -264,6 +358,13 @@ _HANDLERS = {
     "caught_up": _caught_up,
     "resumed": _resumed,
     "worker_died": _worker_died,
+    "servers_wanted": _servers_wanted,
+    "server_started": _server_started,
+    "server_died": _server_died,
+    "server_left": _server_left,
+    "servers_lost": _servers_lost,
+    "table": _table,
+    "served": _served,
     "left": _left,
     "finished": _finished,
     "failed": _failed,

@@ -1,4 +1,4 @@
-"""The driver's end of the control channel: who calls, what they say, and views on their way down.
+"""The driver's end of the control channel: who calls, what they say, and views and tables on their way down.
 
 Rows of JSON over TCP, after a handshake in which both sides prove that they know the run's token.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.errors import error
 from shoal.fleet.switchboard import Switchboard
+from shoal.spec.table import Table
 from shoal.spec.view import View
 from shoal.wire.bell import Bell
 from shoal.wire.door import Door
@@ -83,6 +84,9 @@ class Control:
 
     def publish(self, view: View, callers: Iterable[int]) -> None:
         self._board.send(callers, pack("view", {"view": view.model_dump(mode="json")}))
+
+    def publish_table(self, table: Table, callers: Iterable[int]) -> None:
+        self._board.send(callers, pack("table", {"table": table.model_dump(mode="json")}))
 
     def heard_s(self, caller: int) -> float:
         """Seconds since this caller was last heard, counting only those in which we listened; infinite if gone."""

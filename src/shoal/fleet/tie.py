@@ -1,7 +1,7 @@
-"""The worker's end of the control channel: one thread that keeps a connection to whoever drives now.
+"""The worker's or server's end of the control channel: one thread that keeps a connection to whoever drives now.
 
-It finds the driver, greets it, tells that this worker lives, and takes views in. When the driver is gone or silent
-it looks for the next one; what was said meanwhile waits.
+It finds the driver, greets it, tells that this process lives, and takes views and tables in. When the driver is gone
+or silent it looks for the next one; what was said meanwhile waits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from shoal.errors import error
 from shoal.fleet.contact import Contact
 from shoal.fleet.listening import ListeningClock
+from shoal.spec.table import Table
 from shoal.spec.view import View
 from shoal.wire import handshake
 from shoal.wire.bell import Bell
@@ -54,6 +55,7 @@ class Tie:
         *,
         beat: Callable[[], dict[str, Any]],
         on_view: Callable[[View], None] | None = None,
+        on_table: Callable[[Table], None] | None = None,
         on_welcome: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.dropped = 0  # rows that waited for a driver for too long
@@ -61,10 +63,12 @@ class Tie:
         self._hello = hello
         self._beat = beat
         self._on_view = on_view
+        self._on_table = on_table
         self._on_welcome = on_welcome
         self._changed = threading.Condition()
         self._view: View | None = None
         self._number = 0
+        self._table: Table | None = None
         self._welcome: dict[str, Any] | None = None  # None while there is no driver
         self._standing: bytes | None = None  # while somebody waits
         self._outbox = Outbox()
@@ -109,6 +113,17 @@ class Tie:
         """The newest that was seen."""
         return self._view
 
+    @property
+    def table(self) -> Table | None:
+        """The newest that was seen: which servers hold what."""
+        return self._table
+
+    def wait_table(self, after: int, timeout_s: float | None = None) -> Table | None:
+        """The newest table, once it is newer than `after`; None if there is none in time, or the tie is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing.is_set() or self._table_number > after, timeout_s)
+            return self._table if self._table_number > after else None
+
     def say(self, kind: str, **fields: Any) -> None:
         """While there is no driver, rows wait; when there are too many, the oldest are dropped. ValueError if the row
         is longer than a row may be."""
@@ -140,6 +155,10 @@ class Tie:
     def _put(self, row: bytes) -> None:
         self._outbox.put(row)
         self.dropped += self._outbox.shorten(MOST_UNSENT_BYTES)
+
+    @property
+    def _table_number(self) -> int:
+        return self._table.number if self._table is not None else 0
 
     def _is_for(self, seat: int, after: int) -> bool:
         return self._view is not None and self._view.number > after and self._view.concerns(seat)
@@ -208,6 +227,8 @@ class Tie:
             self._be_welcomed(row.fields)
         elif row.kind == "view":
             self._see(row.fields.get("view"))
+        elif row.kind == "table":
+            self._lay(row.fields.get("table"))
 
     def _be_welcomed(self, fields: dict[str, Any]) -> None:
         if self._on_welcome is not None:
@@ -230,6 +251,19 @@ class Tie:
             self._changed.notify_all()
         if self._on_view is not None:
             self._ask(partial(self._on_view, view))
+
+    def _lay(self, sent: object) -> None:
+        try:
+            table = Table.model_validate(sent)
+        except ValidationError as failure:
+            raise LanguageError(f"a table that is none: {failure}") from failure
+        if table.number <= self._table_number:
+            return
+        with self._changed:
+            self._table = table
+            self._changed.notify_all()
+        if self._on_table is not None:
+            self._ask(partial(self._on_table, table))
 
     def _part(self, link: RowLink) -> None:
         """Say what is left, and stay until the driver closes its end (LinkError): then it has heard all of it."""

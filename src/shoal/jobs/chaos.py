@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.errors import ShoalError, error
 from shoal.events import Event, Picture
-from shoal.events.picture import Worker
+from shoal.events.picture import Server, Worker
 from shoal.fleet.engines.local import Nursery
 from shoal.jobs import drive, wishes
 from shoal.jobs.drive import Look
@@ -62,7 +62,9 @@ def chaos(
 ) -> Verdict:
     """Run the job undisturbed (or take the receipt `against`), then under faults: these, or so many by the seed."""
     workers = workers or min(max(first_number(job), 2), job.lanes or job.batch_size)
-    job = fixed(_with_room(job, workers + _joins(faults)), most=workers, purpose="chaos")
+    if job.sync.kind != "server" and _number(faults, "kill server"):
+        raise error("SH609", f"the job has no servers: its sync is {job.sync.kind}", where="--server-kills")
+    job = fixed(_with_room(job, workers + _number(faults, "join")), most=workers, purpose="chaos")
     if against is not None and against.job_sha256 != job.sha256():
         raise error("SH616", f"'{against.run}' is a run of another job", where="--against")
     with borrowed(nursery, job) as mine:
@@ -79,8 +81,8 @@ def chaos(
         return Verdict(against, disturbed, len(faults), happening.happened)
 
 
-def _joins(faults: Mapping[Kind, int] | Sequence[Fault]) -> int:
-    return faults.get("join", 0) if isinstance(faults, Mapping) else sum(fault.kind == "join" for fault in faults)
+def _number(faults: Mapping[Kind, int] | Sequence[Fault], kind: Kind) -> int:
+    return faults.get(kind, 0) if isinstance(faults, Mapping) else sum(fault.kind == kind for fault in faults)
 
 
 def _with_room(job: Job, most: int) -> Job:
@@ -92,7 +94,7 @@ def _with_room(job: Job, most: int) -> Job:
 
 def _hardened(job: Job, workers: int, faults: Sequence[Fault]) -> Job:
     """Faults that were asked for do not use up the job's own restarts."""
-    deaths = sum(fault.kind in ("kill", "freeze") for fault in faults)
+    deaths = sum(fault.kind in ("kill", "freeze", "kill server") for fault in faults)
     engine = job.engine.model_copy(update={"restarts": job.engine.restarts + deaths})
     return with_workers(job, workers).model_copy(update={"engine": engine})
 
@@ -134,15 +136,24 @@ class Chaos:
             self._workers += 1
             self._apart(_scaled, paths, self._workers)  # the driver, whose thread this is, has to answer
             return f"step {picture.step}: one more worker ({fault})"
-        able = {_seat(w): w for w in picture.training if w.pid not in self._hit}
-        if not able or (len(able) < 2 and self._workers > 1 and fault.kind != "slow"):
-            return ""  # somebody must be left who holds what was learnt
+        able = {_seat(one): one for one in self._able(fault, picture)}
+        if not able:
+            return ""
         victim = able[fault.chosen(list(able))]
         if not self._harm(fault, victim):
             return ""
-        return f"step {picture.step}: {fault.kind} {victim.name} ({fault})"
+        return f"step {picture.step}: {fault.kind.split()[0]} {victim.name} ({fault})"
 
-    def _harm(self, fault: Fault, victim: Worker) -> bool:
+    def _able(self, fault: Fault, picture: Picture) -> Sequence[Worker | Server]:
+        """Who may be harmed now. Somebody must be left who holds what was learnt: of servers, all that are
+        wanted must have been filled."""
+        if fault.kind == "kill server":
+            serving = [server for server in picture.serving if server.pid not in self._hit]
+            return serving if len(serving) >= max(picture.wanted_servers, 1) else []
+        able = [worker for worker in picture.training if worker.pid not in self._hit]
+        return [] if len(able) < 2 and self._workers > 1 and fault.kind != "slow" else able
+
+    def _harm(self, fault: Fault, victim: Worker | Server) -> bool:
         with _process(victim.pid) as process:
             if process is None:
                 self._hit.add(victim.pid)
@@ -151,11 +162,11 @@ class Chaos:
                 self._apart(_slow, os.dup(process), self._over)
                 return True
             self._hit.add(victim.pid)
-            return _send(process, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+            return _send(process, signal.SIGSTOP if fault.kind == "freeze" else signal.SIGKILL)
 
 
-def _seat(worker: Worker) -> int:
-    return int(worker.name.removeprefix("worker-"))
+def _seat(one: Worker | Server) -> int:
+    return int(one.name.rpartition("-")[2])
 
 
 def _scaled(paths: RunPaths, wanted: int) -> None:

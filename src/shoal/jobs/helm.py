@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,30 +16,20 @@ from shoal.fleet.contact import Contact, read_contact, write_contact
 from shoal.fleet.control import Control, Said
 from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.survivors import survivors
+from shoal.jobs.grants import Grants
+from shoal.jobs.harbour import Harbour
+from shoal.jobs.voice import CALL_BACK_S, Voice
 from shoal.plan.crew import Crew, Publish, Start
 from shoal.plan.suspicion import Sign, Suspicion
-from shoal.spec.job import MOST_WORKERS, Job
+from shoal.spec.job import Job
 from shoal.spec.paths import RunPaths
+from shoal.spec.table import Table
 from shoal.spec.view import Address, Seat, View
 from shoal.wire.handshake import new_token
 
 WORKER = "shoal.train.worker"
 LOOK_S = 0.1
-CALL_BACK_S = 5.0
-"""How long a worker that outlived its driver has to find the new one."""
-
-
-@dataclass
-class Voice:
-    """A worker that is heard; or was, until its connection was lost. `parted`: it said that it would go."""
-
-    caller: int
-    pid: int
-    host: str
-    local: bool
-    beat: Mapping[str, Any]
-    lost_s: float | None = None
-    parted: bool = False
 
 
 class Helm:
@@ -61,6 +49,8 @@ class Helm:
         self._engine = engine
         self._stream = stream
         self._next_seat = first_seat
+        serves = job.sync.kind == "server"
+        self.harbour = Harbour(job, paths, engine, self.control, stream, new_seat=self._new_seat) if serves else None
         self._arguments = ["--run", str(paths.root), *(["--trace"] if trace else [])]
         self._suspicion = Suspicion()
         self._bystanders = Suspicion()
@@ -72,20 +62,27 @@ class Helm:
         self._farewell: View | None = None  # for those, too, who come after the end
         self._look_at = 0.0
         self._step = 0
-        self.stop_asked = ""
+        self.grants = Grants(self.crew, self.harbour)
 
     def start(self) -> None:
         """Find those who outlived an earlier driver; the rest is started as it is missed."""
-        for seat, pid in survivors(self._paths).items():
-            self._engine.adopt(seat, pid)
-            self.crew.expect(seat)
-            self._orphans[seat] = time.monotonic() + CALL_BACK_S
+        found = survivors(self._paths)
+        self._next_seat = max([self._next_seat, *(one.seat.number + 1 for one in found)])
+        for one in found:
+            if one.seat.role == "worker":
+                self._engine.adopt(one.seat.number, one.pid)
+                self.crew.expect(one.seat.number)
+                self._orphans[one.seat.number] = time.monotonic() + CALL_BACK_S
+        if self.harbour:
+            self.harbour.start(one for one in found if one.seat.role == "server")
 
     def hear(self) -> None:
-        """Take in what the workers say."""
+        """Take in what workers, servers and users say."""
         for said in self.control.take():
             if said.kind == "here":
                 self._here(said)
+            elif self.harbour and self.harbour.knows(said.caller):
+                self.harbour.hear(said)
             elif (seat := self._seats.get(said.caller)) is not None:
                 self._understand(seat, said)
 
@@ -105,10 +102,16 @@ class Helm:
                     self._farewell = order.view
         return wanted
 
+    def tend(self) -> str:
+        """Do what the servers need. Returns why all that they held is lost, if it is."""
+        if self.harbour is None:
+            return ""
+        heard = [voice.caller for voice in self._voices.values() if voice.lost_s is None]
+        return self.harbour.tend(time.monotonic(), heard)
+
     def fill(self, number: int) -> None:
         """Start so many local workers."""
-        seats = range(self._next_seat, self._next_seat + number)
-        self._next_seat += number
+        seats = [self._new_seat() for _ in range(number)]
         for seat in seats:
             self.crew.expect(seat)
         self._engine.start([Seat(number=seat) for seat in seats], WORKER, self._arguments)
@@ -145,6 +148,23 @@ class Helm:
         else:
             self._lost(seat)
 
+    def put_all_out(self, why: str) -> set[int]:
+        """Everybody who may hold something, also those who outlived a driver and have not called yet. Their seats."""
+        seats = {*self.crew.members, *self._orphans}
+        self._orphans.clear()
+        for seat in sorted(seats):
+            self.put_out(seat, why)
+        return seats
+
+    def seat(self, number: int) -> Seat:
+        """A local seat, and whether a worker or a server sits in it."""
+        return Seat(number=number, role="server" if self.harbour and number in self.harbour.seats else "worker")
+
+    @property
+    def working(self) -> list[int]:
+        """The local seats in which a worker sits."""
+        return [number for number in self._engine.seats if self.seat(number).role == "worker"]
+
     @property
     def address(self) -> str:
         """Where workers and users call."""
@@ -167,7 +187,11 @@ class Helm:
     # ---- what workers say ----
 
     def _here(self, said: Said) -> None:
-        if said.fields.get("role") != "worker":
+        role = said.fields.get("role")
+        if role == "server" and self.harbour:
+            self.harbour.welcome(said)
+            return
+        if role != "worker":
             self._seats[said.caller] = -1  # a user with a wish
             self.control.send(said.caller, "welcome", run=self._paths.name, threads=self._job.threads)
             return
@@ -175,11 +199,14 @@ class Helm:
             address = Address.model_validate(said.fields["address"])
             local, training = bool(said.fields["local"]), bool(said.fields["training"])
             view, pid, host = int(said.fields["view"]), int(said.fields["pid"]), str(said.fields["host"])
+            told = said.fields.get("table")
+            table = None if told is None else Table.model_validate(told)
         except (KeyError, TypeError, ValueError, ValidationError):
             self.control.drop(said.caller)
             return
         seat = self._seat_for(said.fields.get("seat"), local)
-        if seat is None:
+        holds_what_is_lost = view > 0 and self.harbour is not None and self.harbour.is_void(table)
+        if seat is None or holds_what_is_lost:
             self.control.drop(said.caller)
             return
         old = self._voices.get(seat)
@@ -187,13 +214,16 @@ class Helm:
             self._seats.pop(old.caller, None)
             self.control.drop(old.caller)
         self._seats[said.caller] = seat
-        self._voices[seat] = Voice(said.caller, pid, host, local, {"phase": "building", "since_s": 0.0})
+        self._voices[seat] = Voice(said.caller, pid, host, local)
         self._orphans.pop(seat, None)
         known = seat in self.crew.members
         self.crew.arrived(seat, local=local, address=address, view=view, training=training and not known)
         self.control.send(said.caller, "welcome", seat=seat, run=self._paths.name, **self._job_for(local))
         if newest := self._farewell or self._latest.get(seat):
             self.control.publish(newest, [said.caller])
+        if self.harbour:
+            self.harbour.known(table)
+            self.harbour.show(said.caller)
 
     def _job_for(self, local: bool) -> dict[str, Any]:
         return {} if local else {"job": self._job.dump()}
@@ -201,13 +231,16 @@ class Helm:
     def _seat_for(self, wanted: Any, local: bool) -> int | None:
         """The seat that it says it has, or a new one for who has none, or was put out of it."""
         if local:
-            return wanted if isinstance(wanted, int) and wanted in self._engine.seats else None
+            return wanted if isinstance(wanted, int) and wanted in self.working else None
         mine = wanted in self._engine.seats  # those are filled from here
         if isinstance(wanted, int) and not mine and wanted not in self._out and wanted >= 0:
             self._next_seat = max(self._next_seat, wanted + 1)
             return wanted
-        seat, self._next_seat = self._next_seat, self._next_seat + 1
-        return seat
+        return self._new_seat()
+
+    def _new_seat(self) -> int:
+        self._next_seat += 1
+        return self._next_seat - 1
 
     def _understand(self, seat: int, said: Said) -> None:
         """What makes no sense costs the caller its connection, and nobody else anything."""
@@ -226,6 +259,8 @@ class Helm:
         elif said.kind == "standing":
             position = None if fields["position"] is None else int(fields["position"])
             self.crew.stands(seat, time.monotonic(), view=int(fields["view"]), position=position)
+        elif said.kind == "cuts" and self.harbour:
+            self.harbour.sized(fields["cuts"])
         elif said.kind == "event":
             self._relay(seat, str(fields.get("row", "")))
         elif said.kind == "lost":
@@ -261,29 +296,8 @@ class Helm:
         if said.kind == "lost":
             self._seats.pop(said.caller, None)
             return
-        self._grant(said.kind, said.fields)
-        self.control.send(said.caller, "answer", **self._facts())
-
-    def _grant(self, kind: str, fields: Mapping[str, Any]) -> None:
-        if kind == "scale":
-            wanted = int(fields["wanted"])
-            if not 1 <= wanted <= MOST_WORKERS:
-                raise ValueError(f"{wanted} workers")
-            self.crew.scale(wanted)
-        elif kind == "drain":
-            self.crew.leaves(int(fields["seat"]), "drained", replace=False)
-        elif kind == "stop":
-            self.stop_asked = "stopped"
-        else:
-            raise ValueError(kind)
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "wanted": self.crew.wanted,
-            "lanes": self.crew.lanes,
-            "workers": sorted(self.crew.members),
-            "stopping": self.crew.stopping,
-        }
+        self.grants.grant(said.kind, said.fields)
+        self.control.send(said.caller, "answer", **self.grants.facts())
 
     # ---- acts ----
 
@@ -299,7 +313,11 @@ class Helm:
         for seat in [s for s, until in self._orphans.items() if now > until]:
             del self._orphans[seat]
             self.put_out(seat, "it outlived its driver and did not call back")
-        signs = [self._sign(m.seat) for m in self.crew.members.values() if m.training and self._should_talk(m.seat)]
+        signs = [
+            self._voices[m.seat].sign(m.seat, self.control)
+            for m in self.crew.members.values()
+            if m.training and self._should_talk(m.seat)
+        ]
         step = max((sign.step for sign in signs), default=0)
         if step > self._step:
             self._suspicion.forgive(step - 1)
@@ -314,27 +332,16 @@ class Helm:
     def _idle(self) -> list[Sign]:
         """Those who do not train, and may be waited for: whether they live counts, not how long they take."""
         seats = [m.seat for m in self.crew.members.values() if not m.training and not m.leaving]
-        return [replace(self._sign(seat), since_s=0.0) for seat in seats if self._should_talk(seat)]
+        return [
+            replace(self._voices[seat].sign(seat, self.control), since_s=0.0)
+            for seat in seats
+            if self._should_talk(seat)
+        ]
 
     def _should_talk(self, seat: int) -> bool:
         """Who leaves at a stop closes its connection first; others could not leave without one that is frozen."""
         voice = self._voices.get(seat)
         return voice is not None and not (self.crew.stopping and voice.lost_s is not None)
-
-    def _sign(self, seat: int) -> Sign:
-        voice = self._voices[seat]
-        beat = voice.beat
-        return Sign(
-            seat=seat,
-            heard_s=self.control.heard_s(voice.caller) if voice.lost_s is None else time.monotonic() - voice.lost_s,
-            stopped=voice.local and process_state(voice.pid) == "T",
-            phase=str(beat.get("phase", "")),
-            units=int(beat.get("units", 0)),
-            units_in_phase=int(beat.get("units_in_phase", 0)),
-            since_s=float(beat.get("since_s", 0.0)),
-            step=int(beat.get("step", 0)),
-            line=str(beat.get("line", "")),
-        )
 
     def _lost(self, seat: int) -> None:
         """A worker from elsewhere: its old seat is closed to it."""
@@ -370,33 +377,3 @@ def first_number(job: Job) -> int:
     """How many workers to begin with: what the job says, or as many as this machine has room for."""
     room = len(os.sched_getaffinity(0)) // job.threads
     return max(job.workers.least, min(job.workers.most, room))
-
-
-def survivors(paths: RunPaths) -> dict[int, int]:
-    """Workers of an earlier driver that still live: their seats and processes."""
-    found = {}
-    for file in paths.root.glob(".seat-*.lock"):
-        if (pid := _holder(file)) is not None:
-            found[int(file.name.removeprefix(".seat-").removesuffix(".lock"))] = pid
-    return found
-
-
-def _holder(lock: Path) -> int | None:
-    try:
-        with lock.open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(file.read() or 0) or None
-        lock.unlink(missing_ok=True)  # its worker is gone
-    except FileNotFoundError:
-        pass
-    return None
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter: R runs, S sleeps, T is stopped; '' if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 
@@ -14,6 +15,7 @@ from shoal.events import Event, Lines, Picture, Reader, Stream
 from shoal.events.picture import Worker
 from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import LocalEngine, Nursery
+from shoal.jobs.harbour import SERVER, Harbour
 from shoal.jobs.helm import WORKER, Helm
 from shoal.plan.recovery import decide
 from shoal.spec.job import Job
@@ -52,7 +54,7 @@ def make_nursery(threads: int, *, modules: Sequence[str] = ()) -> Nursery:
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
     }
-    return Nursery(environment, [WORKER, OPTIMIZERS_NEED, *modules])
+    return Nursery(environment, [WORKER, SERVER, OPTIMIZERS_NEED, *modules])
 
 
 def heavy_modules(job: Job) -> list[str]:
@@ -92,9 +94,10 @@ class Run:
         self._trace = trace
         self._stream = Stream(paths.events, "driver")
         self._reader = Reader(paths.events)
-        self._printed: dict[int, Lines] = {}
+        self._printed: dict[int, tuple[str, Lines]] = {}
         self.engine = LocalEngine(nursery, name=str(paths.root), logs=paths.logs)
         self._restarts_left = job.engine.restarts
+        self._excused: set[int] = set()  # seats whose end is counted elsewhere
         self._stopping = ""
         self._ending_s = 0.0
 
@@ -103,8 +106,7 @@ class Run:
         for event in self._reader.new():  # what an earlier driver showed is not shown again
             self.picture.add(event)
         already = bool(self.picture.result)
-        seats = [int(name.removeprefix("worker-")) for name in self.picture.workers if name.startswith("worker-")]
-        first_seat = max(seats, default=-1) + 1
+        first_seat = first_free_seat([*self.picture.workers, *self.picture.servers])
         self.helm = Helm(self.job, self.paths, self.engine, self._stream, first_seat=first_seat, trace=self._trace)
         if not already:  # its workers finished it without a driver
             self._stream.emit("run_started", run=self.paths.name, pid=os.getpid(), listens=self.helm.address)
@@ -118,7 +120,7 @@ class Run:
     @property
     def asked_to_stop(self) -> str:
         """By a user, from another process."""
-        return self.helm.stop_asked
+        return self.helm.grants.stop_asked
 
     def filenos(self) -> list[int]:
         """For select(): `tick` has something to do when one of them is readable."""
@@ -137,28 +139,34 @@ class Run:
         if self.picture.result:
             return self._wind_up()
         wanted = self.helm.steer()
-        if self._stopping and not self.engine.seats:
+        if self._stopping and not self.helm.working:
             return self._end(Outcome(self.paths, self._stopping))
         if wanted:
             self.helm.fill(wanted)
+        if (lost := self.helm.tend()) and (outcome := self._go_back(lost)):
+            return self._end(outcome)
         return None
 
     def _wind_up(self) -> Outcome | None:
         """It is finished: let everybody go."""
         now = time.monotonic()
         self._ending_s = self._ending_s or now + LEAVING_S
-        if self.engine.seats and now < self._ending_s:
+        if self.helm.working and now < self._ending_s:
             self.helm.dismiss("finished")
             return None
+        if self.helm.harbour:
+            self.helm.harbour.conclude()
+            self._look()
         return self._end(Outcome(self.paths, "finished", receipt=self._receipt()))
 
     def _look(self) -> None:
-        for seat in self.engine.seats:
-            if seat not in self._printed:
-                self._printed[seat] = Lines(self.paths.log(seat))
-        for seat, lines in self._printed.items():
+        for number in self.engine.seats:
+            if number not in self._printed:
+                seat = self.helm.seat(number)
+                self._printed[number] = seat.name, Lines(self.paths.log(number, seat.role))
+        for name, lines in self._printed.values():
             for line in lines.new():
-                self._show(Event("printed", time.time(), f"worker-{seat}", fields={"text": line}))
+                self._show(Event("printed", time.time(), name, fields={"text": line}))
         for event in self._reader.new():
             self.picture.add(event)
             self._show(event)
@@ -168,7 +176,9 @@ class Run:
             self._watch(event, self.picture)
 
     def _exited(self, one: Exit) -> Outcome | None:
-        """A worker's process is gone. An outcome if the run cannot go on."""
+        """A process is gone. An outcome if the run cannot go on."""
+        if self.helm.harbour and one.seat in self.helm.harbour.seats:
+            return self._server_exited(self.helm.harbour, one)
         member = self.helm.crew.members.get(one.seat)
         was_ready = member is not None and (member.standing or member.training)
         why = self.helm.ended(one)
@@ -178,9 +188,11 @@ class Run:
         if self.picture.error:
             return Outcome(self.paths, "failed", error=self._failure(), traceback=self._traceback())
         if self._stopping:
-            return None if self.engine.seats else Outcome(self.paths, self._stopping)
+            return None if self.helm.working else Outcome(self.paths, self._stopping)
+        if one.seat in self._excused:
+            return None
         if not why:
-            left_for_good = not self.helm.crew.members and not self.engine.seats
+            left_for_good = not self.helm.crew.members and not self.helm.working
             return Outcome(self.paths, "stopped") if left_for_good else None
         if was_ready and self.helm.alive:
             return None  # the others go on, and its place is filled
@@ -189,6 +201,27 @@ class Run:
             self._restarts_left -= 1
             return None
         return Outcome(self.paths, "failed", error=self._death(one, choice.why))
+
+    def _server_exited(self, harbour: Harbour, one: Exit) -> Outcome | None:
+        why = harbour.ended(one)
+        self._printed.pop(one.seat, None)
+        if self.picture.result:
+            return None
+        if self.picture.error:
+            return Outcome(self.paths, "failed", error=self._failure(), traceback=self._traceback())
+        where = str(self.paths.errors(one.seat, "server"))
+        return Outcome(self.paths, "failed", error=error("SH618", why, where=where)) if why else None
+
+    def _go_back(self, why: str) -> Outcome | None:
+        """What the servers held is lost: as if all workers had died together. An outcome if that was once too often."""
+        choice = decide(restarts_left=self._restarts_left, ready=True)
+        if choice.action == "give up" and not self._stopping:
+            return Outcome(
+                self.paths, "failed", error=error("SH618", f"{why}; {choice.why}", where=str(self.paths.logs))
+            )
+        self._restarts_left -= 1
+        self._excused |= self.helm.put_all_out(why)
+        return None
 
     def _death(self, one: Exit, why: str) -> ShoalError:
         log = self.paths.errors(one.seat)
@@ -245,6 +278,10 @@ class Run:
             lanes=self.job.lane_count,
             starts=p.starts,
             deaths_survived=p.deaths,
+            servers=p.most_servers,
+            server_deaths_survived=p.server_deaths,
+            staleness_mean=round(p.staleness[0], 3),
+            staleness_max=p.staleness[1],
             views=p.views,
             carried={w.name: _carried(w) for w in p.workers.values() if w.steps},
             stopped=result["stopped"],
@@ -257,6 +294,12 @@ class Run:
             platform=result["platform"],
             **{name: round(value, 3) for name, value in p.times.items()},
         )
+
+
+def first_free_seat(names: Iterable[str]) -> int:
+    """Behind all that workers and servers ever had."""
+    seats = (re.fullmatch(r"(?:worker|server)-(\d+)", name) for name in names)
+    return max((int(seat[1]) for seat in seats if seat), default=-1) + 1
 
 
 def _carried(worker: Worker) -> Carried:

@@ -8,17 +8,18 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from shoal.errors import ShoalError, error
 from shoal.events import Event, Picture, Reader, fold
 from shoal.fleet.contact import Contact, read_contact
+from shoal.fleet.survivors import Survivor, survivors
 from shoal.jobs import directory
-from shoal.jobs.helm import survivors
-from shoal.spec.job import MOST_WORKERS
+from shoal.spec.job import MOST_WORKERS, Job
 from shoal.spec.load import load_job
 from shoal.spec.paths import RunPaths
+from shoal.spec.view import Role, Seat
 from shoal.wire.door import call_host
 from shoal.wire.handshake import LinkError, TokenError
 from shoal.wire.rows import LONGEST_ROW_BYTES, pack, unpack
@@ -29,46 +30,66 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Answer:
-    """How things stand after a wish: how many workers are wanted, who is there, and what else is worth saying."""
+    """How things stand after a wish: how many workers and servers are wanted, who is there, and what else is worth
+    saying."""
 
     wanted: int
     lanes: int
     workers: list[int]
     stopping: str = ""
+    servers_wanted: int = 0
+    servers: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def names(self) -> list[str]:
+        return [*(f"worker-{s}" for s in self.workers), *(f"server-{s}" for s in self.servers)]
 
-def scale(paths: RunPaths, wanted: int) -> Answer:
-    """Another number of workers from now on."""
-    if not 1 <= wanted <= MOST_WORKERS:
-        raise error("SH609", f"{wanted} workers", fix=f"Ask for 1 to {MOST_WORKERS}.")
-    answer = _wish(_one_run(paths), "scale", wanted=wanted)
+
+def scale(paths: RunPaths, wanted: int | None = None, *, servers: int | None = None) -> Answer:
+    """Another number of workers, or of servers, or both, from now on."""
+    numbers = {who: n for who, n in (("wanted", wanted), ("servers", servers)) if n is not None}
+    if not numbers:
+        raise error("SH609", "no number of workers or servers", fix="Write shoal scale RUN 4, or --servers 2.")
+    for who, number in numbers.items():
+        if not 1 <= number <= MOST_WORKERS:
+            name = "workers" if who == "wanted" else who
+            raise error("SH609", f"{number} {name}", fix=f"Ask for 1 to {MOST_WORKERS}.")
+    job = load_job(_one_run(paths).job, check_names=False)
+    if servers is not None and job.sync.kind != "server":
+        raise error("SH609", f"'{paths.name}' has no servers: its sync is {job.sync.kind}", where="--servers")
+    answer = _wish(paths, "scale", **numbers)
+    return replace(answer, notes=[] if wanted is None else _remarks(job, wanted, answer.lanes))
+
+
+def _remarks(job: Job, wanted: int, lanes: int) -> list[str]:
     notes = []
-    if wanted > answer.lanes:
-        notes.append(f"there are {answer.lanes} lanes: {wanted - answer.lanes} of {wanted} workers will stand by")
-    limits = load_job(paths.job, check_names=False).workers
+    if wanted > lanes:
+        notes.append(f"there are {lanes} lanes: {wanted - lanes} of {wanted} workers will stand by")
+    limits = job.workers
     if not limits.least <= wanted <= limits.most:
         notes.append(f"the job says workers: {limits.least}..{limits.most}; this counts until the run ends")
-    return Answer(answer.wanted, answer.lanes, answer.workers, notes=notes)
+    return notes
 
 
-def drain(paths: RunPaths, worker: str) -> tuple[int, Answer]:
-    """Let a worker go when others have what it holds: its seat, and how things stand. See `departure`."""
-    seat = _seat(worker)
-    answer = _wish(_one_run(paths), "drain", seat=seat)
-    if seat not in answer.workers:
-        names = ", ".join(f"worker-{s}" for s in answer.workers) or "none"
-        raise error("SH613", f"'{paths.name}' has no worker-{seat} now", where=worker, fix=f"It has: {names}.")
+def drain(paths: RunPaths, who: str) -> tuple[Seat, Answer]:
+    """Let a worker or server go when others have what it holds: its seat, and how things stand. See `departure`."""
+    seat = _seat(who)
+    answer = _wish(_one_run(paths), "drain", seat=seat.number, role=seat.role)
+    if seat.name not in answer.names:
+        names = ", ".join(answer.names) or "none"
+        raise error("SH613", f"'{paths.name}' has no {seat.name} now", where=who, fix=f"It has: {names}.")
     return seat, answer
 
 
-def departure(paths: RunPaths, seat: int) -> str:
-    """Waits until a worker that was asked to go has gone; how it went, or '' if the run ended first."""
-    name = f"worker-{seat}"
+def departure(paths: RunPaths, seat: Seat) -> str:
+    """Waits until one that was asked to go has gone; how it went, or '' if the run ended first."""
     for event in _happening(paths):
-        if event.kind == "left" and event.who == name:
+        if event.kind == "left" and event.who == seat.name:
             return f"left at step {event.step}"
-        if event.kind == "worker_died" and event["worker"] == name:
+        if event.kind == "server_left" and event["server"] == seat.name:
+            return "left"
+        if event.kind == f"{seat.role}_died" and event[seat.role] == seat.name:
             return f"died: {event['reason']}"
     return ""
 
@@ -116,11 +137,11 @@ def _one_run(paths: RunPaths) -> RunPaths:
     return paths
 
 
-def _seat(worker: str) -> int:
-    found = re.fullmatch(r"(?:worker-)?(\d{1,9})", worker)
+def _seat(who: str) -> Seat:
+    found = re.fullmatch(r"(?:(worker|server)-)?(\d{1,9})", who)
     if not found:
-        raise error("SH613", f"'{worker}' is not a worker", fix="Write worker-2, or 2.")
-    return int(found[1])
+        raise error("SH613", f"'{who}' is not a worker or server", fix="Write worker-2, or 2, or server-3.")
+    return Seat(number=int(found[2]), role=cast(Role, found[1] or "worker"))
 
 
 def _wish(paths: RunPaths, kind: str, **fields: Any) -> Answer:
@@ -142,7 +163,7 @@ def _not_driven(paths: RunPaths, why: str = "") -> ShoalError:
     if paths.receipt.is_file():
         return error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
     message = f"nobody drives '{paths.name}'" + (f": {why}" if why else "")
-    left = [] if directory.is_driven(paths.whole) else [f"worker-{s} (process {p})" for s, p in _alone(paths)]
+    left = [] if directory.is_driven(paths.whole) else [f"{s.seat.name} (process {s.pid})" for s in _alone(paths)]
     if not left:
         return error("SH612", message, where=str(paths.root))
     patience = load_job(paths.job, check_names=False).engine.patience_s
@@ -151,8 +172,8 @@ def _not_driven(paths: RunPaths, why: str = "") -> ShoalError:
     return error("SH612", message, where=str(paths.root), fix=fix)
 
 
-def _alone(paths: RunPaths) -> list[tuple[int, int]]:
-    return sorted(pair for one in paths.folds or [paths] for pair in survivors(one).items())
+def _alone(paths: RunPaths) -> list[Survivor]:
+    return [survivor for one in paths.folds or [paths] for survivor in survivors(one)]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from shoal.events import Event, Picture
 from shoal.spec.paths import RunPaths
-from shoal.terminal import words
+from shoal.terminal import servers, words
 
 PLAIN_EVERY_S = 2.0
 MOST_WORKERS = 16
@@ -31,6 +31,9 @@ _TOLD = {
     "stopped",
     "best",
     "worker_started",
+    "server_started",
+    "table",
+    "served",
     "run_ended",
     "finished",
     "failed",
@@ -100,7 +103,7 @@ def remark(event: Event, picture: Picture) -> str:
         return "" if event["why"] == "finished" else str(event["why"])
     if event.kind == "left":
         return "" if event["why"] == "finished" else f"{event.who} left at step {event.step} ({event['why']})"
-    if event.kind in _TOLD:
+    if event.kind in _TOLD or (event.kind == "servers_wanted" and not event["why"]):
         return ""
     return picture.notes[-1] if picture.notes else ""
 
@@ -201,6 +204,9 @@ def _panel(p: Picture) -> Table:
     if p.metrics:
         whole.add_row(Text("  " + words.metrics(p.metrics), style="cyan"))
     whole.add_row(_crew(p))
+    if p.servers:
+        whole.add_row(Text("  " + servers.summary(p), style="dim"))
+        whole.add_row(servers.lines(p))
     return whole
 
 

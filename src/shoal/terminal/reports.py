@@ -12,7 +12,7 @@ from rich.text import Text
 from shoal.errors import ShoalError, each
 from shoal.events import Picture
 from shoal.spec.receipt import Receipt, spread
-from shoal.terminal import words
+from shoal.terminal import servers, words
 from shoal.terminal.curve import draw
 
 MOST_SHARES = 12
@@ -30,6 +30,8 @@ def receipt(console: Console, r: Receipt) -> None:
     table.add_row("carried by", f"{', '.join(carried)}, {_plural(r.deaths_survived, 'death')} survived")
     if len(r.carried) > 1:
         table.add_row("", _shares(r))
+    if r.servers:
+        table.add_row("served by", _servers(r))
     spent = [f"{name} {words.seconds(getattr(r, name + '_s'))}" for name in _SPENT if getattr(r, name + "_s") >= 0.0005]
     table.add_row("time", f"{words.seconds(r.total_s)}: {', '.join(spent)}")
     table.add_row("speed", f"{words.count(r.samples_per_s)} samples/s")
@@ -55,6 +57,13 @@ def _shares(r: Receipt) -> Table:
         samples = sum(one.samples for _, one in rest)
         table.add_row(f"{len(rest)} others", f"{samples / whole:.0%}", f"{words.count(samples)} samples", style="dim")
     return table
+
+
+def _servers(r: Receipt) -> str:
+    facts = [_plural(r.servers, "server"), f"{_plural(r.server_deaths_survived, 'death')} survived"]
+    if r.staleness_max:
+        facts.append(f"staleness {r.staleness_mean:.2f} on average, {r.staleness_max} at most")
+    return ", ".join(facts)
 
 
 def _plural(number: int, word: str) -> str:
@@ -105,6 +114,10 @@ def show(console: Console, picture: Picture, *, width: int) -> None:
     )
     if picture.metrics:
         console.print("  " + words.metrics(picture.metrics), highlight=False)
+    if picture.servers:
+        console.print(f"  {servers.summary(picture)}", highlight=False, soft_wrap=True)
+        if picture.serving:
+            console.print(servers.lines(picture))
     for note in picture.notes[-8:]:
         console.print(Text(f"  {note}", style="yellow"), soft_wrap=True)
     for name, curve in _chosen(picture):

@@ -1,4 +1,4 @@
-"""Workers as processes on this machine, forked from a nursery that has torch loaded."""
+"""Workers and servers as processes on this machine, forked from a nursery that has torch loaded."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def received(control: socket.socket) -> bytes:
 
 
 class LocalEngine:
-    """The seats of one run. A worker has a session of its own, so that Ctrl-C in the terminal reaches the driver
+    """The seats of one run. Each process has a session of its own, so that Ctrl-C in the terminal reaches the driver
     alone, which then asks the workers to leave."""
 
     def __init__(
@@ -206,12 +206,12 @@ class LocalEngine:
                 key,
                 entry,
                 ["--seat", str(seat.number), *arguments],
-                logs=self._logs / f"worker-{seat.number}",
+                logs=self._logs / seat.name,
                 environment=self._environment,
             )
 
     def adopt(self, seat: int, pid: int) -> None:
-        """A worker that an earlier driver left behind sits in this seat."""
+        """A process that an earlier driver left behind sits in this seat."""
         key = f"{self._name}#{seat}"
         self._seats[key] = seat
         self._nursery.adopt(key, pid)
