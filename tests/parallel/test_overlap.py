@@ -336,9 +336,9 @@ def test_ready_is_what_lies_before_the_first_gap(monkeypatch):
     assert seen == []
     it.take(3, made.grads[3])  # the last parameter lies first
     assert seen == [192 + 64]
-    it.take(1, made.grads[1])  # of another kind: behind the buffers, which are not there yet
+    it.take(1, made.grads[1])  # of another kind: behind the others
     it.take(0, None)
-    assert seen == [256, 256 + 128]
+    assert seen == [256, 256 + 128 + 64]
     assert torch.equal(room.grads[3], made.grads[3])
     assert not room.grads[0].any()
     assert not taken.missing

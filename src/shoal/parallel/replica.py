@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,40 +17,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shoal.errors import error
+from shoal.parallel.clipping import Clipping, coefficient, scale, slice_norms
+from shoal.parallel.flat import Layout
+from shoal.parallel.lane_sum import LaneSum, add
 from shoal.parallel.randomness import Chance
 from shoal.spec import seeds
+
+__all__ = ["Clipping", "LaneSum", "Loss", "LossFunction", "MovingBuffers", "Replica", "Taker", "add", "update"]
 
 # The mean over the batch's samples, or (a sum, what to divide it by once all lanes are added).
 Loss = Tensor | tuple[Tensor, Tensor | float | int]
 LossFunction = Callable[[nn.Module, Any], Loss]
-
-
-@dataclass
-class LaneSum:
-    """What a lane, or a block of lanes, adds up to.
-
-    `averaged` are the moving float buffers times the lane's share; `first` are the other moving buffers, of which
-    the lowest lane's count. `count` is there when the loss came as a sum with a divisor of its own. `grads` are empty
-    where a taker has them.
-    """
-
-    grads: list[Tensor]
-    averaged: list[Tensor]
-    first: list[Tensor]
-    loss: Tensor
-    count: Tensor | None = None
-
-
-def add(left: LaneSum, right: LaneSum) -> LaneSum:
-    """left + right, in the memory of left."""
-    if left.grads:
-        torch._foreach_add_(left.grads, right.grads)
-    if left.averaged:
-        torch._foreach_add_(left.averaged, right.averaged)
-    left.loss += right.loss
-    if left.count is not None and right.count is not None:
-        left.count += right.count
-    return left
 
 
 class Taker(Protocol):
@@ -62,20 +38,6 @@ class Taker(Protocol):
 
     def spoil(self, why: str) -> None:
         """What was taken is not the lane's gradient after all."""
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """By the total norm of all gradients, or value by value."""
-
-    norm: float | None = None
-    value: float | None = None
-
-    def __call__(self, parameters: list[nn.Parameter]) -> None:
-        if self.norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self.norm)
-        if self.value is not None:
-            nn.utils.clip_grad_value_(parameters, self.value)
 
 
 class MovingBuffers:
@@ -149,7 +111,8 @@ class Replica:
         self.moving = MovingBuffers(model, [])
         self._loss = loss
         self._seed = seed
-        self._clipping = clipping
+        self.clipping = clipping or Clipping()
+        self._layout: Layout | None = None
         self._autocast = autocast
         self._shares: dict[tuple[float, torch.dtype], Tensor] = {}
 
@@ -165,7 +128,11 @@ class Replica:
             changed = [n for n, b in self.model.named_buffers() if n in before and _differs(b, before[n])]
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(before[name])
-        self.moving = MovingBuffers(self.model, changed)
+        self._set_moving(changed)
+
+    def _set_moving(self, names: list[str]) -> None:
+        self.moving = MovingBuffers(self.model, names)
+        self._layout = None
 
     def begin(self) -> None:
         """Before the first lane of a step."""
@@ -240,40 +207,51 @@ class Replica:
         loss, count = torch.zeros(2, dtype=torch.float64)
         return LaneSum(list(self.trainable), averaged, first, loss, count)
 
+    @property
+    def layout(self) -> Layout:
+        """How sums of this replica lie in a stretch, and how they are cut."""
+        if self._layout is None:
+            self._layout = Layout(self.blank())
+        return self._layout
+
     def apply(self, step: int, total: LaneSum) -> Tensor:
         """One update from the sum over all lanes. Returns the loss of the step."""
-        loss = total.loss
-        if total.count is not None:
-            torch._foreach_div_(total.grads, total.count.to(total.grads[0].dtype))
-            loss = loss / total.count
+        self.scale(total)
         for parameter, grad in zip(self.trainable, total.grads, strict=True):
             parameter.grad = grad
-        if self._clipping:
-            self._clipping(self.trainable)
-        self._update()
+        update(self.optimizer)
         for parameter in self.trainable:
             parameter.grad = None
+        return self._conclude(step, total)
+
+    def adopt(self, step: int, total: LaneSum) -> Tensor:
+        """The same where others have applied the sum: in place of gradients, `total` has the new values."""
+        self.take_values(total.grads)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        return self._conclude(step, total)
+
+    @torch.no_grad()
+    def take_values(self, values: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(list[Tensor](self.trainable), list(values))
+
+    def _conclude(self, step: int, total: LaneSum) -> Tensor:
         if self.moving.names:
             self.moving.set(total.averaged, total.first)
         if self.schedule and (step + 1) % self._schedule_every == 0 and not self.waits_for_metric:
             self.schedule.step()
-        return loss
+        return total.loss.clone() if total.count is None else total.loss / total.count
 
     @property
     def waits_for_metric(self) -> bool:
         """A schedule that is stepped with the result of an evaluation."""
         return isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
-    def _update(self) -> None:
-        """`optimizer.step()`, without torch's wrapper around it (a label for the profiler, hooks) where nobody has
-        hooks: a quarter of what the step of a small model costs."""
-        optimizer, wrapper = self.optimizer, type(self.optimizer).step
-        inner = getattr(wrapper, "__wrapped__", None)
-        if inner is None or not getattr(wrapper, "hooked", False) or _has_hooks(optimizer):
-            optimizer.step()
-        else:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
-            inner(optimizer)
+    def scale(self, total: LaneSum) -> None:
+        """The sum becomes the gradient."""
+        grads, clip, count, by = total.grads, self.clipping, total.count, None
+        if clip.norm is not None:
+            by = coefficient(slice_norms(self.layout.slices_of(grads)), clip=clip.norm, count=count)
+        scale(grads, count=count if count is None else count.to(grads[0].dtype), coefficient=by, value=clip.value)
 
     def _take_grads(self, taker: Taker | None) -> list[Tensor]:
         """The lane's gradients, taken out of the model. A parameter that the lane did not touch has zero."""
@@ -320,9 +298,21 @@ class Replica:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule:
             self.schedule.load_state_dict(state["schedule"])
-        self.moving = MovingBuffers(self.model, list(state["moving"]))
+        self._set_moving(list(state["moving"]))
         for name, value in state["moving"].items():
             self.model.get_buffer(name).copy_(value)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without torch's wrapper around it (a label for the profiler, hooks) where nobody has
+    hooks: a quarter of what the step of a small model costs."""
+    wrapper = type(optimizer).step
+    inner = getattr(wrapper, "__wrapped__", None)
+    if inner is None or not getattr(wrapper, "hooked", False) or _has_hooks(optimizer):
+        optimizer.step()
+    else:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        inner(optimizer)
 
 
 def _give(taker: Taker, index: int, parameter: Tensor) -> None:

@@ -25,6 +25,7 @@ from shoal.parallel.replica import Clipping, Replica
 from shoal.parallel.sync.base import Sync
 from shoal.parallel.sync.ddp import DdpSync
 from shoal.parallel.sync.lanes import LanesSync
+from shoal.parallel.sync.server import ServerSync
 from shoal.spec import seeds
 from shoal.spec.data import BalancedDeal, Deal
 from shoal.spec.job import Job
@@ -91,7 +92,14 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
     task, replica = build_replica(job, device, steps=steps, steps_per_epoch=dealer.steps_per_epoch, tell=tell)
     with blaming("SH401", "the first batch"):
         replica.probe(example.to(device))
-    course = Course(steps, _evaluate_every(job, dealer.steps_per_epoch), job.lane_count, job.checkpoint.keep_best > 0)
+    course = Course(
+        steps,
+        _evaluate_every(job, dealer.steps_per_epoch),
+        job.lane_count,
+        keep_best=job.checkpoint.keep_best > 0,
+        pause_probability=job.faults.pause_probability,
+        pause_s=job.faults.pause_s,
+    )
     chunk = job.evaluate.batch_size or job.batch_size
     evaluator = Evaluator(task, lanes=job.lane_count, chunk=chunk, seed=job.seed, loader=job.data.loader)
     tell(
@@ -193,7 +201,7 @@ def build_loop(
         replica=built.replica,
         dealer=built.dealer,
         feed=feed,
-        sync=make_sync(job, built.replica.device, peers),
+        sync=make_sync(job, built.replica, peers),
         peers=peers,
         store=store,
         membership=membership,
@@ -210,10 +218,13 @@ def build_loop(
     )
 
 
-def make_sync(job: Job, device: torch.device, peers: Peers) -> Sync:
+def make_sync(job: Job, replica: Replica, peers: Peers) -> Sync:
+    way: dict[str, Any] = {"endpoint": peers.endpoint, "token": peers.token}
     if job.sync.kind == "ddp":
-        return DdpSync(job.sync.backend, device, endpoint=peers.endpoint, token=peers.token)
-    return LanesSync(job.lane_count, endpoint=peers.endpoint, token=peers.token)
+        return DdpSync(job.lane_count, job.sync.backend, replica.device, **way)
+    if job.sync.kind == "server":
+        return ServerSync(job.lane_count, replica, staleness=job.sync.bound, **way)
+    return LanesSync(job.lane_count, **way)
 
 
 def open_store(job: Job, paths: RunPaths, *, tell: Callable[..., object]) -> Store:

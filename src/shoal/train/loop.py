@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from shoal.data.feed import Feed
 from shoal.errors import ShoalError, error
 from shoal.fleet.membership import Membership
 from shoal.parallel.peers import Peers
-from shoal.parallel.replica import LaneSum, Replica, Taker, add
+from shoal.parallel.replica import LaneSum, Replica, Taker
 from shoal.parallel.sync.base import Committed, Discarded, Sync
 from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View, position_of
@@ -27,6 +29,7 @@ from shoal.train.pulse import Pulse
 from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
 from shoal.train.watch import Best
+from shoal.wire.handshake import LinkError
 
 STATE_OVER_MODEL = 8
 STATE_SPARE_BYTES = 1 << 28
@@ -40,6 +43,12 @@ class Course:
     evaluate_every: int
     lanes: int
     keep_best: bool = True
+    pause_probability: float = 0.0
+    pause_s: float = 0.0
+
+    def pauses(self, seat: int, step: int) -> bool:
+        """Made on purpose, and alike whenever it is tried."""
+        return self.pause_probability > 0 and _chance(seat, step) < self.pause_probability
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,7 @@ class Loop:
         """From now on this view counts."""
         self.view, self.seat = view, seat
         self.lanes = sorted(view.carries[seat])
+        self.step = self.sync.first_step(self.step, self.lanes)
         self.teller.leads = view.saver == seat
         self.feed.carry(self.lanes, self.step)
         self.progress.restart()
@@ -134,8 +144,11 @@ class Loop:
                 return outcome.why
             if self.over:
                 return self._finale()
+            if self.course.pauses(self.seat, self.step):
+                self.pulse.enter("pause", self.step)
+                time.sleep(self.course.pause_s)
             halt = self.membership.newer(self.view.number) or bool(self.asked_to_leave())
-            if halt and len(self.view.carries) == 1:
+            if halt and (len(self.view.carries) == 1 or not self.sync.together):
                 return ""
             committed = self._one_step(halt)
             if isinstance(committed, Discarded):
@@ -150,12 +163,12 @@ class Loop:
 
     def _one_step(self, halt: bool) -> Committed | Discarded:
         clock = time.perf_counter
-        sums: TreeSum[LaneSum] = TreeSum(self.course.lanes, add)
+        sums = self.sync.sums()
         total = self.dealer.total(self.step)
         remembered = copy.deepcopy(self.task.state()) if len(self.view.carries) > 1 else None
         began = clock()
         self.replica.begin()
-        for lane in self.lanes:
+        for lane in [lane for lane in self.lanes if self.sync.wants(self.step, lane)]:
             t0 = clock()
             self.pulse.enter("data", self.step)
             batch = self.feed.get(self.step, lane)
@@ -167,7 +180,8 @@ class Loop:
             taker = None
             if batch is not None and lane == self.lanes[-1]:
                 taker = self.sync.ahead(self.replica, self.step, sums, lane, halt=halt)
-            sums.lane(lane, None if batch is None else self._lane(lane, batch, batch.size / total, taker))
+            share = self.sync.share(lane, batch.size if batch else 0, total)
+            sums.lane(lane, None if batch is None else self._lane(lane, batch, share, taker))
             self.progress.spent("compute_s", clock() - t1)
         t0 = clock()
         self.pulse.lane_took((t0 - began) / len(self.lanes))
@@ -232,7 +246,8 @@ class Loop:
         """One worker saves for all."""
         if self.teller.leads:
             self.pulse.enter("saving", self.step)
-            self.store.maybe_save(self.step, self.state, metric=self.best.at(self.step), force=force)
+            with contextlib.suppress(LinkError):  # then the next step finds out, and a new view follows
+                self.store.maybe_save(self.step, self._whole_state, metric=self.best.at(self.step), force=force)
 
     # ---- evaluation ----
 
@@ -256,6 +271,9 @@ class Loop:
         """A part of the data, by all members together."""
         self.flush()
         began = time.perf_counter()
+        self.pulse.enter("exchange", self.step)
+        if isinstance(outcome := self.sync.settle(self.replica, 4 * self.step + 3), Discarded):
+            return outcome
         metrics = self.evaluator.share(
             self.replica,
             self.parts[name],
@@ -292,8 +310,12 @@ class Loop:
         self.flush()
         if "test" in self.parts and isinstance(outcome := self.evaluate("test"), Discarded):
             return outcome.why
+        if isinstance(settled := self.sync.settle(self.replica, 4 * self.step + 3), Discarded):
+            return settled.why
         if self.teller.leads:
             self.pulse.enter("export", self.step)
+            if isinstance(completed := self.sync.complete(self.replica, self.step), Discarded):
+                return completed.why
             self.conclude(self, self.teller.stop)
         ended = self._gather("end", b"")
         if isinstance(ended, Discarded) and not self.teller.leads:
@@ -316,6 +338,13 @@ class Loop:
         size: int = sum(t.numel() * t.element_size() for t in self.replica.model.state_dict().values())
         return STATE_OVER_MODEL * size + STATE_SPARE_BYTES
 
+    def _whole_state(self) -> dict[str, Any]:
+        """For a checkpoint: with what only the members together have, or servers."""
+        if isinstance(outcome := self.sync.complete(self.replica, self.step), Discarded):
+            raise LinkError(outcome.why)
+        state = self.state()
+        return {**state, "loop": {**state["loop"], "sync": self.sync.state()}}
+
     def state(self) -> dict[str, Any]:
         """What must survive: after loading it, training goes on as if nothing had happened."""
         loop = {
@@ -325,7 +354,7 @@ class Loop:
             "measured_at": self.measured_at,
             "task": self.task.state(),
             "watch": self.teller.state(),
-            "sync": self.sync.state(),
+            "sync": None,
         }
         return {**self.replica.state(), "loop": loop}
 
@@ -338,4 +367,10 @@ class Loop:
         self.teller.stop = loop["stop"]
         self.metrics, self.measured_at = loop["metrics"], loop["measured_at"]
         self.step = loop["step"]
+        if loop["sync"] is not None:
+            self.sync.load_state(self.step, loop["sync"])
         self.holds = True
+
+
+def _chance(seat: int, step: int) -> float:
+    return random.Random(f"{seat} {step}").random()  # noqa: S311

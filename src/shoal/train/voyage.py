@@ -125,7 +125,7 @@ class Voyage:
         loop = self.loop
         began = time.perf_counter()
         loop.pulse.enter("following", loop.step)
-        if self._following.begin(view, self.seat):
+        if loop.sync.taps and self._following.begin(view, self.seat):
             while not self._membership.newer(view.number) and not loop.asked_to_leave():
                 caught_up = self._following.advance()
                 if caught_up is None:

@@ -16,7 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from shoal.events.stream import parse
 from shoal.fleet.contact import Contact, read_contact
 from shoal.fleet.tie import Tie
 from shoal.parallel.peers import Peers
+from shoal.parallel.sync.server import ServerSync
 from shoal.spec.job import Job
 from shoal.spec.load import load_job, save_job
 from shoal.spec.paths import RunPaths, cache_directory
-from shoal.spec.view import View
+from shoal.spec.table import Table
+from shoal.spec.view import Role, View
 from shoal.train.build import Built, build, build_loop
 from shoal.train.loop import Loop
 from shoal.train.pulse import Pulse
@@ -92,7 +94,7 @@ def tell_failure(stream: Stream, failure: ShoalError) -> None:
 @dataclass
 class Identity:
     """Who this worker is to its driver. `moved` is called when the driver gives it another seat, `seen` with each
-    new view; both in the tie's thread."""
+    new view, `placed` with each new table of servers; all in the tie's thread. Every driver is told the `cuts`."""
 
     contact: Callable[[], Contact | None]
     peers: Peers
@@ -102,6 +104,8 @@ class Identity:
     leaving: bool = False
     moved: Callable[[int], None] = lambda seat: None
     seen: Callable[[View], None] = lambda view: None
+    placed: Callable[[Table], None] = lambda table: None
+    cuts: list[int] = field(default_factory=list)
 
     def tie(self) -> Tie:
         tie = Tie(
@@ -109,7 +113,8 @@ class Identity:
             lambda: self._hello(tie),
             beat=self._beat,
             on_view=lambda view: self.seen(view),  # noqa: PLW0108  # it is set later
-            on_welcome=self._welcomed,
+            on_table=lambda table: self.placed(table),  # noqa: PLW0108
+            on_welcome=lambda fields: self._welcomed(tie, fields),
         )
         return tie
 
@@ -123,12 +128,15 @@ class Identity:
             "address": self.peers.endpoint.address.model_dump(),
             "view": tie.view.number if tie.view else 0,
             "training": self.pulse.phase not in ("building", "waiting"),
+            "table": tie.table.model_dump(mode="json") if tie.table else None,
         }
 
     def _beat(self) -> dict[str, Any]:
         return self.pulse.beat() | ({"leaving": True} if self.leaving else {}) | self.peers.facts()
 
-    def _welcomed(self, fields: dict[str, Any]) -> None:
+    def _welcomed(self, tie: Tie, fields: dict[str, Any]) -> None:
+        if self.cuts:
+            tie.say("cuts", cuts=self.cuts)
         seat = int(fields["seat"])
         if self.seat is not None and seat != self.seat:
             self.moved(seat)
@@ -222,6 +230,8 @@ def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream, *, 
         asked_to_leave=asked_to_leave,
         trace=trace,
     )
+    if isinstance(loop.sync, ServerSync):
+        use_servers(me, tie, loop.sync)
     voyage = Voyage(loop, tie, seat=me.seat, lock=paths.saving_lock if me.local else None)
     me.seen, me.moved = voyage.halt, voyage.move
     try:
@@ -231,15 +241,24 @@ def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream, *, 
         loop.store.close()
 
 
+def use_servers(me: Identity, tie: Tie, sync: ServerSync) -> None:
+    """Let the driver know what is to be placed, and the sync where it was placed."""
+    me.placed = sync.learn
+    if tie.table is not None:
+        sync.learn(tie.table)
+    me.cuts = sync.cuts
+    tie.say("cuts", cuts=me.cuts)
+
+
 @contextlib.contextmanager
-def seat_taken(paths: RunPaths, seat: int) -> Iterator[None]:
+def seat_taken(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator[None]:
     """A lock that lasts as long as this process, so that another driver can see who is still here."""
-    with paths.seat_lock(seat).open("w") as lock:
+    with paths.seat_lock(seat, role).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write(str(os.getpid()))
         lock.flush()
         yield
-        paths.seat_lock(seat).unlink(missing_ok=True)
+        paths.seat_lock(seat, role).unlink(missing_ok=True)
 
 
 def prepare_torch(job: Job) -> None:

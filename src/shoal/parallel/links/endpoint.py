@@ -14,6 +14,7 @@ from shoal.wire.door import Door, call
 from shoal.wire.handshake import LinkError
 
 Serve = Callable[[socket.socket, dict[str, Any]], None]
+PURPOSES = ("mesh", "state", "follow", "push", "chain")
 _BACKLOG = 128
 
 
@@ -27,11 +28,13 @@ def host_id() -> str:
 class Endpoint:
     """Callers that know the token say what they want. Those for the `mesh` of a view wait until that view takes
     them, in whatever order views and callers come; callers of an older view are refused. Those for the `state`, or to
-    `follow` it, are given to `serve`, each in a thread of its own; their socket is closed when `serve` returns.
+    `follow` it, are given to `serve`, each in a thread of its own; their socket is closed when `serve` returns, unless
+    it `keeps` those who call for this purpose.
     """
 
-    def __init__(self, token: str, *, bind: str = "127.0.0.1", serve: Serve) -> None:
+    def __init__(self, token: str, *, bind: str = "127.0.0.1", serve: Serve, keeps: tuple[str, ...] = ()) -> None:
         self._serve = serve
+        self._keeps = keeps
         self._changed = threading.Condition()
         self._parked: dict[tuple[int, int], socket.socket] = {}
         self._oldest = 0
@@ -52,6 +55,10 @@ class Endpoint:
         said = _read(hello)
         if said["purpose"] == "mesh":
             self.park(said["view"], said["seat"], sock)
+        elif said["purpose"] in self._keeps:
+            self._serve(sock, said)
+        elif said["purpose"] not in ("state", "follow"):
+            raise LinkError("a greeting for somebody else")
         else:
             with sock:
                 self._serve(sock, said)
@@ -95,7 +102,7 @@ class Endpoint:
 def _read(hello: bytes) -> dict[str, Any]:
     try:
         said = json.loads(hello)
-        good = said["purpose"] in ("mesh", "state", "follow") and type(said["seat"]) is type(said["view"]) is int
+        good = said["purpose"] in PURPOSES and type(said["seat"]) is type(said["view"]) is int
     except (ValueError, KeyError, TypeError, RecursionError) as failure:
         raise LinkError(f"a greeting that says nothing: {failure}") from failure
     if not good:

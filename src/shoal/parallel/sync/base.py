@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from shoal.parallel.replica import LaneSum, Replica, Taker
+from shoal.parallel.replica import LaneSum, Replica, Taker, add
 from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View
 
@@ -36,15 +36,32 @@ class Discarded:
 
 
 class Sync(Protocol):
-    """Used by the loop's thread, except for `abort`. `tap` is shown the total of each step before it is applied."""
+    """Used by the loop's thread, except for `abort`. `tap` is shown the total of each step before it is applied, if
+    there is one."""
 
     tap: Callable[[int, LaneSum], None] | None
     exact: bool
     """Do replicas at the same position always have the same bits?"""
+    together: bool
+    """Do all members take every step at the same time?"""
+    taps: bool
+    """Is there a total to be shown?"""
 
     def reconfigure(self, view: View, seat: int) -> str:
         """Another view counts from now on. Returns '' when all its members have come so far,
         or why that failed."""
+
+    def first_step(self, step: int, lanes: Sequence[int]) -> int:
+        """After a view was entered at this step: where a worker goes on that carries these lanes."""
+
+    def wants(self, step: int, lane: int) -> bool:
+        """Is this lane's part of the step still to be done?"""
+
+    def sums(self) -> TreeSum[LaneSum]:
+        """A step begins: what takes the lanes of this worker, in rising order, each as soon as it is there."""
+
+    def share(self, lane: int, size: int, total: int) -> float:
+        """How much a lane's mean counts that has so many of the step's samples."""
 
     def ahead(self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> Taker | None:
         """Before the last of this worker's lanes, if it has samples: who takes its gradients as backward finishes them,
@@ -66,8 +83,53 @@ class Sync(Protocol):
     def aborted(self) -> bool:
         """Was the present view aborted? From any thread."""
 
+    def settle(self, replica: Replica, label: int) -> Discarded | None:
+        """Before all look at the weights together: everybody has come so far, and has the same."""
+
+    def complete(self, replica: Replica, step: int) -> Discarded | None:
+        """Bring into the replica what is held elsewhere, so that it can be saved."""
+
     def state(self) -> dict[str, Any]:
-        """What must survive besides the replica."""
+        """What a checkpoint needs besides the replica, the other members' part of it too. Not for peers: they get it
+        when they enter a view."""
+
+    def load_state(self, step: int, state: dict[str, Any]) -> None:
+        """From a checkpoint at this step."""
 
     def close(self) -> None:
         """Leave for good."""
+
+
+class Together:
+    """What is simple where every replica takes every step with all others, and holds everything."""
+
+    together = True
+    taps = True
+
+    def __init__(self, lanes: int) -> None:
+        self.tap: Callable[[int, LaneSum], None] | None = None
+        self._lanes = lanes
+
+    def first_step(self, step: int, lanes: Sequence[int]) -> int:
+        return step
+
+    def wants(self, step: int, lane: int) -> bool:
+        return True
+
+    def sums(self) -> TreeSum[LaneSum]:
+        return TreeSum(self._lanes, add)
+
+    def share(self, lane: int, size: int, total: int) -> float:
+        return size / total
+
+    def settle(self, replica: Replica, label: int) -> Discarded | None:
+        return None
+
+    def complete(self, replica: Replica, step: int) -> Discarded | None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, step: int, state: dict[str, Any]) -> None:
+        """There is nothing."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from shoal.errors import error
 from shoal.parallel.flat import Layout, write
 from shoal.parallel.links.endpoint import Endpoint
 from shoal.parallel.replica import LaneSum, Replica, add
-from shoal.parallel.sync.base import Committed, Discarded
+from shoal.parallel.sync.base import Committed, Discarded, Together
 from shoal.parallel.sync.circle import Circle, Group, Place, has_nccl
 from shoal.parallel.sync.meeting import Meeting
 from shoal.parallel.tree import TreeSum
@@ -117,15 +117,15 @@ class Room:
         return 2 * (members - 1) * added // members
 
 
-class DdpSync:
+class DdpSync(Together):
     """See Sync. With one worker there is nobody to talk to, and nothing of torch.distributed is used."""
 
     exact = False
 
     def __init__(
-        self, backend: str, device: torch.device, *, endpoint: Endpoint | None = None, token: str = ""
+        self, lanes: int, backend: str, device: torch.device, *, endpoint: Endpoint | None = None, token: str = ""
     ) -> None:
-        self.tap: Callable[[int, LaneSum], None] | None = None
+        super().__init__(lanes)
         self._backend = pick_backend(backend, device)
         self._device = device
         self._meeting = Meeting(endpoint, token)
@@ -220,9 +220,6 @@ class DdpSync:
             circle.leave()
         self._meeting.leave()
         return circle
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         if circle := self._leave():

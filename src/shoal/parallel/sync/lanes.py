@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -14,14 +12,14 @@ from shoal.parallel.links.endpoint import Endpoint
 from shoal.parallel.links.memory import Arena, Memory
 from shoal.parallel.links.mesh import Mesh
 from shoal.parallel.replica import LaneSum, Replica, Taker
-from shoal.parallel.sync.base import Committed, Discarded
+from shoal.parallel.sync.base import Committed, Discarded, Together
 from shoal.parallel.sync.meeting import Meeting
 from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View
 from shoal.wire.handshake import LinkError
 
 
-class LanesSync:
+class LanesSync(Together):
     """With one worker that carries all lanes there is nobody to talk to: the tree is complete as it is, and no
     `endpoint` is needed. Memory for the exchange is made at the first step that needs it and kept over views.
     """
@@ -29,8 +27,7 @@ class LanesSync:
     exact = True
 
     def __init__(self, lanes: int, *, endpoint: Endpoint | None = None, token: str = "") -> None:
-        self.tap: Callable[[int, LaneSum], None] | None = None
-        self._lanes = lanes
+        super().__init__(lanes)
         self._meeting = Meeting(endpoint, token)
         self._exchange: Exchange | None = None
         self._arena: Arena | None = None
@@ -99,9 +96,6 @@ class LanesSync:
 
     def aborted(self) -> bool:
         return self._meeting.aborted()
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         self._exchange = None

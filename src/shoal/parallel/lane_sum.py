@@ -1,0 +1,36 @@
+"""What lanes add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class LaneSum:
+    """What a lane, or a block of lanes, adds up to.
+
+    `averaged` are the moving float buffers times the lane's share; `first` are the other moving buffers, of which
+    the lowest lane's count. `count` is there when the loss came as a sum with a divisor of its own. `grads` are empty
+    where a taker has them.
+    """
+
+    grads: list[Tensor]
+    averaged: list[Tensor]
+    first: list[Tensor]
+    loss: Tensor
+    count: Tensor | None = None
+
+
+def add(left: LaneSum, right: LaneSum) -> LaneSum:
+    """left + right, in the memory of left."""
+    if left.grads:
+        torch._foreach_add_(left.grads, right.grads)
+    if left.averaged:
+        torch._foreach_add_(left.averaged, right.averaged)
+    left.loss += right.loss
+    if left.count is not None and right.count is not None:
+        left.count += right.count
+    return left

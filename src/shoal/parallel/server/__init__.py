@@ -1,0 +1,1 @@
+"""Servers: processes that hold the parameters in chunks and update them."""

@@ -1,0 +1,239 @@
+"""A server's place in the chains: what comes from those before it, and what goes on to those after it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.checkpoint import live
+from shoal.parallel.links.memory import Memory
+from shoal.parallel.server import frames
+from shoal.parallel.server.frames import Frame, heard, said
+from shoal.parallel.server.line import Line, Place
+from shoal.parallel.server.post import Owed, Post
+from shoal.spec.table import Table
+from shoal.wire.handshake import LinkError
+
+if TYPE_CHECKING:
+    from shoal.parallel.server.keeper import Keeper
+
+UNSENT_PARTS = 4
+"""While so much waits to be sent, no further piece is begun: records must not wait behind them."""
+
+
+@dataclass
+class Next:
+    """The way to a successor. Pieces are set one after the other, between records."""
+
+    line: Line
+    unset: deque[Post] = field(default_factory=deque)
+    theirs: torch.Tensor | None = None
+    hyper: bytes = b""
+    told: bool = False
+
+
+class Chain:
+    """Belongs to the keeper."""
+
+    def __init__(
+        self, keeper: Keeper, *, call: Callable[[int, Table], None], filled: Callable[[int, int], None]
+    ) -> None:
+        self._keeper = keeper
+        self._call = call
+        self._filled = filled
+        self._next: dict[int, Next] = {}
+        self._before: dict[Line, dict[str, Any]] = {}
+
+    # ---- lines ----
+
+    def open(self) -> None:
+        """Reach everybody who comes right after this server in some chain."""
+        assert self._keeper.table is not None
+        for seat in sorted({post.after for post in self._keeper.posts.values() if post.after is not None}):
+            if seat not in self._next:
+                self._call(seat, self._keeper.table)
+
+    def connected(self, seat: int, line: Line, table: int) -> bool:
+        """A line to a successor, as it was called for; False if it is not wanted any more."""
+        keeper = self._keeper
+        if keeper.number != table or seat in self._next or not keeper.described:
+            return False
+        self._next[seat] = Next(line)
+        line.send(Frame(frames.JOIN, table, seat=keeper.seat), said({"model": keeper.model}))
+        return True
+
+    def admit(self, line: Line) -> None:
+        """Somebody who comes before this server."""
+        self._before[line] = {}
+
+    def lost(self, line: Line) -> None:
+        self._before.pop(line, None)
+        for seat, way in list(self._next.items()):
+            if way.line is line:
+                del self._next[seat]
+                for post in self._after(seat):
+                    post.synced = False  # it tells what it has when it is reached again
+                assert self._keeper.table is not None
+                self._call(seat, self._keeper.table)
+
+    def close(self) -> None:
+        """Another table: everybody is reached anew."""
+        lines = [way.line for way in self._next.values()] + list(self._before)
+        self._next, self._before = {}, {}
+        for line in lines:
+            line.close()
+
+    def _after(self, seat: int) -> list[Post]:
+        return [post for post in self._keeper.posts.values() if post.after == seat]
+
+    # ---- frames ----
+
+    def place(self, line: Line, frame: Frame) -> Place:
+        keeper = self._keeper
+        if line in self._before:
+            return self._place_before(line, frame)
+        most = 16 * len(keeper.table.cuts) if keeper.table and frame.kind == frames.STAMPS else 0
+        if frame.kind not in (frames.STAMPS, frames.ACK) or frame.size > most:
+            raise LinkError(f"answers with {frame.size} bytes of kind {frame.kind}")
+        return line.room(frame.size)
+
+    def _place_before(self, line: Line, frame: Frame) -> Place:
+        keeper = self._keeper
+        if frame.table > keeper.number:
+            return "hold"
+        if frame.table < keeper.number:
+            raise LinkError(f"orders by table {frame.table}, and {keeper.number} counts")
+        if frame.kind == frames.SET:
+            return keeper.room_for_state(line, frame) if frame.size else []
+        if frame.kind == frames.RECORD:
+            piece, there = self._keeper.post(frame).piece, self._room(frame)
+            return [] if frame.flags & frames.EMPTY else [there.raw[piece.start : piece.stop]]
+        if frame.kind not in (frames.JOIN, frames.HYPER) or frame.size > frames.MOST_SAID_BYTES:
+            raise LinkError(f"sends {frame.size} bytes of kind {frame.kind}")
+        return line.room(frame.size)
+
+    def _room(self, frame: Frame) -> Memory:
+        keeper = self._keeper
+        return keeper.shard.sums if keeper.terms.synchronous else keeper.orders.lane_memory(frame.seat)
+
+    def got(self, line: Line, frame: Frame) -> None:
+        if line in self._before:
+            self._from_before(line, frame)
+        elif frame.kind == frames.STAMPS:
+            self._compare(line, frame)
+        else:
+            self._acked(frame)
+
+    def _from_before(self, line: Line, frame: Frame) -> None:
+        keeper = self._keeper
+        if frame.kind == frames.JOIN:
+            self._joined(line, frame)
+        elif frame.kind == frames.HYPER:
+            self._before[line] = heard(line.said)
+        else:
+            post = self._keeper.post(frame)
+            if post.before != line.peer:
+                raise LinkError(f"orders piece {frame.piece}, which it does not come before")
+            if frame.kind == frames.SET:
+                post.flags = frame.flags
+                keeper.orders.put(post, line.said if frame.size else bytearray())
+            else:
+                keeper.orders.carry_out(post, frame, self._before[line], self._room(frame))
+            post.owed.append(Owed(line, frame.number, post.version))
+            keeper.orders.settle(post)
+
+    def _joined(self, line: Line, frame: Frame) -> None:
+        """Whoever comes before this server wants to know what it has."""
+        keeper = self._keeper
+        model = heard(line.said).get("model")
+        try:
+            if not keeper.described:
+                keeper.describe(model)  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError) as failure:
+            raise LinkError(f"describes a model that is none: {failure!r}") from failure
+        stamps = torch.stack([keeper.shard.term, keeper.shard.seq])
+        line.send(Frame(frames.STAMPS, frame.table, seat=keeper.seat), stamps.numpy().data.cast("B"))
+
+    # ---- to the successor ----
+
+    def _compare(self, line: Line, frame: Frame) -> None:
+        """What the successor has; the rest follows."""
+        keeper = self._keeper
+        way = self._way(line)
+        if frame.size != 16 * len(keeper.shard.term):
+            raise LinkError("has another number of chunks")
+        way.theirs = torch.frombuffer(line.said, dtype=torch.int64).view(2, -1).clone()
+        way.unset.extend(post for post in self._after(line.peer) if post.valid)
+        self.pump()
+
+    def _way(self, line: Line) -> Next:
+        way = self._next.get(line.peer)
+        if way is None or way.line is not line:
+            raise LinkError("answers where nothing was asked")
+        return way
+
+    def again(self, post: Post, *, changed: bool) -> None:
+        """The piece was set here: the successor needs it too, whole if it was changed."""
+        way = self._next.get(post.after) if post.after is not None else None
+        if way is not None and way.theirs is not None:
+            if changed:
+                way.theirs[:, post.piece.first : post.piece.last] = -1
+            if changed or not post.synced:
+                post.synced = False
+                if post not in way.unset:
+                    way.unset.append(post)
+                self.pump()
+
+    def pump(self) -> None:
+        """Set what is unset, as far as the lines are free."""
+        for way in self._next.values():
+            while way.unset and way.line.unsent < UNSENT_PARTS:
+                self._set(way, way.unset.popleft())
+
+    def _set(self, way: Next, post: Post) -> None:
+        keeper, piece = self._keeper, post.piece
+        assert way.theirs is not None
+        chunks = slice(piece.first, piece.last)
+        mine = torch.stack([keeper.shard.term[chunks], keeper.shard.seq[chunks]])
+        same = torch.equal(mine, way.theirs[:, chunks])
+        content = b"" if same else live.pack(keeper.shard.take(piece.first, piece.last))
+        frame = Frame(frames.SET, keeper.number, piece.index, flags=post.flags, number=post.version)
+        way.line.send(frame, content)
+        post.synced = post.waits = True
+
+    def forward(self, post: Post, record: Frame, hyper: dict[str, Any], source: Memory) -> None:
+        """A record that was applied here."""
+        way = self._next.get(post.after) if post.after is not None else None
+        if way is None or not post.synced:
+            return
+        table = self._keeper.number
+        words = json.dumps(hyper, separators=(",", ":")).encode()
+        if words != way.hyper:
+            way.line.send(Frame(frames.HYPER, table), words)
+            way.hyper = words
+        frame = record._replace(kind=frames.RECORD, table=table, piece=post.piece.index, number=post.version)
+        content = b"" if record.flags & frames.EMPTY else source.raw[post.piece.start : post.piece.stop]
+        way.line.send(frame, content)
+
+    def _acked(self, frame: Frame) -> None:
+        post = self._keeper.post(frame)
+        if frame.number > post.version:
+            raise LinkError("acknowledges what was not sent")
+        post.acked = max(post.acked, frame.number)
+        self._keeper.orders.settle(post)
+        self._tell_filled(post)
+
+    def _tell_filled(self, post: Post) -> None:
+        """Once all that a successor is being filled with is there."""
+        way = self._next.get(post.after) if post.after is not None else None
+        if way is None or way.told:
+            return
+        posts = [p for p in self._after(way.line.peer) if way.line.peer in p.piece.filling]
+        if posts and all(p.synced and p.acked for p in posts):
+            way.told = True
+            self._filled(way.line.peer, self._keeper.number)

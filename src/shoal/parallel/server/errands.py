@@ -1,0 +1,210 @@
+"""What workers want of servers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal.checkpoint import live
+from shoal.checkpoint.tree import State
+from shoal.parallel.clipping import coefficient
+from shoal.parallel.flat import Layout
+from shoal.parallel.links.memory import Memory
+from shoal.parallel.server import frames
+from shoal.parallel.server.client import Server
+from shoal.parallel.server.frames import Frame, said
+from shoal.parallel.server.line import Place
+from shoal.spec.table import Piece
+from shoal.wire.handshake import LinkError
+
+MOST_STATE_OVER_PIECE = 12
+MOST_STATE_SPARE_BYTES = 1 << 22
+
+
+@dataclass
+class Values:
+    """Puts the servers' values into a stretch of ours."""
+
+    layout: Layout
+    values: Memory
+    flags: int = field(default=0, init=False)
+
+    def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
+        if frame.kind != frames.VALUES:
+            raise LinkError(f"answers with a frame of kind {frame.kind}")
+        return [] if frame.flags & frames.SHARED else [self.values.raw[piece.start : piece.stop]]
+
+    def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
+        if frame.flags & frames.SHARED:
+            if server.memory is None:
+                raise LinkError("shares no memory")
+            self.values.tensor[piece.start : piece.stop].copy_(server.memory.tensor[piece.start : piece.stop])
+        self.flags |= frame.flags
+        return True
+
+    def answer_all(self) -> Callable[[Server, Frame], None] | None:
+        return None
+
+
+@dataclass
+class Pull(Values):
+    """The values as they are now."""
+
+    def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
+        server.line.send(frame._replace(kind=frames.PULL))
+
+
+@dataclass
+class Push(Values):
+    """A worker's partials of a step lie in `partials`, those with a bit in `filled`; the servers' new values come back.
+
+    Servers must know the norm of everything, or the divisor of the loss, before they can apply anything: then sums
+    come first, and when all are there everybody is told.
+    """
+
+    partials: Memory
+    step: int
+    filled: int
+    flags_sent: int
+    hyper: bytes
+    clip_norm: float | None = None
+    _norms: dict[int, float] = field(default_factory=dict, init=False)
+    _tail: bytearray = field(default_factory=bytearray, init=False)
+    counted: bool = field(default=False, init=False)
+
+    def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
+        server.tell_hyper(frame, self.hyper)
+        flags = self.flags_sent | (frames.NORMS if self.clip_norm is not None else 0)
+        shared = server.line.same_host
+        parts = [] if shared else self._parts(piece)
+        flags |= frames.SHARED if shared else 0
+        frame = frame._replace(kind=frames.PUSH, step=self.step, flags=flags, number=self.filled)
+        server.line.send(frame, *parts)
+
+    def _parts(self, piece: Piece) -> list[memoryview]:
+        size = self.layout.size_bytes
+        starts = [i * size for i in range(self.filled.bit_length()) if self.filled >> i & 1]
+        return [self.partials.raw[start + piece.start : start + piece.stop] for start in starts]
+
+    def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
+        if frame.kind != frames.SUMMED:
+            return super().place(server, piece, frame)
+        if frame.size > piece.stop - piece.start:
+            raise LinkError(f"answers with {frame.size} bytes")
+        return server.line.room(frame.size)
+
+    def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
+        if frame.kind != frames.SUMMED:
+            self.counted = bool(frame.flags & frames.COUNTED)
+            return super().answered(server, piece, frame)
+        self.counted = bool(frame.flags & frames.COUNTED)
+        if piece.stop == self.layout.size_bytes:
+            self._tail = server.line.said
+        elif self.clip_norm is not None:
+            numbers = [i for i, part in enumerate(self.layout.slices) if piece.first <= part.chunk < piece.last]
+            if len(server.line.said) != 8 * len(numbers):
+                raise LinkError("has another number of slices")
+            self._norms |= dict(zip(numbers, struct.unpack(f"<{len(numbers)}d", server.line.said), strict=True))
+        return False
+
+    def answer_all(self) -> Callable[[Server, Frame], None] | None:
+        words = said({"count": self._count(), "coefficient": self._coefficient()})
+
+        def tell(server: Server, frame: Frame) -> None:
+            server.line.send(frame._replace(kind=frames.APPLY, step=self.step), words)
+
+        return tell
+
+    def _count(self) -> float | None:
+        if not self.counted:
+            return None
+        room = Memory.private(self.layout.size_bytes)
+        room.raw[self.layout.tail :] = self._tail
+        count = self.layout.views(room.tensor).count
+        assert count is not None
+        return float(count)
+
+    def _coefficient(self) -> float | None:
+        if self.clip_norm is None:
+            return None
+        norms = [self._norms[i] for i in range(len(self.layout.slices))]
+        found = coefficient(norms, clip=self.clip_norm, count=self._count(), dtype=self.layout.norm_dtype)
+        return float(found)
+
+
+@dataclass
+class LanePush(Values):
+    """The gradient of one lane, which is applied as it comes."""
+
+    partials: Memory
+    step: int
+    index: int
+    lane: int
+    share: float
+    hyper: bytes
+    empty: bool = False
+
+    def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
+        server.tell_hyper(frame, self.hyper)
+        shared = server.line.same_host
+        start = self.index * self.layout.size_bytes
+        parts = [] if shared or self.empty else [self.partials.raw[start + piece.start : start + piece.stop]]
+        frame = frame._replace(
+            kind=frames.PUSH,
+            seat=self.lane,
+            step=self.step,
+            flags=(frames.SHARED if shared else 0) | (frames.EMPTY if self.empty else 0),
+            number=1 << self.index,
+            scale=self.share,
+        )
+        server.line.send(frame, *parts)
+
+
+@dataclass
+class PullAll:
+    """Everything that servers hold, piece by piece."""
+
+    found: dict[tuple[int, int], State] = field(default_factory=dict)
+
+    def whole(self, chunks: int) -> bool:
+        """Is every chunk there once?"""
+        ranges = sorted(self.found)
+        return [0, *(last for _, last in ranges)] == [*(first for first, _ in ranges), chunks]
+
+    def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
+        server.line.send(frame._replace(kind=frames.PULL, flags=frames.WHOLE))
+
+    def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
+        most = MOST_STATE_OVER_PIECE * (piece.stop - piece.start) + MOST_STATE_SPARE_BYTES
+        if frame.kind != frames.STATE or frame.size > most:
+            raise LinkError(f"answers with {frame.size} bytes of kind {frame.kind}")
+        return server.line.room(frame.size)
+
+    def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
+        self.found[piece.first, piece.last] = live.unpack(bytes(server.line.said))
+        return True
+
+    def answer_all(self) -> Callable[[Server, Frame], None] | None:
+        return None
+
+
+@dataclass
+class SetAll:
+    """Let the servers hold what `state_of(first, last)` gives."""
+
+    state_of: Callable[[int, int], State]
+
+    def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
+        server.line.send(frame._replace(kind=frames.SET), live.pack(self.state_of(piece.first, piece.last)))
+
+    def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
+        if frame.kind != frames.DONE:
+            raise LinkError(f"answers with a frame of kind {frame.kind}")
+        return []
+
+    def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
+        return True
+
+    def answer_all(self) -> Callable[[Server, Frame], None] | None:
+        return None

@@ -1,0 +1,72 @@
+"""What workers and servers say to each other: 80 bytes that tell what follows, and what follows.
+
+Answers name the table under which they were asked for, so that nobody takes an old one for a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any, NamedTuple
+
+from shoal.wire.handshake import LinkError
+
+# from workers, and from whoever else pushes
+ENTER, READY, HYPER, ARENA, PUSH, APPLY, PULL = range(1, 8)
+# to them
+STATUS, ENTERED, SUMMED, VALUES, STATE, DONE, STALE, REFUSED = range(16, 24)
+# between servers
+JOIN, STAMPS, RECORD, SET, ACK = range(32, 37)
+
+HALT, COUNTED, NORMS, WHOLE, SHARED, EMPTY = 1, 2, 4, 8, 16, 32
+"""Flags: somebody must stop; losses come with a divisor; norms are wanted; a pull of everything, not only of values;
+the payload lies in shared memory; the lane had no samples, and there is nothing to apply."""
+
+MOST_SAID_BYTES = 16 << 20
+_MAGIC = b"SHSV"
+_HEAD = struct.Struct("<4sBBxxIIIIQQQd16x")
+FRAME_BYTES = _HEAD.size
+
+
+class Frame(NamedTuple):
+    """`seat` is the sender's, or the lane where lanes push for themselves. `size` are the bytes that follow. `number`:
+    which partials follow (a bit for each), or a count of records. `scale` multiplies the learning rate."""
+
+    kind: int
+    table: int = 0
+    piece: int = 0
+    view: int = 0
+    seat: int = 0
+    step: int = 0
+    flags: int = 0
+    size: int = 0
+    number: int = 0
+    scale: float = 1.0
+
+    def pack(self) -> bytes:
+        k = self
+        return _HEAD.pack(_MAGIC, k.kind, k.flags, k.table, k.piece, k.view, k.seat, k.step, k.size, k.number, k.scale)
+
+
+def unpack(raw: bytes | bytearray | memoryview) -> Frame:
+    magic, kind, flags, table, piece, view, seat, step, size, number, scale = _HEAD.unpack(raw)
+    if magic != _MAGIC:
+        raise LinkError("sent noise")
+    return Frame(kind, table, piece, view, seat, step, flags, size, number, scale)
+
+
+def said(value: dict[str, Any]) -> bytes:
+    raw = json.dumps(value, separators=(",", ":")).encode()
+    if len(raw) > MOST_SAID_BYTES:
+        raise ValueError(f"{len(raw)} bytes to say, and {MOST_SAID_BYTES} is the most")
+    return raw
+
+
+def heard(raw: bytes | bytearray | memoryview) -> dict[str, Any]:
+    try:
+        value = json.loads(bytes(raw))
+    except (ValueError, RecursionError) as failure:
+        raise LinkError("sent something that is not JSON") from failure
+    if not isinstance(value, dict):
+        raise LinkError("sent JSON that is not an object")
+    return value

@@ -1,0 +1,245 @@
+"""What a server does with what it is told. It sees frames and no sockets.
+
+Rules that keep every update exactly once, whoever dies:
+- what is pushed is labelled with table, view and step (or lane and step); what is applied already is answered and not
+  applied again;
+- the primary orders, and answers only when everybody in the chain who must have it has it;
+- a new table is a clean slate but for what the chunks hold: whoever waited for an answer asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.parallel.flat import Layout
+from shoal.parallel.links.memory import Arena, Memory, look_into
+from shoal.parallel.server import frames
+from shoal.parallel.server.chain import Chain
+from shoal.parallel.server.frames import Frame, heard, said
+from shoal.parallel.server.line import Line, Place
+from shoal.parallel.server.orders import Orders, options_of
+from shoal.parallel.server.post import Guest, Post
+from shoal.parallel.server.shard import Shard, optimizer_of
+from shoal.parallel.tree import Node, nodes_of
+from shoal.spec.table import Table, pieces
+from shoal.wire.handshake import LinkError
+
+STATE_OVER_PIECE = 12
+STATE_SPARE_BYTES = 4 << 20
+_OF_A_TABLE = frozenset({frames.ENTER, frames.PUSH, frames.PULL, frames.SET, frames.APPLY})
+_WORDS = frozenset({frames.ENTER, frames.HYPER, frames.APPLY})
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the job says of its servers. `staleness` may be infinite; `aware`: a stale push moves less."""
+
+    lanes: int
+    staleness: float
+    optimizer: type[torch.optim.Optimizer] | None = None
+    aware: bool = False
+
+    @property
+    def synchronous(self) -> bool:
+        return self.staleness == 0
+
+
+class Keeper:
+    """Belongs to the server's one thread. `call` asks for a line to a successor, `filled` tells that one has all."""
+
+    def __init__(
+        self, seat: int, terms: Terms, *, call: Callable[[int, Table], None], filled: Callable[[int, int], None]
+    ) -> None:
+        self.seat = seat
+        self.terms = terms
+        self.table: Table | None = None
+        self.posts: dict[int, Post] = {}
+        self.view = 0
+        self.nodes: dict[int, list[Node]] = {}
+        self.model: dict[str, Any] = {}
+        self.chain = Chain(self, call=call, filled=filled)
+        self.orders = Orders(self)
+        self._shard: Shard | None = None
+        self._arena: Arena | None = None
+        self._ready = False
+        self._guests: dict[Line, Guest] = {}
+
+    @property
+    def shard(self) -> Shard:
+        if self._shard is None:
+            raise LinkError("speaks of a model that is not known here yet")
+        return self._shard
+
+    @property
+    def number(self) -> int:
+        """Of the table."""
+        return self.table.number if self.table else 0
+
+    def post(self, frame: Frame) -> Post:
+        if frame.piece not in self.posts:
+            raise LinkError(f"speaks of piece {frame.piece}, which is not here")
+        return self.posts[frame.piece]
+
+    # ---- tables, and who comes and goes ----
+
+    def learn(self, table: Table) -> None:
+        if table.number <= self.number:
+            return
+        self.table = table
+        mine = [piece for piece in pieces(table) if self.seat in piece.order]
+        self.posts = {piece.index: Post.of(piece, self.seat) for piece in mine}
+        self.chain.close()
+        self._arrange()
+        for guest in self._guests.values():
+            guest.line.send(Frame(frames.STALE, self.number))
+
+    def _arrange(self) -> None:
+        """Once the table and the model's shape are known."""
+        if self.table is not None and self._shard is not None:
+            self._shard.arrange([(p.piece.first, p.piece.last) for p in self.posts.values()])
+            self.chain.open()
+
+    def welcome(self, line: Line) -> None:
+        """Somebody who pushes, or pulls."""
+        self._guests[line] = Guest(line, line.peer)
+
+    def lost(self, line: Line) -> None:
+        guest = self._guests.pop(line, None)
+        self.chain.lost(line)
+        if guest:
+            for post in self.posts.values():
+                post.asked = [one for one in post.asked if one.guest is not guest]
+
+    # ---- frames ----
+
+    def place(self, line: Line, frame: Frame) -> Place:
+        guest = self._guests.get(line)
+        if guest is None:
+            return self.chain.place(line, frame)
+        if frame.kind in _OF_A_TABLE and frame.table > self.number:
+            return "hold"  # it has not come here yet
+        if frame.kind == frames.PUSH:
+            return self.orders.place(guest, frame)
+        if frame.kind == frames.SET:
+            return self.room_for_state(line, frame) if frame.table == self.number else "skip"
+        most = frames.MOST_SAID_BYTES if frame.kind in _WORDS else 0
+        if frame.size > most:
+            raise LinkError(f"says {frame.size} bytes where {most} is the most")
+        return line.room(frame.size)
+
+    def room_for_state(self, line: Line, frame: Frame) -> Place:
+        """Memory for a piece's whole state, within reason."""
+        piece = self.post(frame).piece
+        if frame.size > STATE_OVER_PIECE * (piece.stop - piece.start) + STATE_SPARE_BYTES:
+            raise LinkError(f"sends a state of {frame.size} bytes")
+        return line.room(frame.size)
+
+    def got(self, line: Line, frame: Frame) -> None:
+        guest = self._guests.get(line)
+        if guest is None:
+            self.chain.got(line, frame)
+        elif frame.kind in _OF_A_TABLE and frame.table < self.number:
+            line.send(Frame(frames.STALE, self.number))
+        elif frame.kind == frames.ENTER:
+            self._enter(guest, frame)
+        elif frame.kind == frames.READY:
+            self._be_ready(frame.view)
+        elif frame.kind == frames.HYPER:
+            guest.hyper = heard(line.said)
+        elif frame.kind == frames.ARENA:
+            self._share(guest, frame)
+        else:
+            self.orders.take(guest, frame)
+
+    # ---- entering a view ----
+
+    def _enter(self, guest: Guest, frame: Frame) -> None:
+        words, view = heard(guest.line.said), frame.view
+        if view < self.view:
+            guest.line.send(Frame(frames.REFUSED, self.number), f"view {view} has passed".encode())
+            return
+        try:
+            self._check(words["model"])
+            if view > self.view:
+                self._begin_view(view, {int(seat): lanes for seat, lanes in words["carries"].items()})
+            partials = len(self.nodes[guest.seat])
+        except (KeyError, TypeError, ValueError, AttributeError) as failure:
+            raise LinkError(f"enters with nonsense: {failure!r}") from failure
+        guest.view, guest.entering = view, frame
+        size = partials * self.shard.layout.size_bytes
+        if guest.shared is None and (guest.memory is None or len(guest.memory.raw) < size):
+            guest.memory = Memory.private(size)
+        if words.get("lead") and not self._ready:
+            guest.line.send(Frame(frames.STATUS, frame.table, view=view), said(self._status()))
+        elif words.get("ready") or self._ready:
+            self._be_ready(view)
+
+    def _check(self, model: dict[str, Any]) -> None:
+        """The model's shape, the same for the whole run."""
+        if self._shard is None:
+            self.describe(model)
+        elif Layout.from_description(model["layout"]).digest != self._shard.layout.digest:
+            raise ValueError("a model of other shapes")
+
+    def describe(self, model: dict[str, Any]) -> None:
+        layout = Layout.from_description(model["layout"])
+        self._arena = Arena(layout.size_bytes)
+        self._shard = Shard(
+            layout,
+            optimizer=self.terms.optimizer or optimizer_of(model["optimizer"]),
+            groups=[int(group) for group in model["groups"]],
+            hyper=[options_of(group) for group in model["hyper"]],
+            lanes=self.terms.lanes,
+            parameters=self._arena.memory,
+        )
+        self.model = model
+        self._arrange()
+
+    @property
+    def described(self) -> bool:
+        return self._shard is not None
+
+    def _begin_view(self, view: int, carries: dict[int, list[int]]) -> None:
+        """Where lanes push for themselves, each is a partial of its own."""
+        if not self.terms.synchronous:
+            self.nodes = {seat: [(0, int(lane)) for lane in sorted(lanes)] for seat, lanes in carries.items()}
+        else:
+            self.nodes = {seat: nodes_of(lanes, self.terms.lanes) for seat, lanes in carries.items()}
+        self.view, self._ready = view, False
+        for post in self.posts.values():
+            post.forget_pushes()
+
+    def _chunks(self) -> list[int]:
+        """Those that are ordered here."""
+        return [i for post in self.posts.values() if post.primary for i in range(post.piece.first, post.piece.last)]
+
+    def _status(self) -> dict[str, Any]:
+        """How far they are; `set` if all of them hold something."""
+        chunks = self._chunks()
+        if not chunks:
+            return {"set": True}
+        applied, terms = self.shard.applied[chunks], self.shard.term[chunks]
+        return {"set": bool((terms > 0).all()), "low": int(applied.min()), "high": int(applied.max())}
+
+    def _be_ready(self, view: int) -> None:
+        """Answer those who entered."""
+        if view != self.view:
+            return
+        self._ready = True
+        chunks = [] if self.terms.synchronous else self._chunks()
+        clocks = self.shard.clocks[chunks].amin(0).tolist() if chunks else []
+        for guest in self._guests.values():
+            frame, guest.entering = guest.entering, None
+            if frame is not None and frame.view == view:
+                fd = self._arena.fd if self._arena and guest.line.same_host else -1
+                answer = Frame(frames.ENTERED, frame.table, view=view, number=self.shard.layout.size_bytes)
+                guest.line.send(answer, said({"clocks": clocks}), fd=fd)
+
+    def _share(self, guest: Guest, frame: Frame) -> None:
+        guest.shared = look_into(guest.line.take_fd(), frame.number)
+        for post in self.posts.values():
+            post.additions.clear()
