@@ -58,19 +58,22 @@ def replay(commits: Iterable[Commit]) -> Replay:
     """Follow a run through its returns to a checkpoint.
 
     A worker that commits a step it had committed before has gone back. The first one to do so voids what everybody
-    did from that step on; the others, who follow it back, are in the new attempt with it.
+    did from that step on; the others, who follow it back, are in the new attempt with it. So are processes that were
+    not there when it committed last: they may have begun the new attempt before it.
     """
     kept: list[Commit] = []
-    last: dict[int, int] = {}
+    last: dict[int, Commit] = {}
+    born: dict[int, float] = {}
     attempts: dict[int, int] = {}
     attempt = redone = 0
     for commit in sorted(commits, key=lambda one: one.t):
         worker, step = commit.worker, commit.step
-        if step <= last.get(worker, -1) and attempts[worker] == attempt:
+        born.setdefault(commit.pid, commit.t)
+        if worker in last and step <= last[worker].step and attempts[worker] == attempt:
             redone += max(one.step for one in kept) - step + 1
-            kept = [one for one in kept if one.step < step]
+            kept = [one for one in kept if one.step < step or born[one.pid] > last[worker].t]
             attempt += 1
-        last[worker], attempts[worker] = step, attempt
+        last[worker], attempts[worker] = commit, attempt
         kept.append(commit)
     return Replay(kept, redone)
 

@@ -1,6 +1,7 @@
 """What the rows say, on runs small enough to count by hand."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from benchmarks.recovery import shoal_job
@@ -78,6 +79,16 @@ def test_what_a_missing_worker_did_before_the_way_back_is_void():
 def test_workers_that_follow_late_do_not_go_back_a_second_time():
     replayed = replay(steps(0, 7) + steps(5, 9, at=20, workers=[0]) + steps(6, 9, at=21.5, workers=[1, 2]))
     assert replayed.steps_redone == 3
+
+
+def test_who_begins_the_new_attempt_before_others_have_gone_back_counts():
+    """Worker 0 alone had committed step 5; the new processes of the others are faster now."""
+    before = [replace(one, pid=one.worker + 1) for one in steps(0, 4) + steps(5, 5, at=5, workers=[0])]
+    after = [replace(one, t=one.t - one.worker / 50, pid=one.worker + 11) for one in steps(5, 9, at=20)]
+    replayed = replay(before + after)
+    assert replayed.steps_redone == 1
+    assert sorted((one.step, one.worker) for one in replayed.kept) == [(s, w) for s in range(10) for w in range(3)]
+    assert all(one.pid > 10 for one in replayed.kept if one.step >= 5)
 
 
 @given(st.integers(1, 30), st.lists(st.integers(1, 5), max_size=6))
