@@ -24,6 +24,7 @@ def test_strangers_and_noise_change_nothing(run, place):
     assert nuisance.done > 20
     assert nuisance.ports > 3, "the driver's, and a worker's"
     assert not nuisance.let_in
+    assert rows(outcome, "run_ended")[-1]["refused"] > 10, "they are counted"
 
 
 NONSENSE = [("standing", {}), ("standing", {"view": "x", "position": 3}), ("standing", {"view": 99, "position": "far"}),
