@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overhead.samples import IMAGES, LABELS, TEXT
+from benchmarks.report import environment
 from shoal.fleet.engines.local import LocalEngine, Nursery
 from shoal.jobs import drive
 from shoal.jobs.run import make_nursery
 from shoal.spec.load import make_job
+from shoal.spec.receipt import Receipt
 from shoal.spec.view import Seat
 
 BATCH = {"mlp": 128, "cnn": 128, "gpt": 12}
@@ -21,7 +23,7 @@ PLAIN = "benchmarks.overhead.plain"
 
 def open_nursery() -> Nursery:
     """One nursery for all sides: the same imports, environment and number of threads."""
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # a nursery does not look into the current directory
+    os.environ.update(environment())  # a nursery does not look into the current directory
     return make_nursery(1, modules=[PLAIN])
 
 
@@ -42,10 +44,11 @@ def job(model: str, data: Path, *, steps: int, window: Mapping[str, Any], **chan
     }
 
 
-def shoal_run(plain_job: dict[str, Any], runs: Path, nursery: Nursery) -> None:
-    outcome = drive.run(make_job(plain_job), runs=runs, nursery=nursery)
-    if outcome.status != "finished":
+def shoal_run(plain_job: dict[str, Any], runs: Path, nursery: Nursery, look: drive.Look | None = None) -> Receipt:
+    outcome = drive.run(make_job(plain_job), runs=runs, look=look, nursery=nursery)
+    if isinstance(outcome, drive.Summary) or outcome.receipt is None:
         raise outcome.error or RuntimeError(f"the run is {outcome.status}")
+    return outcome.receipt
 
 
 def plain_run(asked: dict[str, Any], logs: Path, nursery: Nursery) -> None:

@@ -6,7 +6,6 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import random
 import socket
 import subprocess
@@ -18,13 +17,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.overhead.__main__ import machine, table
+from benchmarks import report
 from benchmarks.recovery.killing import Job, Killer, Tail
 from benchmarks.recovery.measure import summary
 from benchmarks.recovery.workload import Workload
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "results" / "recovery.json"
 VERSIONS = "import json, importlib.metadata as m; print(json.dumps({d.name: d.version for d in m.distributions()}))"
 
 
@@ -56,12 +54,22 @@ def torchft(workload: Workload, *, python: str, hook: str = "torchft") -> Job:
 
 
 def shoal(workload: Workload, *, python: str) -> Job:
-    """The command line, with the defaults."""
+    """The command line, with the defaults. In the end it is stopped, and the checkpoint must hold what it claims."""
     from benchmarks.recovery.shoal_job import write_job
+    from benchmarks.undisturbed import same_weights
+    from shoal.jobs import wishes
+    from shoal.spec.paths import RunPaths
 
-    runs = Path(workload.directory, "runs")
-    command = [sys.executable, "-m", "shoal", "run", write_job(workload), "--quiet", "--runs", runs]
-    return Job(workload, [_spawn(workload, "shoal", command)], Tail(workload))
+    job, runs = write_job(workload), Path(workload.directory, "runs")
+    driver = _spawn(workload, "shoal", [sys.executable, "-m", "shoal", "run", job, "--quiet", "--runs", runs])
+    paths = RunPaths.at(runs / "recovery-1")
+
+    def prove() -> bool:
+        wishes.stop(paths)
+        driver.wait()
+        return same_weights(job, paths)
+
+    return Job(workload, [driver], Tail(workload), prove)
 
 
 # How each side starts its job. A new one is a function here: it starts a job that writes rows, and brings them back.
@@ -76,7 +84,7 @@ SIDES: dict[str, Callable[..., Job]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description="What a killed worker costs.")
-    parser.add_argument("sides", nargs="*", metavar="side", help=f"of {'; '.join(SIDES)}; all if none is named")
+    report.take_names(parser, "side", SIDES)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the dice that choose whom to kill, and when")
@@ -84,14 +92,14 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a directory for rows and logs; a temporary one if none is named")
     parser.add_argument("--quick", action="store_true", help="two kills, nothing written: does it work?")
     asked = parser.parse_args()
-    if unknown := set(asked.sides) - set(SIDES):
-        parser.error(f"no such side: {', '.join(sorted(unknown))}")
     console = Console()
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         rows = [measure(side, asked, asked.keep or Path(scratch), console) for side in asked.sides or SIDES]
-    console.print(table("recovery", [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]))
+    shown = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in rows]
+    console.print(report.table("recovery", shown))
     if not asked.quick:
-        keep(rows, asked.rivals_python)
+        for row in rows:  # in place of what the same side got before
+            report.keep("recovery", row["rival"], {"rivals": versions(asked.rivals_python), **row})
 
 
 def measure(side: str, asked: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
@@ -110,14 +118,10 @@ def measure(side: str, asked: argparse.Namespace, directory: Path, console: Cons
     return summary(side, traces, samples=shape.samples, steps_per_epoch=shape.steps_per_epoch)
 
 
-def keep(rows: list[dict[str, Any]], python: str) -> None:
-    """Into the results, in place of what the same side got before."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    versions = json.loads(subprocess.check_output([python, "-c", VERSIONS]))
-    rivals = {name: versions[name] for name in ("torch", "torchft") if name in versions}
-    kept |= {row["rival"]: {"machine": machine(), "rivals": rivals, **row} for row in rows}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+def versions(python: str) -> dict[str, str]:
+    """Of the rivals, in their environment."""
+    found = json.loads(subprocess.check_output([python, "-c", VERSIONS]))
+    return {name: found[name] for name in ("torch", "torchft") if name in found}
 
 
 def _torchrun(python: str, workers: int) -> list[str]:
@@ -127,11 +131,10 @@ def _torchrun(python: str, workers: int) -> list[str]:
 def _spawn(
     workload: Workload, name: str, command: list[Any], changes: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with Path(workload.directory, f"{name}.log").open("wb") as log:
         return subprocess.Popen(
             [str(word) for word in command],
-            env={**environment, **(changes or {})},
+            env={**report.environment(), **(changes or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

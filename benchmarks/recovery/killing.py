@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.recovery.measure import Commit, Kill, Trace, recovery_s
@@ -44,11 +44,15 @@ class Tail:
 
 @dataclass
 class Job:
-    """A started job: its processes (the first is the last to be stopped), its rows, and what was committed so far."""
+    """A started job: its processes (the first is the last to be stopped), its rows, and what was committed so far.
+
+    `prove` ends the job: are its weights those of an undisturbed run? None for a side that does not claim it.
+    """
 
     workload: Workload
     processes: list[subprocess.Popen[bytes]]
     tail: Tail
+    prove: Callable[[], bool] | None = None
     commits: list[Commit] = field(default_factory=list)
     newest: dict[int, Commit] = field(default_factory=dict)
 
@@ -105,10 +109,17 @@ class Killer:
         while (left := self.kills - sum(len(trace.kills) for trace in traces)) > 0:
             job = start(workload())
             try:
-                traces.append(self._run(job, left))
+                traces.append(self._judged(job, self._run(job, left)))
             finally:
                 job.close()
         return traces
+
+    def _judged(self, job: Job, trace: Trace) -> Trace:
+        if job.prove is None:
+            return trace
+        proven = not trace.failure and job.prove()
+        self.say(f"  the weights of an undisturbed run: {'yes' if proven else 'no'}")
+        return replace(trace, proven=proven)
 
     def _run(self, job: Job, most: int) -> Trace:
         if not job.wait(lambda: _all_reached(job, WARM_STEPS), timeout_s=START_TIMEOUT_S):

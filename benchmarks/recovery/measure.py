@@ -34,11 +34,16 @@ class Kill:
 
 @dataclass(frozen=True)
 class Trace:
-    """One run: what was committed, who was killed when, and why the run was given up, if it was."""
+    """One run: what was committed, who was killed when, and why the run was given up, if it was.
+
+    `proven`: the weights are those of an undisturbed run. None where nobody claims that, and every worker's rows tell
+    what it did itself.
+    """
 
     commits: list[Commit] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     failure: str = ""
+    proven: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -53,19 +58,22 @@ def replay(commits: Iterable[Commit]) -> Replay:
     """Follow a run through its returns to a checkpoint.
 
     A worker that commits a step it had committed before has gone back. The first one to do so voids what everybody
-    did from that step on; the others, who follow it back, are in the new attempt with it.
+    did from that step on; the others, who follow it back, are in the new attempt with it. So are processes that were
+    not there when it committed last: they may have begun the new attempt before it.
     """
     kept: list[Commit] = []
-    last: dict[int, int] = {}
+    last: dict[int, Commit] = {}
+    born: dict[int, float] = {}
     attempts: dict[int, int] = {}
     attempt = redone = 0
     for commit in sorted(commits, key=lambda one: one.t):
         worker, step = commit.worker, commit.step
-        if step <= last.get(worker, -1) and attempts[worker] == attempt:
+        born.setdefault(commit.pid, commit.t)
+        if worker in last and step <= last[worker].step and attempts[worker] == attempt:
             redone += max(one.step for one in kept) - step + 1
-            kept = [one for one in kept if one.step < step]
+            kept = [one for one in kept if one.step < step or born[one.pid] > last[worker].t]
             attempt += 1
-        last[worker], attempts[worker] = step, attempt
+        last[worker], attempts[worker] = commit, attempt
         kept.append(commit)
     return Replay(kept, redone)
 
@@ -119,6 +127,7 @@ def summary(rival: str, traces: Sequence[Trace], *, samples: int, steps_per_epoc
     found = [second for trace in traces for second in recoveries(trace)]
     replays = [replay(trace.commits) for trace in traces]
     tallies = [lost_and_repeated(one.kept, samples=samples, steps_per_epoch=steps_per_epoch) for one in replays]
+    doubtful = any(trace.proven is False for trace in traces)  # its rows tell what the weights should hold
     failures = [trace.failure for trace in traces if trace.failure]
     return {
         "rival": rival,
@@ -128,11 +137,17 @@ def summary(rival: str, traces: Sequence[Trace], *, samples: int, steps_per_epoc
         "all": found,
         "step_s": statistics.median(step_s(trace.commits) for trace in traces),
         "steps_redone": sum(one.steps_redone for one in replays),
-        "samples_lost": sum(lost for lost, _ in tallies),
-        "samples_repeated": sum(repeated for _, repeated in tallies),
+        "samples_lost": None if doubtful else sum(lost for lost, _ in tallies),
+        "samples_repeated": None if doubtful else sum(repeated for _, repeated in tallies),
+        "same_weights": _verdict(traces),
         "failed_to_come_back": len(failures),
         "failures": failures,
     }
+
+
+def _verdict(traces: Sequence[Trace]) -> str:
+    claims = [trace.proven for trace in traces if trace.proven is not None]
+    return ("yes" if all(claims) else "no") if claims else ""
 
 
 def recoveries(trace: Trace) -> list[float]:

@@ -9,46 +9,38 @@ from typing import Any
 
 import numpy as np
 import yaml
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from benchmarks.recovery.workload import Rows, Workload
-from shoal import Batch, Event, Task
+from shoal import Event
+from shoal.data.assemble import assemble
+from shoal.data.deal import Dealer, make_dealer
+from shoal.spec.job import Job
+from shoal.spec.load import load_job
 
-seen: list[int] = []
-"""The samples that this process has computed since the last step that counted."""
 
-
-class Told(Task):
-    """Its batches bring the number of each sample."""
-
-    def __init__(self, workload: str) -> None:
-        self._workload = Workload.from_text(workload)
-
-    def model(self) -> nn.Module:
-        return self._workload.model()
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        images, ids = batch.inputs
-        seen.extend(ids.tolist())
-        return F.cross_entropy(model(images), batch.target)
+def model(workload: str) -> nn.Module:
+    return Workload.from_text(workload).model()
 
 
 class Teller:
-    """One row per committed step. A worker takes the lowest place that is free, as one that is restarted would."""
+    """One row per committed step, with the samples that the dealer gives to all lanes of that step.
+
+    A committed step is everybody's: its row says what the step holds, also where whoever computed a part of it was
+    killed before it could write a row. That the weights really hold it, the weights must show in the end.
+    A worker takes the lowest place that is free, as one that is restarted would.
+    """
 
     def __init__(self, workload: str) -> None:
         self._workload = Workload.from_text(workload)
+        self._dealer = dealer(load_job(job_file(self._workload), check_names=False))
         self._rows: Rows | None = None
 
     def watch(self, event: Event) -> None:
-        if event.kind in ("joined", "stopped"):
-            seen.clear()  # what did not count
-        elif event.kind == "step":
+        if event.kind == "step" and event.step is not None:
             if self._rows is None:
                 self._rows = Rows(self._workload, self._place())
-            self._rows.add(event.step - 1, seen)
-            seen.clear()
+            self._rows.add(event.step - 1, step_ids(self._dealer, event.step - 1))
 
     def _place(self) -> int:
         for place in range(100):
@@ -62,23 +54,48 @@ class Teller:
         raise RuntimeError("no place is free")
 
 
+def dealer(job: Job) -> Dealer:
+    """Who deals the job's samples, made as a worker makes it."""
+    data = assemble(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=Path(job.base_dir, "cache"))
+    return make_dealer(
+        job.data.deal,
+        ids=data.train.ids,
+        lanes=job.lane_count,
+        batch_size=job.batch_size,
+        seed=job.seed,
+        drop_last=job.drop_last,
+        source=data.train.source,
+    )
+
+
+def step_ids(dealer: Dealer, step: int) -> list[int]:
+    """The samples of a step, over all lanes."""
+    return [int(sample) for lane in range(dealer.lanes) for sample in dealer.ids(step, lane)]
+
+
+def job_file(workload: Workload) -> Path:
+    return Path(workload.directory, "job.yaml")
+
+
 def write_job(workload: Workload) -> Path:
     """The job file in the workload's directory, with its data."""
-    directory = Path(workload.directory)
     images, labels = workload.images()
-    np.savez(directory / "data.npz", x=images.numpy(), ids=np.arange(workload.samples), y=labels.numpy())
+    np.savez(Path(workload.directory, "data.npz"), x=images.numpy(), y=labels.numpy())
+    itself = {"workload": workload.as_text()}
     plain: dict[str, Any] = {
         "name": "recovery",
         "seed": workload.seed,
-        "task": {"name": "benchmarks.recovery.shoal_job:Told", "args": {"workload": workload.as_text()}},
+        "model": {"name": "benchmarks.recovery.shoal_job:model", "args": itself},
+        "loss": "CrossEntropyLoss",
         "optimizer": {"name": "AdamW", "args": {"lr": 1e-3}},
-        "data": {"source": {"kind": "npz", "path": "data.npz", "inputs": ["x", "ids"], "target": "y"}},
+        "data": {"source": {"kind": "npz", "path": "data.npz", "inputs": ["x"], "target": "y"}},
         "batch_size": workload.batch_size * workload.workers,
-        "epochs": 100_000,
+        "steps": 10**8,
         "workers": workload.workers,
-        "watch": [{"name": "benchmarks.recovery.shoal_job:Teller", "args": {"workload": workload.as_text()}}],
+        "lanes": workload.workers,
+        "watch": [{"name": "benchmarks.recovery.shoal_job:Teller", "args": itself}],
         "export": [],
     }
-    path = directory / "job.yaml"
+    path = job_file(workload)
     path.write_text(yaml.safe_dump(plain))
     return path

@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,14 +23,14 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.overhead.__main__ import machine
+from benchmarks.report import RESULTS, environment, machine
+from benchmarks.undisturbed import saved_weights, undisturbed
 from shoal.errors import ShoalError
 from shoal.events import Picture, Reader
 from shoal.jobs import wishes
 from shoal.spec.paths import RunPaths
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "results" / "soak.json"
 PAUSE_S = 0.02
 LANES = 8
 
@@ -56,10 +55,12 @@ class Soak:
         job = scratch / "job.yaml"
         job.write_text(yaml.safe_dump(JOB | {"steps": 10**8}))
         command = [sys.executable, "-m", "shoal", "run", str(job), "--quiet", "--workers", str(workers)]
-        environment = os.environ | {"SOAK_PAUSE_S": str(PAUSE_S)}
         self.log = (scratch / "log").open("w")
         self.driver = psutil.Popen(
-            [*command, "--runs", str(scratch / "runs")], env=environment, stdout=self.log, stderr=self.log
+            [*command, "--runs", str(scratch / "runs")],
+            env=environment() | {"SOAK_PAUSE_S": str(PAUSE_S)},
+            stdout=self.log,
+            stderr=self.log,
         )
         self.paths = RunPaths.at(scratch / "runs" / "soak-1")
         self.picture = Picture()
@@ -117,27 +118,6 @@ def _used(process: psutil.Process) -> dict[str, float]:
         return {"rss_mb": 0, "fds": 0, "threads": 0}
 
 
-def undisturbed(scratch: Path, steps: int) -> str:
-    """The weights of one worker that nobody disturbed."""
-    job = scratch / "undisturbed.yaml"
-    job.write_text(yaml.safe_dump(JOB | {"name": "undisturbed", "steps": steps}))
-    command = [sys.executable, "-m", "shoal", "run", str(job), "--json", "--quiet", "--runs", str(scratch / "runs")]
-    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return str(json.loads(rows[-1])["weights_sha256"])
-
-
-def weights_of(paths: RunPaths) -> tuple[int, str]:
-    """The newest checkpoint's step and weights."""
-    from shoal.checkpoint.digest import weights_sha256
-    from shoal.checkpoint.store import Store
-
-    store = Store(str(paths.checkpoints), job_sha256=None)
-    found = store.load_latest()
-    assert found is not None
-    store.close()
-    return found[0].step, weights_sha256(found[1]["model"])
-
-
 def quarters(samples: list[dict[str, Any]], key: str) -> list[float]:
     """The median of each quarter of the time."""
     values = [s["driver"][key.removeprefix("driver_")] if key.startswith("driver_") else s[key] for s in samples]
@@ -159,7 +139,7 @@ def main() -> None:
         result = soak(scratch, asked)
     print(json.dumps(result, indent=1))
     if asked.minutes >= 1:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def soak(scratch: Path, asked: argparse.Namespace) -> dict[str, Any]:
@@ -178,7 +158,7 @@ def soak(scratch: Path, asked: argparse.Namespace) -> dict[str, Any]:
         wishes.stop(one.paths)
         one.driver.wait()
     one.look()
-    step, weights = weights_of(one.paths)
+    step, weights = saved_weights(one.paths)
     keys = [
         "driver_rss_mb",
         "driver_fds",
@@ -199,7 +179,7 @@ def soak(scratch: Path, asked: argparse.Namespace) -> dict[str, Any]:
         "views": one.picture.views,
         "back_to_a_checkpoint": one.events["resumed"],
         "quarters": {key: quarters(samples, key) for key in keys},
-        "same_weights": undisturbed(scratch, step) == weights,
+        "same_weights": undisturbed(scratch / "job.yaml", steps=step, runs=scratch / "runs") == weights,
     }
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.overhead.__main__ import machine, table
+from benchmarks import report
 from benchmarks.overhead.loop import STEPS
 from benchmarks.overhead.runs import BATCH, open_nursery
 from benchmarks.overhead.samples import gather as gather_samples
@@ -23,7 +21,6 @@ from benchmarks.sync import ddp, lanes
 from benchmarks.sync.stopwatch import gather
 from shoal.fleet.engines.local import Nursery
 
-RESULTS = Path(__file__).parents[1] / "results" / "sync.json"
 RIVAL = "ddp"
 
 
@@ -79,25 +76,21 @@ SIDES = ("one process", RIVAL, "shoal, one worker", "shoal", "shoal, 2 lanes eac
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description="Synchronous training, compared.")
-    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(STEPS)}; all if none is named")
+    report.take_names(parser, "model", STEPS)
     parser.add_argument("--workers", type=int, default=2, help="processes of each side")
     parser.add_argument("--side", action="append", choices=SIDES, help="these alone, and not all; may be repeated")
     parser.add_argument("--data", type=Path, help="a directory with MNIST's IDX files and a shakespeare text")
     parser.add_argument("--quick", action="store_true", help="few steps, two turns, nothing written: does it work?")
     asked = parser.parse_args()
-    if unknown := set(asked.models) - set(STEPS):
-        parser.error(f"no such model: {', '.join(sorted(unknown))}")
     console = Console()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_nursery() as nursery:
         data = gather_samples(asked.data, Path(scratch, "data"))
         bench = Bench(Path(scratch), data, repeats=2 if asked.quick else 7, quick=asked.quick, say=console.print)
         for model in asked.models or STEPS:
             rows = compare(model, asked.workers, asked.side or list(SIDES), bench, nursery)
-            console.print(table(f"sync: {model}", rows))
+            console.print(report.table(f"sync: {model}", rows))
             if not asked.quick:
-                keep(model, rows)
+                report.keep("sync", model, {"rows": rows})
 
 
 def compare(model: str, workers: int, sides: list[str], bench: Bench, nursery: Nursery) -> list[Row]:
@@ -118,14 +111,6 @@ def compare(model: str, workers: int, sides: list[str], bench: Bench, nursery: N
         }
         for name, numbers in found.items()
     ]
-
-
-def keep(model: str, rows: list[Row]) -> None:
-    """Into the results, beside those of the other models."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    kept[model] = {"machine": machine(), "rows": rows}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

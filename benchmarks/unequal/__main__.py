@@ -17,17 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overhead.__main__ import machine
+from benchmarks import report
 from benchmarks.overhead.models import MODELS
-from benchmarks.overhead.runs import job, open_nursery
+from benchmarks.overhead.runs import job, open_nursery, shoal_run
 from benchmarks.overhead.samples import gather
 from shoal.events import Event, Picture
 from shoal.fleet.engines.local import Nursery
-from shoal.jobs import drive
-from shoal.spec.load import make_job
 from shoal.spec.paths import RunPaths
 
-RESULTS = Path(__file__).parents[1] / "results" / "unequal.json"
 SLICE_S = 0.01
 SETTLE_S = 6.0
 STEPS = {"mlp": 6000, "cnn": 400, "gpt": 500}
@@ -69,6 +66,11 @@ class Watch:
         if event.kind == "step" and event.who == "worker-0" and self.slowed:
             self.seen.append((time.monotonic() - self.began, int(event.step or 0)))
 
+    def end(self) -> None:
+        if self.slowed:
+            self.slowed.over.set()
+            self.slowed.join()
+
     def steps_per_s(self) -> float:
         """After lanes had time to settle."""
         late = [(t, step) for t, step in self.seen if t > SETTLE_S]
@@ -80,18 +82,15 @@ def measure(model: str, data: Path, scratch: Path, nursery: Nursery, *, balance:
     engine = {"kind": "local", "balance": balance}
     plain = job(model, data, steps=STEPS[model], window={}, lanes=8, workers=2, engine=engine)
     plain["model"] = f"benchmarks.overhead.models:{MODELS[model].__name__}"
-    outcome = drive.run(make_job(plain), runs=scratch / "runs", look=watch, nursery=nursery)
-    if watch.slowed:
-        watch.slowed.over.set()
-        watch.slowed.join()
-    if outcome.receipt is None:
-        raise outcome.error or RuntimeError(outcome.status)
-    carried = {name: one.samples for name, one in outcome.receipt.carried.items()}
+    try:
+        receipt = shoal_run(plain, scratch / "runs", nursery, watch)
+    finally:
+        watch.end()
     return {
         "steps/s": watch.steps_per_s(),
-        "weights": outcome.receipt.weights_sha256,
-        "samples carried": carried,
-        "views": outcome.receipt.views,
+        "weights": receipt.weights_sha256,
+        "samples carried": {name: one.samples for name, one in receipt.carried.items()},
+        "views": receipt.views,
     }
 
 
@@ -112,7 +111,6 @@ def main() -> None:
                 print(f"lanes {'move' if balance else 'stay'}: {sides[balance][-1]}", flush=True)
     moving, staying = (statistics.median(one["steps/s"] for one in sides[balance]) for balance in (True, False))
     result = {
-        "machine": machine(),
         "model": asked.model,
         "slow": asked.slow,
         "moving": sides[True],
@@ -121,8 +119,7 @@ def main() -> None:
         "same weights": len({one["weights"] for side in sides.values() for one in side}) == 1,
     }
     print(json.dumps({key: result[key] for key in ("ratio", "same weights")}))
-    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    RESULTS.write_text(json.dumps(kept | {asked.model: result}, indent=1) + "\n")
+    report.keep("unequal", asked.model, result)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,13 @@ def run(
 ) -> None:
     """Train: run a job, show its progress, print the receipt."""
     from shoal.jobs import drive
+    from shoal.terminal import hints, reports
     from shoal.terminal.live import display
 
     asked = {"workers": workers, "engine.listen": listen}
     checked = _load(job, [*sets, *(f"{field}={value}" for field, value in asked.items() if value)])
+    if workers and not (quiet or as_json) and (hint := hints.other_lanes(checked, job, sets)):
+        reports.lines(_console(), hint)
     with display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
         outcome = drive.run(checked, runs=runs, look=shown.look)
     _end(outcome, as_json=as_json)

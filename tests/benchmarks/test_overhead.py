@@ -1,9 +1,6 @@
 """The benchmark runs, at tiny sizes: what it measures is not judged here."""
 
-import json
-
 import pytest
-from benchmarks.overhead import __main__ as command
 from benchmarks.overhead import checkpoint, lanes, loader, loop, samples, side_by_side, start
 
 
@@ -19,14 +16,6 @@ def test_turns_rotate_and_ratios_are_those_of_a_turn():
     assert "".join(order) == "ABCBCACAB"
     assert side_by_side.median(found["A"], "s") == 6
     assert side_by_side.ratio(found["B"], found["A"], "s") == pytest.approx(9 / 8)
-
-
-def test_results_of_parts_stand_beside_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "RESULTS", tmp_path / "results" / "overhead.json")
-    for part in ("loop", "lanes"):
-        command.keep(part, [{"model": part, "samples/s": 1.0}])
-    kept = json.loads(command.RESULTS.read_text())
-    assert {name: content["rows"][0]["model"] for name, content in kept.items()} == {"loop": "loop", "lanes": "lanes"}
 
 
 def test_checkpoint(bench, monkeypatch):

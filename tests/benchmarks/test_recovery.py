@@ -1,6 +1,10 @@
 """What the rows say, on runs small enough to count by hand."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
+from benchmarks.recovery import shoal_job
 from benchmarks.recovery.killing import Tail
 from benchmarks.recovery.measure import (
     Commit,
@@ -15,6 +19,8 @@ from benchmarks.recovery.measure import (
 from benchmarks.recovery.workload import Rows, Workload
 from hypothesis import given
 from hypothesis import strategies as st
+
+from shoal.spec.load import load_job
 
 WORKERS = 3
 
@@ -75,6 +81,16 @@ def test_workers_that_follow_late_do_not_go_back_a_second_time():
     assert replayed.steps_redone == 3
 
 
+def test_who_begins_the_new_attempt_before_others_have_gone_back_counts():
+    """Worker 0 alone had committed step 5; the new processes of the others are faster now."""
+    before = [replace(one, pid=one.worker + 1) for one in steps(0, 4) + steps(5, 5, at=5, workers=[0])]
+    after = [replace(one, t=one.t - one.worker / 50, pid=one.worker + 11) for one in steps(5, 9, at=20)]
+    replayed = replay(before + after)
+    assert replayed.steps_redone == 1
+    assert sorted((one.step, one.worker) for one in replayed.kept) == [(s, w) for s in range(10) for w in range(3)]
+    assert all(one.pid > 10 for one in replayed.kept if one.step >= 5)
+
+
 @given(st.integers(1, 30), st.lists(st.integers(1, 5), max_size=6))
 def test_going_back_neither_loses_nor_repeats(length, returns):
     """An exact restart, however often it happens: every sample of every whole epoch is seen once."""
@@ -112,6 +128,24 @@ def test_a_summary_adds_up_runs_and_leaves_out_kills_without_a_recovery():
     assert {name: row[name] for name in ("kills", "steps_redone", "samples_lost", "failed_to_come_back")} == {
         "kills": 2, "steps_redone": 3, "samples_lost": 0, "failed_to_come_back": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("proven", "told"), [([None], (0, "")), ([True, True], (0, "yes")), ([True, False], (None, "no"))]
+)
+def test_rows_that_tell_what_weights_should_hold_count_only_with_a_proof(proven, told):
+    traces = [Trace(steps(0, 19), [Kill(7.5, 1)], proven=one) for one in proven]
+    row = summary("it", traces, samples=60, steps_per_epoch=20)
+    assert (row["samples_lost"], row["same_weights"]) == told
+    assert row["samples_repeated"] == row["samples_lost"]
+
+
+def test_shoal_tells_every_sample_of_a_step_once(tmp_path):
+    workload = Workload(str(tmp_path), workers=3, batch_size=20, samples=240)
+    dealer = shoal_job.dealer(load_job(shoal_job.write_job(workload)))
+    epoch = [shoal_job.step_ids(dealer, step) for step in range(workload.steps_per_epoch)]
+    assert {len(ids) for ids in epoch} == {60}
+    assert sorted(itertools.chain(*epoch)) == list(range(240))
 
 
 def test_a_summary_without_any_recovery():

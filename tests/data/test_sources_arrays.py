@@ -8,35 +8,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pydantic import TypeAdapter
 
-from shoal.data.source import open_source
 from shoal.data.sources import array_files, text
 from shoal.errors import ShoalError
-from shoal.spec.data import Source
-
-SPEC = TypeAdapter(Source)
-
-
-def opened(tmp_path, on_bad_row="fail", like=None, **spec):
-    return open_source(
-        SPEC.validate_python(spec),
-        base_dir=str(tmp_path),
-        cache_dir=str(tmp_path / "cache"),
-        on_bad_row=on_bad_row,
-        like=like,
-    )
-
-
-def everything(source):
-    return source.take(np.arange(len(source)))
-
-
-def failure(tmp_path, **spec):
-    with pytest.raises(ShoalError) as caught:
-        everything(opened(tmp_path, **spec))
-    return caught.value
-
+from tests.data.opening import failure, opened
 
 # ---- npy and npz ----
 

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.data.source import open_source
 from shoal.errors import ShoalError
-from shoal.spec.data import Data
+from tests.data.opening import opened
 
 pytest.importorskip("aiohttp")
 
@@ -33,11 +32,6 @@ def site(tmp_path):
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-def opened(tmp_path, **source):
-    spec = Data.model_validate({"source": source}).source
-    return open_source(spec, base_dir=str(tmp_path), cache_dir=str(tmp_path / "cache"))
 
 
 def test_every_kind_of_file_comes_over_http(site, tmp_path):

@@ -9,15 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from pydantic import TypeAdapter
 
 from shoal.data import files
 from shoal.data.cache import cached
-from shoal.data.source import open_source
 from shoal.errors import ShoalError
-from shoal.spec.data import Source
-
-SPEC = TypeAdapter(Source)
+from tests.data.opening import opened
 
 
 @pytest.fixture
@@ -26,15 +22,6 @@ def memory():
     fs.store.clear()
     yield fs
     fs.store.clear()
-
-
-def opened(tmp_path, told=None, **spec):
-    return open_source(
-        SPEC.validate_python(spec),
-        base_dir=str(tmp_path),
-        cache_dir=str(tmp_path / "cache"),
-        tell=(told if told is not None else []).append,
-    )
 
 
 def code(tmp_path, **spec):
@@ -60,10 +47,10 @@ def test_a_remote_file_is_copied_once_and_again_when_it_changes(memory, tmp_path
     told = []
     put(np.ones((2, 3)))
     for _ in range(2):
-        assert len(opened(tmp_path, told, kind="npy", path="memory://x.npy")) == 2
+        assert len(opened(tmp_path, tell=told.append, kind="npy", path="memory://x.npy")) == 2
     assert len(told) == 1
     put(np.ones((4, 3)))
-    assert len(opened(tmp_path, told, kind="npy", path="memory://x.npy")) == 4
+    assert len(opened(tmp_path, tell=told.append, kind="npy", path="memory://x.npy")) == 4
     assert len(told) == 2
 
 

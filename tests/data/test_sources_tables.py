@@ -11,34 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
-from shoal.data.source import open_source
 from shoal.data.sources import csv_table, parquet_table
-from shoal.errors import ShoalError
-from shoal.spec.data import Source
-
-SPEC = TypeAdapter(Source)
-
-
-def opened(tmp_path, on_bad_row="fail", like=None, **spec):
-    return open_source(
-        SPEC.validate_python(spec),
-        base_dir=str(tmp_path),
-        cache_dir=str(tmp_path / "cache"),
-        on_bad_row=on_bad_row,
-        like=like,
-    )
-
-
-def everything(source):
-    return source.take(np.arange(len(source)))
-
-
-def failure(tmp_path, **spec):
-    with pytest.raises(ShoalError) as caught:
-        everything(opened(tmp_path, **spec))
-    return caught.value
+from tests.data.opening import everything, failure, opened
 
 
 @pytest.fixture(params=["memory", "cache"])
@@ -196,9 +171,7 @@ def test_a_changed_file_is_read_again(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
 
     def read():
-        spec = SPEC.validate_python({"kind": "csv", "path": str(path)})
-        source = open_source(spec, base_dir="/", cache_dir=str(tmp_path / "cache"), tell=told.append)
-        return everything(source).inputs[0].tolist()
+        return everything(opened(tmp_path, kind="csv", path=str(path), tell=told.append)).inputs[0].tolist()
 
     path.write_text("x\n1\n")
     assert read() == read() == [[1]]

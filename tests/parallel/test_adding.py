@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.parallel import adding
 from shoal.parallel.adding import Addition, term_of
-from shoal.parallel.exchange import LITTLE_BYTES, Plan
+from shoal.parallel.exchange_plan import LITTLE_BYTES, Plan
 from shoal.parallel.flat import Layout, shares, write
 from shoal.parallel.replica import LaneSum, add
 from shoal.parallel.tree import TreeSum, nodes_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.parallel import exchange
+from shoal.parallel import exchange_plan
 from shoal.parallel.sync.base import Committed, Discarded
 from tests.parallel.crowd import Crowd, StillReplica, alone, lane_sum, same_bits
 
@@ -30,7 +30,7 @@ def worker(make, *, phases):
     """Commits a few steps and returns the totals with what commit said."""
 
     def act(me):
-        exchange.LITTLE_BYTES = 0 if phases == 2 else 1 << 40
+        exchange_plan.LITTLE_BYTES = 0 if phases == 2 else 1 << 40
         assert me.join() == ""
         replica, said = StillReplica(make(0, 0)), []
         for step in range(STEPS):
@@ -43,27 +43,28 @@ def worker(make, *, phases):
     return act
 
 
+def together(carrying, place, make, *, expected=None, phases=2):
+    """What each worker returns; their totals have the bits that one worker gets."""
+    carries, lanes = CARRYING[carrying]
+    with Crowd(carries, lanes, elsewhere=PLACES[place]) as crowd:
+        results = list(crowd.run(worker(make, phases=phases)).values())
+    for totals, _ in results:
+        for step, total in enumerate(totals):
+            same_bits(total, alone(expected or make, lanes, step))
+    return results
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("carrying", CARRYING)
 def test_the_bits_do_not_depend_on_who_carries_what(carrying, place):
-    carries, lanes = CARRYING[carrying]
-    with Crowd(carries, lanes, elsewhere=PLACES[place]) as crowd:
-        results = crowd.run(worker(lane_sum, phases=2))
-    for totals, said in results.values():
-        for step, total in enumerate(totals):
-            same_bits(total, alone(lane_sum, lanes, step))
+    for _, said in together(carrying, place, lane_sum):
         assert [halt for _, halt, _ in said] == [False, False, True, False]
         assert all(sent > 0 for _, _, sent in said)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_little_is_added_in_one_phase(place):
-    carries, lanes = CARRYING["five"]
-    with Crowd(carries, lanes, elsewhere=PLACES[place]) as crowd:
-        results = crowd.run(worker(lane_sum, phases=1))
-    for totals, _ in results.values():
-        for step, total in enumerate(totals):
-            same_bits(total, alone(lane_sum, lanes, step))
+    together("five", place, lane_sum, phases=1)
 
 
 def with_empty_lanes(step, lane):
@@ -82,13 +83,8 @@ def large(step, lane):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("carrying", ["two, scattered", "three, unaligned"])
 def test_lanes_without_samples_add_nothing_and_counts_travel(carrying, place):
-    carries, lanes = CARRYING[carrying]
-    with Crowd(carries, lanes, elsewhere=PLACES[place]) as crowd:
-        results = crowd.run(worker(with_empty_lanes_but_blank, phases=2))
-    for totals, _ in results.values():
-        for step, total in enumerate(totals):
-            same_bits(total, alone(with_empty_lanes, lanes, step))
-            assert total[2] is not None
+    for totals, _ in together(carrying, place, with_empty_lanes_but_blank, expected=with_empty_lanes):
+        assert all(total[2] is not None for total in totals)
 
 
 def with_empty_lanes_but_blank(step, lane):

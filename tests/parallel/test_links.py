@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.parallel import exchange
+from shoal.parallel import exchange_plan
 from shoal.parallel.adding import Addition
 from shoal.parallel.flat import Layout
 from shoal.parallel.links import frames
@@ -269,7 +269,7 @@ def test_a_frozen_worker_does_not_take_numbers_of_a_later_view():
     """It stands still while it reads; the others go on in another view, in the same memory."""
 
     def act(me):
-        exchange.LITTLE_BYTES = 1 << 40
+        exchange_plan.LITTLE_BYTES = 1 << 40
         if me.seat == 1:
             original, runs = Addition.restart, []
 

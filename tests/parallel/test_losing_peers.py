@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shoal.parallel import exchange
+from shoal.parallel import exchange_plan
 from shoal.parallel.exchange import Exchange
 from shoal.parallel.links import frames
 from shoal.parallel.links.link import Link
@@ -69,7 +69,7 @@ def until_discarded(me, replica, *, first=0):
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_death_of_a_member_is_named_and_the_others_go_on(moment, elsewhere):
     def act(me):
-        exchange.LITTLE_BYTES = 0
+        exchange_plan.LITTLE_BYTES = 0
         if me.seat == 1:
             die_at(*MOMENTS[moment])
         assert me.join() == ""

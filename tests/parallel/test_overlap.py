@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shoal.data.batch import Batch
-from shoal.parallel import ahead, exchange
+from shoal.parallel import ahead, exchange_plan
 from shoal.parallel.ahead import Ahead, Taken
 from shoal.parallel.exchange import Exchange
 from shoal.parallel.flat import Layout
@@ -136,7 +136,7 @@ LANES = 7
 
 def hasty(phases=2):
     """Small shares and buckets, so that a small model has many."""
-    exchange.LITTLE_BYTES = 0 if phases == 2 else 1 << 40
+    exchange_plan.LITTLE_BYTES = 0 if phases == 2 else 1 << 40
     ahead.BUCKET_BYTES = 1000
 
 

@@ -13,6 +13,7 @@ does not exist when an all-reduce fails, so survivors die too; `mended` waits fo
 import itertools
 import os
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -70,7 +71,17 @@ def main() -> None:
         saved = torch.load(workload.checkpoint)
         load(saved, inner_model, inner)
         manager.load_state_dict(saved["torchft"])
+    begin_together(workload)
     train(workload, manager, model, optimizer, inner)
+
+
+def begin_together(workload: Workload) -> None:
+    """The first steps would otherwise be those of the first replica alone, and look like samples that kills cost.
+    Whoever is started again finds that all were there."""
+    ready = [Path(workload.directory, f"ready-{replica}") for replica in range(workload.workers)]
+    ready[REPLICA].touch()
+    while not all(file.is_file() for file in ready):
+        time.sleep(0.01)
 
 
 def load(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

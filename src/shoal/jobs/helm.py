@@ -62,6 +62,7 @@ class Helm:
         self._farewell: View | None = None  # for those, too, who come after the end
         self._look_at = 0.0
         self._step = 0
+        self._refused: dict[int, int] = {}  # by the workers' doors
         self.grants = Grants(self.crew, self.harbour)
 
     def start(self) -> None:
@@ -172,6 +173,11 @@ class Helm:
         return f"[{host}]:{self.control.port}" if ":" in host else f"{host}:{self.control.port}"
 
     @property
+    def refused(self) -> int:
+        """Callers that were turned away, here or at a worker's door: strangers, and those who were late."""
+        return self.control.refused + sum(self._refused.values())
+
+    @property
     def alive(self) -> bool:
         """Is anybody here who could go on without a checkpoint?"""
         return any(m.position or m.training for m in self.crew.members.values())
@@ -276,6 +282,7 @@ class Helm:
 
     def _beat(self, seat: int, fields: Mapping[str, Any]) -> None:
         self._voices[seat].beat = fields
+        self._refused[seat] = max(self._refused.get(seat, 0), int(fields.get("refused", 0)))
         if fields.get("lane_s"):
             self.crew.measured(seat, float(fields["lane_s"]))
         if fields.get("leaving"):

@@ -19,7 +19,7 @@ find their new numbers. So each bank has a stamp that changes before the bank do
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,17 +27,17 @@ from torch import Tensor
 
 from shoal.parallel.adding import Addition, term_of
 from shoal.parallel.ahead import Ahead, Taken, pays
-from shoal.parallel.flat import ALIGN, Layout, shares, write
+from shoal.parallel.exchange_plan import Plan
+from shoal.parallel.flat import write
 from shoal.parallel.links import frames
 from shoal.parallel.links.frames import Frame
 from shoal.parallel.links.link import Arrange, Link, PeerError
 from shoal.parallel.links.memory import Arena, Memory, look_into
 from shoal.parallel.links.mesh import Mesh
 from shoal.parallel.replica import LaneSum
-from shoal.parallel.tree import Node, TreeSum, nodes_of
+from shoal.parallel.tree import Node, TreeSum
 from shoal.wire.handshake import LinkError
 
-LITTLE_BYTES = 1 << 20  # members times stretch: measured, where the second phase begins to pay
 _STAMP = struct.Struct("<QQ")
 _MOST_ADDITIONS = 8
 
@@ -51,45 +51,6 @@ class Agreed:
     halt: bool
     bytes_sent: int
     waited_s: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who adds up what, and where it lies in each member's arena: stamps, banks of partials, the share it adds up.
-
-    All members make the same plan from the view and the layout.
-    """
-
-    layout: Layout
-    lanes: int
-    nodes: Mapping[int, Sequence[Node]]
-    shares: Mapping[int, tuple[int, int]]
-    phases: int
-
-    @classmethod
-    def of(cls, carries: Mapping[int, Sequence[int]], lanes: int, layout: Layout) -> Plan:
-        members = sorted(carries)
-        nodes = {seat: nodes_of(carries[seat], lanes) for seat in members}
-        if max(map(len, nodes.values())) > frames.MOST_NODES:
-            raise ValueError(f"a member carries lanes in more than {frames.MOST_NODES} separate blocks")
-        size = layout.size_bytes
-        if len(members) == 2 or len(members) * size < LITTLE_BYTES:
-            return cls(layout, lanes, nodes, dict.fromkeys(members, (0, size)), phases=1)
-        return cls(layout, lanes, nodes, shares(size, members), phases=2)
-
-    @property
-    def banks(self) -> int:
-        return 2 if self.phases == 1 else 1
-
-    def partial(self, seat: int, bank: int, index: int) -> int:
-        return ALIGN + (bank * len(self.nodes[seat]) + index) * self.layout.size_bytes
-
-    def sums(self, seat: int) -> int:
-        return self.partial(seat, self.banks, 0)
-
-    def arena_bytes(self, seat: int) -> int:
-        start, stop = self.shares[seat]
-        return self.sums(seat) + (stop - start if self.phases == 2 else 0)
 
 
 class SpoiltError(LinkError):

@@ -6,7 +6,8 @@ import time
 
 from torch import Tensor
 
-from shoal.parallel.exchange import Exchange, Plan, SpoiltError
+from shoal.parallel.exchange import Exchange, SpoiltError
+from shoal.parallel.exchange_plan import Plan
 from shoal.parallel.flat import Layout
 from shoal.parallel.links.endpoint import Endpoint
 from shoal.parallel.links.memory import Arena, Memory
