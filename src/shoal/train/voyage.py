@@ -148,8 +148,9 @@ class Voyage:
         loop.holds = True
 
     def halt(self, view: View) -> None:
-        """A view that asks to stop now wakes whoever waits."""
-        if view.halt == "now":
+        """A view that asks to stop now wakes whoever waits. Where members are not at the same step, one could wait for
+        ever for another that has stopped at its own boundary: there every halt does."""
+        if view.halt == "now" or (view.halt and not self.loop.sync.together):
             self._abort(view.number - 1)
 
     def move(self, seat: int) -> None:

@@ -59,7 +59,7 @@ def look_into(fd: int, size_bytes: int) -> Memory:
         if not sealed or os.fstat(fd).st_size != size_bytes:
             raise LinkError("shares memory of another size, or that could vanish")
         mapped = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
-    except OSError as failure:
+    except (OSError, ValueError) as failure:  # ValueError: of no size
         raise LinkError(f"shares memory that cannot be read: {failure}") from failure
     finally:
         os.close(fd)

@@ -67,9 +67,11 @@ class Chain:
         line.send(Frame(frames.JOIN, table, seat=keeper.seat), said({"model": keeper.model}))
         return True
 
-    def admit(self, line: Line) -> None:
-        """Somebody who comes before this server."""
+    def admit(self, line: Line) -> list[Line]:
+        """Somebody who comes before this server. Returns the lines that this one takes the place of."""
+        old = [one for one in self._before if one.peer == line.peer]
         self._before[line] = {}
+        return old
 
     def lost(self, line: Line) -> None:
         self._before.pop(line, None)
@@ -108,11 +110,14 @@ class Chain:
             return "hold"
         if frame.table < keeper.number:
             raise LinkError(f"orders by table {frame.table}, and {keeper.number} counts")
-        if frame.kind == frames.SET:
-            return keeper.room_for_state(line, frame) if frame.size else []
-        if frame.kind == frames.RECORD:
-            piece, there = self._keeper.post(frame).piece, self._room(frame)
-            return [] if frame.flags & frames.EMPTY else [there.raw[piece.start : piece.stop]]
+        if frame.kind in (frames.SET, frames.RECORD):
+            post = keeper.post(frame)
+            if post.before != line.peer:
+                raise LinkError(f"orders piece {frame.piece}, which it does not come before")
+            if frame.kind == frames.SET:
+                return keeper.room_for_state(line, frame) if frame.size else []
+            there = self._room(frame).raw[post.piece.start : post.piece.stop]
+            return [] if frame.flags & frames.EMPTY else [there]
         if frame.kind not in (frames.JOIN, frames.HYPER) or frame.size > frames.MOST_SAID_BYTES:
             raise LinkError(f"sends {frame.size} bytes of kind {frame.kind}")
         return line.room(frame.size)
@@ -127,7 +132,7 @@ class Chain:
         elif frame.kind == frames.STAMPS:
             self._compare(line, frame)
         else:
-            self._acked(frame)
+            self._acked(line, frame)
 
     def _from_before(self, line: Line, frame: Frame) -> None:
         keeper = self._keeper
@@ -137,10 +142,7 @@ class Chain:
             self._before[line] = heard(line.said)
         else:
             post = self._keeper.post(frame)
-            if post.before != line.peer:
-                raise LinkError(f"orders piece {frame.piece}, which it does not come before")
             if frame.kind == frames.SET:
-                post.flags = frame.flags
                 keeper.orders.put(post, line.said if frame.size else bytearray())
             else:
                 keeper.orders.carry_out(post, frame, self._before[line], self._room(frame))
@@ -150,12 +152,7 @@ class Chain:
     def _joined(self, line: Line, frame: Frame) -> None:
         """Whoever comes before this server wants to know what it has."""
         keeper = self._keeper
-        model = heard(line.said).get("model")
-        try:
-            if not keeper.described:
-                keeper.describe(model)  # type: ignore[arg-type]
-        except (KeyError, TypeError, ValueError) as failure:
-            raise LinkError(f"describes a model that is none: {failure!r}") from failure
+        keeper.check(heard(line.said).get("model"))
         stamps = torch.stack([keeper.shard.term, keeper.shard.seq])
         line.send(Frame(frames.STAMPS, frame.table, seat=keeper.seat), stamps.numpy().data.cast("B"))
 
@@ -201,8 +198,9 @@ class Chain:
         chunks = slice(piece.first, piece.last)
         mine = torch.stack([keeper.shard.term[chunks], keeper.shard.seq[chunks]])
         same = torch.equal(mine, way.theirs[:, chunks])
-        content = b"" if same else live.pack(keeper.shard.take(piece.first, piece.last))
-        frame = Frame(frames.SET, keeper.number, piece.index, flags=post.flags, number=post.version)
+        empty = not bool(mine[0].all())  # as nobody holds all of it, somebody will set it
+        content = b"" if same or empty else live.pack(keeper.shard.take(piece.first, piece.last))
+        frame = Frame(frames.SET, keeper.number, piece.index, number=post.version)
         way.line.send(frame, content)
         post.synced = post.waits = True
 
@@ -220,12 +218,13 @@ class Chain:
         content = b"" if record.flags & frames.EMPTY else source.raw[post.piece.start : post.piece.stop]
         way.line.send(frame, content)
 
-    def _acked(self, frame: Frame) -> None:
+    def _acked(self, line: Line, frame: Frame) -> None:
         post = self._keeper.post(frame)
-        if frame.number > post.version:
+        if frame.number > post.version or post.after != self._way(line).line.peer:
             raise LinkError("acknowledges what was not sent")
         post.acked = max(post.acked, frame.number)
         self._keeper.orders.settle(post)
+        self._keeper.let_in()
         self._tell_filled(post)
 
     def _tell_filled(self, post: Post) -> None:

@@ -48,7 +48,9 @@ def scatter(replica: Replica, layout: Layout, first: int, last: int, *, step: in
     applied, term, seq = torch.zeros(3, last - first, dtype=torch.int64)
     applied += step
     clocks = torch.full((last - first, lanes), step, dtype=torch.int64)
-    return {"parameters": content, "runs": runs, "applied": applied, "clocks": clocks, "term": term, "seq": seq}
+    stamps = {"applied": applied, "clocks": clocks, "term": term, "seq": seq}
+    manner = torch.zeros(last - first, 3, dtype=torch.float64)
+    return {"parameters": content, "runs": runs, **stamps, "manner": manner}
 
 
 def _elements(part: Part, layout: Layout) -> tuple[int, int]:

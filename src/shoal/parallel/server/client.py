@@ -28,6 +28,10 @@ class RefusedError(LinkError):
     """A server says no, and would say it again."""
 
 
+class PassedError(LinkError):
+    """Others have gone on to a later view."""
+
+
 @dataclass
 class Server:
     """A server as a worker knows it. Its values lie in `memory`, where that is shared."""
@@ -69,6 +73,7 @@ class Entry:
     words: Mapping[str, Any]
     arena: Arena | None = None
     judge: Callable[[list[dict[str, Any]]], Errand | None] | None = None
+    judged: bool = field(default=False, init=False)
     ready: bool = field(default=False, init=False)
 
 
@@ -87,6 +92,7 @@ class Client:
         self._servers: dict[int, Server] = {}
         self._entry: Entry | None = None
         self._pieces: list[Piece] = []
+        self._seats: list[int] = []  # whom the table says to ask
         self._least = 0  # no table before this one is worth asking by
         self._errand: Errand | None = None
         self._open: dict[int, bool] = {}  # pieces that were asked for; True: the first answer is there
@@ -120,7 +126,7 @@ class Client:
         """By this table. False if there was another one before all had let us in."""
         for server in self._servers.values():
             self._greet(server)
-        if entry.judge:
+        if entry.judge and not entry.judged:
             self._until(lambda: self._all(number, lambda s: s.status is not None or s.clocks is not None))
             if self._number != number:
                 return False
@@ -132,6 +138,7 @@ class Client:
         errand = judge([server.status for server in self._servers.values() if server.status is not None])
         if errand is not None:
             self.run(errand)
+        entry.judged = True  # others may push from now on: what servers hold must not be set again
         for server in self._servers.values():
             server.line.send(Frame(frames.READY, self._number, view=entry.view, seat=self.seat))
 
@@ -143,9 +150,7 @@ class Client:
         """Does it hold for all servers of this table? True also when there is another table by now."""
         if self._number != number:
             return True
-        assert self.table is not None
-        seats = self.table.primaries()
-        return all(seat in self._servers and holds(self._servers[seat]) for seat in seats)
+        return all(seat in self._servers and holds(self._servers[seat]) for seat in self._seats)
 
     def _greet(self, server: Server) -> None:
         entry, line = self._entry, server.line
@@ -156,7 +161,8 @@ class Client:
         server.status = server.clocks = None
         if entry.arena is not None and line.same_host:
             line.send(Frame(frames.ARENA, self._number, number=entry.arena.size_bytes), fd=entry.arena.fd)
-        words = {**entry.words, "lead": entry.judge is not None, "ready": entry.ready}
+        leads = entry.judge is not None and not entry.judged
+        words = {**entry.words, "lead": leads, "ready": entry.ready or entry.judged}
         line.send(Frame(frames.ENTER, self._number, view=entry.view, seat=self.seat), said(words))
 
     # ---- errands ----
@@ -208,12 +214,15 @@ class Client:
             raise LinkError("aborted")
         newest = self._newest
         if newest is not None and newest.number > self._number:
-            self.table, self._pieces = newest, pieces(newest)
+            self.table, self._pieces, self._seats = newest, pieces(newest), newest.primaries()
             self._open, self._told = {}, False
-            for seat in self._servers.keys() - set(newest.primaries()):
+            for seat in self._servers.keys() - set(self._seats):
                 self._drop(seat)
+            for server in self._servers.values():
+                if self._entry is not None and server.clocks is None:
+                    self._greet(server)  # it may have been too far ahead to let us in by the last table
         if self.table is not None and self._entry is not None:
-            for seat in self.table.primaries():
+            for seat in self._seats:
                 if seat not in self._servers:
                     self._call(seat, self.table)
 
@@ -239,7 +248,7 @@ class Client:
         lines = {server.line.fileno(): seat for seat, server in self._servers.items()}
         for server in self._servers.values():
             poll.register(server.line, server.line.wishes)
-        missing = self.table is not None and len(lines) < len(self.table.primaries())
+        missing = len(lines) < len(self._seats)
         sending = any(server.line.unsent for server in self._servers.values())
         began = time.perf_counter()
         happened = poll.poll(1000 * CALL_AGAIN_S if missing else None)
@@ -252,7 +261,7 @@ class Client:
     def _attend(self, seat: int) -> None:
         try:
             self._servers[seat].line.receive(self)
-        except RefusedError:
+        except (RefusedError, PassedError):
             raise
         except LinkError:
             self._drop(seat)
@@ -291,7 +300,8 @@ class Client:
         if frame.kind == frames.STALE:
             self._least = max(self._least, frame.table)
         elif frame.kind == frames.REFUSED:
-            raise RefusedError(bytes(line.said).decode(errors="replace"))
+            passed = self._entry is not None and frame.view > self._entry.view
+            raise (PassedError if passed else RefusedError)(bytes(line.said).decode(errors="replace"))
         elif frame.kind == frames.STATUS:
             server.status = heard(line.said)
         elif frame.kind == frames.ENTERED:

@@ -60,7 +60,7 @@ class Push(Values):
     """A worker's partials of a step lie in `partials`, those with a bit in `filled`; the servers' new values come back.
 
     Servers must know the norm of everything, or the divisor of the loss, before they can apply anything: then sums
-    come first, and when all are there everybody is told.
+    come first, and when all are there everybody is told. A piece that has the step already tells what it was told.
     """
 
     partials: Memory
@@ -71,6 +71,7 @@ class Push(Values):
     clip_norm: float | None = None
     _norms: dict[int, float] = field(default_factory=dict, init=False)
     _tail: bytearray = field(default_factory=bytearray, init=False)
+    _told: Frame | None = field(default=None, init=False)
     counted: bool = field(default=False, init=False)
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
@@ -95,10 +96,10 @@ class Push(Values):
         return server.line.room(frame.size)
 
     def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
-        if frame.kind != frames.SUMMED:
-            self.counted = bool(frame.flags & frames.COUNTED)
-            return super().answered(server, piece, frame)
         self.counted = bool(frame.flags & frames.COUNTED)
+        if frame.kind != frames.SUMMED:
+            self._told = frame
+            return super().answered(server, piece, frame)
         if piece.stop == self.layout.size_bytes:
             self._tail = server.line.said
         elif self.clip_norm is not None:
@@ -109,7 +110,12 @@ class Push(Values):
         return False
 
     def answer_all(self) -> Callable[[Server, Frame], None] | None:
-        words = said({"count": self._count(), "coefficient": self._coefficient()})
+        if self._told is None:
+            words = said({"count": self._count(), "coefficient": self._coefficient()})
+        else:
+            count = self._told.divisor if self.counted else None
+            by = self._told.coefficient if self.clip_norm is not None else None
+            words = said({"count": count, "coefficient": by})
 
         def tell(server: Server, frame: Frame) -> None:
             server.line.send(frame._replace(kind=frames.APPLY, step=self.step), words)
@@ -155,7 +161,6 @@ class LanePush(Values):
             seat=self.lane,
             step=self.step,
             flags=(frames.SHARED if shared else 0) | (frames.EMPTY if self.empty else 0),
-            number=1 << self.index,
             scale=self.share,
         )
         server.line.send(frame, *parts)

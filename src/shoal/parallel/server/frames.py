@@ -1,4 +1,4 @@
-"""What workers and servers say to each other: 80 bytes that tell what follows, and what follows.
+"""What workers and servers say to each other: 72 bytes that tell what follows, and what follows.
 
 Answers name the table under which they were asked for, so that nobody takes an old one for a new one.
 """
@@ -23,14 +23,17 @@ HALT, COUNTED, NORMS, WHOLE, SHARED, EMPTY = 1, 2, 4, 8, 16, 32
 the payload lies in shared memory; the lane had no samples, and there is nothing to apply."""
 
 MOST_SAID_BYTES = 16 << 20
+MOST_STEPS = 1 << 62
+_MOST_BRACKETS = 1 << 20  # an empty list of two bytes would become one of sixty
 _MAGIC = b"SHSV"
-_HEAD = struct.Struct("<4sBBxxIIIIQQQd16x")
+_HEAD = struct.Struct("<4sBBxxIIIIQQQddd")
 FRAME_BYTES = _HEAD.size
 
 
 class Frame(NamedTuple):
     """`seat` is the sender's, or the lane where lanes push for themselves. `size` are the bytes that follow. `number`:
-    which partials follow (a bit for each), or a count of records. `scale` multiplies the learning rate."""
+    which partials follow (a bit for each), or a count of records. `scale` multiplies the learning rate; `divisor` and
+    `coefficient` are what the sum is, or was, divided and multiplied by, where the flags say so."""
 
     kind: int
     table: int = 0
@@ -42,17 +45,19 @@ class Frame(NamedTuple):
     size: int = 0
     number: int = 0
     scale: float = 1.0
+    divisor: float = 0.0
+    coefficient: float = 1.0
 
     def pack(self) -> bytes:
-        k = self
-        return _HEAD.pack(_MAGIC, k.kind, k.flags, k.table, k.piece, k.view, k.seat, k.step, k.size, k.number, k.scale)
+        kind, table, piece, view, seat, step, flags, *rest = self
+        return _HEAD.pack(_MAGIC, kind, flags, table, piece, view, seat, step, *rest)
 
 
 def unpack(raw: bytes | bytearray | memoryview) -> Frame:
-    magic, kind, flags, table, piece, view, seat, step, size, number, scale = _HEAD.unpack(raw)
-    if magic != _MAGIC:
+    magic, kind, flags, table, piece, view, seat, step, *rest = _HEAD.unpack(raw)
+    if magic != _MAGIC or step > MOST_STEPS:
         raise LinkError("sent noise")
-    return Frame(kind, table, piece, view, seat, step, flags, size, number, scale)
+    return Frame(kind, table, piece, view, seat, step, flags, *rest)
 
 
 def said(value: dict[str, Any]) -> bytes:
@@ -63,8 +68,11 @@ def said(value: dict[str, Any]) -> bytes:
 
 
 def heard(raw: bytes | bytearray | memoryview) -> dict[str, Any]:
+    raw = bytes(raw)
+    if raw.count(b"[") + raw.count(b"{") > _MOST_BRACKETS:
+        raise LinkError("sent more lists than anybody needs")
     try:
-        value = json.loads(bytes(raw))
+        value = json.loads(raw)
     except (ValueError, RecursionError) as failure:
         raise LinkError("sent something that is not JSON") from failure
     if not isinstance(value, dict):

@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,8 @@ from shoal.wire.bell import Bell
 from shoal.wire.handshake import LinkError
 
 CALL_AGAIN_S = 0.05
+FRAMES_AT_ONCE = 4
+"""Of one line, before the others have their turn and answers go out: a worker takes them while it still pushes."""
 
 
 class Host:
@@ -36,6 +39,7 @@ class Host:
         self._lines: dict[int, Line] = {}
         self.bytes_in = 0
         self.bytes_out = 0
+        self.failures = 0
         self.endpoint = Endpoint(token, bind=bind, serve=self._serve, keeps=("push", "chain"))
 
     # ---- from other threads ----
@@ -58,6 +62,7 @@ class Host:
             "bytes_out": self.bytes_out + sum(line.bytes_out for line in lines),
             "staleness_mean": seen.stale / seen.records if seen.records else 0.0,
             "staleness_max": seen.stalest,
+            "failures": self.failures,
         }
 
     def _soon(self, act: Callable[[], None]) -> None:
@@ -65,11 +70,13 @@ class Host:
         self._bell.ring()
 
     def _serve(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        line = Line(sock, hello["seat"])
-        admit = self.keeper.chain.admit if hello["purpose"] == "chain" else self.keeper.welcome
+        asks = hello["purpose"] == "push"
+        line = Line(sock, hello["seat"], asks=asks)
+        admit = self.keeper.welcome if asks else self.keeper.chain.admit
 
         def enter() -> None:
-            admit(line)
+            for old in admit(line):
+                self._drop(old)
             self._add(line)
 
         self._soon(enter)
@@ -99,21 +106,30 @@ class Host:
             self._bell.clear()
             while self._news:
                 self._news.popleft()()
-            for fd, _ in happened:
+            for fd, events in happened:
                 if (line := self._lines.get(fd)) is not None:
-                    self._attend(line)
+                    self._look_at(line, events)
             self.keeper.chain.pump()
             self._write()
         for line in self._lines.values():
             line.close()
         self.endpoint.close()
 
+    def _look_at(self, line: Line, events: int) -> None:
+        if not line.held:
+            self._attend(line)
+        elif events & ~select.POLLOUT:  # it waits for a table, so that only its end can have happened
+            self._drop(line)
+
     def _attend(self, line: Line) -> None:
         try:
-            if line.held:  # it waits for a table, so that only its end can have happened
-                raise LinkError("left")
-            line.receive(self.keeper)
+            line.receive(self.keeper, most=FRAMES_AT_ONCE)
         except LinkError:
+            self._drop(line)
+        except Exception:  # whatever somebody sends costs him his line, and nobody else anything
+            if not self.failures:
+                traceback.print_exc()
+            self.failures += 1
             self._drop(line)
 
     def _write(self) -> None:

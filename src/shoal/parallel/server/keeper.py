@@ -21,7 +21,7 @@ from shoal.parallel.server import frames
 from shoal.parallel.server.chain import Chain
 from shoal.parallel.server.frames import Frame, heard, said
 from shoal.parallel.server.line import Line, Place
-from shoal.parallel.server.orders import Orders, options_of
+from shoal.parallel.server.orders import Orders, number_of, options_of
 from shoal.parallel.server.post import Guest, Post
 from shoal.parallel.server.shard import Shard, optimizer_of
 from shoal.parallel.tree import Node, nodes_of
@@ -31,7 +31,8 @@ from shoal.wire.handshake import LinkError
 STATE_OVER_PIECE = 12
 STATE_SPARE_BYTES = 4 << 20
 _OF_A_TABLE = frozenset({frames.ENTER, frames.PUSH, frames.PULL, frames.SET, frames.APPLY})
-_WORDS = frozenset({frames.ENTER, frames.HYPER, frames.APPLY})
+_WORDS = {frames.ENTER: frames.MOST_SAID_BYTES, frames.HYPER: 4 << 20, frames.APPLY: 4 << 10}
+"""How much may be said."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,12 @@ class Keeper:
             self._shard.arrange([(p.piece.first, p.piece.last) for p in self.posts.values()])
             self.chain.open()
 
-    def welcome(self, line: Line) -> None:
-        """Somebody who pushes, or pulls."""
+    def welcome(self, line: Line) -> list[Line]:
+        """Somebody who pushes, or pulls. Returns the lines that this one takes the place of: what still comes over
+        them must not be taken for what he wants now."""
+        old = [one for one in self._guests if one.peer == line.peer]
         self._guests[line] = Guest(line, line.peer)
+        return old
 
     def lost(self, line: Line) -> None:
         guest = self._guests.pop(line, None)
@@ -113,6 +117,7 @@ class Keeper:
         if guest:
             for post in self.posts.values():
                 post.asked = [one for one in post.asked if one.guest is not guest]
+                post.additions.clear()  # it comes back with other memory
 
     # ---- frames ----
 
@@ -126,7 +131,7 @@ class Keeper:
             return self.orders.place(guest, frame)
         if frame.kind == frames.SET:
             return self.room_for_state(line, frame) if frame.table == self.number else "skip"
-        most = frames.MOST_SAID_BYTES if frame.kind in _WORDS else 0
+        most = _WORDS.get(frame.kind, 0)
         if frame.size > most:
             raise LinkError(f"says {frame.size} bytes where {most} is the most")
         return line.room(frame.size)
@@ -147,9 +152,9 @@ class Keeper:
         elif frame.kind == frames.ENTER:
             self._enter(guest, frame)
         elif frame.kind == frames.READY:
-            self._be_ready(frame.view)
+            self._be_ready(guest, frame.view)
         elif frame.kind == frames.HYPER:
-            guest.hyper = heard(line.said)
+            guest.hyper = self.checked_hyper(heard(line.said))
         elif frame.kind == frames.ARENA:
             self._share(guest, frame)
         else:
@@ -160,33 +165,47 @@ class Keeper:
     def _enter(self, guest: Guest, frame: Frame) -> None:
         words, view = heard(guest.line.said), frame.view
         if view < self.view:
-            guest.line.send(Frame(frames.REFUSED, self.number), f"view {view} has passed".encode())
+            passed = f"view {view} has passed".encode()
+            guest.line.send(Frame(frames.REFUSED, self.number, view=self.view), passed)
             return
-        try:
-            self._check(words["model"])
-            if view > self.view:
-                self._begin_view(view, {int(seat): lanes for seat, lanes in words["carries"].items()})
-            partials = len(self.nodes[guest.seat])
-        except (KeyError, TypeError, ValueError, AttributeError) as failure:
-            raise LinkError(f"enters with nonsense: {failure!r}") from failure
+        self.check(words.get("model"))
+        if view > self.view:
+            self._begin_view(view, carried(words.get("carries"), by=guest.seat, lanes=self.terms.lanes))
+        if guest.seat not in self.nodes:
+            raise LinkError(f"enters view {view} without a part in it")
         guest.view, guest.entering = view, frame
-        size = partials * self.shard.layout.size_bytes
+        size = len(self.nodes[guest.seat]) * self.shard.layout.size_bytes
         if guest.shared is None and (guest.memory is None or len(guest.memory.raw) < size):
             guest.memory = Memory.private(size)
         if words.get("lead") and not self._ready:
             guest.line.send(Frame(frames.STATUS, frame.table, view=view), said(self._status()))
-        elif words.get("ready") or self._ready:
-            self._be_ready(view)
+        elif words.get("ready"):
+            self._ready = True
+            self._let_in(guest)  # again, after it lost its line or the table has changed
+        self.let_in()
 
-    def _check(self, model: dict[str, Any]) -> None:
-        """The model's shape, the same for the whole run."""
-        if self._shard is None:
-            self.describe(model)
-        elif Layout.from_description(model["layout"]).digest != self._shard.layout.digest:
-            raise ValueError("a model of other shapes")
+    def check(self, model: Any) -> None:
+        """The model's shape, the same for the whole run; whoever comes first tells it."""
+        try:
+            if self._shard is None:
+                self._describe(model)
+            elif Layout.from_description(model["layout"]).digest != self._shard.layout.digest:
+                raise ValueError("other shapes")
+        except Exception as failure:  # it names an optimizer and its options: anything may go wrong with them
+            raise LinkError(f"describes a model that cannot be: {failure!r:.200}") from failure
 
-    def describe(self, model: dict[str, Any]) -> None:
+    def checked_hyper(self, words: dict[str, Any]) -> dict[str, Any]:
+        """Options for each of the optimizer's groups, and no more."""
+        groups, clip = words.get("groups"), number_of(words.get("clip_value"))
+        there = isinstance(groups, list) and len(groups) == len(self.model.get("hyper", ()))
+        if not there or not all(isinstance(group, dict) for group in groups or ()):
+            raise LinkError("says options for other groups than there are")
+        return {"groups": groups, "clip_value": clip}
+
+    def _describe(self, model: dict[str, Any]) -> None:
         layout = Layout.from_description(model["layout"])
+        if self.table is None or self.table.cuts != layout.cuts:
+            raise ValueError("the table is for another one")
         self._arena = Arena(layout.size_bytes)
         self._shard = Shard(
             layout,
@@ -206,7 +225,7 @@ class Keeper:
     def _begin_view(self, view: int, carries: dict[int, list[int]]) -> None:
         """Where lanes push for themselves, each is a partial of its own."""
         if not self.terms.synchronous:
-            self.nodes = {seat: [(0, int(lane)) for lane in sorted(lanes)] for seat, lanes in carries.items()}
+            self.nodes = {seat: [(0, lane) for lane in lanes] for seat, lanes in carries.items()}
         else:
             self.nodes = {seat: nodes_of(lanes, self.terms.lanes) for seat, lanes in carries.items()}
         self.view, self._ready = view, False
@@ -225,21 +244,40 @@ class Keeper:
         applied, terms = self.shard.applied[chunks], self.shard.term[chunks]
         return {"set": bool((terms > 0).all()), "low": int(applied.min()), "high": int(applied.max())}
 
-    def _be_ready(self, view: int) -> None:
-        """Answer those who entered."""
-        if view != self.view:
-            return
-        self._ready = True
-        chunks = [] if self.terms.synchronous else self._chunks()
-        clocks = self.shard.clocks[chunks].amin(0).tolist() if chunks else []
-        for guest in self._guests.values():
-            frame, guest.entering = guest.entering, None
-            if frame is not None and frame.view == view:
-                fd = self._arena.fd if self._arena and guest.line.same_host else -1
-                answer = Frame(frames.ENTERED, frame.table, view=view, number=self.shard.layout.size_bytes)
-                guest.line.send(answer, said({"clocks": clocks}), fd=fd)
+    def _be_ready(self, guest: Guest, view: int) -> None:
+        if guest.view == view == self.view:
+            self._ready = True
+            self.let_in()
+
+    def let_in(self) -> None:
+        """Answer those who entered, once all that happened here has reached the ends of the chains: of what they push
+        next some may lie where a record is still being sent from."""
+        entering = [guest for guest in self._guests.values() if guest.entering is not None]
+        if self._ready and entering and all(post.clear(post.version) for post in self.posts.values() if post.primary):
+            for guest in entering:
+                self._let_in(guest)
+
+    def _let_in(self, guest: Guest) -> None:
+        frame, guest.entering = guest.entering, None
+        if frame is not None and frame.view == self.view:
+            chunks = [] if self.terms.synchronous else self._chunks()
+            clocks = self.shard.clocks[chunks].amin(0).tolist() if chunks else []
+            fd = self._arena.fd if self._arena and guest.line.same_host else -1
+            answer = Frame(frames.ENTERED, frame.table, view=frame.view, number=self.shard.layout.size_bytes)
+            guest.line.send(answer, said({"clocks": clocks}), fd=fd)
 
     def _share(self, guest: Guest, frame: Frame) -> None:
-        guest.shared = look_into(guest.line.take_fd(), frame.number)
+        guest.shared, guest.memory = look_into(guest.line.take_fd(), frame.number), None
         for post in self.posts.values():
             post.additions.clear()
+
+
+def carried(words: Any, *, by: int, lanes: int) -> dict[int, list[int]]:
+    """The lanes of each seat as they were told. LinkError unless each lane is carried once, and `by` has a part."""
+    try:
+        found = {int(seat): sorted(int(lane) for lane in carries) for seat, carries in words.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as failure:
+        raise LinkError(f"enters with nonsense: {failure!r:.200}") from failure
+    if sorted(lane for carries in found.values() for lane in carries) != list(range(lanes)) or by not in found:
+        raise LinkError("enters a view that does not carry each lane once")
+    return found

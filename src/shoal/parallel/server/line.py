@@ -18,6 +18,7 @@ from shoal.wire.handshake import LinkError
 Place = Sequence[memoryview] | Literal["skip", "hold"]
 MOST_FRAME_BYTES = 1 << 30
 MOST_UNSENT_PARTS = 1 << 16
+MOST_UNREAD_BYTES = 32 << 20
 _PARTS_AT_ONCE = 64
 _SINK_BYTES = 1 << 16
 _FD = array.array("i", [0]).itemsize
@@ -32,18 +33,24 @@ class Handler(Protocol):
 
 
 class Line:
-    """`peer` is whom it leads to. What is sent must not change until it is gone."""
+    """`peer` is whom it leads to. What is sent must not change until it is gone. One who `asks` is not heard further
+    while he does not read the answers."""
 
-    def __init__(self, sock: socket.socket, peer: int) -> None:
+    def __init__(self, sock: socket.socket, peer: int, *, asks: bool = False) -> None:
         sock.setblocking(False)
         self.peer = peer
+        self.asks = asks
         self.same_host = sock.family == socket.AF_UNIX
+        if not self.same_host:
+            with contextlib.suppress(OSError):  # a third less CPU than bbr; where there is none, so be it
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
         self.held = False
         self.bytes_in = 0
         self.bytes_out = 0
         self.said = bytearray()
         self._sock = sock
         self._out: deque[tuple[memoryview, int]] = deque()
+        self._unsent_bytes = 0
         self._raw = memoryview(bytearray(FRAME_BYTES))
         self._in: list[memoryview] = [self._raw]
         self._frame: Frame | None = None
@@ -57,18 +64,22 @@ class Line:
     @property
     def wishes(self) -> int:
         """For poll()."""
-        return (0 if self.held else select.POLLIN) | (select.POLLOUT if self._out else 0)
+        deaf = self.held or self._crowded
+        return (0 if deaf else select.POLLIN) | (select.POLLOUT if self._out else 0)
+
+    @property
+    def _crowded(self) -> bool:
+        return self.asks and self._unsent_bytes > MOST_UNREAD_BYTES
 
     # ---- out ----
 
     def send(self, frame: Frame, *payload: memoryview | bytes, fd: int = -1) -> None:
         """With a descriptor, where both are on one host; it must stay open until it is gone."""
         parts = [memoryview(part) for part in payload if len(part)]
-        head = frame._replace(size=sum(map(len, parts))).pack()
-        self._out.append((memoryview(head), fd))
+        size = sum(map(len, parts))
+        self._out.append((memoryview(frame._replace(size=size).pack()), fd))
         self._out.extend((part, -1) for part in parts)
-        if len(self._out) > MOST_UNSENT_PARTS:
-            raise LinkError("does not read what it is sent")
+        self._unsent_bytes += FRAME_BYTES + size
 
     @property
     def unsent(self) -> int:
@@ -81,7 +92,8 @@ class Line:
             while self._out:
                 self._gone(self._send_some())
         except BlockingIOError:
-            pass
+            if len(self._out) > MOST_UNSENT_PARTS:
+                raise LinkError("does not read what it is sent") from None
         except OSError as failure:
             raise LinkError(f"was lost: {failure.strerror}") from failure
 
@@ -101,6 +113,7 @@ class Line:
 
     def _gone(self, count: int) -> None:
         self.bytes_out += count
+        self._unsent_bytes -= count
         while self._out and count >= len(self._out[0][0]):
             count -= len(self._out.popleft()[0])
         if count:
@@ -112,7 +125,7 @@ class Line:
         """Take what has arrived, at most so many frames."""
         for _ in range(most):
             if self._frame is None:
-                if not self._filled():
+                if self._crowded or not self._filled():
                     return
                 self._frame, self._placed = frames.unpack(self._raw), False
             if not self._placed and not self._find_place(handler, self._frame):
@@ -121,6 +134,7 @@ class Line:
                 return
             frame, self._frame, self._in = self._frame, None, [self._raw]
             handler.got(self, frame)
+            self.said = bytearray()
 
     def _find_place(self, handler: Handler, frame: Frame) -> bool:
         if frame.size > MOST_FRAME_BYTES:

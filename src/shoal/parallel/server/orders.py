@@ -19,6 +19,7 @@ from shoal.wire.handshake import LinkError
 if TYPE_CHECKING:
     from shoal.parallel.server.keeper import Keeper
 
+_MANNER = frames.HALT | frames.COUNTED | frames.NORMS
 _COUNT = (1 << 32) - 1
 """Of a stamp's `seq`: the updates since the piece was set. Above it is the view in which it was."""
 
@@ -49,20 +50,28 @@ class Orders:
         keeper = self._keeper
         if frame.table != keeper.number or not guest.view == frame.view == keeper.view:
             return "skip"
-        post, nodes = keeper.post(frame), keeper.nodes[guest.seat]
+        post, size = keeper.post(frame), keeper.shard.layout.size_bytes
         if not post.primary:
             raise LinkError(f"pushes piece {frame.piece} to one that does not order it")
-        if frame.number >> len(nodes):
-            raise LinkError("pushes more than it carries")
+        starts = [i * size for i in self._partials(guest, frame)]
         if post.round is not None:
             post.round.came.pop(guest.seat, None)  # it comes again
         if frame.flags & (frames.SHARED | frames.EMPTY):
             return []
         if guest.memory is None:
             raise LinkError("said that it shares its memory")
-        size = keeper.shard.layout.size_bytes
-        filled = [i * size for i in range(len(nodes)) if frame.number >> i & 1]
-        return [guest.memory.raw[start + post.piece.start : start + post.piece.stop] for start in filled]
+        return [guest.memory.raw[start + post.piece.start : start + post.piece.stop] for start in starts]
+
+    def _partials(self, guest: Guest, frame: Frame) -> list[int]:
+        """Which of its partials somebody pushes."""
+        nodes = self._keeper.nodes[guest.seat]
+        if self._keeper.terms.synchronous:
+            if frame.number >> len(nodes):
+                raise LinkError("pushes more than it carries")
+            return [i for i in range(len(nodes)) if frame.number >> i & 1]
+        if (0, frame.seat) not in nodes:
+            raise LinkError(f"pushes for lane {frame.seat}, which it does not carry")
+        return [nodes.index((0, frame.seat))]
 
     def take(self, guest: Guest, frame: Frame) -> None:
         keeper = self._keeper
@@ -85,7 +94,10 @@ class Orders:
             raise LinkError(f"sent a frame of kind {frame.kind}")
 
     def _push(self, guest: Guest, frame: Frame) -> None:
-        if guest.hyper is None or (frame.flags & frames.SHARED and guest.shared is None):
+        room = len(self._keeper.nodes[guest.seat]) * self._keeper.shard.layout.size_bytes
+        if frame.flags & frames.SHARED and (guest.shared is None or len(guest.shared.raw) < room):
+            raise LinkError("shares too little memory")
+        if guest.hyper is None:
             raise LinkError("pushes before it said what with")
         self.seen.pushes += 1
         post = self._keeper.post(frame)
@@ -122,13 +134,17 @@ class Orders:
 
     def _add_up(self, post: Post, complete: Round) -> None:
         keeper, shard = self._keeper, self._keeper.shard
+        told = complete.flags & (frames.NORMS | frames.COUNTED)
+        if not told and (alone := post.alone(keeper.nodes, shard.layout.size_bytes)):
+            self._update(post, complete, alone)
+            return
         if not post.add_up(shard.layout, keeper.nodes, keeper.terms.lanes, shard.sums.tensor):
             for guest, _ in complete.came.values():
                 guest.line.send(Frame(frames.REFUSED, keeper.number), b"no lane had samples")
             return
         complete.summed = True
-        if not complete.flags & (frames.NORMS | frames.COUNTED):
-            self._update(post, complete)
+        if not told:
+            self._update(post, complete, shard.sums)
             return
         answer = self._sums(post, norms=bool(complete.flags & frames.NORMS))
         for guest, frame in complete.came.values():
@@ -144,19 +160,28 @@ class Orders:
 
     def _apply(self, frame: Frame, words: dict[str, Any]) -> None:
         """Everybody knows norm and count now; whoever says so first is believed."""
-        count, coefficient = (_number(words.get(name)) for name in ("count", "coefficient"))
+        count, coefficient = (number_of(words.get(name)) for name in ("count", "coefficient"))
         for post in self._keeper.posts.values():
             if post.round and post.round.summed and post.round.step == frame.step:
-                self._update(post, post.round, count=count, coefficient=coefficient)
+                self._update(post, post.round, self._keeper.shard.sums, count=count, coefficient=coefficient)
 
     def _update(
-        self, post: Post, complete: Round, *, count: float | None = None, coefficient: float | None = None
+        self,
+        post: Post,
+        complete: Round,
+        source: Memory,
+        *,
+        count: float | None = None,
+        coefficient: float | None = None,
     ) -> None:
         shard, post.round = self._keeper.shard, None
         guest, _ = next(iter(complete.came.values()))
-        shard.scale(post.piece.first, post.piece.last, count=count, coefficient=coefficient)
-        record = Frame(frames.RECORD, step=complete.step, flags=complete.flags & (frames.HALT | frames.COUNTED))
-        self.carry_out(post, record, guest.hyper or {}, shard.sums)
+        if count is not None or coefficient is not None:
+            shard.scale(post.piece.first, post.piece.last, count=count, coefficient=coefficient)
+        record = Frame(frames.RECORD, step=complete.step, flags=complete.flags & _MANNER)
+        if complete.flags & (frames.NORMS | frames.COUNTED):
+            record = record._replace(divisor=count or 0.0, coefficient=1.0 if coefficient is None else coefficient)
+        self.carry_out(post, record, guest.hyper or {}, source)
         for guest, frame in complete.came.values():
             self._answer_later(post, guest, frame)
 
@@ -164,9 +189,7 @@ class Orders:
 
     def _apply_alone(self, guest: Guest, frame: Frame, post: Post) -> None:
         keeper, shard = self._keeper, self._keeper.shard
-        index = frame.number.bit_length() - 1
-        if frame.number.bit_count() != 1 or keeper.nodes[guest.seat][index] != (0, frame.seat):
-            raise LinkError("pushes for a lane that it does not carry")
+        (index,) = self._partials(guest, frame)
         updates = int(shard.seq[post.piece.first])
         steps = max(updates - guest.bases.get(post.piece.first, updates), 0) / keeper.terms.lanes
         self.seen.stale += steps
@@ -194,11 +217,12 @@ class Orders:
                 self._change(first, last, record, hyper, source)
             shard.term[first:last] = self._keeper.number
             shard.seq[first:last] += 1
-        if self._keeper.terms.synchronous:
-            shard.applied[piece.first : piece.last] = record.step + 1
-        else:
+            if self._keeper.terms.synchronous:
+                shard.applied[first:last] = record.step + 1
+                manner = [record.flags & _MANNER, record.divisor, record.coefficient]
+                shard.manner[first:last] = torch.tensor(manner, dtype=torch.float64)
+        if not self._keeper.terms.synchronous:
             shard.clocks[piece.first : piece.last, record.seat] = record.step + 1
-        post.flags = record.flags & ~frames.EMPTY
         post.version += 1
         self.seen.records += 1
         self._keeper.chain.forward(post, record, hyper, source)
@@ -225,8 +249,8 @@ class Orders:
             for group in groups:
                 group["lr"] *= record.scale
             shard.apply(first, last, source=source.tensor, hyper=groups, clip_value=hyper.get("clip_value"))
-        except (KeyError, TypeError, ValueError, IndexError) as failure:
-            raise LinkError(f"wants an update that cannot be: {failure!r}") from failure
+        except Exception as failure:  # the options are the pusher's, and no optimizer checks all of them
+            raise LinkError(f"wants an update that cannot be: {failure!r:.200}") from failure
 
     def _keep_tail(self, source: Memory) -> None:
         """Buffers and loss. Lanes that push for themselves are blended: each moves its part of the way."""
@@ -253,13 +277,15 @@ class Orders:
             shard.term[chunks] = self._keeper.number
             shard.seq[chunks] = seq
         post.valid = True
-        post.version += 1
+        if content:  # else nothing has happened that the rest of the chain would have to hear of
+            post.version += 1
         self._keeper.chain.again(post, changed=bool(content))
 
     # ---- answers ----
 
     def _answer_later(self, post: Post, guest: Guest, frame: Frame) -> None:
-        post.asked.append(Asked(guest, frame, post.version))
+        others = [one for one in post.asked if one.guest is not guest]  # whoever asks again waits for one answer
+        post.asked = [*others, Asked(guest, frame, post.version)]
         self.settle(post)
 
     def settle(self, post: Post) -> None:
@@ -279,13 +305,14 @@ class Orders:
         terms = self._keeper.terms
         if terms.synchronous or frame.kind != frames.PUSH:
             return True
-        slowest = int(self._keeper.shard.clocks[post.piece.first].min())
+        slowest = int(self._keeper.shard.clocks[post.piece.first : post.piece.last].min())
         return frame.step + 1 - slowest <= terms.staleness
 
     def _answer(self, post: Post, guest: Guest, frame: Frame) -> None:
         shard, piece = self._keeper.shard, post.piece
         updates = int(shard.seq[piece.first])
-        answer = frame._replace(kind=frames.DONE, flags=post.flags, number=updates)
+        flags, divisor, coefficient = self._manner(post)
+        answer = frame._replace(kind=frames.DONE, flags=flags, number=updates, divisor=divisor, coefficient=coefficient)
         if frame.kind == frames.SET:
             guest.line.send(answer)
         elif frame.flags & frames.WHOLE:
@@ -294,10 +321,20 @@ class Orders:
         else:
             guest.bases[piece.first] = updates
             if guest.line.same_host:
-                guest.line.send(answer._replace(kind=frames.VALUES, flags=post.flags | frames.SHARED))
+                guest.line.send(answer._replace(kind=frames.VALUES, flags=flags | frames.SHARED))
             else:
-                # where lanes push for themselves these may change while they go: each number is old or new
-                guest.line.send(answer._replace(kind=frames.VALUES), shard.parameters.raw[piece.start : piece.stop])
+                values = shard.parameters.raw[piece.start : piece.stop]
+                still = self._keeper.terms.synchronous and frame.kind == frames.PUSH  # nothing moves till he has them
+                guest.line.send(answer._replace(kind=frames.VALUES), values if still else bytes(values))
+
+    def _manner(self, post: Post) -> tuple[int, float, float]:
+        """How the piece came to what it is, for whoever missed it: flags, divisor, coefficient."""
+        rows = self._keeper.shard.manner[post.piece.first : post.piece.last]
+        flags = 0
+        for found in set(rows[:, 0].tolist()):
+            flags |= int(found)
+        _, divisor, coefficient = rows[0].tolist()
+        return flags, divisor, coefficient
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -305,9 +342,12 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float):
         raise LinkError("says a number that is none")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as failure:
+        raise LinkError("says a number that is too large") from failure

@@ -24,7 +24,7 @@ class Guest:
 
     line: Line
     seat: int
-    view: int = 0
+    view: int = -1
     hyper: dict[str, Any] | None = None
     memory: Memory | None = None
     shared: Memory | None = None
@@ -89,7 +89,6 @@ class Post:
     synced: bool = False
     version: int = 1
     acked: int = 0
-    flags: int = 0
     round: Round | None = None
     asked: list[Asked] = field(default_factory=list)
     owed: deque[Owed] = field(default_factory=deque)
@@ -112,6 +111,16 @@ class Post:
         self.round = None
         self.asked.clear()
         self.additions.clear()
+
+    def alone(self, nodes: Mapping[int, Sequence[Node]], size_bytes: int) -> Memory | None:
+        """The partial, if a single one came and nobody gets a record of it: it can be applied from where it lies."""
+        assert self.round is not None
+        came = self.round.came
+        filled = [(came[seat][0], i) for seat in came for i in range(len(nodes[seat])) if came[seat][1].number >> i & 1]
+        if self.after is not None or len(filled) != 1:
+            return None
+        guest, index = filled[0]
+        return guest.partial(index, size_bytes)
 
     def add_up(self, layout: Layout, nodes: Mapping[int, Sequence[Node]], lanes: int, out: Tensor) -> bool:
         """Finish the tree over what came; False if no lane had samples."""

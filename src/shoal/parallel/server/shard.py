@@ -25,6 +25,7 @@ from shoal.parallel.server.elementwise import made
 from shoal.parallel.server.runs import OptimizerState, Run, merged, own_state, why_unfit
 from shoal.spec.job import ELEMENTWISE
 
+MOST_STAMP = 1 << 62
 Hyper = Sequence[dict[str, Any]]
 """The options of each parameter group, without the parameters."""
 
@@ -43,7 +44,7 @@ class Shard:
 
     `groups` has the parameter group of each gradient, -1 for what the optimizer leaves alone. The stamps are the
     caller's to move: `applied` (the next step of a chunk), `clocks` (of each lane), `term` and `seq`. A term of 0 says
-    that nothing was put there.
+    that nothing was put there. `manner` is how the last step was applied: flags, divisor, coefficient.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Shard:
         self.chunks = len(layout.cuts) - 1
         self.applied, self.term, self.seq = torch.zeros(3, self.chunks, dtype=torch.int64)
         self.clocks = torch.zeros(self.chunks, lanes, dtype=torch.int64)
+        self.manner = torch.zeros(self.chunks, 3, dtype=torch.float64)
         self._groups = list(groups)
         self._hyper = [dict(options) for options in hyper]
         self._optimizer = made(optimizer, self._hyper, [[nn.Parameter(torch.zeros(1))] for _ in hyper])
@@ -192,6 +194,8 @@ class Shard:
             value = values[name]
             if not isinstance(value, Tensor) or (value.dtype, value.shape) != (place.dtype, place.shape):
                 raise ValueError(f"{name} of other chunks")
+        if not all(_sensible(values[name]) for name in self._stamps()):
+            raise ValueError("stamps that nobody makes")
         if not _cover([run.part for run in runs], self.layout.parts(start, stop)):
             raise ValueError("optimizer state of other chunks")
         for name, place in places.items():
@@ -205,7 +209,8 @@ class Shard:
             stamp[first:last] = 0
 
     def _stamps(self) -> dict[str, Tensor]:
-        return {"applied": self.applied, "clocks": self.clocks, "term": self.term, "seq": self.seq}
+        stamps = {"applied": self.applied, "clocks": self.clocks, "term": self.term, "seq": self.seq}
+        return {**stamps, "manner": self.manner}
 
     def _heard(self, row: Any) -> Run:
         part = Part(*(row[name] for name in Part._fields))
@@ -266,6 +271,12 @@ def optimizer_of(name: str) -> type[torch.optim.Optimizer]:
         raise ValueError(f"an optimizer {name!r:.40}, and servers have {', '.join(ELEMENTWISE)}")
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     return kind
+
+
+def _sensible(stamp: Tensor) -> bool:
+    if not stamp.is_floating_point():
+        return bool(((stamp >= 0) & (stamp < MOST_STAMP)).all())
+    return bool(((stamp[:, 0] >= 0) & (stamp[:, 0] < 256)).all())  # flags
 
 
 def _within(run: Run, start: int, stop: int) -> Run:

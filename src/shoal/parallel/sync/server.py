@@ -26,6 +26,7 @@ from shoal.parallel.replica import Replica, Taker
 from shoal.parallel.server import frames
 from shoal.parallel.server.chunks import collect, groups_of, hyper_of, scatter
 from shoal.parallel.server.client import Client, Entry, Errand, RefusedError
+from shoal.parallel.server.elementwise import why_not_in_parts
 from shoal.parallel.server.errands import LanePush, Pull, PullAll, Push, SetAll
 from shoal.parallel.sync.base import Committed, Discarded, Together
 from shoal.parallel.sync.meeting import Meeting
@@ -99,6 +100,8 @@ class ServerSync(Together):
         judge = (lambda found: self._judge(found, step)) if leads else None
         try:
             self._clocks = self._client.enter(Entry(view.number, words, self._arena, judge))
+            if not self.exact:
+                self._pull(self._replica)
         except LinkError as failure:
             return self._meeting.discard(failure).why
         return ""
@@ -121,6 +124,8 @@ class ServerSync(Together):
         if kind.__name__ not in ELEMENTWISE or kind is not getattr(torch.optim, kind.__name__):
             have = ", ".join(ELEMENTWISE)
             raise error("SH417", f"servers cannot use the optimizer {kind.__name__}", fix=f"They have {have}.")
+        if why := why_not_in_parts(kind, hyper_of(replica.optimizer), {p.dtype for p in replica.trainable}):
+            raise error("SH417", why)
         return {
             "layout": replica.layout.describe(),
             "optimizer": kind.__name__,
@@ -264,15 +269,19 @@ class ServerSync(Together):
         came = self._meeting.gather(label, b"")
         if isinstance(came, Discarded):
             return came
-        assert self._values is not None
         try:
-            self._client.run(Pull(replica.layout, self._values))
+            self._pull(replica)
         except LinkError as failure:
             return self._meeting.discard(failure)
+        return None
+
+    def _pull(self, replica: Replica) -> None:
+        """The values as they are now."""
+        assert self._values is not None
+        self._client.run(Pull(replica.layout, self._values))
         values = replica.layout.views(self._values.tensor)
         replica.take_values(values.grads)
         replica.moving.set(values.averaged, values.first)
-        return None
 
     def complete(self, replica: Replica, step: int) -> Discarded | None:
         """Bring into the replica what servers hold of it, so that it can be saved."""
