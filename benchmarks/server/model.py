@@ -1,0 +1,37 @@
+"""A model of so many parameters that is never run: only what it would send counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.server.setting import Setting
+from shoal.parallel.lane_sum import LaneSum
+from shoal.parallel.replica import Replica
+
+LAYERS = 10
+
+
+class Weights(nn.Module):
+    def __init__(self, floats: int) -> None:
+        super().__init__()
+        sizes = [floats // LAYERS] * (LAYERS - 1) + [floats - floats // LAYERS * (LAYERS - 1)]
+        self.layers = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in sizes])
+
+
+def replica(setting: Setting) -> Replica:
+    """With the optimizer as Shoal's jobs have it by default: fused."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Weights(setting.floats)
+    kind = getattr(torch.optim, setting.optimizer)
+    return Replica(model, kind(model.parameters(), lr=1e-4, fused=True), _no_loss, seed=0)
+
+
+def lane_sum(replica: Replica) -> LaneSum:
+    grads = [torch.randn_like(parameter) for parameter in replica.trainable]
+    return LaneSum(grads, [], [], torch.tensor(1.0, dtype=torch.float64))
+
+
+def _no_loss(model: nn.Module, batch: object) -> Tensor:
+    raise NotImplementedError

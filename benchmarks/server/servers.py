@@ -1,0 +1,95 @@
+"""Shoal: server processes and worker processes as they are in a run, held together by a table and a view made by hand.
+
+A round is what `ServerSync.commit` does once the gradients are there: copy them to where they are sent from, push,
+wait for everybody's, take the new values into the model.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import torch
+
+from benchmarks.server import crew, model
+from benchmarks.server.protocol import serve, timed
+from benchmarks.server.setting import Setting
+from shoal.parallel.links.endpoint import Endpoint
+from shoal.parallel.server.host import Host
+from shoal.parallel.server.keeper import Terms
+from shoal.parallel.sync.base import Committed
+from shoal.parallel.sync.server import ServerSync
+from shoal.spec.table import Table
+from shoal.spec.view import Address, View
+
+TOKEN = "a token for one run of a benchmark"
+FIRST_SERVER = 100
+
+
+def main() -> None:
+    setting = Setting.from_text(sys.argv[1])
+    crew.prepare()
+    servers = {FIRST_SERVER + i: crew.start(_serve, FIRST_SERVER + i, setting) for i in range(setting.servers)}
+    workers = [crew.start(_work, seat, setting) for seat in range(setting.workers)]
+    addresses = {seat: _seen(pipe.recv(), setting) for seat, pipe in servers.items()}
+    found = [pipe.recv() for pipe in workers]
+    table = _table(found[0][1], addresses, setting.backups)
+    carries = {seat: [seat] for seat in range(setting.workers)}
+    view = View(number=1, carries=carries, addresses={i: it[0] for i, it in enumerate(found)}, saver=0)
+    for pipe in servers.values():
+        pipe.send(table)
+    for pipe in workers:
+        pipe.send((table, view))
+    serve(crew.rounds_of(workers))
+
+
+def _seen(address: Address, setting: Setting) -> Address:
+    """As it looks from another host, if that is the way to go."""
+    return address if setting.way == "shm" else address.model_copy(update={"host_id": "another", "unix": ""})
+
+
+def _table(cuts: Sequence[int], addresses: dict[int, Address], backups: int) -> Table:
+    """Equal shares; the backups of a chunk are on the servers after its primary."""
+    seats, chunks = list(addresses), len(cuts) - 1
+    length = min(backups + 1, len(seats))
+    chains = [[seats[(i * len(seats) // chunks + j) % len(seats)] for j in range(length)] for i in range(chunks)]
+    return Table(number=1, cuts=list(cuts), chains=chains, filling=[[] for _ in chains], addresses=addresses)
+
+
+def _serve(pipe: Connection, seat: int, setting: Setting) -> None:
+    torch.set_num_threads(1)
+    terms = Terms(setting.workers, 0, getattr(torch.optim, setting.optimizer))
+    host = Host(seat, TOKEN, terms, bind="127.0.0.1")
+    pipe.send(host.endpoint.address)
+    threading.Thread(target=lambda: host.learn(pipe.recv()), daemon=True).start()
+    host.run()
+
+
+def _work(pipe: Connection, seat: int, setting: Setting) -> None:
+    replica = model.replica(setting)
+    endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
+    sync = ServerSync(setting.workers, replica, staleness=0, endpoint=endpoint, token=TOKEN)
+    pipe.send((endpoint.address, sync.cuts))
+    table, view = pipe.recv()
+    sync.learn(table)
+    if why := sync.reconfigure(view, seat):
+        raise RuntimeError(why)
+    value, step = model.lane_sum(replica), 0
+
+    def once() -> None:
+        nonlocal step
+        sums = sync.sums()
+        sums.lane(seat, value)
+        done = sync.commit(replica, step, sums)
+        if not isinstance(done, Committed):
+            raise RuntimeError(done.why)
+        step += 1
+
+    while True:
+        pipe.send(timed(pipe.recv(), once))
+
+
+if __name__ == "__main__":
+    main()
