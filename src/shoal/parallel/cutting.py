@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.codecs.codec import Codec
 from shoal.codecs.make import make
+from shoal.codecs.memory import Memory
 from shoal.codecs.scratch import Scratch
 from shoal.codecs.size import FLOAT, Shape
 from shoal.errors import error
@@ -75,6 +76,31 @@ class Form:
         self.sent_bytes = self.ends[-1] + self.tail_bytes
         text = f"{layout.digest} {sorted(settings.items())} {[(cut.start, cut.size_bytes) for cut in self.cuts]}"
         self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest(), "little")
+
+    @property
+    def chunks(self) -> list[int]:
+        """Where the stretch is cut if every cut is a chunk, and the tail the last."""
+        return [0, *(cut.stop for cut in self.cuts), self.layout.size_bytes]
+
+    def part(self, chunk: int) -> tuple[int, int]:
+        """Where a chunk lies in a slot, and how long it is."""
+        if chunk == len(self.cuts):
+            return self.tail_at, self.tail_bytes
+        return self.cuts[chunk].at, self.cuts[chunk].size_bytes
+
+    def encode(self, stretch: Tensor, slot: Tensor, memory: Memory | None) -> None:
+        """A whole lane."""
+        for cut in self.cuts:
+            before, after = memory.part(*cut.remembered) if memory is not None else (None, None)
+            cut.codec.encode(cut.values(stretch), cut.encoded(slot), before=before, after=after)
+        self.lay_down_tail(stretch, slot)
+
+    def decode(self, chunk: int, data: Tensor, stretch: Tensor) -> None:
+        """What came of one chunk, into its place."""
+        if chunk == len(self.cuts):
+            stretch[self.grads_bytes :].copy_(data)
+        else:
+            self.cuts[chunk].codec.decode(data, self.cuts[chunk].values(stretch))
 
     def sent(self, slot: memoryview) -> list[memoryview]:
         """What of a slot is sent, in order: one part per cut, and the tail."""

@@ -128,9 +128,9 @@ def _codec(job: Job) -> list[ShoalError]:
     """A codec that nobody uses would be a promise not kept."""
     if job.codec.kind == "none":
         return []
-    if job.sync.kind != "lanes":
+    if job.sync.kind == "ddp":
         message = f"`sync: {job.sync.kind}` sends gradients as they are, not by `codec: {job.codec.kind}`"
-        return [error("SH110", message, where="codec", fix="Remove `codec`, or use `sync: lanes`.")]
+        return [error("SH110", message, where="codec", fix="Remove `codec`, or use `sync: lanes` or `server`.")]
     if job.lane_count > MOST_ENCODED_LANES:
         message = f"with a codec every lane is sent by itself, and {job.lane_count} are too many"
         return [error("SH110", message, where="lanes", fix=f"Use at most {MOST_ENCODED_LANES} lanes.")]

@@ -22,6 +22,7 @@ from shoal.fleet.membership import Membership
 from shoal.parallel.peers import Peers
 from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Clipping, Replica
+from shoal.parallel.server.coding import Coding
 from shoal.parallel.sync.base import Sync
 from shoal.parallel.sync.ddp import DdpSync
 from shoal.parallel.sync.encoded import EncodedSync
@@ -223,10 +224,12 @@ def make_sync(job: Job, replica: Replica, peers: Peers, tell: Callable[..., obje
     way: dict[str, Any] = {"endpoint": peers.endpoint, "token": peers.token}
     if job.sync.kind == "ddp":
         return DdpSync(job.lane_count, job.sync.backend, replica.device, **way)
+    codec = job.codec.model_dump() if job.codec.kind != "none" else None
     if job.sync.kind == "server":
-        return ServerSync(job.lane_count, replica, staleness=job.sync.bound, **way)
-    if job.codec.kind != "none":
-        return EncodedSync(job.lane_count, job.codec.model_dump(), replica, peers=peers, tell=tell)
+        coding = Coding(replica, codec, peers, tell, together=job.sync.bound == 0) if codec else None
+        return ServerSync(job.lane_count, replica, staleness=job.sync.bound, coding=coding, **way)
+    if codec:
+        return EncodedSync(job.lane_count, codec, replica, peers=peers, tell=tell)
     return LanesSync(job.lane_count, **way)
 
 
