@@ -122,6 +122,14 @@ def _lanes(job: Job) -> list[ShoalError]:
     return found
 
 
+def _codec(job: Job) -> list[ShoalError]:
+    """A codec that nobody uses would be a promise not kept."""
+    if job.codec.kind == "none" or job.sync.kind not in ("lanes", "ddp"):
+        return []
+    message = f"`sync: {job.sync.kind}` sends gradients as they are, not by `codec: {job.codec.kind}`"
+    return [error("SH110", message, where="codec", fix="Remove `codec`.")]
+
+
 def _split_or_validation(job: Job) -> list[ShoalError]:
     data, found = job.data, []
     if data.validation is not None and not isinstance(data.split, NoSplit):
@@ -244,6 +252,7 @@ RULES: tuple[Rule, ...] = (
     _plain_arguments,
     _clip,
     _lanes,
+    _codec,
     _split_or_validation,
     _evaluate,
     _needs_validation,
