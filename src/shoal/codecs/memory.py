@@ -33,9 +33,11 @@ class Memory:
             raise ValueError("nothing was encoded")
         self._before, self._after = self._after, self._before
 
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs: the settled values themselves, not a copy; nothing before the first step."""
-        return {} if self._before is None else {"memory": self._before}
+    def state(self, *, settled: bool = True) -> dict[str, Tensor]:
+        """What a checkpoint needs: the values themselves, not a copy; nothing before the first step. Those that are
+        not `settled` are what they will be when the step that was encoded counts."""
+        found = self._before if settled else self._after
+        return {} if found is None else {"memory": found}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from there. The tensor is copied."""

@@ -15,6 +15,8 @@ from shoal.spec.data import ColumnSplit, HoldoutSplit, NoSplit
 from shoal.spec.job import ELEMENTWISE, Evaluate, Job, Monitor, ServerSync
 from shoal.spec.names import metric_name, metric_names, refs
 
+MOST_ENCODED_LANES = 256
+
 Rule = Callable[[Job], list[ShoalError]]
 
 
@@ -124,10 +126,15 @@ def _lanes(job: Job) -> list[ShoalError]:
 
 def _codec(job: Job) -> list[ShoalError]:
     """A codec that nobody uses would be a promise not kept."""
-    if job.codec.kind == "none" or job.sync.kind not in ("lanes", "ddp"):
+    if job.codec.kind == "none":
         return []
-    message = f"`sync: {job.sync.kind}` sends gradients as they are, not by `codec: {job.codec.kind}`"
-    return [error("SH110", message, where="codec", fix="Remove `codec`.")]
+    if job.sync.kind != "lanes":
+        message = f"`sync: {job.sync.kind}` sends gradients as they are, not by `codec: {job.codec.kind}`"
+        return [error("SH110", message, where="codec", fix="Remove `codec`, or use `sync: lanes`.")]
+    if job.lane_count > MOST_ENCODED_LANES:
+        message = f"with a codec every lane is sent by itself, and {job.lane_count} are too many"
+        return [error("SH110", message, where="lanes", fix=f"Use at most {MOST_ENCODED_LANES} lanes.")]
+    return []
 
 
 def _split_or_validation(job: Job) -> list[ShoalError]:
