@@ -151,7 +151,7 @@ TABLE = {
     "two clips": Row("seed: 1", "clip: {norm: 1, value: 1}", "SH107", 2, "clip.value", "Keep"),
     "more lanes than samples": Row("seed: 1", "lanes: 17", "SH107", 2, "lanes", "at least 17"),
     "workers make the lanes": Row("seed: 1", "workers: 1..32", "SH107", 2, "workers", "at least 32"),
-    "a codec nobody uses": Row("seed: 1", "codec: int8", "SH110", 2, "codec", "Remove `codec`"),
+    "too many lanes to send each": Row("batch_size: 16", "batch_size: 512\nlanes: 300\ncodec: int8", "SH110", 20, "lanes", "at most 256"),
     "ddp has no codecs": Row("seed: 1", "sync: ddp\ncodec: {kind: topk, keep: 0.1}", "SH110", 3, "codec", "Remove `codec`"),
     "unknown codec": Row("seed: 1", "codec: int4", "SH106", 2, "codec", "int8"),
     "nothing is kept": Row("seed: 1", "codec: {kind: topk, keep: 0}", "SH106", 2, "codec.keep", "above 0"),
