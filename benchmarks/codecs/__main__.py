@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.overhead.__main__ import machine, table
+from benchmarks import report
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median
 from shoal.codecs.codec import Codec
 from shoal.codecs.make import make
 from shoal.codecs.memory import Memory
 
-RESULTS = Path(__file__).parents[1] / "results" / "codecs.json"
 SIDE = 1000  # of the matrices that `lowrank` sees
 COPY, RIVAL = "copy", "torch.topk 1 %"
 CODECS: dict[str, dict[str, Any]] = {
@@ -44,9 +41,9 @@ def main() -> None:
     console = Console()
     for count in (1_000_000,) if asked.quick else (1_000_000, 10_000_000):
         rows = measure(count, repeats=3 if asked.quick else 9)
-        console.print(table(f"codecs: {count:,} floats, one thread", rows))
+        console.print(report.table(f"codecs: {count:,} floats, one thread", rows))
         if not asked.quick:
-            keep(f"{count}", rows)
+            report.keep("codecs", f"{count}", {"load": os.getloadavg()[0], "rows": rows})
 
 
 def measure(count: int, *, repeats: int) -> list[Row]:
@@ -117,14 +114,6 @@ def spent(act: Callable[[], object]) -> float:
     start = time.thread_time()
     act()
     return time.thread_time() - start
-
-
-def keep(part: str, rows: list[Row]) -> None:
-    """Into the results, beside those of the other sizes."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    kept[part] = {"machine": machine() | {"load": os.getloadavg()[0]}, "rows": rows}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

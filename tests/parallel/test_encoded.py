@@ -187,10 +187,17 @@ def test_lanes_move_and_take_along_what_they_remember():
                     step += 1
             elif number == len(views):
                 me.sync.hand_over(lambda: False)
+            me.tell(number)
+            assert me.hear() == number, "nobody is in a view before the last is over"
         return told, fingerprint(replica) if me.seat else None
 
     with Crowd(THREE, LANES, elsewhere=(2,)) as crowd:
-        results = crowd.run(act)
+        crowd.start(act)
+        for number in range(1, len(views) + 1):
+            assert {crowd.result(seat) for seat in THREE} == {number}
+            for seat in THREE:
+                crowd.say(seat, number)
+        results = {seat: crowd.result(seat) for seat in THREE}
     (_, expected) = alone(CODECS["topk"], steps=6)
     assert results == {0: ([], None), 1: ([], expected), 2: ([], expected)}
 

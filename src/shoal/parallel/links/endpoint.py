@@ -57,7 +57,7 @@ class Endpoint:
             self.park(said["view"], said["seat"], sock)
         elif said["purpose"] in self._keeps:
             self._serve(sock, said)
-        elif said["purpose"] not in ("state", "follow"):
+        elif said["purpose"] not in ("state", "follow", "memory"):
             raise LinkError("a greeting for somebody else")
         else:
             with sock:
