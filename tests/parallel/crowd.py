@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from shoal.parallel.links.endpoint import Endpoint
+from shoal.parallel.peers import Peers
 from shoal.parallel.replica import LaneSum, add
 from shoal.parallel.sync.base import Sync
 from shoal.parallel.sync.lanes import LanesSync
 from shoal.parallel.tree import TreeSum
-from shoal.spec.view import View
+from shoal.spec.view import View, position_of
 
 TOKEN = "token"
 LONGEST_S = 60
@@ -49,22 +50,27 @@ class Worker:
     lanes: int
     carries: dict[int, list[int]]
     addresses: dict
-    endpoint: Endpoint
+    peers: Peers
     sync: Sync
     tell: Callable[[object], None]
     hear: Callable[[], object]
     inherited: set[str]
 
-    def view(self, number=1, carries=None):
-        return View(number=number, carries=carries or self.carries, addresses=self.addresses)
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.peers.endpoint
 
-    def join(self, number=1, carries=None):
-        return self.sync.reconfigure(self.view(number, carries), self.seat)
+    def view(self, number=1, carries=None, step=0):
+        carries, position = carries or self.carries, position_of(step, evaluated=False)
+        return View(number=number, carries=carries, addresses=self.addresses, position=position)
+
+    def join(self, number=1, carries=None, step=0):
+        return self.sync.reconfigure(self.view(number, carries, step), self.seat)
 
     def leftovers(self):
         """After this worker has closed everything: descriptors and shared memory that it should not have any more."""
         self.sync.close()
-        self.endpoint.close()
+        self.peers.close()
         return sorted(descriptors() - self.inherited) + shared_memory()
 
     def sums(self, make, step, carries=None):
@@ -76,14 +82,14 @@ class Worker:
 
 
 class Crowd:
-    """`elsewhere` are seats that others reach over TCP, as if they were on another host; `make_sync(endpoint)` makes
+    """`elsewhere` are seats that others reach over TCP, as if they were on another host; `make_sync(peers)` makes
     the sync of a worker."""
 
     def __init__(self, carries, lanes, *, elsewhere=(), make_sync=None):
         self.carries = carries
         self.lanes = lanes
         self.elsewhere = elsewhere
-        self.make_sync = make_sync or (lambda endpoint: LanesSync(lanes, endpoint=endpoint, token=TOKEN))
+        self.make_sync = make_sync or (lambda peers: LanesSync(lanes, endpoint=peers.endpoint, token=TOKEN))
         self.pids = {}
         self._pipes = {}
 
@@ -149,12 +155,12 @@ class Crowd:
         try:
             torch.set_num_threads(1)
             inherited = descriptors()
-            endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
-            _send(up, endpoint.address)
-            sync = self.make_sync(endpoint)
+            peers = Peers(TOKEN, bind="127.0.0.1")
+            _send(up, peers.endpoint.address)
+            sync = self.make_sync(peers)
             tell = lambda value: _send(up, ("returned", value))  # noqa: E731
             hear = lambda: _receive(down)  # noqa: E731
-            worker = Worker(seat, self.lanes, self.carries, hear(), endpoint, sync, tell, hear, inherited)
+            worker = Worker(seat, self.lanes, self.carries, hear(), peers, sync, tell, hear, inherited)
             _send(up, ("returned", act(worker)))
         except BaseException:
             _send(up, ("raised", traceback.format_exc()))

@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 
 
 def crowd_of(carries):
-    return Crowd(carries, LANES, make_sync=lambda endpoint: DdpSync("gloo", CPU, endpoint=endpoint, token=TOKEN))
+    return Crowd(
+        carries, LANES, make_sync=lambda peers: DdpSync(LANES, "gloo", CPU, endpoint=peers.endpoint, token=TOKEN)
+    )
 
 
 def close(found, expected):

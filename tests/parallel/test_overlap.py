@@ -84,7 +84,7 @@ def one_step(sync, replica, step, carried, lanes, *, halt=False):
     """What the loop does. Returns the outcome, and whether gradients went ahead."""
     batches = {lane: lane_batch(step, lane, lanes) for lane in range(lanes)}
     total = sum(batch.size for batch in batches.values() if batch)
-    sums, taker = TreeSum(lanes, add), None
+    sums, taker = sync.sums(), None
     replica.begin()
     for lane in carried:
         batch = batches[lane]
@@ -98,8 +98,8 @@ def one_step(sync, replica, step, carried, lanes, *, halt=False):
     return outcome, taker is not None
 
 
-def train(sync, carried, lanes, loss, *, steps=STEPS, seat=0):
-    replica, said, went = new_replica(loss, lanes), [], 0
+def train(sync, carried, lanes, loss, *, steps=STEPS, seat=0, replica=None):
+    replica, said, went = replica or new_replica(loss, lanes), [], 0
     for step in range(steps):
         outcome, ahead = one_step(sync, replica, step, carried, lanes, halt=step == 3 and seat == 0)
         assert isinstance(outcome, Committed), outcome
@@ -198,12 +198,12 @@ def comes_in_parts(module, batch):
     return F.cross_entropy(module.head(module.wide(x).relu()), batch.target)
 
 
-def sail(me, loss, carryings, *, watch=lambda step: None):
+def sail(me, loss, carryings, *, watch=lambda step: None, replica=None):
     """Train over as many views as it takes. Returns why each of them ended, and what came of it."""
-    replica, whys, step, after = new_replica(loss, LANES), [], 0, 0
+    replica, whys, step, after = replica or new_replica(loss, LANES), [], 0, 0
     for number, carries in enumerate(carryings, start=1):
         replica.model.steps = step
-        assert me.join(number, carries) == ""
+        assert me.join(number, carries, step) == ""
         while step < STEPS + 1:
             watch(step)
             outcome, went = one_step(me.sync, replica, step, carries[me.seat], LANES)

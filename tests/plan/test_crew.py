@@ -203,6 +203,7 @@ def test_who_stops_at_the_boundary_alarms_nobody():
     assert crew.last.halt == "boundary"
     crew.stand({0: 6})
     assert [order.view.carries or order.view.leave for order in crew.told[-2:]] == [{0: [0, 1, 2, 3]}, [1]]
+    assert set(crew.told[-2].view.addresses) == {0, 1}, "who stays may want what the other remembers"
 
 
 def test_the_only_holder_stays_until_another_holds_the_same():

@@ -97,6 +97,8 @@ class Picture:
     saved_step: int | None = None
     bytes_saved: int = 0
     bytes_sent: int = 0
+    bytes_plain: int = 0
+    lost: list[str] = field(default_factory=list)
     started_t: float | None = None
     seen_t: float = 0.0
     error: dict[str, str] | None = None
@@ -217,6 +219,7 @@ def _step(p: Picture, e: Event) -> None:
     worker.work_s += float(e.get("data_s", 0.0)) + float(e.get("compute_s", 0.0))
     p.samples_computed += samples
     p.bytes_sent += int(e.get("bytes_sent", 0))
+    p.bytes_plain += int(e.get("bytes_plain", e.get("bytes_sent", 0)))
     for name in TIMES:
         p.times[name] += float(e.get(name, 0.0))
     if wall > 0:
@@ -317,6 +320,12 @@ def _served(p: Picture, e: Event) -> None:
     p.server(str(e["server"])).served = dict(e["served"])
 
 
+def _memory_lost(p: Picture, e: Event) -> None:
+    with_whom = f" with {e['worker']}" if e.get("worker") else ""
+    p.lost.append(f"what lane {e['lane']} remembered was lost{with_whom} at step {e.step}")
+    p.notes.append(p.lost[-1])
+
+
 def _left(p: Picture, e: Event) -> None:
     p.worker(e.who).state = "left"
 
@@ -365,6 +374,7 @@ _HANDLERS = {
     "servers_lost": _servers_lost,
     "table": _table,
     "served": _served,
+    "memory_lost": _memory_lost,
     "left": _left,
     "finished": _finished,
     "failed": _failed,

@@ -266,8 +266,8 @@ class Run:
         return Receipt(
             run=self.paths.name,
             job_sha256=self.job.sha256(),
-            exact=not self.job.sync.inexact,
-            why=": ".join(filter(None, (f"sync: {self.job.sync.kind}", self.job.sync.inexact))),
+            exact=not (self.job.sync.inexact or p.lost),
+            why=_why(self.job, p.lost),
             weights_sha256=result["weights_sha256"],
             state_sha256=result["state_sha256"],
             steps=p.step,
@@ -288,6 +288,7 @@ class Run:
             total_s=round(p.seen_t - (p.started_t or p.seen_t), 3),
             samples_per_s=round(p.samples_computed / worked, 1) if worked else 0.0,
             bytes_sent=p.bytes_sent,
+            bytes_plain=p.bytes_plain,
             bytes_saved=p.bytes_saved,
             metrics=p.metrics,
             best=p.best,
@@ -300,6 +301,14 @@ def first_free_seat(names: Iterable[str]) -> int:
     """Behind all that workers and servers ever had."""
     seats = (re.fullmatch(r"(?:worker|server)-(\d+)", name) for name in names)
     return max((int(seat[1]) for seat in seats if seat), default=-1) + 1
+
+
+def _why(job: Job, lost: Sequence[str]) -> str:
+    codec = f", codec: {job.codec.kind}" if job.codec.kind != "none" else ""
+    reasons = [job.sync.inexact or (lost[0] if lost else "")]
+    if len(lost) > 1:
+        reasons[0] += f", and {len(lost) - 1} more times"
+    return ": ".join(filter(None, [f"sync: {job.sync.kind}{codec}", *reasons]))
 
 
 def _carried(worker: Worker) -> Carried:

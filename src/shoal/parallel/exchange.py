@@ -11,14 +11,10 @@ after it has read.
 **Two phases**: everybody adds up its own share of the stretch and then collects the other shares. One bank is enough:
 partials are written again when all peers have rung the second time, after reading them; shares are written again when
 all have rung for the next step, after collecting them.
-
-Arenas outlive views. A worker that stood still in an old view, and reads on when others are in a newer one, would
-find their new numbers. So each bank has a stamp that changes before the bank does, and readers look at it afterwards.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,18 +23,18 @@ from torch import Tensor
 
 from shoal.parallel.adding import Addition, term_of
 from shoal.parallel.ahead import Ahead, Taken, pays
+from shoal.parallel.arenas import Arenas, stamp
 from shoal.parallel.exchange_plan import Plan
 from shoal.parallel.flat import write
 from shoal.parallel.links import frames
 from shoal.parallel.links.frames import Frame
-from shoal.parallel.links.link import Arrange, Link, PeerError
-from shoal.parallel.links.memory import Arena, Memory, look_into
+from shoal.parallel.links.link import Arrange, Link
+from shoal.parallel.links.memory import Arena, Memory
 from shoal.parallel.links.mesh import Mesh
 from shoal.parallel.replica import LaneSum
 from shoal.parallel.tree import Node, TreeSum
 from shoal.wire.handshake import LinkError
 
-_STAMP = struct.Struct("<QQ")
 _MOST_ADDITIONS = 8
 
 
@@ -82,39 +78,18 @@ class Exchange:
         self._turn = 0
         self._counted = False
         self._round: Round | None = None
-        self._memory = {mesh.seat: arena.memory} | self._meet(arena, step)
+        sizes_bytes = {seat: plan.arena_bytes(seat) for seat in plan.nodes}
+        self._arenas = Arenas(mesh, arena, sizes_bytes, digest=plan.layout.digest, step=step)
+        self._memory = self._arenas.memory
         self._room = [self._rooms(bank) for bank in range(plan.banks)]
         self._additions: dict[tuple[int, ...], Addition] = {}
         self._on_device = total.tensor if device.type == "cpu" else total.tensor.to(device)
         self._result = plan.layout.views(self._on_device[: plan.layout.size_bytes])
 
-    def _meet(self, arena: Arena, step: int) -> dict[int, Memory]:
-        """Hand my arena to the peers on this host and get theirs; peers elsewhere get room for what they will send."""
-        digest, found = self._plan.layout.digest, dict[int, Memory]()
-
-        def arrange(link: Link, frame: Frame) -> list[memoryview]:
-            if frame.filled != digest or frame.size < self._plan.arena_bytes(link.seat):
-                raise LinkError("has a model of other shapes")
-            same = link.same_host
-            found[link.seat] = look_into(link.take_fd(), frame.size) if same else self._mirror(link.seat)
-            return []
-
-        for link in self._mesh.links.values():
-            frame = self._frame(frames.SETUP, step, size=arena.size_bytes, filled=digest)
-            link.post(frame, fd=arena.fd if link.same_host else -1)
-        self._mesh.trade(frames.SETUP, step, arrange)
-        return found
-
-    def _mirror(self, seat: int) -> Memory:
-        return Memory.private(self._plan.arena_bytes(seat))
-
     def _rooms(self, bank: int) -> dict[Node, LaneSum]:
         seat, layout = self._mesh.seat, self._plan.layout
         places = {node: self._plan.partial(seat, bank, i) for i, node in enumerate(self._plan.nodes[seat])}
         return {node: layout.views(self._own.tensor[a : a + layout.size_bytes]) for node, a in places.items()}
-
-    def _frame(self, kind: int, step: int, *, flags: int = 0, size: int = 0, filled: int = 0) -> Frame:
-        return Frame(kind, self._mesh.view, step, self._mesh.seat, flags, size, filled)
 
     # --- a step
 
@@ -125,7 +100,7 @@ class Exchange:
         through when it is done again, for that is in a new view. The gradients that the lane's are added to are taken
         out of `sums`.
         """
-        if not self._turn or not self._far() or not pays(self._plan.layout.size_bytes):
+        if not self._turn or not self._mesh.far or not pays(self._plan.layout.size_bytes):
             return None
         last, met = sums.path((0, lane))
         held = sums.partials
@@ -160,11 +135,11 @@ class Exchange:
         else:
             self._complete(it, partials)
         waited_s = self._spread(it)
-        self._check_stamps(step, it.bank)
+        self._arenas.check_stamps(step, it.bank)
         some = any(frame.filled for frame in it.heard.values())
         if some and self._plan.phases == 2:
             self._collect(step)
-            self._check_stamps(step, 1)
+            self._arenas.check_stamps(step, 1)
         halting = any(frame.flags & frames.HALT for frame in it.heard.values())
         total = self._outcome(it.heard) if some else None
         return Agreed(total, halting, self._mesh.bytes_sent - it.bytes_before, waited_s)
@@ -179,8 +154,8 @@ class Exchange:
         mine = self._lay_down(step, bank, partials, growing, halt=halt)
         ready = 0 if growing else self._plan.layout.size_bytes
         it = Round(mine, bank, {self._mesh.seat: mine}, ready, bytes_before)
-        for seat, link in self._far():
-            parts = self._parts(self._mesh.seat, bank, mine.filled, adder=seat)
+        for link in self._mesh.far:
+            parts = self._parts(self._mesh.seat, bank, mine.filled, adder=link.seat)
             frame = mine._replace(size=sum(map(len, parts)))
             later = parts.pop() if growing else b""
             link.post(frame, parts, later=len(later))
@@ -218,7 +193,7 @@ class Exchange:
         room = self._room[bank]
         if partials.keys() | ({growing} if growing else ()) != room.keys():
             raise ValueError(f"the sums of nodes {sorted(partials)}, where the view wants {sorted(room)}")
-        self._stamp(step, bank)
+        stamp(self._own, bank, view=self._mesh.view, step=step)
         flags, filled = frames.HALT if halt else 0, 0
         for i, (node, place) in enumerate(room.items()):
             value = partials.get(node)
@@ -231,7 +206,7 @@ class Exchange:
                 filled |= 1 << i
         if growing and self._counted:
             flags |= frames.COUNTED
-        return self._frame(frames.PARTIAL, step, flags=flags, filled=filled)
+        return self._mesh.frame(frames.PARTIAL, step, flags=flags, filled=filled)
 
     def _spread(self, it: Round) -> float:
         """Everything is laid down: ring, or send each peer the share that it adds up; get the same from all of them,
@@ -244,10 +219,10 @@ class Exchange:
 
     def _post_more(self, it: Round) -> None:
         """What has become ready since."""
-        for seat, link in self._far():
+        for link in self._mesh.far:
             if link.owes:
-                start, stop = self._plan.shares[seat]
-                growing = self._parts(self._mesh.seat, it.bank, it.mine.filled, adder=seat)[-1]
+                start, stop = self._plan.shares[link.seat]
+                growing = self._parts(self._mesh.seat, it.bank, it.mine.filled, adder=link.seat)[-1]
                 link.post_more(growing[len(growing) - link.owes : max(min(it.ready, stop) - start, 0)])
 
     def _arranging(self, it: Round) -> Arrange:
@@ -256,7 +231,7 @@ class Exchange:
                 raise LinkError(f"sent {frame}, which is more than it carries")
             parts = [] if link.same_host else self._parts(link.seat, 0, frame.filled, adder=self._mesh.seat)
             it.heard[link.seat] = frame
-            return _exactly(parts, frame)
+            return exactly(parts, frame)
 
         return arrange
 
@@ -267,21 +242,18 @@ class Exchange:
         filled = {seat: it.heard[seat].filled for seat in self._plan.nodes}
         if it.addition is None and any(filled.values()):
             if self._plan.phases == 2:
-                self._stamp(it.mine.step, 1)
+                stamp(self._own, 1, view=self._mesh.view, step=it.mine.step)
             it.addition = self._addition(it.bank, tuple(filled.values()))
             it.addition.restart()
         if it.addition:
             start, stop = self._plan.shares[self._mesh.seat]
             # partials come one after the other: what the last of them still lacks counts
             lasts = [
-                link.arrived - (stop - start) * (filled[seat].bit_count() - 1)
-                for seat, link in self._far()
-                if filled[seat]
+                link.arrived - (stop - start) * (filled[link.seat].bit_count() - 1)
+                for link in self._mesh.far
+                if filled[link.seat]
             ]
             it.addition.run(min([it.ready - start, *lasts]))
-
-    def _far(self) -> list[tuple[int, Link]]:
-        return [(seat, link) for seat, link in self._mesh.links.items() if not link.same_host]
 
     def _parts(self, seat: int, bank: int, filled: int, *, adder: int) -> list[memoryview]:
         """Of a member's partials that are not empty: what the adder needs."""
@@ -303,16 +275,13 @@ class Exchange:
         partials: list[tuple[Node, Tensor | None]] = []
         for (seat, nodes), mask in zip(plan.nodes.items(), filled, strict=True):
             for i, node in enumerate(nodes):
-                offset = plan.partial(seat, bank if self._shared(seat) else 0, i)
+                offset = plan.partial(seat, bank if self._arenas.shared(seat) else 0, i)
                 there = self._memory[seat].tensor[offset + start : offset + stop]
                 partials.append((node, there if mask >> i & 1 else None))
         term = term_of(partials, plan.lanes)
         assert term is not None
         out = self._total.tensor[start:stop] if plan.phases == 1 else self._sums(self._mesh.seat)
         return Addition(term, out, plan.layout.within(start, stop))
-
-    def _shared(self, seat: int) -> bool:
-        return seat == self._mesh.seat or self._mesh.links[seat].same_host
 
     def _sums(self, seat: int) -> Tensor:
         start, stop = self._plan.shares[seat]
@@ -327,11 +296,11 @@ class Exchange:
 
         def arrange(link: Link, frame: Frame) -> list[memoryview]:
             first, last = plan.shares[link.seat]
-            return _exactly([] if link.same_host else [self._total.raw[first:last]], frame)
+            return exactly([] if link.same_host else [self._total.raw[first:last]], frame)
 
         for link in self._mesh.links.values():
             parts = [] if link.same_host else [mine]
-            link.post(self._frame(frames.TOTAL, step, size=sum(map(len, parts))), parts)
+            link.post(self._mesh.frame(frames.TOTAL, step, size=sum(map(len, parts))), parts)
         self._total.tensor[start:stop].copy_(self._sums(seat))
         self._mesh.trade(frames.TOTAL, step, arrange)
         for link in self._mesh.links.values():
@@ -339,20 +308,8 @@ class Exchange:
                 first, last = plan.shares[link.seat]
                 self._total.tensor[first:last].copy_(self._sums(link.seat))
 
-    # --- stamps
 
-    def _stamp(self, step: int, which: int) -> None:
-        _STAMP.pack_into(self._own.raw, which * _STAMP.size, self._mesh.view, step)
-
-    def _check_stamps(self, step: int, which: int) -> None:
-        for seat, link in self._mesh.links.items():
-            if link.same_host:
-                found = _STAMP.unpack_from(self._memory[seat].raw, which * _STAMP.size)
-                if found != (self._mesh.view, step):
-                    raise PeerError(seat, "went on without this worker")
-
-
-def _exactly(places: list[memoryview], frame: Frame) -> list[memoryview]:
+def exactly(places: list[memoryview], frame: Frame) -> list[memoryview]:
     expected = sum(map(len, places))
     if frame.size != expected:
         raise LinkError(f"sent {frame.size} bytes instead of {expected}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.parallel.flat import ALIGN, Layout, shares
+from shoal.parallel.arenas import STAMPS_BYTES
+from shoal.parallel.flat import Layout, shares
 from shoal.parallel.links import frames
 from shoal.parallel.tree import Node, nodes_of
 
@@ -41,7 +42,7 @@ class Plan:
         return 2 if self.phases == 1 else 1
 
     def partial(self, seat: int, bank: int, index: int) -> int:
-        return ALIGN + (bank * len(self.nodes[seat]) + index) * self.layout.size_bytes
+        return STAMPS_BYTES + (bank * len(self.nodes[seat]) + index) * self.layout.size_bytes
 
     def sums(self, seat: int) -> int:
         return self.partial(seat, self.banks, 0)
@@ -49,3 +50,9 @@ class Plan:
     def arena_bytes(self, seat: int) -> int:
         start, stop = self.shares[seat]
         return self.sums(seat) + (stop - start if self.phases == 2 else 0)
+
+    def sent_bytes(self, seat: int, to: Iterable[int]) -> int:
+        """What a member sends in a step to peers on other hosts."""
+        own = (self.shares[seat][1] - self.shares[seat][0] + frames.FRAME_BYTES) * (self.phases - 1)
+        sizes = [self.shares[peer][1] - self.shares[peer][0] for peer in to]
+        return sum(frames.FRAME_BYTES + size * len(self.nodes[seat]) + own for size in sizes)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from shoal.checkpoint.tree import State
+from shoal.parallel import memories
 from shoal.parallel.feeding import Feeder, Following
 from shoal.parallel.links.endpoint import Endpoint, reach
+from shoal.parallel.memories import Memories, Remembered
 from shoal.parallel.state_door import StateDoor, fetch
 from shoal.parallel.sync.base import Discarded
 from shoal.spec.view import Address, View
@@ -23,6 +26,7 @@ class Peers:
         self.token = token
         self.door = StateDoor()
         self.feeder = Feeder()
+        self.memories = Memories()
         self.endpoint = Endpoint(token, bind=bind, serve=self._serve)
         self._lock = threading.Lock()
         self._fetching: socket.socket | None = None
@@ -31,6 +35,8 @@ class Peers:
     def _serve(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         if hello["purpose"] == "follow":
             self.feeder.serve(sock)
+        elif hello["purpose"] == "memory":
+            self.memories.serve(sock, hello)
         else:
             self.door.serve(sock, hello)
 
@@ -56,6 +62,22 @@ class Peers:
             )
         except LinkError as failure:
             return Discarded(f"no state from worker-{view.source}: {failure}")
+        finally:
+            with self._lock:
+                self._fetching = None
+
+    def recall(
+        self, view: View, seat: int, *, source: int, step: int, lanes: Iterable[int], floats: int
+    ) -> Remembered | Discarded:
+        """What a peer knows of what these lanes remember at a step."""
+        wanted = sorted(lanes)
+        try:
+            address, call = view.addresses[source], {"step": step, "lanes": wanted}
+            with reach(address, self.token, purpose="memory", seat=seat, view=view.number, **call) as sock:
+                self._opened(sock, view.number)
+                return memories.receive(sock, step=step, lanes=wanted, floats=floats)
+        except LinkError as failure:
+            return Discarded(f"no memory from worker-{source}: {failure}")
         finally:
             with self._lock:
                 self._fetching = None

@@ -113,6 +113,7 @@ class Replica:
         self._seed = seed
         self.clipping = clipping or Clipping()
         self._layout: Layout | None = None
+        self._cut: Callable[[Layout], list[int]] | None = None
         self._autocast = autocast
         self._shares: dict[tuple[float, torch.dtype], Tensor] = {}
 
@@ -212,7 +213,13 @@ class Replica:
         """How sums of this replica lie in a stretch, and how they are cut."""
         if self._layout is None:
             self._layout = Layout(self.blank())
+            if self._cut:
+                self._layout.cuts = self._cut(self._layout)
         return self._layout
+
+    def cut_by(self, cut: Callable[[Layout], list[int]]) -> None:
+        """Let the stretch be cut in another way than by size."""
+        self._cut, self._layout = cut, None
 
     def apply(self, step: int, total: LaneSum) -> Tensor:
         """One update from the sum over all lanes. Returns the loss of the step."""

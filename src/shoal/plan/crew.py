@@ -376,7 +376,8 @@ class Crew:
         view = View(
             number=self.number + 1,
             carries=carries,
-            addresses={s: self.members[s].address for s in carries},
+            # of all, those who leave too: they may know what members need
+            addresses={s: m.address for s, m in sorted(self.members.items())},
             position=best,
             source=holder.seat if behind else None,
             saver=saver.seat,

@@ -215,7 +215,54 @@ Sync = Annotated[LanesSync | ServerSync | DdpSync, Field(discriminator="kind")]
 
 
 class NoCodec(Spec):
+    """Values are sent as they are."""
+
     kind: Literal["none"] = "none"
+
+
+class Bf16Codec(Spec):
+    """Half the bytes: float32's range with 8 bits of precision."""
+
+    kind: Literal["bf16"]
+
+
+class Fp16Codec(Spec):
+    """Half the bytes: 11 bits of precision, and nothing beyond 65504."""
+
+    kind: Literal["fp16"]
+
+
+class Int8Codec(Spec):
+    """A quarter of the bytes: whole numbers, with a scale for every `block` values."""
+
+    kind: Literal["int8"]
+    block: Annotated[int, Field(ge=8, le=65536)] = 256
+
+
+class SignCodec(Spec):
+    """One bit per value, with a scale per block; what is lost is added to the next values."""
+
+    kind: Literal["sign"]
+
+
+class TopKCodec(Spec):
+    """The largest values alone; the others wait until they have grown. `momentum` makes them grow as velocities do."""
+
+    kind: Literal["topk"]
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.01
+    momentum: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+
+class LowRankCodec(Spec):
+    """Matrices as products of two thin ones; what is lost is added to the next values."""
+
+    kind: Literal["lowrank"]
+    rank: PositiveInt = 4
+
+
+Codec = Annotated[
+    NoCodec | Bf16Codec | Fp16Codec | Int8Codec | SignCodec | TopKCodec | LowRankCodec, Field(discriminator="kind")
+]
 
 
 class LocalEngine(Spec):
@@ -270,7 +317,7 @@ class Job(Spec):
     threads: PositiveInt = 1
     device: str = "auto"
     sync: Sync = Field(default_factory=LanesSync)
-    codec: NoCodec = Field(default_factory=NoCodec)
+    codec: Codec = Field(default_factory=NoCodec)
     engine: LocalEngine = Field(default_factory=LocalEngine)
 
     evaluate: Evaluate = Field(default_factory=Evaluate)

@@ -24,7 +24,8 @@ class Carried(Spec):
 class Receipt(Spec):
     """The end of a run in numbers. Times are seconds, added up over all workers and starts; `total_s` is from first
     to last. `workers` is the most that worked at the same time, `carried` who did how much. `servers` is the most that
-    held parameters at the same time; staleness is by how many steps their pushes were late.
+    held parameters at the same time; staleness is by how many steps their pushes were late. `bytes_plain` would have
+    been sent without a codec.
 
     A metric may be NaN: what was measured is told as it is.
     """
@@ -62,6 +63,7 @@ class Receipt(Spec):
     total_s: float = 0.0
     samples_per_s: float = 0.0
     bytes_sent: int = 0
+    bytes_plain: int = 0
     bytes_saved: int = 0
     metrics: dict[str, float] = Field(default_factory=dict)
     best: dict[str, float] = Field(default_factory=dict)

@@ -15,6 +15,8 @@ from shoal.spec.data import ColumnSplit, HoldoutSplit, NoSplit
 from shoal.spec.job import ELEMENTWISE, Evaluate, Job, Monitor, ServerSync
 from shoal.spec.names import metric_name, metric_names, refs
 
+MOST_ENCODED_LANES = 256
+
 Rule = Callable[[Job], list[ShoalError]]
 
 
@@ -120,6 +122,19 @@ def _lanes(job: Job) -> list[ShoalError]:
         fix = f"Raise `lanes` to at least {least}, or ask for fewer workers."
         found.append(error("SH107", message, where="lanes", fix=fix))
     return found
+
+
+def _codec(job: Job) -> list[ShoalError]:
+    """A codec that nobody uses would be a promise not kept."""
+    if job.codec.kind == "none":
+        return []
+    if job.sync.kind == "ddp":
+        message = f"`sync: {job.sync.kind}` sends gradients as they are, not by `codec: {job.codec.kind}`"
+        return [error("SH110", message, where="codec", fix="Remove `codec`, or use `sync: lanes` or `server`.")]
+    if job.lane_count > MOST_ENCODED_LANES:
+        message = f"with a codec every lane is sent by itself, and {job.lane_count} are too many"
+        return [error("SH110", message, where="lanes", fix=f"Use at most {MOST_ENCODED_LANES} lanes.")]
+    return []
 
 
 def _split_or_validation(job: Job) -> list[ShoalError]:
@@ -244,6 +259,7 @@ RULES: tuple[Rule, ...] = (
     _plain_arguments,
     _clip,
     _lanes,
+    _codec,
     _split_or_validation,
     _evaluate,
     _needs_validation,

@@ -35,8 +35,9 @@ class Address(Spec):
 class View(Spec):
     """The numbered agreement of a run.
 
-    A view that `carries` is for training: seats to lanes, their `addresses`, the `position` from which they go on
-    and the `source` whose memory holds it (None: every member does). One member, the `saver`, writes for all.
+    A view that `carries` is for training: seats to lanes, their `addresses` (and those of others who still know
+    something), the `position` from which they go on and the `source` whose memory holds it (None: every member does).
+    One member, the `saver`, writes for all.
 
     The other views ask for something: `halt` lets the members stop, at the next step boundary or now, and say where
     they stand; `loads` lets a seat take up the newest checkpoint; `followers` catch up from the memory of the source

@@ -35,7 +35,8 @@ def receipt(console: Console, r: Receipt) -> None:
     spent = [f"{name} {words.seconds(getattr(r, name + '_s'))}" for name in _SPENT if getattr(r, name + "_s") >= 0.0005]
     table.add_row("time", f"{words.seconds(r.total_s)}: {', '.join(spent)}")
     table.add_row("speed", f"{words.count(r.samples_per_s)} samples/s")
-    table.add_row("bytes", f"{words.size(r.bytes_sent)} sent, {words.size(r.bytes_saved)} saved")
+    instead = f" (instead of {words.size(r.bytes_plain)})" if r.bytes_plain > r.bytes_sent else ""
+    table.add_row("bytes", f"{words.size(r.bytes_sent)} sent{instead}, {words.size(r.bytes_saved)} saved")
     if r.metrics:
         table.add_row("metrics", words.metrics(r.metrics))
     if r.best:

@@ -22,8 +22,10 @@ from shoal.fleet.membership import Membership
 from shoal.parallel.peers import Peers
 from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Clipping, Replica
+from shoal.parallel.server.coding import Coding
 from shoal.parallel.sync.base import Sync
 from shoal.parallel.sync.ddp import DdpSync
+from shoal.parallel.sync.encoded import EncodedSync
 from shoal.parallel.sync.lanes import LanesSync
 from shoal.parallel.sync.server import ServerSync
 from shoal.spec import seeds
@@ -201,7 +203,7 @@ def build_loop(
         replica=built.replica,
         dealer=built.dealer,
         feed=feed,
-        sync=make_sync(job, built.replica, peers),
+        sync=make_sync(job, built.replica, peers, teller.tell),
         peers=peers,
         store=store,
         membership=membership,
@@ -218,12 +220,16 @@ def build_loop(
     )
 
 
-def make_sync(job: Job, replica: Replica, peers: Peers) -> Sync:
+def make_sync(job: Job, replica: Replica, peers: Peers, tell: Callable[..., object]) -> Sync:
     way: dict[str, Any] = {"endpoint": peers.endpoint, "token": peers.token}
     if job.sync.kind == "ddp":
         return DdpSync(job.lane_count, job.sync.backend, replica.device, **way)
+    codec = job.codec.model_dump() if job.codec.kind != "none" else None
     if job.sync.kind == "server":
-        return ServerSync(job.lane_count, replica, staleness=job.sync.bound, **way)
+        coding = Coding(replica, codec, peers, tell, together=job.sync.bound == 0) if codec else None
+        return ServerSync(job.lane_count, replica, staleness=job.sync.bound, coding=coding, **way)
+    if codec:
+        return EncodedSync(job.lane_count, codec, replica, peers=peers, tell=tell)
     return LanesSync(job.lane_count, **way)
 
 

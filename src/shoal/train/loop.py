@@ -225,7 +225,8 @@ class Loop:
         samples = self.count(committed.loss)
         self.pulse.enter("telling", self.step)
         lr = self.replica.lr
-        self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples, bytes_sent=committed.bytes_sent)
+        sent, plain = committed.bytes_sent, committed.bytes_plain
+        self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples, bytes_sent=sent, bytes_plain=plain)
         if not self._due():
             self.save()
 

@@ -63,7 +63,8 @@ def serve(paths: RunPaths, seat: int) -> None:
 
 def terms_of(job: Job) -> Terms:
     assert job.sync.kind == "server"
-    return Terms(job.lane_count, job.sync.bound, aware=job.sync.staleness_aware)
+    codec = job.codec.model_dump() if job.codec.kind != "none" else None
+    return Terms(job.lane_count, job.sync.bound, aware=job.sync.staleness_aware, codec=codec)
 
 
 def hello(host: Host, tie: Tie, seat: int) -> dict[str, Any]:

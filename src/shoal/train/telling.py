@@ -74,7 +74,7 @@ class Progress:
         self._teller = teller
         self._every_step = every_step
         self._times = dict.fromkeys(TIMES, 0.0)
-        self._steps = self._samples = self._bytes = 0
+        self._steps = self._samples = self._bytes = self._plain = 0
         self._row_at = time.perf_counter()
 
     def spent(self, name: str, seconds: float) -> None:
@@ -84,10 +84,14 @@ class Progress:
         """By this worker."""
         self._samples += samples
 
-    def step(self, step: int, *, loss: float, lr: float, samples: int, bytes_sent: int) -> None:
-        """`step` steps are committed now; the last had so many samples in all."""
+    def step(
+        self, step: int, *, loss: float, lr: float, samples: int, bytes_sent: int, bytes_plain: int | None = None
+    ) -> None:
+        """`step` steps are committed now; the last had so many samples in all. Without a codec, `bytes_plain` would
+        have been sent."""
         self._steps += 1
         self._bytes += bytes_sent
+        self._plain += bytes_sent if bytes_plain is None else bytes_plain
         self.show(step, loss=loss, lr=lr, samples=samples)
         now = time.perf_counter()
         if now - self._row_at >= ROW_EVERY_S:
@@ -119,8 +123,9 @@ class Progress:
             samples=self._samples,
             wall_s=round(now - self._row_at, 6),
             bytes_sent=self._bytes,
+            bytes_plain=self._plain,
             **times,
         )
         self._times = dict.fromkeys(TIMES, 0.0)
-        self._steps = self._samples = self._bytes = 0
+        self._steps = self._samples = self._bytes = self._plain = 0
         self._row_at = now

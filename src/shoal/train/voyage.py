@@ -40,6 +40,8 @@ class Voyage:
             self._number = view.number
             if self.seat in view.leave:
                 loop.teller.leads = view.saver == self.seat  # else others go on, and one of them saves
+                if not loop.teller.leads:
+                    loop.sync.hand_over(lambda: self._membership.newer(self._number))
                 return loop.leave("asked to leave")
             if view.stop:
                 loop.teller.leads = view.saver == self.seat
@@ -60,6 +62,7 @@ class Voyage:
         loop = self.loop
         if self._lock is None:
             loop.teller.leads = False
+            loop.sync.hand_over(lambda: False)
             return loop.leave(why)
         with self._lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

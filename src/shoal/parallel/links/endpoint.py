@@ -14,7 +14,7 @@ from shoal.wire.door import Door, call
 from shoal.wire.handshake import LinkError
 
 Serve = Callable[[socket.socket, dict[str, Any]], None]
-PURPOSES = ("mesh", "state", "follow", "push", "chain")
+PURPOSES = ("mesh", "state", "follow", "memory", "push", "chain")
 _BACKLOG = 128
 
 
@@ -28,8 +28,8 @@ def host_id() -> str:
 class Endpoint:
     """Callers that know the token say what they want. Those for the `mesh` of a view wait until that view takes
     them, in whatever order views and callers come; callers of an older view are refused. Those for the `state`, or to
-    `follow` it, are given to `serve`, each in a thread of its own; their socket is closed when `serve` returns, unless
-    it `keeps` those who call for this purpose.
+    `follow` it, or for what lanes remember (`memory`), are given to `serve`, each in a thread of its own; their socket
+    is closed when `serve` returns, unless it `keeps` those who call for this purpose.
     """
 
     def __init__(self, token: str, *, bind: str = "127.0.0.1", serve: Serve, keeps: tuple[str, ...] = ()) -> None:
@@ -57,7 +57,7 @@ class Endpoint:
             self.park(said["view"], said["seat"], sock)
         elif said["purpose"] in self._keeps:
             self._serve(sock, said)
-        elif said["purpose"] not in ("state", "follow"):
+        elif said["purpose"] not in ("state", "follow", "memory"):
             raise LinkError("a greeting for somebody else")
         else:
             with sock:
@@ -110,9 +110,9 @@ def _read(hello: bytes) -> dict[str, Any]:
     return dict(said)
 
 
-def reach(address: Address, token: str, *, purpose: str, seat: int, view: int) -> socket.socket:
+def reach(address: Address, token: str, *, purpose: str, seat: int, view: int, **more: Any) -> socket.socket:
     """Call a peer as `seat`, over its Unix address if it is on this host. LinkError if it cannot be had."""
-    hello = json.dumps({"purpose": purpose, "seat": seat, "view": view}).encode()
+    hello = json.dumps({"purpose": purpose, "seat": seat, "view": view, **more}).encode()
     if address.unix and address.host_id == host_id():
         return call(socket.AF_UNIX, "\0" + address.unix, token, hello)
     return call(_family(address.host), (address.host, address.port), token, hello)

@@ -79,6 +79,14 @@ class Mesh:
     def _hopeless(self) -> bool:
         return self._aborted.is_set() or self._unreached is not None
 
+    def frame(self, kind: int, step: int, *, flags: int = 0, size: int = 0, filled: int = 0) -> Frame:
+        return Frame(kind, self.view, step, self.seat, flags, size, filled)
+
+    @property
+    def far(self) -> list[Link]:
+        """To those with whom no memory is shared."""
+        return [link for link in self.links.values() if not link.same_host]
+
     def trade(self, kind: int, step: int, arrange: Arrange, *, progress: Callable[[], None] | None = None) -> float:
         """Send what was posted and receive one frame from every peer, all at once, so that nobody waits in a circle.
 

@@ -320,6 +320,12 @@ class Client:
     # ---- the end ----
 
     @property
+    def far_bytes(self) -> int:
+        """Of the stretch, what lies on servers that share no memory with us."""
+        far = {seat for seat, server in self._servers.items() if not server.line.same_host}
+        return sum(piece.stop - piece.start for piece in self._pieces if piece.primary in far)
+
+    @property
     def sent_bytes(self) -> int:
         return self.bytes_sent + sum(server.line.bytes_out for server in self._servers.values())
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from shoal.checkpoint import live
 from shoal.checkpoint.tree import State
 from shoal.parallel.clipping import coefficient
+from shoal.parallel.cutting import Form
 from shoal.parallel.flat import Layout
 from shoal.parallel.links.memory import Memory
 from shoal.parallel.server import frames
@@ -69,6 +70,7 @@ class Push(Values):
     flags_sent: int
     hyper: bytes
     clip_norm: float | None = None
+    form: Form | None = None
     _norms: dict[int, float] = field(default_factory=dict, init=False)
     _tail: bytearray = field(default_factory=bytearray, init=False)
     _told: Frame | None = field(default=None, init=False)
@@ -84,9 +86,8 @@ class Push(Values):
         server.line.send(frame, *parts)
 
     def _parts(self, piece: Piece) -> list[memoryview]:
-        size = self.layout.size_bytes
-        starts = [i * size for i in range(self.filled.bit_length()) if self.filled >> i & 1]
-        return [self.partials.raw[start + piece.start : start + piece.stop] for start in starts]
+        indices = [i for i in range(self.filled.bit_length()) if self.filled >> i & 1]
+        return [part_of(self.partials, i, piece, self.layout, self.form) for i in indices]
 
     def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
         if frame.kind != frames.SUMMED:
@@ -150,12 +151,13 @@ class LanePush(Values):
     share: float
     hyper: bytes
     empty: bool = False
+    form: Form | None = None
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         server.tell_hyper(frame, self.hyper)
         shared = server.line.same_host
-        start = self.index * self.layout.size_bytes
-        parts = [] if shared or self.empty else [self.partials.raw[start + piece.start : start + piece.stop]]
+        nothing = shared or self.empty
+        parts = [] if nothing else [part_of(self.partials, self.index, piece, self.layout, self.form)]
         frame = frame._replace(
             kind=frames.PUSH,
             seat=self.lane,
@@ -213,3 +215,13 @@ class SetAll:
 
     def answer_all(self) -> Callable[[Server, Frame], None] | None:
         return None
+
+
+def part_of(partials: Memory, index: int, piece: Piece, layout: Layout, form: Form | None) -> memoryview:
+    """What is sent of a partial for one piece; encoded ones lie in slots."""
+    if form is None:
+        start = index * layout.size_bytes
+        return partials.raw[start + piece.start : start + piece.stop]
+    at, size = form.part(piece.first)
+    start = index * form.slot_bytes + at
+    return partials.raw[start : start + size]

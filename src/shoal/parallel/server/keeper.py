@@ -9,12 +9,13 @@ Rules that keep every update exactly once, whoever dies:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shoal.parallel.cutting import Form
 from shoal.parallel.flat import Layout
 from shoal.parallel.links.memory import Arena, Memory, look_into
 from shoal.parallel.server import frames
@@ -43,6 +44,8 @@ class Terms:
     staleness: float
     optimizer: type[torch.optim.Optimizer] | None = None
     aware: bool = False
+    codec: Mapping[str, Any] | None = None
+    """The job's, as plain data: what is pushed is encoded, lane by lane."""
 
     @property
     def synchronous(self) -> bool:
@@ -62,6 +65,7 @@ class Keeper:
         self.view = 0
         self.nodes: dict[int, list[Node]] = {}
         self.model: dict[str, Any] = {}
+        self.form: Form | None = None
         self.chain = Chain(self, call=call, filled=filled)
         self.orders = Orders(self)
         self._shard: Shard | None = None
@@ -175,7 +179,8 @@ class Keeper:
             raise LinkError(f"enters view {view} without a part in it")
         guest.view, guest.entering = view, frame
         size = len(self.nodes[guest.seat]) * self.shard.layout.size_bytes
-        if guest.shared is None and (guest.memory is None or len(guest.memory.raw) < size):
+        alone = guest.shared is None or self.form is not None
+        if alone and (guest.memory is None or len(guest.memory.raw) < size):
             guest.memory = Memory.private(size)
         if words.get("lead") and not self._ready:
             guest.line.send(Frame(frames.STATUS, frame.table, view=view), said(self._status()))
@@ -204,6 +209,9 @@ class Keeper:
 
     def _describe(self, model: dict[str, Any]) -> None:
         layout = Layout.from_description(model["layout"])
+        if self.terms.codec:
+            self.form = Form(layout, self.terms.codec)
+            layout.cuts = self.form.chunks
         if self.table is None or self.table.cuts != layout.cuts:
             raise ValueError("the table is for another one")
         self._arena = Arena(layout.size_bytes)
@@ -224,7 +232,7 @@ class Keeper:
 
     def _begin_view(self, view: int, carries: dict[int, list[int]]) -> None:
         """Where lanes push for themselves, each is a partial of its own."""
-        if not self.terms.synchronous:
+        if not self.terms.synchronous or self.terms.codec:
             self.nodes = {seat: [(0, lane) for lane in lanes] for seat, lanes in carries.items()}
         else:
             self.nodes = {seat: nodes_of(lanes, self.terms.lanes) for seat, lanes in carries.items()}
@@ -267,7 +275,8 @@ class Keeper:
             guest.line.send(answer, said({"clocks": clocks}), fd=fd)
 
     def _share(self, guest: Guest, frame: Frame) -> None:
-        guest.shared, guest.memory = look_into(guest.line.take_fd(), frame.number), None
+        guest.shared = look_into(guest.line.take_fd(), frame.number)
+        guest.encoded = self.terms.codec is not None
         for post in self.posts.values():
             post.additions.clear()
 

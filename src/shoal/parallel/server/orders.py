@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.checkpoint import live
+from shoal.parallel.cutting import Form
 from shoal.parallel.links.memory import Memory
 from shoal.parallel.server import frames
 from shoal.parallel.server.frames import Frame, heard
@@ -53,13 +54,16 @@ class Orders:
         post, size = keeper.post(frame), keeper.shard.layout.size_bytes
         if not post.primary:
             raise LinkError(f"pushes piece {frame.piece} to one that does not order it")
-        starts = [i * size for i in self._partials(guest, frame)]
+        partials = self._partials(guest, frame)
         if post.round is not None:
             post.round.came.pop(guest.seat, None)  # it comes again
         if frame.flags & (frames.SHARED | frames.EMPTY):
             return []
+        if keeper.form is not None:
+            return guest.line.room(len(partials) * keeper.form.part(post.piece.first)[1])
         if guest.memory is None:
             raise LinkError("said that it shares its memory")
+        starts = [i * size for i in partials]
         return [guest.memory.raw[start + post.piece.start : start + post.piece.stop] for start in starts]
 
     def _partials(self, guest: Guest, frame: Frame) -> list[int]:
@@ -94,7 +98,8 @@ class Orders:
             raise LinkError(f"sent a frame of kind {frame.kind}")
 
     def _push(self, guest: Guest, frame: Frame) -> None:
-        room = len(self._keeper.nodes[guest.seat]) * self._keeper.shard.layout.size_bytes
+        form, layout = self._keeper.form, self._keeper.shard.layout
+        room = len(self._keeper.nodes[guest.seat]) * (form.slot_bytes if form else layout.size_bytes)
         if frame.flags & frames.SHARED and (guest.shared is None or len(guest.shared.raw) < room):
             raise LinkError("shares too little memory")
         if guest.hyper is None:
@@ -108,10 +113,21 @@ class Orders:
         elif past < frame.step:
             why = f"step {frame.step} comes where step {past} is missing"
             guest.line.send(Frame(frames.REFUSED, self._keeper.number), why.encode())
-        elif self._keeper.terms.synchronous:
-            self._gather(guest, frame, post)
         else:
-            self._apply_alone(guest, frame, post)
+            if form is not None and not frame.flags & frames.EMPTY:
+                self._decode(form, guest, frame, post)
+            (self._gather if self._keeper.terms.synchronous else self._apply_alone)(guest, frame, post)
+
+    def _decode(self, form: Form, guest: Guest, frame: Frame, post: Post) -> None:
+        """What was pushed, into the guest's partials. With a codec, every piece is one chunk."""
+        at, size = form.part(post.piece.first)
+        for place, i in enumerate(self._partials(guest, frame)):
+            if frame.flags & frames.SHARED:
+                assert guest.shared is not None
+                data = guest.shared.tensor[i * form.slot_bytes + at :][:size]
+            else:
+                data = torch.frombuffer(guest.line.said, dtype=torch.uint8)[place * size :][:size]
+            form.decode(post.piece.first, data, guest.partial(i, form.layout.size_bytes).tensor)
 
     def _past(self, post: Post, frame: Frame) -> int:
         """The step that the piece waits for."""

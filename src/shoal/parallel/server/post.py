@@ -20,7 +20,8 @@ from shoal.spec.table import Piece
 
 @dataclass(eq=False)
 class Guest:
-    """Who pushes over a line. Its partials lie one after the other in `memory`: its own, where that is shared."""
+    """Who pushes over a line. Its partials lie one after the other in `memory`; in its own, `shared`, where that can be
+    read. If that is `encoded`, they are decoded into `memory`."""
 
     line: Line
     seat: int
@@ -28,13 +29,14 @@ class Guest:
     hyper: dict[str, Any] | None = None
     memory: Memory | None = None
     shared: Memory | None = None
+    encoded: bool = False
     entering: Frame | None = None
     bases: dict[int, int] = field(default_factory=dict)
     """How many updates the values had that it was last given, by the first chunk of their piece."""
 
     def partial(self, index: int, size_bytes: int) -> Memory:
         """One of its partials, a stretch of so many bytes."""
-        memory = self.shared or self.memory
+        memory = self.memory if self.shared is None or self.encoded else self.shared
         assert memory is not None
         start, stop = index * size_bytes, (index + 1) * size_bytes
         return Memory(memory.raw[start:stop], memory.tensor[start:stop])

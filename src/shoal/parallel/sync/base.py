@@ -18,7 +18,8 @@ class Committed:
     """The step counts: the replica has changed.
 
     `halt` if any member asked for it: all learn of it in the same step. `waited_s` is the part of the exchange in
-    which nothing moved because peers were not ready, `exchange_s` the rest of it.
+    which nothing moved because peers were not ready, `exchange_s` the rest of it. With a codec, `bytes_plain` is what
+    would have been sent without it.
     """
 
     loss: Tensor
@@ -26,6 +27,7 @@ class Committed:
     halt: bool = False
     waited_s: float = 0.0
     exchange_s: float = 0.0
+    bytes_plain: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ class Sync(Protocol):
     def complete(self, replica: Replica, step: int) -> Discarded | None:
         """Bring into the replica what is held elsewhere, so that it can be saved."""
 
+    def hand_over(self, given_up: Callable[[], bool]) -> None:
+        """Before leaving while others go on: until they have what only this worker holds."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs besides the replica, the other members' part of it too. Not for peers: they get it
         when they enter a view."""
@@ -127,6 +132,9 @@ class Together:
 
     def complete(self, replica: Replica, step: int) -> Discarded | None:
         return None
+
+    def hand_over(self, given_up: Callable[[], bool]) -> None:
+        """What it holds, the others hold too."""
 
     def state(self) -> dict[str, Any]:
         return {}

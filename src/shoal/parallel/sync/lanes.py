@@ -19,6 +19,8 @@ from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View
 from shoal.wire.handshake import LinkError
 
+NOTHING = "no lane had samples"
+
 
 class LanesSync(Together):
     """With one worker that carries all lanes there is nobody to talk to: the tree is complete as it is, and no
@@ -53,7 +55,7 @@ class LanesSync(Together):
             return Discarded(meeting.broken)
         if meeting.mesh is None:
             total = sums.total()
-            return Discarded(_NOTHING) if total is None else Committed(self._apply(replica, step, total), halt=halt)
+            return Discarded(NOTHING) if total is None else Committed(self._apply(replica, step, total), halt=halt)
         began = time.perf_counter()
         try:
             exchange = self._exchange or self._prepare(meeting.mesh, replica, step)
@@ -62,7 +64,7 @@ class LanesSync(Together):
             self._sends_ahead = self._sends_ahead and not isinstance(failure, SpoiltError)
             return meeting.discard(failure)
         if agreed.total is None:
-            return Discarded(_NOTHING)
+            return Discarded(NOTHING)
         exchange_s = time.perf_counter() - began - agreed.waited_s
         loss = self._apply(replica, step, agreed.total)
         return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s)
@@ -104,6 +106,3 @@ class LanesSync(Together):
         if self._arena:
             self._arena.close()
             self._arena = None
-
-
-_NOTHING = "no lane had samples"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from shoal.parallel.replica import Replica, Taker
 from shoal.parallel.server import frames
 from shoal.parallel.server.chunks import collect, groups_of, hyper_of, scatter
 from shoal.parallel.server.client import Client, Entry, Errand, RefusedError
+from shoal.parallel.server.coding import Coding
 from shoal.parallel.server.elementwise import why_not_in_parts
 from shoal.parallel.server.errands import LanePush, Pull, PullAll, Push, SetAll
 from shoal.parallel.sync.base import Committed, Discarded, Together
@@ -57,18 +58,21 @@ class ServerSync(Together):
         staleness: float,
         endpoint: Endpoint | None,
         token: str,
+        coding: Coding | None = None,
     ) -> None:
         super().__init__(lanes)
         self.exact = self.together = staleness == 0
         self._replica = replica
         self._staleness = staleness
-        self._token = token
         self._meeting = Meeting(endpoint, token)
         self._client = Client(0, token, aborted=self._meeting.aborted)
+        self._coding = coding
         self._arena: Arena | None = None
         self._values: Memory | None = None
         self._nodes: list[Node] = []
         self._rooms: list[LaneSum] = []
+        self._slots: list[Tensor] = []
+        self._plain = 0
         self._clocks: list[int] = []
         self._shares: dict[int, float] = {}
         self._start_at: int | None = 0
@@ -90,8 +94,12 @@ class ServerSync(Together):
     def reconfigure(self, view: View, seat: int) -> str:
         if why := self._meeting.enter(view, seat):
             return why
+        if self._coding and (why := self._coding.enter(view, seat)):
+            return why
         carried = sorted(view.carries[seat])
-        self._nodes = nodes_of(carried, self._lanes) if self.exact else [(0, lane) for lane in carried]
+        added = self.exact and not self._coding
+        self._nodes = nodes_of(carried, self._lanes) if added else [(0, lane) for lane in carried]
+        self._plain = len(nodes_of(carried, self._lanes)) if self.exact else len(carried)
         self._make_room(len(self._nodes))
         self._client.seat = seat
         leads = seat == (view.saver if view.source is None else view.source)
@@ -109,15 +117,23 @@ class ServerSync(Together):
     def _make_room(self, partials: int) -> None:
         """Stretches for what is pushed, in memory that servers on this host can read, and for what comes back."""
         layout = self._replica.layout
-        size = layout.size_bytes
+        size = self._coding.form.slot_bytes if self._coding else layout.size_bytes
         if self._arena is None or self._arena.size_bytes < partials * size:
             if self._arena:
                 self._arena.close()
             self._arena = Arena(partials * size)
-        if self._values is None or len(self._values.raw) != size:
-            self._values = Memory.private(size)
-        memory = self._arena.memory.tensor
-        self._rooms = [layout.views(memory[i * size : (i + 1) * size]) for i in range(partials)]
+        if self._values is None or len(self._values.raw) != layout.size_bytes:
+            self._values = Memory.private(layout.size_bytes)
+        rooms = torch.split(self._arena.memory.tensor[: partials * size], size)
+        self._slots = list(rooms)
+        self._rooms = [] if self._coding else [layout.views(room) for room in rooms]
+
+    def _lay_down(self, index: int, value: LaneSum) -> None:
+        """Ready to be sent."""
+        if self._coding:
+            self._coding.encode(self._nodes[index][1], value, self._slots[index])
+        else:
+            write(self._rooms[index], value)
 
     def _description(self) -> dict[str, Any]:
         replica, kind = self._replica, type(self._replica.optimizer)
@@ -163,7 +179,7 @@ class ServerSync(Together):
     # ---- steps ----
 
     def sums(self) -> TreeSum[LaneSum]:
-        return TreeSum(self._lanes, add) if self.exact else Apart(self._lanes, add)
+        return TreeSum(self._lanes, add) if self.exact and not self._coding else Apart(self._lanes, add)
 
     def share(self, lane: int, size: int, total: int) -> float:
         """The part of the step's samples; a lane that goes its own way counts for itself, and moves as much less."""
@@ -193,17 +209,20 @@ class ServerSync(Together):
         replica.optimizer.state.clear()
         waited_s = client.waited_s - waited_s
         exchange_s = time.perf_counter() - began - waited_s
-        return Committed(loss, client.sent_bytes - sent, halting, waited_s, exchange_s)
+        plain = self._plain * client.far_bytes if self._coding else None
+        return Committed(loss, client.sent_bytes - sent, halting, waited_s, exchange_s, plain)
 
     def _together(self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool) -> tuple[Tensor, bool]:
         assert self._arena is not None
         assert self._values is not None
         filled, flags = 0, frames.HALT if halt else 0
         partials = sums.partials
-        for i, (node, room) in enumerate(zip(self._nodes, self._rooms, strict=True)):
+        if self._coding:
+            self._coding.begin_step()
+        for i, node in enumerate(self._nodes):
             value = partials[node]
             if value is not None:
-                write(room, value)
+                self._lay_down(i, value)
                 filled |= 1 << i
                 flags |= frames.COUNTED if value.count is not None else 0
         clip = replica.clipping
@@ -216,8 +235,11 @@ class ServerSync(Together):
             flags_sent=flags,
             hyper=self._hyper(replica),
             clip_norm=clip.norm,
+            form=self._coding.form if self._coding else None,
         )
         self._client.run(push)
+        if self._coding:
+            self._coding.settle(step)
         total = replica.layout.views(self._values.tensor)
         if not push.flags & frames.COUNTED:
             total.count = None
@@ -236,7 +258,7 @@ class ServerSync(Together):
                 losses.append(value.loss if value.count is None else value.loss / value.count)
                 weights.append(self._shares[lane])
                 value.count = None
-                write(self._rooms[i], value)
+                self._lay_down(i, value)
             self._client.run(
                 LanePush(
                     replica.layout,
@@ -248,8 +270,11 @@ class ServerSync(Together):
                     share=self._shares[lane] if value is not None else 0.0,
                     hyper=self._hyper(replica),
                     empty=value is None,
+                    form=self._coding.form if self._coding else None,
                 )
             )
+            if self._coding and value is not None:
+                self._coding.settle_lane(lane)
             self._clocks[lane] = step + 1
         total = replica.layout.views(self._values.tensor)
         weight = torch.tensor(weights, dtype=torch.float64)
@@ -301,13 +326,19 @@ class ServerSync(Together):
         return None
 
     def state(self) -> dict[str, Any]:
-        return {"clocks": self._chunk_clocks}
+        return {"clocks": self._chunk_clocks, **(self._coding.state() if self._coding else {})}
 
     def load_state(self, step: int, state: dict[str, Any]) -> None:
         self._start_at = step
         self._chunk_clocks = state.get("clocks")  # of another kind of sync: all lanes are where the replica is
+        if self._coding:
+            self._coding.load_state(step, state)
 
     # ---- the rest ----
+
+    def hand_over(self, given_up: Callable[[], bool]) -> None:
+        if self._coding:
+            self._coding.hand_over(given_up)
 
     def gather(self, label: int, content: bytes) -> dict[int, bytes] | Discarded:
         return self._meeting.gather(label, content)

@@ -1,0 +1,84 @@
+"""What all codecs promise, and the checks that they share."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import error
+
+
+class Codec(Protocol):
+    """Turns a stretch of float32 values into bytes and back.
+
+    Both directions are pure functions of what is given: the same values and memory give the same bytes, in every run
+    and on every worker, and the same bytes the same values. Nothing is drawn at random. Stretches and bytes are flat,
+    contiguous, on one device, and begin at a multiple of 4 bytes (of 64 for `lowrank`, whose products of matrices may
+    add in another order elsewhere). A codec keeps scratch memory: it is used by one thread at a time.
+
+    A value that is not finite leads to one that is not finite in what is decoded, so that training notices.
+    """
+
+    @property
+    def exact(self) -> bool:
+        """No bit changes."""
+
+    @property
+    def remembers(self) -> bool:
+        """It sends so little that what was lost must be added to the next values, or training goes astray."""
+
+    def size_bytes(self, count: int) -> int:
+        """What `count` values take: known before, whatever they are."""
+
+    def memory_floats(self, count: int) -> int:
+        """How long `before` and `after` are. The first `count` are what was lost."""
+
+    def encode(self, values: Tensor, out: Tensor, *, before: Tensor | None = None, after: Tensor | None = None) -> None:
+        """Fill `out`, exactly `size_bytes` long.
+
+        With `after`, what is lost is left there, and what was lost before (none if there is no `before`) is added to
+        the values first. The two may be the same tensor; two of them allow a step to be done again.
+        """
+
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """The values into `out`, or added to what is there: the same bits as decoding first and adding then."""
+
+
+def check_encode(codec: Codec, values: Tensor, out: Tensor, before: Tensor | None, after: Tensor | None) -> int:
+    """The number of values, if everything fits."""
+    count = _check_floats(values, "values")
+    _check_bytes(out, codec.size_bytes(count))
+    if before is not None and after is None:
+        raise ValueError("there is a memory from before, and no room for the next one")
+    for name, memory in (("before", before), ("after", after)):
+        if memory is not None and _check_floats(memory, name) != codec.memory_floats(count):
+            raise ValueError(f"`{name}` holds {memory.numel()} values instead of {codec.memory_floats(count)}")
+    return count
+
+
+def check_decode(codec: Codec, data: Tensor, out: Tensor) -> int:
+    """The number of values, if everything fits."""
+    count = _check_floats(out, "out")
+    _check_bytes(data, codec.size_bytes(count))
+    return count
+
+
+def _check_floats(tensor: Tensor, name: str) -> int:
+    if tensor.dtype != torch.float32:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        fix = "Use `codec: none`, or a model whose parameters are float32."
+        raise error("SH110", f"codecs take float32 values, and these are {kind}", where="codec", fix=fix)
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"`{name}` is not one flat stretch")
+    return tensor.numel()
+
+
+def _check_bytes(data: Tensor, size_bytes: int) -> None:
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+        raise ValueError("the encoded values are not one flat stretch of bytes")
+    if data.numel() != size_bytes:
+        raise ValueError(f"{data.numel()} bytes, where the values take {size_bytes}")
+    if data.data_ptr() % 4:
+        raise ValueError("the encoded values do not begin at a multiple of 4 bytes")

@@ -1,0 +1,40 @@
+"""From a job's `codec` section to the codec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.codecs.cast import Cast
+from shoal.codecs.codec import Codec
+from shoal.codecs.int8 import Int8
+from shoal.codecs.lowrank import LowRank
+from shoal.codecs.scratch import Scratch
+from shoal.codecs.sign import Sign
+from shoal.codecs.size import Shape
+from shoal.codecs.topk import TopK
+
+CASTS = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make(settings: Mapping[str, Any], *, shapes: Sequence[Shape] = (), scratch: Scratch | None = None) -> Codec:
+    """`settings` is the section as plain data. One codec serves stretches of any length, but for `lowrank`: that one is
+    for a stretch that holds tensors of these `shapes` one after the other (`size.within` gives those of a piece).
+
+    Codecs that are used by the same thread may share their scratch memory.
+    """
+    scratch = scratch or Scratch()
+    kind = settings["kind"]
+    if kind in CASTS:
+        return Cast(CASTS[kind], scratch)
+    if kind == "int8":
+        return Int8(settings["block"], scratch)
+    if kind == "sign":
+        return Sign(scratch)
+    if kind == "topk":
+        return TopK(settings["keep"], settings.get("momentum"), scratch)
+    if kind == "lowrank":
+        return LowRank(settings["rank"], shapes, scratch)
+    raise ValueError(f"there is no codec '{kind}'")

@@ -1,0 +1,47 @@
+"""What one contributor carries from one step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class Memory:
+    """`floats` values in two banks: encoding reads the one and writes the other, and `settle` says that it counted.
+
+    A step that is discarded and done again finds the memory as it was. Several stretches may share a memory, each with
+    a part of its own; then all of them are encoded before it is settled. Nothing is allocated before the first use.
+    """
+
+    def __init__(self, floats: int, *, device: torch.device | str = "cpu") -> None:
+        self.floats = floats
+        self._device = torch.device(device)
+        self._before: Tensor | None = None
+        self._after: Tensor | None = None
+
+    def part(self, start: int = 0, stop: int | None = None) -> tuple[Tensor | None, Tensor]:
+        """`before` and `after` for `encode`; nothing was before the first step."""
+        if self._after is None:
+            self._after = torch.zeros(self.floats, device=self._device)
+        return None if self._before is None else self._before[start:stop], self._after[start:stop]
+
+    def settle(self) -> None:
+        """The step counts: what was left becomes what the next one starts from."""
+        if self._after is None:
+            raise ValueError("nothing was encoded")
+        self._before, self._after = self._after, self._before
+
+    def state(self, *, settled: bool = True) -> dict[str, Tensor]:
+        """What a checkpoint needs: the values themselves, not a copy; nothing before the first step. Those that are
+        not `settled` are what they will be when the step that was encoded counts."""
+        found = self._before if settled else self._after
+        return {} if found is None else {"memory": found}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there. The tensor is copied."""
+        found = state.get("memory")
+        if found is not None and (found.dtype != torch.float32 or found.shape != (self.floats,)):
+            raise ValueError(f"a memory of {tuple(found.shape)} values, where the codec has {self.floats}")
+        self._before = None if found is None else found.to(self._device, copy=True)

@@ -1,0 +1,94 @@
+"""Codecs that treat their values piece by piece, each piece small enough to stay in a core's cache.
+
+That is what makes several passes over the values about as cheap as one, and keeps scratch memory small.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.codecs.codec import check_decode, check_encode
+from shoal.codecs.scratch import Scratch
+
+PIECE = 1 << 17  # measured: half of a core's own cache
+PIECE_ELSEWHERE = 1 << 24  # accelerators want few and large kernels
+
+
+class Piecewise(ABC):
+    """The walk over the pieces. What is lost is found by reading back what was written."""
+
+    exact = False
+    remembers = False
+    width = 1  # no piece but the last ends within so many values
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+
+    @abstractmethod
+    def size_bytes(self, count: int) -> int: ...
+
+    @abstractmethod
+    def _split(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
+        """The parts of the encoded bytes, each as what it holds."""
+
+    @abstractmethod
+    def _write(self, values: Tensor, parts: tuple[Tensor, ...], start: int) -> None:
+        """Encode the piece that begins at value number `start`."""
+
+    @abstractmethod
+    def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
+        """Decode the piece that begins at value number `start`."""
+
+    def memory_floats(self, count: int) -> int:
+        return count
+
+    def encode(self, values: Tensor, out: Tensor, *, before: Tensor | None = None, after: Tensor | None = None) -> None:
+        count = check_encode(self, values, out, before, after)
+        if not self.memory_floats(count):
+            before = after = None
+        parts = self._split(out, count)
+        for start, stop in pieces(count, self.width, values.device):
+            piece = values[start:stop]
+            if after is None:
+                self._write(piece, parts, start)
+                continue
+            left = after[start:stop]
+            if before is not None:
+                piece = torch.add(piece, before[start:stop], out=left)
+            self._write(piece, parts, start)
+            back = self._floats(piece)
+            self._read(parts, start, back)
+            torch.sub(piece, back, out=left)
+
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        count = check_decode(self, data, out)
+        parts = self._split(data, count)
+        for start, stop in pieces(count, self.width, out.device):
+            piece = out[start:stop]
+            if not add:
+                self._read(parts, start, piece)
+                continue
+            back = self._floats(piece)
+            self._read(parts, start, back)
+            piece.add_(back)
+
+    def _floats(self, like: Tensor) -> Tensor:
+        return self._scratch.take("piece", like.numel(), torch.float32, like.device)
+
+    def _rows(self, piece: Tensor) -> Tensor:
+        """One row per block. What is left at the end is a piece of its own and one shorter row."""
+        return piece.view(-1, min(self.width, piece.numel()))
+
+
+def pieces(count: int, width: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Where pieces of whole blocks of this width begin and end; the last may be the rest, less than a block."""
+    most = PIECE if device.type == "cpu" else PIECE_ELSEWHERE
+    step = max(most // width, 1) * width
+    whole = count // width * width
+    yield from ((start, min(start + step, whole)) for start in range(0, whole, step))
+    if whole < count:
+        yield whole, count

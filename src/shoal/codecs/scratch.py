@@ -1,0 +1,21 @@
+"""Memory that is kept from call to call: a fresh stretch costs more in page faults than the work done in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Scratch:
+    """Gives the same memory whenever the same name is asked for. For one thread."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`count` elements that hold anything; valid until the name is asked for again."""
+        key = (name, dtype, device)
+        kept = self._kept.get(key)
+        if kept is None or kept.numel() < count:
+            kept = self._kept[key] = torch.empty(count, dtype=dtype, device=device)
+        return kept[:count]

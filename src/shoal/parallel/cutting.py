@@ -1,0 +1,202 @@
+"""A lane's gradients as a codec sees them: cut into runs of whole tensors, each encoded by itself.
+
+A cut can leave as soon as backward has finished its tensors, while the next is in the making. Where the cuts are
+follows from the model alone, so that everybody means the same. What is not a gradient goes as it is, behind them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.codecs.codec import Codec
+from shoal.codecs.make import make
+from shoal.codecs.memory import Memory
+from shoal.codecs.scratch import Scratch
+from shoal.codecs.size import FLOAT, Shape
+from shoal.errors import error
+from shoal.parallel.adding import Addition, Term, term_of
+from shoal.parallel.flat import Layout, Place, aligned
+from shoal.parallel.tree import Node
+
+CUT_BYTES = 2 << 20  # measured: with half of it top-k takes a third longer, with more of it less leaves early
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The bytes [start, stop) of the stretch become `size_bytes` that lie `at` a place in a lane's slot. The lane
+    remembers what lies between `remembered` of its memory."""
+
+    codec: Codec
+    start: int
+    stop: int
+    at: int
+    size_bytes: int
+    remembered: tuple[int, int]
+
+    def values(self, stretch: Tensor) -> Tensor:
+        return stretch[self.start : self.stop].view(torch.float32)
+
+    def encoded(self, slot: Tensor) -> Tensor:
+        return slot[self.at : self.at + self.size_bytes]
+
+
+class Form:
+    """What encoded lanes of a model look like: first the cuts, then the tail, which is not encoded.
+
+    A lane takes `slot_bytes` in memory, where all begins at multiples of 64; without the gaps, `sent_bytes` of them are
+    sent, and a cut is there with the byte where it `ends`. SH110 if the gradients are not float32.
+    """
+
+    def __init__(self, layout: Layout, settings: Mapping[str, Any]) -> None:
+        self.layout = layout
+        self.cuts: list[Cut] = []
+        self.memory_floats = 0
+        scratch, place = Scratch(), 0
+        for places in _runs(_checked(layout.grads)):
+            start, stop = places[0].start, aligned(places[-1].start + places[-1].size_bytes)
+            codec = make(settings, shapes=list(_shapes(places)), scratch=scratch)
+            count, size_bytes = (stop - start) // FLOAT, codec.size_bytes((stop - start) // FLOAT)
+            kept = (self.memory_floats, self.memory_floats + codec.memory_floats(count))
+            self.cuts.append(Cut(codec, start, stop, place, size_bytes, kept))
+            self.memory_floats = aligned(FLOAT * kept[1]) // FLOAT
+            place = aligned(place + size_bytes)
+        self.remembers = self.cuts[0].codec.remembers
+        self.grads_bytes = self.cuts[-1].stop
+        self.tail_at = place
+        self.tail_bytes = layout.size_bytes - self.grads_bytes
+        self.slot_bytes = aligned(place + self.tail_bytes)
+        self.ends = list(itertools.accumulate(cut.size_bytes for cut in self.cuts))
+        self.sent_bytes = self.ends[-1] + self.tail_bytes
+        text = f"{layout.digest} {sorted(settings.items())} {[(cut.start, cut.size_bytes) for cut in self.cuts]}"
+        self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest(), "little")
+
+    @property
+    def chunks(self) -> list[int]:
+        """Where the stretch is cut if every cut is a chunk, and the tail the last."""
+        return [0, *(cut.stop for cut in self.cuts), self.layout.size_bytes]
+
+    def part(self, chunk: int) -> tuple[int, int]:
+        """Where a chunk lies in a slot, and how long it is."""
+        if chunk == len(self.cuts):
+            return self.tail_at, self.tail_bytes
+        return self.cuts[chunk].at, self.cuts[chunk].size_bytes
+
+    def encode(self, stretch: Tensor, slot: Tensor, memory: Memory | None) -> None:
+        """A whole lane."""
+        for cut in self.cuts:
+            before, after = memory.part(*cut.remembered) if memory is not None else (None, None)
+            cut.codec.encode(cut.values(stretch), cut.encoded(slot), before=before, after=after)
+        self.lay_down_tail(stretch, slot)
+
+    def decode(self, chunk: int, data: Tensor, stretch: Tensor) -> None:
+        """What came of one chunk, into its place."""
+        if chunk == len(self.cuts):
+            stretch[self.grads_bytes :].copy_(data)
+        else:
+            self.cuts[chunk].codec.decode(data, self.cuts[chunk].values(stretch))
+
+    def sent(self, slot: memoryview) -> list[memoryview]:
+        """What of a slot is sent, in order: one part per cut, and the tail."""
+        places = [*((cut.at, cut.size_bytes) for cut in self.cuts), (self.tail_at, self.tail_bytes)]
+        return [slot[start : start + size] for start, size in places]
+
+    def lay_down_tail(self, stretch: Tensor, slot: Tensor) -> None:
+        self.tail(slot).copy_(stretch[self.grads_bytes :])
+
+    def tail(self, slot: Tensor) -> Tensor:
+        return slot[self.tail_at : self.tail_at + self.tail_bytes]
+
+
+class Summing:
+    """Decodes the lanes' slots cut by cut and adds them up in the order of the tree, into the stretch `out`."""
+
+    def __init__(self, form: Form, slots: Mapping[int, Tensor | None], out: Tensor) -> None:
+        """`slots` are those of all lanes; of some at least there is one."""
+
+        def term(parts: Iterable[tuple[Node, Tensor | None]]) -> Term:
+            found = term_of(parts, len(slots))
+            assert found is not None
+            return found
+
+        self._form = form
+        self._out = out
+        self._term = term(((0, lane), slot) for lane, slot in slots.items())
+        tails = term(((0, lane), None if slot is None else form.tail(slot)) for lane, slot in slots.items())
+        regions = form.layout.within(form.grads_bytes, form.layout.size_bytes)
+        self._tails = Addition(tails, out[form.grads_bytes :], regions)
+        largest = max(cut.stop - cut.start for cut in form.cuts) // FLOAT
+        self._rooms = [torch.empty(largest) for _ in range(_depth(self._term))]
+        self._done = 0
+
+    def restart(self) -> None:
+        self._done = 0
+        self._tails.restart()
+
+    def run(self, until: int) -> None:
+        """As far as the first `until` bytes of what is sent of a lane allow, of every lane that has samples."""
+        form = self._form
+        while self._done < len(form.cuts) and form.ends[self._done] <= until:
+            cut = form.cuts[self._done]
+            self._put(self._term, cut, cut.values(self._out), level=0)
+            self._done += 1
+        if until >= form.sent_bytes:
+            self._tails.run(form.tail_bytes)
+
+    def _put(self, term: Term, cut: Cut, out: Tensor, *, level: int) -> None:
+        """Left is added up in `out` itself, right in the room of this level unless it is a lane."""
+        if isinstance(term, Tensor):
+            cut.codec.decode(cut.encoded(term), out)
+            return
+        left, right = term
+        self._put(left, cut, out, level=level)
+        if isinstance(right, Tensor):
+            cut.codec.decode(cut.encoded(right), out, add=True)
+        else:
+            room = self._rooms[level][: out.numel()]
+            self._put(right, cut, room, level=level + 1)
+            out.add_(room)
+
+
+def _checked(grads: Sequence[Place]) -> list[Place]:
+    """In the order in which they lie at the front of the stretch."""
+    if other := next((place.dtype for place in grads if place.dtype != torch.float32), None):
+        kind = str(other).removeprefix("torch.")
+        fix = "Use `codec: none`, or a model whose parameters are float32."
+        raise error("SH110", f"codecs take float32 gradients, and some of these are {kind}", where="codec", fix=fix)
+    return sorted(grads, key=lambda place: (place.start, place.size_bytes))
+
+
+def _runs(places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Neighbours, until there is enough to be worth sending."""
+    run: list[Place] = []
+    for place in places:
+        run.append(place)
+        if aligned(place.start + place.size_bytes) - run[0].start >= CUT_BYTES:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _shapes(places: Sequence[Place]) -> Iterator[Shape]:
+    """As they lie in memory, with the gaps between them."""
+    for place in places:
+        order = sorted(range(len(place.shape)), key=lambda d: (-place.strides[d], d))
+        yield tuple(place.shape[d] for d in order)
+        if gap := aligned(place.start + place.size_bytes) - place.start - place.size_bytes:
+            yield (gap // FLOAT,)
+
+
+def _depth(term: Term) -> int:
+    """How many rooms are in use at once."""
+    if isinstance(term, Tensor):
+        return 0
+    left, right = term
+    return max(_depth(left), 0 if isinstance(right, Tensor) else 1 + _depth(right))

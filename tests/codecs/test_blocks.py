@@ -1,0 +1,96 @@
+"""How far off the codecs are that treat each value or block by itself."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.codecs import piecewise
+from shoal.codecs.int8 import TINY
+from shoal.codecs.make import make
+from shoal.codecs.size import SIGN_BLOCK
+from tests.codecs.bodies import BF16, FP16, INT8, SIGN, encoded, name, stretches, there_and_back
+
+few = settings(max_examples=25, deadline=None)
+
+
+@few
+@given(values=stretches())
+def test_bf16_keeps_eight_bits_and_the_range(values):
+    off = (there_and_back(make(BF16), values) - values).abs()
+    assert (off <= values.abs() * 2.0**-8 + 2.0**-133).all()
+
+
+@few
+@given(values=stretches())
+def test_fp16_keeps_eleven_bits_of_a_smaller_range(values):
+    back = there_and_back(make(FP16), values)
+    inside = values.abs() < 65520
+    assert back[~inside].isinf().all()
+    off = (back - values).abs()[inside]
+    assert (off <= values.abs()[inside] * 2.0**-11 + 2.0**-24).all()
+
+
+@few
+@given(values=stretches(st.integers(1, 3000)), block=st.sampled_from([1, 2, 7, 64, 256, 1000]))
+def test_int8_is_off_by_half_a_step_of_its_block(values, block):
+    back = there_and_back(make({"kind": "int8", "block": block}), values)
+    for mine, original in zip(back.split(block), values.split(block), strict=True):
+        largest = original.abs().max()
+        if largest < TINY:
+            assert not mine.any()
+        else:
+            assert ((mine - original).abs() <= largest / 253.9).all()
+
+
+@few
+@given(values=stretches())
+def test_sign_sends_signs_times_the_mean_size(values):
+    back = there_and_back(make(SIGN), values)
+    for mine, original in zip(back.split(SIGN_BLOCK), values.split(SIGN_BLOCK), strict=True):
+        expected = torch.copysign(original.abs().mean(), original)
+        assert torch.allclose(mine, expected, rtol=1e-5, atol=1e-44)
+
+
+@pytest.mark.parametrize("kind", [INT8, SIGN], ids=name)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_block_with_a_value_that_is_not_finite_is_lost_and_no_other(kind, bad):
+    width = kind.get("block", SIGN_BLOCK)
+    values = torch.randn(3 * width, generator=torch.Generator().manual_seed(0))
+    values[width + 3] = bad
+    before, spoilt, behind = there_and_back(make(kind), values).split(width)
+    assert before.isfinite().all()
+    assert behind.isfinite().all()
+    assert not spoilt.isfinite().any()
+
+
+@pytest.mark.parametrize("kind", [INT8, SIGN], ids=name)
+def test_values_of_any_size(kind):
+    for size in (3e38, 1e38, 1e-37, 1e-44):
+        values = torch.full((256,), size if kind is INT8 else min(size, 1e35))
+        back = there_and_back(make(kind), values)
+        assert torch.allclose(back, values if size > TINY or kind is SIGN else back * 0, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", [BF16, INT8, {"kind": "int8", "block": 300}, SIGN], ids=name)
+def test_pieces_change_nothing(kind, monkeypatch):
+    values = torch.randn(10_007, generator=torch.Generator().manual_seed(0))
+    whole = encoded(make(kind), values, after=(kept := torch.zeros(10_007)))
+    monkeypatch.setattr(piecewise, "PIECE", 2048)
+    assert torch.equal(encoded(make(kind), values, after=(again := torch.ones(10_007))), whole)
+    assert torch.equal(kept, again)
+
+
+@given(st.integers(0, 5000), st.sampled_from([1, 8, 7, 300, 4096]))
+@few
+def test_pieces_cover_everything_and_end_at_blocks(count, width):
+    device = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(piecewise, "PIECE", 1000)
+        cuts = list(piecewise.pieces(count, width, device))
+    assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts)][: len(cuts)]
+    assert (cuts[-1][1] if cuts else 0) == count
+    assert all(stop % width == 0 for _, stop in cuts[:-1])
+    assert all(stop - start == count % width or (stop - start) % width == 0 for start, stop in cuts)
