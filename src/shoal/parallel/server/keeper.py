@@ -121,7 +121,7 @@ class Keeper:
         if guest:
             for post in self.posts.values():
                 post.asked = [one for one in post.asked if one.guest is not guest]
-                post.additions.clear()  # it comes back with other memory
+                post.additions.clear()
 
     # ---- frames ----
 

@@ -178,7 +178,7 @@ class Orders:
         """Everybody knows norm and count now; whoever says so first is believed."""
         count, coefficient = (number_of(words.get(name)) for name in ("count", "coefficient"))
         for post in self._keeper.posts.values():
-            if post.round and post.round.summed and post.round.step == frame.step:
+            if post.round and post.round.summed and post.round.came and post.round.step == frame.step:
                 self._update(post, post.round, self._keeper.shard.sums, count=count, coefficient=coefficient)
 
     def _update(

@@ -94,7 +94,8 @@ class Post:
     round: Round | None = None
     asked: list[Asked] = field(default_factory=list)
     owed: deque[Owed] = field(default_factory=deque)
-    additions: dict[tuple[int, ...], Addition] = field(default_factory=dict)
+    additions: dict[tuple[tuple[Guest, int], ...], Addition] = field(default_factory=dict)
+    """By who pushed which of its partials. One who comes again over another line has other memory."""
 
     @classmethod
     def of(cls, piece: Piece, seat: int) -> Post:
@@ -128,8 +129,8 @@ class Post:
         """Finish the tree over what came; False if no lane had samples."""
         assert self.round is not None
         came = self.round.came
-        key = tuple(came[seat][1].number for seat in sorted(came))
-        if not any(key):
+        key = tuple((came[seat][0], came[seat][1].number) for seat in sorted(came))
+        if not any(filled for _, filled in key):
             return False
         if key not in self.additions:
             start, stop, size = self.piece.start, self.piece.stop, layout.size_bytes

@@ -1,0 +1,304 @@
+"""Nonsense from one that knows the token costs only its connection: the server lives, and serves others."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import struct
+from functools import cache
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.checkpoint import live
+from shoal.parallel.links.endpoint import Endpoint, reach
+from shoal.parallel.links.memory import Arena
+from shoal.parallel.server import frames
+from shoal.parallel.server.chunks import groups_of, hyper_of, scatter
+from shoal.parallel.server.frames import FRAME_BYTES, Frame, unpack
+from shoal.spec.table import Table, pieces
+from shoal.wire.handshake import LinkError, receive
+from tests.parallel.server.cargo import Cargo
+from tests.parallel.server.harbour import TOKEN, Harbour
+from tests.parallel.server.test_exact import check
+
+MOST_GROWTH_BYTES = 700 << 20
+EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+KINDS = [*range(8), *range(15, 25), *range(31, 38), 255]
+CARGO = Cargo(norm=0.5)
+
+far = st.sampled_from([0, 1, 2, 3, 5, 77, (1 << 16) + 1, (1 << 31) - 1, (1 << 32) - 1])
+further = far | st.sampled_from([(1 << 33) - 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+odd = st.sampled_from([0.0, 1.0, -1.0, 1e-30, 1e300, float("inf"), float("nan")])
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400)
+values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3))
+
+
+@cache
+def known():
+    """A replica of the model, and what a worker says of it."""
+    replica = CARGO.replica()
+    hyper = [{k: v for k, v in group.items() if k != "initial_lr"} for group in hyper_of(replica.optimizer)]
+    model = {"layout": replica.layout.describe(), "optimizer": "AdamW", "groups": groups_of(replica), "hyper": hyper}
+    return replica, model
+
+
+def entering(seat):
+    return {"carries": {str(seat): [0, 1, 2, 3]}, "model": known()[1], "lead": True, "ready": True}
+
+
+def bent(words):
+    """Words with something else in one place."""
+    paths = list(_paths(words))
+
+    @st.composite
+    def draw_one(draw):
+        text = json.dumps(words)
+        copy = json.loads(text)
+        *way, last = draw(st.sampled_from(paths))
+        place = copy
+        for key in way:
+            place = place[key]
+        place[last] = draw(values)
+        return json.dumps(copy).encode()
+
+    return draw_one()
+
+
+def _paths(value, way=()):
+    if way:
+        yield way
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _paths(part, (*way, key))
+
+
+BOMBS = [
+    b"[" * 100_000,
+    b'{"a":' * 50_000,
+    b'{"a":[' + b"[]," * 3_000_000 + b"[]]}",
+    b'{"groups":[' + b'"ab",' * 500_000 + b'"ab"],"clip_value":1}',
+    b'{"count":' + b"9" * 4000 + b"}",
+    b'{"count":1e999,"coefficient":NaN}',
+    b"\xff\xfe{}",
+    b"null",
+    b"{}",
+]
+
+
+def payloads(seat):
+    words = st.binary(max_size=300) | st.sampled_from(BOMBS) | bent(entering(seat)) | values.map(_told)
+    return words | bent({"groups": known()[1]["hyper"], "clip_value": None}) | bent({"count": 1.0, "coefficient": 0.5})
+
+
+def _told(value):
+    return json.dumps(value).encode(errors="surrogatepass")
+
+
+def noise(seat, *, view=further, table=far):
+    """Frames with what follows them; the size that is told may be another one."""
+    frame = st.builds(
+        Frame,
+        kind=st.sampled_from(KINDS),
+        table=table,
+        piece=st.integers(0, 12) | far,
+        view=view.filter(lambda v: v < 1 << 32),
+        seat=far,
+        step=further,
+        flags=st.integers(0, 255),
+        size=further,
+        number=further,
+        scale=odd,
+        divisor=odd,
+        coefficient=odd,
+    )
+    honest = st.tuples(frame, payloads(seat)).map(lambda it: (it[0]._replace(size=len(it[1])), it[1]))
+    return honest | st.tuples(frame, payloads(seat))
+
+
+def descriptor(kind):
+    """Something to send along."""
+    if kind == "arena":
+        return Arena(4096).fd
+    if kind == "empty":
+        fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return fd
+    return os.open("/dev/null", os.O_RDONLY) if kind == "file" else os.memfd_create("x")
+
+
+def spill(address, seat, purpose, sayings, *, fd=None, cut=0, holds=False):
+    """Say all that, perhaps not to the end, and wait until the server has had enough."""
+    sock = reach(address, TOKEN, purpose=purpose, seat=seat, view=0)
+    raw = b"".join(frame.pack() + content for frame, content in sayings)
+    raw = raw[: len(raw) - cut]
+    with sock, contextlib.suppress(OSError):
+        sock.settimeout(20)
+        if fd is not None and sock.family == socket.AF_UNIX:
+            socket.send_fds(sock, [raw[:1]], [fd])
+            raw = raw[1:]
+        sock.sendall(raw)
+        sock.shutdown(socket.SHUT_WR)
+        while not holds and sock.recv(1 << 16):
+            pass
+
+
+def grown(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+
+def unhurt(harbour, seat, before):
+    assert harbour.ask(seat, "dump")["failures"] == 0
+    assert grown(harbour.children[seat].pid) - before < MOST_GROWTH_BYTES
+
+
+def test_noise_of_strangers_to_the_run():
+    """From seats that have no part in it, while a worker trains."""
+    with Harbour(CARGO, workers=1) as harbour:
+        harbour.begin()
+        harbour.until(lambda: harbour.step >= 1)
+        harbour.say(0, "pause")
+        before = grown(harbour.children[100].pid)
+        address = harbour.placement.table.addresses[100]
+
+        @EXAMPLES
+        @given(
+            st.lists(noise(900), min_size=1, max_size=4),
+            st.sampled_from(["push", "chain"]),
+            st.none() | st.sampled_from(["arena", "empty", "file", "unsealed"]),
+            st.just(0) | st.integers(0, 100),
+            st.booleans(),
+        )
+        def pour(sayings, purpose, sent, cut, tcp):
+            fd = None if sent is None else descriptor(sent)
+            to = address.model_copy(update={"host_id": "x"}) if tcp else address
+            holds = any(frame.table > 1 for frame, _ in sayings)
+            spill(to, 900, purpose, sayings, fd=fd, cut=cut, holds=holds)
+            if fd is not None:
+                os.close(fd)
+            unhurt(harbour, 100, before)
+
+        pour()
+        harbour.say(0, "go")
+        check(harbour, harbour.finish())
+        harbour.check_backups()
+
+
+def part_of(server, other):
+    """A table in which the server leads, follows and is followed by the other."""
+    cuts = known()[0].layout.cuts
+    chains = [([100], [900, 100], [100, 901])[i % 3] for i in range(len(cuts) - 1)]
+    addresses = {100: server, 900: other, 901: other}
+    return Table(number=1, cuts=cuts, chains=chains, filling=[[] for _ in chains], addresses=addresses)
+
+
+def states():
+    """Of some chunks, with something else in one place."""
+
+    @st.composite
+    def draw_one(draw):
+        replica, _ = known()
+        first = draw(st.integers(0, len(replica.layout.cuts) - 2))
+        state = scatter(replica, replica.layout, first, first + 1, step=draw(st.integers(0, 3)), lanes=4)
+        name = draw(st.sampled_from([*state, "none"]))
+        if name in state:
+            state[name] = draw(st.sampled_from([None, 3, "x", [], torch.zeros(0), torch.full((1,), -1), [{}], [None]]))
+        elif draw(st.booleans()) and state["runs"]:
+            state["runs"][0]["state"] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}
+        return live.pack(state)
+
+    return draw_one()
+
+
+def meant(table):
+    """What one with a part in the view could say, with right sizes."""
+    found = pieces(table)
+
+    @st.composite
+    def draw_one(draw):
+        piece = draw(st.sampled_from(found))
+        kind = draw(st.sampled_from([frames.PUSH, frames.SET, frames.RECORD, frames.PULL, frames.APPLY, frames.HYPER]))
+        number, flags = draw(st.integers(0, 2)), draw(st.integers(0, 255))
+        step = draw(st.integers(0, 3))
+        size = piece.stop - piece.start
+        content = {
+            frames.PUSH: bytes(size * number.bit_count() if not flags & (frames.SHARED | frames.EMPTY) else 0),
+            frames.RECORD: b"" if flags & frames.EMPTY else bytes(size),
+        }.get(kind)
+        if kind == frames.SET:
+            content = draw(states())
+        if kind in (frames.APPLY, frames.HYPER):
+            content = draw(payloads(900))
+        content = content or b""
+        return Frame(kind, 1, piece.index, 1, 900, step, flags, len(content), number), content
+
+    return draw_one()
+
+
+def test_noise_of_one_with_a_part_in_the_run():
+    """It may spoil what the server holds, and nothing else."""
+    other = Endpoint(TOKEN, serve=_answer_with_noise, keeps=("chain",))
+    with Harbour(CARGO, workers=0, servers=1, backups=0) as harbour, contextlib.closing(other):
+        harbour.until(lambda: 100 in harbour.placement._servers)
+        address = harbour.placement._servers[100]
+        table = part_of(address, other.address)
+        harbour.say(100, "table", table)
+        harbour.ask(100, "learnt")
+        words = json.dumps(entering(900)).encode()
+        hyper = json.dumps({"groups": known()[1]["hyper"], "clip_value": None}).encode()
+        start = [
+            (Frame(frames.ENTER, 1, view=1, seat=900, size=len(words)), words),
+            (Frame(frames.HYPER, 1, view=1, seat=900, size=len(hyper)), hyper),
+        ]
+        for piece in pieces(table):
+            if piece.primary == 100:
+                state = scatter(known()[0], known()[0].layout, piece.first, piece.last, lanes=4)
+                content = live.pack(state)
+                start.append((Frame(frames.SET, 1, piece.index, 1, 900, size=len(content)), content))
+        join = json.dumps({"model": known()[1]}).encode()
+        joining = [(Frame(frames.JOIN, 1, seat=900, size=len(join)), join), start[1]]
+        before = grown(harbour.children[100].pid)
+
+        @EXAMPLES
+        @given(
+            st.lists(meant(table) | noise(900, view=st.just(1), table=st.just(1)), min_size=1, max_size=6),
+            st.booleans(),
+        )
+        def pour(sayings, chain):
+            spill(address, 900, "chain" if chain else "push", [*(joining if chain else start), *sayings])
+            unhurt(harbour, 100, before)
+
+        pour()
+
+
+def _answer_with_noise(sock, hello):
+    """A successor that knows nothing of acknowledgements."""
+    with sock, contextlib.suppress(OSError, LinkError):
+        sock.settimeout(20)
+        head = unpack(receive(sock, FRAME_BYTES))
+        receive(sock, head.size)
+        stamps = struct.pack("<q", -1) * 2 * (len(known()[0].layout.cuts) - 1)
+        sock.sendall(Frame(frames.STAMPS, 1, seat=901, size=len(stamps)).pack() + stamps)
+        for piece in range(40):
+            sock.sendall(Frame(frames.ACK, 1, piece, number=(1 << 63) + piece).pack())
+
+
+def test_one_who_asks_and_never_reads_is_not_heard():
+    with Harbour(CARGO, workers=1) as harbour:
+        harbour.begin()
+        harbour.until(lambda: harbour.step >= 1)
+        pid = harbour.children[100].pid
+        before = grown(pid)
+        table = harbour.placement.table
+        mine = [piece.index for piece in pieces(table) if piece.primary == 100]
+        asked = b"".join(Frame(frames.PULL, 1, piece, flags=frames.WHOLE).pack() for piece in mine)
+        sock = reach(table.addresses[100], TOKEN, purpose="push", seat=900, view=0)
+        with sock, contextlib.suppress(BlockingIOError):
+            sock.setblocking(False)
+            for _ in range(100_000):
+                sock.sendall(asked)
+            raise AssertionError("it reads whatever comes")
+        check(harbour, harbour.finish())
+        assert grown(pid) - before < 100 << 20
