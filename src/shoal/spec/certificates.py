@@ -57,7 +57,7 @@ def _context(directory: Path, protocol: int, *, where: str) -> ssl.SSLContext:
         context.num_tickets = 0  # nobody resumes a session, and a caller that never reads would not take them
     certificate, key, authority = (directory / name for name in FILES)
     try:
-        context.load_cert_chain(certificate, key, password="")  # noqa: S106  # else it would ask on the terminal
+        context.load_cert_chain(certificate, key, password="")  # else it would ask on the terminal
     except (OSError, ValueError) as failure:
         raise _unfit(certificate, key, failure).at(where) from failure
     try:

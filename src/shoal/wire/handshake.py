@@ -16,6 +16,7 @@ ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 """What TLS says to a language that it does not know, and we say to TLS where we do not use it."""
 LONGEST_HELLO_BYTES = 4096
 TIMEOUT_S = 3.0
+_EXCUSE_S = 0.2
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _SIZE = struct.Struct("<H")
@@ -61,8 +62,9 @@ def answer(sock: socket.socket, token: str) -> bytes:
     until = time.monotonic() + TIMEOUT_S
     head = _receive_by(until, sock, len(MAGIC) + _NONCE_BYTES + _SIZE.size)
     if head.startswith(TLS_HELLO):
-        _receive_by(until, sock, max(0, 5 + int.from_bytes(head[3:5]) - len(head)))  # else our close undoes our word
         sock.sendall(ALERT)
+        rest = max(0, 5 + int.from_bytes(head[3:5]) - len(head))  # unread, it would take back our word
+        _receive_by(time.monotonic() + _EXCUSE_S, sock, rest)
     if not head.startswith(MAGIC):
         raise LinkError("not a greeting")
     (size,) = _SIZE.unpack(head[-_SIZE.size :])

@@ -183,9 +183,13 @@ class Carrier:
     def _open(self) -> None:
         """All that has arrived, so that a goodbye of ours never meets something unread, which TLS would not forgive."""
         size = 0
-        with contextlib.suppress(ssl.SSLWantReadError):
+        try:
             while got := self._tls.read(CHUNK_BYTES, self._opened[size:]):
                 size += int(got)
+            self._hears = False
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:  # so it is told to one who has said goodbye himself
             self._hears = False
         self._clear = self._opened[:size]
         self._collect()
