@@ -29,5 +29,11 @@ class Authority:
         shutil.copy(self.place / "ca.pem", there)
         return there
 
+    def lock(self, member: Path) -> None:
+        """Its key needs a password from now on."""
+        key = str(member / "key.pem")
+        self._openssl("pkcs8", "-topk8", "-in", key, "-passout", "pass:secret", "-out", key + ".locked")
+        Path(key + ".locked").replace(key)
+
     def _openssl(self, *words: str) -> None:
         subprocess.run(["openssl", *words], cwd=self.place, check=True, capture_output=True)
