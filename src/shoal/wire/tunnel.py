@@ -19,8 +19,9 @@ from typing import Any
 from shoal.wire.handshake import ALERT
 
 CHUNK_BYTES = 1 << 18
-LINGER_S = 2.0
+LINGER_S = 10.0
 """How long what was said before a close may take to go out."""
+SETTLE_S = 5.0
 EXCUSE_S = 0.5
 _RECORD_BYTES = 1 << 15
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL
@@ -265,7 +266,7 @@ def _explained(failure: OSError, *, agreed: bool) -> str:
     return ""
 
 
-def settle(timeout_s: float = LINGER_S) -> None:
+def settle(timeout_s: float = SETTLE_S) -> None:
     """What was said goes out before the process ends, as the kernel would see to without TLS."""
     until = time.monotonic() + timeout_s
     for carrier in list(_carriers):
