@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -281,13 +282,15 @@ def join(
     ] = "",
     directory: Annotated[Path, typer.Option("--dir", help="Where the job's code and data lie here.")] = Path("."),
     workers: Annotated[int, typer.Option(help="How many workers this machine gives.")] = 1,
+    tls: Annotated[Path | None, typer.Option(help="cert.pem, key.pem and ca.pem, if the job has engine.tls.")] = None,
 ) -> None:
     """Work for a run that another machine drives."""
     from shoal.jobs.join import join
     from shoal.terminal import reports
 
     console = _console()
-    code = join(where, token, base_dir=directory, workers=workers, show=lambda text: reports.lines(console, text))
+    show = partial(reports.lines, console)
+    code = join(where, token, base_dir=directory, workers=workers, tls_dir=tls, show=show)
     sys.exit(code)
 
 

@@ -122,6 +122,11 @@ CATALOGUE: dict[str, Entry] = {
     "SH617": Entry("a fault is not understood",
                    "Write: kill worker 2 at step 7; or freeze, slow, kill server 1, or join at step 7."),
     "SH618": Entry("the servers are lost", "See the servers' logs; `shoal resume` goes on from the last checkpoint."),
+    "SH619": Entry("the files for TLS cannot be used",
+                   "Give a directory with cert.pem, key.pem and ca.pem: a certificate that this authority signed, "
+                   "its key, and the authority's own certificate."),
+    "SH620": Entry("the two sides do not agree on TLS",
+                   "Join with --tls DIR if the job has `engine.tls`, and not otherwise; one authority signs for all."),
 }  # fmt: skip
 
 

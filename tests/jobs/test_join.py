@@ -1,7 +1,6 @@
 """Workers that come from elsewhere: another process, another directory, the same bits."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.jobs import join as joining
 from shoal.jobs import wishes
-from shoal.jobs.run import make_nursery
 from shoal.spec.load import make_job
 from tests.conftest import MLP
 from tests.jobs.disturbed import calm
@@ -19,21 +17,6 @@ from tests.jobs.driven import driven
 
 LONG = {"steps": 600, "evaluate": {"every_steps": 200}}
 ENDLESS = {"steps": 10**6, "evaluate": {"every_steps": 10**6}}
-
-
-@pytest.fixture
-def elsewhere(place, tmp_path_factory):
-    """A copy of the job's files, as another machine would have it."""
-    there = tmp_path_factory.mktemp("elsewhere") / "copy"
-    shutil.copytree(place, there, ignore=shutil.ignore_patterns("runs"))
-    return there
-
-
-@pytest.fixture(scope="module")
-def their_nursery(cache):
-    """A nursery belongs to one thread; the run's driver has the other."""
-    with make_nursery(1, modules=["torchmetrics", "sklearn.datasets", "sklearn.model_selection"]) as made:
-        yield made
 
 
 def joined(picture):

@@ -76,6 +76,7 @@ def test_how_to_join_is_shown_where_others_can():
     line = "join with: SHOAL_TOKEN=$(shoal token mlp-1) shoal join 10.0.0.5:4000"
     assert remarks(EVENTS)[0] == line == how_to_join("mlp-1", "10.0.0.5:4000")
     assert how_to_join("a-1", "[fe80::1]:4000").endswith("shoal join [fe80::1]:4000")
+    assert how_to_join("mlp-1", "10.0.0.5:4000", tls=True) == line + " --tls DIR"
     for near in ("127.0.0.1:4000", "127.0.0.2:1", "[::1]:4000", ""):
         assert how_to_join("a-1", near) == ""
 

@@ -22,10 +22,12 @@ from shoal.jobs.harbour import Harbour
 from shoal.jobs.voice import CALL_BACK_S, Voice
 from shoal.plan.crew import Crew, Publish, Start
 from shoal.plan.suspicion import Sign, Suspicion
+from shoal.spec.certificates import certificates_of
 from shoal.spec.job import Job
 from shoal.spec.paths import RunPaths
 from shoal.spec.table import Table
 from shoal.spec.view import Address, Seat, View
+from shoal.wire import tls
 from shoal.wire.handshake import new_token
 
 WORKER = "shoal.train.worker"
@@ -38,6 +40,7 @@ class Helm:
     def __init__(
         self, job: Job, paths: RunPaths, engine: LocalEngine, stream: Stream, *, first_seat: int, trace: bool = False
     ) -> None:
+        tls.use(certificates_of(job))
         known = read_contact(paths.control)
         token = known.token if known else new_token()
         self.control = Control(token, listen=job.engine.listen, port=known.port if known else 0)

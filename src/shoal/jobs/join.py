@@ -21,9 +21,11 @@ from shoal.jobs import wishes
 from shoal.jobs.drive import asked_to_stop
 from shoal.jobs.helm import WORKER
 from shoal.jobs.run import make_nursery
+from shoal.spec.certificates import read_certificates
 from shoal.spec.job import MOST_WORKERS
 from shoal.spec.paths import RunPaths
 from shoal.spec.view import Seat
+from shoal.wire import tls
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 LOOK_S = 0.1
@@ -36,23 +38,27 @@ def join(
     *,
     base_dir: Path,
     workers: int = 1,
+    tls_dir: Path | None = None,
     show: Callable[[str], None],
     nursery: Nursery | None = None,
 ) -> int:
     """Work for the run at `where` (HOST:PORT) until it ends or somebody asks to stop. The exit code.
 
-    `base_dir` is where the job's code and data lie on this machine. `show` gets a line for what happens.
+    `base_dir` is where the job's code and data lie on this machine, `tls_dir` where the certificates for a run that
+    uses TLS do. `show` gets a line for what happens.
     """
     contact = _contact(where, token)
     if not 1 <= workers <= MOST_WORKERS:
         raise error("SH609", f"{workers} workers", where="--workers", fix=f"Ask for 1 to {MOST_WORKERS}.")
+    tls.use(read_certificates(tls_dir, where="--tls") if tls_dir else None)
     welcome = wishes.greet(contact)
     with tempfile.TemporaryDirectory(prefix="shoal-join-") as scratch, _nursery(nursery, welcome["threads"]) as mine:
         environment = mine.environment | {TOKEN_VARIABLE: token}  # never on a command line, where all can read it
         engine = LocalEngine(mine, name=scratch, logs=Path(scratch) / "logs", environment=environment)
         party = Party(engine, Path(scratch), show)
         try:
-            party.start(workers, ["--join", where, "--dir", str(base_dir.resolve())])
+            secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
+            party.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured])
             return party.attend()
         finally:
             engine.close()

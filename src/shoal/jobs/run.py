@@ -109,7 +109,8 @@ class Run:
         first_seat = first_free_seat([*self.picture.workers, *self.picture.servers])
         self.helm = Helm(self.job, self.paths, self.engine, self._stream, first_seat=first_seat, trace=self._trace)
         if not already:  # its workers finished it without a driver
-            self._stream.emit("run_started", run=self.paths.name, pid=os.getpid(), listens=self.helm.address)
+            tls = self.job.engine.tls is not None
+            self._stream.emit("run_started", run=self.paths.name, pid=os.getpid(), listens=self.helm.address, tls=tls)
         self.helm.start()
 
     def stop(self, why: str) -> None:

@@ -16,12 +16,14 @@ from shoal.events import Event, Picture, Reader, fold
 from shoal.fleet.contact import Contact, read_contact
 from shoal.fleet.survivors import Survivor, survivors
 from shoal.jobs import directory
+from shoal.spec.certificates import certificates_of
 from shoal.spec.job import MOST_WORKERS, Job
 from shoal.spec.load import load_job
 from shoal.spec.paths import RunPaths
 from shoal.spec.view import Role, Seat
+from shoal.wire import tls
 from shoal.wire.door import call_host
-from shoal.wire.handshake import LinkError, TokenError
+from shoal.wire.handshake import LinkError, TlsError, TokenError
 from shoal.wire.rows import LONGEST_ROW_BYTES, pack, unpack
 
 ANSWER_S = 10.0
@@ -148,6 +150,7 @@ def _wish(paths: RunPaths, kind: str, **fields: Any) -> Answer:
     contact = read_contact(paths.control)
     if contact is None or not directory.is_driven(paths.whole):
         raise _not_driven(paths)
+    tls.use(certificates_of(load_job(paths.job, check_names=False)))
     try:
         with _conversation(contact, pack(kind, fields)) as rows:
             next(rows)
@@ -187,6 +190,8 @@ def _conversation(contact: Contact, *said: bytes) -> Iterator[Iterator[dict[str,
             yield _answers(sock)
     except TokenError as failure:
         raise error("SH615", f"the driver at {contact.host}:{contact.port} has another token") from failure
+    except TlsError as failure:
+        raise error("SH620", str(failure), where=f"{contact.host}:{contact.port}") from failure
     except (LinkError, OSError) as failure:
         raise error("SH610", str(failure), where=f"{contact.host}:{contact.port}") from failure
 

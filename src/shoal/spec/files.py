@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.errors import ShoalError, error
+from shoal.spec.certificates import certificates_of
 from shoal.spec.data import BalancedDeal, IdxSource, NpySource, PythonSource, Source
 from shoal.spec.job import Job
 from shoal.spec.nearby import nearby
@@ -17,11 +18,20 @@ def check_files(job: Job) -> list[ShoalError]:
     base = Path(job.base_dir)
     if not base.is_dir():
         return [error("SH301", f"there is no directory {base}", where="base_dir")]
-    return [
+    missing = [
         error("SH301", f"no such file: {path}", where=field, fix=nearby(base / path))
         for field, path in _paths(job)
         if "://" not in path and not _exists(base / path)
     ]
+    return missing + _check_certificates(job)
+
+
+def _check_certificates(job: Job) -> list[ShoalError]:
+    try:
+        certificates_of(job)
+    except ShoalError as failure:
+        return [failure]
+    return []
 
 
 def _paths(job: Job) -> Iterator[tuple[str, str]]:

@@ -270,7 +270,7 @@ class LocalEngine(Spec):
 
     `patience_s`: how long workers whose driver died wait for another before they save and leave.
     `listen`: the address of this machine where workers from elsewhere may join. `balance`: lanes move to the workers
-    that are faster.
+    that are faster. `tls`: a directory with cert.pem, key.pem and ca.pem; what goes over TCP is encrypted with them.
     """
 
     kind: Literal["local"] = "local"
@@ -278,6 +278,7 @@ class LocalEngine(Spec):
     patience_s: PositiveFloat = 60.0
     listen: str = "127.0.0.1"
     balance: bool = True
+    tls: str | None = None
 
 
 class Faults(Spec):

@@ -61,8 +61,13 @@ def _settled(job: Job) -> Job:
     where = job.checkpoint.path
     if where is not None and "://" not in where:
         where = str(base / Path(where).expanduser())
+    tls = job.engine.tls and str(base / Path(job.engine.tls).expanduser())
     return job.model_copy(
-        update={"base_dir": str(base), "checkpoint": job.checkpoint.model_copy(update={"path": where})}
+        update={
+            "base_dir": str(base),
+            "checkpoint": job.checkpoint.model_copy(update={"path": where}),
+            "engine": job.engine.model_copy(update={"tls": tls}),
+        }
     )
 
 

@@ -232,6 +232,14 @@ def _listen(job: Job) -> list[ShoalError]:
     return [error("SH106", f"'{where}' is not one address of this machine", where="engine.listen", fix=fix)]
 
 
+def _encrypted(job: Job) -> list[ShoalError]:
+    if job.engine.tls is None or job.sync.kind != "ddp":
+        return []
+    message = "torch's own all-reduce cannot be encrypted"
+    fix = "Use another sync, or remove `engine.tls` and use a tunnel (WireGuard) between the machines."
+    return [error("SH110", message, where="engine.tls", fix=fix)]
+
+
 def _servers(job: Job) -> list[ShoalError]:
     sync = job.sync
     if not isinstance(sync, ServerSync) or sync.backups < sync.servers:
@@ -268,6 +276,7 @@ RULES: tuple[Rule, ...] = (
     _device,
     _init_from,
     _listen,
+    _encrypted,
     _servers,
     _optimizer_on_servers,
 )

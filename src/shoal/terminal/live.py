@@ -96,7 +96,7 @@ def remark(event: Event, picture: Picture) -> str:
         name = "" if event["part"] == "validation" else f" on {event['part']}"
         return f"step {event.step}: evaluated{name}: {words.metrics(event['metrics'])}"
     if event.kind == "run_started":
-        return how_to_join(str(event["run"]), str(event.get("listens", "")))
+        return how_to_join(str(event["run"]), str(event.get("listens", "")), tls=bool(event.get("tls")))
     if event.kind == "printed":
         return str(event["text"])
     if event.kind == "view":
@@ -108,12 +108,12 @@ def remark(event: Event, picture: Picture) -> str:
     return picture.notes[-1] if picture.notes else ""
 
 
-def how_to_join(run: str, address: str) -> str:
+def how_to_join(run: str, address: str, *, tls: bool = False) -> str:
     """Where others may join, and how; '' where nobody else can reach the run."""
     host = address.rpartition(":")[0].strip("[]")
     if not host or host == "localhost" or ipaddress.ip_address(host).is_loopback:
         return ""
-    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}"
+    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}" + (" --tls DIR" if tls else "")
 
 
 class Pace:

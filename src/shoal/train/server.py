@@ -20,10 +20,12 @@ from shoal.fleet.contact import read_contact
 from shoal.fleet.tie import Tie
 from shoal.parallel.server.host import Host
 from shoal.parallel.server.keeper import Terms
+from shoal.spec.certificates import certificates_of
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 from shoal.spec.paths import RunPaths
 from shoal.train.worker import WELCOME_S, guarded, prepare_torch, seat_taken
+from shoal.wire import tls
 
 ALONE_S = 30.0
 """How long a server stays after the workers' patience with a missing driver has ended: they may still save."""
@@ -45,6 +47,7 @@ def serve(paths: RunPaths, seat: int) -> None:
     contact = read_contact(paths.control)
     assert contact is not None, "the driver writes it before it starts servers"
     job = load_job(paths.job, check_names=False)
+    tls.use(certificates_of(job))
     prepare_torch(job)
     host = Host(seat, contact.token, terms_of(job), bind=contact.host, filled=lambda *of: filled(tie, *of))
     tie = Tie(

@@ -32,6 +32,7 @@ from shoal.fleet.contact import Contact, read_contact
 from shoal.fleet.tie import Tie
 from shoal.parallel.peers import Peers
 from shoal.parallel.sync.server import ServerSync
+from shoal.spec.certificates import certificates_of, read_certificates
 from shoal.spec.job import Job
 from shoal.spec.load import load_job, save_job
 from shoal.spec.paths import RunPaths, cache_directory
@@ -41,6 +42,7 @@ from shoal.train.build import Built, build, build_loop
 from shoal.train.loop import Loop
 from shoal.train.pulse import Pulse
 from shoal.train.voyage import Voyage
+from shoal.wire import tls
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 WELCOME_S = 30.0
@@ -52,10 +54,12 @@ def main() -> None:
     parser.add_argument("--run", required=True)
     parser.add_argument("--join", default="")
     parser.add_argument("--dir", default=".")
+    parser.add_argument("--tls", type=Path)
     parser.add_argument("--trace", action="store_true")
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
     if arguments.join:
+        tls.use(read_certificates(arguments.tls, where="--tls") if arguments.tls else None)
         sys.exit(join(paths, arguments.join, arguments.dir))
     who = f"worker-{arguments.seat}"
     sys.exit(
@@ -148,9 +152,11 @@ def work(paths: RunPaths, seat: int, stream: Stream, *, trace: bool = False) -> 
     contact = read_contact(paths.control)
     assert contact is not None, "the driver writes it before it starts workers"
     latest = partial(read_contact, paths.control)
+    job = load_job(paths.job, check_names=False)
+    tls.use(certificates_of(job))
     with seat_taken(paths, seat), meeting(contact, latest, local=True, seat=seat) as (me, tie):
         tie.connect(WELCOME_S)
-        train(load_job(paths.job, check_names=False), paths, me, tie, stream, trace=trace)
+        train(job, paths, me, tie, stream, trace=trace)
 
 
 def join(paths: RunPaths, where: str, base_dir: str) -> int:

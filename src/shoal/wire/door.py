@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from shoal.wire import handshake
+from shoal.wire import handshake, tls
 
 MOST_AT_ONCE = 64
 
@@ -26,6 +26,7 @@ class Door:
     ) -> None:
         self._listeners = list(listeners)
         self._token = token
+        self._tls = tls.used()
         self._welcome = welcome
         self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._counting = threading.Lock()
@@ -56,8 +57,9 @@ class Door:
 
     def _let_in(self, sock: socket.socket) -> None:
         try:
-            sock.settimeout(handshake.TIMEOUT_S)
             _send_at_once(sock)
+            sock = tls.answering(sock, self._tls)
+            sock.settimeout(handshake.TIMEOUT_S)
             hello = handshake.answer(sock, self._token)
             sock.settimeout(None)
         except (OSError, handshake.LinkError):
@@ -89,14 +91,17 @@ def call(family: socket.AddressFamily, address: object, token: str, hello: bytes
         sock.settimeout(handshake.TIMEOUT_S)
         sock.connect(address)  # type: ignore[arg-type]
         _send_at_once(sock)
+        sock = tls.calling(sock)
+        sock.settimeout(handshake.TIMEOUT_S)
         handshake.greet(sock, token, hello)
         sock.settimeout(None)
-    except (OSError, OverflowError) as failure:
+    except (OSError, OverflowError, handshake.LinkError) as failure:
         sock.close()
+        if trouble := tls.trouble(sock):
+            raise handshake.TlsError(trouble) from failure
+        if isinstance(failure, handshake.LinkError):
+            raise
         raise handshake.LinkError(f"cannot reach {address!r}: {failure}") from failure
-    except handshake.LinkError:
-        sock.close()
-        raise
     return sock
 
 

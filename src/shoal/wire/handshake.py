@@ -11,8 +11,12 @@ import struct
 import time
 
 MAGIC = b"SHOAL\x01"
+TLS_HELLO = b"\x16\x03"
+ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
+"""What TLS says to a language that it does not know, and we say to TLS where we do not use it."""
 LONGEST_HELLO_BYTES = 4096
 TIMEOUT_S = 3.0
+_EXCUSE_S = 0.2
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _SIZE = struct.Struct("<H")
@@ -26,6 +30,10 @@ class TokenError(LinkError):
     """The two sides do not know the same token."""
 
 
+class TlsError(LinkError):
+    """One of the two sides uses TLS, or one does not accept the other's certificate."""
+
+
 def new_token() -> str:
     return secrets.token_hex(16)
 
@@ -37,7 +45,10 @@ def greet(sock: socket.socket, token: str, hello: bytes) -> None:
     until = time.monotonic() + TIMEOUT_S
     head = MAGIC + os.urandom(_NONCE_BYTES) + _SIZE.pack(len(hello)) + hello
     sock.sendall(head)
-    answer = _receive_by(until, sock, _NONCE_BYTES + _PROOF_BYTES)
+    answer = _receive_by(until, sock, len(ALERT))
+    if answer == ALERT:
+        raise TlsError("it uses TLS, and we do not")
+    answer += _receive_by(until, sock, _NONCE_BYTES + _PROOF_BYTES - len(ALERT))
     nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"answer", head, nonce)):
         raise TokenError("the other side does not know the token")
@@ -50,6 +61,10 @@ def answer(sock: socket.socket, token: str) -> bytes:
     """The other half: the caller's hello. LinkError for strangers and noise, of which little is read."""
     until = time.monotonic() + TIMEOUT_S
     head = _receive_by(until, sock, len(MAGIC) + _NONCE_BYTES + _SIZE.size)
+    if head.startswith(TLS_HELLO):
+        sock.sendall(ALERT)
+        rest = max(0, 5 + int.from_bytes(head[3:5]) - len(head))  # unread, it would take back our word
+        _receive_by(time.monotonic() + _EXCUSE_S, sock, rest)
     if not head.startswith(MAGIC):
         raise LinkError("not a greeting")
     (size,) = _SIZE.unpack(head[-_SIZE.size :])

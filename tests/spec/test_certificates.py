@@ -1,0 +1,95 @@
+"""`engine.tls`: whatever is wrong with the files is told before anything starts."""
+
+import shutil
+
+import pytest
+
+from shoal.errors import ShoalError
+from shoal.spec.certificates import certificates_of, read_certificates
+from shoal.spec.load import load_job, make_job, save_job
+from tests.conftest import MLP
+from tests.wire.authority import Authority, needs_openssl
+
+pytestmark = needs_openssl
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("authority") / "ours")
+
+
+@pytest.fixture(scope="module")
+def member(authority):
+    return authority.member("member")
+
+
+@pytest.fixture
+def files(member, tmp_path):
+    """A copy to be spoilt."""
+    return shutil.copytree(member, tmp_path / "tls")
+
+
+def told(directory):
+    with pytest.raises(ShoalError) as failure:
+        read_certificates(directory, where="engine.tls")
+    assert (failure.value.code, failure.value.where) == ("SH619", "engine.tls")
+    assert failure.value.fix
+    return failure.value.message
+
+
+def test_good_files(files):
+    read_certificates(files, where="engine.tls")
+
+
+@pytest.mark.parametrize("name", ["cert.pem", "key.pem", "ca.pem"])
+def test_a_missing_file_is_named(files, name):
+    (files / name).unlink()
+    assert told(files) == f"no such file: {files / name}"
+
+
+@pytest.mark.parametrize("name", ["cert.pem", "key.pem", "ca.pem"])
+def test_a_file_with_something_else_is_named(files, name):
+    (files / name).write_text("something else")
+    assert name in told(files)
+
+
+def test_a_key_of_another_certificate(files, authority):
+    shutil.copy(authority.member("other") / "key.pem", files)
+    assert told(files) == f"{files / 'key.pem'} is not the key of cert.pem"
+
+
+def test_an_expired_certificate(authority):
+    assert "certificate has expired" in told(authority.member("late", days=-1))
+
+
+def test_a_certificate_of_another_authority(files, tmp_path):
+    shutil.copy(Authority(tmp_path / "theirs").place / "ca.pem", files)
+    assert "cert.pem is not accepted by those who trust ca.pem: unable to get local issuer" in told(files)
+
+
+def test_a_key_with_a_password_is_not_asked_for(files, authority):
+    authority.lock(files)
+    assert "without a password" in told(files)
+
+
+def test_it_is_checked_with_the_job_and_its_path_starts_there(files, place):
+    data = MLP | {"engine": {"tls": "tls"}}
+    job = make_job(data, base_dir=place)
+    assert job.engine.tls == str(files)
+    assert certificates_of(job)
+    (files / "ca.pem").unlink()
+    with pytest.raises(ShoalError, match=r"SH619 engine\.tls.*ca\.pem"):
+        make_job(data, base_dir=place)
+    save_job(job, place / "saved.yaml")
+    assert load_job(place / "saved.yaml", check_names=False) == job, "what a run does not need any more is not missed"
+
+
+def test_what_is_trained_does_not_depend_on_it(files, place):
+    plain, encrypted = (make_job(MLP | {"engine": engine}, base_dir=place) for engine in ({}, {"tls": "tls"}))
+    assert certificates_of(plain) is None
+    assert plain.sha256() == encrypted.sha256()
+
+
+def test_ddp_cannot_be_encrypted(files, place):
+    with pytest.raises(ShoalError, match=r"SH110 engine\.tls.*all-reduce cannot be encrypted"):
+        make_job(MLP | {"engine": {"tls": "tls"}, "sync": "ddp"}, base_dir=place)
