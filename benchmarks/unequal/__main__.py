@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,32 +18,13 @@ from benchmarks import report
 from benchmarks.overhead.models import MODELS
 from benchmarks.overhead.runs import job, open_nursery, shoal_run
 from benchmarks.overhead.samples import gather
+from benchmarks.unequal.slowed import Slowed
 from shoal.events import Event, Picture
 from shoal.fleet.engines.local import Nursery
 from shoal.spec.paths import RunPaths
 
-SLICE_S = 0.01
 SETTLE_S = 6.0
 STEPS = {"mlp": 6000, "cnn": 400, "gpt": 500}
-
-
-class Slowed(threading.Thread):
-    """Lets a process run one slice of every `times`, from outside."""
-
-    def __init__(self, pid: int, times: int) -> None:
-        super().__init__(daemon=True)
-        self.pid, self.times = pid, times
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        try:
-            while not self.over.is_set():
-                os.kill(self.pid, signal.SIGSTOP)
-                self.over.wait(SLICE_S * (self.times - 1))
-                os.kill(self.pid, signal.SIGCONT)
-                self.over.wait(SLICE_S)
-        except ProcessLookupError:
-            return
 
 
 class Watch:
@@ -68,8 +46,7 @@ class Watch:
 
     def end(self) -> None:
         if self.slowed:
-            self.slowed.over.set()
-            self.slowed.join()
+            self.slowed.end()
 
     def steps_per_s(self) -> float:
         """After lanes had time to settle."""

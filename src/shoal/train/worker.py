@@ -193,7 +193,7 @@ def meeting(
     first: Contact, contact: Callable[[], Contact | None], *, local: bool, seat: int | None
 ) -> Iterator[tuple[Identity, Tie]]:
     """The two ways out of this process: to the driver, and to the other workers."""
-    peers = Peers(first.token, bind=first.host if local else own_address(first))
+    peers = Peers(first.token, bind=own_address(first))
     me = Identity(contact, peers, Pulse(), local, seat)
     tie = me.tie()
     try:

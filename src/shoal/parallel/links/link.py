@@ -12,6 +12,8 @@ from shoal.parallel.links import frames
 from shoal.parallel.links.frames import FRAME_BYTES, Frame
 from shoal.wire.handshake import LinkError
 
+LOW_WATER_BYTES = 1 << 17  # less is not worth waking up for: on a slow link packets come one by one
+
 
 class PeerError(LinkError):
     """The view cannot go on because of this seat."""
@@ -43,6 +45,7 @@ class Link:
         self._incoming: list[memoryview] = []
         self._fd_in = -1
         self._expected = (0, 0, 0, 0)
+        self._low_water = 1
         sock.setblocking(False)
         if not self.same_host:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -112,13 +115,21 @@ class Link:
             self.arrived += got
             if got < len(place):
                 self._incoming[0] = place[got:]
-                return
+                break
             self._incoming.pop(0)
             if not self.began:
                 self.began = True
                 self.arrived = 0  # from now on, of the payload
                 frame = self._checked()
                 self._incoming = [part for part in self._arranged(arrange, frame) if part]
+        still = sum(map(len, self._incoming)) if self.began else 0
+        self._wake_me_at(max(1, min(LOW_WATER_BYTES, still)))
+
+    def _wake_me_at(self, size_bytes: int) -> None:
+        """Poll says that there is something to receive when so much has come, or when the peer is gone."""
+        if size_bytes != self._low_water and not self.same_host:
+            self._low_water = size_bytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def _receive_into(self, place: memoryview) -> int:
         try:

@@ -1,0 +1,200 @@
+"""python -m benchmarks.links [part ...] [--links 10,100,1000] [--models gpt,cnn] [--codecs ...] [--data DIR] [--quick]
+
+Needs root and `tc`. Two network namespaces are the hosts; they have no names, and nothing of them is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.links import measure, quality
+from benchmarks.links.hosts import Hosts, two_hosts
+from benchmarks.links.models import BATCH, MODELS
+from benchmarks.links.quality import Curve
+from benchmarks.links.samples import prepare
+from benchmarks.links.sides import ALONE, CODECS, RIVAL, SPENT, Nurseries, open_nursery, sides, stale
+from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
+
+PARTS = ("quality", "speed")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """`steps` are those of a quality run, `window_s` the time in which a side's steps are counted."""
+
+    hosts: Hosts
+    nurseries: Nurseries
+    data: Path
+    scratch: Path
+    codecs: Sequence[str]
+    sides: Sequence[str]
+    steps: int
+    seeds: int
+    rounds: int
+    window_s: float
+    most_s: float
+
+    def quality(self, model: str) -> dict[str, list[Curve]]:
+        return quality.learn(
+            model,
+            self.data,
+            self.codecs,
+            seeds=self.seeds,
+            steps=self.steps,
+            nursery=self.nurseries[0],
+            scratch=self.scratch,
+        )
+
+    def speed(self, model: str, mbit: float) -> dict[str, list[Numbers]]:
+        asked: dict[str, Any] = {"mbit": mbit, "window_s": self.window_s, "batch": BATCH[model]}
+        variants = {
+            name: partial(measure.speed, start, self.hosts, self.scratch, **asked)
+            for name, start in self._sides(model).items()
+        }
+        return in_turns(variants, self.rounds)
+
+    def race(self, model: str, mbit: float, loss: float) -> dict[str, float | None]:
+        """Seconds of those sides whose steps to the loss depend on the link."""
+        asked: dict[str, Any] = {"mbit": mbit, "most_s": self.most_s, "batch": BATCH[model]}
+        return {
+            name: measure.seconds_to(loss, start, self.hosts, self.scratch, **asked)
+            for name, start in self._sides(model).items()
+            if stale(name)
+        }
+
+    def _sides(self, model: str) -> dict[str, Any]:
+        found = sides(model, self.data, self.codecs, self.nurseries)
+        return {name: start for name, start in found.items() if not self.sides or name.startswith(tuple(self.sides))}
+
+
+def main() -> None:
+    asked = _asked()
+    console = Console(width=160)
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, _two_hosts() as machines:
+        bench = Bench(
+            *machines,
+            data=prepare(asked.data, Path(scratch, "data")),
+            scratch=Path(scratch),
+            codecs=asked.codecs,
+            sides=asked.side or [],
+            steps=30 if asked.quick else asked.steps,
+            seeds=1 if asked.quick else 3,
+            rounds=1 if asked.quick else asked.rounds,
+            window_s=2.0 if asked.quick else asked.window,
+            most_s=20.0 if asked.quick else asked.most,
+        )
+        for model in asked.models:
+            for part, rows in compare(bench, model, asked.parts or PARTS, asked.links):
+                console.print(report.table(part, rows))
+                if not (asked.quick or asked.side):
+                    report.keep("links", part, {"rows": rows})
+
+
+def compare(bench: Bench, model: str, parts: Sequence[str], links: Sequence[float]) -> Iterator[tuple[str, list[Row]]]:
+    """Tables with their titles, as they become known."""
+    curves: dict[str, list[Curve]] = {}
+    loss = 0.0
+    if "quality" in parts:
+        curves = bench.quality(model)
+        loss = quality.target(curves, bench.steps)
+        yield f"{model}: loss after {bench.steps} steps", quality.rows(curves, loss)
+    for mbit in links if "speed" in parts else ():
+        found = bench.speed(model, mbit)
+        raced = bench.race(model, mbit, loss) if curves else {}
+        yield f"{model}: {mbit:g} Mbit/s", [_row(name, found, curves, raced, loss) for name in found]
+
+
+def _row(
+    name: str,
+    found: Mapping[str, list[Numbers]],
+    curves: Mapping[str, list[Curve]],
+    raced: Mapping[str, float | None],
+    loss: float,
+) -> Row:
+    numbers, alone, rival = found[name], found.get(ALONE), found.get(RIVAL)
+    steps_per_s = median(numbers, "steps/s")
+    row: Row = {
+        "side": name,
+        "steps/s": steps_per_s,
+        "of alone": ratio(numbers, alone, "steps/s") if alone else "",
+        "of ddp": ratio(numbers, rival, "steps/s") if rival else "",
+        "MB/step": median(numbers, "MB"),
+        "CPU of alone": ratio(numbers, alone, "cpu_s") if alone else "",
+    }
+    if curves:
+        row[f"s to {loss:.2f}"] = _seconds_to(name, curves, raced, loss, steps_per_s) or ""
+    spent = {f"{one.removesuffix('_s')} ms": median(numbers, one) if one in numbers[0] else "" for one in SPENT}
+    return row | spent | {"turns": [round(one["steps/s"], 3) for one in numbers]}
+
+
+def _seconds_to(
+    name: str, curves: Mapping[str, list[Curve]], raced: Mapping[str, float | None], loss: float, steps_per_s: float
+) -> float | None:
+    """Servers without staleness take the steps of lanes with the same codec, DDP those without; who is alone gets
+    nowhere."""
+    if name == ALONE:
+        return None
+    if name in raced:
+        return raced[name]
+    steps = quality.steps_to(curves["none" if name == RIVAL else name.rpartition(", ")[2]], loss)
+    return steps / steps_per_s if steps else None
+
+
+@contextlib.contextmanager
+def _two_hosts() -> Iterator[tuple[Hosts, Nurseries]]:
+    with two_hosts() as hosts, contextlib.ExitStack() as stack:
+        with hosts.on_the_far_one():
+            far = stack.enter_context(open_nursery())
+        yield hosts, (stack.enter_context(open_nursery()), far)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """As by Ctrl-C, so that everything is cleaned up."""
+    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def _asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.links", description="Slow links, compared.")
+    report.take_names(parser, "part", PARTS)
+    parser.add_argument("--links", type=_numbers, default=[10.0, 100.0, 1000.0], help="Mbit/s")
+    parser.add_argument("--models", type=partial(_names, MODELS), default=list(MODELS))
+    parser.add_argument("--codecs", type=partial(_names, CODECS), default=list(CODECS))
+    parser.add_argument("--side", action="append", metavar="WORDS", help="sides that begin so; may be repeated")
+    parser.add_argument("--steps", type=int, default=300, help="of a quality run")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--window", type=float, default=10.0, help="seconds in which a side's steps are counted")
+    parser.add_argument("--most", type=float, default=120.0, help="seconds after which a race to a loss is given up")
+    parser.add_argument("--data", type=Path, help="a directory with MNIST's IDX files and a shakespeare text")
+    parser.add_argument("--quick", action="store_true", help="few steps, one turn, nothing written: does it work?")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+def _names(known: Mapping[str, Any], text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(known):
+        raise argparse.ArgumentTypeError(f"no such name: {', '.join(sorted(unknown))}")
+    return names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""How fast a side is on a link. It starts on a fast one, for starting is not what is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from benchmarks.links.hosts import Hosts
+from benchmarks.links.quality import SMOOTH_STEPS, smooth
+from benchmarks.links.sides import SPENT, Going, Start, Step
+from benchmarks.overhead.side_by_side import Numbers
+
+LEAST_ROWS = 2
+MOST_S = 300.0
+_places = itertools.count()
+
+
+def speed(start: Start, hosts: Hosts, scratch: Path, *, mbit: float, window_s: float, batch: int) -> Numbers:
+    """Steps per second count the samples that all workers made; where steps are shared, that is the same."""
+    with _going(start, hosts, scratch) as going:
+        shaped_t = _shape(going, hosts, mbit)
+        _until(going, lambda: _told(going, shaped_t) > 0)  # the step that was under way does not count
+        before, cpu_s, began_t = hosts.moved_bytes(), _cpu_s(going), time.time()
+        _until(going, lambda: _told(going, shaped_t) > LEAST_ROWS and time.time() > began_t + window_s)
+        moved = max(now - then for then, now in zip(before, hosts.moved_bytes(), strict=True))
+        cpu_s, wall_s = _cpu_s(going) - cpu_s, time.time() - began_t
+        counted = [[row for row in rows if row.t > shaped_t] for rows in going.rows.values()]
+    rate = sum(map(_samples_per_s, counted)) / batch
+    steps = rate * wall_s
+    return {"steps/s": rate, "MB": moved / steps / 1e6, "cpu_s": cpu_s / steps, **_spent(counted)}
+
+
+def seconds_to(
+    loss: float, start: Start, hosts: Hosts, scratch: Path, *, mbit: float, most_s: float, batch: int
+) -> float | None:
+    """Until the loss of all workers' lanes together is there, from the first step on; None if that takes too long.
+    For sides whose bits depend on the link."""
+    with _going(start, hosts, scratch) as going:
+        began_t = _shape(going, hosts, mbit)
+        while time.time() < began_t + most_s:
+            going.tick()
+            told = sorted((row.t, row.loss, row.samples) for rows in going.rows.values() for row in rows)
+            if found := next((t for t, value in smooth(told, SMOOTH_STEPS * batch) if value <= loss), None):
+                return float(found - told[0][0])
+    return None
+
+
+@contextlib.contextmanager
+def _going(start: Start, hosts: Hosts, scratch: Path) -> Iterator[Going]:
+    place = scratch / f"side-{next(_places)}"
+    place.mkdir(parents=True)
+    hosts.unshape()
+    going = start(place)
+    try:
+        yield going
+    finally:
+        going.close()
+
+
+def _shape(going: Going, hosts: Hosts, mbit: float) -> float:
+    """As soon as both train."""
+    _until(going, lambda: _told(going, 0.0) > 0)
+    hosts.shape(mbit)
+    return time.time()
+
+
+def _until(going: Going, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + MOST_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no such progress in {MOST_S:g} s")
+        going.tick()
+
+
+def _told(going: Going, since_t: float) -> int:
+    """How many rows everybody has."""
+    found = going.rows
+    return min(sum(row.t > since_t for row in rows) for rows in found.values()) if len(found) == 2 else 0
+
+
+def _cpu_s(going: Going) -> float:
+    times = [psutil.Process(pid).cpu_times() for pid in going.pids()]
+    return float(sum(one.user + one.system for one in times))
+
+
+def _samples_per_s(rows: list[Step]) -> float:
+    return sum(row.samples for row in rows[1:]) / (rows[-1].t - rows[0].t)
+
+
+def _spent(counted: list[list[Step]]) -> dict[str, float]:
+    """Milliseconds per step, of the workers' mean."""
+    steps = sum(rows[-1].step - rows[0].step for rows in counted)
+    if not steps:
+        return {}
+    return {name: 1000 * sum(r.spent.get(name, 0.0) for rows in counted for r in rows[1:]) / steps for name in SPENT}

@@ -1,0 +1,67 @@
+"""Plain torch on two hosts: DistributedDataParallel over gloo, or two processes that never talk.
+
+The loop is the fastest that we know how to write by hand: everything in memory, nothing saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.links.hosts import WIRE
+from benchmarks.links.models import BATCH, CONTEXT, LR, MODELS
+from benchmarks.links.samples import IMAGES, LABELS, TEXT
+from benchmarks.overhead.samples import read_idx
+
+Pair = tuple[Tensor, Tensor]
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[-1])
+    rank = int(sys.argv[sys.argv.index("--seat") + 1])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model: nn.Module = MODELS[asked["model"]]()
+    if asked["talk"]:
+        os.environ["GLOO_SOCKET_IFNAME"] = WIRE
+        dist.init_process_group("gloo", init_method=f"file://{asked['reports']}/meeting", rank=rank, world_size=2)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    inputs, targets = arrays(Path(asked["data"]), asked["model"])
+    train(model, inputs, targets, batch_size=BATCH[asked["model"]] // 2, rank=rank, report=Path(asked["reports"]))
+
+
+def train(model: nn.Module, inputs: Tensor, targets: Tensor, *, batch_size: int, rank: int, report: Path) -> None:
+    """Until somebody ends it, with a row for each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    criterion, order = nn.CrossEntropyLoss(), torch.Generator().manual_seed(rank)
+    with (report / f"rank-{rank}.rows").open("w", buffering=1) as rows:
+        while True:
+            ids = torch.randint(len(inputs), (batch_size,), generator=order)
+            loss = criterion(model(inputs.index_select(0, ids)), targets.index_select(0, ids))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rows.write(f"{time.time()} {batch_size}\n")
+
+
+def arrays(data: Path, model: str) -> Pair:
+    if model == "gpt":
+        letters = np.frombuffer((data / TEXT).read_bytes(), np.uint8)
+        tokens = torch.from_numpy(np.unique(letters, return_inverse=True)[1])
+        windows = tokens.unfold(0, CONTEXT + 1, 1)
+        return windows[:, :-1], windows[:, 1:]
+    images = torch.from_numpy(read_idx(data / IMAGES).copy())[:, None].float() / 255
+    return images, torch.from_numpy(read_idx(data / LABELS).astype(np.int64))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What codecs do to the loss. The bits of a run depend neither on the number of workers nor on the link, so one worker
+with two lanes and no link finds out, and steps to a loss are the same on every link."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.links.models import BATCH, job
+from benchmarks.links.sides import CODECS
+from benchmarks.overhead.side_by_side import Row
+from shoal.events import Event, Picture
+from shoal.fleet.engines.local import Nursery
+from shoal.jobs import directory
+from shoal.jobs.run import Run
+from shoal.spec.load import make_job
+
+UNCOMPRESSED = "none"
+VALIDATION = {"gpt": 0.005, "cnn": 0.02}
+SMOOTH_STEPS = 20
+AT_ONCE = 2
+TARGET_AT = 2 / 3
+"""The loss that sides race to is where the uncompressed run is at this part of its steps."""
+
+
+@dataclass
+class Curve:
+    """The training loss at each step that was told, and the validation loss at the end."""
+
+    batch: int
+    losses: list[tuple[int, float, int]] = field(default_factory=list)
+    final: float = float("nan")
+
+    def look(self, event: Event, picture: Picture) -> None:
+        if event.kind == "step":
+            self.losses.append((int(event.step or 0), event["loss"], event["samples"]))
+        elif event.kind == "evaluated":
+            self.final = float(event["metrics"]["loss"])
+
+    def smooth(self) -> Iterator[tuple[int, float]]:
+        return smooth(self.losses, SMOOTH_STEPS * self.batch)
+
+
+def smooth(losses: Iterable[tuple[Any, float, int]], over: int) -> Iterator[tuple[Any, float]]:
+    """When, and the mean over that many samples at least: one batch says little. Given when, a loss, and of how many
+    samples."""
+    recent: deque[tuple[float, int]] = deque()
+    total, seen = 0.0, 0
+    for when, loss, samples in losses:
+        recent.append((loss, samples))
+        total, seen = total + loss * samples, seen + samples
+        while seen - recent[0][1] >= over:
+            old, count = recent.popleft()
+            total, seen = total - old * count, seen - count
+        if seen >= over:
+            yield when, total / seen
+
+
+def learn(
+    model: str, data: Path, codecs: Sequence[str], *, seeds: int, steps: int, nursery: Nursery, scratch: Path
+) -> dict[str, list[Curve]]:
+    """A curve per seed and codec."""
+    wanted = {
+        (codec, seed): Curve(BATCH[model]) for seed in range(seeds) for codec in dict.fromkeys([UNCOMPRESSED, *codecs])
+    }
+    waiting, going = list(wanted), list[Run]()
+    try:
+        while waiting or going:
+            if waiting and len(going) < AT_ONCE:
+                codec, seed = waiting.pop(0)
+                plain = _job(model, data, codec, seed=seed, steps=steps)
+                going.append(_started(plain, scratch / "quality", nursery, wanted[codec, seed]))
+            for run in list(going):
+                if outcome := run.tick(0.02):
+                    going.remove(run)
+                    if outcome.receipt is None:
+                        raise outcome.error or RuntimeError(f"the run is {outcome.status}")
+    finally:
+        for run in going:
+            run.close()
+    return {codec: [curve for (name, _), curve in wanted.items() if name == codec] for codec, _ in wanted}
+
+
+def _job(model: str, data: Path, codec: str, *, seed: int, steps: int) -> Mapping[str, Any]:
+    plain = dict(job(model, data, seed=seed, steps=steps, workers=1, evaluate={"every_steps": steps}))
+    if codec != UNCOMPRESSED:
+        plain["codec"] = CODECS[codec]
+    plain["data"] = {**plain["data"], "split": {"kind": "holdout", "validation": VALIDATION[model], "test": 0}}
+    return plain
+
+
+def _started(plain: Mapping[str, Any], runs: Path, nursery: Nursery, curve: Curve) -> Run:
+    made = make_job(dict(plain))
+    run = Run(made, directory.create(made, runs), nursery, watch=curve.look)
+    run.start()
+    return run
+
+
+def target(curves: Mapping[str, list[Curve]], steps: int) -> float:
+    """The loss to race to."""
+    return statistics.fmean(
+        next(loss for step, loss in reversed(list(curve.smooth())) if step <= TARGET_AT * steps)
+        for curve in curves[UNCOMPRESSED]
+    )
+
+
+def steps_to(curves: Sequence[Curve], loss: float) -> float | None:
+    """The median over the seeds; None if one of them never came so far."""
+    found = [next((step for step, value in curve.smooth() if value <= loss), None) for curve in curves]
+    return None if None in found else float(statistics.median(step for step in found if step))
+
+
+def rows(curves: Mapping[str, list[Curve]], loss: float) -> list[Row]:
+    """`within`: is the mean no higher than the worst of the uncompressed runs?"""
+    worst = max(curve.final for curve in curves[UNCOMPRESSED])
+    return [
+        {
+            "codec": codec,
+            "final loss": f"{(mean := statistics.fmean(one.final for one in found)):.4f}",
+            "seeds": ", ".join(f"{one.final:.4f}" for one in found),
+            "within": "yes" if mean <= worst else "no",
+            f"steps to {loss:.2f}": steps_to(found, loss) or "",
+        }
+        for codec, found in curves.items()
+    ]

@@ -1,0 +1,161 @@
+"""What is compared. A side that goes has rows: who made how many samples of which step when, and with which loss."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.links.hosts import ADDRESSES
+from benchmarks.links.models import job
+from benchmarks.links.spread import SpreadEngine
+from benchmarks.report import environment
+from shoal.events import Event, Picture
+from shoal.fleet.engines.local import LocalEngine, Nursery
+from shoal.jobs import directory
+from shoal.jobs.run import Run, make_nursery
+from shoal.spec.load import make_job
+from shoal.spec.view import Seat
+
+PLAIN = "benchmarks.links.plain"
+CODECS: Mapping[str, dict[str, Any]] = {
+    "none": {"kind": "none"},
+    "bf16": {"kind": "bf16"},
+    "fp16": {"kind": "fp16"},
+    "int8": {"kind": "int8"},
+    "sign": {"kind": "sign"},
+    "topk": {"kind": "topk", "keep": 0.01},
+    "lowrank": {"kind": "lowrank", "rank": 4},
+}
+EXACT, STALENESS = "0", ("4", "inf")
+SPENT = ("compute_s", "exchange_s", "waiting_s", "data_s")
+Nurseries = tuple[Nursery, Nursery]
+
+
+@dataclass(frozen=True)
+class Step:
+    t: float
+    samples: int
+    step: int = 0
+    loss: float = 0.0
+    spent: Mapping[str, float] = field(default_factory=dict)
+
+
+class Going(Protocol):
+    @property
+    def rows(self) -> dict[str, list[Step]]:
+        """By worker."""
+
+    def tick(self) -> None:
+        """Take in what happened. RuntimeError if it cannot go on."""
+
+    def pids(self) -> list[int]:
+        """Workers and servers."""
+
+    def close(self) -> None: ...
+
+
+Start = Callable[[Path], Going]
+"""Given a directory of its own."""
+
+
+def open_nursery() -> Nursery:
+    """Where all processes of a host come from, of all sides."""
+    nursery = make_nursery(1, modules=[PLAIN])
+    nursery.environment |= environment()
+    return nursery
+
+
+class Shoal:
+    """A whole run, all at its defaults, on both hosts."""
+
+    def __init__(self, plain_job: Mapping[str, Any], nurseries: Nurseries, place: Path) -> None:
+        made = make_job(dict(plain_job))
+        paths = directory.create(made, place / "runs")
+        self.rows: dict[str, list[Step]] = defaultdict(list)
+        self._run = Run(made, paths, nurseries[0], watch=self._look)
+        self._run.engine = SpreadEngine(nurseries, name=str(paths.root), logs=paths.logs)  # type: ignore[assignment]
+        self._run.start()
+
+    def _look(self, event: Event, picture: Picture) -> None:
+        if event.kind == "step":
+            spent = {name: float(event.get(name) or 0) for name in SPENT}
+            self.rows[event.who].append(Step(event.t, event["samples"], int(event.step or 0), event["loss"], spent))
+
+    def tick(self) -> None:
+        if outcome := self._run.tick(0.05):
+            raise outcome.error or RuntimeError(f"the run is {outcome.status}: {outcome.paths.root}")
+
+    def pids(self) -> list[int]:
+        return _pids([self._run.engine])
+
+    def close(self) -> None:
+        self._run.close()
+
+
+class Plain:
+    """A process of plain torch on each host."""
+
+    def __init__(self, asked: Mapping[str, Any], nurseries: Nurseries, place: Path) -> None:
+        self._place = place
+        self._engines = [LocalEngine(it, name=str(place), logs=place / "logs") for it in nurseries]
+        for rank, engine in enumerate(self._engines):
+            engine.start([Seat(number=rank)], PLAIN, [json.dumps({**asked, "reports": str(place)})])
+
+    @property
+    def rows(self) -> dict[str, list[Step]]:
+        return {path.stem: _read(path) for path in self._place.glob("*.rows")}
+
+    def tick(self) -> None:
+        if any(engine.poll(0.05) for engine in self._engines):
+            raise RuntimeError(f"a process of plain torch ended, see {self._place}")
+
+    def pids(self) -> list[int]:
+        return _pids(self._engines)
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+
+
+def _pids(engines: Sequence[LocalEngine]) -> list[int]:
+    return [pid for engine in engines for seat in engine.seats if (pid := engine.pid(seat))]
+
+
+def _read(path: Path) -> list[Step]:
+    lines = path.read_text().split("\n")[:-1]  # the last may be half a line
+    return [Step(float(t), int(samples)) for t, samples in map(str.split, lines)]
+
+
+ALONE, RIVAL = "alone", "ddp"
+
+
+def sides(model: str, data: Path, codecs: Sequence[str], nurseries: Nurseries) -> dict[str, Start]:
+    """All of them by name."""
+
+    def plain(*, talk: bool) -> Start:
+        return lambda place: Plain({"model": model, "data": str(data), "talk": talk}, nurseries, place)
+
+    def shoal(**changes: Any) -> Start:
+        engine = {"kind": "local", "listen": ADDRESSES[0], "balance": False}
+        return lambda place: Shoal(job(model, data, engine=engine, **changes), nurseries, place)
+
+    def server(staleness: str, codec: str) -> Start:
+        return shoal(sync={"kind": "server", "staleness": _number(staleness)}, codec=CODECS[codec])
+
+    found = {ALONE: plain(talk=False), RIVAL: plain(talk=True)}
+    found |= {f"lanes, {codec}": shoal(codec=CODECS[codec]) for codec in codecs}
+    found |= {f"server, {EXACT}, {codec}": server(EXACT, codec) for codec in codecs}
+    return found | {f"server, {it}, none": server(it, "none") for it in STALENESS}
+
+
+def _number(staleness: str) -> int | str:
+    return staleness if staleness == "inf" else int(staleness)
+
+
+def stale(side: str) -> bool:
+    """Do the bits of this side depend on who is faster?"""
+    return side.startswith("server") and not side.startswith(f"server, {EXACT}")

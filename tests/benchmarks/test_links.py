@@ -1,0 +1,82 @@
+"""The parts that a comparison over slow links stands on."""
+
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+from benchmarks.links import quality
+from benchmarks.links.hosts import ADDRESSES, two_hosts
+from benchmarks.links.quality import Curve, smooth
+from benchmarks.links.samples import babble
+from benchmarks.links.sides import CODECS, stale
+
+
+def namespace():
+    return os.stat("/proc/thread-self/ns/net").st_ino
+
+
+def test_a_mean_is_taken_over_as_many_samples_whatever_a_row_holds():
+    small = [(t, float(t), 10) for t in range(6)]
+    large = [(t, float(t), 30) for t in range(3)]
+    assert list(smooth(small, 30)) == [(2, 1.0), (3, 2.0), (4, 3.0), (5, 4.0)]
+    assert list(smooth(large, 30)) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert list(smooth(small, 1000)) == []
+
+
+def falling(final, slope):
+    losses = [(step, 3.0 - slope * step, 4) for step in range(1, 101)]
+    return Curve(4, losses, final)
+
+
+def test_who_does_not_reach_the_loss_with_every_seed_has_no_steps_to_it():
+    curves = {"none": [falling(1.0, 0.02), falling(1.2, 0.02)], "slow": [falling(1.1, 0.02), falling(1.5, 0.001)]}
+    loss = quality.target(curves, steps=90)
+    assert quality.steps_to(curves["none"], loss) == 60
+    assert quality.steps_to(curves["slow"], loss) is None
+    rows = {row["codec"]: row for row in quality.rows(curves, loss)}
+    assert rows["none"]["within"] == "yes"
+    assert rows["slow"]["within"] == "no"
+
+
+def test_generated_text_can_be_learned():
+    text = babble(np.random.default_rng(0), 50_000)
+    pairs = text[:-1] * 1000 + text[1:]
+    following = {pair: len(set(text[2:][pairs[:-1] == pair])) for pair in np.unique(pairs)[:20]}
+    assert max(following.values()) <= 8
+
+
+def test_only_servers_that_wait_for_nobody_depend_on_the_link():
+    names = [
+        *(f"lanes, {codec}" for codec in CODECS),
+        "ddp",
+        "alone",
+        "server, 0, bf16",
+        "server, 4, none",
+        "server, inf, none",
+    ]
+    assert [name for name in names if stale(name)] == ["server, 4, none", "server, inf, none"]
+
+
+@pytest.mark.root
+def test_two_hosts_reach_each_other_over_a_wire_that_counts_and_are_gone_afterwards():
+    home = namespace()
+    with two_hosts() as hosts:
+        near = namespace()
+        with hosts.on_the_far_one():
+            far = namespace()
+            listener = socket.create_server((ADDRESSES[1], 0))
+        assert len({home, near, far}) == 3
+        hosts.shape(1000)
+        before, _ = hosts.moved_bytes()
+        thread = threading.Thread(target=lambda: listener.accept()[0].sendall(bytes(100_000)))
+        thread.start()
+        with socket.create_connection(listener.getsockname()) as sock:
+            received = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+        thread.join()
+        assert len(received) == 100_000
+        assert hosts.moved_bytes()[0] - before > 100_000
+        hosts.unshape()
+        listener.close()
+    assert namespace() == home
