@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -85,6 +86,20 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(run, place,
     assert "models.py" in "\n".join(said)
     assert "Traceback" not in "\n".join(said)
     assert it.outcome.result().error is None
+
+
+def test_a_stop_sends_those_home_who_came_from_elsewhere(run, elsewhere, their_nursery):
+    """At once: they do not wait for a driver that will not come back."""
+    said = []
+    with driven(run, MLP, **ENDLESS) as it, ThreadPoolExecutor() as pool:
+        it.trains(1)
+        token = wishes.token(it.paths)
+        there = {"base_dir": elsewhere, "show": said.append, "nursery": their_nursery}
+        code = pool.submit(joining.join, it.address, token, **there)
+        it.until(joined)
+        wishes.stop(it.paths)
+        assert code.result() == 0
+    assert "no driver came back" not in "\n".join(said)
 
 
 def test_a_wrong_token_and_a_wrong_address_are_told_at_once(run, their_nursery):

@@ -247,6 +247,7 @@ class Run:
     def _end(self, outcome: Outcome) -> Outcome:
         if outcome.receipt:
             write_atomically(self.paths.receipt, outcome.receipt.model_dump_json(indent=2) + "\n")
+        self.helm.dismiss(f"the run is {outcome.status}")  # those from elsewhere: nobody will come back for them
         self._stream.emit("run_ended", status=outcome.status, refused=self.helm.refused)
         self._look()
         outcome = replace(outcome, saved_step=self.picture.saved_step)

@@ -96,7 +96,7 @@ class Tally:
         return sum(self.batch(step, lane) for step in range(steps) for lane in range(self.lanes))
 
 
-def one_step(replica, sync, cargo, step, lanes):
+def one_step(replica, sync, cargo, step, lanes, *, halt=False):
     """As the training loop does it."""
     sums, total = sync.sums(), cargo.total(step)
     replica.begin()
@@ -104,7 +104,7 @@ def one_step(replica, sync, cargo, step, lanes):
         batch = cargo.batch(step, lane)
         share = sync.share(lane, cargo.size(step, lane), total)
         sums.lane(lane, None if batch is None else replica.forward_backward(step, lane, batch, share=share))
-    outcome = sync.commit(replica, step, sums)
+    outcome = sync.commit(replica, step, sums, halt=halt)
     if not isinstance(outcome, Committed):
         replica.undo()
     return outcome

@@ -79,6 +79,9 @@ class Harbour:
         self.results: dict[int, dict] = {}
         self.losses: dict[int, dict[int, float]] = {}
         self.deaths = 0
+        self.halts: dict[int, int] = {}
+        """At which steps which worker says that it must stop. To be set before anybody is forked."""
+        self.halted: list[tuple[int, int]] = []
         self.on_step: dict[int, list] = {}
         self.on_table: list = []
         self.late: set[int] = set()
@@ -245,8 +248,10 @@ class Harbour:
     def _on_filled(self, seat, other, table):
         self.placement.filled(seat, other, table)
 
-    def _on_acked(self, seat, step, loss):
+    def _on_acked(self, seat, step, loss, halt):
         self.acked[seat] = step
+        if halt:
+            self.halted.append((seat, step))
         self.losses.setdefault(seat, {})[step] = loss
         while self.step < step:
             self.step += 1
@@ -522,13 +527,13 @@ def _train(harbour, sync, replica, view, seat, step, tell, going):
         going.wait()
         for lane in lanes:
             begun[lane] = max(begun[lane], step)
-        outcome = one_step(replica, sync, harbour.cargo, step, lanes)
+        outcome = one_step(replica, sync, harbour.cargo, step, lanes, halt=harbour.halts.get(step) == seat)
         if isinstance(outcome, Discarded):
             return step, outcome.why
         step += 1
         ahead = step - (min(begun) + 1)
         assert ahead <= harbour.staleness, f"step {step} was acknowledged {ahead} steps ahead of the slowest"
-        tell("acked", step, float(outcome.loss))
+        tell("acked", step, float(outcome.loss), outcome.halt)
     if isinstance(gone := sync.settle(replica, 4 * step + 3), Discarded):
         return step, gone.why
     if isinstance(gone := sync.complete(replica, step), Discarded):

@@ -34,6 +34,17 @@ def test_a_server_dies(moment):
         harbour.check_backups()
 
 
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_all_hear_that_one_must_stop(moment):
+    """In the same step, although the server that heard it first is gone."""
+    harbour = Harbour(KINDS["all"], workers=3)
+    harbour.halts = {step: step % 3 for step in range(3, 6)}
+    with harbour:
+        harbour.on_step[3] = [lambda: harbour.doom(100, MOMENTS[moment])]
+        check(harbour, harbour.sail())
+        assert sorted(harbour.halted) == [(seat, step + 1) for seat in range(3) for step in range(3, 6)]
+
+
 @pytest.mark.parametrize("moment", [Doom(frames.SET, 2, when) for when in ("before", "after", "sent")], ids=str)
 def test_a_server_dies_while_it_is_filled(moment):
     with Harbour(KINDS["all"]) as harbour:
