@@ -81,7 +81,8 @@ class Bench:
 def main() -> None:
     asked = _asked()
     console = Console(width=160)
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, _two_hosts() as machines:
+    _end_well()
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, _two_hosts() as machines:
         bench = Bench(
             *machines,
             data=prepare(asked.data, Path(scratch, "data")),
@@ -159,14 +160,10 @@ def _two_hosts() -> Iterator[tuple[Hosts, Nurseries]]:
         yield hosts, (stack.enter_context(open_nursery()), far)
 
 
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """As by Ctrl-C, so that everything is cleaned up."""
-    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
+def _end_well() -> None:
+    """Whoever ends it, everything is cleaned up, also where a shell in the background has Ctrl-C ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
 
 
 def _asked() -> argparse.Namespace:

@@ -140,7 +140,7 @@ def sides(model: str, data: Path, codecs: Sequence[str], nurseries: Nurseries) -
         return lambda place: Plain({"model": model, "data": str(data), "talk": talk}, nurseries, place)
 
     def shoal(**changes: Any) -> Start:
-        engine = {"kind": "local", "listen": ADDRESSES[0], "balance": False}
+        engine = {"kind": "local", "listen": ADDRESSES[0], "balance": False, "patience_s": 5}  # not long without us
         return lambda place: Shoal(job(model, data, engine=engine, **changes), nurseries, place)
 
     def server(staleness: str, codec: str) -> Start:
