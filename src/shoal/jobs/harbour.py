@@ -83,6 +83,11 @@ class Harbour:
         """Those of servers that are heard."""
         return [voice.caller for voice in self._voices.values() if voice.lost_s is None]
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process ids of those who have called, by name."""
+        return {_name(seat): voice.pid for seat, voice in list(self._voices.items())}
+
     # ---- facts ----
 
     def start(self, survivors: Iterable[Survivor]) -> None:

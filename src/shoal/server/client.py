@@ -200,12 +200,16 @@ class Client:
         with self._told():
             clocks = self._lines.enter(entry)
         self.step = clocks[0] if self._terms.together else clocks[self.worker]
-        slowest = min((clocks[other] for other in self._present), default=0) if away else 0
-        if slowest > self.step:
-            self._run(self._push(slowest - 1, None, empty=True))
-            self.step = slowest
+        if away and not self._terms.together:
+            self._leap(min((clocks[other] for other in self._present), default=0))
         self._inside = True
         self._tie.say("in")
+
+    def _leap(self, step: int) -> None:
+        """Go on at this step, if it is ahead: nobody should wait for all that was missed."""
+        if step > self.step:
+            self._run(self._push(step - 1, None, empty=True))
+            self.step = step
 
     # ---- in the tie's thread ----
 

@@ -130,6 +130,11 @@ class Servers:
         found = pulled(self._run, self._flat, together=self._terms.together)
         holding.save(found, path, optimizer=self._terms.optimizer.model_dump())
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process ids of the servers that run now, by name."""
+        return self._tender.processes
+
     def scale(self, servers: int) -> None:
         """Another number of servers from now on; what they hold moves while workers go on."""
         if servers < 1:

@@ -78,6 +78,10 @@ class Tender:
         host = self.control.host
         return f"[{host}]:{self.control.port}" if ":" in host else f"{host}:{self.control.port}"
 
+    @property
+    def processes(self) -> dict[str, int]:
+        return self._harbour.processes
+
     def scale(self, servers: int) -> None:
         self._soon(lambda: self._harbour.scale(servers))
 
