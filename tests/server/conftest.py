@@ -59,6 +59,11 @@ def rows(servers, kind):
     return [event for event in read(servers.directory / "events.jsonl") if event.kind == kind]
 
 
+def lost(servers, worker):
+    """How often this worker went."""
+    return sum(event["message"] == f"worker {worker} is gone" for event in rows(servers, "note"))
+
+
 def living(servers):
     """Process ids of the servers, by name."""
     gone = {event["server"] for event in rows(servers, "server_died")}

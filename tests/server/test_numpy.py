@@ -12,7 +12,7 @@ import pytest
 import shoal.server
 from shoal.errors import ShoalError
 from tests.jobs.disturbed import in_time
-from tests.server.conftest import living, rows, said, zeros
+from tests.server.conftest import living, lost, rows, said, zeros
 
 
 @pytest.fixture(autouse=True)
@@ -153,12 +153,12 @@ def test_a_new_process_goes_on_where_a_dead_worker_was(start, worker):
         pass
     dead.kill()
     dead.wait()
-    until(lambda: rows(servers, "client_lost"))
+    until(lambda: lost(servers, 0))
     heir = worker(servers, 0, 0)
     at = int(said(heir, "at")[0])
     assert heir.wait() == 0
     assert at >= 20
-    until(lambda: len(rows(servers, "client_lost")) == 2)
+    until(lambda: lost(servers, 0) == 2)
     heir = worker(servers, 0, 50 - at)
     assert said(heir, "values")[:2] == said(other, "values")[:2] == ["50.0", "50.0"]
 
@@ -193,7 +193,7 @@ def test_nobody_waits_for_one_that_is_gone(how, start, worker):
     with connect(servers, 0) as client:
         for _ in range(30):
             client.push(minus(zeros()))
-        until(lambda: rows(servers, "client_lost"))
+        until(lambda: lost(servers, 1))
         with connect(servers, 1) as back:
             assert back.step == 30  # beside the slowest of those who are here
             back.push(minus(zeros()))
@@ -248,14 +248,18 @@ def test_servers_come_and_go(start, worker):
 # ---- ends ----
 
 
+def push_for_ever(client):
+    while True:
+        client.push(minus(zeros()))
+
+
 def test_without_a_backup_a_death_is_told(start):
     servers = start(servers=2, backups=0)
     with connect(servers) as client:
         client.push(minus(zeros()))
         os.kill(next(iter(living(servers).values())), signal.SIGKILL)
         with pytest.raises(ShoalError, match="lost") as caught:
-            while True:
-                client.push(minus(zeros()))
+            push_for_ever(client)
         assert caught.value.code == "SH703"
         with pytest.raises(ShoalError, match="lost"):
             servers.pull()

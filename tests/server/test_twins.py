@@ -1,5 +1,7 @@
 """What clients without torch do again: the layout of a stretch, and the bytes of a state."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ def test_the_layout_of_servers(like):
     layout = Layout.from_description(flat.describe())
     assert (flat.size_bytes, flat.tail, flat.cuts) == (layout.size_bytes, layout.tail, layout.cuts)
     assert [place.start for place in flat.places] == [place.start for place in layout.grads]
-    for a, b in zip(flat.cuts, flat.cuts[1:], strict=False):
+    for a, b in pairwise(flat.cuts):
         assert list(flat.parts(a, b)) == layout.parts(a, b)
 
 
@@ -38,7 +40,7 @@ def test_what_is_held_comes_back(like, pieces, seed):
     state = {name: {"exp_avg": slots["exp_avg"], "step": np.array(3.0, np.float32)} for name, slots in state.items()}
     held = Holding(values, state, [4, 7])
     ends = sorted({0, len(flat.cuts) - 1, *chance.integers(0, len(flat.cuts), pieces).tolist()})
-    found = {(a, b): held.chunks(flat, a, b, lanes=2) for a, b in zip(ends, ends[1:], strict=False)}
+    found = {(a, b): held.chunks(flat, a, b, lanes=2) for a, b in pairwise(ends)}
     back = gathered(flat, found, together=False)
     assert back.clocks == [4, 7]
     for name, value in values.items():

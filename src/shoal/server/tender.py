@@ -199,14 +199,15 @@ class Tender:
         away = crowd.comes(worker, said.caller)
         terms = self._terms.model_dump(mode="json")
         self.control.send(said.caller, "welcome", terms=terms, present=present, away=away)
-        self._stream.emit("client_came", worker=worker, pid=said.fields.get("pid"), host=said.fields.get("host"))
+        pid, host = said.fields.get("pid"), said.fields.get("host")
+        self._stream.emit("note", message=f"worker {worker} is here: process {pid} on {host}")
         if self._view is not None:
             self.control.publish(self._view, [said.caller])
         self._harbour.show(said.caller)
 
     def _gone(self, worker: int) -> None:
         if worker in self._crowd.callers:
-            self._stream.emit("client_lost", worker=worker)
+            self._stream.emit("note", message=f"worker {worker} is gone")
         self._crowd.goes(worker)
 
     def _ended(self, one: Exit) -> None:
