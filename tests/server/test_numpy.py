@@ -11,6 +11,7 @@ import pytest
 
 import shoal.server
 from shoal.errors import ShoalError
+from shoal.server import tender
 from tests.jobs.disturbed import in_time
 from tests.server.conftest import living, lost, rows, said, zeros
 
@@ -198,6 +199,24 @@ def test_nobody_waits_for_one_that_is_gone(how, start, worker):
             assert back.step == 30  # beside the slowest of those who are here
             back.push(minus(zeros()))
             client.push(minus(zeros()))
+
+
+def test_a_frozen_worker_is_given_up_and_comes_back(start, worker, monkeypatch):
+    monkeypatch.setattr(tender, "SILENT_S", 1.0)
+    servers = start(workers=2, staleness=2)
+    frozen = worker(servers, 1, 40)
+    with connect(servers, 0) as client:
+        for _ in range(10):
+            client.push(minus(zeros()))
+        frozen.send_signal(signal.SIGSTOP)
+        while client.step < 60:
+            client.push(minus(zeros()))
+        frozen.send_signal(signal.SIGCONT)
+        while client.step < 100 and frozen.poll() is None:
+            client.push(minus(zeros()))
+    assert said(frozen, "values")
+    assert frozen.wait() == 0
+    assert counts(servers.pull()) == (client.step + 40) / 2
 
 
 def test_one_that_has_not_come_yet_is_waited_for(start):
