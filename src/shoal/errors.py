@@ -127,6 +127,14 @@ CATALOGUE: dict[str, Entry] = {
                    "its key, and the authority's own certificate."),
     "SH620": Entry("the two sides do not agree on TLS",
                    "Join with --tls DIR if the job has `engine.tls`, and not otherwise; one authority signs for all."),
+    # 7xx: shoal.server, servers for programs of any kind
+    "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
+    "SH702": Entry("the arrays are not those of the servers", "Give an array for each name, of its shape and dtype."),
+    "SH703": Entry("the servers are gone", "Start them again; start(from_=...) goes on from what was saved."),
+    "SH704": Entry("no such worker, or it is here already", "Give each process a worker number of its own, from 0."),
+    "SH705": Entry("what was saved cannot be used", "Give a file that `save` wrote, for the same optimizer."),
+    "SH706": Entry("a step out of turn", "Push the step that the client stands at: client.step."),
+    "SH707": Entry("no answer in time", "See that every worker runs, or give connect a longer timeout_s."),
 }  # fmt: skip
 
 
@@ -199,6 +207,7 @@ class Problems(ShoalError):  # noqa: N818 - it is several errors
 
 _FAMILIES: dict[str, type[ShoalError]] = {
     "1": JobError, "2": JobError, "3": DataError, "4": TrainError, "5": CheckpointError, "6": RunError,
+    "7": RunError,
 }  # fmt: skip
 
 
@@ -236,7 +245,7 @@ def did_you_mean(word: str, allowed: Iterable[str], *, most: int = 30) -> str:
 def page() -> str:
     """docs/errors.md."""
     groups = {"1": "The job file", "2": "Names", "3": "Data and splits", "4": "Training", "5": "Checkpoints",
-              "6": "Runs and processes"}  # fmt: skip
+              "6": "Runs and processes", "7": "Servers for other programs"}  # fmt: skip
     lines = ["# Errors and exit codes", "",
              "Every error says what is wrong, where, and what to do. Made by `python -m shoal.errors`.", "",
              "| exit code | meaning |", "|---|---|",
@@ -247,7 +256,7 @@ def page() -> str:
              f"| {EXIT_DATA} | the data is wrong or cannot be had (SH3xx) |",
              f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx) |",
              f"| {EXIT_CHECKPOINT} | a checkpoint cannot be written or read (SH5xx) |",
-             f"| {EXIT_RUN} | runs, processes, engines (SH6xx) |",
+             f"| {EXIT_RUN} | runs, processes, engines (SH6xx), servers for other programs (SH7xx) |",
              f"| {EXIT_INTERRUPTED} | stopped by Ctrl-C; saved, `shoal resume` goes on |",
              f"| {EXIT_TERMINATED} | stopped by SIGTERM or `shoal stop`; saved, `shoal resume` goes on |"]  # fmt: skip
     for digit, title in groups.items():

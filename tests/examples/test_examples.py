@@ -1,5 +1,6 @@
 """Every example runs, learns something, and stays small."""
 
+import os
 import re
 import runpy
 import shutil
@@ -170,3 +171,27 @@ def test_each_says_how_to_run_it(name):
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_the_programs_are_short(path):
     assert len(path.read_text().splitlines()) < 60
+
+
+# ---- TensorFlow ----
+
+
+@pytest.fixture(scope="session")
+def keras():
+    """An interpreter that has TensorFlow."""
+    python = os.environ.get("KERAS_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import tensorflow"], capture_output=True).returncode:
+        pytest.skip(f"TensorFlow cannot be imported by {python}; set KERAS_PYTHON to an interpreter that has it")
+    return python
+
+
+@pytest.mark.keras
+@pytest.mark.parametrize("words", [["--kill"], ["--staleness=inf", "--data=mnist"]], ids=["killed", "asynchronous"])
+def test_servers_keras(words, keras, place):
+    made_up.mnist(place / "mnist-files")
+    words = [word.replace("=mnist", f"={place / 'mnist-files'}") for word in words]
+    command = [keras, str(place / "servers-keras" / "train.py"), f"--python={sys.executable}", "--steps=120", *words]
+    environment = os.environ | {"PYTHONPATH": str(Path(shoal.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"accuracy (\S+)", done.stdout)[1]) > 0.9

@@ -17,7 +17,7 @@ from shoal.jobs.voice import CALL_BACK_S, Voice
 from shoal.plan.holdings import holdings, moved_bytes
 from shoal.plan.placement import Lost, Placement
 from shoal.plan.suspicion import Suspicion
-from shoal.spec.job import Job
+from shoal.spec.job import ServerSync
 from shoal.spec.paths import RunPaths
 from shoal.spec.table import Table, pieces
 from shoal.spec.view import Address, Seat
@@ -30,29 +30,31 @@ SERVED_EVERY_S = 3.0
 class Harbour:
     """Belongs to the thread that drives. `tend` after anything became readable, and now and then.
 
-    A server that dies before it holds anything is tried again, `engine.restarts` times in a row; then the run goes on
+    A server that dies before it holds anything is tried again, `restarts` times in a row; then the run goes on
     with the servers that it has, if it has any.
     """
 
     def __init__(
         self,
-        job: Job,
+        sync: ServerSync,
         paths: RunPaths,
         engine: LocalEngine,
         control: Control,
         stream: Stream,
         *,
         new_seat: Callable[[], int],
+        restarts: int,
+        entry: str = "",
     ) -> None:
         self.seats: set[int] = set()
         self.table: Table | None = None
-        assert job.sync.kind == "server"
-        self._placement = Placement(servers=job.sync.servers, backups=job.sync.backups, how=job.sync.placement)
+        self._placement = Placement(servers=sync.servers, backups=sync.backups, how=sync.placement)
         self._paths = paths
         self._engine = engine
         self._control = control
         self._stream = stream
-        self._restarts = self._restarts_left = job.engine.restarts
+        self._restarts = self._restarts_left = restarts
+        self._entry = entry or SERVER
         self._new_seat = new_seat
         self._suspicion = Suspicion()
         self._voices: dict[int, Voice] = {}
@@ -75,6 +77,16 @@ class Harbour:
     def here(self) -> list[int]:
         """The seats of those who have called."""
         return sorted(self._voices)
+
+    @property
+    def callers(self) -> list[int]:
+        """Those of servers that are heard."""
+        return [voice.caller for voice in self._voices.values() if voice.lost_s is None]
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process ids of those who have called, by name."""
+        return {_name(seat): voice.pid for seat, voice in list(self._voices.items())}
 
     # ---- facts ----
 
@@ -218,7 +230,7 @@ class Harbour:
         seats = [Seat(number=self._new_seat(), role="server") for _ in range(number)]
         for seat in seats:
             self._expect(seat.number)
-        self._engine.start(seats, SERVER, ["--run", str(self._paths.root)])
+        self._engine.start(seats, self._entry, ["--run", str(self._paths.root)])
 
     def _release(self, seats: Iterable[int]) -> None:
         going = [seat for seat in seats if seat in self.seats and seat not in self._released]
@@ -227,8 +239,7 @@ class Harbour:
 
     def _publish(self, table: Table, workers: Iterable[int]) -> None:
         old, self.table, self._newest = self.table, table, table.number
-        heard = [voice.caller for voice in self._voices.values() if voice.lost_s is None]
-        self._control.publish_table(table, [*heard, *workers])
+        self._control.publish_table(table, [*self.callers, *workers])
         self._stream.emit("table", why=", ".join(dict.fromkeys(self._news)), **_told(old, table, self._fallen))
         self._news.clear()
         self._fallen.clear()

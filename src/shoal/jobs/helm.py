@@ -52,8 +52,7 @@ class Helm:
         self._engine = engine
         self._stream = stream
         self._next_seat = first_seat
-        serves = job.sync.kind == "server"
-        self.harbour = Harbour(job, paths, engine, self.control, stream, new_seat=self._new_seat) if serves else None
+        self.harbour = self._make_harbour()
         self._arguments = ["--run", str(paths.root), *(["--trace"] if trace else [])]
         self._suspicion = Suspicion()
         self._bystanders = Suspicion()
@@ -67,6 +66,13 @@ class Helm:
         self._step = 0
         self._refused: dict[int, int] = {}  # by the workers' doors
         self.grants = Grants(self.crew, self.harbour)
+
+    def _make_harbour(self) -> Harbour | None:
+        sync, restarts = self._job.sync, self._job.engine.restarts
+        if sync.kind != "server":
+            return None
+        engine, control, stream = self._engine, self.control, self._stream
+        return Harbour(sync, self._paths, engine, control, stream, new_seat=self._new_seat, restarts=restarts)
 
     def start(self) -> None:
         """Find those who outlived an earlier driver; the rest is started as it is missed."""

@@ -40,7 +40,7 @@ class Outcome:
     saved_step: int | None = None
 
 
-def make_nursery(threads: int, *, modules: Sequence[str] = ()) -> Nursery:
+def make_nursery(threads: int, *, modules: Sequence[str] = (), python: str = "") -> Nursery:
     """Where workers come from; `modules` are imported once for all of them.
 
     The one place that sets environment variables: threads are fixed before torch is loaded, and sets iterate in the
@@ -54,7 +54,7 @@ def make_nursery(threads: int, *, modules: Sequence[str] = ()) -> Nursery:
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
     }
-    return Nursery(environment, [WORKER, SERVER, OPTIMIZERS_NEED, *modules])
+    return Nursery(environment, [WORKER, SERVER, OPTIMIZERS_NEED, *modules], python=python)
 
 
 def heavy_modules(job: Job) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from shoal.spec.certificates import certificates_of
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 from shoal.spec.paths import RunPaths
+from shoal.spec.view import View
 from shoal.train.worker import WELCOME_S, guarded, prepare_torch, seat_taken
 from shoal.wire import tls
 
@@ -43,17 +45,29 @@ def main() -> None:
 
 
 def serve(paths: RunPaths, seat: int) -> None:
-    """Until it is told to stop, or everybody is gone."""
-    contact = read_contact(paths.control)
-    assert contact is not None, "the driver writes it before it starts servers"
     job = load_job(paths.job, check_names=False)
     tls.use(certificates_of(job))
     prepare_torch(job)
-    host = Host(seat, contact.token, terms_of(job), bind=contact.host, filled=lambda *of: filled(tie, *of))
+    hold(paths, seat, terms_of(job), patience_s=job.engine.patience_s)
+
+
+def hold(
+    paths: RunPaths,
+    seat: int,
+    terms: Terms,
+    *,
+    patience_s: float,
+    seen: Callable[[Host, View], None] = lambda host, view: None,
+) -> None:
+    """Until it is told to stop, or everybody is gone. `seen` gets the views that the driver publishes, if it does."""
+    contact = read_contact(paths.control)
+    assert contact is not None, "the driver writes it before it starts servers"
+    host = Host(seat, contact.token, terms, bind=contact.host, filled=lambda *of: filled(tie, *of))
     tie = Tie(
         partial(read_contact, paths.control),
         lambda: hello(host, tie, seat),
-        beat=lambda: beat(host, job, tie),
+        beat=lambda: beat(host, tie, patience_s),
+        on_view=lambda view: seen(host, view),
         on_table=host.learn,
     )
     signal.signal(signal.SIGTERM, lambda *_: host.stop())
@@ -83,8 +97,8 @@ def hello(host: Host, tie: Tie, seat: int) -> dict[str, Any]:
     }
 
 
-def beat(host: Host, job: Job, tie: Tie) -> dict[str, Any]:
-    if tie.alone_s > job.engine.patience_s + ALONE_S:
+def beat(host: Host, tie: Tie, patience_s: float) -> dict[str, Any]:
+    if tie.alone_s > patience_s + ALONE_S:
         host.stop()
     return {"phase": "serving", "served": host.served()}
 

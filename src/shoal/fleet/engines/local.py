@@ -28,8 +28,10 @@ class Nursery:
     somebody else started are watched too, once they are adopted.
     """
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str], *, python: str = "") -> None:
+        """In the interpreter `python`, or the present one."""
         self.environment = dict(environment)
+        self._python = python or sys.executable
         self._modules = list(modules)
         self._selector = selectors.DefaultSelector()
         self._pids: dict[str, int | None] = {}
@@ -41,7 +43,7 @@ class Nursery:
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: files in the user's directory must not stand in for modules that torch imports.
-            command = [sys.executable, "-P", "-m", "shoal.fleet.nursery", str(theirs.fileno()), *self._modules]
+            command = [self._python, "-P", "-m", "shoal.fleet.nursery", str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

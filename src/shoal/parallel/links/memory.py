@@ -7,11 +7,13 @@ import mmap
 import os
 import warnings
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shoal.wire.handshake import LinkError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _F_SEAL_FUTURE_WRITE = 0x10  # fcntl does not name it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
@@ -19,15 +21,31 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_F
 
 @dataclass(frozen=True)
 class Memory:
-    """The same bytes, as sockets and as torch see them. Pages that nobody touches cost nothing."""
+    """Bytes as sockets see them, and as torch does where somebody asks for that: clients of servers may have no torch.
+
+    Pages that nobody touches cost nothing.
+    """
 
     raw: memoryview
-    tensor: Tensor
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        import torch
+
+        if not len(self.raw):
+            return torch.empty(0, dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would rather have memory that can be written
+            return torch.frombuffer(self.raw, dtype=torch.uint8)
 
     @classmethod
     def private(cls, size_bytes: int) -> Memory:
-        tensor = torch.empty(size_bytes, dtype=torch.uint8)
-        return cls(tensor.numpy().data, tensor)
+        """Zeros, on a page of its own: bits may depend on how memory is aligned."""
+        pages = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return cls(memoryview(pages)[:size_bytes])
+
+    def part(self, start: int, stop: int) -> Memory:
+        return Memory(self.raw[start:stop])
 
 
 class Arena:
@@ -43,7 +61,7 @@ class Arena:
         os.ftruncate(self.fd, size_bytes)
         mapped = mmap.mmap(self.fd, size_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        self.memory = Memory(memoryview(mapped), torch.frombuffer(mapped, dtype=torch.uint8))
+        self.memory = Memory(memoryview(mapped))
 
     def close(self) -> None:
         """The memory itself goes when the last tensor over it does."""
@@ -63,6 +81,4 @@ def look_into(fd: int, size_bytes: int) -> Memory:
         raise LinkError(f"shares memory that cannot be read: {failure}") from failure
     finally:
         os.close(fd)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would rather have memory that can be written
-        return Memory(memoryview(mapped), torch.frombuffer(mapped, dtype=torch.uint8))
+    return Memory(memoryview(mapped))

@@ -112,6 +112,11 @@ class Client:
 
     # ---- views ----
 
+    @property
+    def _view(self) -> int:
+        """0: it only looks on, and may pull."""
+        return self._entry.view if self._entry else 0
+
     def enter(self, entry: Entry) -> list[int]:
         """Be let in by all servers; returns the step at which each lane goes on, where lanes push for themselves."""
         self._entry = entry
@@ -193,8 +198,7 @@ class Client:
         return not waiting
 
     def _frame(self, piece: int) -> Frame:
-        assert self._entry is not None
-        return Frame(0, self._number, piece, self._entry.view, self.seat)
+        return Frame(0, self._number, piece, self._view, self.seat)
 
     # ---- waiting ----
 
@@ -221,19 +225,19 @@ class Client:
             for server in self._servers.values():
                 if self._entry is not None and server.clocks is None:
                     self._greet(server)  # it may have been too far ahead to let us in by the last table
-        if self.table is not None and self._entry is not None:
+        if self.table is not None:
             for seat in self._seats:
                 if seat not in self._servers:
                     self._call(seat, self.table)
 
     def _call(self, seat: int, table: Table) -> None:
-        assert self._entry is not None
         try:
-            sock = reach(table.addresses[seat], self._token, purpose="push", seat=self.seat, view=self._entry.view)
+            sock = reach(table.addresses[seat], self._token, purpose="push", seat=self.seat, view=self._view)
         except LinkError:
             return
         self._servers[seat] = Server(Line(sock, seat))
-        self._greet(self._servers[seat])
+        if self._entry is not None:
+            self._greet(self._servers[seat])
 
     def _flush(self) -> None:
         for seat, server in list(self._servers.items()):
@@ -290,8 +294,7 @@ class Client:
 
     def _asked(self, frame: Frame) -> Piece | None:
         """The piece that this answers, if that is still wanted."""
-        assert self._entry is not None
-        if (frame.table, frame.view) != (self._number, self._entry.view) or frame.piece not in self._open:
+        if (frame.table, frame.view) != (self._number, self._view) or frame.piece not in self._open:
             return None
         return self._pieces[frame.piece]
 
@@ -329,7 +332,11 @@ class Client:
     def sent_bytes(self) -> int:
         return self.bytes_sent + sum(server.line.bytes_out for server in self._servers.values())
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Whoever gave up waiting must not take a late answer for that to another question."""
         for seat in list(self._servers):
             self._drop(seat)
+
+    def close(self) -> None:
+        self.hang_up()
         self._bell.close()

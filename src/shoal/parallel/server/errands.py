@@ -1,16 +1,12 @@
-"""What workers want of servers."""
+"""What workers want of servers. Only clipping and codecs need torch, and bring it: other clients may have none."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, cast
 
-from shoal.checkpoint import live
-from shoal.checkpoint.tree import State
-from shoal.parallel.clipping import coefficient
-from shoal.parallel.cutting import Form
-from shoal.parallel.flat import Layout
 from shoal.parallel.links.memory import Memory
 from shoal.parallel.server import frames
 from shoal.parallel.server.client import Server
@@ -19,15 +15,26 @@ from shoal.parallel.server.line import Place
 from shoal.spec.table import Piece
 from shoal.wire.handshake import LinkError
 
+if TYPE_CHECKING:
+    from shoal.parallel.cutting import Form
+    from shoal.parallel.flat import Layout
+
 MOST_STATE_OVER_PIECE = 12
 MOST_STATE_SPARE_BYTES = 1 << 22
+
+
+class Extent(Protocol):
+    """How long a stretch is. Who clips or counts has a job, and all of its layout."""
+
+    @property
+    def size_bytes(self) -> int: ...
 
 
 @dataclass
 class Values:
     """Puts the servers' values into a stretch of ours."""
 
-    layout: Layout
+    layout: Extent
     values: Memory
     flags: int = field(default=0, init=False)
 
@@ -40,7 +47,7 @@ class Values:
         if frame.flags & frames.SHARED:
             if server.memory is None:
                 raise LinkError("shares no memory")
-            self.values.tensor[piece.start : piece.stop].copy_(server.memory.tensor[piece.start : piece.stop])
+            self.values.raw[piece.start : piece.stop] = server.memory.raw[piece.start : piece.stop]
         self.flags |= frame.flags
         return True
 
@@ -104,7 +111,7 @@ class Push(Values):
         if piece.stop == self.layout.size_bytes:
             self._tail = server.line.said
         elif self.clip_norm is not None:
-            numbers = [i for i, part in enumerate(self.layout.slices) if piece.first <= part.chunk < piece.last]
+            numbers = [i for i, part in enumerate(self._jobs.slices) if piece.first <= part.chunk < piece.last]
             if len(server.line.said) != 8 * len(numbers):
                 raise LinkError("has another number of slices")
             self._norms |= dict(zip(numbers, struct.unpack(f"<{len(numbers)}d", server.line.said), strict=True))
@@ -123,20 +130,26 @@ class Push(Values):
 
         return tell
 
+    @property
+    def _jobs(self) -> Layout:
+        return cast("Layout", self.layout)
+
     def _count(self) -> float | None:
         if not self.counted:
             return None
         room = Memory.private(self.layout.size_bytes)
-        room.raw[self.layout.tail :] = self._tail
-        count = self.layout.views(room.tensor).count
+        room.raw[self._jobs.tail :] = self._tail
+        count = self._jobs.views(room.tensor).count
         assert count is not None
         return float(count)
 
     def _coefficient(self) -> float | None:
         if self.clip_norm is None:
             return None
-        norms = [self._norms[i] for i in range(len(self.layout.slices))]
-        found = coefficient(norms, clip=self.clip_norm, count=self._count(), dtype=self.layout.norm_dtype)
+        from shoal.parallel.clipping import coefficient
+
+        norms = [self._norms[i] for i in range(len(self._jobs.slices))]
+        found = coefficient(norms, clip=self.clip_norm, count=self._count(), dtype=self._jobs.norm_dtype)
         return float(found)
 
 
@@ -170,9 +183,9 @@ class LanePush(Values):
 
 @dataclass
 class PullAll:
-    """Everything that servers hold, piece by piece."""
+    """Everything that servers hold, piece by piece, packed as a live state."""
 
-    found: dict[tuple[int, int], State] = field(default_factory=dict)
+    found: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     def whole(self, chunks: int) -> bool:
         """Is every chunk there once?"""
@@ -189,7 +202,7 @@ class PullAll:
         return server.line.room(frame.size)
 
     def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
-        self.found[piece.first, piece.last] = live.unpack(bytes(server.line.said))
+        self.found[piece.first, piece.last] = bytes(server.line.said)
         return True
 
     def answer_all(self) -> Callable[[Server, Frame], None] | None:
@@ -198,12 +211,12 @@ class PullAll:
 
 @dataclass
 class SetAll:
-    """Let the servers hold what `state_of(first, last)` gives."""
+    """Let the servers hold what `state_of(first, last)` gives, packed as a live state."""
 
-    state_of: Callable[[int, int], State]
+    state_of: Callable[[int, int], bytes]
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
-        server.line.send(frame._replace(kind=frames.SET), live.pack(self.state_of(piece.first, piece.last)))
+        server.line.send(frame._replace(kind=frames.SET), self.state_of(piece.first, piece.last))
 
     def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
         if frame.kind != frames.DONE:
@@ -217,7 +230,7 @@ class SetAll:
         return None
 
 
-def part_of(partials: Memory, index: int, piece: Piece, layout: Layout, form: Form | None) -> memoryview:
+def part_of(partials: Memory, index: int, piece: Piece, layout: Extent, form: Form | None) -> memoryview:
     """What is sent of a partial for one piece; encoded ones lie in slots."""
     if form is None:
         start = index * layout.size_bytes

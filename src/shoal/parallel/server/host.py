@@ -8,7 +8,7 @@ import socket
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,10 @@ class Host:
 
     def learn(self, table: Table) -> None:
         self._soon(lambda: self._learn(table))
+
+    def excuse(self, lanes: Iterable[int]) -> None:
+        """Lanes that nobody waits for."""
+        self._soon(lambda: self.keeper.excuse(lanes))
 
     def stop(self) -> None:
         self._stopped.set()

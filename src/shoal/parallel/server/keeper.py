@@ -9,7 +9,7 @@ Rules that keep every update exactly once, whoever dies:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class Keeper:
         self.nodes: dict[int, list[Node]] = {}
         self.model: dict[str, Any] = {}
         self.form: Form | None = None
+        self.excused: frozenset[int] = frozenset()
         self.chain = Chain(self, call=call, filled=filled)
         self.orders = Orders(self)
         self._shard: Shard | None = None
@@ -122,6 +123,12 @@ class Keeper:
             for post in self.posts.values():
                 post.asked = [one for one in post.asked if one.guest is not guest]
                 post.additions.clear()
+
+    def excuse(self, lanes: Iterable[int]) -> None:
+        """Nobody waits for these lanes from now on."""
+        self.excused = frozenset(lanes)
+        for post in self.posts.values():
+            self.orders.settle(post)
 
     # ---- frames ----
 
@@ -268,8 +275,9 @@ class Keeper:
     def _let_in(self, guest: Guest) -> None:
         frame, guest.entering = guest.entering, None
         if frame is not None and frame.view == self.view:
-            chunks = [] if self.terms.synchronous else self._chunks()
-            clocks = self.shard.clocks[chunks].amin(0).tolist() if chunks else []
+            chunks, shard = self._chunks(), self.shard
+            past = shard.applied[:, None] if self.terms.synchronous else shard.clocks
+            clocks = past[chunks].amin(0).tolist() if chunks else []
             fd = self._arena.fd if self._arena and guest.line.same_host else -1
             answer = Frame(frames.ENTERED, frame.table, view=frame.view, number=self.shard.layout.size_bytes)
             guest.line.send(answer, said({"clocks": clocks}), fd=fd)

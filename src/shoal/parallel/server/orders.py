@@ -110,7 +110,7 @@ class Orders:
         if past > frame.step:
             self.seen.repeats += 1
             self._answer_later(post, guest, frame)
-        elif past < frame.step:
+        elif past < frame.step and (self._keeper.terms.synchronous or not frame.flags & frames.EMPTY):
             why = f"step {frame.step} comes where step {past} is missing"
             guest.line.send(Frame(frames.REFUSED, self._keeper.number), why.encode())
         else:
@@ -321,8 +321,10 @@ class Orders:
         terms = self._keeper.terms
         if terms.synchronous or frame.kind != frames.PUSH:
             return True
-        slowest = int(self._keeper.shard.clocks[post.piece.first : post.piece.last].min())
-        return frame.step + 1 - slowest <= terms.staleness
+        clocks = self._keeper.shard.clocks[post.piece.first : post.piece.last]
+        if excused := self._keeper.excused - {frame.seat}:
+            clocks = clocks[:, [lane for lane in range(terms.lanes) if lane not in excused]]
+        return frame.step + 1 - int(clocks.min()) <= terms.staleness
 
     def _answer(self, post: Post, guest: Guest, frame: Frame) -> None:
         shard, piece = self._keeper.shard, post.piece
@@ -336,7 +338,7 @@ class Orders:
             guest.line.send(answer._replace(kind=frames.STATE), state)
         else:
             guest.bases[piece.first] = updates
-            if guest.line.same_host:
+            if guest.line.same_host and guest.view > 0:  # who never entered has no map of our memory
                 guest.line.send(answer._replace(kind=frames.VALUES, flags=flags | frames.SHARED))
             else:
                 values = shard.parameters.raw[piece.start : piece.stop]

@@ -38,8 +38,7 @@ class Guest:
         """One of its partials, a stretch of so many bytes."""
         memory = self.memory if self.shared is None or self.encoded else self.shared
         assert memory is not None
-        start, stop = index * size_bytes, (index + 1) * size_bytes
-        return Memory(memory.raw[start:stop], memory.tensor[start:stop])
+        return memory.part(index * size_bytes, (index + 1) * size_bytes)
 
 
 class Asked(NamedTuple):

@@ -69,6 +69,7 @@ class Shard:
         self._groups = list(groups)
         self._hyper = [dict(options) for options in hyper]
         self._optimizer = made(optimizer, self._hyper, [[nn.Parameter(torch.zeros(1))] for _ in hyper])
+        self._hyper = [{**self._optimizer.defaults, **options} for options in self._hyper]
         self._runs: list[Run] = []
         self._stints: dict[tuple[int, int], list[Stint]] = {}
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import live
 from shoal.errors import error
 from shoal.parallel.flat import write
 from shoal.parallel.lane_sum import LaneSum, add
@@ -162,11 +163,11 @@ class ServerSync(Together):
             raise error("SH415", f"the servers do not hold step {step}, and no worker does")
         return SetAll(lambda first, last: self._state_of(first, last, step))
 
-    def _state_of(self, first: int, last: int, step: int) -> Any:
+    def _state_of(self, first: int, last: int, step: int) -> bytes:
         state = scatter(self._replica, self._replica.layout, first, last, step=step, lanes=self._lanes)
         if self._chunk_clocks is not None:
             state["clocks"] = self._chunk_clocks[first:last]
-        return state
+        return live.pack(state)
 
     def first_step(self, step: int, lanes: Sequence[int]) -> int:
         """Where a worker goes on that carries these lanes."""
@@ -319,7 +320,7 @@ class ServerSync(Together):
                 self._client.run(pull)
             except LinkError as failure:
                 return self._meeting.discard(failure)
-        found = [(first, last, state) for (first, last), state in sorted(pull.found.items())]
+        found = [(first, last, live.unpack(packed)) for (first, last), packed in sorted(pull.found.items())]
         collect(replica, replica.layout, found)
         self._chunk_clocks = None if self.exact else torch.cat([state["clocks"] for _, _, state in found])
         self._complete_at = step
