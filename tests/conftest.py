@@ -6,10 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from shoal.jobs import drive
 from shoal.jobs.run import make_nursery
 from shoal.spec.load import make_job
+
+settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's matter
+settings.load_profile("shoal")
 
 PLAYGROUND = Path(__file__).parent / "playground"
 
