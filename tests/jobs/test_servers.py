@@ -123,7 +123,7 @@ def test_workers_die_too(place, run):
 @pytest.mark.parametrize(("before", "after"), [(server(2), server(3, 0)), (server(1, 0), None), (None, server(2))])
 def test_resume_with_other_servers(before, after, run, resume, place):
     """From servers to more of them, to none, and from none to some."""
-    job = JOBS["cnn"] | {"steps": 30, "checkpoint": {"every": "5 steps"}}
+    job = JOBS["cnn"] | {"steps": 150, "checkpoint": {"every": "5 steps"}}
     sync = {} if before is None else {"sync": before}
 
     first = run(job | sync, workers=2, look=Stop(10))
