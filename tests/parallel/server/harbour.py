@@ -30,6 +30,7 @@ from shoal.parallel.sync.server import ServerSync
 from shoal.plan.placement import Lost, Placement
 from shoal.spec import table as tables
 from shoal.spec.view import View
+from shoal.wire.handshake import LinkError
 from tests.parallel.crowd import _receive, _send
 from tests.parallel.server.cargo import one_step
 
@@ -310,6 +311,13 @@ class Harbour:
         self.children[seat].doomed = True
         self.say(seat, "doom", doom)
 
+    def doom_some(self, doom):
+        """Any server whose death loses nothing."""
+        for seat in self.chance.sample(self.servers, len(self.servers)):
+            if self.spares(seat):
+                self.doom(seat, doom)
+                return
+
     def kill_some(self, most=2):
         """Any servers whose death loses nothing."""
         for seat in self.chance.sample(self.servers, min(self.chance.randint(1, most), len(self.servers))):
@@ -399,6 +407,8 @@ def _serve(harbour, seat, up, down):
                     host._soon(lambda rest=rest: _cut(host, *rest))
                 elif word == "learnt":
                     host._soon(lambda: tell("answer", "learnt", host.keeper.number))
+                elif word == "unsent":
+                    host._soon(lambda: tell("answer", "unsent", max(x._unsent_bytes for x in host._lines.values())))
                 else:
                     host.stop()
 
@@ -434,9 +444,9 @@ def _dump(host):
     chunks = {}
     for post in keeper.posts.values():
         for i in range(post.piece.first, post.piece.last):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, LinkError):  # it holds nothing
                 chunks[i] = live.pack(keeper.shard.take(i, i + 1))
-    return {"table": keeper.number, "chunks": chunks, "failures": getattr(host, "failures", 0)}
+    return {"table": keeper.number, "chunks": chunks, "failures": host.failures}
 
 
 # ---- a worker ----

@@ -83,6 +83,8 @@ class Orders:
             post = keeper.post(frame)
             if not post.primary:
                 raise LinkError(f"pulls piece {frame.piece} from one that does not order it")
+            if not bool(keeper.shard.term[post.piece.first : post.piece.last].all()):
+                raise LinkError(f"pulls piece {frame.piece}, which nobody has set")
             self._answer_later(post, guest, frame)
         elif not guest.view == frame.view == keeper.view:
             return  # of a view that has passed: nobody waits for an answer
