@@ -426,6 +426,19 @@ def test_one_that_leaves_is_not_kept_as_a_copy_too_many():
     assert placement.dispensable() == [1]
 
 
+def test_one_that_is_replaced_stays_a_copy_until_its_replacement_is_one():
+    placement = placed(3, backups=2, cuts=[0, 100, 110])
+    placement.leaves(0, replace=True)
+    placement.decide()
+    assert {len(chain) for chain in placement.table.chains} == {3}
+    assert placement.dispensable() == []
+    placement.arrived(3, at(3))
+    assert isinstance(placement.decide(), Table)
+    settle(placement)
+    assert {tuple(sorted(chain)) for chain in placement.table.chains} == {(1, 2, 3)}
+    assert placement.dispensable() == [0]
+
+
 def test_the_last_one_leaves_when_another_has_come():
     placement = placed(1, cuts=[0, 100, 110])
     placement.leaves(0)

@@ -200,9 +200,10 @@ class Placement:
         """Chain and filling of a chunk on its way to the target."""
         there = [seat for seat in target if seat in held]
         filling = [seat for seat in target if seat not in held]
-        if not held or not filling:  # where nobody holds anything, all are in sync
+        enough = min(self.backups + 1, self.wanted)
+        others = [seat for seat in held if seat not in target][: max(enough - len(there), 0)]
+        if not held or not (filling or others):  # where nobody holds anything, all are in sync
             return target, []
-        others = [seat for seat in held if seat not in target][: self.backups + 1 - len(there)]
         chain = there + others
         if target[0] not in held:
             chain.sort(key=held.index)  # who leads goes on until the target's primary can

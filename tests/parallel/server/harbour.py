@@ -297,10 +297,12 @@ class Harbour:
         return table is not None and not any(table.filling) and all(len(chain) == copies for chain in table.chains)
 
     def spares(self, *seats):
-        """Would every chunk still have a holder without these?"""
+        """Would every chunk still have a holder without these, wherever it is moved before they die?"""
         table = self.placement.table
-        doomed = {s for s, child in self.children.items() if child.doomed or not child.alive} | set(seats)
-        return table is not None and all(set(chain) - doomed for chain in table.chains)
+        dying = {s for s, child in self.children.items() if child.doomed and child.alive} | set(seats)
+        gone = {s for s, child in self.children.items() if not child.alive} | dying
+        few = len(dying) <= self.placement.backups
+        return table is not None and few and all(set(chain) - gone for chain in table.chains)
 
     def kill(self, *seats):
         for seat in seats:
@@ -310,13 +312,6 @@ class Harbour:
     def doom(self, seat, doom):
         self.children[seat].doomed = True
         self.say(seat, "doom", doom)
-
-    def doom_some(self, doom):
-        """Any server whose death loses nothing."""
-        for seat in self.chance.sample(self.servers, len(self.servers)):
-            if self.spares(seat):
-                self.doom(seat, doom)
-                return
 
     def kill_some(self, most=2):
         """Any servers whose death loses nothing."""

@@ -124,11 +124,14 @@ def test_servers_come_and_go_while_training_goes_on(backups):
         harbour.check_backups()
 
 
-def test_a_server_dies_during_a_move():
+@pytest.mark.parametrize("end", ["gives", "gets"])
+def test_a_server_dies_during_a_move(end):
     with Harbour(KINDS["all"], steps=12) as harbour:
-        harbour.on_step[2] = [lambda: harbour.scale(4)]
-        harbour.on_step[3] = [lambda: harbour.kill_some(most=1), lambda: harbour.doom_some(Doom(frames.SET, 3))]
+        doom = Doom(frames.SET, 3)
+        dies = (lambda: harbour.kill_some(most=1)) if end == "gives" else (lambda: harbour.doom(102, doom))
+        harbour.on_step[2] = [lambda: harbour.scale(4), dies]
         check(harbour, harbour.sail())
+        assert harbour.deaths == 1
         harbour.check_backups()
 
 

@@ -189,7 +189,7 @@ class Shard:
         try:
             values = {name: state[name] for name in places}
             runs = [self._heard(row) for row in state["runs"]]
-        except (KeyError, TypeError, OverflowError) as problem:
+        except (KeyError, TypeError, IndexError, OverflowError, RuntimeError) as problem:
             raise ValueError(f"not the state of chunks: {problem!r:.200}") from None
         for name, place in places.items():
             value = values[name]
