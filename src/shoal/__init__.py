@@ -22,11 +22,24 @@ _PLACES = {
     "resume": "shoal.api",
     "load": "shoal.api",
     "Task": "shoal.train.task",
+    "SparseTable": "shoal.parallel.sparse.module",
     "Batch": "shoal.data.batch",
     "Event": "shoal.events",
     "ShoalError": "shoal.errors",
 }
-__all__ = ["Batch", "Event", "Job", "ShoalError", "Task", "load", "load_job", "make_job", "resume", "run"]
+__all__ = [
+    "Batch",
+    "Event",
+    "Job",
+    "ShoalError",
+    "SparseTable",
+    "Task",
+    "load",
+    "load_job",
+    "make_job",
+    "resume",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,12 +41,16 @@ def resume(
 def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", best: bool = False) -> nn.Module:
     """The trained model of a run, in evaluation mode, on the CPU."""
     from shoal.checkpoint.export import load_weights
+    from shoal.parallel.sparse.loaded import bind_saved
+    from shoal.parallel.sparse.module import tables_of
     from shoal.train.model import build_task
 
     paths = directory.find(str(run), Path(runs))
     job = load_job(paths.job, check_names=False)
     model = build_task(job).model()
     model.load_state_dict(load_weights(catalogue.weights_of(paths, job, best=best)))
+    if tables := tables_of(model):
+        bind_saved(tables, catalogue.checkpoint_of(paths, job, best=best), seed=job.seed)
     return model.eval()
 
 

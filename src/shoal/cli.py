@@ -156,8 +156,9 @@ def evaluate(
         one = f"{paths.name}/{paths.folds[0].name}"
         raise error("SH606", f"'{paths.name}' has folds", where=run, fix=f"Name one of them, such as {one}.")
     job = load_job(paths.job, check_names=False)
-    weights = catalogue.weights_of(paths, job, best=best)
-    answer = ask("evaluate", job, weights=weights, part=part or None, source=catalogue.other_source(job, data, target))
+    weights, rows = (find(paths, job, best=best) for find in (catalogue.weights_of, catalogue.checkpoint_of))
+    other = catalogue.other_source(job, data, target)
+    answer = ask("evaluate", job, weights=weights, rows=rows, part=part or None, source=other)
     if as_json:
         print(json.dumps(answer))
         return

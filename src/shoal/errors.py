@@ -90,6 +90,9 @@ CATALOGUE: dict[str, Entry] = {
     "SH415": Entry("the servers lost what they held", "Start the run again: shoal resume goes on from the checkpoint."),
     "SH417": Entry("servers cannot use the optimizer", "Use one that treats every element by itself, or sync: lanes."),
     "SH416": Entry("a server refuses a step", "Start the run again: shoal resume goes on from the checkpoint."),
+    "SH418": Entry("sparse tables need servers", "Write sync: {kind: server}."),
+    "SH419": Entry("the rows of a sparse table are not here",
+                   "They are on the servers of a run, and in its checkpoints; see docs/sparse.md."),
     # 5xx: checkpoints
     "SH501": Entry("no valid checkpoint", "Start again with shoal run."),
     "SH502": Entry("a checkpoint is damaged", "An older valid one is used where there is one."),

@@ -127,6 +127,12 @@ def test_recommend(run):
     assert metrics["test/auc"] > 0.8
 
 
+def test_clicks(run):
+    few = [f"data.source.factory.args.{size}" for size in ("users=2000", "items=500", "count=40000")]
+    metrics = run("clicks/job.yaml", *few, "batch_size=1024").receipt.metrics
+    assert metrics["auc"] > 0.75
+
+
 def test_transfer(run, script, place, nursery):
     run("transfer/backbone.yaml", "epochs=4")
     job = directory.with_its_start(load_job(place / "transfer" / "job.yaml"), place / "runs")

@@ -20,13 +20,14 @@ Layout = dict[str, tuple[torch.dtype, torch.Size]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state that nobody changes until it is written."""
+    """A state that nobody changes until it is written. `others` are blobs that somebody else has written for it."""
 
     step: int
     metric: float | None
     tensors: Mapping[str, Tensor]
     tree: Skeleton
     info: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, int] = field(default_factory=dict)
 
 
 class HostBuffers:

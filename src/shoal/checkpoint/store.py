@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -82,10 +83,13 @@ class Store:
         metric: float | None = None,
         info: Mapping[str, Any] | None = None,
         force: bool = False,
+        others: Callable[[], Mapping[str, int]] | None = None,
     ) -> bool:
         """Call after every step; saves if it is time, or if forced (also where `every` is never).
 
         Returns whether a save was begun. A step is not saved twice, unless its metric has become known since.
+        `others` gives the blobs (and their sizes) that other processes have written to this store while the state was
+        made: they belong to the checkpoint.
         """
         self._collect()
         now_s = self._begin(step)
@@ -98,7 +102,7 @@ class Store:
                 self._last_step, self._last_s = step, now_s
             if decision != "save":
                 return False
-        self._save(step, state_fn, metric=metric, info=info)
+        self._save(step, state_fn, metric=metric, info=info, others=others)
         return True
 
     def save(
@@ -126,21 +130,34 @@ class Store:
         *,
         metric: float | None,
         info: Mapping[str, Any] | None,
+        others: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         self._join()
         begun_s = self._clock()
-        tensors, tree = flatten(state_fn())
         plain_info = _plain(info)
+        try:
+            with ExitStack() as stack:
+                if others is not None:  # nobody must sweep away what has no manifest yet
+                    stack.enter_context(self._files.saving())
+                tensors, tree = flatten(state_fn())
+                theirs = dict(others()) if others is not None else {}
+                held = stack.pop_all()
+        except (OSError, CheckpointError) as problem:
+            if isinstance(problem, CheckpointError) and problem.code != "SH503":
+                raise
+            self._settle(Outcome(step, metric, reason=_reason(problem)))
+            return
         self._newest = (step, metric)
         self._last_step, self._last_s = step, begun_s
         try:
             copies = self._buffers.fill(tensors)
         except (RuntimeError, MemoryError, OSError) as problem:
+            held.close()
             self._settle(Outcome(step, metric, reason=f"no memory for a copy of the state: {problem}"))
             return
-        snapshot = Snapshot(step, metric, copies, tree, plain_info)
+        snapshot = Snapshot(step, metric, copies, tree, plain_info, theirs)
         stall_s = self._clock() - begun_s
-        self._pending = self._thread.submit(_written, self._writer, snapshot, stall_s)
+        self._pending = self._thread.submit(_written, self._writer, snapshot, stall_s, held)
 
     def _begin(self, step: int) -> float:
         """The time now. The first call starts the clock of the interval."""
@@ -213,6 +230,8 @@ class Store:
         """
         self._join()
         manifest = self._manifest(step)
+        if not section and (reason := missing_blob(self._files, manifest)):
+            raise error("SH502", reason, where=self._files.where)
         return manifest, read_state(self._files, manifest, section=section)
 
     def load_latest(self, *, section: str = "") -> tuple[Manifest, State] | None:
@@ -249,8 +268,12 @@ class Store:
         self._tell("checkpoint_invalid", step=step, reason=f"{problem.where}: {problem.message}")
 
 
-def _written(writer: Writer, snapshot: Snapshot, stall_s: float) -> Outcome:
-    return replace(writer.write(snapshot), stall_s=stall_s)
+def _written(writer: Writer, snapshot: Snapshot, stall_s: float, held: ExitStack) -> Outcome:
+    return replace(writer.write(snapshot, written=held.close), stall_s=stall_s)
+
+
+def _reason(problem: Exception) -> str:
+    return problem.message if isinstance(problem, CheckpointError) else str(problem)
 
 
 def _plain(info: Mapping[str, Any] | None) -> dict[str, Any]:

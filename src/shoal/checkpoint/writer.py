@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.checkpoint.blobs import Blob, pack
@@ -58,8 +59,9 @@ class Writer:
         self.damaged: set[int] = set()
         """Steps that cannot be loaded: they do not count as kept, and go with the next save that succeeds."""
 
-    def write(self, snapshot: Snapshot) -> Outcome:
-        """Never raises: whatever goes wrong with a save is told, and training goes on."""
+    def write(self, snapshot: Snapshot, *, written: Callable[[], None] = lambda: None) -> Outcome:
+        """Never raises: whatever goes wrong with a save is told, and training goes on. Calls `written` when all
+        files are there, or will not be."""
         begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
         outcome = Outcome(snapshot.step, snapshot.metric)
         try:
@@ -67,6 +69,7 @@ class Writer:
         except Exception as problem:
             outcome = replace(outcome, reason=_reason(problem))
             self._littered = True
+        written()
         try:
             self._tidy(snapshot.step, saved=not outcome.reason)
         except Exception as problem:
@@ -82,7 +85,7 @@ class Writer:
             job_sha256=self._job_sha256,
             metric=snapshot.metric,
             tree=snapshot.tree,
-            blobs={digest: blob.size_bytes for digest, blob in blobs.items()},
+            blobs={digest: blob.size_bytes for digest, blob in blobs.items()} | dict(snapshot.others),
             tensors=refs,
             info=snapshot.info,
         )
@@ -94,7 +97,7 @@ class Writer:
                 self._files.write(blob_path(blob.digest), blob.chunks)
             self._files.write(manifest_path(self._directory, snapshot.step), [raw])
         self._sound |= blobs.keys()
-        written = sum(blob.size_bytes for blob in new) + len(raw)
+        written = sum(blob.size_bytes for blob in new) + sum(snapshot.others.values()) + len(raw)
         return replace(outcome, size_bytes=manifest.size_bytes, written_bytes=written)
 
     def _stored(self, blob: Blob, present: dict[str, int]) -> bool:

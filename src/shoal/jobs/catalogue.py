@@ -102,6 +102,16 @@ def weights_of(paths: RunPaths, job: Job, *, best: bool) -> str:
     return _place(paths, job, newest)
 
 
+def checkpoint_of(paths: RunPaths, job: Job, *, best: bool) -> str:
+    """The checkpoint that has what a model's weights do not: the rows of sparse tables. '' if it is gone."""
+    where = weights_of(paths, job, best=best)
+    if where != str(paths.model):
+        return where
+    step = json.loads((paths.model / "model.json").read_text())["step"]
+    every = manifest.list_manifests(_store(paths, job), name=paths.checkpoint_name)
+    return next((_place(paths, job, found) for found in every if found.step == step), "")
+
+
 def _best(paths: RunPaths, job: Job) -> str:
     every = manifest.list_manifests(_store(paths, job), name=paths.checkpoint_name)
     measured = [(job.best.sign * m.metric, -m.step, m) for m in every if m.metric is not None and m.metric == m.metric]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.checkpoint.raw import CODES, DTYPES
 from shoal.parallel.lane_sum import LaneSum
-from shoal.spec.table import cut
+from shoal.spec.table import GRAIN, MOST_CHUNKS, cut
 
 ALIGN = 64
 MOST_BYTES = 1 << 46
@@ -98,22 +98,28 @@ class Slice(NamedTuple):
 
 class Layout:
     """How sums like this one lie in a stretch of `size_bytes`, and where that is cut. There is room for a count in any
-    case. From `tail` on lies what is no gradient."""
+    case. From `tail` on lies what is no gradient.
 
-    def __init__(self, like: LaneSum) -> None:
+    Chunks also have rows of sparse tables, if there are any: then there are `least` chunks or more, and a model that is
+    too small for that has a gap before the tail, in which nothing lies.
+    """
+
+    def __init__(self, like: LaneSum, *, least: int = 0) -> None:
         added = [*like.grads, *like.averaged, like.loss, like.loss]
         places = [_place(t, added=True) for t in added] + [_place(t, added=False) for t in like.first]
-        self._lay(places, (len(like.grads), len(like.averaged), len(like.first)))
+        self._lay(places, (len(like.grads), len(like.averaged), len(like.first)), least)
 
-    def _lay(self, wanted: list[Place], sizes: tuple[int, int, int]) -> None:
+    def _lay(self, wanted: list[Place], sizes: tuple[int, int, int], least: int) -> None:
         """Find each its start."""
         self._sizes = sizes
+        self._least = least
         self._places = list(wanted)
         self.regions: list[Region] = []
         self.size_bytes = 0
         grads = sizes[0]
         self._lay_out(range(grads - 1, -1, -1))
-        self.tail = self.size_bytes
+        self._gap = self.size_bytes
+        self.size_bytes = self.tail = max(self._gap, least * GRAIN)
         self._lay_out(range(grads, len(wanted)))
 
     def _lay_out(self, order: Sequence[int]) -> None:
@@ -132,7 +138,7 @@ class Layout:
     def describe(self) -> dict[str, Any]:
         """All that makes the layout, fit for JSON."""
         tensors = [[CODES[place.dtype], list(place.shape), list(place.strides)] for place in self._places]
-        return {"tensors": tensors, "sizes": list(self._sizes)}
+        return {"tensors": tensors, "sizes": list(self._sizes), "least": self._least}
 
     @classmethod
     def from_description(cls, description: Any) -> Layout:
@@ -140,18 +146,19 @@ class Layout:
         try:
             tensors, (grads, averaged, first) = description["tensors"], description["sizes"]
             sizes = _whole(grads, MOST_TENSORS), _whole(averaged, MOST_TENSORS), _whole(first, MOST_TENSORS)
+            least = _whole(description.get("least", 0), MOST_CHUNKS)
             if len(tensors) != sum(sizes) + 2:
                 raise ValueError(f"{len(tensors)} tensors")
             added = sizes[0] + sizes[1] + 2
             places = [_described(row, added=i < added) for i, row in enumerate(tensors)]
-        except (KeyError, TypeError, ValueError) as problem:
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
             raise ValueError(f"not the layout of a model: {problem}") from None
         if any((place.dtype, place.shape) != (torch.float64, ()) for place in places[added - 2 : added]):
             raise ValueError("not the layout of a model: the loss is a number")
         if sum(aligned(place.size_bytes) for place in places) > MOST_BYTES:
             raise ValueError("the layout of a model that nobody could hold")
         layout = cls.__new__(cls)
-        layout._lay(places, sizes)
+        layout._lay(places, sizes, least)
         return layout
 
     # ---- chunks ----
@@ -159,8 +166,10 @@ class Layout:
     @functools.cached_property
     def cuts(self) -> list[int]:
         """Chunk i is the bytes [cuts[i], cuts[i + 1]); the last one is the tail."""
-        lying = (self._places[i] for i in self._lying)
-        return cut([(place.start, place.size_bytes) for place in lying], self.size_bytes)
+        lying = [(self._places[i].start, self._places[i].size_bytes) for i in self._lying]
+        if self._gap < self.tail:
+            lying.append((self._gap, self.tail - self._gap))
+        return cut(lying, self.size_bytes, least=self._least)
 
     @functools.cached_property
     def slices(self) -> list[Slice]:
@@ -244,7 +253,8 @@ class Layout:
     @property
     def digest(self) -> int:
         """Equal where stretches can be exchanged."""
-        return int.from_bytes(hashlib.sha256(repr(self._places).encode()).digest(), "little")
+        words = repr((self._places, self._least))
+        return int.from_bytes(hashlib.sha256(words.encode()).digest(), "little")
 
 
 def write(into: LaneSum, value: LaneSum) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from shoal.parallel.sparse import rows as sparse
 
 
 @dataclass
@@ -14,7 +16,7 @@ class LaneSum:
 
     `averaged` are the moving float buffers times the lane's share; `first` are the other moving buffers, of which
     the lowest lane's count. `count` is there when the loss came as a sum with a divisor of its own. `grads` are empty
-    where a taker has them.
+    where a taker has them. `rows` are gradients of rows, for each sparse table.
     """
 
     grads: list[Tensor]
@@ -22,6 +24,7 @@ class LaneSum:
     first: list[Tensor]
     loss: Tensor
     count: Tensor | None = None
+    rows: list[sparse.Rows] = field(default_factory=list)
 
 
 def add(left: LaneSum, right: LaneSum) -> LaneSum:
@@ -33,4 +36,6 @@ def add(left: LaneSum, right: LaneSum) -> LaneSum:
     left.loss += right.loss
     if left.count is not None and right.count is not None:
         left.count += right.count
+    if left.rows:
+        left.rows = [sparse.add(a, b) for a, b in zip(left.rows, right.rows, strict=True)]
     return left

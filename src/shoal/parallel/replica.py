@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +22,14 @@ from shoal.parallel.clipping import Clipping, coefficient, scale, slice_norms
 from shoal.parallel.flat import Layout
 from shoal.parallel.lane_sum import LaneSum, add
 from shoal.parallel.randomness import Chance
+from shoal.parallel.sparse.module import Fresh, tables_of
+from shoal.parallel.sparse.rows import scaled
 from shoal.spec import seeds
 
 __all__ = ["Clipping", "LaneSum", "Loss", "LossFunction", "MovingBuffers", "Replica", "Taker", "add", "update"]
+
+ROW_CHUNKS = 64
+"""Rows of sparse tables are spread over as many chunks at least."""
 
 # The mean over the batch's samples, or (a sum, what to divide it by once all lanes are added).
 Loss = Tensor | tuple[Tensor, Tensor | float | int]
@@ -116,6 +122,10 @@ class Replica:
         self._cut: Callable[[Layout], list[int]] | None = None
         self._autocast = autocast
         self._shares: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.tables = tables_of(model)
+        for number, table in enumerate(self.tables):
+            table.spec = replace(table.spec, number=number, seed=seed)
+            table.bind(Fresh())
 
     def probe(self, batch: Any) -> None:
         """Find the moving buffers: run one forward pass and put everything back."""
@@ -171,6 +181,8 @@ class Replica:
     def _once(self, step: int, lane: int, batch: Any, share: float, taker: Taker | None = None) -> LaneSum:
         if self.moving.names:
             self.moving.restore()
+        for table in self.tables:
+            table.take_gradients()  # of a pass that came to nothing
         self.chance.for_lane(self._seed, seeds.LANE, step, lane)
         with self.casting():
             result = self._loss(self.model, batch)
@@ -186,7 +198,8 @@ class Replica:
             if share != 1:
                 value *= share
         averaged, first = self.moving.take(share) if self.moving.names else ([], [])
-        return LaneSum(self._take_grads(taker), averaged, first, value, count)
+        rows = [table.take_gradients() for table in self.tables]
+        return LaneSum(self._take_grads(taker), averaged, first, value, count, rows)
 
     def _backward(self, loss: Tensor, weight: Tensor | None, taker: Taker | None) -> None:
         hooks = []
@@ -212,7 +225,7 @@ class Replica:
     def layout(self) -> Layout:
         """How sums of this replica lie in a stretch, and how they are cut."""
         if self._layout is None:
-            self._layout = Layout(self.blank())
+            self._layout = Layout(self.blank(), least=ROW_CHUNKS if self.tables else 0)
             if self._cut:
                 self._layout.cuts = self._cut(self._layout)
         return self._layout
@@ -259,6 +272,7 @@ class Replica:
         if clip.norm is not None:
             by = coefficient(slice_norms(self.layout.slices_of(grads)), clip=clip.norm, count=count)
         scale(grads, count=count if count is None else count.to(grads[0].dtype), coefficient=by, value=clip.value)
+        total.rows = [scaled(rows, count=count, value=clip.value) for rows in total.rows]
 
     def _take_grads(self, taker: Taker | None) -> list[Tensor]:
         """The lane's gradients, taken out of the model. A parameter that the lane did not touch has zero."""

@@ -97,16 +97,17 @@ def pieces(table: Table) -> list[Piece]:
     return [_piece(table, i, *chunks) for i, chunks in enumerate(pairwise([*firsts, len(table.chains)]))]
 
 
-def cut(places: Sequence[tuple[int, int]], size_bytes: int) -> list[int]:
+def cut(places: Sequence[tuple[int, int]], size_bytes: int, *, least: int = 1) -> list[int]:
     """Where a stretch of `size_bytes` is cut into chunks: about 1000 equal ones of at least 16 KiB, and the tail.
 
     `places` are start and size of each gradient, in the order in which they lie; behind the last one begins the tail.
+    Where there is enough to cut, there are at least so many chunks, though smaller ones.
     """
     if not places:
         return [0, size_bytes]
     start, size = places[-1]
     end = -(-(start + size) // _ALIGN) * _ALIGN
-    count = min(max(end // (LEAST_CHUNK_BYTES + 2 * GRAIN), 1), MOST_CHUNKS)
+    count = min(max(end // (LEAST_CHUNK_BYTES + 2 * GRAIN), least, 1), MOST_CHUNKS)
     starts = [start for start, _ in places]
     inner = {_allowed(end * i // count, places[bisect_right(starts, end * i // count) - 1]) for i in range(1, count)}
     return sorted({0, *inner, end, size_bytes})

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shoal.errors import ShoalError, error
 from shoal.spec.resolve import user_line
+from shoal.wire.handshake import LinkError
 
 
 def first_line(failure: BaseException) -> str:
@@ -19,7 +20,7 @@ def blaming(code: str, doing: str) -> Iterator[None]:
     """Errors of the block become `code`, with the user's line as the place."""
     try:
         yield
-    except ShoalError:
+    except (ShoalError, LinkError):  # the second: in the midst of it a peer was lost
         raise
     except Exception as failure:
         raise translate(failure, code, doing) from failure

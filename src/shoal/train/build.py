@@ -92,6 +92,11 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
     steps = job.steps or (job.epochs or 1) * dealer.steps_per_epoch
     example = _example(data, dealer)
     task, replica = build_replica(job, device, steps=steps, steps_per_epoch=dealer.steps_per_epoch, tell=tell)
+    if replica.tables and job.sync.kind != "server":
+        raise error("SH418", f"the model has sparse tables, and the job has `sync: {job.sync.kind}`", where="sync")
+    if replica.tables and job.codec.kind != "none":
+        fix = "Leave `codec` out: only touched rows travel in any case."
+        raise error("SH110", "the model has sparse tables, and the job has a codec", where="codec", fix=fix)
     with blaming("SH401", "the first batch"):
         replica.probe(example.to(device))
     course = Course(
@@ -234,10 +239,8 @@ def make_sync(job: Job, replica: Replica, peers: Peers, tell: Callable[..., obje
 
 
 def open_store(job: Job, paths: RunPaths, *, tell: Callable[..., object]) -> Store:
-    where = job.checkpoint.path
-    path = f"{where.rstrip('/')}/{paths.whole.name}" if where else str(paths.checkpoints)
     return Store(
-        path,
+        store_path(job, paths),
         job_sha256=job.sha256(),
         every=job.checkpoint.interval,
         keep=job.checkpoint.keep,
@@ -246,6 +249,11 @@ def open_store(job: Job, paths: RunPaths, *, tell: Callable[..., object]) -> Sto
         tell=tell,
         name=paths.checkpoint_name,
     )
+
+
+def store_path(job: Job, paths: RunPaths) -> str:
+    where = job.checkpoint.path
+    return f"{where.rstrip('/')}/{paths.whole.name}" if where else str(paths.checkpoints)
 
 
 def _watcher(ref: Any, paths: RunPaths, job: Job) -> Any:

@@ -22,6 +22,7 @@ from shoal.data.split import split
 from shoal.errors import error
 from shoal.events import Stream
 from shoal.parallel.replica import LaneSum, add
+from shoal.parallel.sparse.loaded import bind_saved
 from shoal.parallel.tree import TreeSum
 from shoal.spec.data import Data, FoldSplit
 from shoal.spec.job import Job
@@ -145,6 +146,7 @@ def evaluate(
     weights: str,
     part: str | None,
     source: dict[str, Any] | None,
+    rows: str = "",
 ) -> dict[str, Any]:
     """Metrics of a finished run on a part of its data, or on other data."""
     task, replica = build_replica(
@@ -154,6 +156,8 @@ def evaluate(
         steps_per_epoch=1,
         tell=stream.emit,
     )
+    if replica.tables:
+        bind_saved(replica.tables, rows, seed=job.seed)
     replica.model.load_state_dict(load_weights(weights))
     data = assemble(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory())
     parts = {"train": data.train, **data.others}

@@ -113,6 +113,7 @@ class Loop:
         self.measured_at: int | None = None
         self.view = View(number=1)
         self.seat = -1
+        self.sealed = ""
         self.lanes: list[int] = []
         self.sync.tap = peers.feeder.total
         self.teller.leads = False  # until a view says so
@@ -168,6 +169,25 @@ class Loop:
         remembered = copy.deepcopy(self.task.state()) if len(self.view.carries) > 1 else None
         began = clock()
         self.replica.begin()
+        try:
+            self._compute(sums, total, halt)
+        except LinkError as failure:  # rows of sparse tables could not be had
+            outcome: Committed | Discarded = Discarded(str(failure))
+        else:
+            t0 = clock()
+            self.pulse.lane_took((t0 - began) / len(self.lanes))
+            self.pulse.enter("exchange", self.step)
+            outcome = self._commit(sums, halt)
+            self._account(outcome, clock() - t0)
+        if isinstance(outcome, Discarded):
+            self.replica.undo()
+            if remembered is not None:
+                self.task.load_state(remembered)
+        return outcome
+
+    def _compute(self, sums: TreeSum[LaneSum], total: int, halt: bool) -> None:
+        """My lanes, in order."""
+        clock = time.perf_counter
         for lane in [lane for lane in self.lanes if self.sync.wants(self.step, lane)]:
             t0 = clock()
             self.pulse.enter("data", self.step)
@@ -183,16 +203,6 @@ class Loop:
             share = self.sync.share(lane, batch.size if batch else 0, total)
             sums.lane(lane, None if batch is None else self._lane(lane, batch, share, taker))
             self.progress.spent("compute_s", clock() - t1)
-        t0 = clock()
-        self.pulse.lane_took((t0 - began) / len(self.lanes))
-        self.pulse.enter("exchange", self.step)
-        outcome = self._commit(sums, halt)
-        self._account(outcome, clock() - t0)
-        if isinstance(outcome, Discarded):
-            self.replica.undo()
-            if remembered is not None:
-                self.task.load_state(remembered)
-        return outcome
 
     def _account(self, outcome: Committed | Discarded, seconds: float) -> None:
         if isinstance(outcome, Discarded):
@@ -207,7 +217,7 @@ class Loop:
             device = self.replica.device
             here = batch if device.type == "cpu" else batch.to(device)  # batches are made on the CPU
             return self.replica.forward_backward(self.step, lane, here, share=share, taker=taker)
-        except ShoalError:
+        except (ShoalError, LinkError):
             raise
         except Exception as failure:
             raise translate(failure, "SH401", f"step {self.step}, lane {lane}") from failure
@@ -248,7 +258,9 @@ class Loop:
         if self.teller.leads:
             self.pulse.enter("saving", self.step)
             with contextlib.suppress(LinkError):  # then the next step finds out, and a new view follows
-                self.store.maybe_save(self.step, self._whole_state, metric=self.best.at(self.step), force=force)
+                others = self.sync.blobs if self.replica.tables else None
+                metric = self.best.at(self.step)
+                self.store.maybe_save(self.step, self._whole_state, metric=metric, force=force, others=others)
 
     # ---- evaluation ----
 
@@ -275,14 +287,17 @@ class Loop:
         self.pulse.enter("exchange", self.step)
         if isinstance(outcome := self.sync.settle(self.replica, 4 * self.step + 3), Discarded):
             return outcome
-        metrics = self.evaluator.share(
-            self.replica,
-            self.parts[name],
-            lanes=self.lanes,
-            gather=lambda content: self._gather(name, content),
-            given_up=self.sync.aborted,
-            each=lambda: self.pulse.enter("evaluation", self.step),
-        )
+        try:
+            metrics = self.evaluator.share(
+                self.replica,
+                self.parts[name],
+                lanes=self.lanes,
+                gather=lambda content: self._gather(name, content),
+                given_up=self.sync.aborted,
+                each=lambda: self.pulse.enter("evaluation", self.step),
+            )
+        except LinkError as failure:
+            metrics = Discarded(str(failure))
         if isinstance(metrics, Discarded):
             return metrics
         seconds = round(time.perf_counter() - began, 6)
@@ -317,6 +332,9 @@ class Loop:
             self.pulse.enter("export", self.step)
             if isinstance(completed := self.sync.complete(self.replica, self.step), Discarded):
                 return completed.why
+            if isinstance(sealed := self.sync.seal(), Discarded):
+                return sealed.why
+            self.sealed = sealed
             self.conclude(self, self.teller.stop)
         ended = self._gather("end", b"")
         if isinstance(ended, Discarded) and not self.teller.leads:

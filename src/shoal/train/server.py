@@ -26,6 +26,7 @@ from shoal.spec.job import Job
 from shoal.spec.load import load_job
 from shoal.spec.paths import RunPaths
 from shoal.spec.view import View
+from shoal.train.build import store_path
 from shoal.train.worker import WELCOME_S, guarded, prepare_torch, seat_taken
 from shoal.wire import tls
 
@@ -48,7 +49,7 @@ def serve(paths: RunPaths, seat: int) -> None:
     job = load_job(paths.job, check_names=False)
     tls.use(certificates_of(job))
     prepare_torch(job)
-    hold(paths, seat, terms_of(job), patience_s=job.engine.patience_s)
+    hold(paths, seat, terms_of(job, paths), patience_s=job.engine.patience_s)
 
 
 def hold(
@@ -78,10 +79,11 @@ def hold(
         tie.say("bye")
 
 
-def terms_of(job: Job) -> Terms:
+def terms_of(job: Job, paths: RunPaths) -> Terms:
     assert job.sync.kind == "server"
     codec = job.codec.model_dump() if job.codec.kind != "none" else None
-    return Terms(job.lane_count, job.sync.bound, aware=job.sync.staleness_aware, codec=codec)
+    aware, store = job.sync.staleness_aware, store_path(job, paths)
+    return Terms(job.lane_count, job.sync.bound, aware=aware, codec=codec, store=store)
 
 
 def hello(host: Host, tie: Tie, seat: int) -> dict[str, Any]:

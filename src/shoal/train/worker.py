@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import hashlib
 import os
 import platform
 import signal
@@ -294,11 +295,16 @@ def listen_for_the_end(me: Identity, tie: Tie, patience_s: float) -> Callable[[]
     return why
 
 
+def together(sha256: str, sealed: str) -> str:
+    """Of what the replica has, and of what it has not: rows of sparse tables."""
+    return hashlib.sha256(f"{sha256} {sealed}".encode()).hexdigest() if sealed else sha256
+
+
 def finish(loop: Loop, why: str, built: Built, paths: RunPaths) -> None:
     """Save, export, and say so. Every part may be repeated after a crash."""
     loop.save(force=True)
     model = loop.replica.model
-    weights = weights_sha256(model.state_dict())
+    weights = together(weights_sha256(model.state_dict()), loop.sealed)
     export_model(
         paths.model,
         model,
@@ -318,7 +324,7 @@ def finish(loop: Loop, why: str, built: Built, paths: RunPaths) -> None:
         "finished",
         step=loop.step,
         weights_sha256=weights,
-        state_sha256=state_sha256(loop.replica.state()),
+        state_sha256=together(state_sha256(loop.replica.state()), loop.sealed),
         samples_seen=built.dealer.samples_before(loop.step),
         metrics=loop.metrics,
         stopped=why,

@@ -16,6 +16,8 @@ from shoal.parallel.server import frames
 from shoal.parallel.server.frames import Frame, heard, said
 from shoal.parallel.server.line import Line, Place
 from shoal.parallel.server.post import Owed, Post
+from shoal.parallel.sparse.rows import Bundle, packed
+from shoal.parallel.sparse.shelf import Changes
 from shoal.spec.table import Table
 from shoal.wire.handshake import LinkError
 
@@ -110,14 +112,16 @@ class Chain:
             return "hold"
         if frame.table < keeper.number:
             raise LinkError(f"orders by table {frame.table}, and {keeper.number} counts")
-        if frame.kind in (frames.SET, frames.RECORD):
+        if frame.kind in (frames.SET, frames.RECORD, frames.ROWS):
             post = keeper.post(frame)
             if post.before != line.peer:
                 raise LinkError(f"orders piece {frame.piece}, which it does not come before")
             if frame.kind == frames.SET:
                 return keeper.room_for_state(line, frame) if frame.size else []
+            if frame.kind == frames.ROWS:
+                return keeper.desk.room(line, frame, [])
             there = self._room(frame).raw[post.piece.start : post.piece.stop]
-            return [] if frame.flags & frames.EMPTY else [there]
+            return [] if frame.flags & frames.EMPTY else keeper.desk.room(line, frame, [there])
         if frame.kind not in (frames.JOIN, frames.HYPER) or frame.size > frames.MOST_SAID_BYTES:
             raise LinkError(f"sends {frame.size} bytes of kind {frame.kind}")
         return line.room(frame.size)
@@ -140,12 +144,15 @@ class Chain:
             self._joined(line, frame)
         elif frame.kind == frames.HYPER:
             self._before[line] = heard(line.said)
+        elif frame.kind == frames.ROWS:
+            keeper.desk.stage(keeper.post(frame), line)
         else:
             post = self._keeper.post(frame)
             if frame.kind == frames.SET:
                 keeper.orders.put(post, line.said if frame.size else bytearray())
             else:
-                keeper.orders.carry_out(post, frame, self._before[line], self._room(frame))
+                changes = keeper.desk.recorded(post, line)
+                keeper.orders.carry_out(post, frame, self._before[line], self._room(frame), changes)
             post.owed.append(Owed(line, frame.number, post.version))
             keeper.orders.settle(post)
 
@@ -153,6 +160,9 @@ class Chain:
         """Whoever comes before this server wants to know what it has."""
         keeper = self._keeper
         keeper.check(heard(line.said).get("model"))
+        for post in keeper.posts.values():
+            if post.before == line.peer:
+                post.staged = []  # it begins again
         stamps = torch.stack([keeper.shard.term, keeper.shard.seq])
         line.send(Frame(frames.STAMPS, frame.table, seat=keeper.seat), stamps.numpy().data.cast("B"))
 
@@ -200,11 +210,13 @@ class Chain:
         same = torch.equal(mine, way.theirs[:, chunks])
         empty = not bool(mine[0].all())  # as nobody holds all of it, somebody will set it
         content = b"" if same or empty else live.pack(keeper.shard.take(piece.first, piece.last))
+        if content:
+            keeper.desk.send(way.line, post)
         frame = Frame(frames.SET, keeper.number, piece.index, number=post.version)
         way.line.send(frame, content)
         post.synced = post.waits = True
 
-    def forward(self, post: Post, record: Frame, hyper: dict[str, Any], source: Memory) -> None:
+    def forward(self, post: Post, record: Frame, hyper: dict[str, Any], source: Memory, changes: Changes) -> None:
         """A record that was applied here."""
         way = self._next.get(post.after) if post.after is not None else None
         if way is None or not post.synced:
@@ -216,7 +228,7 @@ class Chain:
             way.hyper = words
         frame = record._replace(kind=frames.RECORD, table=table, piece=post.piece.index, number=post.version)
         content = b"" if record.flags & frames.EMPTY else source.raw[post.piece.start : post.piece.stop]
-        way.line.send(frame, content)
+        way.line.send(frame, content, *packed([Bundle(0, i, rows) for i, rows in changes.items()]))
 
     def _acked(self, line: Line, frame: Frame) -> None:
         post = self._keeper.post(frame)

@@ -51,6 +51,9 @@ class Server:
 
 
 class Errand(Protocol):
+    def settled(self, chunks: int) -> list[bool]:
+        """Which of so many chunks nothing is wanted of."""
+
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         """Send a request. `frame` names table, piece, view and seat."""
 
@@ -183,7 +186,7 @@ class Client:
     def _finished(self) -> bool:
         if self.table is None or self._errand is None:
             return False
-        self._done = self._done or [False] * len(self.table.chains)
+        self._done = self._done or self._errand.settled(len(self.table.chains))
         waiting = [piece for piece in self._pieces if not all(self._done[piece.first : piece.last])]
         if self._number >= self._least:
             for piece in waiting:

@@ -38,6 +38,9 @@ class Values:
     values: Memory
     flags: int = field(default=0, init=False)
 
+    def settled(self, chunks: int) -> list[bool]:
+        return [False] * chunks
+
     def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
         if frame.kind != frames.VALUES:
             raise LinkError(f"answers with a frame of kind {frame.kind}")
@@ -78,6 +81,7 @@ class Push(Values):
     hyper: bytes
     clip_norm: float | None = None
     form: Form | None = None
+    rows: Callable[[Piece], list[memoryview | bytes]] = lambda piece: []
     _norms: dict[int, float] = field(default_factory=dict, init=False)
     _tail: bytearray = field(default_factory=bytearray, init=False)
     _told: Frame | None = field(default=None, init=False)
@@ -90,7 +94,7 @@ class Push(Values):
         parts = [] if shared else self._parts(piece)
         flags |= frames.SHARED if shared else 0
         frame = frame._replace(kind=frames.PUSH, step=self.step, flags=flags, number=self.filled)
-        server.line.send(frame, *parts)
+        server.line.send(frame, *parts, *self.rows(piece))
 
     def _parts(self, piece: Piece) -> list[memoryview]:
         indices = [i for i in range(self.filled.bit_length()) if self.filled >> i & 1]
@@ -165,6 +169,7 @@ class LanePush(Values):
     hyper: bytes
     empty: bool = False
     form: Form | None = None
+    rows: Callable[[Piece], list[memoryview | bytes]] = lambda piece: []
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         server.tell_hyper(frame, self.hyper)
@@ -178,7 +183,7 @@ class LanePush(Values):
             flags=(frames.SHARED if shared else 0) | (frames.EMPTY if self.empty else 0),
             scale=self.share,
         )
-        server.line.send(frame, *parts)
+        server.line.send(frame, *parts, *self.rows(piece))
 
 
 @dataclass
@@ -186,6 +191,9 @@ class PullAll:
     """Everything that servers hold, piece by piece, packed as a live state."""
 
     found: dict[tuple[int, int], bytes] = field(default_factory=dict)
+
+    def settled(self, chunks: int) -> list[bool]:
+        return [False] * chunks
 
     def whole(self, chunks: int) -> bool:
         """Is every chunk there once?"""
@@ -214,6 +222,9 @@ class SetAll:
     """Let the servers hold what `state_of(first, last)` gives, packed as a live state."""
 
     state_of: Callable[[int, int], bytes]
+
+    def settled(self, chunks: int) -> list[bool]:
+        return [False] * chunks
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         server.line.send(frame._replace(kind=frames.SET), self.state_of(piece.first, piece.last))

@@ -13,10 +13,13 @@ from shoal.wire.handshake import LinkError
 
 # from workers, and from whoever else pushes
 ENTER, READY, HYPER, ARENA, PUSH, APPLY, PULL = range(1, 8)
+LOOK_UP, KEEP = 12, 13  # rows of sparse tables
 # to them
 STATUS, ENTERED, SUMMED, VALUES, STATE, DONE, STALE, REFUSED = range(16, 24)
+FOUND, KEPT = 28, 29
 # between servers
 JOIN, STAMPS, RECORD, SET, ACK = range(32, 37)
+ROWS = 44
 
 HALT, COUNTED, NORMS, WHOLE, SHARED, EMPTY = 1, 2, 4, 8, 16, 32
 """Flags: somebody must stop; losses come with a divisor; norms are wanted; a pull of everything, not only of values;

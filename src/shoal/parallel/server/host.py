@@ -30,7 +30,7 @@ class Host:
     def __init__(
         self, seat: int, token: str, terms: Terms, *, bind: str, filled: Callable[[int, int], None] = lambda s, t: None
     ) -> None:
-        self.keeper = Keeper(seat, terms, call=self._call, filled=filled)
+        self.keeper = Keeper(seat, terms, call=self._call, filled=filled, apart=self._do_apart)
         self._token = token
         self._bell = Bell()
         self._news: deque[Callable[[], None]] = deque()
@@ -67,7 +67,20 @@ class Host:
             "staleness_mean": seen.stale / seen.records if seen.records else 0.0,
             "staleness_max": seen.stalest,
             "failures": self.failures,
+            **self.keeper.desk.told(),
         }
+
+    def _do_apart(self, act: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """In a thread of its own."""
+
+        def work() -> None:
+            try:
+                result = act()
+            except Exception as failure:
+                result = failure
+            self._soon(lambda: then(result))
+
+        threading.Thread(target=work, name="shoal-apart", daemon=True).start()
 
     def _soon(self, act: Callable[[], None]) -> None:
         self._news.append(act)

@@ -11,34 +11,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.files import open_files
 from shoal.parallel.cutting import Form
 from shoal.parallel.flat import Layout
 from shoal.parallel.links.memory import Arena, Memory, look_into
 from shoal.parallel.server import frames
 from shoal.parallel.server.chain import Chain
+from shoal.parallel.server.desk import MOST_KEYS_BYTES, Apart, Desk
 from shoal.parallel.server.frames import Frame, heard, said
 from shoal.parallel.server.line import Line, Place
 from shoal.parallel.server.orders import Orders, number_of, options_of
 from shoal.parallel.server.post import Guest, Post
 from shoal.parallel.server.shard import Shard, optimizer_of
+from shoal.parallel.sparse.spec import MOST_TABLES, TableSpec
 from shoal.parallel.tree import Node, nodes_of
 from shoal.spec.table import Table, pieces
 from shoal.wire.handshake import LinkError
 
 STATE_OVER_PIECE = 12
 STATE_SPARE_BYTES = 4 << 20
-_OF_A_TABLE = frozenset({frames.ENTER, frames.PUSH, frames.PULL, frames.SET, frames.APPLY})
-_WORDS = {frames.ENTER: frames.MOST_SAID_BYTES, frames.HYPER: 4 << 20, frames.APPLY: 4 << 10}
+_OF_A_TABLE = frozenset({frames.ENTER, frames.PUSH, frames.PULL, frames.SET, frames.APPLY, frames.LOOK_UP, frames.KEEP})
+_WORDS = {
+    frames.ENTER: frames.MOST_SAID_BYTES,
+    frames.HYPER: 4 << 20,
+    frames.APPLY: 4 << 10,
+    frames.LOOK_UP: MOST_KEYS_BYTES,
+}
 """How much may be said."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What the job says of its servers. `staleness` may be infinite; `aware`: a stale push moves less."""
+    """What the job says of its servers. `staleness` may be infinite; `aware`: a stale push moves less. Where
+    its checkpoints lie is `store`."""
 
     lanes: int
     staleness: float
@@ -46,6 +56,7 @@ class Terms:
     aware: bool = False
     codec: Mapping[str, Any] | None = None
     """The job's, as plain data: what is pushed is encoded, lane by lane."""
+    store: str = ""
 
     @property
     def synchronous(self) -> bool:
@@ -56,7 +67,13 @@ class Keeper:
     """Belongs to the server's one thread. `call` asks for a line to a successor, `filled` tells that one has all."""
 
     def __init__(
-        self, seat: int, terms: Terms, *, call: Callable[[int, Table], None], filled: Callable[[int, int], None]
+        self,
+        seat: int,
+        terms: Terms,
+        *,
+        call: Callable[[int, Table], None],
+        filled: Callable[[int, int], None],
+        apart: Apart,
     ) -> None:
         self.seat = seat
         self.terms = terms
@@ -68,6 +85,7 @@ class Keeper:
         self.form: Form | None = None
         self.excused: frozenset[int] = frozenset()
         self.chain = Chain(self, call=call, filled=filled)
+        self.desk = Desk(self, apart=apart, files=open_files(terms.store) if terms.store else None)
         self.orders = Orders(self)
         self._shard: Shard | None = None
         self._arena: Arena | None = None
@@ -106,8 +124,19 @@ class Keeper:
     def _arrange(self) -> None:
         """Once the table and the model's shape are known."""
         if self.table is not None and self._shard is not None:
+            self._let_go(self._shard)
             self._shard.arrange([(p.piece.first, p.piece.last) for p in self.posts.values()])
             self.chain.open()
+
+    def _let_go(self, shard: Shard) -> None:
+        """Rows of chunks that others hold now would only take memory."""
+        if shard.shelf is None:
+            return
+        mine = {i for post in self.posts.values() for i in range(post.piece.first, post.piece.last)}
+        others = [i for i in range(shard.chunks) if i not in mine and int(shard.term[i])]
+        for _, run in groupby(enumerate(others), key=lambda pair: pair[1] - pair[0]):
+            chunks = [i for _, i in run]
+            shard.drop(chunks[0], chunks[-1] + 1)
 
     def welcome(self, line: Line) -> list[Line]:
         """Somebody who pushes, or pulls. Returns the lines that this one takes the place of: what still comes over
@@ -168,6 +197,10 @@ class Keeper:
             guest.hyper = self.checked_hyper(heard(line.said))
         elif frame.kind == frames.ARENA:
             self._share(guest, frame)
+        elif frame.kind == frames.LOOK_UP:
+            self.desk.look_up(guest, frame)
+        elif frame.kind == frames.KEEP:
+            self.desk.keep(guest, frame)
         else:
             self.orders.take(guest, frame)
 
@@ -229,6 +262,7 @@ class Keeper:
             hyper=[options_of(group) for group in model["hyper"]],
             lanes=self.terms.lanes,
             parameters=self._arena.memory,
+            tables=tables_of(model.get("tables", [])),
         )
         self.model = model
         self._arrange()
@@ -287,6 +321,14 @@ class Keeper:
         guest.encoded = self.terms.codec is not None
         for post in self.posts.values():
             post.additions.clear()
+
+
+def tables_of(descriptions: Any) -> list[TableSpec]:
+    """Of a model. ValueError for what no model has."""
+    tables = [TableSpec.from_description(one) for one in descriptions]
+    if [table.number for table in tables] != list(range(len(tables))) or len(tables) > MOST_TABLES:
+        raise ValueError("sparse tables that are not counted")
+    return tables
 
 
 def carried(words: Any, *, by: int, lanes: int) -> dict[int, list[int]]:

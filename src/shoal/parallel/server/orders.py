@@ -12,14 +12,18 @@ from shoal.checkpoint import live
 from shoal.parallel.cutting import Form
 from shoal.parallel.links.memory import Memory
 from shoal.parallel.server import frames
+from shoal.parallel.server.desk import UnreadableError
 from shoal.parallel.server.frames import Frame, heard
 from shoal.parallel.server.line import Place
 from shoal.parallel.server.post import Asked, Guest, Post, Round
+from shoal.parallel.sparse.rows import scaled
+from shoal.parallel.sparse.shelf import Changes
 from shoal.wire.handshake import LinkError
 
 if TYPE_CHECKING:
     from shoal.parallel.server.keeper import Keeper
 
+_NONE: Changes = {}
 _MANNER = frames.HALT | frames.COUNTED | frames.NORMS
 _COUNT = (1 << 32) - 1
 """Of a stamp's `seq`: the updates since the piece was set. Above it is the view in which it was."""
@@ -58,13 +62,14 @@ class Orders:
         if post.round is not None:
             post.round.came.pop(guest.seat, None)  # it comes again
         if frame.flags & (frames.SHARED | frames.EMPTY):
-            return []
+            return keeper.desk.room(guest.line, frame, [])
         if keeper.form is not None:
             return guest.line.room(len(partials) * keeper.form.part(post.piece.first)[1])
         if guest.memory is None:
             raise LinkError("said that it shares its memory")
         starts = [i * size for i in partials]
-        return [guest.memory.raw[start + post.piece.start : start + post.piece.stop] for start in starts]
+        there = [guest.memory.raw[start + post.piece.start : start + post.piece.stop] for start in starts]
+        return keeper.desk.room(guest.line, frame, there)
 
     def _partials(self, guest: Guest, frame: Frame) -> list[int]:
         """Which of its partials somebody pushes."""
@@ -94,8 +99,12 @@ class Orders:
             self._apply(frame, heard(guest.line.said))
         elif frame.kind == frames.SET:
             post = keeper.post(frame)
-            self.put(post, guest.line.said, seq=frame.view << 32)
-            self._answer_later(post, guest, frame)
+            try:
+                self.put(post, guest.line.said, seq=frame.view << 32)
+            except UnreadableError as failure:
+                keeper.desk.refuse(guest, str(failure))
+            else:
+                self._answer_later(post, guest, frame)
         else:
             raise LinkError(f"sent a frame of kind {frame.kind}")
 
@@ -146,6 +155,7 @@ class Orders:
     def _gather(self, guest: Guest, frame: Frame, post: Post) -> None:
         if post.round is None or (post.round.view, post.round.step) != (frame.view, frame.step):
             post.round = Round(frame.view, frame.step)
+        post.round.rows[guest.seat] = self._keeper.desk.pushed(post, guest.line)
         post.round.came[guest.seat] = (guest, frame)
         if post.round.came.keys() == self._keeper.nodes.keys():
             self._add_up(post, post.round)
@@ -199,7 +209,8 @@ class Orders:
         record = Frame(frames.RECORD, step=complete.step, flags=complete.flags & _MANNER)
         if complete.flags & (frames.NORMS | frames.COUNTED):
             record = record._replace(divisor=count or 0.0, coefficient=1.0 if coefficient is None else coefficient)
-        self.carry_out(post, record, guest.hyper or {}, source)
+        changes = {table: scaled(rows, count=count) for table, rows in self._keeper.desk.add_up(complete).items()}
+        self.carry_out(post, record, guest.hyper or {}, source, changes)
         for guest, frame in complete.came.values():
             self._answer_later(post, guest, frame)
 
@@ -214,7 +225,8 @@ class Orders:
         self.seen.stalest = max(self.seen.stalest, steps)
         scale = frame.scale / max(1.0, steps) if keeper.terms.aware else frame.scale
         record = Frame(frames.RECORD, seat=frame.seat, step=frame.step, flags=frame.flags & frames.EMPTY, scale=scale)
-        self.carry_out(post, record, guest.hyper or {}, guest.partial(index, shard.layout.size_bytes))
+        changes = keeper.desk.recorded(post, guest.line)
+        self.carry_out(post, record, guest.hyper or {}, guest.partial(index, shard.layout.size_bytes), changes)
         self._answer_later(post, guest, frame)
 
     def lane_memory(self, lane: int) -> Memory:
@@ -227,12 +239,15 @@ class Orders:
 
     # ---- updates, here and down the chain ----
 
-    def carry_out(self, post: Post, record: Frame, hyper: dict[str, Any], source: Memory) -> None:
+    def carry_out(
+        self, post: Post, record: Frame, hyper: dict[str, Any], source: Memory, changes: Changes = _NONE
+    ) -> None:
         """One update of the piece, ordered here or upstream; then on to the successor."""
         shard, piece = self._keeper.shard, post.piece
         for first, last in self._not_yet(post, record):
             if not record.flags & frames.EMPTY:
                 self._change(first, last, record, hyper, source)
+                self._change_rows(first, last, record, hyper, changes)
             shard.term[first:last] = self._keeper.number
             shard.seq[first:last] += 1
             if self._keeper.terms.synchronous:
@@ -243,7 +258,7 @@ class Orders:
             shard.clocks[piece.first : piece.last, record.seat] = record.step + 1
         post.version += 1
         self.seen.records += 1
-        self._keeper.chain.forward(post, record, hyper, source)
+        self._keeper.chain.forward(post, record, hyper, source, changes)
         self.settle(post)
 
     def _not_yet(self, post: Post, record: Frame) -> Iterator[tuple[int, int]]:
@@ -270,6 +285,12 @@ class Orders:
         except Exception as failure:  # the options are the pusher's, and no optimizer checks all of them
             raise LinkError(f"wants an update that cannot be: {failure!r:.200}") from failure
 
+    def _change_rows(self, first: int, last: int, record: Frame, hyper: dict[str, Any], changes: Changes) -> None:
+        shelf = self._keeper.shard.shelf
+        if shelf is not None:
+            clip, together = hyper.get("clip_value"), self._keeper.terms.synchronous
+            shelf.apply(first, last, changes, scale=record.scale, clip=clip, remember=together)
+
     def _keep_tail(self, source: Memory) -> None:
         """Buffers and loss. Lanes that push for themselves are blended: each moves its part of the way."""
         shard, terms = self._keeper.shard, self._keeper.terms
@@ -288,7 +309,11 @@ class Orders:
         shard, chunks = self._keeper.shard, slice(post.piece.first, post.piece.last)
         if content:
             try:
-                shard.put(chunks.start, chunks.stop, live.unpack(bytes(content)))
+                state = live.unpack(bytes(content))
+                rows = self._keeper.desk.contents(post, state)
+                shard.put(chunks.start, chunks.stop, state)
+                if shard.shelf is not None:
+                    shard.shelf.put(chunks.start, chunks.stop, rows)
             except (ValueError, KeyError, TypeError) as failure:
                 raise LinkError(f"sent a state that does not fit: {failure}") from failure
         if seq is not None:

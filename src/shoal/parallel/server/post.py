@@ -14,6 +14,7 @@ from shoal.parallel.flat import Layout
 from shoal.parallel.links.memory import Memory
 from shoal.parallel.server.frames import Frame
 from shoal.parallel.server.line import Line
+from shoal.parallel.sparse.rows import Bundle
 from shoal.parallel.tree import Node
 from shoal.spec.table import Piece
 
@@ -64,6 +65,7 @@ class Round:
     view: int
     step: int
     came: dict[int, tuple[Guest, Frame]] = field(default_factory=dict)
+    rows: dict[int, list[Bundle]] = field(default_factory=dict)
     summed: bool = False
 
     @property
@@ -95,6 +97,7 @@ class Post:
     owed: deque[Owed] = field(default_factory=deque)
     additions: dict[tuple[tuple[Guest, int], ...], Addition] = field(default_factory=dict)
     """By who pushed which of its partials. One who comes again over another line has other memory."""
+    staged: list[Bundle] = field(default_factory=list)
 
     @classmethod
     def of(cls, piece: Piece, seat: int) -> Post:

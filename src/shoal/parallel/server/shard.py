@@ -23,6 +23,8 @@ from shoal.parallel.links.memory import Memory
 from shoal.parallel.replica import update
 from shoal.parallel.server.elementwise import made
 from shoal.parallel.server.runs import OptimizerState, Run, merged, own_state, why_unfit
+from shoal.parallel.sparse.shelf import Shelf
+from shoal.parallel.sparse.spec import TableSpec
 from shoal.spec.job import ELEMENTWISE
 
 MOST_STAMP = 1 << 62
@@ -44,7 +46,8 @@ class Shard:
 
     `groups` has the parameter group of each gradient, -1 for what the optimizer leaves alone. The stamps are the
     caller's to move: `applied` (the next step of a chunk), `clocks` (of each lane), `term` and `seq`. A term of 0 says
-    that nothing was put there. `manner` is how the last step was applied: flags, divisor, coefficient.
+    that nothing was put there. `manner` is how the last step was applied: flags, divisor, coefficient. Rows of sparse
+    `tables` lie on the `shelf`, if there are any, and are taken and put there.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Shard:
         hyper: Hyper,
         lanes: int,
         parameters: Memory | None = None,
+        tables: Sequence[TableSpec] = (),
     ) -> None:
         if len(groups) != len(layout.grads) or not all(-1 <= group < len(hyper) for group in groups):
             raise ValueError("each gradient needs a group that there is")
@@ -66,6 +70,7 @@ class Shard:
         self.applied, self.term, self.seq = torch.zeros(3, self.chunks, dtype=torch.int64)
         self.clocks = torch.zeros(self.chunks, lanes, dtype=torch.int64)
         self.manner = torch.zeros(self.chunks, 3, dtype=torch.float64)
+        self.shelf = Shelf(tables) if tables else None
         self._groups = list(groups)
         self._hyper = [dict(options) for options in hyper]
         self._optimizer = made(optimizer, self._hyper, [[nn.Parameter(torch.zeros(1))] for _ in hyper])
@@ -204,7 +209,9 @@ class Shard:
         self._replace(start, stop, runs)
 
     def drop(self, first: int, last: int) -> None:
-        """Hold these chunks no longer."""
+        """Hold these chunks no longer, nor their rows."""
+        if self.shelf is not None:
+            self.shelf.drop(first, last)
         self._replace(*self._span(first, last), [])
         for stamp in self._stamps().values():
             stamp[first:last] = 0

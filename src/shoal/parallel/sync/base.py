@@ -94,9 +94,15 @@ class Sync(Protocol):
     def hand_over(self, given_up: Callable[[], bool]) -> None:
         """Before leaving while others go on: until they have what only this worker holds."""
 
+    def seal(self) -> str | Discarded:
+        """A SHA-256 of what is trained and never comes into the replica; '' where there is nothing of the kind."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs besides the replica, the other members' part of it too. Not for peers: they get it
-        when they enter a view."""
+        when they enter a view. LinkError if it cannot be had now."""
+
+    def blobs(self) -> dict[str, int]:
+        """After `state`: what others have written for the checkpoint, with sizes in bytes."""
 
     def load_state(self, step: int, state: dict[str, Any]) -> None:
         """From a checkpoint at this step."""
@@ -136,7 +142,13 @@ class Together:
     def hand_over(self, given_up: Callable[[], bool]) -> None:
         """What it holds, the others hold too."""
 
+    def seal(self) -> str | Discarded:
+        return ""
+
     def state(self) -> dict[str, Any]:
+        return {}
+
+    def blobs(self) -> dict[str, int]:
         return {}
 
     def load_state(self, step: int, state: dict[str, Any]) -> None:

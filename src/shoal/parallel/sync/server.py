@@ -30,8 +30,10 @@ from shoal.parallel.server.client import Client, Entry, Errand, RefusedError
 from shoal.parallel.server.coding import Coding
 from shoal.parallel.server.elementwise import why_not_in_parts
 from shoal.parallel.server.errands import LanePush, Pull, PullAll, Push, SetAll
+from shoal.parallel.sparse.saved import Saved
 from shoal.parallel.sync.base import Committed, Discarded, Together
 from shoal.parallel.sync.meeting import Meeting
+from shoal.parallel.sync.rows import RowsOnServers
 from shoal.parallel.tree import Node, TreeSum, nodes_of
 from shoal.spec.job import ELEMENTWISE
 from shoal.spec.table import Table
@@ -81,6 +83,10 @@ class ServerSync(Together):
         self._complete_at: int | None = None
         """The step at which it was brought back from them."""
         self._chunk_clocks: Tensor | None = None
+        self._sent = 0
+        self._rows = RowsOnServers(
+            replica.tables, self._client, chunks=len(self.cuts) - 1, discard=self._meeting.discard
+        )
 
     # ---- tables and views ----
 
@@ -104,13 +110,15 @@ class ServerSync(Together):
         self._make_room(len(self._nodes))
         self._client.seat = seat
         leads = seat == (view.saver if view.source is None else view.source)
-        step = step_of(view.position)
+        step = self._rows.step = step_of(view.position)
         words = {"carries": {str(s): lanes for s, lanes in view.carries.items()}, "model": self._description()}
         judge = (lambda found: self._judge(found, step)) if leads else None
         try:
             self._clocks = self._client.enter(Entry(view.number, words, self._arena, judge))
             if not self.exact:
                 self._pull(self._replica)
+        except RefusedError as failure:
+            raise error("SH416", f"a server does not take the checkpoint: {failure}") from failure
         except LinkError as failure:
             return self._meeting.discard(failure).why
         return ""
@@ -148,6 +156,7 @@ class ServerSync(Together):
             "optimizer": kind.__name__,
             "groups": groups_of(replica),
             "hyper": _options(replica),
+            "tables": self._rows.describe(),
         }
 
     def _judge(self, found: list[dict[str, Any]], step: int) -> Errand | None:
@@ -167,6 +176,8 @@ class ServerSync(Together):
         state = scatter(self._replica, self._replica.layout, first, last, step=step, lanes=self._lanes)
         if self._chunk_clocks is not None:
             state["clocks"] = self._chunk_clocks[first:last]
+        if self._rows:
+            state["saved"] = self._rows.among(first, last)
         return live.pack(state)
 
     def first_step(self, step: int, lanes: Sequence[int]) -> int:
@@ -196,7 +207,7 @@ class ServerSync(Together):
         if self._meeting.broken:
             return Discarded(self._meeting.broken)
         client = self._client
-        began, waited_s, sent = time.perf_counter(), client.waited_s, client.sent_bytes
+        began, waited_s, sent = time.perf_counter(), client.waited_s, self._sent
         try:
             if self.exact:
                 loss, halting = self._together(replica, step, sums, halt=halt)
@@ -208,10 +219,11 @@ class ServerSync(Together):
             return self._meeting.discard(failure)
         self._start_at = self._complete_at = self._chunk_clocks = None
         replica.optimizer.state.clear()
+        self._rows.step, self._rows.saved, self._sent = step + 1, [], client.sent_bytes
         waited_s = client.waited_s - waited_s
         exchange_s = time.perf_counter() - began - waited_s
         plain = self._plain * client.far_bytes if self._coding else None
-        return Committed(loss, client.sent_bytes - sent, halting, waited_s, exchange_s, plain)
+        return Committed(loss, self._sent - sent, halting, waited_s, exchange_s, plain)
 
     def _together(self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool) -> tuple[Tensor, bool]:
         assert self._arena is not None
@@ -237,6 +249,7 @@ class ServerSync(Together):
             hyper=self._hyper(replica),
             clip_norm=clip.norm,
             form=self._coding.form if self._coding else None,
+            rows=self._rows.parts([partials[node] for node in self._nodes]),
         )
         self._client.run(push)
         if self._coding:
@@ -272,6 +285,7 @@ class ServerSync(Together):
                     hyper=self._hyper(replica),
                     empty=value is None,
                     form=self._coding.form if self._coding else None,
+                    rows=self._rows.parts([value]),
                 )
             )
             if self._coding and value is not None:
@@ -321,16 +335,33 @@ class ServerSync(Together):
             except LinkError as failure:
                 return self._meeting.discard(failure)
         found = [(first, last, live.unpack(packed)) for (first, last), packed in sorted(pull.found.items())]
+        if self.exact and any(bool((state["applied"] != step).any()) for _, _, state in found):
+            return Discarded(f"the servers are not at step {step}")
         collect(replica, replica.layout, found)
         self._chunk_clocks = None if self.exact else torch.cat([state["clocks"] for _, _, state in found])
         self._complete_at = step
         return None
 
+    def seal(self) -> str | Discarded:
+        try:
+            return self._rows.sha256()
+        except LinkError as failure:
+            return self._meeting.discard(failure)
+
     def state(self) -> dict[str, Any]:
-        return {"clocks": self._chunk_clocks, **(self._coding.state() if self._coding else {})}
+        try:
+            saved = self._rows.among(0, len(self.cuts)) or self._rows.save()
+        except RefusedError as failure:
+            raise error("SH503", str(failure)) from failure
+        rows = {"rows": saved} if self._rows else {}
+        return {"clocks": self._chunk_clocks, **rows, **(self._coding.state() if self._coding else {})}
+
+    def blobs(self) -> dict[str, int]:
+        return self._rows.blobs()
 
     def load_state(self, step: int, state: dict[str, Any]) -> None:
         self._start_at = step
+        self._rows.saved = [Saved.from_description(one) for one in state.get("rows", [])]
         self._chunk_clocks = state.get("clocks")  # of another kind of sync: all lanes are where the replica is
         if self._coding:
             self._coding.load_state(step, state)
