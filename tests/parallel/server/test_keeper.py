@@ -49,7 +49,9 @@ class Desk:
     def __init__(self, **terms):
         self.replica = CARGO.replica()
         self.cuts = self.replica.layout.cuts
-        self.keeper = Keeper(100, Terms(CARGO.lanes, **terms), call=lambda *_: None, filled=lambda *_: None)
+        self.keeper = Keeper(
+            100, Terms(CARGO.lanes, **terms), call=lambda *_: None, filled=lambda *_: None, apart=lambda *_: None
+        )
         address = Address(host="x", port=1)
         chains = [[100, 101] for _ in self.cuts[1:]]
         table = Table(
