@@ -17,6 +17,13 @@ settings.load_profile("shoal")
 
 PLAYGROUND = Path(__file__).parent / "playground"
 
+
+def long(*parameters):
+    """Those that only the long run of the tests tries."""
+    rows = [parameter if isinstance(parameter, tuple) else (parameter,) for parameter in parameters]
+    return [pytest.param(*row, marks=pytest.mark.long) for row in rows]
+
+
 MLP = {
     "name": "mlp",
     "model": {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10}},

@@ -25,6 +25,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "bf16": {"kind": "bf16"},
     "fp16": {"kind": "fp16"},
     "int8": {"kind": "int8", "block": 256},
+    "int4": {"kind": "int4", "block": 64},
     "sign": {"kind": "sign"},
     "topk 1 %": {"kind": "topk", "keep": 0.01},
     "topk 1 %, momentum": {"kind": "topk", "keep": 0.01, "momentum": 0.9},

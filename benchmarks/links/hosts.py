@@ -10,8 +10,9 @@ import contextlib
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 WIRE = "wire"
@@ -40,11 +41,8 @@ class Hosts:
             _enter(self.near)
 
     def shape(self, mbit: float) -> None:
-        """Both ways. What the wire cannot take waits in a queue of 50 ms, then it is dropped, as a switch does it."""
-        rate = mbit * 1e6 / 8
-        burst = max(LEAST_BURST_BYTES, round(rate * BURST_S))
-        words = f"rate {mbit}mbit burst {burst} latency {QUEUE_S * 1000:g}ms".split()
-        self._both("tc", "qdisc", "replace", "dev", WIRE, "root", "tbf", *words)
+        """Both ways."""
+        self._both(*_shaping(WIRE, mbit))
 
     def unshape(self) -> None:
         self._both("tc", "qdisc", "replace", "dev", WIRE, "root", "pfifo_fast")
@@ -72,19 +70,7 @@ def two_hosts() -> Iterator[Hosts]:
         _leave()
         hosts = Hosts(_here(), far)
         try:
-            _run(
-                "ip",
-                "link",
-                "add",
-                WIRE,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                WIRE,
-                "netns",
-                f"/proc/{os.getpid()}/fd/{far}",
-            )
+            _ip(f"link add {WIRE} type veth peer name {WIRE} netns /proc/{os.getpid()}/fd/{far}")
             _settle(ADDRESSES[0])
             with hosts.on_the_far_one():
                 _settle(ADDRESSES[1])
@@ -97,10 +83,66 @@ def two_hosts() -> Iterator[Hosts]:
         os.close(home)
 
 
+@contextlib.contextmanager
+def switched(count: int, mbit: float) -> Iterator[list[Callable[[], str]]]:
+    """So many hosts at one switch, each with a wire of that speed, both ways at once.
+
+    What is yielded puts the process that calls it on a host and returns its address; let a child do that. Needs root.
+    """
+    home = _here()
+    kept = [home]
+    try:
+        _leave()
+        switch = _here()
+        kept.append(switch)
+        _ip("link add switch type bridge")
+        _ip("link set switch up")
+        hosts = [_plug_in(i, switch, mbit) for i in range(count)]
+        kept += [host for host, _ in hosts]
+        _enter(home)
+        yield [partial(_settle_on, *host) for host in hosts]
+    finally:
+        _enter(home)
+        for namespace in kept:
+            os.close(namespace)
+
+
+def _plug_in(number: int, switch: int, mbit: float) -> tuple[int, str]:
+    """A new host; the calling thread is at the switch before and after."""
+    port, address = f"port{number}", f"10.213.8.{number + 1}"
+    _leave()
+    host = _here()
+    _enter(switch)
+    _ip(f"link add {port} type veth peer name {WIRE} netns /proc/{os.getpid()}/fd/{host}")
+    _ip(f"link set {port} master switch up")
+    _run(*_shaping(port, mbit))
+    _enter(host)
+    _settle(address)
+    _run(*_shaping(WIRE, mbit))
+    _enter(switch)
+    return host, address
+
+
+def _settle_on(host: int, address: str) -> str:
+    _enter(host)
+    return address
+
+
+def _shaping(device: str, mbit: float) -> list[str]:
+    """What the wire cannot take waits in a queue of 50 ms, then it is dropped, as a switch does it."""
+    burst = max(LEAST_BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
+    words = f"rate {mbit}mbit burst {burst} latency {QUEUE_S * 1000:g}ms"
+    return f"tc qdisc replace dev {device} root tbf {words}".split()
+
+
 def _settle(address: str) -> None:
-    _run("ip", "addr", "add", f"{address}/24", "dev", WIRE)
-    _run("ip", "link", "set", WIRE, "up")
-    _run("ip", "link", "set", "lo", "up")
+    _ip(f"addr add {address}/24 dev {WIRE}")
+    _ip(f"link set {WIRE} up")
+    _ip("link set lo up")
+
+
+def _ip(words: str) -> None:
+    _run("ip", *words.split())
 
 
 def _run(*words: str) -> None:

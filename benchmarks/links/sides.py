@@ -26,9 +26,12 @@ CODECS: Mapping[str, dict[str, Any]] = {
     "bf16": {"kind": "bf16"},
     "fp16": {"kind": "fp16"},
     "int8": {"kind": "int8"},
+    "int4": {"kind": "int4"},
     "sign": {"kind": "sign"},
     "topk": {"kind": "topk", "keep": 0.01},
+    "topk 10 %": {"kind": "topk", "keep": 0.1},
     "lowrank": {"kind": "lowrank", "rank": 4},
+    "lowrank 16": {"kind": "lowrank", "rank": 16},
 }
 EXACT, STALENESS = "0", ("4", "inf")
 SPENT = ("compute_s", "exchange_s", "waiting_s", "data_s")

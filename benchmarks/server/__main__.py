@@ -17,6 +17,7 @@ from benchmarks.server.sides import Side, standing
 
 LIMIT = "bare sockets"
 CROWDS = (1, 2, 4)
+LINKS = (1000.0,)
 ROUNDS = 20
 
 Sides = dict[str, tuple[Setting, Callable[[], Side]]]
@@ -44,6 +45,17 @@ def replication(rivals_python: str | None) -> dict[str, Sides]:
     return {"1 worker, 2 servers": sides}
 
 
+def apart(rivals_python: str | None) -> dict[str, Sides]:
+    """The same where every process has a host of its own: what a chain costs when wires are the limit. Needs root."""
+    found: dict[str, Sides] = {}
+    for mbit in LINKS:
+        limit = {LIMIT: _side("bare", Setting(mbit=mbit))}
+        settings = [Setting(1, 2, backups, "tcp", "SGD", mbit=mbit) for backups in (0, 1)]
+        sides = {f"shoal, {it.backups} backups": _side("servers", it) for it in settings}
+        found[f"1 worker, 2 servers, {mbit:g} Mbit/s"] = limit | sides
+    return found
+
+
 def crowd(rivals_python: str | None) -> dict[str, Sides]:
     """More workers, more servers. The limit has as many pairs as there are workers."""
     found: dict[str, Sides] = {}
@@ -58,7 +70,7 @@ def crowd(rivals_python: str | None) -> dict[str, Sides]:
     return found
 
 
-PARTS = {"pair": pair, "replication": replication, "crowd": crowd}
+PARTS = {"pair": pair, "replication": replication, "apart": apart, "crowd": crowd}
 
 
 def _rivals(workers: int, servers: int, python: str | None) -> Sides:

@@ -17,18 +17,21 @@ from benchmarks.server.setting import Setting
 
 def main() -> None:
     setting = Setting.from_text(sys.argv[1])
-    serve(crew.rounds_of([_pair(setting) for _ in range(setting.workers)]))
+    with crew.places(2 * setting.workers, setting.mbit) as places:
+        pairs = zip(places[::2], places[1::2], strict=True)
+        serve(crew.rounds_of([_pair(setting, *pair) for pair in pairs]))
 
 
-def _pair(setting: Setting) -> Connection:
+def _pair(setting: Setting, here: crew.Place, there: crew.Place) -> Connection:
     """A process that sends first and one that answers."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    answering = crew.start(_answer, there, setting.size_bytes)
+    return crew.start(_ask, here, answering.recv(), setting.size_bytes)
+
+
+def _answer(pipe: Connection, place: crew.Place, size_bytes: int) -> None:
+    listener = socket.create_server((place(), 0))
     _choose_cubic(listener)
-    crew.start(_answer, listener, setting.size_bytes)
-    return crew.start(_ask, listener.getsockname(), setting.size_bytes)
-
-
-def _answer(pipe: Connection, listener: socket.socket, size_bytes: int) -> None:
+    pipe.send(listener.getsockname())
     sock, _ = listener.accept()
     _choose_cubic(sock)
     buffer = memoryview(bytearray(size_bytes))
@@ -37,7 +40,8 @@ def _answer(pipe: Connection, listener: socket.socket, size_bytes: int) -> None:
         sock.sendall(buffer)
 
 
-def _ask(pipe: Connection, address: tuple[str, int], size_bytes: int) -> None:
+def _ask(pipe: Connection, place: crew.Place, address: tuple[str, int], size_bytes: int) -> None:
+    place()
     sock = socket.create_connection(address)
     _choose_cubic(sock)
     there, back = memoryview(bytearray(size_bytes)), memoryview(bytearray(size_bytes))

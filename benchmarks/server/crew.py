@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
+
+from benchmarks.links.hosts import switched
 
 _FORK = multiprocessing.get_context("fork")
 _OPTIMIZERS_NEED = "torch._dynamo"  # torch imports it when the first optimizer is made: better once than everywhere
@@ -34,6 +37,20 @@ def _guarded(act: Callable[..., None], pipe: Connection, *args: Any) -> None:
     except Exception:
         traceback.print_exc()
         os.kill(os.getppid(), signal.SIGINT)
+
+
+Place = Callable[[], str]
+"""Puts the process that calls it where it belongs, and returns its address there."""
+
+
+@contextlib.contextmanager
+def places(count: int, mbit: float) -> Iterator[list[Place]]:
+    """For so many processes: all on this host, or each on one of its own behind a wire of that speed."""
+    if mbit:
+        with switched(count, mbit) as hosts:
+            yield hosts
+    else:
+        yield [lambda: "127.0.0.1"] * count
 
 
 def rounds_of(workers: list[Connection]) -> Callable[[int], list[float]]:

@@ -31,8 +31,15 @@ FIRST_SERVER = 100
 def main() -> None:
     setting = Setting.from_text(sys.argv[1])
     crew.prepare()
-    servers = {FIRST_SERVER + i: crew.start(_serve, FIRST_SERVER + i, setting) for i in range(setting.servers)}
-    workers = [crew.start(_work, seat, setting) for seat in range(setting.workers)]
+    with crew.places(setting.servers + setting.workers, setting.mbit) as places:
+        _sail(setting, places[: setting.servers], places[setting.servers :])
+
+
+def _sail(setting: Setting, harbours: Sequence[crew.Place], homes: Sequence[crew.Place]) -> None:
+    servers = {
+        FIRST_SERVER + i: crew.start(_serve, place, FIRST_SERVER + i, setting) for i, place in enumerate(harbours)
+    }
+    workers = [crew.start(_work, place, seat, setting) for seat, place in enumerate(homes)]
     addresses = {seat: _seen(pipe.recv(), setting) for seat, pipe in servers.items()}
     found = [pipe.recv() for pipe in workers]
     table = _table(found[0][1], addresses, setting.backups)
@@ -58,18 +65,19 @@ def _table(cuts: Sequence[int], addresses: dict[int, Address], backups: int) -> 
     return Table(number=1, cuts=list(cuts), chains=chains, filling=[[] for _ in chains], addresses=addresses)
 
 
-def _serve(pipe: Connection, seat: int, setting: Setting) -> None:
+def _serve(pipe: Connection, place: crew.Place, seat: int, setting: Setting) -> None:
     torch.set_num_threads(1)
     terms = Terms(setting.workers, 0, getattr(torch.optim, setting.optimizer))
-    host = Host(seat, TOKEN, terms, bind="127.0.0.1")
+    host = Host(seat, TOKEN, terms, bind=place())
     pipe.send(host.endpoint.address)
     threading.Thread(target=lambda: host.learn(pipe.recv()), daemon=True).start()
     host.run()
 
 
-def _work(pipe: Connection, seat: int, setting: Setting) -> None:
+def _work(pipe: Connection, place: crew.Place, seat: int, setting: Setting) -> None:
+    address = place()
     replica = model.replica(setting)
-    endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
+    endpoint = Endpoint(TOKEN, bind=address, serve=lambda sock, hello: None)
     sync = ServerSync(setting.workers, replica, staleness=0, endpoint=endpoint, token=TOKEN)
     pipe.send((endpoint.address, sync.cuts))
     table, view = pipe.recv()

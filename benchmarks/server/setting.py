@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 @dataclass(frozen=True)
 class Setting:
     """`floats` are pushed by each worker, and come back to it. `way`: tcp, as between hosts, or shm. A transport that
-    knows neither takes what it finds."""
+    knows neither takes what it finds. With `mbit`, every process is on a host of its own, with a wire of that speed."""
 
     workers: int = 1
     servers: int = 1
@@ -17,6 +17,7 @@ class Setting:
     way: str = "tcp"
     optimizer: str = "SGD"
     floats: int = 10_000_000
+    mbit: float = 0.0
 
     def as_text(self) -> str:
         return json.dumps(asdict(self))

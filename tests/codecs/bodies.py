@@ -14,11 +14,25 @@ NONE = {"kind": "none"}
 BF16 = {"kind": "bf16"}
 FP16 = {"kind": "fp16"}
 INT8 = {"kind": "int8", "block": 256}
+INT4 = {"kind": "int4", "block": 64}
 SIGN = {"kind": "sign"}
 TOPK = {"kind": "topk", "keep": 0.01, "momentum": None}
 DGC = {"kind": "topk", "keep": 0.1, "momentum": 0.9}
 LOWRANK = {"kind": "lowrank", "rank": 2}
-ALL = [NONE, BF16, FP16, INT8, {"kind": "int8", "block": 7}, SIGN, TOPK, {**TOPK, "keep": 0.5}, DGC, LOWRANK]
+ALL = [
+    NONE,
+    BF16,
+    FP16,
+    INT8,
+    {"kind": "int8", "block": 7},
+    INT4,
+    {"kind": "int4", "block": 10},
+    SIGN,
+    TOPK,
+    {**TOPK, "keep": 0.5},
+    DGC,
+    LOWRANK,
+]
 LOSSY = ALL[1:]
 
 

@@ -11,7 +11,7 @@ from shoal.codecs import piecewise
 from shoal.codecs.int8 import TINY
 from shoal.codecs.make import make
 from shoal.codecs.size import SIGN_BLOCK
-from tests.codecs.bodies import BF16, FP16, INT8, SIGN, encoded, name, stretches, there_and_back
+from tests.codecs.bodies import BF16, FP16, INT4, INT8, SIGN, encoded, name, stretches, there_and_back
 
 few = settings(max_examples=25, deadline=None)
 
@@ -46,6 +46,18 @@ def test_int8_is_off_by_half_a_step_of_its_block(values, block):
 
 
 @few
+@given(values=stretches(st.integers(1, 3000)), block=st.sampled_from([2, 10, 64, 1000]))
+def test_int4_is_off_by_half_a_step_of_its_block(values, block):
+    back = there_and_back(make({"kind": "int4", "block": block}), values)
+    for mine, original in zip(back.split(block), values.split(block), strict=True):
+        largest = original.abs().max()
+        if largest < TINY:
+            assert not mine.any()
+        else:
+            assert ((mine - original).abs() <= largest / 13.99).all()
+
+
+@few
 @given(values=stretches())
 def test_sign_sends_signs_times_the_mean_size(values):
     back = there_and_back(make(SIGN), values)
@@ -54,7 +66,7 @@ def test_sign_sends_signs_times_the_mean_size(values):
         assert torch.allclose(mine, expected, rtol=1e-5, atol=1e-44)
 
 
-@pytest.mark.parametrize("kind", [INT8, SIGN], ids=name)
+@pytest.mark.parametrize("kind", [INT8, INT4, SIGN], ids=name)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_block_with_a_value_that_is_not_finite_is_lost_and_no_other(kind, bad):
     width = kind.get("block", SIGN_BLOCK)
@@ -66,15 +78,15 @@ def test_a_block_with_a_value_that_is_not_finite_is_lost_and_no_other(kind, bad)
     assert not spoilt.isfinite().any()
 
 
-@pytest.mark.parametrize("kind", [INT8, SIGN], ids=name)
+@pytest.mark.parametrize("kind", [INT8, INT4, SIGN], ids=name)
 def test_values_of_any_size(kind):
     for size in (3e38, 1e38, 1e-37, 1e-44):
-        values = torch.full((256,), size if kind is INT8 else min(size, 1e35))
+        values = torch.full((256,), min(size, 1e35) if kind is SIGN else size)
         back = there_and_back(make(kind), values)
         assert torch.allclose(back, values if size > TINY or kind is SIGN else back * 0, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kind", [BF16, INT8, {"kind": "int8", "block": 300}, SIGN], ids=name)
+@pytest.mark.parametrize("kind", [BF16, INT8, {"kind": "int8", "block": 300}, INT4, SIGN], ids=name)
 def test_pieces_change_nothing(kind, monkeypatch):
     values = torch.randn(10_007, generator=torch.Generator().manual_seed(0))
     whole = encoded(make(kind), values, after=(kept := torch.zeros(10_007)))

@@ -27,6 +27,7 @@ HEADINGS = {
     "Bf16Codec": "codec: bf16",
     "Fp16Codec": "codec: fp16",
     "Int8Codec": "codec: int8",
+    "Int4Codec": "codec: int4",
     "SignCodec": "codec: sign",
     "TopKCodec": "codec: topk",
     "LowRankCodec": "codec: lowrank",

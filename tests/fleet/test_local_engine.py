@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -65,6 +66,23 @@ def test_files_in_the_users_directory_stand_in_for_no_module(tmp_path, monkeypat
         engine = LocalEngine(nursery, name="a", logs=tmp_path / "logs")
         engine.start([Seat(number=0)], "decimal", [])
         assert exits(engine, 1) == {0: 1}, "it was forked, and found no main()"
+
+
+def test_engines_in_threads_share_a_nursery(nursery, tmp_path):
+    """What one hears may be meant for another, and none waits for what another has heard."""
+    most = 12
+
+    def live(name):
+        engine = LocalEngine(nursery, name=name, logs=tmp_path / name)
+        for number in range(most):
+            engine.start([Seat(number=number)], "seat_entry", [str(number)])
+            assert exits(engine, 1) == {number: number}
+        engine.start([Seat(number=most)], "seat_entry", ["wait"])
+        engine.close()
+        return engine.seats
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(live, "abcd")] == [[]] * 4
 
 
 def test_a_killed_seat_is_reported_with_its_signal(engine):

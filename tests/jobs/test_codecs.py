@@ -6,12 +6,13 @@ import signal
 import pytest
 
 from shoal.jobs import wishes
-from tests.conftest import CNN, MLP
+from tests.conftest import CNN, MLP, long
 from tests.jobs.disturbed import assert_nothing_left, assert_same, calm, fired, in_time, rows, script
 from tests.jobs.driven import driven
 
 FORGETFUL = {"bf16": {"kind": "bf16"}, "fp16": {"kind": "fp16"}, "int8": {"kind": "int8", "block": 64}}
 REMEMBERING = {
+    "int4": {"kind": "int4"},
     "sign": {"kind": "sign"},
     "topk": {"kind": "topk", "keep": 0.05},
     "topk with momentum": {"kind": "topk", "keep": 0.05, "momentum": 0.9},
@@ -59,7 +60,7 @@ def test_a_loss_with_a_divisor_of_its_own(run):
 # ---- coming and going ----
 
 
-@pytest.mark.parametrize("name", ["int8", "topk with momentum", "lowrank"])
+@pytest.mark.parametrize("name", [*long("int8", "topk with momentum"), "lowrank"])
 def test_lanes_that_move_take_along_what_they_remember(name, run, place):
     changes = {"steps": 300, "evaluate": {"every_steps": 150}, "codec": CODECS[name]}
     enough = place / "enough"
@@ -137,7 +138,10 @@ def test_a_death_before_the_first_step_loses_nothing(run, place):
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize(("name", "workers"), [*((name, 2) for name in REMEMBERING), ("sign", 1), ("lowrank", 3)])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("topk", 2), ("sign", 1), ("lowrank", 3), *long(("sign", 2), ("topk with momentum", 2), ("lowrank", 2))],
+)
 def test_resuming_gives_the_bits_of_a_run_that_went_through(name, workers, run, resume):
     job = SMALL | {"codec": CODECS[name], "steps": 120}
 
@@ -154,7 +158,7 @@ def test_resuming_gives_the_bits_of_a_run_that_went_through(name, workers, run, 
     assert rows(again, "resumed")
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [*long(1), 3])
 def test_when_all_die_the_checkpoint_remembers(workers, run, place):
     """Saved while others train; a save takes its time."""
     lines = ["delay worker 0 at step 8 in data by 1500 ms", "kill all at step 9"]

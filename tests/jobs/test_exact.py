@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from shoal.events import read
-from tests.conftest import CNN, GPT, MLP
+from tests.conftest import CNN, GPT, MLP, long
 
 JOBS = {"mlp": MLP, "cnn": CNN, "gpt": GPT}
 
@@ -23,7 +23,7 @@ def deaths(seed, steps, number):
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *long(2)])
 def test_killed_workers_change_nothing(name, seed, run, place):
     job = JOBS[name]
     undisturbed = run(job).receipt
@@ -166,7 +166,7 @@ def long_job(place):
     return str(place / "job.yaml")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [*long(signal.SIGINT, signal.SIGTERM), signal.SIGKILL])
 def test_a_stopped_or_killed_driver_is_resumed_to_the_same_weights(number, long_job, place, run):
     undisturbed = run(MLP, steps=1500).receipt
     command = Command(place, "run", long_job, "--json")

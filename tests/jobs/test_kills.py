@@ -59,6 +59,17 @@ def test_kills(name, run, place):
     assert_nothing_left(outcome)
 
 
+def test_what_was_measured_is_told_although_its_teller_died(run, place):
+    job = JOBS["mlp"] | {"evaluate": {"every_steps": 12}, "lanes": 6, "best": {"metric": "Fatal", "mode": "min"}}
+    job["metrics"] = [{"name": "models.py:Fatal", "args": {"marks": str(place)}}]
+    outcome = run(job, workers=3, engine=RESTARTS)
+    told = rows(outcome, "evaluated")
+    assert [(row.step, row.get("again", False)) for row in told] == [(12, True), (24, False)]
+    assert_same(outcome, calm(run, job))
+    assert outcome.receipt.best["step"] == 12
+    assert 12 in {row.step for row in rows(outcome, "saved")}, "the best is kept"
+
+
 def test_many_kills_leave_no_memory_behind(run, place):
     """Many views later a worker has its own arena and those of two peers, and few sockets."""
     seen = []

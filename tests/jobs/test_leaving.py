@@ -11,6 +11,7 @@ import yaml
 from shoal.checkpoint.manifest import list_manifests
 from shoal.events import read
 from shoal.spec.paths import RunPaths
+from tests.conftest import long
 from tests.jobs.disturbed import JOBS, assert_nothing_left, assert_same, calm, fired, processes_of, rows, script
 from tests.jobs.test_exact import Command
 
@@ -102,7 +103,7 @@ def lose_driver(place):
     return RunPaths.at(place / "runs" / "mlp-1"), started
 
 
-@pytest.mark.parametrize("killed", [[], ["worker-0"], ["worker-0", "worker-2"]])
+@pytest.mark.parametrize("killed", [*long([], ["worker-0"]), ["worker-0", "worker-2"]])
 def test_workers_outlive_their_driver(killed, long_job, place, run, resume):
     paths, started = lose_driver(place)
     for name in killed:

@@ -6,14 +6,14 @@ import pytest
 
 from shoal.jobs import drive
 from shoal.spec.load import make_job
-from tests.conftest import CNN, MLP
+from tests.conftest import CNN, MLP, long
 from tests.jobs.disturbed import JOBS, assert_nothing_left, assert_same, calm
 
 pytestmark = pytest.mark.usefixtures("soon")
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("workers", [2, *long(3, 4), 5, 8])
 def test_any_number_of_workers_gives_the_same_bits(name, workers, run):
     outcome = run(JOBS[name], workers=workers, lanes=8)
     assert_same(outcome, calm(run, JOBS[name], lanes=8))
@@ -21,7 +21,7 @@ def test_any_number_of_workers_gives_the_same_bits(name, workers, run):
     assert_nothing_left(outcome)
 
 
-@pytest.mark.parametrize("lanes", [3, 5, 7])
+@pytest.mark.parametrize("lanes", [3, *long(5), 7])
 def test_lanes_that_are_no_power_of_two(lanes, run):
     assert_same(run(JOBS["cnn"], workers=3, lanes=lanes), calm(run, JOBS["cnn"], lanes=lanes))
 

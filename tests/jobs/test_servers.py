@@ -10,6 +10,7 @@ from shoal.checkpoint.manifest import list_manifests
 from shoal.events import read
 from shoal.spec.job import Job
 from shoal.spec.load import load_job, save_job
+from tests.conftest import long
 from tests.jobs.disturbed import JOBS, assert_nothing_left, assert_same, calm, fired, in_time, rows, script
 
 
@@ -85,7 +86,7 @@ def test_short_batches_value_clipping_and_groups(run):
     assert_same(run(job, workers=3, sync=server(2)), lanes(run, job))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *long(2, 3)])
 def test_servers_die_and_nothing_is_lost(seed, run):
     job = JOBS["mlp"] | {"steps": 200}
     killer = Killer(20, 90, 150, seed=seed)

@@ -13,7 +13,7 @@ from shoal.jobs import catalogue
 from shoal.jobs.ask import ask
 from shoal.spec.job import Job
 from shoal.spec.load import load_job, make_job, save_job
-from tests.conftest import MLP
+from tests.conftest import MLP, long
 from tests.jobs.disturbed import assert_nothing_left, assert_same, fired, in_time, rows, script
 from tests.jobs.test_servers import Killer, Stop, server
 
@@ -53,7 +53,7 @@ def alone(run, name, **changes):
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize(("workers", "servers", "backups"), [(2, 2, 1), (3, 3, 1)])
+@pytest.mark.parametrize(("workers", "servers", "backups"), [(2, 2, 1), *long((3, 3, 1))])
 def test_the_same_rows_whoever_trains(name, workers, servers, backups, run):
     outcome = run(JOBS[name], workers=workers, sync=server(servers, backups))
     assert_same(outcome, alone(run, name))
@@ -81,7 +81,7 @@ def test_it_learns(run):
     assert alone(run, "words", steps=100).metrics["accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *long(1, 2, 3)])
 def test_servers_and_workers_die_and_no_row_is_lost(seed, place, run):
     lines = ["kill worker 0 at step 30 in exchange", "kill worker 1 at step 60 in compute"]
     killer = Killer(15, 75, seed=seed)

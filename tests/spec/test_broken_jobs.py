@@ -153,7 +153,7 @@ TABLE = {
     "workers make the lanes": Row("seed: 1", "workers: 1..32", "SH107", 2, "workers", "at least 32"),
     "too many lanes to send each": Row("batch_size: 16", "batch_size: 512\nlanes: 300\ncodec: int8", "SH110", 20, "lanes", "at most 256"),
     "ddp has no codecs": Row("seed: 1", "sync: ddp\ncodec: {kind: topk, keep: 0.1}", "SH110", 3, "codec", "Remove `codec`"),
-    "unknown codec": Row("seed: 1", "codec: int4", "SH106", 2, "codec", "int8"),
+    "unknown codec": Row("seed: 1", "codec: int7", "SH106", 2, "codec", "int8"),
     "nothing is kept": Row("seed: 1", "codec: {kind: topk, keep: 0}", "SH106", 2, "codec.keep", "above 0"),
     "idle workers": Row("seed: 1", "workers: 3\nlanes: 2", "SH107", 3, "lanes", "at least 3"),
     "more copies than servers": Row("seed: 1", "sync: {kind: server, servers: 2, backups: 2}", "SH107", 2, "sync.backups", "at least 3"),

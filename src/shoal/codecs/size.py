@@ -24,6 +24,8 @@ def size_bytes(settings: Mapping[str, Any], count: int, *, shapes: Iterable[Shap
         return 2 * count
     if kind == "int8":
         return FLOAT * blocks(count, settings["block"]) + count
+    if kind == "int4":
+        return FLOAT * blocks(count, settings["block"]) + blocks(count, 2)
     if kind == "sign":
         return FLOAT * blocks(count, SIGN_BLOCK) + blocks(count, 8)
     if kind == "topk":

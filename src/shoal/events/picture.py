@@ -79,6 +79,7 @@ class Picture:
     samples_computed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+    measured_at: dict[str, int] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
     servers: dict[str, Server] = field(default_factory=dict)
     table: int = 0
@@ -235,15 +236,20 @@ def _step(p: Picture, e: Event) -> None:
 
 
 def _evaluated(p: Picture, e: Event) -> None:
+    step = int(e.step or 0)
+    if e.get("again") and step <= p.measured_at.get(e["part"], -1):
+        return
+    p.measured_at[e["part"]] = step
     prefix = "" if e["part"] == "validation" else f"{e['part']}/"
     for name, value in e["metrics"].items():
         p.metrics[prefix + name] = value
-        p.curve(f"{e['part']}/{name}").add(int(e.step or 0), value)
+        p.curve(f"{e['part']}/{name}").add(step, value)
     p.times["evaluation_s"] += float(e.get("evaluation_s", 0.0))
 
 
 def _best(p: Picture, e: Event) -> None:
-    p.best = {str(e["metric"]): e["value"], "step": int(e.step or 0)}
+    if not e.get("again") or int(e.step or 0) > p.best.get("step", -1):
+        p.best = {str(e["metric"]): e["value"], "step": int(e.step or 0)}
 
 
 def _saved(p: Picture, e: Event) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -242,19 +243,33 @@ class Replica:
         update(self.optimizer)
         for parameter in self.trainable:
             parameter.grad = None
-        return self._conclude(step, total)
+        return self.conclude(step, total)
 
-    def adopt(self, step: int, total: LaneSum) -> Tensor:
-        """The same where others have applied the sum: in place of gradients, `total` has the new values."""
-        self.take_values(total.grads)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
-        return self._conclude(step, total)
+    def move_to(self, values: Sequence[Tensor]) -> bool:
+        """Let the parameters lie where these values do. False if they cannot: then values must be copied."""
+        if self._may_move:
+            for parameter, value in zip(self.trainable, values, strict=True):
+                parameter.data = value
+        return self._may_move
+
+    @functools.cached_property
+    def _may_move(self) -> bool:
+        """Has nobody else a share in the parameters' memory? A buffer that is a view of one would stay behind."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        shared = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        strides = [place.strides for place in self.layout.grads]
+        return all(
+            p.device.type == "cpu" and p.stride() == stride and shared[p.untyped_storage().data_ptr()] == 1
+            for p, stride in zip(self.trainable, strides, strict=True)
+        )
 
     @torch.no_grad()
     def take_values(self, values: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list[Tensor](self.trainable), list(values))
 
-    def _conclude(self, step: int, total: LaneSum) -> Tensor:
+    def conclude(self, step: int, total: LaneSum) -> Tensor:
+        """The rest of a step whose update is made, here or elsewhere. Returns its loss."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
         if self.moving.names:
             self.moving.set(total.averaged, total.first)
         if self.schedule and (step + 1) % self._schedule_every == 0 and not self.waits_for_metric:

@@ -22,7 +22,7 @@ from shoal.fleet.tie import Tie
 from shoal.parallel.links.memory import Arena, Memory
 from shoal.parallel.server.client import Client as Lines
 from shoal.parallel.server.client import Entry, Errand, RefusedError
-from shoal.parallel.server.errands import LanePush, Pull, PullAll, Push
+from shoal.parallel.server.errands import Laid, LanePush, Pull, PullAll, Push
 from shoal.server import holding
 from shoal.server.flat import Arrays, Flat
 from shoal.server.terms import PATIENCE_S, TRAINING_VIEW, ServerTerms, write_into
@@ -177,11 +177,11 @@ class Client:
             raise (self._trouble() or error("SH703", str(failure))) from failure
 
     def _push(self, step: int, lr: float | None, *, empty: bool = False) -> Errand:
-        hyper = self._terms.hyper(lr)
+        hyper, partials = self._terms.hyper(lr), Laid(self._arena.memory, self._flat)
         if self._terms.together:
-            return Push(self._flat, self._memory, self._arena.memory, step, filled=1, flags_sent=0, hyper=hyper)
+            return Push(self._flat, self._memory, partials, step, filled=1, flags_sent=0, hyper=hyper)
         share = 1 / self.workers
-        return LanePush(self._flat, self._memory, self._arena.memory, step, 0, self.worker, share, hyper, empty)
+        return LanePush(self._flat, self._memory, partials, step, 0, self.worker, share, hyper, empty)
 
     def _given(self, out: Arrays | None) -> Arrays:
         if out is None:

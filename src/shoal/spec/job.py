@@ -239,6 +239,13 @@ class Int8Codec(Spec):
     block: Annotated[int, Field(ge=8, le=65536)] = 256
 
 
+class Int4Codec(Spec):
+    """A seventh of the bytes: as int8 with numbers of -7..7; what is lost is added to the next values."""
+
+    kind: Literal["int4"]
+    block: Annotated[int, Field(ge=8, le=65536, multiple_of=2)] = 64
+
+
 class SignCodec(Spec):
     """One bit per value, with a scale per block; what is lost is added to the next values."""
 
@@ -261,7 +268,8 @@ class LowRankCodec(Spec):
 
 
 Codec = Annotated[
-    NoCodec | Bf16Codec | Fp16Codec | Int8Codec | SignCodec | TopKCodec | LowRankCodec, Field(discriminator="kind")
+    NoCodec | Bf16Codec | Fp16Codec | Int8Codec | Int4Codec | SignCodec | TopKCodec | LowRankCodec,
+    Field(discriminator="kind"),
 ]
 
 

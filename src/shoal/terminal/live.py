@@ -92,7 +92,7 @@ def remark(event: Event, picture: Picture) -> str:
             f"{words.count(event['parameters'])} parameters, samples: {parts}{skipped}; "
             f"{words.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
         )
-    if event.kind == "evaluated":
+    if event.kind == "evaluated" and not event.get("again"):
         name = "" if event["part"] == "validation" else f" on {event['part']}"
         return f"step {event.step}: evaluated{name}: {words.metrics(event['metrics'])}"
     if event.kind == "run_started":
@@ -103,7 +103,7 @@ def remark(event: Event, picture: Picture) -> str:
         return "" if event["why"] == "finished" else str(event["why"])
     if event.kind == "left":
         return "" if event["why"] == "finished" else f"{event.who} left at step {event.step} ({event['why']})"
-    if event.kind in _TOLD or (event.kind == "servers_wanted" and not event["why"]):
+    if event.kind in _TOLD or event.get("again") or (event.kind == "servers_wanted" and not event["why"]):
         return ""
     return picture.notes[-1] if picture.notes else ""
 

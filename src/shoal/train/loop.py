@@ -126,6 +126,7 @@ class Loop:
 
     def take_up(self, view: View, seat: int) -> None:
         """From now on this view counts."""
+        follows = self.seat == seat and not self.teller.leads and view.saver == seat
         self.view, self.seat = view, seat
         self.lanes = sorted(view.carries[seat])
         self.step = self.sync.first_step(self.step, self.lanes)
@@ -133,6 +134,18 @@ class Loop:
         self.feed.carry(self.lanes, self.step)
         self.progress.restart()
         self.teller.tell("joined", step=self.step, view=view.number, lanes=self.lanes, saves=self.teller.leads)
+        if follows:
+            self._repeat()
+
+    def _repeat(self) -> None:
+        """Whoever led before may have died when all knew what was measured, and before it was told."""
+        stream, step, best = self.teller.stream, self.measured_at, self.best
+        if step is not None:
+            stream.emit("evaluated", step=step, part="validation", metrics=self.metrics, again=True)
+            if best.step == step:
+                stream.emit("best", step=step, metric=best.monitor.metric, value=best.value, again=True)
+                if self.course.keep_best and step == self.step:
+                    self.save(force=True)
 
     def train(self) -> Ending | str:
         """Steps until there is nothing left to do, or a newer view; then why, or '' where it was agreed upon."""

@@ -1,16 +1,9 @@
 """Something bad at every other step."""
 
-import pytest
-
 from shoal.parallel.server import frames
 from tests.parallel.server.harbour import Doom
 
 FATAL = [None, frames.PUSH, frames.APPLY, frames.RECORD, frames.ACK, frames.SET, frames.ENTER, frames.STAMPS]
-
-
-def long(*parameters):
-    """Those that only the long run of the tests tries."""
-    return [pytest.param(parameter, marks=pytest.mark.long) for parameter in parameters]
 
 
 def chaos(harbour, *, every=2):

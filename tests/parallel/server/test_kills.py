@@ -5,7 +5,8 @@ import random
 import pytest
 
 from shoal.parallel.server import frames
-from tests.parallel.server.chaos import chaos, long
+from tests.conftest import long
+from tests.parallel.server.chaos import chaos
 from tests.parallel.server.harbour import Doom, Harbour
 from tests.parallel.server.test_exact import KINDS, check
 

@@ -8,8 +8,9 @@ import torch
 
 from shoal.checkpoint import live
 from shoal.parallel.server import frames
+from tests.conftest import long
 from tests.parallel.server.cargo import Cargo, Tally
-from tests.parallel.server.chaos import chaos, long
+from tests.parallel.server.chaos import chaos
 from tests.parallel.server.harbour import Doom, Harbour
 
 INFINITE = float("inf")

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.parallel.server import frames
 from shoal.parallel.server.errands import Push
+from tests.conftest import long
 from tests.parallel.server.chaos import chaos
 from tests.parallel.server.harbour import Doom, Harbour
 from tests.parallel.server.test_kills import MOMENTS
@@ -58,7 +59,7 @@ def die_in_the_midst_of(step, *, seat):
     return patch.object(Push, "ask", last_words)
 
 
-@pytest.mark.parametrize("more", ["", "and its server", "and servers move"])
+@pytest.mark.parametrize("more", [*long("", "and its server"), "and servers move"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_some_servers_have_done_is_done_again(kind, more):
     """Rows that were changed already are wanted as they were before."""
@@ -83,7 +84,7 @@ def test_a_step_that_some_servers_have_done_is_done_again(kind, more):
         harbour.check_backups()
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
+@pytest.mark.parametrize("seed", [0, *long(*range(1, 40))])
 def test_chaos(seed):
     kind = KINDS[sorted(KINDS)[seed % 3]]
     backups = 1 + seed % 2

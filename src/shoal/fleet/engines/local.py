@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ class Nursery:
 
     `environment` counts from the start of the nursery's Python (threads, hash seed); `modules` are imported once.
     A worker outlives its nursery; a nursery that died is started again when the next worker is wanted. Processes that
-    somebody else started are watched too, once they are adopted.
+    somebody else started are watched too, once they are adopted. Engines may live in threads of their own.
     """
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str], *, python: str = "") -> None:
@@ -37,6 +38,7 @@ class Nursery:
         self._pids: dict[str, int | None] = {}
         self._exits: dict[str, int] = {}
         self._watched: dict[int, str] = {}  # descriptors of processes that are not the nursery's children
+        self._lock = threading.RLock()
         self._open()
 
     def _open(self) -> None:
@@ -58,38 +60,40 @@ class Nursery:
     def start(
         self, key: str, entry: str, arguments: Sequence[str], *, logs: Path, environment: Mapping[str, str]
     ) -> None:
-        if self._control is None:
-            self._open()
-        self._pids[key] = None
-        self._order(
-            {
-                "start": key,
-                "entry": entry,
-                "arguments": list(arguments),
-                "output": f"{logs}.log",
-                "errors": f"{logs}.err",
-                "environment": dict(environment),
-                "directory": os.getcwd(),
-            }
-        )
+        order: dict[str, object] = {
+            "start": key,
+            "entry": entry,
+            "arguments": list(arguments),
+            "output": f"{logs}.log",
+            "errors": f"{logs}.err",
+            "environment": dict(environment),
+            "directory": os.getcwd(),
+        }
+        with self._lock:
+            if self._control is None:
+                self._open()
+            self._pids[key] = None
+            self._order(order)
 
     def adopt(self, key: str, pid: int) -> None:
         """Watch a process that an earlier driver left behind."""
-        self._pids[key] = pid
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._gone(key, LOST)
-            return
-        self._watched[descriptor] = key
-        self._selector.register(descriptor, selectors.EVENT_READ)
+        with self._lock:
+            self._pids[key] = pid
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._gone(key, LOST)
+                return
+            self._watched[descriptor] = key
+            self._selector.register(descriptor, selectors.EVENT_READ)
 
     def kill(self, key: str) -> None:
-        adopted = next((descriptor for descriptor, k in self._watched.items() if k == key), None)
-        if adopted is not None:
-            signal.pidfd_send_signal(adopted, signal.SIGKILL)
-        elif key in self._pids:
-            self._order({"kill": key})
+        with self._lock:
+            adopted = next((descriptor for descriptor, k in self._watched.items() if k == key), None)
+            if adopted is not None:
+                signal.pidfd_send_signal(adopted, signal.SIGKILL)
+            elif key in self._pids:
+                self._order({"kill": key})
 
     def _order(self, order: dict[str, object]) -> None:
         assert self._control is not None
@@ -105,16 +109,20 @@ class Nursery:
     def listen(self, timeout_s: float) -> None:
         """Take in what happened; waits up to the time given if nothing is known yet."""
         while ready := self._selector.select(0 if self._exits else timeout_s):
-            for key, _ in ready:
-                if key.fileobj is self._control:
-                    self._hear()
-                elif key.fd in self._watched:
-                    self._gone(self._forget(key.fd), LOST)
+            with self._lock:
+                for key, _ in ready:
+                    if key.fileobj is self._control:
+                        self._hear()
+                    elif key.fd in self._watched:
+                        self._gone(self._forget(key.fd), LOST)
             timeout_s = 0
 
     def _hear(self) -> None:
         assert self._control is not None
-        data = received(self._control)
+        try:
+            data = received(self._control, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return  # another thread has heard it
         if not data:
             self._lost()
             return
@@ -178,10 +186,10 @@ class Nursery:
         self.close()
 
 
-def received(control: socket.socket) -> bytes:
+def received(control: socket.socket, flags: int = 0) -> bytes:
     """What the other end said; nothing if it is gone, also when it left something unread."""
     try:
-        return control.recv(65536)
+        return control.recv(65536, flags)
     except ConnectionResetError:
         return b""
 

@@ -30,6 +30,36 @@ class Extent(Protocol):
     def size_bytes(self) -> int: ...
 
 
+class Partials(Protocol):
+    """What a worker pushes: several stretches."""
+
+    def parts(self, index: int, piece: Piece) -> list[memoryview]:
+        """What is sent of one of them for a piece."""
+
+    def share(self, index: int, piece: Piece) -> None:
+        """Let that lie where servers on this host read it."""
+
+
+@dataclass
+class Laid:
+    """They lie there already, one after the other; encoded ones in slots."""
+
+    memory: Memory
+    layout: Extent
+    form: Form | None = None
+
+    def parts(self, index: int, piece: Piece) -> list[memoryview]:
+        if self.form is None:
+            start = index * self.layout.size_bytes
+            return [self.memory.raw[start + piece.start : start + piece.stop]]
+        at, size = self.form.part(piece.first)
+        start = index * self.form.slot_bytes + at
+        return [self.memory.raw[start : start + size]]
+
+    def share(self, index: int, piece: Piece) -> None:
+        pass
+
+
 @dataclass
 class Values:
     """Puts the servers' values into a stretch of ours."""
@@ -68,19 +98,18 @@ class Pull(Values):
 
 @dataclass
 class Push(Values):
-    """A worker's partials of a step lie in `partials`, those with a bit in `filled`; the servers' new values come back.
+    """A worker's partials of a step, those with a bit in `filled`; the servers' new values come back.
 
     Servers must know the norm of everything, or the divisor of the loss, before they can apply anything: then sums
     come first, and when all are there everybody is told. A piece that has the step already tells what it was told.
     """
 
-    partials: Memory
+    partials: Partials
     step: int
     filled: int
     flags_sent: int
     hyper: bytes
     clip_norm: float | None = None
-    form: Form | None = None
     rows: Callable[[Piece], list[memoryview | bytes]] = lambda piece: []
     _norms: dict[int, float] = field(default_factory=dict, init=False)
     _tail: bytearray = field(default_factory=bytearray, init=False)
@@ -90,15 +119,16 @@ class Push(Values):
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         server.tell_hyper(frame, self.hyper)
         flags = self.flags_sent | (frames.NORMS if self.clip_norm is not None else 0)
-        shared = server.line.same_host
-        parts = [] if shared else self._parts(piece)
-        flags |= frames.SHARED if shared else 0
+        pushed = [i for i in range(self.filled.bit_length()) if self.filled >> i & 1]
+        if server.line.same_host:
+            flags |= frames.SHARED
+            parts = []
+            for i in pushed:
+                self.partials.share(i, piece)
+        else:
+            parts = [part for i in pushed for part in self.partials.parts(i, piece)]
         frame = frame._replace(kind=frames.PUSH, step=self.step, flags=flags, number=self.filled)
         server.line.send(frame, *parts, *self.rows(piece))
-
-    def _parts(self, piece: Piece) -> list[memoryview]:
-        indices = [i for i in range(self.filled.bit_length()) if self.filled >> i & 1]
-        return [part_of(self.partials, i, piece, self.layout, self.form) for i in indices]
 
     def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
         if frame.kind != frames.SUMMED:
@@ -161,21 +191,21 @@ class Push(Values):
 class LanePush(Values):
     """The gradient of one lane, which is applied as it comes."""
 
-    partials: Memory
+    partials: Partials
     step: int
     index: int
     lane: int
     share: float
     hyper: bytes
     empty: bool = False
-    form: Form | None = None
     rows: Callable[[Piece], list[memoryview | bytes]] = lambda piece: []
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         server.tell_hyper(frame, self.hyper)
         shared = server.line.same_host
-        nothing = shared or self.empty
-        parts = [] if nothing else [part_of(self.partials, self.index, piece, self.layout, self.form)]
+        if shared and not self.empty:
+            self.partials.share(self.index, piece)
+        parts = [] if shared or self.empty else self.partials.parts(self.index, piece)
         frame = frame._replace(
             kind=frames.PUSH,
             seat=self.lane,
@@ -239,13 +269,3 @@ class SetAll:
 
     def answer_all(self) -> Callable[[Server, Frame], None] | None:
         return None
-
-
-def part_of(partials: Memory, index: int, piece: Piece, layout: Extent, form: Form | None) -> memoryview:
-    """What is sent of a partial for one piece; encoded ones lie in slots."""
-    if form is None:
-        start = index * layout.size_bytes
-        return partials.raw[start + piece.start : start + piece.stop]
-    at, size = form.part(piece.first)
-    start = index * form.slot_bytes + at
-    return partials.raw[start : start + size]

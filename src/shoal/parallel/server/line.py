@@ -21,6 +21,8 @@ MOST_UNSENT_PARTS = 1 << 16
 MOST_UNREAD_BYTES = 32 << 20
 _PARTS_AT_ONCE = 64
 _SINK_BYTES = 1 << 16
+LOW_WATER_BYTES = 1 << 17
+"""Of a payload, less is not worth waking up for, until all of it is there."""
 _FD = array.array("i", [0]).itemsize
 
 
@@ -57,6 +59,7 @@ class Line:
         self._placed = False
         self._sink = memoryview(bytearray(_SINK_BYTES))
         self._fds: list[int] = []
+        self._low_water = 1
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -123,6 +126,10 @@ class Line:
 
     def receive(self, handler: Handler, *, most: int = 64) -> None:
         """Take what has arrived, at most so many frames."""
+        self._receive(handler, most)
+        self._wake_me_at(sum(map(len, self._in)) if self._frame and self._placed else 1)
+
+    def _receive(self, handler: Handler, most: int) -> None:
         for _ in range(most):
             if self._frame is None:
                 if self._crowded or not self._filled():
@@ -165,6 +172,14 @@ class Line:
                 place = place[got:]
             self._in.pop(0)
         return True
+
+    def _wake_me_at(self, size_bytes: int) -> None:
+        """Poll tells of it when so much has come, or when the other end is gone."""
+        size_bytes = min(size_bytes, LOW_WATER_BYTES)
+        if size_bytes != self._low_water and not self.same_host:
+            self._low_water = size_bytes
+            with contextlib.suppress(OSError):  # closed meanwhile
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def _take(self, place: memoryview) -> int:
         try:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shoal.checkpoint import live
 from shoal.errors import error
-from shoal.parallel.flat import write
 from shoal.parallel.lane_sum import LaneSum, add
 from shoal.parallel.links.endpoint import Endpoint
 from shoal.parallel.links.memory import Arena, Memory
@@ -29,7 +28,8 @@ from shoal.parallel.server.chunks import collect, groups_of, hyper_of, scatter
 from shoal.parallel.server.client import Client, Entry, Errand, RefusedError
 from shoal.parallel.server.coding import Coding
 from shoal.parallel.server.elementwise import why_not_in_parts
-from shoal.parallel.server.errands import LanePush, Pull, PullAll, Push, SetAll
+from shoal.parallel.server.errands import Laid, LanePush, Pull, PullAll, Push, SetAll
+from shoal.parallel.server.lying import Lying
 from shoal.parallel.sparse.saved import Saved
 from shoal.parallel.sync.base import Committed, Discarded, Together
 from shoal.parallel.sync.meeting import Meeting
@@ -72,8 +72,10 @@ class ServerSync(Together):
         self._coding = coding
         self._arena: Arena | None = None
         self._values: Memory | None = None
+        self._others: Memory | None = None
+        """Two stretches for values: new ones come into one while the replica's parameters lie in the other."""
         self._nodes: list[Node] = []
-        self._rooms: list[LaneSum] = []
+        self._partials: Laid | Lying | None = None
         self._slots: list[Tensor] = []
         self._plain = 0
         self._clocks: list[int] = []
@@ -132,17 +134,21 @@ class ServerSync(Together):
                 self._arena.close()
             self._arena = Arena(partials * size)
         if self._values is None or len(self._values.raw) != layout.size_bytes:
-            self._values = Memory.private(layout.size_bytes)
-        rooms = torch.split(self._arena.memory.tensor[: partials * size], size)
-        self._slots = list(rooms)
-        self._rooms = [] if self._coding else [layout.views(room) for room in rooms]
+            self._values, self._others = Memory.private(layout.size_bytes), None
+        memory = self._arena.memory
+        if self._coding:
+            self._slots = list(torch.split(memory.tensor[: partials * size], size))
+            self._partials = Laid(memory, layout, self._coding.form)
+        else:
+            self._partials = Lying(layout, memory, partials)
 
     def _lay_down(self, index: int, value: LaneSum) -> None:
         """Ready to be sent."""
         if self._coding:
             self._coding.encode(self._nodes[index][1], value, self._slots[index])
         else:
-            write(self._rooms[index], value)
+            assert isinstance(self._partials, Lying)
+            self._partials.lay(index, value)
 
     def _description(self) -> dict[str, Any]:
         replica, kind = self._replica, type(self._replica.optimizer)
@@ -226,7 +232,7 @@ class ServerSync(Together):
         return Committed(loss, self._sent - sent, halting, waited_s, exchange_s, plain)
 
     def _together(self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool) -> tuple[Tensor, bool]:
-        assert self._arena is not None
+        assert self._partials is not None
         assert self._values is not None
         filled, flags = 0, frames.HALT if halt else 0
         partials = sums.partials
@@ -242,13 +248,12 @@ class ServerSync(Together):
         push = Push(
             replica.layout,
             self._values,
-            partials=self._arena.memory,
+            partials=self._partials,
             step=step,
             filled=filled,
             flags_sent=flags,
             hyper=self._hyper(replica),
             clip_norm=clip.norm,
-            form=self._coding.form if self._coding else None,
             rows=self._rows.parts([partials[node] for node in self._nodes]),
         )
         self._client.run(push)
@@ -257,10 +262,10 @@ class ServerSync(Together):
         total = replica.layout.views(self._values.tensor)
         if not push.flags & frames.COUNTED:
             total.count = None
-        return replica.adopt(step, total), bool(push.flags & frames.HALT)
+        return self._adopt(replica, step, total), bool(push.flags & frames.HALT)
 
     def _apart(self, replica: Replica, step: int, sums: TreeSum[LaneSum]) -> Tensor:
-        assert self._arena is not None
+        assert self._partials is not None
         assert self._values is not None
         losses, weights = [], []
         for i, (_, lane) in enumerate(self._nodes):
@@ -277,14 +282,13 @@ class ServerSync(Together):
                 LanePush(
                     replica.layout,
                     self._values,
-                    partials=self._arena.memory,
+                    partials=self._partials,
                     step=step,
                     index=i,
                     lane=lane,
                     share=self._shares[lane] if value is not None else 0.0,
                     hyper=self._hyper(replica),
                     empty=value is None,
-                    form=self._coding.form if self._coding else None,
                     rows=self._rows.parts([value]),
                 )
             )
@@ -294,7 +298,16 @@ class ServerSync(Together):
         total = replica.layout.views(self._values.tensor)
         weight = torch.tensor(weights, dtype=torch.float64)
         mean = (torch.stack(losses).cpu().double() * weight).sum() / weight.sum() if losses else total.loss.clone()
-        return replica.adopt(step, LaneSum(total.grads, total.averaged, total.first, mean))
+        return self._adopt(replica, step, LaneSum(total.grads, total.averaged, total.first, mean))
+
+    def _adopt(self, replica: Replica, step: int, total: LaneSum) -> Tensor:
+        """The values that came, as the replica's; where it can, it takes them where they lie."""
+        assert self._values is not None
+        if replica.move_to(total.grads):
+            self._values, self._others = self._others or Memory.private(len(self._values.raw)), self._values
+        else:
+            replica.take_values(total.grads)
+        return replica.conclude(step, total)
 
     def _hyper(self, replica: Replica) -> bytes:
         value = replica.clipping.value if self.exact else None  # a lane's own gradient is clipped before it goes

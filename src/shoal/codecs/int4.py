@@ -1,0 +1,74 @@
+"""Whole numbers of -7..7, two in a byte, with one scale per block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.codecs.int8 import ROUND, TINY
+from shoal.codecs.piecewise import Piecewise
+from shoal.codecs.scratch import Scratch
+from shoal.codecs.size import FLOAT, blocks
+
+MOST = 7
+
+
+class Int4(Piecewise):
+    """A block's largest value becomes ±7. What others are off by, up to 1/14 of it, must not be forgotten.
+
+    A block whose largest value is below 2**-120 becomes zeros. A block that holds a value that is not finite has a
+    scale that is not finite, and all of it decodes to values that are not.
+    """
+
+    remembers = True
+
+    def __init__(self, block: int, scratch: Scratch) -> None:
+        super().__init__(scratch)
+        self.width = block
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def size_bytes(self, count: int) -> int:
+        return FLOAT * blocks(count, self.width) + blocks(count, 2)
+
+    def _split(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
+        end = FLOAT * blocks(count, self.width)
+        return data[:end].view(torch.float32), data[end:]
+
+    def _write(self, values: Tensor, parts: tuple[Tensor, ...], start: int) -> None:
+        rows = self._rows(values)
+        scales, packed = self._of(parts, start, rows)
+        room = self._scratch.take("rounding", values.numel(), torch.float32, values.device)
+        largest = torch.amax(torch.abs(rows, out=room.view_as(rows)), 1, out=scales)
+        largest.mul_(largest >= TINY)
+        factors = self._scratch.take("factors", len(rows), torch.float32, values.device)
+        torch.reciprocal(largest, out=factors).mul_(MOST)
+        torch.mul(rows, factors[:, None], out=room.view_as(rows))
+        pairs = self._scratch.take("pairs", packed.numel(), torch.int16, values.device)
+        pairs[-1] = 0  # behind the last value
+        pairs.view(torch.int8)[: values.numel()].copy_(room.add_(ROUND).view(torch.int32))
+        upper = torch.bitwise_right_shift(
+            pairs, 4, out=self._scratch.take("upper", len(pairs), torch.int16, pairs.device)
+        )
+        packed.copy_(pairs.bitwise_and_(0x0F).bitwise_or_(upper.bitwise_and_(0xF0)))
+        scales.div_(MOST)
+
+    def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
+        rows = self._rows(out)
+        scales, packed = self._of(parts, start, rows)
+        which = self._scratch.take("which", packed.numel(), torch.int32, out.device).copy_(packed)
+        pairs = self._scratch.take("pairs", packed.numel(), torch.int16, out.device)
+        torch.index_select(self._table(out.device), 0, which, out=pairs)
+        out.copy_(pairs.view(torch.int8)[: out.numel()])
+        rows.mul_(scales[:, None])
+
+    def _of(self, parts: tuple[Tensor, ...], start: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        scales, packed = parts
+        first, byte = start // self.width, start // 2
+        return scales[first : first + len(rows)], packed[byte : byte + blocks(rows.numel(), 2)]
+
+    def _table(self, device: torch.device) -> Tensor:
+        """For each byte the two numbers that it stands for, as int8 side by side."""
+        if device not in self._tables:
+            bits = torch.arange(256).unsqueeze(1) >> torch.tensor([0, 4]) & 15
+            self._tables[device] = (bits - 16 * (bits > MOST)).to(torch.int8).view(torch.int16).view(-1).to(device)
+        return self._tables[device]
