@@ -67,6 +67,10 @@ class Piece:
     filling: tuple[int, ...]
 
     @property
+    def bytes(self) -> tuple[int, int]:
+        return self.start, self.stop
+
+    @property
     def primary(self) -> int:
         return self.chain[0]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import threading
 
 import pytest
@@ -194,3 +195,59 @@ def test_a_second_line_of_a_seat_takes_the_place_of_the_first():
         chains = [[100]]
         host.learn(Table(number=1, cuts=[0, 1], chains=chains, filling=[[]], addresses={100: host.endpoint.address}))
         assert unpack(receive(second, FRAME_BYTES)).kind == frames.STALE
+
+
+class Near(Pen):
+    """On the same host: `given` is the descriptor that comes with what is heard."""
+
+    same_host, given = True, -1
+
+    def send(self, frame, *payload, fd=-1):
+        super().send(frame, *payload)
+        self.given = fd if fd >= 0 else self.given
+
+    def take_fd(self):
+        return os.dup(self.given)
+
+
+@pytest.mark.parametrize("moment", ["never", "before", "meanwhile"])
+def test_sums_that_are_those_of_another_step_by_now(moment):
+    """A successor reads them from this server's memory, unless it was too slow and is not waited for any more."""
+    desk = Desk(staleness=0)
+    desk.successor = Near(101)
+    desk.enter(1, lead=True)
+    desk.connect()
+    for post in desk.keeper.posts.values():
+        state = scatter(desk.replica, desk.replica.layout, post.piece.first, post.piece.last, lanes=CARGO.lanes)
+        desk.hear(desk.worker, Frame(frames.SET, 1, post.piece.index, 1), live.pack(state))
+    desk.hear(desk.worker, Frame(frames.READY, 1, view=1))
+    desk.acknowledge()
+    desk.hear(desk.worker, Frame(frames.HYPER, 1), desk.hyper)
+    post = desk.keeper.posts[0]
+    content = torch.arange((post.piece.stop - post.piece.start) // 4, dtype=torch.float32).numpy().tobytes()
+    desk.hear(desk.worker, Frame(frames.PUSH, 1, 0, 1, 0, 0, number=1), content)
+
+    other = Desk(staleness=0)
+    other.keeper.seat = 101
+    other.keeper.table = None
+    other.keeper.learn(desk.keeper.table)
+    line = Near(100)
+    line.given = desk.successor.given
+    other.keeper.chain.admit(line)
+    *before, (record, nothing) = [it for it in desk.successor.sent if it[0].piece == 0 or it[0].kind == frames.JOIN]
+    assert (record.kind, nothing) == (frames.RECORD, b"")
+    for frame, words in before:
+        other.hear(line, frame, words)
+    chunk, mine, theirs = post.piece.first, other.keeper.shard, desk.keeper.shard
+    if moment == "never":
+        other.hear(line, record)
+        assert live.pack(mine.take(chunk, chunk + 1)) == live.pack(theirs.take(chunk, chunk + 1))
+        return
+    if moment == "before":
+        desk.keeper.sums.begin(post)
+    carry_out = other.keeper.orders.carry_out
+    other.keeper.orders.carry_out = lambda *it: (carry_out(*it), desk.keeper.sums.begin(post))
+    with pytest.raises(LinkError, match="gone on"):
+        other.hear(line, record)
+    assert int(mine.seq[chunk]) == (int(theirs.seq[chunk]) - 1 if moment == "before" else 0)
+    assert bool(mine.term[chunk]) == (moment == "before"), "what was made of the wrong sums is held"

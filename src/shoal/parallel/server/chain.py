@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from shoal.checkpoint import live
 from shoal.parallel.links.memory import Memory
@@ -16,6 +17,7 @@ from shoal.parallel.server import frames
 from shoal.parallel.server.frames import Frame, heard, said
 from shoal.parallel.server.line import Line, Place
 from shoal.parallel.server.post import Owed, Post
+from shoal.parallel.server.sums import SharedSums
 from shoal.parallel.sparse.rows import Bundle, packed
 from shoal.parallel.sparse.shelf import Changes
 from shoal.spec.table import Table
@@ -34,9 +36,17 @@ class Next:
 
     line: Line
     unset: deque[Post] = field(default_factory=deque)
-    theirs: torch.Tensor | None = None
+    theirs: npt.NDArray[np.int64] | None = None
     hyper: bytes = b""
     told: bool = False
+
+
+@dataclass
+class Before:
+    """The way from a predecessor, and its sums where they can be read."""
+
+    hyper: dict[str, Any] = field(default_factory=dict)
+    shared: SharedSums | None = None
 
 
 class Chain:
@@ -49,7 +59,7 @@ class Chain:
         self._call = call
         self._filled = filled
         self._next: dict[int, Next] = {}
-        self._before: dict[Line, dict[str, Any]] = {}
+        self._before: dict[Line, Before] = {}
 
     # ---- lines ----
 
@@ -66,13 +76,14 @@ class Chain:
         if keeper.number != table or seat in self._next or not keeper.described:
             return False
         self._next[seat] = Next(line)
-        line.send(Frame(frames.JOIN, table, seat=keeper.seat), said({"model": keeper.model}))
+        fd = keeper.sums.fd if line.same_host else -1
+        line.send(Frame(frames.JOIN, table, seat=keeper.seat, number=fd >= 0), said({"model": keeper.model}), fd=fd)
         return True
 
     def admit(self, line: Line) -> list[Line]:
         """Somebody who comes before this server. Returns the lines that this one takes the place of."""
         old = [one for one in self._before if one.peer == line.peer]
-        self._before[line] = {}
+        self._before[line] = Before()
         return old
 
     def lost(self, line: Line) -> None:
@@ -120,15 +131,25 @@ class Chain:
                 return keeper.room_for_state(line, frame) if frame.size else []
             if frame.kind == frames.ROWS:
                 return keeper.desk.room(line, frame, [])
-            there = self._room(frame).raw[post.piece.start : post.piece.stop]
-            return [] if frame.flags & frames.EMPTY else keeper.desk.room(line, frame, [there])
+            if frame.flags & frames.EMPTY:
+                return []
+            there = [] if frame.flags & frames.SHARED else [self._room(line, frame).part(*post.piece.bytes).raw]
+            return keeper.desk.room(line, frame, there)
         if frame.kind not in (frames.JOIN, frames.HYPER) or frame.size > frames.MOST_SAID_BYTES:
             raise LinkError(f"sends {frame.size} bytes of kind {frame.kind}")
         return line.room(frame.size)
 
-    def _room(self, frame: Frame) -> Memory:
+    def _room(self, line: Line, frame: Frame) -> Memory:
+        """Where a record's content lies."""
         keeper = self._keeper
-        return keeper.shard.sums if keeper.terms.synchronous else keeper.orders.lane_memory(frame.seat)
+        if not keeper.terms.synchronous:
+            return keeper.orders.lane_memory(frame.seat)
+        if not frame.flags & frames.SHARED:
+            return keeper.shard.sums
+        shared = self._before[line].shared
+        if shared is None:
+            raise LinkError("shares no memory")
+        return shared.memory
 
     def got(self, line: Line, frame: Frame) -> None:
         if line in self._before:
@@ -143,7 +164,7 @@ class Chain:
         if frame.kind == frames.JOIN:
             self._joined(line, frame)
         elif frame.kind == frames.HYPER:
-            self._before[line] = heard(line.said)
+            self._before[line].hyper = heard(line.said)
         elif frame.kind == frames.ROWS:
             keeper.desk.stage(keeper.post(frame), line)
         else:
@@ -151,20 +172,34 @@ class Chain:
             if frame.kind == frames.SET:
                 keeper.orders.put(post, line.said if frame.size else bytearray())
             else:
-                changes = keeper.desk.recorded(post, line)
-                keeper.orders.carry_out(post, frame, self._before[line], self._room(frame), changes)
+                self._recorded(line, frame, post)
             post.owed.append(Owed(line, frame.number, post.version))
             keeper.orders.settle(post)
+
+    def _recorded(self, line: Line, frame: Frame, post: Post) -> None:
+        """Where the content lies in the predecessor's memory, it may be that of a later step: one that waits for this
+        server no longer goes on. What was made of it is worth nothing then."""
+        changes, before = self._keeper.desk.recorded(post, line), self._before[line]
+        record, source = frame._replace(flags=frame.flags & ~frames.SHARED), self._room(line, frame)
+        shared = before.shared if frame.flags & frames.SHARED else None
+        if shared and shared.count(post) != frame.view:
+            raise LinkError("has gone on")
+        self._keeper.orders.carry_out(post, record, before.hyper, source, changes)
+        if shared and shared.count(post) != frame.view:
+            self._keeper.shard.drop(post.piece.first, post.piece.last)
+            raise LinkError("has gone on")
 
     def _joined(self, line: Line, frame: Frame) -> None:
         """Whoever comes before this server wants to know what it has."""
         keeper = self._keeper
         keeper.check(heard(line.said).get("model"))
+        if frame.number:
+            self._before[line].shared = SharedSums.of_another(line.take_fd(), keeper.shard.layout)
         for post in keeper.posts.values():
             if post.before == line.peer:
                 post.staged = []  # it begins again
-        stamps = torch.stack([keeper.shard.term, keeper.shard.seq])
-        line.send(Frame(frames.STAMPS, frame.table, seat=keeper.seat), stamps.numpy().data.cast("B"))
+        stamps = np.stack([keeper.shard.term, keeper.shard.seq])
+        line.send(Frame(frames.STAMPS, frame.table, seat=keeper.seat), stamps.data.cast("B"))
 
     # ---- to the successor ----
 
@@ -174,7 +209,7 @@ class Chain:
         way = self._way(line)
         if frame.size != 16 * len(keeper.shard.term):
             raise LinkError("has another number of chunks")
-        way.theirs = torch.frombuffer(line.said, dtype=torch.int64).view(2, -1).clone()
+        way.theirs = np.frombuffer(line.said, dtype=np.int64).reshape(2, -1).copy()
         way.unset.extend(post for post in self._after(line.peer) if post.valid)
         self.pump()
 
@@ -206,8 +241,8 @@ class Chain:
         keeper, piece = self._keeper, post.piece
         assert way.theirs is not None
         chunks = slice(piece.first, piece.last)
-        mine = torch.stack([keeper.shard.term[chunks], keeper.shard.seq[chunks]])
-        same = torch.equal(mine, way.theirs[:, chunks])
+        mine = np.stack([keeper.shard.term[chunks], keeper.shard.seq[chunks]])
+        same = np.array_equal(mine, way.theirs[:, chunks])
         empty = not bool(mine[0].all())  # as nobody holds all of it, somebody will set it
         content = b"" if same or empty else live.pack(keeper.shard.take(piece.first, piece.last))
         if content:
@@ -227,7 +262,11 @@ class Chain:
             way.line.send(Frame(frames.HYPER, table), words)
             way.hyper = words
         frame = record._replace(kind=frames.RECORD, table=table, piece=post.piece.index, number=post.version)
-        content = b"" if record.flags & frames.EMPTY else source.raw[post.piece.start : post.piece.stop]
+        content: memoryview | bytes = b""
+        if way.line.same_host and source is self._keeper.sums.memory:
+            frame = frame._replace(flags=frame.flags | frames.SHARED, view=self._keeper.sums.count(post))
+        elif not record.flags & frames.EMPTY:
+            content = source.part(*post.piece.bytes).raw
         way.line.send(frame, content, *packed([Bundle(0, i, rows) for i, rows in changes.items()]))
 
     def _acked(self, line: Line, frame: Frame) -> None:

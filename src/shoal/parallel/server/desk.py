@@ -101,7 +101,7 @@ class Desk:
             raise LinkError(f"asks for rows of table {table} in piece {frame.piece}")
         keys = np.frombuffer(guest.line.said, dtype=np.int64)
         check_keys(keys, (post.piece.first, post.piece.last))
-        step, applied = None, keeper.shard.applied.numpy()
+        step, applied = None, keeper.shard.applied
         if keeper.terms.synchronous:
             step, past = frame.step, applied[post.piece.first : post.piece.last]
             if past.min() < step or past.max() > step + 1:

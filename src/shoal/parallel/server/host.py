@@ -119,12 +119,12 @@ class Host:
         """Until it is stopped."""
         self._poll.register(self._bell, select.POLLIN)
         while not self._stopped.is_set():
-            happened = self._poll.poll()
-            self._bell.clear()
-            while self._news:
-                self._news.popleft()()
-            for fd, events in happened:
-                if (line := self._lines.get(fd)) is not None:
+            for fd, events in self._poll.poll():
+                if fd == self._bell.fileno():
+                    self._bell.clear()
+                    while self._news:
+                        self._news.popleft()()
+                elif (line := self._lines.get(fd)) is not None:
                     self._look_at(line, events)
             self.keeper.chain.pump()
             self._write()

@@ -28,6 +28,7 @@ from shoal.parallel.server.line import Line, Place
 from shoal.parallel.server.orders import Orders, number_of, options_of
 from shoal.parallel.server.post import Guest, Post
 from shoal.parallel.server.shard import Shard, optimizer_of
+from shoal.parallel.server.sums import SharedSums
 from shoal.parallel.sparse.spec import MOST_TABLES, TableSpec
 from shoal.parallel.tree import Node, nodes_of
 from shoal.spec.table import Table, pieces
@@ -89,6 +90,7 @@ class Keeper:
         self.orders = Orders(self)
         self._shard: Shard | None = None
         self._arena: Arena | None = None
+        self._sums: SharedSums | None = None
         self._ready = False
         self._guests: dict[Line, Guest] = {}
 
@@ -127,6 +129,12 @@ class Keeper:
             self._let_go(self._shard)
             self._shard.arrange([(p.piece.first, p.piece.last) for p in self.posts.values()])
             self.chain.open()
+
+    @property
+    def sums(self) -> SharedSums:
+        if self._sums is None:
+            raise LinkError("nobody has told what the model is like")
+        return self._sums
 
     def _let_go(self, shard: Shard) -> None:
         """Rows of chunks that others hold now would only take memory."""
@@ -254,7 +262,7 @@ class Keeper:
             layout.cuts = self.form.chunks
         if self.table is None or self.table.cuts != layout.cuts:
             raise ValueError("the table is for another one")
-        self._arena = Arena(layout.size_bytes)
+        self._arena, self._sums = Arena(layout.size_bytes), SharedSums.own(layout)
         self._shard = Shard(
             layout,
             optimizer=self.terms.optimizer or optimizer_of(model["optimizer"]),
@@ -262,6 +270,7 @@ class Keeper:
             hyper=[options_of(group) for group in model["hyper"]],
             lanes=self.terms.lanes,
             parameters=self._arena.memory,
+            sums=self._sums.memory,
             tables=tables_of(model.get("tables", [])),
         )
         self.model = model
@@ -311,7 +320,7 @@ class Keeper:
         if frame is not None and frame.view == self.view:
             chunks, shard = self._chunks(), self.shard
             past = shard.applied[:, None] if self.terms.synchronous else shard.clocks
-            clocks = past[chunks].amin(0).tolist() if chunks else []
+            clocks = past[chunks].min(0).tolist() if chunks else []
             fd = self._arena.fd if self._arena and guest.line.same_host else -1
             answer = Frame(frames.ENTERED, frame.table, view=frame.view, number=self.shard.layout.size_bytes)
             guest.line.send(answer, said({"clocks": clocks}), fd=fd)

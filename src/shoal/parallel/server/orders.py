@@ -166,6 +166,7 @@ class Orders:
         if not told and (alone := post.alone(keeper.nodes, shard.layout.size_bytes)):
             self._update(post, complete, alone)
             return
+        keeper.sums.begin(post)
         if not post.add_up(shard.layout, keeper.nodes, keeper.terms.lanes, shard.sums.tensor):
             for guest, _ in complete.came.values():
                 guest.line.send(Frame(frames.REFUSED, keeper.number), b"no lane had samples")
@@ -252,8 +253,7 @@ class Orders:
             shard.seq[first:last] += 1
             if self._keeper.terms.synchronous:
                 shard.applied[first:last] = record.step + 1
-                manner = [record.flags & _MANNER, record.divisor, record.coefficient]
-                shard.manner[first:last] = torch.tensor(manner, dtype=torch.float64)
+                shard.manner[first:last] = record.flags & _MANNER, record.divisor, record.coefficient
         if not self._keeper.terms.synchronous:
             shard.clocks[piece.first : piece.last, record.seat] = record.step + 1
         post.version += 1
@@ -269,7 +269,7 @@ class Orders:
         if bool(lacking.all()):
             yield first, last
             return
-        for i in lacking.nonzero().flatten().tolist():
+        for i in lacking.nonzero()[0].tolist():
             yield first + i, first + i + 1
 
     def _change(self, first: int, last: int, record: Frame, hyper: dict[str, Any], source: Memory) -> None:

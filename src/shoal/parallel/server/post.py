@@ -34,12 +34,19 @@ class Guest:
     entering: Frame | None = None
     bases: dict[int, int] = field(default_factory=dict)
     """How many updates the values had that it was last given, by the first chunk of their piece."""
+    _parts: tuple[Memory | None, dict[int, Memory]] = field(default=(None, {}), init=False)
 
     def partial(self, index: int, size_bytes: int) -> Memory:
         """One of its partials, a stretch of so many bytes."""
         memory = self.memory if self.shared is None or self.encoded else self.shared
         assert memory is not None
-        return memory.part(index * size_bytes, (index + 1) * size_bytes)
+        whole, parts = self._parts
+        if whole is not memory:
+            parts = {}
+            self._parts = memory, parts
+        if index not in parts:
+            parts[index] = memory.part(index * size_bytes, (index + 1) * size_bytes)
+        return parts[index]
 
 
 class Asked(NamedTuple):

@@ -9,10 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from shoal.parallel.sparse.spec import TableSpec
 from shoal.spec.job import ELEMENTWISE
 
 MOST_STAMP = 1 << 62
+_MOST_SOURCES = 8
 Hyper = Sequence[dict[str, Any]]
 """The options of each parameter group, without the parameters."""
 
@@ -39,6 +41,17 @@ class Stint:
     runs: list[Run]
     groups: dict[int, list[nn.Parameter]]
     state: defaultdict[Tensor, OptimizerState]
+    _grads: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+
+    def grads(self, source: Tensor) -> list[Tensor]:
+        """What lies in a stretch of the runs. Nearly always one of a few stretches."""
+        known, found = self._grads.get(id(source), (None, []))
+        if known is not source:
+            if len(self._grads) >= _MOST_SOURCES:
+                self._grads.clear()
+            found = [run.of(source) for run in self.runs]
+            self._grads[id(source)] = source, found
+        return found
 
 
 class Shard:
@@ -59,17 +72,19 @@ class Shard:
         hyper: Hyper,
         lanes: int,
         parameters: Memory | None = None,
+        sums: Memory | None = None,
         tables: Sequence[TableSpec] = (),
     ) -> None:
         if len(groups) != len(layout.grads) or not all(-1 <= group < len(hyper) for group in groups):
             raise ValueError("each gradient needs a group that there is")
         self.layout = layout
         self.parameters = parameters or Memory.private(layout.size_bytes)
-        self.sums = Memory.private(layout.size_bytes)
+        self.sums = sums or Memory.private(layout.size_bytes)
         self.chunks = len(layout.cuts) - 1
-        self.applied, self.term, self.seq = torch.zeros(3, self.chunks, dtype=torch.int64)
-        self.clocks = torch.zeros(self.chunks, lanes, dtype=torch.int64)
-        self.manner = torch.zeros(self.chunks, 3, dtype=torch.float64)
+        # in numpy, for which few numbers are less work than for torch
+        self.applied, self.term, self.seq = np.zeros((3, self.chunks), dtype=np.int64)
+        self.clocks = np.zeros((self.chunks, lanes), dtype=np.int64)
+        self.manner = np.zeros((self.chunks, 3), dtype=np.float64)
         self.shelf = Shelf(tables) if tables else None
         self._groups = list(groups)
         self._hyper = [dict(options) for options in hyper]
@@ -119,7 +134,7 @@ class Shard:
         """
         source = self.sums.tensor if source is None else source
         for stint in self._stints_of(first, last):
-            grads = [run.of(source) for run in stint.runs]
+            grads = stint.grads(source)
             scaling = not (count is coefficient is clip_value is None)
             if scaling or self._spoils_gradients(hyper):
                 grads = [grad.clone() for grad in grads]
@@ -218,7 +233,7 @@ class Shard:
 
     def _stamps(self) -> dict[str, Tensor]:
         stamps = {"applied": self.applied, "clocks": self.clocks, "term": self.term, "seq": self.seq}
-        return {**stamps, "manner": self.manner}
+        return {name: torch.from_numpy(stamp) for name, stamp in (stamps | {"manner": self.manner}).items()}
 
     def _heard(self, row: Any) -> Run:
         part = Part(*(row[name] for name in Part._fields))
