@@ -15,7 +15,7 @@ from benchmarks.report import keep, table, take_names
 from benchmarks.server.setting import Setting
 from benchmarks.server.sides import Side, standing
 
-LIMIT = "bare sockets"
+LIMIT, BOTH = "bare sockets", "bare sockets, both ways at once"
 CROWDS = (1, 2, 4)
 LINKS = (1000.0,)
 ROUNDS = 20
@@ -31,7 +31,7 @@ def shoal(way: str, optimizer: str, *, workers: int = 1, servers: int = 1, backu
 def pair(rivals_python: str | None) -> dict[str, Sides]:
     """One worker and one server: everybody."""
     wanted = dict(shoal(way, optimizer) for way in ("tcp", "shm") for optimizer in ("SGD", "AdamW"))
-    sides = {LIMIT: _side("bare", Setting())}
+    sides = {LIMIT: _side("bare", Setting()), BOTH: _side("bare", Setting(way="both"))}
     sides |= {name: _side("servers", setting) for name, setting in wanted.items()}
     sides |= {f"{kind} alone": _side("update", Setting(optimizer=kind)) for kind in ("SGD", "AdamW")}
     return {"1 worker, 1 server": sides | _rivals(1, 1, rivals_python)}
@@ -49,7 +49,7 @@ def apart(rivals_python: str | None) -> dict[str, Sides]:
     """The same where every process has a host of its own: what a chain costs when wires are the limit. Needs root."""
     found: dict[str, Sides] = {}
     for mbit in LINKS:
-        limit = {LIMIT: _side("bare", Setting(mbit=mbit))}
+        limit = {LIMIT: _side("bare", Setting(mbit=mbit)), BOTH: _side("bare", Setting(way="both", mbit=mbit))}
         settings = [Setting(1, 2, backups, "tcp", "SGD", mbit=mbit) for backups in (0, 1)]
         sides = {f"shoal, {it.backups} backups": _side("servers", it) for it in settings}
         found[f"1 worker, 2 servers, {mbit:g} Mbit/s"] = limit | sides

@@ -1,13 +1,16 @@
 """The limit: the same bytes over blocking sockets between pairs of processes, and nothing else.
 
-Preallocated buffers, `sendall` there and then back, `recv_into`, no update, no copy but the kernel's two.
+Preallocated buffers, `sendall` there and then back, `recv_into`, no update, no copy but the kernel's two. The way
+`both` has bytes go back as soon as they come: what wires allow that carry both directions at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import sys
+import threading
 from multiprocessing.connection import Connection
 
 from benchmarks.server import crew
@@ -24,31 +27,61 @@ def main() -> None:
 
 def _pair(setting: Setting, here: crew.Place, there: crew.Place) -> Connection:
     """A process that sends first and one that answers."""
-    answering = crew.start(_answer, there, setting.size_bytes)
-    return crew.start(_ask, here, answering.recv(), setting.size_bytes)
+    both = setting.way == "both"
+    answering = crew.start(_echo if both else _answer, there, setting.size_bytes)
+    return crew.start(_ask, here, answering.recv(), setting.size_bytes, both)
 
 
-def _answer(pipe: Connection, place: crew.Place, size_bytes: int) -> None:
+def _accepted(pipe: Connection, place: crew.Place) -> socket.socket:
     listener = socket.create_server((place(), 0))
     _choose_cubic(listener)
     pipe.send(listener.getsockname())
     sock, _ = listener.accept()
     _choose_cubic(sock)
+    return sock
+
+
+def _echo(pipe: Connection, place: crew.Place, size_bytes: int) -> None:
+    """One thread receives, another sends what has come."""
+    sock = _accepted(pipe, place)
+    buffer = memoryview(bytearray(size_bytes))
+    came: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def send_back() -> None:
+        while True:
+            start, stop = came.get()
+            sock.sendall(buffer[start:stop])
+
+    threading.Thread(target=send_back, daemon=True).start()
+    at = 0
+    while got := sock.recv_into(buffer[at:]):
+        came.put((at, at + got))
+        at = (at + got) % size_bytes
+
+
+def _answer(pipe: Connection, place: crew.Place, size_bytes: int) -> None:
+    sock = _accepted(pipe, place)
     buffer = memoryview(bytearray(size_bytes))
     while True:
         _receive(sock, buffer)
         sock.sendall(buffer)
 
 
-def _ask(pipe: Connection, place: crew.Place, address: tuple[str, int], size_bytes: int) -> None:
+def _ask(pipe: Connection, place: crew.Place, address: tuple[str, int], size_bytes: int, both: bool) -> None:
     place()
     sock = socket.create_connection(address)
     _choose_cubic(sock)
     there, back = memoryview(bytearray(size_bytes)), memoryview(bytearray(size_bytes))
 
     def once() -> None:
-        sock.sendall(there)
-        _receive(sock, back)
+        if both:
+            sending = threading.Thread(target=sock.sendall, args=[there])
+            sending.start()
+            _receive(sock, back)
+            sending.join()
+        else:
+            sock.sendall(there)
+            _receive(sock, back)
 
     while True:
         pipe.send(timed(pipe.recv(), once))

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """`floats` are pushed by each worker, and come back to it. `way`: tcp, as between hosts, or shm. A transport that
-    knows neither takes what it finds. With `mbit`, every process is on a host of its own, with a wire of that speed."""
+    """`floats` are pushed by each worker, and come back to it. `way`: tcp, as between hosts, or shm; for bare sockets
+    also `both`. A transport that knows none takes what it finds. With `mbit`, every process is on a host of its own,
+    with a wire of that speed."""
 
     workers: int = 1
     servers: int = 1
