@@ -22,6 +22,7 @@ import torch
 from shoal.checkpoint import live
 from shoal.checkpoint.digest import state_sha256
 from shoal.parallel.links.endpoint import Endpoint
+from shoal.parallel.server import lying
 from shoal.parallel.server.errands import Push
 from shoal.parallel.server.host import Host
 from shoal.parallel.server.keeper import Terms
@@ -102,6 +103,7 @@ class Harbour:
     def __enter__(self):
         self._patches.enter_context(patch.object(tables, "LEAST_CHUNK_BYTES", 512))
         self._patches.enter_context(patch.object(tables, "MOST_PIECE_BYTES", 2048))
+        self._patches.enter_context(patch.object(lying, "LEAST_BYTES", 4096))
         for seat in self.workers:
             self._fork(seat, lambda up, down, seat=seat: _work(self, seat, up, down))
         self._start_servers()
