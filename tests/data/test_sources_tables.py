@@ -338,6 +338,7 @@ def test_parquet_is_read_in_flat_memory(tmp_path):
     assert later < 10
 
 
+@pytest.mark.long
 def test_csv_is_read_in_flat_memory(tmp_path):
     """140 MB of text, 200 MB as arrays; the peak is that of converting, about 90 MB at any length."""
     lines = "".join(",".join(str((i * 7 + c) % 100) for c in range(40)) + f",{i % 10}\n" for i in range(4000))

@@ -77,6 +77,7 @@ def test_from_a_job_file_to_a_model_and_all_the_questions(place):
     assert (ended.returncode, "SH604" in ended.stderr) == (6, True)
 
 
+@pytest.mark.long
 def test_the_resolved_job_can_be_run_again(place):
     write(place, steps=5)
     first = shoal("run", "job.yaml", "-q", "--set", "seed=4", cwd=place)

@@ -34,7 +34,7 @@ def soon():
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(("job", "numbers"), [(SMALL, (2, 3, 4)), (PICTURES, (3,))], ids=["mlp", "cnn"])
+@pytest.mark.parametrize(("job", "numbers"), [(SMALL, (2, 3, 4)), *long((PICTURES, (3,)))], ids=["mlp", "cnn"])
 def test_any_number_of_workers_gives_the_same_bits(job, numbers, name, run):
     job = job | {"codec": CODECS[name]}
     for workers in numbers:

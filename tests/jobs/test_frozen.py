@@ -24,6 +24,7 @@ def test_a_worker_that_is_frozen_before_it_trains_is_put_out(run, place):
     assert [row["worker"] for row in rows(outcome, "put_out")] == ["worker-1"]
 
 
+@pytest.mark.long
 def test_a_newcomer_that_is_frozen_is_put_out(run, place):
     """While the others train."""
     job = JOBS["mlp"] | {"lanes": 6, "steps": 60}

@@ -51,6 +51,7 @@ def test_a_process_joins_and_leaves_and_nothing_changes(run, place, elsewhere):
     assert token not in it.paths.events.read_text()
 
 
+@pytest.mark.long
 def test_two_workers_stay_until_the_run_is_finished(run, place, elsewhere, their_nursery):
     ready = place / "ready"
     watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.2, "until": str(ready)}}]

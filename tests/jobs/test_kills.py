@@ -5,6 +5,7 @@ import random
 import pytest
 
 from shoal.checkpoint.export import load_weights
+from tests.conftest import long
 from tests.jobs.disturbed import JOBS, assert_nothing_left, assert_same, calm, fired, holdings, rows, script
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -41,9 +42,10 @@ SCRIPTS = {
     "in a save": ["kill worker 0 in save"],
     "in the middle of a save": ["kill worker 0 in save after 2 ms", "kill worker 1 in save after 2 ms"],
 }  # fmt: skip
+LONG = ["in data", "in export, twice", "in building", "a newcomer when it joins", "whom newcomers follow", "in a save"]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*long(*LONG), *(name for name in SCRIPTS if name not in LONG)])
 def test_kills(name, run, place):
     """Steps are slow enough for newcomers to come in."""
     job = JOBS["gpt"] | {"evaluate": {"every_steps": 5, "batch_size": 4}, "lanes": 6}
@@ -70,6 +72,7 @@ def test_what_was_measured_is_told_although_its_teller_died(run, place):
     assert 12 in {row.step for row in rows(outcome, "saved")}, "the best is kept"
 
 
+@pytest.mark.long
 def test_many_kills_leave_no_memory_behind(run, place):
     """Many views later a worker has its own arena and those of two peers, and few sockets."""
     seen = []
@@ -126,7 +129,7 @@ def test_a_step_that_does_not_count_leaves_running_statistics_as_they_were(run, 
     assert_same(outcome, calm(run, JOBS["cnn"], lanes=6))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *long(1, 2)])
 def test_every_sample_is_seen_exactly_once_per_epoch(seed, run, place):
     """Weights that count: 512 samples, two epochs and a half, kills wherever the seed says."""
     rng = random.Random(seed)

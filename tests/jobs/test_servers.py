@@ -72,7 +72,7 @@ class Stop:
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize(("workers", "servers", "backups"), [(1, 1, 0), (3, 2, 1), (2, 3, 2)])
+@pytest.mark.parametrize(("workers", "servers", "backups"), [*long((1, 1, 0)), (3, 2, 1), *long((2, 3, 2))])
 def test_the_bits_of_lanes(name, workers, servers, backups, run):
     outcome = run(JOBS[name], workers=workers, sync=server(servers, backups))
     assert_same(outcome, lanes(run, JOBS[name]))

@@ -12,6 +12,7 @@ import pytest
 import shoal.server
 from shoal.errors import ShoalError
 from shoal.server import tender
+from tests.conftest import long
 from tests.jobs.disturbed import in_time
 from tests.server.conftest import living, lost, rows, said, zeros
 
@@ -111,7 +112,7 @@ def test_nothing_of_torch_in_a_worker(start, worker):
     assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("staleness", [0, 3, "inf"])
+@pytest.mark.parametrize("staleness", [0, *long(3), "inf"])
 def test_counters_through_deaths_of_servers(staleness, start, worker):
     steps = 400
     servers = start(workers=2, servers=3, backups=1, staleness=staleness)

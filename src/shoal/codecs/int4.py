@@ -5,26 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.codecs.int8 import ROUND, TINY
-from shoal.codecs.piecewise import Piecewise
+from shoal.codecs.int8 import Whole
 from shoal.codecs.scratch import Scratch
 from shoal.codecs.size import FLOAT, blocks
 
-MOST = 7
 
+class Int4(Whole):
+    """What values are off by, up to 1/14 of the largest of their block, must not be forgotten."""
 
-class Int4(Piecewise):
-    """A block's largest value becomes ±7. What others are off by, up to 1/14 of it, must not be forgotten.
-
-    A block whose largest value is below 2**-120 becomes zeros. A block that holds a value that is not finite has a
-    scale that is not finite, and all of it decodes to values that are not.
-    """
-
+    most = 7
     remembers = True
 
     def __init__(self, block: int, scratch: Scratch) -> None:
-        super().__init__(scratch)
-        self.width = block
+        super().__init__(block, scratch)
         self._tables: dict[torch.device, Tensor] = {}
 
     def size_bytes(self, count: int) -> int:
@@ -35,22 +28,14 @@ class Int4(Piecewise):
         return data[:end].view(torch.float32), data[end:]
 
     def _write(self, values: Tensor, parts: tuple[Tensor, ...], start: int) -> None:
-        rows = self._rows(values)
-        scales, packed = self._of(parts, start, rows)
-        room = self._scratch.take("rounding", values.numel(), torch.float32, values.device)
-        largest = torch.amax(torch.abs(rows, out=room.view_as(rows)), 1, out=scales)
-        largest.mul_(largest >= TINY)
-        factors = self._scratch.take("factors", len(rows), torch.float32, values.device)
-        torch.reciprocal(largest, out=factors).mul_(MOST)
-        torch.mul(rows, factors[:, None], out=room.view_as(rows))
+        scales, packed = self._of(parts, start, self._rows(values))
         pairs = self._scratch.take("pairs", packed.numel(), torch.int16, values.device)
         pairs[-1] = 0  # behind the last value
-        pairs.view(torch.int8)[: values.numel()].copy_(room.add_(ROUND).view(torch.int32))
+        pairs.view(torch.int8)[: values.numel()].copy_(self._rounded(values, scales))
         upper = torch.bitwise_right_shift(
             pairs, 4, out=self._scratch.take("upper", len(pairs), torch.int16, pairs.device)
         )
         packed.copy_(pairs.bitwise_and_(0x0F).bitwise_or_(upper.bitwise_and_(0xF0)))
-        scales.div_(MOST)
 
     def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
         rows = self._rows(out)
@@ -70,5 +55,5 @@ class Int4(Piecewise):
         """For each byte the two numbers that it stands for, as int8 side by side."""
         if device not in self._tables:
             bits = torch.arange(256).unsqueeze(1) >> torch.tensor([0, 4]) & 15
-            self._tables[device] = (bits - 16 * (bits > MOST)).to(torch.int8).view(torch.int16).view(-1).to(device)
+            self._tables[device] = (bits - 16 * (bits > self.most)).to(torch.int8).view(torch.int16).view(-1).to(device)
         return self._tables[device]
