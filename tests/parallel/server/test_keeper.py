@@ -92,9 +92,10 @@ class Desk:
             self.hear(self.successor, Frame(frames.ACK, 1, frame.piece, number=frame.number))
 
 
-def begun(**terms):
+def begun(successor=None, **terms):
     """Everything is set, and the worker is in."""
     desk = Desk(**terms)
+    desk.successor = successor or desk.successor
     desk.enter(1, lead=True)
     desk.connect()
     for post in desk.keeper.posts.values():
@@ -213,16 +214,7 @@ class Near(Pen):
 @pytest.mark.parametrize("moment", ["never", "before", "meanwhile"])
 def test_sums_that_are_those_of_another_step_by_now(moment):
     """A successor reads them from this server's memory, unless it was too slow and is not waited for any more."""
-    desk = Desk(staleness=0)
-    desk.successor = Near(101)
-    desk.enter(1, lead=True)
-    desk.connect()
-    for post in desk.keeper.posts.values():
-        state = scatter(desk.replica, desk.replica.layout, post.piece.first, post.piece.last, lanes=CARGO.lanes)
-        desk.hear(desk.worker, Frame(frames.SET, 1, post.piece.index, 1), live.pack(state))
-    desk.hear(desk.worker, Frame(frames.READY, 1, view=1))
-    desk.acknowledge()
-    desk.hear(desk.worker, Frame(frames.HYPER, 1), desk.hyper)
+    desk = begun(Near(101), staleness=0)
     post = desk.keeper.posts[0]
     content = torch.arange((post.piece.stop - post.piece.start) // 4, dtype=torch.float32).numpy().tobytes()
     desk.hear(desk.worker, Frame(frames.PUSH, 1, 0, 1, 0, 0, number=1), content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shoal.parallel.links.memory import Memory
 from shoal.parallel.server import frames
@@ -60,16 +60,35 @@ class Laid:
         pass
 
 
+class Once:
+    """Errands that want one answer of every chunk."""
+
+    def settled(self, chunks: int) -> list[bool]:
+        return [False] * chunks
+
+    def answer_all(self) -> Callable[[Server, Frame], None] | None:
+        return None
+
+
 @dataclass
-class Values:
+class Gathering(Once):
+    """What came of each piece, by its chunks."""
+
+    found: dict[tuple[int, int], Any] = field(default_factory=dict, init=False)
+
+    def whole(self, chunks: int) -> bool:
+        """Is every chunk there once?"""
+        ranges = sorted(self.found)
+        return [0, *(last for _, last in ranges)] == [*(first for first, _ in ranges), chunks]
+
+
+@dataclass
+class Values(Once):
     """Puts the servers' values into a stretch of ours."""
 
     layout: Extent
     values: Memory
     flags: int = field(default=0, init=False)
-
-    def settled(self, chunks: int) -> list[bool]:
-        return [False] * chunks
 
     def place(self, server: Server, piece: Piece, frame: Frame) -> Place:
         if frame.kind != frames.VALUES:
@@ -83,9 +102,6 @@ class Values:
             self.values.raw[piece.start : piece.stop] = server.memory.raw[piece.start : piece.stop]
         self.flags |= frame.flags
         return True
-
-    def answer_all(self) -> Callable[[Server, Frame], None] | None:
-        return None
 
 
 @dataclass
@@ -217,18 +233,8 @@ class LanePush(Values):
 
 
 @dataclass
-class PullAll:
+class PullAll(Gathering):
     """Everything that servers hold, piece by piece, packed as a live state."""
-
-    found: dict[tuple[int, int], bytes] = field(default_factory=dict)
-
-    def settled(self, chunks: int) -> list[bool]:
-        return [False] * chunks
-
-    def whole(self, chunks: int) -> bool:
-        """Is every chunk there once?"""
-        ranges = sorted(self.found)
-        return [0, *(last for _, last in ranges)] == [*(first for first, _ in ranges), chunks]
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         server.line.send(frame._replace(kind=frames.PULL, flags=frames.WHOLE))
@@ -243,18 +249,12 @@ class PullAll:
         self.found[piece.first, piece.last] = bytes(server.line.said)
         return True
 
-    def answer_all(self) -> Callable[[Server, Frame], None] | None:
-        return None
-
 
 @dataclass
-class SetAll:
+class SetAll(Once):
     """Let the servers hold what `state_of(first, last)` gives, packed as a live state."""
 
     state_of: Callable[[int, int], bytes]
-
-    def settled(self, chunks: int) -> list[bool]:
-        return [False] * chunks
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         server.line.send(frame._replace(kind=frames.SET), self.state_of(piece.first, piece.last))
@@ -266,6 +266,3 @@ class SetAll:
 
     def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
         return True
-
-    def answer_all(self) -> Callable[[Server, Frame], None] | None:
-        return None

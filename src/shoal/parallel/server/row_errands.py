@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from shoal.parallel.server import frames
 from shoal.parallel.server.client import Server
+from shoal.parallel.server.errands import Gathering, Once
 from shoal.parallel.server.frames import Frame, heard
 from shoal.parallel.server.line import Place
 from shoal.parallel.sparse.keys import Floats, Keys, chunk_start, chunks_of
@@ -20,7 +19,7 @@ from shoal.wire.handshake import LinkError
 MOST_TOLD_BYTES = 16 << 20
 
 
-class LookUp:
+class LookUp(Once):
     """Rows of one table, by rising key, as they are at a step; only servers that have some are asked."""
 
     def __init__(self, table: TableSpec, keys: Keys, *, step: int) -> None:
@@ -50,25 +49,13 @@ class LookUp:
     def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
         return True
 
-    def answer_all(self) -> Callable[[Server, Frame], None] | None:
-        return None
-
 
 @dataclass
-class KeepRows:
+class KeepRows(Gathering):
     """What rows each piece has at a step: digests, numbers, and where they were saved, if that was asked for."""
 
     step: int
     saves: bool
-    found: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
-
-    def settled(self, chunks: int) -> list[bool]:
-        return [False] * chunks
-
-    def whole(self, chunks: int) -> bool:
-        """Is every chunk there once?"""
-        ranges = sorted(self.found)
-        return [0, *(last for _, last in ranges)] == [*(first for first, _ in ranges), chunks]
 
     def ask(self, server: Server, piece: Piece, frame: Frame) -> None:
         flags = frames.WHOLE if self.saves else 0
@@ -82,6 +69,3 @@ class KeepRows:
     def answered(self, server: Server, piece: Piece, frame: Frame) -> bool:
         self.found[piece.first, piece.last] = heard(server.line.said)
         return True
-
-    def answer_all(self) -> Callable[[Server, Frame], None] | None:
-        return None
