@@ -18,6 +18,7 @@ from shoal.parallel.flat import Layout
 from shoal.parallel.links import frames
 from shoal.parallel.links.endpoint import Endpoint, reach
 from shoal.parallel.links.frames import Frame
+from shoal.parallel.links.link import Link, PeerError
 from shoal.parallel.links.memory import Arena, look_into
 from shoal.parallel.sync.base import Committed, Discarded
 from shoal.parallel.sync.lanes import LanesSync
@@ -208,6 +209,17 @@ def test_lies_in_shared_memory_s_doorbells(endpoint, lie):
     arena.close()
     assert isinstance(outcome, Discarded)
     assert outcome.why.startswith("seat 1 ")
+
+
+@pytest.mark.parametrize("change", [{"view": 6}, {"step": 3}, {"step": 5}, {"seat": 2}, {"kind": frames.PARTIAL + 1}])
+def test_what_belongs_to_another_view_or_step_is_refused(change):
+    """Late, early, or somebody else's."""
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(Link(1, ours, view=7)) as link:
+        link.expect(frames.PARTIAL, 4)
+        theirs.sendall(Frame(frames.PARTIAL, 7, 4, 1)._replace(**change).pack())
+        with pytest.raises(PeerError, match="seat 1 sent"):
+            link.receive(lambda link, frame: [])
 
 
 def test_a_gathering_has_a_limit(endpoint):
