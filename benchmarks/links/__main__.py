@@ -23,7 +23,7 @@ from benchmarks.links.hosts import Hosts, two_hosts
 from benchmarks.links.models import BATCH, MODELS
 from benchmarks.links.quality import Curve
 from benchmarks.links.samples import prepare
-from benchmarks.links.sides import ALONE, CODECS, RIVAL, SPENT, Nurseries, open_nursery, sides, stale
+from benchmarks.links.sides import ALONE, CODECS, LOCALS, RIVAL, SPENT, Nurseries, open_nursery, period, sides, stale
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
 
 PARTS = ("quality", "speed")
@@ -49,7 +49,7 @@ class Bench:
         return quality.learn(
             model,
             self.data,
-            self.codecs,
+            [*self.codecs, *(name for name in LOCALS if not self.sides or name.startswith(tuple(self.sides)))],
             seeds=self.seeds,
             steps=self.steps,
             nursery=self.nurseries[0],
@@ -59,7 +59,7 @@ class Bench:
     def speed(self, model: str, mbit: float) -> dict[str, list[Numbers]]:
         asked: dict[str, Any] = {"mbit": mbit, "window_s": self.window_s, "batch": BATCH[model]}
         variants = {
-            name: partial(measure.speed, start, self.hosts, self.scratch, **asked)
+            name: partial(measure.speed, start, self.hosts, self.scratch, period=period(name), **asked)
             for name, start in self._sides(model).items()
         }
         return in_turns(variants, self.rounds)
@@ -148,7 +148,8 @@ def _seconds_to(
         return None
     if name in raced:
         return raced[name]
-    steps = quality.steps_to(curves["none" if name == RIVAL else name.rpartition(", ")[2]], loss)
+    same = name if name in LOCALS else "none" if name == RIVAL else name.rpartition(", ")[2]
+    steps = quality.steps_to(curves[same], loss)
     return steps / steps_per_s if steps else None
 
 

@@ -20,16 +20,20 @@ MOST_S = 300.0
 _places = itertools.count()
 
 
-def speed(start: Start, hosts: Hosts, scratch: Path, *, mbit: float, window_s: float, batch: int) -> Numbers:
-    """Steps per second count the samples that all workers made; where steps are shared, that is the same."""
+def speed(
+    start: Start, hosts: Hosts, scratch: Path, *, mbit: float, window_s: float, batch: int, period: int = 1
+) -> Numbers:
+    """Steps per second count the samples that all workers made; where steps are shared, that is the same. Where workers
+    agree every `period` steps, whole periods are counted."""
+    least = LEAST_ROWS if period == 1 else 1
     with _going(start, hosts, scratch) as going:
         shaped_t = _shape(going, hosts, mbit)
-        _until(going, lambda: _told(going, shaped_t) > 0)  # the step that was under way does not count
+        _until(going, lambda: _told(going, shaped_t, period) > 0)  # the step that was under way does not count
         before, cpu_s, began_t = hosts.moved_bytes(), _cpu_s(going), time.time()
-        _until(going, lambda: _told(going, shaped_t) > LEAST_ROWS and time.time() > began_t + window_s)
+        _until(going, lambda: _told(going, shaped_t, period) > least and time.time() > began_t + window_s)
         moved = max(now - then for then, now in zip(before, hosts.moved_bytes(), strict=True))
         cpu_s, wall_s = _cpu_s(going) - cpu_s, time.time() - began_t
-        counted = [[row for row in rows if row.t > shaped_t] for rows in going.rows.values()]
+        counted = [whole(rows, shaped_t, period) for rows in going.rows.values()]
     rate = sum(map(_samples_per_s, counted)) / batch
     steps = rate * wall_s
     return {"steps/s": rate, "MB": moved / steps / 1e6, "cpu_s": cpu_s / steps, **_spent(counted)}
@@ -64,7 +68,7 @@ def _going(start: Start, hosts: Hosts, scratch: Path) -> Iterator[Going]:
 
 def _shape(going: Going, hosts: Hosts, mbit: float) -> float:
     """As soon as both train."""
-    _until(going, lambda: _told(going, 0.0) > 0)
+    _until(going, lambda: _told(going, 0.0, 1) > 0)
     hosts.shape(mbit)
     return time.time()
 
@@ -77,10 +81,22 @@ def _until(going: Going, holds: Callable[[], bool]) -> None:
         going.tick()
 
 
-def _told(going: Going, since_t: float) -> int:
-    """How many rows everybody has."""
+def _told(going: Going, since_t: float, period: int) -> int:
+    """How many ends of a period everybody has told."""
     found = going.rows
-    return min(sum(row.t > since_t for row in rows) for rows in found.values()) if len(found) == 2 else 0
+    return min(len(_ends(rows, since_t, period)) for rows in found.values()) if len(found) == 2 else 0
+
+
+def _ends(rows: list[Step], since_t: float, period: int) -> list[int]:
+    """Of a period, the last row counts: it is there when all have agreed."""
+    late = [i for i, row in enumerate(rows) if row.t > since_t and row.step % period == 0]
+    return late if period == 1 else list({rows[i].step: i for i in late}.values())
+
+
+def whole(rows: list[Step], since_t: float, period: int) -> list[Step]:
+    """From the end of one period to the end of another."""
+    ends = _ends(rows, since_t, period)
+    return rows[ends[0] : ends[-1] + 1]
 
 
 def _cpu_s(going: Going) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links.models import BATCH, job
-from benchmarks.links.sides import CODECS
+from benchmarks.links.sides import CODECS, LOCALS, local
 from benchmarks.overhead.side_by_side import Row
 from shoal.events import Event, Picture
 from shoal.fleet.engines.local import Nursery
@@ -87,8 +87,7 @@ def learn(
 
 def _job(model: str, data: Path, codec: str, *, seed: int, steps: int) -> Mapping[str, Any]:
     plain = dict(job(model, data, seed=seed, steps=steps, workers=1, evaluate={"every_steps": steps}))
-    if codec != UNCOMPRESSED:
-        plain["codec"] = CODECS[codec]
+    plain |= local(codec) if codec in LOCALS else {"codec": CODECS[codec]}
     plain["data"] = {**plain["data"], "split": {"kind": "holdout", "validation": VALIDATION[model], "test": 0}}
     return plain
 
@@ -115,14 +114,16 @@ def steps_to(curves: Sequence[Curve], loss: float) -> float | None:
 
 
 def rows(curves: Mapping[str, list[Curve]], loss: float) -> list[Row]:
-    """`within`: is the mean no higher than the worst of the uncompressed runs?"""
+    """`within`: is the mean no higher than the worst of the uncompressed runs? `of none`: how much above their mean?"""
     worst = max(curve.final for curve in curves[UNCOMPRESSED])
+    usual = statistics.fmean(curve.final for curve in curves[UNCOMPRESSED])
     return [
         {
             "codec": codec,
             "final loss": f"{(mean := statistics.fmean(one.final for one in found)):.4f}",
             "seeds": ", ".join(f"{one.final:.4f}" for one in found),
             "within": "yes" if mean <= worst else "no",
+            "of none": f"{100 * (mean / usual - 1):+.2f} %",
             f"steps to {loss:.2f}": steps_to(found, loss) or "",
         }
         for codec, found in curves.items()

@@ -33,6 +33,9 @@ CODECS: Mapping[str, dict[str, Any]] = {
     "lowrank": {"kind": "lowrank", "rank": 4},
     "lowrank 16": {"kind": "lowrank", "rank": 16},
 }
+LOCALS = ("local 8, none", "local 32, none", "local 32, bf16", "local 128, none", "local 128, int8")
+"""Steps of a round, and the codec."""
+SETTLE = 4
 EXACT, STALENESS = "0", ("4", "inf")
 SPENT = ("compute_s", "exchange_s", "waiting_s", "data_s")
 Nurseries = tuple[Nursery, Nursery]
@@ -151,8 +154,20 @@ def sides(model: str, data: Path, codecs: Sequence[str], nurseries: Nurseries) -
 
     found = {ALONE: plain(talk=False), RIVAL: plain(talk=True)}
     found |= {f"lanes, {codec}": shoal(codec=CODECS[codec]) for codec in codecs}
+    found |= {name: shoal(**local(name)) for name in LOCALS}
     found |= {f"server, {EXACT}, {codec}": server(EXACT, codec) for codec in codecs}
     return found | {f"server, {it}, none": server(it, "none") for it in STALENESS}
+
+
+def local(name: str) -> dict[str, Any]:
+    """What makes a job one of LOCALS."""
+    every, codec = name.removeprefix("local ").split(", ")
+    return {"sync": {"kind": "local", "every": int(every), "settle": SETTLE}, "codec": CODECS[codec]}
+
+
+def period(name: str) -> int:
+    """After how many steps the workers of a side agree."""
+    return SETTLE * local(name)["sync"]["every"] if name in LOCALS else 1
 
 
 def _number(staleness: str) -> int | str:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from shoal import Batch, Task
 
 
-def mlp(inputs, classes, hidden=32):
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Dropout(0.3), nn.Linear(hidden, classes))
+def mlp(inputs, classes, hidden=32, depth=0):
+    more = [layer for _ in range(depth) for layer in (nn.Linear(hidden, hidden), nn.ReLU())]
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Dropout(0.3), *more, nn.Linear(hidden, classes))
 
 
 def cnn():

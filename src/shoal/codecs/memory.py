@@ -13,6 +13,8 @@ class Memory:
 
     A step that is discarded and done again finds the memory as it was. Several stretches may share a memory, each with
     a part of its own; then all of them are encoded before it is settled. Nothing is allocated before the first use.
+
+    A step may also change what it starts from, part by part (`branch`, `turn`); a discarded one goes `back`.
     """
 
     def __init__(self, floats: int, *, device: torch.device | str = "cpu") -> None:
@@ -20,6 +22,8 @@ class Memory:
         self._device = torch.device(device)
         self._before: Tensor | None = None
         self._after: Tensor | None = None
+        self._kept: Tensor | None = None
+        self._branched = False
 
     def part(self, start: int = 0, stop: int | None = None) -> tuple[Tensor | None, Tensor]:
         """`before` and `after` for `encode`; nothing was before the first step."""
@@ -27,16 +31,39 @@ class Memory:
             self._after = torch.zeros(self.floats, device=self._device)
         return None if self._before is None else self._before[start:stop], self._after[start:stop]
 
+    def branch(self) -> None:
+        """What the step starts from may change from now on."""
+        if not self._branched:
+            self._kept, self._branched = self._before, True
+            self._before = torch.zeros(self.floats, device=self._device) if self._kept is None else self._kept.clone()
+
+    def turn(self, start: int, stop: int) -> None:
+        """This part was encoded, and will be again within the step: go on from what was left."""
+        assert self._before is not None
+        assert self._after is not None
+        self._before[start:stop].copy_(self._after[start:stop])
+
+    def back(self) -> None:
+        """To what it was before the step branched."""
+        if self._branched:
+            self._before, self._kept, self._branched = self._kept, None, False
+
     def settle(self) -> None:
         """The step counts: what was left becomes what the next one starts from."""
         if self._after is None:
             raise ValueError("nothing was encoded")
         self._before, self._after = self._after, self._before
+        self.stay()
+
+    def stay(self) -> None:
+        """The step counts, and nothing was encoded at its end."""
+        self._kept, self._branched = None, False
 
     def state(self, *, settled: bool = True) -> dict[str, Tensor]:
         """What a checkpoint needs: the values themselves, not a copy; nothing before the first step. Those that are
         not `settled` are what they will be when the step that was encoded counts."""
-        found = self._before if settled else self._after
+        start = self._kept if self._branched else self._before
+        found = start if settled else self._after
         return {} if found is None else {"memory": found}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -59,7 +59,9 @@ class Form:
         self.cuts: list[Cut] = []
         self.memory_floats = 0
         scratch, place = Scratch(), 0
-        for places in _runs(_checked(layout.grads)):
+        _check(layout.grads)
+        for run in runs(layout):
+            places = [layout.grads[i] for i in run]
             start, stop = places[0].start, aligned(places[-1].start + places[-1].size_bytes)
             codec = make(settings, shapes=list(_shapes(places)), scratch=scratch)
             count, size_bytes = (stop - start) // FLOAT, codec.size_bytes((stop - start) // FLOAT)
@@ -164,25 +166,23 @@ class Summing:
             out.add_(room)
 
 
-def _checked(grads: Sequence[Place]) -> list[Place]:
-    """In the order in which they lie at the front of the stretch."""
+def _check(grads: Sequence[Place]) -> None:
     if other := next((place.dtype for place in grads if place.dtype != torch.float32), None):
         kind = str(other).removeprefix("torch.")
         fix = "Use `codec: none`, or a model whose parameters are float32."
         raise error("SH110", f"codecs take float32 gradients, and some of these are {kind}", where="codec", fix=fix)
-    return sorted(grads, key=lambda place: (place.start, place.size_bytes))
 
 
-def _runs(places: Sequence[Place]) -> Iterator[list[Place]]:
-    """Neighbours, until there is enough to be worth sending."""
-    run: list[Place] = []
-    for place in places:
-        run.append(place)
-        if aligned(place.start + place.size_bytes) - run[0].start >= CUT_BYTES:
-            yield run
-            run = []
-    if run:
-        yield run
+def runs(layout: Layout) -> list[list[int]]:
+    """Numbers of the gradients, as they lie: neighbours, until there is enough to be worth sending."""
+    places, found = layout.grads, list[list[int]]()
+    enough = True
+    for i in sorted(range(len(places)), key=lambda i: (places[i].start, places[i].size_bytes)):
+        if enough:
+            found.append([])
+        found[-1].append(i)
+        enough = aligned(places[i].start + places[i].size_bytes) - places[found[-1][0]].start >= CUT_BYTES
+    return found
 
 
 def _shapes(places: Sequence[Place]) -> Iterator[Shape]:

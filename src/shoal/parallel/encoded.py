@@ -8,11 +8,11 @@ and by then every peer has rung for the step in between, which it does after it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.codecs.memory import Memory as LaneMemory
 from shoal.parallel.ahead import Ahead, Taken, pays
 from shoal.parallel.arenas import STAMPS_BYTES, UNFINISHED, Arenas, stamp
 from shoal.parallel.cutting import Form, Summing
@@ -23,13 +23,26 @@ from shoal.parallel.links.frames import Frame
 from shoal.parallel.links.link import Arrange, Link
 from shoal.parallel.links.memory import Arena, Memory
 from shoal.parallel.links.mesh import Mesh
-from shoal.parallel.memories import Memories
 from shoal.parallel.replica import LaneSum, add
 from shoal.parallel.tree import Node, TreeSum
 from shoal.wire.handshake import LinkError
 
 BANKS = 2
 _MOST_SUMMINGS = 8
+
+
+class Remembered(Protocol):
+    """A lane's, or of a fragment of it."""
+
+    def part(self, start: int, stop: int) -> tuple[Tensor | None, Tensor]: ...
+
+
+class Lanes(Protocol):
+    """What lanes remember."""
+
+    def begin_step(self) -> None: ...
+
+    def of(self, lane: int) -> Remembered: ...
 
 
 def arena_bytes(form: Form, lanes: int) -> int:
@@ -80,7 +93,7 @@ class EncodedExchange:
         arena: Arena,
         stretch: Memory,
         total: Memory,
-        memories: Memories | None,
+        memories: Lanes | None,
         device: torch.device,
     ) -> None:
         if max(map(len, carries.values())) > frames.MOST_NODES:
@@ -305,5 +318,5 @@ class EncodedExchange:
         return (frames.HALT if halt else 0) | (frames.COUNTED if counted else 0)
 
 
-def _part(memory: LaneMemory | None, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
+def _part(memory: Remembered | None, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if memory is None else memory.part(start, stop)

@@ -118,6 +118,11 @@ class Feeder:
         if self._followers:
             self.note({"kind": "step", "step": step, "total": _tree(total)})
 
+    def fragment(self, step: int, which: list[int], changes: list[Tensor]) -> None:
+        """What is about to arrive before a step, where lanes train by themselves."""
+        if self._followers:
+            self.note({"kind": "fragment", "step": step, "which": which, "changes": list(changes)})
+
     def reset(self) -> None:
         """The state has changed by something that was not noted."""
         with self._guard:

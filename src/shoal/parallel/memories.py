@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ PATIENCE_S = 10.0
 class Memories:
     """Of the lanes that are carried here, and of those that were, until the next view has committed a step.
 
-    Used by the training thread; `serve` by one thread per caller.
+    Used by the training thread; `serve` by one thread per caller. `after` gives the step that follows one.
     """
 
     def __init__(self) -> None:
+        self.after: Callable[[int], int] = lambda step: step + 1
         self._changed = threading.Condition()
         self._held: dict[int, Memory] = {}
         self._carried: set[int] = set()
@@ -60,17 +62,28 @@ class Memories:
         self._encoded.add(lane)
         return self._held[lane]
 
+    def branch(self) -> None:
+        """The step changes what its lanes remember as it goes on."""
+        for lane in self._carried:
+            self._held[lane].branch()
+
+    def part(self, start: int, stop: int) -> Part:
+        return Part(self, start, stop)
+
     def settle(self) -> set[int]:
         """The step counts. Returns the lanes in it that began anew because what they remembered was lost."""
         with self._changed:
             return self._settle()
 
     def _settle(self) -> set[int]:
-        for lane in self._encoded:
-            self._held[lane].settle()
+        for lane, memory in self._held.items():
+            if lane in self._encoded:
+                memory.settle()
+            else:
+                memory.stay()
         self._held = {lane: memory for lane, memory in self._held.items() if lane in self._carried}
         began = self._lost & self._encoded
-        self._step, self._lost = self._step + 1, self._lost - began
+        self._step, self._lost = self.after(self._step), self._lost - began
         self._begun, self._encoded, self._given = False, set(), set()
         return began
 
@@ -83,11 +96,13 @@ class Memories:
     def enter(self, step: int, lanes: Iterable[int]) -> set[int]:
         """These lanes are carried from this step on. Returns those of which nothing is known here."""
         with self._changed:
-            if self._begun and step == self._step + 1:  # it did not count here, but others had all they needed
+            if self._begun and step == self.after(self._step):  # it did not count here, but others had all they needed
                 self._settle()
             elif step != self._step:
                 self._held = {}
             self._held = self._known()  # somebody else may know what was given up for lost
+            for memory in self._held.values():
+                memory.back()
             self._step, self._carried = step, set(lanes)
             self._begun, self._encoded, self._lost, self._given = False, set(), set(), set()
             return self._carried - self._held.keys()
@@ -119,7 +134,7 @@ class Memories:
     def at(self, step: int, lanes: Iterable[int] | None = None) -> Remembered:
         """What these lanes, or all, remember at a step, as far as it is known here: the tensors themselves."""
         with self._changed:
-            ahead = step == self._step + 1 and self._begun
+            ahead = step == self.after(self._step) and self._begun
             if step != self._step and not ahead:
                 return {}
             chosen = self._known().keys() & (self._carried if ahead else self._held.keys())
@@ -155,6 +170,34 @@ class Memories:
             while not self._known().keys() <= self._given and waited_s < PATIENCE_S and not given_up():
                 self._changed.wait(LOOK_UP_S)
                 waited_s = 0.0 if self._serving else waited_s + LOOK_UP_S
+
+
+class Part:
+    """Of what lanes remember, what belongs to one fragment. It leaves more than once in a step."""
+
+    def __init__(self, memories: Memories, start: int, stop: int) -> None:
+        self._memories = memories
+        self._start, self._stop = start, stop
+
+    def begin_step(self) -> None:
+        self._memories.branch()
+
+    def of(self, lane: int) -> PartMemory:
+        return PartMemory(self._memories._held[lane], self._start)
+
+    def turn(self) -> None:
+        """All lanes have left."""
+        for lane in self._memories._carried:
+            self._memories._held[lane].turn(self._start, self._stop)
+
+
+@dataclass(frozen=True)
+class PartMemory:
+    whole: Memory
+    start: int
+
+    def part(self, start: int, stop: int) -> tuple[Tensor | None, Tensor]:
+        return self.whole.part(self.start + start, self.start + stop)
 
 
 def receive(sock: socket.socket, *, step: int, lanes: Iterable[int], floats: int) -> Remembered:

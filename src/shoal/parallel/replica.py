@@ -272,9 +272,13 @@ class Replica:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
         if self.moving.names:
             self.moving.set(total.averaged, total.first)
+        self.step_schedule(step)
+        return total.loss.clone() if total.count is None else total.loss / total.count
+
+    def step_schedule(self, step: int) -> None:
+        """After this step."""
         if self.schedule and (step + 1) % self._schedule_every == 0 and not self.waits_for_metric:
             self.schedule.step()
-        return total.loss.clone() if total.count is None else total.loss / total.count
 
     @property
     def waits_for_metric(self) -> bool:

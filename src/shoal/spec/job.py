@@ -210,7 +210,24 @@ class ServerSync(Spec):
         return "inf" if value == math.inf else value  # YAML has a number for it: .inf
 
 
-Sync = Annotated[LanesSync | ServerSync | DdpSync, Field(discriminator="kind")]
+class LocalSync(Spec):
+    """Every lane trains by itself for `every` steps; then all agree on the mean of what they did, and go on from there.
+
+    `outer`: how they go along that mean: `average` to it, `nesterov` with a rate and a momentum, as DiLoCo does.
+    `settle`: of so many rounds, lanes wait for the last alone; in the others, fragments travel while lanes go on.
+    """
+
+    kind: Literal["local"]
+    every: PositiveInt = 32
+    outer: Literal["nesterov", "average"] = "nesterov"
+    lr: PositiveFloat = 0.7
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    settle: PositiveInt = 4
+    fragments: PositiveInt = 4
+    inexact: ClassVar[str] = ""
+
+
+Sync = Annotated[LanesSync | LocalSync | ServerSync | DdpSync, Field(discriminator="kind")]
 """`inexact` says why another number of workers gives other bits, or nothing."""
 
 

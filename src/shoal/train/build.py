@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from shoal.data.feed import Feed
 from shoal.errors import error
 from shoal.events import Stream
 from shoal.fleet.membership import Membership
+from shoal.parallel.local.outer import Outer
+from shoal.parallel.local.pace import Pace
+from shoal.parallel.local.replica import LocalReplica
 from shoal.parallel.peers import Peers
 from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Clipping, Replica
@@ -30,7 +34,7 @@ from shoal.parallel.sync.lanes import LanesSync
 from shoal.parallel.sync.server import ServerSync
 from shoal.spec import seeds
 from shoal.spec.data import BalancedDeal, Deal
-from shoal.spec.job import Job
+from shoal.spec.job import Job, LocalSync
 from shoal.spec.names import expand
 from shoal.spec.paths import RunPaths
 from shoal.spec.resolve import import_ref
@@ -103,6 +107,8 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
         steps,
         _evaluate_every(job, dealer.steps_per_epoch),
         job.lane_count,
+        pace=pace_of(job),
+        fragments=job.sync.fragments if isinstance(job.sync, LocalSync) else 1,
         keep_best=job.checkpoint.keep_best > 0,
         pause_probability=job.faults.pause_probability,
         pause_s=job.faults.pause_s,
@@ -139,7 +145,11 @@ def build_replica(
     optimizer = task.optimizer(model) or build_optimizer(job.optimizer, model, base_dir=job.base_dir)
     epochs = -(-steps // steps_per_epoch)
     schedule = build_schedule(job.schedule, optimizer, steps=steps, epochs=epochs, base_dir=job.base_dir)
-    replica = Replica(
+    kind: type[Replica] = Replica
+    local: dict[str, Any] = {}
+    if isinstance(job.sync, LocalSync):
+        kind, local = LocalReplica, {"outer": outer_of(job.sync), "after": partial(pace_of(job).after, steps=steps)}
+    replica = kind(
         model,
         optimizer,
         task.loss,
@@ -149,8 +159,20 @@ def build_replica(
         clipping=Clipping(job.clip.norm, job.clip.value) if job.clip else None,
         autocast=torch.bfloat16 if job.precision == "bf16" else None,
         chance=chance,
+        **local,
     )
     return task, replica
+
+
+def pace_of(job: Job) -> Pace:
+    """When lanes agree: after every step, if they do not train by themselves."""
+    return Pace(job.sync.every, job.sync.settle) if isinstance(job.sync, LocalSync) else Pace()
+
+
+def outer_of(sync: LocalSync) -> Callable[[Sequence[torch.Tensor]], Outer]:
+    if sync.outer == "average":
+        return Outer
+    return partial(Outer, lr=sync.lr, momentum=sync.momentum)
 
 
 def _placed(job: Job) -> Deal:
@@ -203,6 +225,7 @@ def build_loop(
         loader=job.data.loader,
     )
     store = open_store(job, paths, tell=teller.tell)
+    peers.memories.after = built.course.after
     return Loop(
         built.course,
         replica=built.replica,

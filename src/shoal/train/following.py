@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.events import Event
 from shoal.parallel.feeding import Following, total_of
+from shoal.parallel.local.replica import LocalReplica
 from shoal.parallel.sync.base import Discarded
 from shoal.spec.view import View
 from shoal.wire.handshake import LinkError
@@ -60,6 +61,11 @@ class Followed:
             if entry["state"]["loop"]["task"] is not None:
                 raise LinkError("a task that remembers cannot be followed")
             loop.load_state(entry["state"])
+        elif entry["kind"] == "fragment":
+            replica, step = loop.replica, entry["step"]
+            if not isinstance(replica, LocalReplica) or not loop.step < step < loop.course.after(loop.step):
+                raise LinkError(f"a fragment of step {step} after {loop.step}")
+            replica.arrive(entry["which"], [change.to(replica.device) for change in entry["changes"]])
         elif entry["kind"] == "step":
             if entry["step"] != loop.step:
                 raise LinkError(f"step {entry['step']} after {loop.step}")

@@ -7,8 +7,8 @@ import copy
 import math
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -18,14 +18,18 @@ from shoal.data.dealers import Dealer
 from shoal.data.feed import Feed
 from shoal.errors import ShoalError, error
 from shoal.fleet.membership import Membership
+from shoal.parallel.local.pace import Pace
+from shoal.parallel.local.replica import LocalReplica
 from shoal.parallel.peers import Peers
 from shoal.parallel.replica import LaneSum, Replica, Taker
 from shoal.parallel.sync.base import Committed, Discarded, Sync
+from shoal.parallel.sync.lanes import LanesSync
 from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View, position_of
 from shoal.train.blame import translate
 from shoal.train.evaluate import Evaluator
 from shoal.train.pulse import Pulse
+from shoal.train.rounds import Rounds
 from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
 from shoal.train.watch import Best
@@ -42,9 +46,15 @@ class Course:
     steps: int
     evaluate_every: int
     lanes: int
+    pace: Pace = field(default_factory=Pace)
+    fragments: int = 1
     keep_best: bool = True
     pause_probability: float = 0.0
     pause_s: float = 0.0
+
+    def after(self, step: int) -> int:
+        """Where the next commit leads."""
+        return self.pace.after(step, steps=self.steps)
 
     def pauses(self, seat: int, step: int) -> bool:
         """Made on purpose, and alike whenever it is tried."""
@@ -115,6 +125,9 @@ class Loop:
         self.seat = -1
         self.sealed = ""
         self.lanes: list[int] = []
+        self.rounds = None
+        if isinstance(replica, LocalReplica) and isinstance(sync, LanesSync):
+            self.rounds = Rounds(self, replica, sync)
         self.sync.tap = peers.feeder.total
         self.teller.leads = False  # until a view says so
 
@@ -178,29 +191,35 @@ class Loop:
     def _one_step(self, halt: bool) -> Committed | Discarded:
         clock = time.perf_counter
         sums = self.sync.sums()
-        total = self.dealer.total(self.step)
         remembered = copy.deepcopy(self.task.state()) if len(self.view.carries) > 1 else None
         began = clock()
         self.replica.begin()
         try:
-            self._compute(sums, total, halt)
-        except LinkError as failure:  # rows of sparse tables could not be had
+            if self.rounds:
+                self.rounds.compute(sums)
+            else:
+                self._compute(sums, halt)
+        except LinkError as failure:  # rows of sparse tables could not be had, or fragments
             outcome: Committed | Discarded = Discarded(str(failure))
         else:
             t0 = clock()
-            self.pulse.lane_took((t0 - began) / len(self.lanes))
+            if not self.rounds:
+                self.pulse.lane_took((t0 - began) / len(self.lanes))
             self.pulse.enter("exchange", self.step)
             outcome = self._commit(sums, halt)
             self._account(outcome, clock() - t0)
         if isinstance(outcome, Discarded):
             self.replica.undo()
+            if self.rounds:
+                self.peers.feeder.reset()  # fragments that were told do not count
             if remembered is not None:
                 self.task.load_state(remembered)
         return outcome
 
-    def _compute(self, sums: TreeSum[LaneSum], total: int, halt: bool) -> None:
+    def _compute(self, sums: TreeSum[LaneSum], halt: bool) -> None:
         """My lanes, in order."""
         clock = time.perf_counter
+        total = self.dealer.total(self.step)
         for lane in [lane for lane in self.lanes if self.sync.wants(self.step, lane)]:
             t0 = clock()
             self.pulse.enter("data", self.step)
@@ -226,14 +245,28 @@ class Loop:
         self.progress.spent("compute_s", seconds - outcome.waited_s - outcome.exchange_s)
 
     def _lane(self, lane: int, batch: Any, share: float, taker: Taker | None) -> LaneSum:
+        with self._blaming(self.step, lane):
+            return self.replica.forward_backward(self.step, lane, self._here(batch), share=share, taker=taker)
+
+    def inner(self, step: int, lane: int, batch: Any) -> Tensor:
+        """A step that a lane makes by itself. Returns its loss."""
+        assert isinstance(self.replica, LocalReplica)
+        with self._blaming(step, lane):
+            return self.replica.train(step, lane, self._here(batch), size=batch.size)
+
+    def _here(self, batch: Any) -> Any:
+        """Batches are made on the CPU."""
+        device = self.replica.device
+        return batch if device.type == "cpu" else batch.to(device)
+
+    @contextlib.contextmanager
+    def _blaming(self, step: int, lane: int) -> Iterator[None]:
         try:
-            device = self.replica.device
-            here = batch if device.type == "cpu" else batch.to(device)  # batches are made on the CPU
-            return self.replica.forward_backward(self.step, lane, here, share=share, taker=taker)
+            yield
         except (ShoalError, LinkError):
             raise
         except Exception as failure:
-            raise translate(failure, "SH401", f"step {self.step}, lane {lane}") from failure
+            raise translate(failure, "SH401", f"step {step}, lane {lane}") from failure
 
     def _commit(self, sums: TreeSum[LaneSum], halt: bool) -> Committed | Discarded:
         try:
@@ -248,15 +281,16 @@ class Loop:
         samples = self.count(committed.loss)
         self.pulse.enter("telling", self.step)
         lr = self.replica.lr
-        sent, plain = committed.bytes_sent, committed.bytes_plain
-        self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples, bytes_sent=sent, bytes_plain=plain)
+        self.progress.sent(committed.bytes_sent, committed.bytes_plain)
+        self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples)
         if not self._due():
             self.save()
 
     def count(self, loss: Tensor) -> int:
-        """One step more; returns how many samples it had."""
-        samples = self.dealer.total(self.step)
-        self.step += 1
+        """One commit more; returns how many samples it had."""
+        after = self.course.after(self.step)
+        samples = sum(map(self.dealer.total, range(self.step, after)))
+        self.step = after
         self.loss = float(loss)
         if not math.isfinite(self.loss):
             raise error("SH403", f"the loss is {self.loss} at step {self.step}", where=f"worker-{self.seat}")
@@ -279,7 +313,7 @@ class Loop:
 
     def _due(self) -> bool:
         """Must the validation part be measured before the next step? Once and no more: schedules learn from it."""
-        at_a_mark = self.step > 0 and self.step % self.course.evaluate_every == 0
+        at_a_mark = self.course.pace.crosses(self.step, self.course.evaluate_every)
         return "validation" in self.parts and self.measured_at != self.step and (at_a_mark or self.over)
 
     def _evaluate_if_due(self) -> Discarded | None:

@@ -75,6 +75,7 @@ class Progress:
         self._every_step = every_step
         self._times = dict.fromkeys(TIMES, 0.0)
         self._steps = self._samples = self._bytes = self._plain = 0
+        self._inner = 0
         self._row_at = time.perf_counter()
 
     def spent(self, name: str, seconds: float) -> None:
@@ -84,15 +85,27 @@ class Progress:
         """By this worker."""
         self._samples += samples
 
-    def step(
-        self, step: int, *, loss: float, lr: float, samples: int, bytes_sent: int, bytes_plain: int | None = None
-    ) -> None:
-        """`step` steps are committed now; the last had so many samples in all. Without a codec, `bytes_plain` would
-        have been sent."""
-        self._steps += 1
-        self._bytes += bytes_sent
-        self._plain += bytes_sent if bytes_plain is None else bytes_plain
+    def sent(self, size_bytes: int, plain_bytes: int | None = None) -> None:
+        """Without a codec, `plain_bytes` would have been sent."""
+        self._bytes += size_bytes
+        self._plain += size_bytes if plain_bytes is None else plain_bytes
+
+    def inner(self, step: int, *, loss: float, lr: float) -> None:
+        """This worker has made a step by itself, which the next commit will count among others."""
+        self._inner += 1
+        self._add(step, loss, lr)
+
+    def step(self, step: int, *, loss: float, lr: float, samples: int) -> None:
+        """`step` steps are committed now; the last commit had so many samples in all."""
         self.show(step, loss=loss, lr=lr, samples=samples)
+        if self._inner:
+            self._inner = 0
+            self._row(step, loss, lr, time.perf_counter())
+        else:
+            self._add(step, loss, lr)
+
+    def _add(self, step: int, loss: float, lr: float) -> None:
+        self._steps += 1
         now = time.perf_counter()
         if now - self._row_at >= ROW_EVERY_S:
             self._row(step, loss, lr, now)

@@ -10,11 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shoal.parallel.cutting import Form
 from shoal.parallel.encoded import EncodedExchange, Round, arena_bytes
 from shoal.parallel.exchange import SpoiltError
 from shoal.parallel.exchange_plan import Plan
+from shoal.parallel.flat import Layout
 from shoal.parallel.links.memory import Memory
+from shoal.parallel.local.streams import EncodedStream, Stream
 from shoal.parallel.peers import Peers
 from shoal.parallel.remembering import Remembering, Tell
 from shoal.parallel.replica import LaneSum, Replica, Taker
@@ -117,6 +121,17 @@ class EncodedSync(LanesSync):
             self.remembering.settle(step)
         loss = self._apply(replica, step, agreed.total)
         return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s, self._bytes_plain)
+
+    def _stream(self, layout: Layout, cut: range, device: torch.device) -> Stream:
+        meeting, form = self._meeting, Form(layout, self._settings)
+        assert meeting.view is not None
+        memories = None
+        if form.remembers:
+            first = self.form.cuts[cut.start].remembered[0]
+            memories = self._peers.memories.part(first, first + form.memory_floats)
+        return EncodedStream(
+            form, meeting.view.carries, meeting.seat, mesh=meeting.mesh, memories=memories, device=device
+        )
 
     # ---- what must survive ----
 

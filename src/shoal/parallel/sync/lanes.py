@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import Tensor
 
+from shoal.parallel.cutting import runs
 from shoal.parallel.exchange import Exchange, SpoiltError
 from shoal.parallel.exchange_plan import Plan
 from shoal.parallel.flat import Layout
 from shoal.parallel.links.endpoint import Endpoint
 from shoal.parallel.links.memory import Arena, Memory
 from shoal.parallel.links.mesh import Mesh
+from shoal.parallel.local.pace import fragments_of
+from shoal.parallel.local.replica import LocalReplica
+from shoal.parallel.local.streams import PlainStream, Stream, Way
 from shoal.parallel.replica import LaneSum, Replica, Taker
 from shoal.parallel.sync.base import Committed, Discarded, Together
 from shoal.parallel.sync.meeting import Meeting
@@ -36,9 +41,11 @@ class LanesSync(Together):
         self._arena: Arena | None = None
         self._total: Memory | None = None
         self._sends_ahead = True
+        self._ways: list[Way] = []
 
     def reconfigure(self, view: View, seat: int) -> str:
         self._exchange = None
+        self._drop_ways()
         return self._meeting.enter(view, seat)
 
     def ahead(self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> Taker | None:
@@ -68,6 +75,32 @@ class LanesSync(Together):
         exchange_s = time.perf_counter() - began - agreed.waited_s
         loss = self._apply(replica, step, agreed.total)
         return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s)
+
+    def ways(self, replica: LocalReplica, most: int) -> list[Way]:
+        """How fragments of the parameters, at most so many, travel in this view."""
+        if not self._ways:
+            cuts, grads = runs(replica.layout), replica.layout.grads
+            for cut in fragments_of([sum(grads[i].size_bytes for i in run) for run in cuts], most):
+                which = sorted(i for run in cuts[cut.start : cut.stop] for i in run)
+                like = replica.fragment(which)
+                self._ways.append(Way(which, self._stream(Layout(like), cut, replica.device)))
+        return self._ways
+
+    def _stream(self, layout: Layout, cut: range, device: torch.device) -> Stream:
+        """For what lies in these cuts of the stretch."""
+        assert self._meeting.view is not None
+        carries = self._meeting.view.carries
+        return PlainStream(layout, carries, self._lanes, mesh=self._meeting.mesh, device=device)
+
+    def break_off(self) -> None:
+        """Nothing more comes of this view: whoever waits in another thread comes back."""
+        if self._meeting.view:
+            self.abort(self._meeting.view.number)
+
+    def _drop_ways(self) -> None:
+        for way in self._ways:
+            way.stream.close()
+        self._ways = []
 
     def _apply(self, replica: Replica, step: int, total: LaneSum) -> Tensor:
         if self.tap:
@@ -102,6 +135,7 @@ class LanesSync(Together):
 
     def close(self) -> None:
         self._exchange = None
+        self._drop_ways()
         self._meeting.leave()
         if self._arena:
             self._arena.close()

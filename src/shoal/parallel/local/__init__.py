@@ -1,0 +1,1 @@
+"""Lanes that train by themselves for a while and then agree."""

@@ -1,0 +1,145 @@
+"""Lanes that train by themselves and agree now and then: the bits are those of one worker."""
+
+import pytest
+
+from shoal.jobs import wishes
+from tests.conftest import CNN, GPT, MLP, long
+from tests.jobs.disturbed import assert_nothing_left, assert_same, calm, fired, in_time, rows, script
+from tests.jobs.driven import driven
+
+PLAIN = {"kind": "local", "every": 4, "settle": 1}
+STREAMED = {"kind": "local", "every": 4, "settle": 4}
+AVERAGED = STREAMED | {"outer": "average"}
+SMALL = MLP | {"steps": 24, "evaluate": {"every_steps": 12}, "sync": STREAMED}
+PICTURES = CNN | {"steps": 16, "evaluate": {"every_steps": 8}, "sync": STREAMED, "lanes": 3}
+LETTERS = GPT | {"steps": 18, "evaluate": {"every_steps": 9}, "sync": STREAMED}
+LARGE = SMALL | {
+    "model": {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "hidden": 800, "depth": 4}},
+    "steps": 13,
+    "sync": STREAMED | {"every": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def soon():
+    with in_time(60):
+        yield
+
+
+# ---- the same bits ----
+
+
+@pytest.mark.parametrize(
+    "sync", [PLAIN, STREAMED, STREAMED | {"outer": "average"}], ids=["plain", "streamed", "average"]
+)
+@pytest.mark.parametrize("job", [SMALL, *long(PICTURES), LETTERS], ids=["mlp", "cnn", "gpt"])
+def test_any_number_of_workers_gives_the_same_bits(job, sync, run):
+    job = job | {"sync": sync}
+    for workers in (2, 3, 4)[: job["lanes"] - 1]:
+        outcome = run(job, workers=workers)
+        assert_same(outcome, calm(run, job))
+        assert (outcome.receipt.exact, outcome.receipt.workers) == (True, workers)
+    assert calm(run, job).weights_sha256 != calm(run, job, sync="lanes").weights_sha256
+
+
+def test_what_is_chosen_counts(run):
+    """Else the tests above say little."""
+    kinds = [PLAIN, STREAMED, AVERAGED, STREAMED | {"momentum": 0.5}, STREAMED | {"every": 3}]
+    assert len({calm(run, SMALL, sync=kind).weights_sha256 for kind in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    ["bf16", "int8", *long("fp16", "sign", "int4"), {"kind": "topk", "keep": 0.05}, {"kind": "lowrank", "rank": 2}],
+)
+@pytest.mark.parametrize("job", [SMALL, LARGE], ids=["small", "in fragments"])
+def test_with_a_codec(codec, job, run):
+    job = job | {"codec": codec}
+    for workers in (2, 3):
+        assert_same(run(job, workers=workers), calm(run, job))
+
+
+def test_a_loss_with_a_divisor_of_its_own_and_lanes_without_samples(run):
+    """The last batch of 1438 samples has 2, for 8 lanes."""
+    job = {k: v for k, v in SMALL.items() if k not in ("model", "loss", "metrics")}
+    job |= {"task": "models.py:TokenTask", "lanes": 8, "batch_size": 359}
+    assert_same(run(job, workers=3), calm(run, job))
+
+
+# ---- deaths ----
+
+SCRIPTS = {
+    "in the first round": ["kill worker 0 at step 2 in compute"],
+    "while a fragment is on its way": ["kill worker 1 at step 5 in compute"],
+    "while it waits for a fragment": ["kill worker 1 at step 8 in exchange"],
+    "at an agreement": ["kill worker 1 at step 0 in exchange"],
+    "after an agreement": ["kill worker 0 at step 16 in telling"],
+    "in evaluation": ["kill worker 0 at step 16 in evaluation"],
+    "one after the other": [f"kill worker {n} at step {4 * n + 3} in compute" for n in range(3)],
+    "the last step": ["kill worker 2 at step 23 in compute"],
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_kills(name, run, place):
+    """What was done since the last agreement is done again."""
+    lines = SCRIPTS[name]
+    outcome = run(SMALL, workers=3, watch=script(place, *lines), engine={"kind": "local", "restarts": 9})
+    assert_same(outcome, calm(run, SMALL))
+    assert fired(place) == set(lines), "else the test says nothing"
+    assert not rows(outcome, "resumed"), "somebody was alive: its memory counts, not a file"
+
+
+@pytest.mark.parametrize("codec", ["int8", "sign"])
+def test_a_death_with_a_codec(codec, run, place):
+    """What a dead lane remembered is lost, as without local steps, and the receipt says so."""
+    job = SMALL | {"codec": codec}
+    outcome = run(job, workers=3, watch=script(place, "kill worker 1 at step 21 in compute"))
+    assert outcome.status == "finished", outcome.error
+    if codec == "int8":
+        assert_same(outcome, calm(run, job))
+    else:
+        assert not outcome.receipt.exact
+        assert [row["worker"] for row in rows(outcome, "memory_lost")] != []
+
+
+# ---- coming, going, saving ----
+
+
+@pytest.mark.parametrize("codec", ["none", *long("sign")])
+def test_workers_come_and_go(codec, run, place):
+    changes = {"steps": 400, "evaluate": {"every_steps": 150}, "codec": codec, "sync": STREAMED}
+    enough = place / "enough"
+    watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.1, "until": str(enough)}}]
+    with driven(run, MLP, workers=1, watch=watch, **changes) as it:
+        it.trains(1)
+        wishes.scale(it.paths, 3)
+        it.trains(3)
+        seat, _ = wishes.drain(it.paths, "worker-0")
+        assert wishes.departure(it.paths, seat).startswith("left at step ")
+        it.trains(2)
+        enough.touch()
+    outcome = it.outcome.result()
+    assert_same(outcome, calm(run, MLP, **changes))
+    assert outcome.receipt.exact
+
+
+@pytest.mark.parametrize("codec", ["none", "sign"])
+def test_all_die_and_resume(codec, run, resume, place):
+    """From the newest checkpoint, which stands at an agreement."""
+    job = SMALL | {"codec": codec, "steps": 40}
+    watch = script(place, *(f"kill worker {n} at step 34 in compute" for n in (0, 1)))
+    watch.append({"name": "pace.py:Dawdle", "args": {"seconds": 0.2}})  # one save at least is done
+    saves = {"every": "1 steps", "keep_best": 0}
+    first = run(job, workers=2, watch=watch, engine={"kind": "local", "restarts": 0}, checkpoint=saves)
+    assert first.status == "failed"
+    second = resume(first.paths)
+    (row,) = rows(second, "resumed")
+    assert row.step in (16, 32)
+    assert_same(second, calm(run, job))
+
+
+def test_nothing_is_left(run):
+    outcome = run(SMALL, workers=3)
+    assert_nothing_left(outcome)
+    assert outcome.receipt.steps == 24

@@ -1,0 +1,169 @@
+"""When lanes agree, and what they agree on."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.codecs.memory import Memory
+from shoal.parallel.local.outer import Outer
+from shoal.parallel.local.pace import Leg, Pace, fragments_of
+
+PACES = st.builds(Pace, st.integers(1, 12), st.integers(1, 5))
+
+
+# ---- pace ----
+
+
+def test_rounds_by_example():
+    """Two fragments: each leaves once per round, and arrives when the next leaves."""
+    assert Pace(4, 3).legs(12, 24, fragments=2) == [
+        Leg(12, 16, leaves=0),
+        Leg(16, 18, arrives=0, leaves=1),
+        Leg(18, 20, arrives=1, leaves=0),
+        Leg(20, 22, arrives=0),
+        Leg(22, 24),
+    ]
+    assert Pace(4).legs(0, 4, fragments=2) == [Leg(0, 4)]
+    assert Pace().legs(7, 8, fragments=1) == [Leg(7, 8)]
+
+
+@given(PACES, st.integers(0, 200), st.integers(1, 200), st.integers(1, 6))
+def test_legs_cover_all_steps_and_nothing_is_left_under_way(pace, start, length, fragments):
+    start, steps = start // pace.period * pace.period, start + length
+    stop = pace.after(start, steps=steps)
+    legs = pace.legs(start, stop, fragments=fragments)
+    assert [leg.start for leg in legs[1:]] == [leg.stop for leg in legs[:-1]]
+    assert (legs[0].start, legs[-1].stop) == (start, stop)
+    assert all(leg.start < leg.stop for leg in legs)
+    under_way = None
+    for leg in legs:
+        if leg.arrives is not None:
+            assert leg.arrives == under_way
+            under_way = None
+        if leg.leaves is not None:
+            assert under_way is None
+            assert leg.stop - start >= pace.every
+            under_way = leg.leaves
+    assert under_way is None
+    assert legs[-1].arrives is None, "then it is part of the agreement"
+
+
+@given(PACES, st.integers(1, 300))
+def test_agreements_lead_to_the_end(pace, steps):
+    at, seen = 0, []
+    while at < steps:
+        at = pace.after(at, steps=steps)
+        seen.append(at)
+    assert seen == [*range(pace.period, steps, pace.period), steps]
+
+
+@given(PACES, st.integers(1, 50), st.integers(1, 300))
+def test_a_mark_is_seen_once_at_the_first_agreement_that_has_reached_it(pace, mark, steps):
+    at, seen = 0, []
+    while at < steps:
+        before, at = at, pace.after(at, steps=steps)
+        if pace.crosses(at, mark):
+            seen.append((before, at))
+    passed = set(range(mark, steps + 1, mark))
+    assert {mark * (at // mark) for _, at in seen} <= passed
+    assert all(any(before < one <= at for before, at in seen) for one in passed)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 8))
+def test_fragments_are_all_of_it_in_order(sizes, most):
+    found = fragments_of(sizes, most)
+    assert [i for one in found for i in one] == list(range(len(sizes)))
+    assert len(found) <= most
+    assert all(found)
+
+
+def test_fragments_are_about_equal():
+    assert fragments_of([1] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert fragments_of([5, 1, 1, 1], 2) == [range(1), range(1, 4)]
+
+
+# ---- the outer step ----
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0), (0.3, 0.5)])
+def test_the_outer_step_is_that_of_torch(lr, momentum):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
+    values = [p.detach().clone() for p in parameters]
+    known = torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    outer = Outer(values, lr=lr, momentum=momentum)
+    for _ in range(4):
+        changes = [torch.randn_like(v) for v in values]
+        outer.step(values, changes, [0, 1])
+        for parameter, change in zip(parameters, changes, strict=True):
+            parameter.grad = change
+        known.step()
+        torch.testing.assert_close(values, [p.detach() for p in parameters])
+
+
+def test_fragments_one_after_the_other_are_the_whole():
+    torch.manual_seed(0)
+    start = [torch.randn(4), torch.randn(2, 2), torch.randn(3)]
+    changes = [[torch.randn_like(v) for v in start] for _ in range(3)]
+    whole, parts = [v.clone() for v in start], [v.clone() for v in start]
+    together, apart = (Outer(start, lr=0.7, momentum=0.9) for _ in range(2))
+    for by in changes:
+        together.step(whole, by, [0, 1, 2])
+        apart.step(parts, [by[2], by[0]], [2, 0])
+        apart.step(parts, [by[1]], [1])
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_the_outer_state_comes_back():
+    values = [torch.ones(3)]
+    outer, other = Outer(values, momentum=0.9), Outer(values, momentum=0.9)
+    outer.step([torch.ones(3)], [torch.randn(3)], [0])
+    other.load_state(outer.state())
+    change, a, b = torch.randn(3), torch.ones(3), torch.ones(3)
+    outer.step([a], [change], [0])
+    other.step([b], [change], [0])
+    assert torch.equal(a, b)
+
+
+# ---- what is remembered between fragments ----
+
+
+def encoded(memory, value, start, stop):
+    before, after = memory.part(start, stop)
+    after.fill_(value)
+    return None if before is None else before.tolist()
+
+
+def test_a_part_that_leaves_twice_goes_on_from_what_was_left():
+    memory = Memory(4)
+    memory.branch()
+    assert encoded(memory, 1.0, 0, 2) == [0, 0]
+    memory.turn(0, 2)
+    assert encoded(memory, 2.0, 0, 2) == [1, 1]
+    memory.turn(0, 2)
+    assert memory.state() == {}, "for others the step has not happened"
+    assert encoded(memory, 3.0, 0, 4) == [2, 2, 0, 0]
+    memory.settle()
+    assert memory.state()["memory"].tolist() == [3, 3, 3, 3]
+
+
+def test_a_step_that_does_not_count_leaves_no_trace():
+    memory = Memory(2)
+    encoded(memory, 5.0, 0, 2)
+    memory.settle()
+    memory.branch()
+    encoded(memory, 6.0, 0, 1)
+    memory.turn(0, 1)
+    assert memory.state()["memory"].tolist() == [5, 5]
+    memory.back()
+    assert encoded(memory, 7.0, 0, 2) == [5, 5]
+
+
+def test_a_step_without_an_end_of_its_own_counts_too():
+    memory = Memory(2)
+    memory.branch()
+    encoded(memory, 6.0, 0, 1)
+    memory.turn(0, 1)
+    memory.stay()
+    assert memory.state()["memory"].tolist() == [6, 0]
