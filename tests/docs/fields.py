@@ -22,6 +22,7 @@ HEADINGS = {
     "Workers": "workers",
     "LanesSync": "sync: lanes",
     "ServerSync": "sync: server",
+    "LocalSync": "sync: local",
     "DdpSync": "sync: ddp",
     "NoCodec": "codec: none",
     "Bf16Codec": "codec: bf16",

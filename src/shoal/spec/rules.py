@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.data import ColumnSplit, HoldoutSplit, NoSplit
-from shoal.spec.job import ELEMENTWISE, Evaluate, Job, Monitor, ServerSync
+from shoal.spec.job import ELEMENTWISE, Evaluate, Job, LocalSync, Monitor, ServerSync
 from shoal.spec.names import metric_name, metric_names, refs
 
 MOST_ENCODED_LANES = 256
@@ -130,7 +130,9 @@ def _codec(job: Job) -> list[ShoalError]:
         return []
     if job.sync.kind == "ddp":
         message = f"`sync: {job.sync.kind}` sends gradients as they are, not by `codec: {job.codec.kind}`"
-        return [error("SH110", message, where="codec", fix="Remove `codec`, or use `sync: lanes` or `server`.")]
+        return [
+            error("SH110", message, where="codec", fix="Remove `codec`, or use `sync: lanes`, `local` or `server`.")
+        ]
     if job.lane_count > MOST_ENCODED_LANES:
         message = f"with a codec every lane is sent by itself, and {job.lane_count} are too many"
         return [error("SH110", message, where="lanes", fix=f"Use at most {MOST_ENCODED_LANES} lanes.")]
@@ -240,6 +242,16 @@ def _encrypted(job: Job) -> list[ShoalError]:
     return [error("SH110", message, where="engine.tls", fix=fix)]
 
 
+def _outer(job: Job) -> list[ShoalError]:
+    """Numbers that nobody uses would mislead."""
+    sync = job.sync
+    if not isinstance(sync, LocalSync) or sync.outer != "average":
+        return []
+    fix = "Remove it, or use `outer: nesterov`."
+    unused = [name for name in ("lr", "momentum") if getattr(sync, name) != LocalSync.model_fields[name].default]
+    return [error("SH107", f"`outer: average` has no {name}", where=f"sync.{name}", fix=fix) for name in unused]
+
+
 def _servers(job: Job) -> list[ShoalError]:
     sync = job.sync
     if not isinstance(sync, ServerSync) or sync.backups < sync.servers:
@@ -277,6 +289,7 @@ RULES: tuple[Rule, ...] = (
     _init_from,
     _listen,
     _encrypted,
+    _outer,
     _servers,
     _optimizer_on_servers,
 )

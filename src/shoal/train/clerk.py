@@ -21,7 +21,7 @@ from shoal.data.source import open_source
 from shoal.data.split import split
 from shoal.errors import error
 from shoal.events import Stream
-from shoal.parallel.replica import LaneSum, add
+from shoal.parallel.replica import LaneSum, Replica, add
 from shoal.parallel.sparse.loaded import bind_saved
 from shoal.parallel.tree import TreeSum
 from shoal.spec.data import Data, FoldSplit
@@ -63,7 +63,7 @@ def check(job: Job, paths: RunPaths, stream: Stream) -> dict[str, Any]:
         sums.lane(lane, _lane(built, ids, lane) if len(ids) else None)
     total = sums.total()
     assert total is not None
-    loss = float(replica.apply(0, total))
+    loss = float(Replica.apply(replica, 0, total))  # one of the whole batch, however lanes agree
     seconds = time.perf_counter() - start
     part = next(iter(built.data.others.values()), None)
     if part is not None:
