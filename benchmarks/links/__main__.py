@@ -38,6 +38,7 @@ class Bench:
     data: Path
     scratch: Path
     codecs: Sequence[str]
+    locals: Sequence[str]
     sides: Sequence[str]
     steps: int
     seeds: int
@@ -49,7 +50,7 @@ class Bench:
         return quality.learn(
             model,
             self.data,
-            [*self.codecs, *(name for name in LOCALS if not self.sides or name.startswith(tuple(self.sides)))],
+            [*self.codecs, *self.locals],
             seeds=self.seeds,
             steps=self.steps,
             nursery=self.nurseries[0],
@@ -74,7 +75,7 @@ class Bench:
         }
 
     def _sides(self, model: str) -> dict[str, Any]:
-        found = sides(model, self.data, self.codecs, self.nurseries)
+        found = sides(model, self.data, self.codecs, self.locals, self.nurseries)
         return {name: start for name, start in found.items() if not self.sides or name.startswith(tuple(self.sides))}
 
 
@@ -88,9 +89,10 @@ def main() -> None:
             data=prepare(asked.data, Path(scratch, "data")),
             scratch=Path(scratch),
             codecs=asked.codecs,
+            locals=[] if asked.no_locals else LOCALS,
             sides=asked.side or [],
             steps=30 if asked.quick else asked.steps,
-            seeds=1 if asked.quick else 3,
+            seeds=1 if asked.quick else asked.seeds,
             rounds=1 if asked.quick else asked.rounds,
             window_s=2.0 if asked.quick else asked.window,
             most_s=20.0 if asked.quick else asked.most,
@@ -174,6 +176,8 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--models", type=partial(_names, MODELS), default=list(MODELS))
     parser.add_argument("--codecs", type=partial(_names, CODECS), default=list(CODECS))
     parser.add_argument("--side", action="append", metavar="WORDS", help="sides that begin so; may be repeated")
+    parser.add_argument("--no-locals", action="store_true", help="without lanes that train by themselves")
+    parser.add_argument("--seeds", type=int, default=3, help="of a quality run")
     parser.add_argument("--steps", type=int, default=300, help="of a quality run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window", type=float, default=10.0, help="seconds in which a side's steps are counted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,9 +71,8 @@ Start = Callable[[Path], Going]
 
 def open_nursery() -> Nursery:
     """Where all processes of a host come from, of all sides."""
-    nursery = make_nursery(1, modules=[PLAIN])
-    nursery.environment |= environment()
-    return nursery
+    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # it imports the plain side at once
+    return make_nursery(1, modules=[PLAIN])
 
 
 class Shoal:
@@ -139,7 +139,9 @@ def _read(path: Path) -> list[Step]:
 ALONE, RIVAL = "alone", "ddp"
 
 
-def sides(model: str, data: Path, codecs: Sequence[str], nurseries: Nurseries) -> dict[str, Start]:
+def sides(
+    model: str, data: Path, codecs: Sequence[str], locals_: Sequence[str], nurseries: Nurseries
+) -> dict[str, Start]:
     """All of them by name."""
 
     def plain(*, talk: bool) -> Start:
@@ -154,7 +156,7 @@ def sides(model: str, data: Path, codecs: Sequence[str], nurseries: Nurseries) -
 
     found = {ALONE: plain(talk=False), RIVAL: plain(talk=True)}
     found |= {f"lanes, {codec}": shoal(codec=CODECS[codec]) for codec in codecs}
-    found |= {name: shoal(**local(name)) for name in LOCALS}
+    found |= {name: shoal(**local(name)) for name in locals_}
     found |= {f"server, {EXACT}, {codec}": server(EXACT, codec) for codec in codecs}
     return found | {f"server, {it}, none": server(it, "none") for it in STALENESS}
 
