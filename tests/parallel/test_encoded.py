@@ -65,12 +65,13 @@ class Plain(nn.Module):
 
 def hasty():
     """Small cuts and buckets, so that a small model has many."""
-    ahead.BUCKET_BYTES = cutting.CUT_BYTES = 4000
+    ahead.BUCKET_BYTES = cutting.CUT_BYTES = cutting.FIRST_BYTES = 4000
 
 
 @pytest.fixture(autouse=True)
 def many_cuts(monkeypatch):
     monkeypatch.setattr(cutting, "CUT_BYTES", 4000)
+    monkeypatch.setattr(cutting, "FIRST_BYTES", 4000)
 
 
 def encoded(settings, peers, *, lanes=LANES, loss=mean, told=None):

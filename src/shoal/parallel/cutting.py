@@ -26,6 +26,8 @@ from shoal.parallel.flat import Layout, Place, aligned
 from shoal.parallel.tree import Node
 
 CUT_BYTES = 2 << 20  # measured: with half of it top-k takes a third longer, with more of it less leaves early
+FIRST_BYTES = 1 << 19  # nothing is on the wire before it
+Runs = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,17 @@ class Form:
 
     A lane takes `slot_bytes` in memory, where all begins at multiples of 64; without the gaps, `sent_bytes` of them are
     sent, and a cut is there with the byte where it `ends`. SH110 if the gradients are not float32.
+
+    A fragment's gradients are cut as they are in the whole: in these `cut_as`.
     """
 
-    def __init__(self, layout: Layout, settings: Mapping[str, Any]) -> None:
+    def __init__(self, layout: Layout, settings: Mapping[str, Any], *, cut_as: Runs | None = None) -> None:
         self.layout = layout
         self.cuts: list[Cut] = []
         self.memory_floats = 0
         scratch, place = Scratch(), 0
         _check(layout.grads)
-        for run in runs(layout):
+        for run in cut_as or runs(layout):
             places = [layout.grads[i] for i in run]
             start, stop = places[0].start, aligned(places[-1].start + places[-1].size_bytes)
             codec = make(settings, shapes=list(_shapes(places)), scratch=scratch)
@@ -176,12 +180,13 @@ def _check(grads: Sequence[Place]) -> None:
 def runs(layout: Layout) -> list[list[int]]:
     """Numbers of the gradients, as they lie: neighbours, until there is enough to be worth sending."""
     places, found = layout.grads, list[list[int]]()
-    enough = True
+    done = True
     for i in sorted(range(len(places)), key=lambda i: (places[i].start, places[i].size_bytes)):
-        if enough:
+        if done:
             found.append([])
         found[-1].append(i)
-        enough = aligned(places[i].start + places[i].size_bytes) - places[found[-1][0]].start >= CUT_BYTES
+        size_bytes = aligned(places[i].start + places[i].size_bytes) - places[found[-1][0]].start
+        done = size_bytes >= (FIRST_BYTES if len(found) == 1 else CUT_BYTES)
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal.parallel.cutting import Form
+from shoal.parallel.cutting import Form, Runs
 from shoal.parallel.encoded import EncodedExchange, Round, arena_bytes
 from shoal.parallel.exchange import SpoiltError
 from shoal.parallel.exchange_plan import Plan
@@ -122,13 +122,13 @@ class EncodedSync(LanesSync):
         loss = self._apply(replica, step, agreed.total)
         return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s, self._bytes_plain)
 
-    def _stream(self, layout: Layout, cut: range, device: torch.device) -> Stream:
-        meeting, form = self._meeting, Form(layout, self._settings)
+    def _stream(self, layout: Layout, first: int, cuts: Runs, device: torch.device) -> Stream:
+        meeting, form = self._meeting, Form(layout, self._settings, cut_as=cuts)
         assert meeting.view is not None
         memories = None
         if form.remembers:
-            first = self.form.cuts[cut.start].remembered[0]
-            memories = self._peers.memories.part(first, first + form.memory_floats)
+            start = self.form.cuts[first].remembered[0]
+            memories = self._peers.memories.part(start, start + form.memory_floats)
         return EncodedStream(
             form, meeting.view.carries, meeting.seat, mesh=meeting.mesh, memories=memories, device=device
         )

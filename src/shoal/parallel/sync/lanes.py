@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from shoal.parallel.cutting import runs
+from shoal.parallel.cutting import Runs, runs
 from shoal.parallel.exchange import Exchange, SpoiltError
 from shoal.parallel.exchange_plan import Plan
 from shoal.parallel.flat import Layout
@@ -82,12 +82,13 @@ class LanesSync(Together):
             cuts, grads = runs(replica.layout), replica.layout.grads
             for cut in fragments_of([sum(grads[i].size_bytes for i in run) for run in cuts], most):
                 which = sorted(i for run in cuts[cut.start : cut.stop] for i in run)
-                like = replica.fragment(which)
-                self._ways.append(Way(which, self._stream(Layout(like), cut, replica.device)))
+                inside = [[which.index(i) for i in run] for run in cuts[cut.start : cut.stop]]
+                stream = self._stream(Layout(replica.fragment(which)), cut.start, inside, replica.device)
+                self._ways.append(Way(which, stream))
         return self._ways
 
-    def _stream(self, layout: Layout, cut: range, device: torch.device) -> Stream:
-        """For what lies in these cuts of the stretch."""
+    def _stream(self, layout: Layout, first: int, cuts: Runs, device: torch.device) -> Stream:
+        """For what lies in these cuts of the stretch, from the first of them on; by numbers within the fragment."""
         assert self._meeting.view is not None
         carries = self._meeting.view.carries
         return PlainStream(layout, carries, self._lanes, mesh=self._meeting.mesh, device=device)
