@@ -90,6 +90,22 @@ def test_kills(name, run, place):
     assert not rows(outcome, "resumed"), "somebody was alive: its memory counts, not a file"
 
 
+def test_a_newcomer_forgets_fragments_that_do_not_count(run, place):
+    """It comes in the first period and follows in the second, of which it has a fragment when a worker dies."""
+    lines = [f"delay worker {n} at step {at} in compute by 1000 ms" for n in (0, 1) for at in (15, 25)]
+    lines += ["kill worker 1 at step 27 in compute"]
+    job = SMALL | {"steps": 48, "evaluate": {"every_steps": 48}}
+    with driven(run, job, workers=2, watch=script(place, *lines), engine={"kind": "local", "balance": False}) as it:
+        it.trains(2)
+        wishes.scale(it.paths, 3)
+    outcome = it.outcome.result()
+    assert_same(outcome, calm(run, job))
+    assert fired(place) == set(lines)
+    views = [row["view"] for row in rows(outcome, "joined") if (row.who, row.step) == ("worker-2", 16)]
+    assert views, "else the test says nothing"
+    assert not rows(outcome, "caught_up"), "what it followed was enough"
+
+
 @pytest.mark.parametrize("codec", ["int8", "sign"])
 def test_a_death_with_a_codec(codec, run, place):
     """What a dead lane remembered is lost, as without local steps, and the receipt says so."""

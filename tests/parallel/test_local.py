@@ -6,8 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.codecs.memory import Memory
+from shoal.parallel.cutting import Form
+from shoal.parallel.flat import Layout
+from shoal.parallel.lane_sum import LaneSum
 from shoal.parallel.local.outer import Outer
 from shoal.parallel.local.pace import Leg, Pace, fragments_of
+from shoal.parallel.local.streams import EncodedStream
+from shoal.parallel.memories import Memories
 
 PACES = st.builds(Pace, st.integers(1, 12), st.integers(1, 5))
 
@@ -167,3 +172,34 @@ def test_a_step_without_an_end_of_its_own_counts_too():
     memory.turn(0, 1)
     memory.stay()
     assert memory.state()["memory"].tolist() == [6, 0]
+
+
+# ---- fragments with a codec ----
+
+
+FEEDING_BACK = ({"kind": "sign"}, {"kind": "topk", "keep": 0.1, "momentum": None}, {"kind": "int4", "block": 64})
+
+
+@pytest.mark.parametrize("settings", FEEDING_BACK, ids=lambda it: it["kind"])
+def test_what_a_fragment_loses_comes_with_the_next(settings):
+    """All that left, and what is still remembered, is all that was given."""
+    torch.manual_seed(0)
+    parameters = [torch.randn(40, 25), torch.randn(30)]
+    like = LaneSum(parameters, [], [], *torch.zeros(2, dtype=torch.float64))
+    form = Form(Layout(like), settings)
+    memories = Memories()
+    memories.begin(memories.enter(0, [0]), form.memory_floats, lost=False)
+    memories.begin_step()
+    part = memories.part(0, form.memory_floats)
+    stream = EncodedStream(form, {0: [0]}, 0, mesh=None, memories=part, device=torch.device("cpu"))
+    left = [torch.zeros_like(p) for p in parameters]
+    for step in range(5):
+        sums = stream.begin()
+        sums.lane(0, LaneSum([p.clone() for p in parameters], [], [], torch.zeros((), dtype=torch.float64)))
+        total = stream.run(step, sums).total
+        left = [a + b for a, b in zip(left, total.grads, strict=True)]
+    remembered = memories.of(0).part()[0].view(torch.uint8)[: form.grads_bytes]
+    rests = [place.of(remembered) for place in form.layout.grads]
+    for there, rest, given in zip(left, rests, parameters, strict=True):
+        torch.testing.assert_close(there + rest, 5 * given)
+    stream.close()

@@ -78,6 +78,9 @@ class Followed:
         return False
 
     def close(self) -> None:
+        """Stay at the last commit: fragments that came since it count for those alone who see the next."""
         if self._link is not None:
             self._link.close()
             self._link = None
+            if isinstance(self._loop.replica, LocalReplica):
+                self._loop.replica.undo()

@@ -93,7 +93,9 @@ class Voyage:
         """Get the state if mine is older, and meet the others. '' or why that failed."""
         loop = self.loop
         began = time.perf_counter()
-        if loop.position != view.position and (why := self._catch_up(view)):
+        if loop.position == view.position:
+            self._following.close()
+        elif why := self._catch_up(view):
             return why
         if view.source == self.seat:
             loop.peers.door.open(view.number, loop.state)
