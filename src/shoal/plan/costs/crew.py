@@ -59,4 +59,4 @@ def _slowness(choice: Choice, machine: Machine, host: int, workers: int) -> floa
     there = machine.hosts[host]
     busy = workers * choice.threads
     doublings = math.log2(max(min(busy, there.cores) / choice.threads, 1.0))
-    return max(1.0, busy / there.cores) * machine.crowding**doublings / there.speed
+    return max(1.0, busy / there.cores) * math.pow(machine.crowding, doublings) / there.speed

@@ -31,8 +31,7 @@ def against(it: Prediction, pick: Prediction | None, known: Known, *, needs: Seq
     if it.refused:
         return it.refused
     if pick is not None and needs and it.step_s < pick.step_s:
-        gain = f"{times(pick.step_s / it.step_s)} as fast" if pick.step_s > 1.5 * it.step_s else _faster(it, pick)
-        return f"{gain}, with another result: needs allow [{', '.join(needs)}]"
+        return f"{_faster(it, pick)}, with another result: needs allow [{', '.join(needs)}]"
     for why in (_codec, _worse_than_alone, _server):
         if said := why(it, known):
             return said
@@ -40,7 +39,7 @@ def against(it: Prediction, pick: Prediction | None, known: Known, *, needs: Seq
         return ""
     if it.step_s < pick.step_s:
         return f"{_faster(it, pick)}: not worth more processes"
-    return f"{times(it.step_s / pick.step_s)} the time of the choice above" if it.step_s > pick.step_s else "no faster"
+    return _slower(it, pick)
 
 
 def _alone(it: Prediction, known: Known) -> str:
@@ -51,7 +50,7 @@ def _alone(it: Prediction, known: Known) -> str:
     more = min(like, key=lambda p: p.step_s)
     if more.step_s < it.step_s:
         return f"{more.choice.workers} workers would be only {_faster(more, it)}"
-    return f"one worker is faster: with {more.choice.workers}, {_spent(more)} instead of {milliseconds(it.compute_s)}"
+    return f"one worker is faster: with {more.choice.workers}, {_spent(more, it)}"
 
 
 def _codec(it: Prediction, known: Known) -> str:
@@ -69,7 +68,7 @@ def _worse_than_alone(it: Prediction, known: Known) -> str:
     one = _alone_like(it.choice, known)
     if it.choice.workers == 1 or one is None or one.step_s > it.step_s:
         return ""
-    return f"one worker is faster: {_spent(it)} instead of {milliseconds(one.compute_s)}"
+    return f"one worker is faster: {_spent(it, one)}"
 
 
 def _server(it: Prediction, known: Known) -> str:
@@ -90,12 +89,22 @@ def _alone_like(choice: Choice, known: Known) -> Prediction | None:
     )
 
 
-def _spent(it: Prediction) -> str:
-    return f"exchange {milliseconds(it.exchange_s + it.encode_s)}, compute {milliseconds(it.compute_s)}"
+def _spent(it: Prediction, one: Prediction) -> str:
+    """What more workers take, beside what one does."""
+    parts = [f"exchange {milliseconds(it.exchange_s + it.encode_s)}"]
+    if it.apply_s - one.apply_s > it.exchange_s + it.encode_s:
+        parts = [f"updates {milliseconds(it.apply_s)} instead of {milliseconds(one.apply_s)}"]
+    return ", ".join([*parts, f"compute {milliseconds(it.compute_s)} instead of {milliseconds(one.compute_s)}"])
 
 
 def _faster(it: Prediction, than: Prediction) -> str:
-    return f"{percent(1 - it.step_s / than.step_s)} faster"
+    ratio = than.step_s / it.step_s
+    return f"{times(ratio)} as fast" if ratio > 1.5 else f"{percent(1 - 1 / ratio)} faster"
+
+
+def _slower(it: Prediction, than: Prediction) -> str:
+    ratio = it.step_s / than.step_s if than.step_s else 1.0
+    return f"takes {times(ratio)} as long" if ratio > 1.5 else f"{percent(ratio - 1)} slower"
 
 
 def _kind(choice: Choice) -> tuple[str, str, int, int]:
