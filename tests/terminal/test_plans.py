@@ -67,4 +67,5 @@ def test_nothing_fits():
 def test_notes():
     assert "The machine had other work when this was measured (load 3.2, 4 cores)" in shown(planned(load=3.2))
     assert "other work" not in shown(planned(load=1.0))
+    assert "2 and 4 threads per worker were tried" in shown(planned(replace(LARGE, slow_threads=(2, 4))))
     assert "Rows of sparse tables" in shown(planned(replace(LARGE, only_servers="sparse tables")))

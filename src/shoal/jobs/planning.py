@@ -53,8 +53,9 @@ class Planned:
     @property
     def notes(self) -> list[str]:
         """What else is worth saying."""
-        cores = self.machine.hosts[0].cores
+        cores, slow = self.machine.hosts[0].cores, " and ".join(map(str, self.measured.slow_threads))
         said = {
+            f"{slow} threads per worker were tried: no faster than fewer.": bool(slow),
             "The job has one lane, which one worker carries. Write `lanes: 8` for more: it is part of the result.":
                 self.measured.lanes == 1,
             "Rows of sparse tables are not counted: they come on top.": bool(self.measured.only_servers),
@@ -98,27 +99,36 @@ class Planned:
 
 def plan(job: Job, wanted: Wanted, *, nursery: Nursery | None = None) -> Planned:
     """Asks a process with torch to measure, which takes some seconds."""
-    cores = len(os.sched_getaffinity(0))
-    room = max(job.workers.most, WORKERS_PER_CORE * cores * wanted.hosts)
+    room = max(job.workers.most, WORKERS_PER_CORE * wanted.hosts * len(os.sched_getaffinity(0)))
     most = wanted.most or min(job.lane_count, room)
     if most < wanted.hosts:
         fix = f"Set `lanes` to at least {wanted.hosts}, or give --workers."
         raise error("SH107", f"{wanted.hosts} hosts, and {most} workers at most", where="--hosts", fix=fix)
     load = os.getloadavg()[0]
-    facts = ask("measure", job, nursery=nursery, codecs=_settings(job), threads=_threads(job, cores))
-    measured, own = read_measured(facts), own_choice(job)
-    host = Host(facts["cores"], facts["memory_bytes"])
-    machine = Machine((host,) * wanted.hosts, _round_s(facts), facts["add_bytes_s"], facts["crowding"])
-    speed = min(wanted.bytes_s, facts["socket_bytes_s"])  # no link is faster than the sockets at its ends
-    link = Link(wanted.latency_s + facts["latency_s"], speed, speed)
+    facts = measure(job, nursery=nursery)
+    own, measured = own_choice(job), read_measured(facts)
+    machine, link = read_machine(facts, wanted), read_link(facts, wanted)
     found = choose.plan(own, measured, machine, link, most=most, allow=job.plan.allow)
     return Planned(found, own, measured, machine, link, load)
 
 
-def _round_s(facts: Mapping[str, Any]) -> float:
+def measure(job: Job, *, nursery: Nursery | None = None) -> Mapping[str, Any]:
+    """What the clerk finds out of the job and of this machine."""
+    return ask("measure", job, nursery=nursery, codecs=_settings(job), threads=_threads(job))
+
+
+def read_machine(facts: Mapping[str, Any], wanted: Wanted) -> Machine:
     """Two workers exchanged a stretch: without laying it down and adding both up, that is what a round takes."""
     adding_s = 3 * facts["stretch_bytes"] / facts["add_bytes_s"]
-    return float(max(facts["exchange_s"] - adding_s, LEAST_ROUND_S))
+    round_s = max(facts["exchange_s"] - adding_s, LEAST_ROUND_S)
+    host = Host(facts["cores"], facts["memory_bytes"])
+    return Machine((host,) * wanted.hosts, round_s, facts["add_bytes_s"], facts["crowding"])
+
+
+def read_link(facts: Mapping[str, Any], wanted: Wanted) -> Link:
+    """No link is faster than the sockets at its ends."""
+    speed = min(wanted.bytes_s, facts["socket_bytes_s"])
+    return Link(wanted.latency_s + facts["latency_s"], speed, speed)
 
 
 def own_choice(job: Job) -> Choice:
@@ -141,6 +151,7 @@ def read_measured(facts: Mapping[str, Any]) -> Measured:
         optimizer_bytes=facts["optimizer_bytes"],
         base_bytes=facts["base_bytes"],
         worker_bytes=facts["worker_bytes"],
+        slow_threads=tuple(facts["slow_threads"]),
         codecs={codec.settings["kind"]: codec for codec in codecs},
         no_codecs=facts["no_codecs"],
         no_servers=facts["no_servers"],
@@ -167,6 +178,7 @@ def _settings(job: Job) -> list[dict[str, Any]]:
     return [(job.codec if codec.kind == job.codec.kind else codec).model_dump() for codec in named]
 
 
-def _threads(job: Job, cores: int) -> list[int]:
+def _threads(job: Job) -> list[int]:
     """The job's own, and powers of two up to the number of cores."""
+    cores = len(os.sched_getaffinity(0))
     return sorted({job.threads, *(1 << k for k in range(cores.bit_length()))})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import psutil
@@ -26,12 +26,13 @@ from shoal.spec.job import ELEMENTWISE, Job
 from shoal.spec.paths import RunPaths, cache_directory
 from shoal.train.blame import blaming
 from shoal.train.build import Built, build
-from shoal.train.pair import Pair, pair
+from shoal.train.pair import Pair, pair, typical
 
 EACH_S, CODEC_S, PAIR_S = 0.2, 0.1, 0.5
 """So long each thing is tried, but at least some times."""
 
 _LEAST, _MOST = 3, 50
+Clock = Callable[[], float]
 
 
 def measure(
@@ -46,15 +47,16 @@ def measure(
     with blaming("SH401", "one step"):
         total = _step(built, batch)
     worker_bytes = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base_bytes, 0)
-    times = {n: _times(built, batch, total, n) for n in threads}
+    times = _by_threads(built, batch, total, threads)
     torch.set_num_threads(1)
-    alone = Pair(times[1]["forward_s"] + times[1]["backward_s"], 0.0)
+    alone = Pair(_seconds(lambda: _lane(built, batch, 0), replica.device, clock=time.thread_time), 0.0)
     beside = _beside(replica, batch, worker_bytes) or alone
     add_bytes_s, no_codecs, talk = _adding_bytes_s(replica), _no_codecs(replica), pace()
     return {
         "lanes": job.lane_count,
         "steps_per_epoch": built.dealer.steps_per_epoch,
-        "times": [{"threads": n, **time} for n, time in times.items()],
+        "times": [{"threads": n, **found} for n, found in times.items()],
+        "slow_threads": [n for n in threads if n not in times],
         "shapes": [list(p.shape) for p in replica.trainable],
         "stretch_bytes": replica.layout.size_bytes,
         "optimizer_bytes": sum(t.numel() * t.element_size() for t in _state(replica)),
@@ -66,7 +68,7 @@ def measure(
         "only_servers": "the model has sparse tables, which live on servers" if replica.tables else "",
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
-        "crowding": max(beside.lane_s / alone.lane_s, 1.0),
+        "crowding": max(beside.lane_cpu_s / alone.lane_cpu_s, 1.0),
         "exchange_s": beside.exchange_s,
         "add_bytes_s": add_bytes_s,
         "latency_s": talk.latency_s,
@@ -95,8 +97,19 @@ def _lane(built: Built, batch: Batch, lane: int) -> LaneSum:
     return built.replica.forward_backward(0, lane, batch, share=1 / built.job.lane_count)
 
 
-def _times(built: Built, batch: Batch, total: LaneSum, threads: int) -> dict[str, float]:
-    torch.set_num_threads(threads)
+def _by_threads(built: Built, batch: Batch, total: LaneSum, threads: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Numbers of threads that the first try shows to be no use are left out, but for the job's own."""
+    found: dict[int, dict[str, float]] = {}
+    for number in sorted(threads):
+        torch.set_num_threads(number)
+        fastest_s = min((one["forward_s"] + one["backward_s"] for one in found.values()), default=math.inf)
+        tries = (_once(lambda: _lane(built, batch, 0), built.replica.device) for _ in range(2))  # the first starts them
+        if number == built.job.threads or min(tries) < fastest_s:
+            found[number] = _times(built, batch, total)
+    return found
+
+
+def _times(built: Built, batch: Batch, total: LaneSum) -> dict[str, float]:
     replica = built.replica
 
     def forward() -> None:
@@ -151,19 +164,24 @@ def _seconds(
     *,
     before: Callable[[], None] | None = None,
     budget_s: float = EACH_S,
+    clock: Clock = time.perf_counter,
 ) -> float:
-    """The median of some tries, after one that does not count."""
-    act()
+    """What is typical of some tries, after one that does not count."""
+    _once(act, device)
     taken: list[float] = []
     while len(taken) < _LEAST or (sum(taken) < budget_s and len(taken) < _MOST):
         if before:
             before()
-        _wait(device)
-        start = time.perf_counter()
-        act()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return median(taken)
+        taken.append(_once(act, device, clock))
+    return typical(taken)
+
+
+def _once(act: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:
+    _wait(device)
+    start = clock()
+    act()
+    _wait(device)
+    return clock() - start
 
 
 def _wait(device: torch.device) -> None:

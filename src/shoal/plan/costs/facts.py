@@ -38,9 +38,9 @@ class CodecTime:
 class Measured:
     """A job, as one worker of this machine found it.
 
-    `times` are by the number of threads. `stretch_bytes` is what is added up of a lane: gradients, moving buffers, the
-    loss. `worker_bytes` is a worker's memory without what it shares with others of its host, `base_bytes`. The last
-    three say why something cannot be, or nothing.
+    `times` are by the number of threads; `slow_threads` were tried and are no faster than fewer. `stretch_bytes` is
+    what is added up of a lane: gradients, moving buffers, the loss. `worker_bytes` is a worker's memory without what it
+    shares with others of its host, `base_bytes`. The last three say why something cannot be, or nothing.
     """
 
     lanes: int
@@ -51,6 +51,7 @@ class Measured:
     optimizer_bytes: int = 0
     base_bytes: int = 0
     worker_bytes: int = 0
+    slow_threads: tuple[int, ...] = ()
     codecs: Mapping[str, CodecTime] = field(default_factory=dict)
     no_codecs: str = ""
     no_servers: str = ""

@@ -109,6 +109,12 @@ class Case:
     def alone(self) -> bool:
         return len(self.crew.seats) == 1
 
+    @property
+    def hands(self) -> float:
+        """How much the servers get done at once: they work while workers wait."""
+        here = self.machine.hosts[DRIVER]
+        return min(self.choice.servers, here.cores) * here.speed
+
     def adding_s(self, size_bytes: float) -> float:
         return size_bytes / self.machine.add_bytes_s
 
@@ -157,27 +163,31 @@ def _encoded(case: Case) -> Parts:
 
 
 def _server(case: Case) -> Parts:
-    """There, the servers' work, and back: nothing goes ahead. Above staleness 0 every lane goes by itself."""
+    """There, the servers' work, and back: nothing goes ahead, but the values of the first chunks come back while the
+    last are on their way there. Above staleness 0 every lane goes by itself."""
     choice, measured, crew = case.choice, case.measured, case.crew
     stretch, lane = measured.stretch_bytes, measured.encoded_bytes(choice.codec)
     stale = choice.staleness > 0
     pushes = crew.carries if stale or choice.codec != "none" else crew.partials
     pulls = crew.carries if stale else dict.fromkeys(crew.seats, 1)
-    phases = traffic.of_servers(crew, lambda seat: lane * pushes[seat], lambda seat: stretch * pulls[seat])
     updates = crew.lanes if stale else 1
-    here = case.machine.hosts[DRIVER]
-    hands = min(choice.servers, here.cores) * here.speed  # servers work while workers wait
-    moved = stretch * (sum(pushes.values()) + sum(pulls.values())) + stretch * backups(choice) * updates
-    encode = 0.0
-    if choice.codec != "none":
-        codec = measured.codecs[choice.codec]
-        encode = max(crew.slowness[seat] * n * codec.encode_s for seat, n in crew.carries.items())
-        encode += crew.lanes * codec.decode_s / hands
-    rounds = SERVER_ROUNDS * case.machine.round_s * (max(crew.carries.values()) if stale else 1)
+    phases = traffic.of_servers(crew, lambda seat: lane * pushes[seat], lambda seat: stretch * pulls[seat])
+    there, back = case.wire_s(phases)
     laid_s = case.slowest * case.adding_s(max(pushes.values()) * lane)
-    exchange = sum(case.wire_s(phases)) + laid_s + case.adding_s(moved) / hands + rounds
-    apply = updates * measured.times[min(measured.times)].apply_s / hands
-    return Parts(exchange, apply, encode_s=encode, sent_bytes=_most_sent(phases))
+    moved = sum(pushes.values()) + sum(pulls.values()) + backups(choice) * updates
+    rounds = SERVER_ROUNDS * (max(crew.carries.values()) if stale else 1)
+    exchange = max(there, back) + min(case.link.latency_s, there, back) + laid_s
+    exchange += case.adding_s(stretch * moved) / case.hands + rounds * case.machine.round_s
+    apply = updates * measured.times[min(measured.times)].apply_s / case.hands
+    return Parts(exchange, apply, encode_s=_coding_for_servers(case), sent_bytes=_most_sent(phases))
+
+
+def _coding_for_servers(case: Case) -> float:
+    if case.choice.codec == "none":
+        return 0.0
+    codec, crew = case.measured.codecs[case.choice.codec], case.crew
+    encode = max(crew.slowness[seat] * n * codec.encode_s for seat, n in crew.carries.items())
+    return encode + crew.lanes * codec.decode_s / case.hands
 
 
 def _local(case: Case) -> Parts:
