@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +66,9 @@ def _train(
     sync = LanesSync(2, endpoint=endpoint, token=token)
     found: list[tuple[float, float]] = []
     try:
-        if why := sync.reconfigure(_view(endpoint.address, other, seat), seat):
+        view = _view(endpoint.address, other, seat)
+        threading.Thread(target=_abort_when_gone, args=(other, sync), name="shoal-pair", daemon=True).start()
+        if why := sync.reconfigure(view, seat):
             raise ConnectionError(why)
         began = time.perf_counter()
         while len(found) < FEWEST or (time.perf_counter() - began < budget_s and len(found) < MOST):
@@ -77,12 +81,19 @@ def _train(
             if isinstance(done, Discarded):
                 break
             found.append((lane_cpu_s, done.exchange_s + done.waited_s))
-    except OSError:
+    except (OSError, ValueError):  # ValueError: it was gone before it said where it is
         return []
     finally:
         sync.close()
         endpoint.close()
     return found
+
+
+def _abort_when_gone(other: socket.socket, sync: LanesSync) -> None:
+    """Whoever waits for a worker that died must not wait for ever."""
+    with contextlib.suppress(OSError):
+        other.recv(1)
+    sync.abort(1)
 
 
 def _view(mine: Address, other: socket.socket, seat: int) -> View:
