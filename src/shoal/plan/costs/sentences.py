@@ -17,4 +17,4 @@ def percent(ratio: float) -> str:
 
 
 def times(ratio: float) -> str:
-    return f"{ratio:.2g} times" if ratio < 10 else f"{ratio:.0f} times"
+    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
