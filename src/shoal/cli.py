@@ -90,29 +90,45 @@ def check(job: JobFile, sets: Sets = NOTHING, runs: Runs = RUNS, as_json: AsJson
     """Is the job right? Reads the file, opens the data, makes one step on one batch."""
     from shoal.jobs import directory
     from shoal.jobs.ask import ask
-    from shoal.terminal import reports, words
+    from shoal.terminal import reports
 
     checked = directory.with_its_start(_load(job, sets), runs)
     answer = ask("check", checked)
     if as_json:
         print(json.dumps(answer))
         return
-    c = answer
-    memory = ", ".join(f"{name} {words.size(c[f'{name}_bytes'])}" for name in ("weights", "gradient", "optimizer"))
-    reports.facts(
-        _console(),
-        {
-            "samples": ", ".join(f"{words.count(n)} {name}" for name, n in c["samples"].items())
-            + (f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""),
-            "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",
-            "model": f"{words.count(c['parameters'])} parameters ({words.count(c['trainable'])} train), {c['device']}",
-            "memory": f"{memory}; the process {words.size(c['peak_bytes'])} at its peak",
-            "steps": f"{words.count(c['steps'])}, {words.count(c['steps_per_epoch'])} in an epoch",
-            "first step": f"{words.seconds(c['step_s'])}, loss {words.number(c['loss'])}",
-            **({"metrics": words.metrics(c["metrics"])} if c["metrics"] else {}),
-        },
-    )
+    reports.check(_console(), answer)
     _console().print("[green]The job is right.[/green]")
+
+
+@app.command()
+def plan(
+    job: JobFile,
+    workers: Annotated[int, typer.Option(min=0, help="At most so many workers.", show_default=False)] = 0,
+    hosts: Annotated[int, typer.Option(min=1, max=64, help="So many machines like this one.")] = 1,
+    link: Annotated[str, typer.Option(help="Between them: 100mbit, 10gbit, 50MB/s.")] = "1gbit",
+    latency: Annotated[str, typer.Option(help="One way between them: 200us, 1ms.")] = "200us",
+    every: Annotated[bool, typer.Option("--all", help="Every way that was looked at.")] = False,
+    sets: Sets = NOTHING,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """How to run a job: measures it here, and predicts what workers, servers, codecs and threads would do."""
+    from shoal.jobs import directory, planning
+    from shoal.plan.costs import amounts
+    from shoal.terminal import hints, plans, reports
+
+    checked = _load(job, [*sets, *([f"workers=1..{workers}"] if workers else [])])
+    if workers and not as_json and (hint := hints.other_lanes(checked, job, sets)):
+        reports.lines(_console(), hint)
+    wanted = planning.Wanted(
+        amounts.seconds(latency, where="--latency"), amounts.bytes_per_s(link, where="--link"), hosts, workers
+    )
+    planned = planning.plan(directory.with_its_start(checked, runs), wanted)
+    if as_json:
+        print(json.dumps(planned.as_data()))
+    else:
+        plans.show(_console(), planned, command=f"shoal run {job}", every=every)
 
 
 @app.command()

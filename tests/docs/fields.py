@@ -33,6 +33,7 @@ HEADINGS = {
     "TopKCodec": "codec: topk",
     "LowRankCodec": "codec: lowrank",
     "LocalEngine": "engine",
+    "Planning": "plan",
     "Evaluate": "evaluate",
     "Monitor": "best",
     "StopEarly": "stop_early",

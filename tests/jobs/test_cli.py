@@ -29,7 +29,7 @@ def test_help_is_quick_and_does_not_load_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for verb in ("run", "resume", "check", "split", "evaluate", "runs", "show", "compare", "join", "verify"):
+    for verb in ("run", "resume", "check", "plan", "split", "evaluate", "runs", "show", "compare", "join", "verify"):
         assert verb in done.stdout
 
 

@@ -200,6 +200,6 @@ def test_what_a_fragment_loses_comes_with_the_next(settings):
         left = [a + b for a, b in zip(left, total.grads, strict=True)]
     remembered = memories.of(0).part()[0].view(torch.uint8)[: form.grads_bytes]
     rests = [place.of(remembered) for place in form.layout.grads]
-    for there, rest, given in zip(left, rests, parameters, strict=True):
-        torch.testing.assert_close(there + rest, 5 * given)
+    for there, rest, whole in zip(left, rests, parameters, strict=True):
+        torch.testing.assert_close(there + rest, 5 * whole)
     stream.close()

@@ -29,7 +29,7 @@ def ask(
     nursery: Nursery | None = None,
     **arguments: Any,
 ) -> Mapping[str, Any]:
-    """The clerk's answer to `check`, `split` or `evaluate`; its errors are raised here."""
+    """The clerk's answer to `check`, `split`, `measure` or `evaluate`; its errors are raised here."""
     with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, borrowed(nursery, job) as mine:
         paths = RunPaths.at(scratch)
         save_job(job, paths.job)

@@ -313,6 +313,12 @@ class Faults(Spec):
     pause_s: NonNegativeFloat = 0.1
 
 
+class Planning(Spec):
+    """What `shoal plan` may choose although the result is another one then."""
+
+    allow: list[Literal["codecs", "local", "staleness", "threads"]] = Field(default_factory=list)
+
+
 _SHORT = ("sync", "codec", "engine")
 
 
@@ -345,6 +351,7 @@ class Job(Spec):
     sync: Sync = Field(default_factory=LanesSync)
     codec: Codec = Field(default_factory=NoCodec)
     engine: LocalEngine = Field(default_factory=LocalEngine)
+    plan: Planning = Field(default_factory=Planning)
 
     evaluate: Evaluate = Field(default_factory=Evaluate)
     best: Monitor = Field(default_factory=Monitor)
@@ -391,7 +398,7 @@ class Job(Spec):
 
     def sha256(self) -> str:
         """The identity of what the job produces: how it is run (workers, servers, engine) is no part of it."""
-        how = {"name", "workers", "engine", "checkpoint", "watch", "export", "faults", "base_dir"}
+        how = {"name", "workers", "engine", "plan", "checkpoint", "watch", "export", "faults", "base_dir"}
         body = self.model_dump(mode="json", exclude=how)
         if isinstance(self.sync, ServerSync):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})

@@ -26,8 +26,8 @@ def receipt(console: Console, r: Receipt) -> None:
     table.add_row("sha256", r.weights_sha256)
     trained = {"steps": r.steps, "samples": r.samples_seen, "parameters": r.parameters}
     table.add_row("trained", f"{r.epochs:g} epochs, " + ", ".join(f"{words.count(n)} {w}" for w, n in trained.items()))
-    carried = [_plural(r.workers, "worker"), _plural(r.lanes, "lane"), _plural(r.starts, "start")]
-    table.add_row("carried by", f"{', '.join(carried)}, {_plural(r.deaths_survived, 'death')} survived")
+    carried = [plural(r.workers, "worker"), plural(r.lanes, "lane"), plural(r.starts, "start")]
+    table.add_row("carried by", f"{', '.join(carried)}, {plural(r.deaths_survived, 'death')} survived")
     if len(r.carried) > 1:
         table.add_row("", _shares(r))
     if r.servers:
@@ -61,13 +61,13 @@ def _shares(r: Receipt) -> Table:
 
 
 def _servers(r: Receipt) -> str:
-    facts = [_plural(r.servers, "server"), f"{_plural(r.server_deaths_survived, 'death')} survived"]
+    facts = [plural(r.servers, "server"), f"{plural(r.server_deaths_survived, 'death')} survived"]
     if r.staleness_max:
         facts.append(f"staleness {r.staleness_mean:.2f} on average, {r.staleness_max} at most")
     return ", ".join(facts)
 
 
-def _plural(number: int, word: str) -> str:
+def plural(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
@@ -173,3 +173,18 @@ def facts(console: Console, rows: Mapping[str, str]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def check(console: Console, c: Mapping[str, Any]) -> None:
+    """What `shoal check` found."""
+    memory = ", ".join(f"{name} {words.size(c[f'{name}_bytes'])}" for name in ("weights", "gradient", "optimizer"))
+    skipped = f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""
+    rows = {
+        "samples": ", ".join(f"{words.count(n)} {name}" for name, n in c["samples"].items()) + skipped,
+        "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",
+        "model": f"{words.count(c['parameters'])} parameters ({words.count(c['trainable'])} train), {c['device']}",
+        "memory": f"{memory}; the process {words.size(c['peak_bytes'])} at its peak",
+        "steps": f"{words.count(c['steps'])}, {words.count(c['steps_per_epoch'])} in an epoch",
+        "first step": f"{words.seconds(c['step_s'])}, loss {words.number(c['loss'])}",
+    }
+    facts(console, rows | ({"metrics": words.metrics(c["metrics"])} if c["metrics"] else {}))

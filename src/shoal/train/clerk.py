@@ -1,4 +1,4 @@
-"""Answers questions about a job or a run: `check`, `split`, `evaluate`. A process of its own, started by the driver."""
+"""Answers questions about a job or a run: `check`, `split`, `measure`, `evaluate`. A process that the driver starts."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from shoal.spec.paths import RunPaths, cache_directory
 from shoal.train.blame import blaming
 from shoal.train.build import build, build_replica, pick_device
 from shoal.train.evaluate import Evaluator
+from shoal.train.measure import measure
 from shoal.train.worker import guarded, prepare_torch
 
 
@@ -186,6 +187,7 @@ def evaluate(
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "check": check,
     "split": describe_split,
+    "measure": measure,
     "evaluate": evaluate,
 }
 

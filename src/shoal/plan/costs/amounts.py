@@ -1,0 +1,29 @@
+"""Speeds and durations as people write them: `100mbit`, `1.5 GB/s`, `2ms`."""
+
+from __future__ import annotations
+
+import re
+
+from shoal.errors import error
+
+_SPEEDS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9}
+_DURATIONS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def bytes_per_s(text: str, *, where: str) -> float:
+    fix = "Write a speed such as 100mbit, 10gbit or 50MB/s."
+    value = _read(text, _SPEEDS, where, fix)
+    if not value:
+        raise error("SH106", "nothing arrives at a speed of 0", where=where, fix=fix)
+    return value
+
+
+def seconds(text: str, *, where: str) -> float:
+    return _read(text, _DURATIONS, where, "Write a duration such as 200us, 1ms or 0.1s.")
+
+
+def _read(text: str, units: dict[str, float], where: str, fix: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zµ/]+)\s*", text.lower())
+    if not found or found[2] not in units:
+        raise error("SH106", f"'{text}' is not a number with a unit", where=where, fix=fix)
+    return float(found[1]) * units[found[2]]

@@ -1,0 +1,93 @@
+"""Which of the predicted ways to take, and what to say of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from shoal.plan.costs import reasons
+from shoal.plan.costs.candidates import candidates, changes
+from shoal.plan.costs.facts import Choice, Link, Machine, Measured, Prediction
+from shoal.plan.costs.predict import predict
+
+GAIN = 1.05
+"""So many times as fast at least something must be to be worth more processes, or another result."""
+
+_SIMPLE = ("lanes", "local", "server")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction with its reason. `changes` are the words of `plan.allow` that it needs; `allowed`: it has them."""
+
+    prediction: Prediction
+    changes: tuple[str, ...]
+    allowed: bool
+    reason: str = ""
+
+    @property
+    def possible(self) -> bool:
+        return not self.prediction.refused
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`rows` from fast to slow, those that cannot be at the end. `pick` is None if none can. `offer` would be faster
+    and is not allowed."""
+
+    rows: tuple[Row, ...]
+    pick: Row | None
+    offer: Row | None
+
+
+def plan(
+    own: Choice, measured: Measured, machine: Machine, link: Link, *, most: int, allow: Collection[str] = ()
+) -> Plan:
+    """Predict all candidates and choose."""
+    looked_at = candidates(own, measured, machine, most=most)
+    return choose([predict(choice, measured, machine, link) for choice in looked_at], own=own, allow=allow)
+
+
+def choose(predictions: Sequence[Prediction], *, own: Choice, allow: Collection[str] = ()) -> Plan:
+    """The simplest among those that are about as fast as the fastest of what is allowed."""
+    rows = [_row(prediction, own, allow) for prediction in predictions]
+    rows.sort(key=lambda row: (not row.possible, row.prediction.step_s, _effort(row)))
+    pick = _best([row for row in rows if row.possible and row.allowed])
+    others = [row for row in rows if row.possible and not row.allowed]
+    offer = _best([row for row in others if pick and pick.prediction.step_s > GAIN * row.prediction.step_s])
+    known = {row.prediction.choice: row.prediction for row in rows if row.possible}
+    told = {id(row): _told(row, pick, known) for row in rows}
+    return Plan(
+        rows=tuple(told[id(row)] for row in rows),
+        pick=told[id(pick)] if pick else None,
+        offer=told[id(offer)] if offer else None,
+    )
+
+
+def _row(prediction: Prediction, own: Choice, allow: Collection[str]) -> Row:
+    needs = changes(prediction.choice, own)
+    return Row(prediction, needs, allowed=set(needs) <= set(allow))
+
+
+def _best(rows: Sequence[Row]) -> Row | None:
+    if not rows:
+        return None
+    fastest = min(row.prediction.step_s for row in rows)
+    return min((row for row in rows if row.prediction.step_s <= GAIN * fastest), key=_effort)
+
+
+def _effort(row: Row) -> tuple[int, int, int, int, int, float]:
+    """What comes first is simpler."""
+    it = row.prediction.choice
+    busy = it.workers * it.threads + it.servers
+    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), -it.every, row.prediction.step_s
+
+
+def _told(row: Row, pick: Row | None, known: dict[Choice, Prediction]) -> Row:
+    if row is pick:
+        text = reasons.for_it(row.prediction, known)
+    else:
+        better = pick.prediction if pick else None
+        needs = () if row.allowed else row.changes
+        text = reasons.against(row.prediction, better, known, needs=needs)
+    return Row(row.prediction, row.changes, row.allowed, text)

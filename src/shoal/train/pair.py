@@ -1,0 +1,104 @@
+"""Two real workers of this host for a moment: how much they slow each other down, and what an exchange takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.data.batch import Batch
+from shoal.parallel.links.endpoint import Endpoint
+from shoal.parallel.replica import Replica
+from shoal.parallel.sync.base import Discarded
+from shoal.parallel.sync.lanes import LanesSync
+from shoal.spec.view import Address, View
+
+FEWEST, MOST = 5, 100
+_WARM = 2
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is typical of a step of two workers with a lane each. Of the lane it is processor time, which does not
+    count when others have the core: how much slower it becomes is what is asked."""
+
+    lane_cpu_s: float
+    exchange_s: float
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """Of several tries: the lower quartile. What else goes on here only ever makes some of them longer."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def pair(replica: Replica, batch: Batch, *, budget_s: float) -> Pair | None:
+    """Forks a second worker, which goes when it hears no more of the first. None if they did not come together."""
+    token = secrets.token_hex(16)
+    here, there = socket.socketpair()
+    other = os.fork()
+    if not other:
+        try:
+            here.close()
+            _train(replica, batch, seat=1, token=token, other=there, budget_s=2 * budget_s + 10)
+        finally:
+            os._exit(0)
+    there.close()
+    try:
+        with here:
+            steps = _train(replica, batch, seat=0, token=token, other=here, budget_s=budget_s)[_WARM:]
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    return Pair(*map(typical, zip(*steps, strict=True))) if steps else None
+
+
+def _train(
+    replica: Replica, batch: Batch, *, seat: int, token: str, other: socket.socket, budget_s: float
+) -> list[tuple[float, float]]:
+    """Every step's lane and exchange, until there were enough or the other worker is gone."""
+    endpoint = Endpoint(token, serve=lambda sock, said: None)
+    sync = LanesSync(2, endpoint=endpoint, token=token)
+    found: list[tuple[float, float]] = []
+    try:
+        view = _view(endpoint.address, other, seat)
+        threading.Thread(target=_abort_when_gone, args=(other, sync), name="shoal-pair", daemon=True).start()
+        if why := sync.reconfigure(view, seat):
+            raise ConnectionError(why)
+        began = time.perf_counter()
+        while len(found) < FEWEST or (time.perf_counter() - began < budget_s and len(found) < MOST):
+            start = time.thread_time()
+            replica.begin()
+            sums = sync.sums()
+            sums.lane(seat, replica.forward_backward(len(found), seat, batch, share=0.5))
+            lane_cpu_s = time.thread_time() - start
+            done = sync.commit(replica, len(found), sums)
+            if isinstance(done, Discarded):
+                break
+            found.append((lane_cpu_s, done.exchange_s + done.waited_s))
+    except (OSError, ValueError):  # ValueError: it was gone before it said where it is
+        return []
+    finally:
+        sync.close()
+        endpoint.close()
+    return found
+
+
+def _abort_when_gone(other: socket.socket, sync: LanesSync) -> None:
+    """Whoever waits for a worker that died must not wait for ever."""
+    with contextlib.suppress(OSError):
+        other.recv(1)
+    sync.abort(1)
+
+
+def _view(mine: Address, other: socket.socket, seat: int) -> View:
+    """Tell each other where to meet."""
+    other.sendall(mine.model_dump_json().encode() + b"\n")
+    with other.makefile("rb") as said:
+        theirs = Address.model_validate_json(said.readline())
+    return View(number=1, carries={0: [0], 1: [1]}, addresses={seat: mine, 1 - seat: theirs})

@@ -1,0 +1,145 @@
+"""`shoal plan` for real: a job is measured in a process of its own, and the answer names one way and all reasons."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from shoal.errors import JobError
+from shoal.jobs import planning
+from shoal.jobs.ask import ask
+from shoal.parallel.links.pace import pace
+from shoal.plan.costs.facts import Choice
+from shoal.spec.load import make_job
+from tests.conftest import CNN, MLP
+
+LAN = {"latency_s": 2e-4, "bytes_s": 125e6}
+
+
+def job(place, base=MLP, **changes):
+    return make_job(base | changes, base_dir=str(place))
+
+
+@pytest.fixture
+def facts(place, nursery):
+    """What was measured of a job, with one codec."""
+
+    def go(base, **changes):
+        return ask("measure", job(place, base, **changes), nursery=nursery, codecs=[{"kind": "bf16"}], threads=[1])
+
+    return go
+
+
+def test_what_is_measured(facts):
+    found = facts(CNN)
+    (time,) = found["times"]
+    assert time["threads"] == 1
+    assert all(value > 0 and math.isfinite(value) for value in time.values())
+    measured = planning.read_measured(found)
+    assert measured.lanes == 3
+    assert measured.floats == 80 + 16 + 584 + 16 + 1290
+    assert measured.stretch_bytes >= 4 * (measured.floats + 32), "moving buffers too"
+    assert measured.optimizer_bytes >= 8 * measured.floats
+    assert measured.worker_bytes > measured.stretch_bytes
+    assert measured.base_bytes > 50e6
+    assert measured.codecs["bf16"].encode_s > 0
+    assert found["crowding"] >= 1
+    assert found["exchange_s"] > 0 or found["cores"] == 1, "two workers were tried"
+    assert found["cores"] == len(os.sched_getaffinity(0))
+
+
+def test_measuring_does_not_run_into_the_end_of_a_schedule(facts):
+    assert facts(CNN, steps=1, evaluate={})["steps_per_epoch"] > 1
+
+
+def test_what_cannot_be_is_found_out(facts):
+    task = {"model": None, "loss": None, "metrics": [], "task": "models.py:Tally"}
+    tally = {"task": {"name": "models.py:Tally", "args": {"samples": 1797}}}
+    found = facts(MLP, **(task | tally), optimizer={"name": "Rprop"})
+    assert found["codecs"] == []
+    assert found["no_codecs"] == "codecs take float32 gradients, and some are float64"
+    assert found["no_servers"] == "servers hold parts of tensors, and Rprop may need whole ones"
+
+
+def test_errors_of_the_model_are_told(facts):
+    with pytest.raises(Exception, match="SH401"):
+        facts(MLP, model="models.py:Broken")
+
+
+@pytest.mark.parametrize(
+    ("changes", "own"),
+    [
+        ({}, Choice()),
+        ({"sync": "ddp", "threads": 2}, Choice(threads=2)),
+        ({"codec": "int8"}, Choice(codec="int8")),
+        (
+            {"sync": {"kind": "server", "servers": 2, "staleness": "inf"}},
+            Choice(sync="server", servers=2, staleness=math.inf),
+        ),
+    ],
+)
+def test_what_the_job_says(place, changes, own):
+    assert planning.own_choice(job(place, **changes)) == own
+
+
+def test_a_plan_names_one_way_and_all_reasons(place, nursery):
+    wanted = planning.Wanted(**LAN, hosts=2, most=6)
+    own = {"codec": {"kind": "int8", "block": 64}, "sync": {"kind": "server", "staleness": "inf"}}
+    planned = planning.plan(job(place, **own), wanted, nursery=nursery)
+    told = json.loads(json.dumps(planned.as_data(), allow_nan=False))
+    assert told["pick"] in told["rows"]
+    assert all(row["reason"] for row in told["rows"])
+    assert {row["choice"]["codec"] for row in told["rows"]} == {
+        "none", "bf16", "fp16", "int8", "int4", "sign", "topk", "lowrank",
+    }  # fmt: skip
+    assert told["measured"]["codecs"]["int8"]["settings"]["block"] == 64
+    refused = [row for row in told["rows"] if row["choice"]["workers"] > 4]
+    assert {row["refused"][:24] for row in refused} == {"the job has 4 lanes: of "}
+    for row in told["rows"]:
+        if row["choice"]["sync"] != "local" and not row["refused"]:
+            changed = planning.own_choice(job(place, **(own | row["settings"])))
+            wanted = [row["choice"][name] for name in ("sync", "codec", "threads", "servers")]
+            assert [changed.sync, changed.codec, changed.threads, changed.servers] == wanted
+
+
+def test_more_hosts_than_workers_are_refused(place):
+    with pytest.raises(JobError, match="SH107 --hosts: 5 hosts, and 4 workers at most"):
+        planning.plan(job(place), planning.Wanted(**LAN, hosts=5))
+
+
+def test_processes_of_one_host_talk():
+    found = pace()
+    assert 0 < found.latency_s < 1
+    assert found.bytes_s > 1e6
+
+
+def shoal(*words, cwd):
+    command = [sys.executable, "-c", "from shoal.cli import main; main()", *map(str, words)]
+    env = os.environ | {"COLUMNS": "250"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command(place):
+    """With one lane, so that what is picked does not depend on how fast this machine is."""
+    (place / "job.yaml").write_text(yaml.safe_dump(MLP))
+    done = shoal("plan", "job.yaml", "--workers", 2, "--set", "lanes=1", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (picked,) = [line for line in done.stdout.splitlines() if line.startswith("→")]
+    assert picked.split()[1] == "1"
+    assert "and nothing to exchange" in picked
+    assert "the job has 1 lane: of 2 workers 1 would carry nothing" in done.stdout
+    assert "Take 1 worker: " in done.stdout
+    assert "  shoal run job.yaml --workers 1\n" in done.stdout
+    assert "The job has one lane" in done.stdout
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--link", "fast"], "SH106"), (["--latency", "7"], "SH106")])
+def test_what_is_no_link(place, words, code):
+    (place / "job.yaml").write_text(yaml.safe_dump(MLP))
+    done = shoal("plan", "job.yaml", *words, cwd=place)
+    assert (done.returncode, code in done.stderr) == (2, True)

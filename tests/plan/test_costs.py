@@ -1,0 +1,262 @@
+"""What a choice costs: numbers worked out by hand, the bytes of the real exchange, and what must never turn round."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.parallel import ahead, exchange_plan
+from shoal.plan import balance
+from shoal.plan.costs import traffic
+from shoal.plan.costs.crew import Crew, crew
+from shoal.plan.costs.facts import Choice, Host, LaneTime, Link
+from shoal.plan.costs.predict import predict
+from tests.plan.costs_cases import CODECS, FAST, GB, HOST, LARGE, MB, SLOW, TINY, machine, mbit
+
+TWO_HOSTS = Choice(workers=2, hosts=2)
+
+
+def test_one_worker_computes_and_applies():
+    it = predict(Choice(), LARGE, machine(), FAST)
+    adding = 7 * 20 * MB / (4 * GB)
+    assert it.compute_s == pytest.approx(8 * 0.030 + adding)
+    assert (it.apply_s, it.exchange_s, it.encode_s, it.sent_bytes) == (0.005, 0, 0, 0)
+    assert it.memory_bytes == 500 * MB
+    assert it.epoch_s == 100 * it.step_s
+
+
+def test_two_workers_on_two_hosts_send_their_partial_and_hide_what_backward_allows():
+    it = predict(TWO_HOSTS, LARGE, machine(HOST, HOST), SLOW)
+    wire = 0.2e-3 + 20 * MB / 12.5e6
+    assert it.sent_bytes == 20 * MB
+    assert it.hidden_s == pytest.approx(0.020), "no longer than backward of the last lane"
+    assert it.exchange_s == pytest.approx(wire - 0.020 + 3 * 20 * MB / (4 * GB) + 0.5e-3)
+
+
+def test_on_one_host_nothing_is_sent_and_the_link_does_not_matter():
+    slow, fast = (predict(Choice(workers=4), LARGE, machine(), link) for link in (SLOW, FAST))
+    assert slow == fast
+    assert slow.sent_bytes == 0
+    assert 0 < slow.exchange_s < 0.05
+
+
+def test_workers_share_the_cores_of_their_host():
+    alone, crowded = (predict(Choice(workers=8), LARGE, machine(Host(n, 16 * GB)), FAST) for n in (8, 4))
+    assert crowded.compute_s == pytest.approx(2 * alone.compute_s)
+
+
+def test_busy_cores_slow_each_other_down():
+    """Each doubling of them by the same factor."""
+    crowded = replace(machine(), crowding=1.2)
+    for workers, factor in ((1, 1), (2, 1.2), (4, 1.2**2), (8, 1.2**2)):
+        idle, busy = (predict(Choice(workers=workers), LARGE, there, FAST) for there in (machine(), crowded))
+        assert busy.compute_s == pytest.approx(factor * idle.compute_s)
+
+
+def test_threads_are_taken_as_they_were_measured():
+    both = replace(LARGE, times={1: LARGE.times[1], 2: LaneTime(0.006, 0.012, 0.003)})
+    one, two = (predict(Choice(workers=2, threads=n), both, machine(), FAST) for n in (1, 2))
+    assert two.compute_s < one.compute_s
+    crowded = predict(Choice(workers=4, threads=2), both, machine(), FAST)
+    assert crowded.compute_s > predict(Choice(workers=4), both, machine(), FAST).compute_s
+
+
+def test_a_slower_host_carries_less():
+    hosts = machine(HOST, Host(4, 16 * GB, speed=1 / 3))
+    made = crew(TWO_HOSTS, LARGE, hosts)
+    assert made.carries == {0: 6, 1: 2}
+    equal = predict(TWO_HOSTS, LARGE, machine(HOST, HOST), FAST)
+    assert equal.compute_s < predict(TWO_HOSTS, LARGE, hosts, FAST).compute_s < 2 * equal.compute_s
+
+
+def test_a_hopeless_host_is_left_out():
+    made = crew(TWO_HOSTS, LARGE, machine(HOST, Host(1, 16 * GB, speed=0.01)))
+    assert made.carries == {0: 8}
+
+
+def test_encoded_lanes_all_go_to_everybody():
+    it = predict(replace(TWO_HOSTS, codec="bf16"), LARGE, machine(HOST, HOST), SLOW)
+    assert it.sent_bytes == 4 * 10 * MB, "four lanes of half the bytes"
+    assert it.encode_s == pytest.approx(4 * (0.002 + 20 * MB / (4 * GB)) + 8 * 0.002)
+
+
+def test_servers_get_pushes_and_give_values_back():
+    lanes, served = (replace(TWO_HOSTS, **change) for change in ({}, {"sync": "server", "servers": 1}))
+    it = predict(served, LARGE, machine(HOST, HOST), SLOW)
+    assert it.sent_bytes == 20 * MB, "of the worker that is not with the servers"
+    assert 20 * MB / 12.5e6 < it.exchange_s < 2 * 20 * MB / 12.5e6, "chunk by chunk, both ways at once"
+    assert it.exchange_s > predict(lanes, LARGE, machine(HOST, HOST), SLOW).exchange_s
+
+
+def test_stale_lanes_push_and_pull_one_by_one():
+    exact, stale = (
+        predict(replace(TWO_HOSTS, sync="server", servers=1, staleness=s), LARGE, machine(HOST, HOST), SLOW)
+        for s in (0, 4)
+    )
+    assert stale.sent_bytes == 4 * exact.sent_bytes
+
+
+def test_local_steps_exchange_once_in_a_while_and_keep_a_copy_per_lane():
+    lanes = predict(TWO_HOSTS, LARGE, machine(HOST, HOST), SLOW)
+    local = predict(replace(TWO_HOSTS, sync="local", every=32), LARGE, machine(HOST, HOST), SLOW)
+    assert local.sent_bytes == lanes.sent_bytes / 32
+    assert local.apply_s > 4 * 0.005, "every lane has an update of its own"
+    assert local.memory_bytes > lanes.memory_bytes
+    beside = predict(replace(TWO_HOSTS, sync="local", every=32, settle=4), LARGE, machine(HOST, HOST), SLOW)
+    assert beside.exchange_s < local.exchange_s / 2
+    assert beside.hidden_s > 0
+
+
+NOES = [
+    (Choice(workers=12), LARGE, machine(), "the job has 8 lanes: of 12 workers 4 would carry nothing"),
+    (Choice(workers=2), replace(LARGE, lanes=1), machine(), "the job has 1 lane: of 2 workers 1 would carry nothing"),
+    (Choice(), LARGE, machine(Host(4, 0.4 * GB)), "needs 0.5 GB, the machine has 0.4 GB"),
+    (TWO_HOSTS, LARGE, machine(HOST, Host(4, 0.4 * GB)), "needs 0.6 GB, the machine has 0.4 GB"),
+    (Choice(), replace(LARGE, worker_bytes=9 * GB), machine(Host(4, 4 * GB)), "needs 9.3 GB, the machine has 4.0 GB"),
+    (Choice(codec="int8"), replace(LARGE, no_codecs="they are float64"), machine(), "they are float64"),
+    (Choice(sync="server", servers=1), replace(LARGE, no_servers="LBFGS"), machine(), "LBFGS"),
+    (Choice(), replace(LARGE, only_servers="sparse tables"), machine(), "sparse tables"),
+    (Choice(threads=8), replace(LARGE, times={8: LARGE.times[1]}), machine(), "8 threads, and a machine has 4 cores"),
+]
+
+
+@pytest.mark.parametrize(("choice", "measured", "there", "why"), NOES, ids=[row[3] for row in NOES])
+def test_what_cannot_be_is_refused_with_a_sentence(choice, measured, there, why):
+    it = predict(choice, measured, there, FAST)
+    assert it.refused == why
+    assert it.step_s == 0
+
+
+def test_more_copies_need_more_memory():
+    needed = [predict(Choice(workers=2, sync="server", servers=n), LARGE, machine(), FAST).memory_bytes for n in (1, 2)]
+    assert needed[0] < needed[1]
+    remembers, forgets = (
+        predict(Choice(workers=2, codec=codec), LARGE, machine(), FAST).memory_bytes for codec in ("topk", "int8")
+    )
+    assert remembers > forgets + 200 * MB, "two of 20 MB for each of 8 lanes, for less that is sent"
+
+
+# ---- the real exchange ----
+
+
+class Stretch:
+    """As much of a layout as the plan of an exchange looks at."""
+
+    def __init__(self, size_bytes):
+        self.size_bytes = size_bytes
+
+
+@given(st.integers(2, 6), st.integers(2, 20), st.integers(1, 3), st.sampled_from([6400, 1_280_000, 12_800_000]))
+def test_bytes_are_those_of_the_real_exchange(workers, lanes, hosts, size):
+    lanes = max(lanes, workers)
+    host = {seat: seat % hosts for seat in range(workers)}
+    runs = balance.equal(lanes, range(workers))
+    real = exchange_plan.Plan.of(runs, lanes, Stretch(size))
+    partials = {seat: len(nodes) for seat, nodes in real.nodes.items()}
+    made = Crew(lanes, host, {s: len(r) for s, r in runs.items()}, partials, dict.fromkeys(range(workers), 1.0))
+    phases = traffic.of_lanes(made, size)
+    assert len(phases) == real.phases
+    for seat in range(workers):
+        far = [peer for peer in range(workers) if host[peer] != host[seat]]
+        frames = 2 * 256 * len(far)
+        assert sum(p.sent[seat] for p in phases) == pytest.approx(real.sent_bytes(seat, far), abs=frames + 0.01 * size)
+
+
+def test_the_limits_are_those_of_the_exchange():
+    assert traffic.LITTLE_BYTES == exchange_plan.LITTLE_BYTES
+    assert traffic.BUCKET_BYTES == ahead.BUCKET_BYTES
+
+
+@given(st.integers(1, 5), st.integers(2, 8))
+def test_what_leaves_arrives(hosts, workers):
+    host = {seat: seat % hosts for seat in range(workers)}
+    ones = dict.fromkeys(range(workers), 1)
+    for phase in traffic.of_lanes(Crew(workers, host, ones, ones, ones), 5 * MB):
+        assert phase.leaving.total() == phase.reaching.total() == phase.sent.total()
+
+
+# ---- what must never turn round ----
+
+SYNCS = [
+    {},
+    {"codec": "int8"},
+    {"codec": "topk"},
+    {"sync": "server", "servers": 1},
+    {"sync": "server", "servers": 2, "codec": "bf16"},
+    {"sync": "server", "servers": 2, "staleness": 4},
+    {"sync": "local", "every": 8},
+    {"sync": "local", "every": 32, "settle": 4},
+]
+choices = st.builds(
+    lambda hosts, more, how: Choice(workers=min(hosts + more, 8), hosts=hosts, **how),
+    st.integers(1, 3),
+    st.integers(0, 6),
+    st.sampled_from(SYNCS),
+)
+speeds = st.floats(1e5, 1e10)
+THREE = machine(HOST, HOST, Host(2, 16 * GB, speed=0.5))
+
+
+@given(choices, speeds, speeds, st.floats(0, 0.1), st.floats(1, 100))
+def test_a_faster_link_is_never_slower(choice, send, receive, latency, times):
+    slow = predict(choice, LARGE, THREE, Link(latency, send, receive))
+    for better in (
+        Link(latency, send * times, receive),
+        Link(latency, send, receive * times),
+        Link(latency / times, send, receive),
+    ):
+        assert predict(choice, LARGE, THREE, better).step_s <= slow.step_s
+
+
+@given(choices, speeds, st.integers(MB // 2, 10**8), st.integers(0, 10**8))
+def test_more_to_exchange_is_never_faster(choice, speed, floats, more):
+    some, more = (replace(LARGE, shapes=((n,),), stretch_bytes=4 * n) for n in (floats, floats + more))
+    link = Link(1e-3, speed, speed)
+    less, most = (predict(choice, measured, THREE, link) for measured in (some, more))
+    assert most.refused or less.step_s <= most.step_s * (1 + 1e-9)
+    assert most.refused or less.sent_bytes <= most.sent_bytes
+    assert less.memory_bytes <= most.memory_bytes
+
+
+@given(choices, st.floats(1, 10))
+def test_a_slower_lane_is_never_faster(choice, times):
+    time = LARGE.times[1]
+    slower = replace(LARGE, times={1: LaneTime(time.forward_s * times, time.backward_s, time.apply_s)})
+    assert predict(choice, LARGE, THREE, SLOW).step_s <= predict(choice, slower, THREE, SLOW).step_s * (1 + 1e-9)
+
+
+@given(st.integers(1, 3), st.integers(1, 64), st.integers(1, 64), st.integers(1, 4), speeds)
+def test_seldom_exchange_never_sends_or_waits_more(hosts, every, more, settle, speed):
+    often, seldom = (
+        predict(
+            Choice(workers=hosts, hosts=hosts, sync="local", every=n, settle=settle),
+            LARGE,
+            THREE,
+            Link(0, speed, speed),
+        )
+        for n in (every, every + more)
+    )
+    assert seldom.sent_bytes <= often.sent_bytes
+    assert seldom.exchange_s <= often.exchange_s * (1 + 1e-9)
+
+
+@given(choices, speeds)
+def test_nothing_is_negative_and_the_parts_are_the_step(choice, speed):
+    for measured in (LARGE, TINY):
+        it = predict(choice, measured, THREE, Link(1e-4, speed, speed))
+        parts = (it.compute_s, it.encode_s, it.exchange_s, it.apply_s)
+        assert min(*parts, it.hidden_s, it.sent_bytes) >= 0
+        assert it.step_s == pytest.approx(sum(parts))
+        assert it.memory_bytes > 0
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_slow_enough_link_makes_every_codec_worth_it(codec):
+    """With a lane per worker."""
+    two = replace(LARGE, lanes=2)
+    plain, coded = (
+        predict(replace(TWO_HOSTS, codec=name), two, machine(HOST, HOST), mbit(10)) for name in ("none", codec)
+    )
+    assert coded.sent_bytes < plain.sent_bytes
+    assert coded.step_s < plain.step_s

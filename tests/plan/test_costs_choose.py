@@ -1,0 +1,200 @@
+"""Which way is taken, what is offered, and that every other one is told why not."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import JobError
+from shoal.plan.costs import amounts
+from shoal.plan.costs.candidates import candidates, changes
+from shoal.plan.costs.choose import GAIN, choose, plan
+from shoal.plan.costs.facts import Choice, Host, LaneTime, Link, Prediction
+from tests.plan.costs_cases import FAST, GB, HOST, LARGE, SLOW, TINY, machine, mbit
+
+OWN = Choice()
+ONE_CORE = Host(1, 16 * GB)
+
+
+def made(measured=LARGE, there=None, link=FAST, own=OWN, most=8, allow=()):
+    return plan(own, measured, there or machine(), link, most=most, allow=allow)
+
+
+def reason(found, **wanted):
+    """Of the one row with this choice."""
+    (row,) = [row for row in found.rows if row.prediction.choice == Choice(**wanted)]
+    return row.reason
+
+
+CASES = [
+    ("one host: a worker for each core", {}, Choice(workers=4)),
+    ("more cores", {"there": machine(Host(8, 16 * GB))}, Choice(workers=8)),
+    ("tiny model", {"measured": TINY}, Choice()),
+    ("one core", {"there": machine(ONE_CORE)}, Choice()),
+    ("two hosts, fast link", {"there": machine(ONE_CORE, ONE_CORE)}, Choice(workers=2, hosts=2)),
+    ("two hosts, slow link", {"there": machine(ONE_CORE, ONE_CORE), "link": SLOW}, Choice()),
+    (
+        "two hosts, slow link, local steps allowed",
+        {"there": machine(ONE_CORE, ONE_CORE), "link": SLOW, "allow": ["local"]},
+        Choice(workers=2, hosts=2, sync="local", every=128),
+    ),
+    (
+        "two hosts, slow link, a lane each, codecs allowed",
+        {
+            "there": machine(ONE_CORE, ONE_CORE),
+            "link": mbit(50),
+            "allow": ["codecs"],
+            "measured": replace(LARGE, lanes=2, times={1: LaneTime(0.1, 0.2, 0.005)}),
+        },
+        Choice(workers=2, hosts=2, codec="topk"),
+    ),
+    (
+        "threads that pay, allowed",
+        {
+            "there": machine(HOST),
+            "measured": replace(LARGE, lanes=1, times={1: LARGE.times[1], 4: LaneTime(0.003, 0.006, 0.002)}),
+            "allow": ["threads"],
+        },
+        Choice(threads=4),
+    ),
+    ("fewer workers than cores asked for", {"most": 2}, Choice(workers=2)),
+    (
+        "memory for one worker alone",
+        {"there": machine(Host(4, 0.55 * GB))},
+        Choice(),
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "taken"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_what_is_taken(facts, taken):
+    found = made(**facts)
+    assert found.pick.prediction.choice == taken, found.pick.reason
+    assert found.pick.reason
+
+
+def test_nothing_that_changes_the_result_is_taken_unless_it_is_allowed():
+    there = machine(ONE_CORE, ONE_CORE)
+    found = made(there=there, link=SLOW)
+    assert found.pick.changes == ()
+    assert found.offer.changes == ("local",)
+    assert "needs allow [local]" in found.offer.reason
+    assert GAIN * found.offer.prediction.step_s < found.pick.prediction.step_s
+    allowed = made(there=there, link=SLOW, allow=["local"])
+    assert allowed.pick.prediction.choice == found.offer.prediction.choice
+
+
+@pytest.mark.parametrize(
+    ("choice", "own", "words"),
+    [
+        (Choice(workers=5, hosts=2), OWN, ()),
+        (Choice(sync="server", servers=2), OWN, ()),
+        (Choice(codec="bf16"), OWN, ("codecs",)),
+        (Choice(), Choice(codec="bf16"), ("codecs",)),
+        (Choice(codec="bf16", workers=3), Choice(codec="bf16"), ()),
+        (Choice(sync="server", servers=1, staleness=4, threads=2), OWN, ("staleness", "threads")),
+        (Choice(sync="local", every=8), OWN, ("local",)),
+        (Choice(sync="local", every=8), Choice(sync="local", every=32), ("local",)),
+        (Choice(sync="local", every=8, workers=2), Choice(sync="local", every=8), ()),
+    ],
+)
+def test_what_changes_the_result(choice, own, words):
+    assert changes(choice, own) == words
+
+
+# ---- reasons ----
+
+
+def test_small_work_is_left_to_one_worker_and_says_what_the_exchange_would_take():
+    found = made(measured=TINY, there=machine(ONE_CORE, ONE_CORE), link=mbit(1000, latency_s=5e-3))
+    assert found.pick.reason.startswith("one worker is faster: with ")
+    said = reason(found, workers=2, hosts=2)
+    assert said == "one worker is faster: exchange 5.6 ms, compute 0.13 ms instead of 0.26 ms"
+
+
+def test_codecs_that_cost_more_than_they_save():
+    found = made(there=machine(HOST, HOST), link=mbit(40_000))
+    assert reason(found, workers=8, hosts=2, codec="topk").startswith("topk costs more than it saves on this link: ")
+    assert reason(found, workers=4, codec="int8").startswith("on one host nothing is sent: int8 is only work, ")
+
+
+def test_servers_beside_lanes():
+    said = reason(made(), workers=4, sync="server", servers=1)
+    assert said.startswith("lanes are faster: servers take ")
+
+
+def test_the_pick_says_what_it_gains():
+    assert made().pick.reason.startswith("3.")
+    assert "times as fast as one worker: compute 65 ms instead of 275 ms, exchange " in made().pick.reason
+
+
+def test_little_gain_is_not_worth_more_processes():
+    fast = [Prediction(Choice(workers=n), compute_s=s) for n, s in ((1, 0.104), (2, 0.100))]
+    found = choose(fast, own=OWN)
+    assert found.pick.prediction.choice.workers == 1
+    assert found.pick.reason == "2 workers would be only 4 % faster"
+    assert [row.reason for row in found.rows if row is not found.pick] == ["4 % faster: not worth more processes"]
+
+
+def test_nothing_fits():
+    found = made(there=machine(Host(4, 0.1 * GB)))
+    assert found.pick is None
+    assert found.offer is None
+    assert {row.reason.split(",")[1] for row in found.rows} == {" the machine has 0.1 GB"}
+
+
+links = st.builds(Link, st.floats(0, 0.1), st.floats(1e5, 1e10), st.floats(1e5, 1e10))
+allowances = st.sets(st.sampled_from(["codecs", "local", "staleness", "threads"]))
+THREADED = replace(LARGE, times={1: LARGE.times[1], 2: LaneTime(0.006, 0.012, 0.003)})
+
+
+@given(
+    st.sampled_from([LARGE, TINY, THREADED]),
+    st.lists(st.sampled_from([HOST, ONE_CORE, Host(2, 0.6 * GB, speed=0.3)]), min_size=1, max_size=3),
+    links,
+    allowances,
+)
+def test_every_no_has_its_sentence_and_the_pick_is_about_the_fastest(measured, hosts, link, allow):
+    found = made(measured=measured, there=machine(*hosts), link=link, allow=allow)
+    assert all(row.reason for row in found.rows)
+    possible = [row for row in found.rows if row.possible]
+    steps = [row.prediction.step_s for row in possible]
+    assert steps == sorted(steps)
+    assert found.pick in found.rows
+    assert set(found.pick.changes) <= allow
+    fastest = min(row.prediction.step_s for row in possible if row.allowed)
+    assert found.pick.prediction.step_s <= GAIN * fastest
+    assert found.offer is None or not set(found.offer.changes) <= allow
+
+
+def test_candidates_hold_what_the_job_says_and_nothing_twice():
+    own = Choice(sync="server", servers=3, staleness=float("inf"), codec="bf16")
+    looked_at = candidates(own, LARGE, machine(HOST, HOST), most=8)
+    assert len(set(looked_at)) == len(looked_at)
+    assert all(replace(own, workers=n) in looked_at for n in range(1, 9))
+    assert all(choice.hosts <= choice.workers for choice in looked_at)
+    many = {choice.workers for choice in candidates(OWN, LARGE, machine(), most=100)}
+    assert {1, 2, 3, 8, 12, 64, 96, 100} <= many
+    assert len(many) < 20
+
+
+# ---- amounts ----
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("100mbit", 12.5e6), ("1 Gbit", 125e6), ("1.5GB/s", 1.5e9), (" 200 kB/s ", 2e5)]
+)
+def test_speeds(text, value):
+    assert amounts.bytes_per_s(text, where="--link") == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1ms", 1e-3), ("200us", 2e-4), ("0.5 s", 0.5), ("0ms", 0)])
+def test_durations(text, value):
+    assert amounts.seconds(text, where="--latency") == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "100", "0mbit", "-1mbit", "10 parsec"])
+def test_what_is_no_speed(text):
+    with pytest.raises(JobError, match="SH106 --link"):
+        amounts.bytes_per_s(text, where="--link")
