@@ -61,7 +61,7 @@ class Bench:
         return self._compare(model, HERE, going, wanted, nursery, lambda machine: machine)
 
     def links(self, model: str, mbit: float, hosts: Hosts, nurseries: Nurseries) -> list[dict[str, Any]]:
-        starts = sides(model, self.data, list(CODECS), nurseries)
+        starts = sides(model, self.data, list(CODECS), (), nurseries)
         asked: dict[str, Any] = {"mbit": mbit, "window_s": self.window_s, "batch": BATCH[model]}
         going = {
             name: lambda name=name: measure.speed(starts[name], hosts, self.scratch, **asked)["steps/s"]

@@ -37,7 +37,7 @@ CASES = [
     (
         "two hosts, slow link, local steps allowed",
         {"there": machine(ONE_CORE, ONE_CORE), "link": SLOW, "allow": ["local"]},
-        Choice(workers=2, hosts=2, sync="local", every=128),
+        Choice(workers=2, hosts=2, sync="local", every=128, settle=4),
     ),
     (
         "two hosts, slow link, a lane each, codecs allowed",
