@@ -264,9 +264,9 @@ def test_a_slow_enough_link_makes_every_codec_worth_it(codec):
 
 def test_local_steps_with_a_codec_send_what_the_codec_makes_of_them():
     local = replace(TWO_HOSTS, sync="local", every=32, settle=4)
-    there = machine(HOST, HOST)
-    plain, coded = (predict(replace(local, codec=codec), LARGE, there, SLOW) for codec in ("none", "int8"))
-    lanes = predict(replace(TWO_HOSTS, codec="int8"), LARGE, there, SLOW)
+    there, model = machine(HOST, HOST), replace(LARGE, lanes=2)
+    plain, coded = (predict(replace(local, codec=codec), model, there, SLOW) for codec in ("none", "int8"))
+    lanes = predict(replace(TWO_HOSTS, codec="int8"), model, there, SLOW)
     assert coded.sent_bytes == pytest.approx(lanes.sent_bytes / 32)
     assert coded.sent_bytes < plain.sent_bytes
     assert coded.encode_s == pytest.approx(lanes.encode_s / 32)
