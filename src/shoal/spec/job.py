@@ -20,6 +20,7 @@ from pydantic import (
 
 from shoal.spec.base import Ref, Spec
 from shoal.spec.data import Data, FoldSplit
+from shoal.spec.shard import NoShard, Shard
 
 MOST_WORKERS = 1024
 
@@ -296,7 +297,7 @@ class Faults(Spec):
     pause_s: NonNegativeFloat = 0.1
 
 
-_SHORT = ("sync", "codec", "engine")
+_SHORT = ("sync", "codec", "shard", "engine")
 
 
 class Job(Spec):
@@ -327,6 +328,7 @@ class Job(Spec):
     device: str = "auto"
     sync: Sync = Field(default_factory=LanesSync)
     codec: Codec = Field(default_factory=NoCodec)
+    shard: Shard = Field(default_factory=NoShard)
     engine: LocalEngine = Field(default_factory=LocalEngine)
 
     evaluate: Evaluate = Field(default_factory=Evaluate)
@@ -342,7 +344,7 @@ class Job(Spec):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, value: Any) -> Any:
-        """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec and engine."""
+        """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec, shard and engine."""
         if not isinstance(value, dict):
             return value
         value = {k: {"kind": v} if k in _SHORT and isinstance(v, str) else v for k, v in value.items()}
@@ -380,4 +382,6 @@ class Job(Spec):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})
             body["sync"] = stale if self.sync.inexact else LanesSync().model_dump()
         body["lanes"] = self.lane_count
+        if self.shard.kind == "none":
+            del body["shard"]
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
