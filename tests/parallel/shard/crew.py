@@ -1,0 +1,228 @@
+"""Real processes that hold a model together: forked, each with a grid of its own; what each returns comes back."""
+
+import contextlib
+import os
+import pickle
+import signal
+import tempfile
+import traceback
+from functools import reduce
+from pathlib import Path
+
+import torch
+from benchmarks.overhead.models import GPT
+from torch import nn
+from torch.distributed import FileStore
+from torch.nn import functional
+
+from shoal.data.batch import Batch
+from shoal.parallel.randomness import Chance
+from shoal.parallel.replica import Clipping, Replica, add
+from shoal.parallel.shard.blueprint import Blueprint
+from shoal.parallel.shard.fsdp import FsdpCut
+from shoal.parallel.shard.grid import Grid
+from shoal.parallel.shard.held import Held
+from shoal.parallel.shard.pipeline import PipelineCut
+from shoal.parallel.shard.replica import ShardedReplica
+from shoal.parallel.shard.tensor import TensorCut
+from shoal.spec import seeds
+
+SEED = 3
+LANES = 4
+LONGEST_S = 120
+
+
+def crew(size, act, ways=None):
+    """What `act(grid)` returned in each of `size` processes, by rank."""
+    with tempfile.TemporaryDirectory() as place:
+        started = [_fork(rank, size, ways or size, Path(place), act) for rank in range(size)]
+        try:
+            return [_result(rank, pipe) for rank, (_, pipe) in enumerate(started)]
+        finally:
+            for pid, pipe in started:
+                pipe.close()
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _fork(rank, size, ways, place, act):
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(into)
+        return pid, os.fdopen(out, "rb")
+    signal.alarm(LONGEST_S)
+    os.close(out)
+    with os.fdopen(into, "wb") as pipe:
+        try:
+            torch.set_num_threads(1)
+            grid = Grid(FileStore(str(place / "store"), size), rank=rank, size=size, ways=ways)
+            pipe.write(pickle.dumps((True, act(grid))))
+        except BaseException:
+            pipe.write(pickle.dumps((False, traceback.format_exc())))
+    os._exit(0)
+
+
+def _result(rank, pipe):
+    content = pipe.read()
+    assert content, f"process {rank} died"
+    well, value = pickle.loads(content)
+    assert well, f"process {rank}: {value}"
+    return value
+
+
+# ---- what is trained ----
+
+
+def gpt():
+    return GPT(vocabulary=34, context=12, width=32, heads=4, depth=3)
+
+
+class Tied(GPT):
+    def __init__(self):
+        super().__init__(vocabulary=34, context=12, width=32, heads=4, depth=2)
+        self.head.weight = self.tokens.weight
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24), nn.GELU(), nn.Linear(24, 34)
+    )
+
+
+def frozen():
+    model = mlp()
+    model[2].requires_grad_(False)
+    model[4].bias.requires_grad_(False)
+    return model
+
+
+def normed():
+    """Buffers that move, one that does not, and dropout."""
+    model = nn.Sequential(
+        nn.Linear(12, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(32, 32),
+        nn.ReLU(),
+        nn.Linear(32, 34),
+    )
+    model.register_buffer("constant", torch.tensor([1.0, 2.5]))
+    return model
+
+
+class Encoder(nn.Module):
+    """torch's own layers, with attention, dropout and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(34, 32)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(32, 34)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(12))
+
+    def forward(self, x):
+        h = self.tokens(x)
+        for layer in self.layers:
+            h = layer(h, src_mask=self.mask, is_causal=True)
+        return self.head(h).transpose(1, 2)
+
+
+MODELS = {"gpt": gpt, "tied": Tied, "mlp": mlp, "frozen": frozen, "normed": normed, "encoder": Encoder}
+TOKENS = {"gpt", "tied", "encoder"}
+CUTS = {
+    "gpt": ["blocks.1", "blocks.2", "norm"],
+    "tied": ["blocks.1", "norm", "head"],
+    "mlp": ["2", "4", "6"],
+    "frozen": ["2", "4", "6"],
+    "normed": ["4", "5", "6"],
+    "encoder": ["layers.1", "layers.2", "head"],
+}
+
+
+def batch(model, step, lane, size=6):
+    generator = torch.Generator().manual_seed(1000 * step + lane)
+    if model in TOKENS:
+        tokens = torch.randint(0, 34, (size, 13), generator=generator)
+        return Batch((tokens[:, :-1],), tokens[:, 1:], size)
+    return Batch(
+        (torch.randn(size, 12, generator=generator),), torch.randint(0, 34, (size,), generator=generator), size
+    )
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(*batch.inputs), batch.target)
+
+
+def counted(model, batch):
+    return functional.cross_entropy(model(*batch.inputs), batch.target, reduction="sum"), batch.target.numel()
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.003, fused=True)
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+# ---- training ----
+
+
+def cut_of(kind, model, name, grid, **options):
+    if kind == "fsdp":
+        return FsdpCut(model, grid)
+    if kind == "tensor":
+        return TensorCut(model, grid, **options)
+    cuts = CUTS[name][: grid.ways - 1]
+    return PipelineCut(model, grid, cuts=cuts, loss=loss, example=batch(name, 0, 0), **options)
+
+
+def start(name, chance=None):
+    chance = chance or Chance(torch.device("cpu"))
+    chance.fully(SEED, seeds.MODEL)
+
+
+def sharded(grid, kind, name, optimizer=sgd, loss=loss, clip=None, **options):
+    start(name)
+    blueprint = Blueprint(MODELS[name])
+    assert blueprint.why_whole == ""
+    cut = cut_of(kind, blueprint.model, name, grid, **options)
+    held = Held.of(cut)
+    held.fill(blueprint)
+    replica = ShardedReplica(cut, held, optimizer(held.bare), loss, seed=SEED, clipping=Clipping(norm=clip))
+    replica.probe(batch(name, 0, 0))
+    return replica
+
+
+def train(replica, name, steps, first=0):
+    """Every lane once in a step, by whichever replica and member; all share equally."""
+    grid = replica.cut.grid
+    block = LANES // grid.replicas
+    lanes = range(grid.row * block, (grid.row + 1) * block)
+    mine = lanes if replica.cut.together else lanes[grid.seat :: grid.ways]
+    losses = []
+    for step in range(first, first + steps):
+        replica.begin()
+        sums = [replica.forward_backward(step, lane, batch(name, step, lane), share=1 / LANES) for lane in mine]
+        total = reduce(add, sums)
+        replica.agree(total)
+        losses.append(float(replica.apply(step, total)))
+    return losses
+
+
+def alone(name, steps, optimizer=sgd, loss=loss, clip=None):
+    """The same in a single process: the replica, and the losses."""
+    start(name)
+    model = MODELS[name]()
+    replica = Replica(model, optimizer(model), loss, seed=SEED, clipping=Clipping(norm=clip))
+    replica.probe(batch(name, 0, 0))
+    losses = []
+    for step in range(steps):
+        replica.begin()
+        lanes = range(LANES)
+        sums = [replica.forward_backward(step, lane, batch(name, step, lane), share=1 / LANES) for lane in lanes]
+        losses.append(float(replica.apply(step, reduce(add, sums))))
+    return replica, losses
