@@ -37,7 +37,7 @@ def crew(size, act, ways=None):
     with tempfile.TemporaryDirectory() as place:
         started = [_fork(rank, size, ways or size, Path(place), act) for rank in range(size)]
         try:
-            return [_result(rank, pipe) for rank, (_, pipe) in enumerate(started)]
+            return _results([pipe for _, pipe in started])
         finally:
             for pid, pipe in started:
                 pipe.close()
@@ -64,12 +64,14 @@ def _fork(rank, size, ways, place, act):
     os._exit(0)
 
 
-def _result(rank, pipe):
-    content = pipe.read()
-    assert content, f"process {rank} died"
-    well, value = pickle.loads(content)
-    assert well, f"process {rank}: {value}"
-    return value
+def _results(pipes):
+    """One failure makes others: the first that is not about a lost peer is the one to tell."""
+    contents = [pipe.read() for pipe in pipes]
+    assert all(contents), f"died: {[rank for rank, content in enumerate(contents) if not content]}"
+    outcomes = [pickle.loads(content) for content in contents]
+    failures = [value for well, value in outcomes if not well]
+    assert not failures, min(failures, key=lambda text: "gloo" in text)
+    return [value for _, value in outcomes]
 
 
 # ---- what is trained ----

@@ -11,7 +11,8 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import ProcessGroup, Store
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TALKING_TIME = timedelta(minutes=10)

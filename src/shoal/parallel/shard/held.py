@@ -87,24 +87,27 @@ class Held:
 def pieces_of(held: Held, optimizer: Optimizer | None = None) -> dict[str, Piece]:
     """What this process answers for: references, to be copied before the next step changes them."""
     found = {f"/model/{n}": Piece(p.box, p.local.detach()) for n, p in held.parts.items() if p.first and _kept(held, n)}
-    if optimizer is not None:
-        for part in held.trainable:
-            if part.first:
-                for key, value in optimizer.state.get(part.local, {}).items():
-                    if isinstance(value, Tensor):
-                        found[f"/optimizer/{part.name}/{key}"] = Piece(_box_of(part, value.shape), value)
+    if optimizer is None:
+        return found
+    for part in held.trainable:
+        if part.first:
+            found.update(_state_of(part, optimizer.state.get(part.local, {})))
     return found
+
+
+def _state_of(part: Part, state: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
+    """State lies like its parameter, or is small and whole (a count of steps): then who has the beginning answers."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and tuple(value.shape) == part.box.size:
+            yield f"/optimizer/{part.name}/{key}", Piece(part.box, value)
+        elif isinstance(value, Tensor) and not any(part.box.start):
+            yield f"/optimizer/{part.name}/{key}", Piece(Box.whole(value.shape), value)
 
 
 def _kept(held: Held, name: str) -> bool:
     """Buffers that are not persistent are no part of a state."""
     path, _, key = name.rpartition(".")
     return key not in held.model.get_submodule(path)._non_persistent_buffers_set
-
-
-def _box_of(part: Part, shape: Sequence[int]) -> Box:
-    """State lies like its parameter, or is small and whole (a count of steps)."""
-    return part.box if tuple(shape) == part.box.size else Box.whole(shape)
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

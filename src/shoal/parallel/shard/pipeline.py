@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import error
 from shoal.parallel.replica import LossFunction
-from shoal.parallel.shard.blueprint import OnMeta, named_tensors
+from shoal.parallel.shard.blueprint import named_tensors
 from shoal.parallel.shard.grid import Grid, take_from
-from shoal.parallel.shard.stages import Survey, order, survey, without_memory
+from shoal.parallel.shard.stages import Before, Survey, order, survey, without_memory
 
 
 class Batch(Protocol):
@@ -49,11 +49,16 @@ class _Leave(BaseException):
 
 @dataclass
 class _Pass:
-    """One microbatch on its way through this stretch."""
+    """One microbatch on its way through this stretch. `sent` is on its way to the next one."""
 
     received: list[Tensor] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
     weight: Tensor | None = None
+    sent: list[_Sent] = field(default_factory=list)
+
+
+_Sent = tuple[Work, Tensor]
+"""Who sends must leave the values alone until it is done."""
 
 
 class PipelineCut:
@@ -86,15 +91,16 @@ class PipelineCut:
         parts = batch.parts(self._microbatches)
         acts = order(self._schedule, stage=self.grid.seat, stages=self.grid.ways, microbatches=len(parts))
         passes: dict[int, _Pass] = {}
-        sent: list[tuple[Work, Tensor]] = []
+        returned: list[_Sent] = []
         total = torch.zeros(3, dtype=torch.float64)  # loss, count, and whether there is a count
         for verb, i in acts:
             if verb == "forward":
-                passes[i] = self._forward(loss, parts[i], share * parts[i].size / batch.size, total, sent)
+                passes[i] = self._forward(loss, parts[i], share * parts[i].size / batch.size, total)
             else:
-                self._backward(passes.pop(i), sent)
-        for work, _ in sent:
-            work.wait()
+                grads = self._backward(passes.pop(i))
+                _wait(returned)
+                returned = self._send(grads, self.grid.seat - 1)
+        _wait(returned)
         self._add_shared()
         take_from([total], self.grid.rank_of(self.grid.ways - 1), self.grid.shard_group)
         return total[0], total[1] if total[2] else None
@@ -104,18 +110,16 @@ class PipelineCut:
 
     # ---- one microbatch ----
 
-    def _forward(
-        self, loss: LossFunction, batch: Any, share: float, total: Tensor, sent: list[tuple[Work, Tensor]]
-    ) -> _Pass:
+    def _forward(self, loss: LossFunction, batch: Any, share: float, total: Tensor) -> _Pass:
         passing = _Pass()
-        on_meta = OnMeta(on=False)
+        before = Before(on=False)
         try:
-            with on_meta, self._hooks(passing, on_meta):
+            with before, self._hooks(passing, before):
                 result = loss(self.model, batch)
         except _Leave as leaving:
             passing.results = [value for value in leaving.values if value.requires_grad]
-            self._send([value.detach() for value in leaving.values], self.grid.seat + 1, sent)
-            self._send([torch.get_rng_state()], self.grid.seat + 1, sent)
+            values = [value.detach() for value in leaving.values]
+            passing.sent = self._send([*values, torch.get_rng_state()], self.grid.seat + 1)
             return passing
         if isinstance(result, tuple):
             value, count = result
@@ -127,13 +131,13 @@ class PipelineCut:
         return passing
 
     @contextlib.contextmanager
-    def _hooks(self, passing: _Pass, on_meta: OnMeta) -> Iterator[None]:
+    def _hooks(self, passing: _Pass, before: Before) -> Iterator[None]:
         def begin(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            on_meta.on = True
+            before.on = True
             return without_memory((args, kwargs))
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            on_meta.on = False
+            before.on = False
             leaves, spec = pytree.tree_flatten((args, kwargs))
             return pytree.tree_unflatten(self._receive_into(leaves, passing), spec)
 
@@ -168,24 +172,26 @@ class PipelineCut:
         torch.set_rng_state(self._receive(torch.empty_like(torch.get_rng_state()), self.grid.seat - 1))
         return found
 
-    def _backward(self, passing: _Pass, sent: list[tuple[Work, Tensor]]) -> None:
+    def _backward(self, passing: _Pass) -> list[Tensor]:
+        """Returns what the stretch before this one waits for."""
         if self._leave is None:
             weights: list[Tensor | None] = [passing.weight]
         else:
             weights = [self._receive(torch.empty_like(value), self.grid.seat + 1) for value in passing.results]
-        torch.autograd.backward(passing.results, weights)  # type: ignore[arg-type]
-        grads = [torch.zeros_like(v) if v.grad is None else v.grad for v in passing.received]
-        self._send(grads, self.grid.seat - 1, sent)
+            _wait(passing.sent)
+        torch.autograd.backward(passing.results, weights)
+        return [torch.zeros_like(v) if v.grad is None else v.grad for v in passing.received]
 
     # ---- between members ----
 
-    def _send(self, values: Sequence[Tensor], seat: int, sent: list[tuple[Work, Tensor]]) -> None:
-        """They must stay as they are until the work is done, so `sent` holds them."""
+    def _send(self, values: Sequence[Tensor], seat: int) -> list[_Sent]:
+        sent = []
         for value in values:
             value = value.contiguous()
             work = distributed.isend(value, self.grid.rank_of(seat), group=self.grid.shard_group)
             assert work is not None
             sent.append((work, value))
+        return sent
 
     def _receive(self, into: Tensor, seat: int) -> Tensor:
         into = into.contiguous()
@@ -200,21 +206,19 @@ class PipelineCut:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sent: list[tuple[Work, Tensor]] = []
             if self.grid.seat == seats[0]:
                 for seat in seats[1:]:
                     parameter.grad += self._receive(torch.empty_like(parameter.grad), seat)
                 for seat in seats[1:]:
-                    self._send([parameter.grad], seat, sent)
+                    _wait(self._send([parameter.grad], seat))
             else:
-                self._send([parameter.grad], seats[0], sent)
-                self._receive_grad(parameter, seats[0])
-            for work, _ in sent:
-                work.wait()
+                _wait(self._send([parameter.grad], seats[0]))
+                parameter.grad = self._receive(torch.empty_like(parameter.grad), seats[0])
 
-    def _receive_grad(self, parameter: Tensor, seat: int) -> None:
-        assert parameter.grad is not None
-        parameter.grad = self._receive(torch.empty_like(parameter.grad), seat)
+
+def _wait(sent: Sequence[_Sent]) -> None:
+    for work, _ in sent:
+        work.wait()
 
 
 def _give_memory(model: nn.Module, names: set[str]) -> None:

@@ -77,7 +77,7 @@ def save(files: Files, pieces: Mapping[str, Piece]) -> tuple[list[Row], dict[str
 
 
 class Saved:
-    """Pieces in files, of all who wrote some. Holds no more than one blob at a time."""
+    """Pieces in files, of all who wrote some. Keeps what small pieces share a blob, and of large ones nothing."""
 
     def __init__(self, files: Files, rows: Iterable[Row]) -> None:
         self._files = files
@@ -86,7 +86,7 @@ class Saved:
         for row in rows:
             self._rows[row.name].append(row)
             self._specs[row.blob][row.key] = (row.dtype, row.size)
-        self._open: tuple[str, dict[str, Tensor]] = ("", {})
+        self._small: dict[str, dict[str, Tensor]] = {}
 
     def names(self) -> Iterable[str]:
         return self._rows
@@ -97,10 +97,10 @@ class Saved:
     def read(self, name: str, number: int) -> Tensor:
         """SH502 if it is damaged or gone."""
         row = self._rows[name][number]
-        if self._open[0] != row.blob:
-            self._open = ("", {})
-            self._open = (row.blob, self._read_blob(row.blob))
-        return self._open[1][row.key]
+        content = self._small.get(row.blob) or self._read_blob(row.blob)
+        if len(content) > 1:
+            self._small[row.blob] = content
+        return content[row.key]
 
     def _read_blob(self, digest: str) -> dict[str, Tensor]:
         where = f"{self._files.where.rstrip('/')}/{blob_path(digest)}"

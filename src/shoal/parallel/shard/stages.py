@@ -102,6 +102,15 @@ def without_memory(values: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, values)
 
 
+class Before(OnMeta):
+    """While `on`, everything happens on the meta device, also what is done with tensors that have memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.on and func.__name__ != "__get__":
+            args, kwargs = without_memory((args, kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 @contextlib.contextmanager
 def _forgiving(done: list[bool]) -> Iterator[None]:
     try:
