@@ -6,7 +6,6 @@ import pickle
 import signal
 import tempfile
 import traceback
-from functools import reduce
 from pathlib import Path
 
 import torch
@@ -18,14 +17,11 @@ from torch.nn import functional
 from shoal.data.batch import Batch
 from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Clipping, Replica, add
-from shoal.parallel.shard.blueprint import Blueprint
-from shoal.parallel.shard.fsdp import FsdpCut
 from shoal.parallel.shard.grid import Grid
-from shoal.parallel.shard.held import Held
-from shoal.parallel.shard.pipeline import PipelineCut
+from shoal.parallel.shard.make import hold
 from shoal.parallel.shard.replica import ShardedReplica
-from shoal.parallel.shard.tensor import TensorCut
 from shoal.spec import seeds
+from shoal.spec.shard import FsdpShard, PipelineShard, TensorShard
 
 SEED = 3
 LANES = 4
@@ -173,27 +169,22 @@ def sgd(model):
 # ---- training ----
 
 
-def cut_of(kind, model, name, grid, **options):
+def spec_of(kind, name, ways, **options):
     if kind == "fsdp":
-        return FsdpCut(model, grid)
+        return FsdpShard(kind=kind)
     if kind == "tensor":
-        return TensorCut(model, grid, **options)
-    cuts = CUTS[name][: grid.ways - 1]
-    return PipelineCut(model, grid, cuts=cuts, loss=loss, example=batch(name, 0, 0), **options)
+        return TensorShard(kind=kind, **options)
+    return PipelineShard(kind=kind, **({"cuts": CUTS[name][: ways - 1]} | options))
 
 
-def start(name, chance=None):
-    chance = chance or Chance(torch.device("cpu"))
-    chance.fully(SEED, seeds.MODEL)
+def seeded():
+    Chance(torch.device("cpu")).fully(SEED, seeds.MODEL)
 
 
 def sharded(grid, kind, name, optimizer=sgd, loss=loss, clip=None, **options):
-    start(name)
-    blueprint = Blueprint(MODELS[name])
-    assert blueprint.why_whole == ""
-    cut = cut_of(kind, blueprint.model, name, grid, **options)
-    held = Held.of(cut)
-    held.fill(blueprint)
+    seeded()
+    spec = spec_of(kind, name, grid.ways, **options)
+    cut, held = hold(spec, grid, MODELS[name], loss=loss, example=batch(name, 0, 0))
     replica = ShardedReplica(cut, held, optimizer(held.bare), loss, seed=SEED, clipping=Clipping(norm=clip))
     replica.probe(batch(name, 0, 0))
     return replica
@@ -209,15 +200,20 @@ def train(replica, name, steps, first=0):
     for step in range(first, first + steps):
         replica.begin()
         sums = [replica.forward_backward(step, lane, batch(name, step, lane), share=1 / LANES) for lane in mine]
-        total = reduce(add, sums)
+        total = tree(sums)
         replica.agree(total)
         losses.append(float(replica.apply(step, total)))
     return losses
 
 
+def tree(sums):
+    """Added in pairs, as lanes always are."""
+    return sums[0] if len(sums) == 1 else add(tree(sums[: len(sums) // 2]), tree(sums[len(sums) // 2 :]))
+
+
 def alone(name, steps, optimizer=sgd, loss=loss, clip=None):
     """The same in a single process: the replica, and the losses."""
-    start(name)
+    seeded()
     model = MODELS[name]()
     replica = Replica(model, optimizer(model), loss, seed=SEED, clipping=Clipping(norm=clip))
     replica.probe(batch(name, 0, 0))
@@ -226,5 +222,5 @@ def alone(name, steps, optimizer=sgd, loss=loss, clip=None):
         replica.begin()
         lanes = range(LANES)
         sums = [replica.forward_backward(step, lane, batch(name, step, lane), share=1 / LANES) for lane in lanes]
-        losses.append(float(replica.apply(step, reduce(add, sums))))
+        losses.append(float(replica.apply(step, tree(sums))))
     return replica, losses

@@ -12,7 +12,9 @@ import hashlib
 
 import pytest
 import torch
+from torch.distributed import FileStore
 
+from shoal.parallel.shard.grid import Grid
 from shoal.parallel.shard.held import Gathered, Held, Piece, load, pieces_of
 from tests.conftest import long
 from tests.parallel.shard.crew import MODELS, TOKENS, adamw, alone, batch, counted, crew, sharded, train
@@ -115,6 +117,13 @@ def test_the_same_layout_gives_the_same_bits(kind, size):
     assert sha256(one) == sha256(other)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_the_number_of_replicas_changes_no_bit(kind):
+    """Lanes are added on the same tree, by one replica or by two."""
+    one, two = (run(kind, "gpt", size, 2, 3, optimizer=adamw) for size in (2, 4))
+    assert sha256(one) == sha256(two[:2])
+
+
 @pytest.mark.parametrize("kind", ["fsdp", "tensor", "pipeline"])
 def test_replicas_have_the_same_bits(kind):
     results = run(kind, "gpt", 4, 2, 3)
@@ -182,3 +191,39 @@ def test_a_member_without_a_lane_changes_nothing():
     value = replica.apply(0, replica.forward_backward(0, 0, batch("mlp", 0, 0), share=1.0))
     assert off(whole("mlp", results, 2), replica.model.state_dict()) < ROUNDING
     assert results[1][0] == pytest.approx(float(value), rel=ROUNDING)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor", "pipeline"])
+def test_a_group_is_made_anew_and_goes_on(kind, tmp_path):
+    """In the same processes, with what each of them held."""
+
+    def act(grid):
+        replica = sharded(grid, kind, "gpt", optimizer=adamw)
+        train(replica, "gpt", 2)
+        kept = {n: Piece(p.box, p.values.clone()) for n, p in pieces_of(replica.held, replica.optimizer).items()}
+        everybody = [None] * grid.ways
+        torch.distributed.all_gather_object(everybody, kept)
+        undisturbed = train(replica, "gpt", 2, first=2)
+        grid.close()
+        again = Grid(FileStore(str(tmp_path / kind), 2), rank=grid.seat, size=2, ways=2)
+        replica = sharded(again, kind, "gpt", optimizer=adamw)
+        load(replica.held, Gathered(everybody), replica.optimizer)
+        return undisturbed, train(replica, "gpt", 2, first=2)
+
+    for undisturbed, again in crew(2, act):
+        assert undisturbed == again
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor", "pipeline"])
+def test_the_model_can_be_looked_at(kind):
+    def act(grid):
+        replica = sharded(grid, kind, "encoder")
+        replica.model.eval()
+        return replica.cut.look(lambda model, batch: model(*batch.inputs), batch("encoder", 9, 9))
+
+    replica, _ = alone("encoder", 0)
+    replica.model.eval()
+    expected = replica.model(*batch("encoder", 9, 9).inputs)
+    *others, last = crew(2, act)
+    torch.testing.assert_close(last, expected)
+    assert kind == "pipeline" or all(torch.equal(other, last) for other in others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -27,3 +28,7 @@ class Cut(Protocol):
 
     def holder(self, name: str) -> int:
         """The seat that answers for a parameter or buffer that members have in full."""
+
+    def look(self, act: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        """What `act(model, batch)` returns, without gradients. All members call it; in a pipeline the last one gets the
+        result, and the others None."""

@@ -13,7 +13,7 @@ microbatch, dropout draws the numbers that it would draw in a single process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -108,27 +108,40 @@ class PipelineCut:
     def holder(self, name: str) -> int:
         return self.holders[name][0]
 
+    @torch.no_grad()
+    def look(self, act: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        passing = _Pass()
+        result = self._call(act, batch, passing)
+        _wait(passing.sent)
+        return result
+
     # ---- one microbatch ----
 
     def _forward(self, loss: LossFunction, batch: Any, share: float, total: Tensor) -> _Pass:
         passing = _Pass()
+        result = self._call(loss, batch, passing)
+        if self._leave is not None:
+            return passing
+        if isinstance(result, tuple):
+            value, count = result
+            total += torch.tensor([float(value.detach()), float(count), 1.0], dtype=torch.float64)
+        else:
+            value, passing.weight = result, torch.tensor(share, dtype=result.dtype)
+            total[0] += float(value.detach()) * share
+        passing.results = [value]
+        return passing
+
+    def _call(self, act: Callable[[nn.Module, Any], Any], batch: Any, passing: _Pass) -> Any:
+        """This stretch of what `act` does with the model; its result, if this is the last one."""
         before = Before(on=False)
         try:
             with before, self._hooks(passing, before):
-                result = loss(self.model, batch)
+                return act(self.model, batch)
         except _Leave as leaving:
             passing.results = [value for value in leaving.values if value.requires_grad]
             values = [value.detach() for value in leaving.values]
             passing.sent = self._send([*values, torch.get_rng_state()], self.grid.seat + 1)
-            return passing
-        if isinstance(result, tuple):
-            value, count = result
-            total += torch.tensor([float(value), float(count), 1.0], dtype=torch.float64)
-        else:
-            value, passing.weight = result, torch.tensor(share, dtype=result.dtype)
-            total[0] += float(value) * share
-        passing.results = [value]
-        return passing
+        return None
 
     @contextlib.contextmanager
     def _hooks(self, passing: _Pass, before: Before) -> Iterator[None]:

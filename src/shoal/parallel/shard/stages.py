@@ -137,11 +137,19 @@ class _Use(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def units(entered: Sequence[str], model: nn.Module) -> list[str]:
-    """Modules at which a model may be cut: the blocks of its outermost lists, as they are entered."""
+def units(model: nn.Module, seen: Survey) -> list[str]:
+    """Modules at which a model may be cut: the blocks of its outermost lists, and what it calls after the last of them,
+    in the order in which they are entered."""
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    outer = [
-        name for name in lists if not any(name.startswith(f"{o}.") or (not o and name) for o in lists if o != name)
-    ]
+    outer = [name for name in lists if not any(_is_in(name, other) for other in lists)]
     blocks = {f"{name}.{key}".lstrip(".") for name in outer for key, _ in model.get_submodule(name).named_children()}
-    return [name for name in entered if name in blocks]
+    children = {name for name, _ in model.named_children()}
+    found: list[str] = []
+    for name in seen.entered:
+        if seen.entered.count(name) == 1 and (name in blocks or (found and name in children - set(outer))):
+            found.append(name)
+    return found
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
