@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.memory", description=__doc__)
     report.take_names(parser, "side", SIDES)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
-    shape = {"vocabulary": 8192, "context": 32, "width": 768, "heads": 12, "depth": 28, "samples": 4, "steps": 3}
+    shape = {"vocabulary": 8192, "context": 16, "width": 768, "heads": 12, "depth": 28, "samples": 4, "steps": 3}
     for name, default in shape.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results")
