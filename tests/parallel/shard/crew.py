@@ -91,6 +91,7 @@ def mlp():
 
 def frozen():
     model = mlp()
+    model[0].requires_grad_(False)
     model[2].requires_grad_(False)
     model[4].bias.requires_grad_(False)
     return model
@@ -125,6 +126,7 @@ class Encoder(nn.Module):
         h = self.tokens(x)
         for layer in self.layers:
             h = layer(h, src_mask=self.mask, is_causal=True)
+            h += 1
         return self.head(h).transpose(1, 2)
 
 

@@ -6,6 +6,7 @@ and `/optimizer/<parameter>/<key>`. So what four processes wrote is read by one,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,14 +61,16 @@ class Held:
         """By a single process."""
         return cls(model, {n: part_of(n, t, answers=True) for n, t in named_tensors(model).items()})
 
-    @property
+    @functools.cached_property
     def trainable(self) -> list[Part]:
-        return [part for part in self.parts.values() if part.local.requires_grad]
+        """Where nothing may change (a stretch of a pipeline can be frozen altogether), one without elements: who steps
+        and sums need not know."""
+        return [part for part in self.parts.values() if part.local.requires_grad] or [_nothing()]
 
     @property
     def bare(self) -> nn.Module:
         """The parts' own tensors under their names: make the optimizer of these."""
-        return bare(self.parts.values())
+        return bare({**self.parts, **{part.name: part for part in self.trainable}}.values())
 
     @torch.no_grad()
     def fill(self, blueprint: Blueprint) -> None:
@@ -79,6 +82,11 @@ class Held:
                 part.local.copy_(part.box.of(values))
 
         blueprint.play(take)
+
+
+def _nothing() -> Part:
+    empty = nn.Parameter(torch.empty(0))
+    return Part("nothing", Box.whole((0,)), empty, empty, first=False)
 
 
 # ---- out ----

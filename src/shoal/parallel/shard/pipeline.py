@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import error
 from shoal.parallel.replica import LossFunction
+from shoal.parallel.shard.before import Before, skim, without_memory
 from shoal.parallel.shard.blueprint import named_tensors
 from shoal.parallel.shard.grid import Grid, take_from
-from shoal.parallel.shard.stages import Before, Survey, order, survey, without_memory
+from shoal.parallel.shard.stages import Survey, order, survey
 
 
 class Batch(Protocol):
@@ -85,6 +86,8 @@ class PipelineCut:
         """The seats that hold each parameter and buffer."""
         self._enter = model.get_submodule(cuts[grid.seat - 1]) if grid.seat else None
         self._leave = model.get_submodule(cuts[grid.seat]) if grid.seat < len(cuts) else None
+        for name in seen.done_before(cuts[grid.seat - 1]) if grid.seat else ():
+            skim(model.get_submodule(name))
         _give_memory(model, {name for name, seats in self.holders.items() if grid.seat in seats})
 
     def run(self, loss: LossFunction, batch: Batch, share: float) -> tuple[Tensor, Tensor | None]:
@@ -192,7 +195,8 @@ class PipelineCut:
         else:
             weights = [self._receive(torch.empty_like(value), self.grid.seat + 1) for value in passing.results]
             _wait(passing.sent)
-        torch.autograd.backward(passing.results, weights)
+        if passing.results:  # what comes out of frozen layers has no gradient
+            torch.autograd.backward(passing.results, weights)
         return [torch.zeros_like(v) if v.grad is None else v.grad for v in passing.received]
 
     # ---- between members ----

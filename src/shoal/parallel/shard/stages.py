@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shoal.errors import did_you_mean, error
+from shoal.parallel.shard.before import without_memory
 from shoal.parallel.shard.blueprint import OnMeta, named_tensors
 
 Verb = Literal["forward", "backward"]
@@ -67,6 +68,17 @@ class Survey:
             for name, moments in self.used.items()
         }
 
+    def done_before(self, cut: str) -> list[str]:
+        """The outermost modules that are entered and left before this one is entered, and not again."""
+        place = self._place(cut)
+        around = {"", *(cut.rsplit(".", n)[0] for n in range(1, cut.count(".") + 1))}
+        found: list[str] = []
+        for name in self.entered[:place]:
+            inside = any(name.startswith(f"{one}.") for one in found)
+            if name not in around and not inside and name not in self.entered[place:]:
+                found.append(name)
+        return found
+
     def _place(self, name: str) -> int:
         found = [i for i, one in enumerate(self.entered) if one == name]
         if not found:
@@ -95,20 +107,6 @@ def survey(model: nn.Module, go: Callable[[], Any]) -> Survey:
         for hook in hooks:
             hook.remove()
     return Survey(entered, use.found)
-
-
-def without_memory(values: Any) -> Any:
-    """The same shapes on the meta device."""
-    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, values)
-
-
-class Before(OnMeta):
-    """While `on`, everything happens on the meta device, also what is done with tensors that have memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.on and func.__name__ != "__get__":
-            args, kwargs = without_memory((args, kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextlib.contextmanager
