@@ -55,6 +55,7 @@ class _Pass:
     received: list[Tensor] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
     weight: Tensor | None = None
+    entered: bool = False
     sent: list[_Sent] = field(default_factory=list)
 
 
@@ -144,6 +145,14 @@ class PipelineCut:
             passing.results = [value for value in leaving.values if value.requires_grad]
             values = [value.detach() for value in leaving.values]
             passing.sent = self._send([*values, torch.get_rng_state()], self.grid.seat + 1)
+        except (RuntimeError, NotImplementedError) as problem:
+            if not passing.entered or "meta" not in str(problem):
+                raise
+            message = (
+                "the model uses something after a cut that it has computed before, and that is not the input there"
+            )
+            fix = "Cut where all that later layers need goes through one module's arguments, or use `shard: fsdp`."
+            raise error("SH107", message, where="shard.cuts", fix=fix) from problem
         return None
 
     @contextlib.contextmanager
@@ -153,14 +162,14 @@ class PipelineCut:
             return without_memory((args, kwargs))
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            before.on = False
+            if passing.entered:
+                raise error("SH107", "the loss calls the model more than once", where="shard", fix="Use `shard: fsdp`.")
+            before.on, passing.entered = False, True
             leaves, spec = pytree.tree_flatten((args, kwargs))
             return pytree.tree_unflatten(self._receive_into(leaves, passing), spec)
 
         def leave(_: nn.Module, args: Any, kwargs: Any) -> Any:
             values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if any(value.is_meta for value in values):
-                raise error("SH107", "more than a module's input crosses a cut", where="shard.cuts")
             raise _Leave(values)
 
         hooks = []
