@@ -191,3 +191,56 @@ def test_columns_and_names_of_runs_are_no_files(tmp_path: Path) -> None:
 
 def test_a_base_dir_that_is_not_there(tmp_path: Path) -> None:
     assert missing(job(), tmp_path / "there") == [("SH301", "base_dir")]
+
+
+# ---- shards ----
+
+
+def shards(**fields: Any) -> list[tuple[str, str]]:
+    """What is wrong besides that no such job can be run yet."""
+    (first, *others) = found(job(batch_size=64, **fields))
+    assert first == ("SH110", "shard")
+    return others
+
+
+@pytest.mark.parametrize(
+    ("shard", "workers"),
+    [
+        ("fsdp", 2),
+        ({"kind": "fsdp", "ways": 2}, 4),
+        ({"kind": "fsdp", "ways": 2}, "2..8"),
+        ("tensor", 4),
+        ({"kind": "tensor", "patterns": {"feed.0": "columns", "feed.2": "rows", "out": "sliced"}}, 2),
+        ("pipeline", 3),
+        ({"kind": "pipeline", "ways": 3, "cuts": ["blocks.2", "blocks.4"], "schedule": "gpipe"}, 6),
+    ],
+)
+def test_shards_that_could_work(shard: Any, workers: Any) -> None:
+    assert shards(shard=shard, workers=workers) == []
+    checked = job(shard=shard, workers=workers)
+    assert Job.model_validate(checked.dump()).shard == checked.shard
+    assert checked.sha256() != job(workers=workers).sha256()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"shard": "fsdp"}, [("SH107", "workers")]),
+        ({"shard": {"kind": "tensor", "ways": 2}, "workers": 3}, [("SH107", "shard.ways")]),
+        ({"shard": {"kind": "fsdp", "ways": 4}, "workers": "2..8"}, [("SH107", "shard.ways")]),
+        ({"shard": "fsdp", "workers": "2..4", "lanes": 4}, [("SH107", "shard.ways")]),
+        ({"shard": {"kind": "pipeline", "cuts": ["a"]}, "workers": 3}, [("SH107", "shard.cuts")]),
+        ({"shard": "fsdp", "workers": 2, "sync": "server"}, [("SH110", "shard")]),
+        ({"shard": "fsdp", "workers": 2, "codec": "int8"}, [("SH110", "codec")]),
+    ],
+)
+def test_shards_that_cannot_work(fields: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert shards(**fields) == expected
+
+
+def test_shards_of_tensors_need_an_optimizer_that_does_not_mind() -> None:
+    assert ("SH110", "optimizer.name") in found(job(shard="fsdp", workers=2, optimizer="LBFGS"))
+
+
+def test_no_shard_is_no_part_of_what_a_job_is() -> None:
+    assert job().sha256() == job(shard="none").sha256()

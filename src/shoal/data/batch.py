@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,19 @@ class Batch:
     def pin(self) -> Batch:
         """In page-locked memory, from where `to(..., non_blocking=True)` copies beside the computation."""
         return self._each(Tensor.pin_memory)
+
+    def parts(self, count: int) -> list[Batch]:
+        """The samples in so many batches, in order, or in as many as there are samples. What has not one row for each
+        sample goes into all of them."""
+        count = max(min(count, self.size), 1)
+        cuts = [self.size * i // count for i in range(count + 1)]
+        return [self._between(first, last) for first, last in pairwise(cuts)]
+
+    def _between(self, first: int, last: int) -> Batch:
+        def act(tensor: Tensor) -> Tensor:
+            return tensor[first:last] if tensor.dim() and len(tensor) == self.size else tensor
+
+        return Batch(tuple(_map(value, act) for value in self.inputs), _map(self.target, act), last - first)
 
     def _each(self, act: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(tuple(_map(value, act) for value in self.inputs), _map(self.target, act), self.size)

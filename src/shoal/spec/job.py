@@ -20,6 +20,7 @@ from pydantic import (
 
 from shoal.spec.base import Ref, Spec
 from shoal.spec.data import Data, FoldSplit
+from shoal.spec.shard import NoShard, Shard
 
 MOST_WORKERS = 1024
 
@@ -319,7 +320,7 @@ class Planning(Spec):
     allow: list[Literal["codecs", "local", "staleness", "threads"]] = Field(default_factory=list)
 
 
-_SHORT = ("sync", "codec", "engine")
+_SHORT = ("sync", "codec", "shard", "engine")
 
 
 class Job(Spec):
@@ -350,6 +351,7 @@ class Job(Spec):
     device: str = "auto"
     sync: Sync = Field(default_factory=LanesSync)
     codec: Codec = Field(default_factory=NoCodec)
+    shard: Shard = Field(default_factory=NoShard)
     engine: LocalEngine = Field(default_factory=LocalEngine)
     plan: Planning = Field(default_factory=Planning)
 
@@ -366,7 +368,7 @@ class Job(Spec):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, value: Any) -> Any:
-        """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec and engine."""
+        """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec, shard and engine."""
         if not isinstance(value, dict):
             return value
         value = {k: {"kind": v} if k in _SHORT and isinstance(v, str) else v for k, v in value.items()}
@@ -404,4 +406,6 @@ class Job(Spec):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})
             body["sync"] = stale if self.sync.inexact else LanesSync().model_dump()
         body["lanes"] = self.lane_count
+        if self.shard.kind == "none":
+            del body["shard"]
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

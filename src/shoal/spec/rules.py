@@ -14,6 +14,7 @@ from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.data import ColumnSplit, HoldoutSplit, NoSplit
 from shoal.spec.job import ELEMENTWISE, Evaluate, Job, LocalSync, Monitor, ServerSync
 from shoal.spec.names import metric_name, metric_names, refs
+from shoal.spec.shard import NoShard, PipelineShard
 
 MOST_ENCODED_LANES = 256
 
@@ -261,15 +262,52 @@ def _servers(job: Job) -> list[ShoalError]:
     return [error("SH107", message, where="sync.backups", fix=fix)]
 
 
-def _optimizer_on_servers(job: Job) -> list[ShoalError]:
-    """Servers update parts of tensors."""
+def _optimizer_of_parts(job: Job) -> list[ShoalError]:
+    """Servers, and workers with `shard`, update parts of tensors."""
     module, _, name = job.optimizer.name.rpartition(":")
     elementwise = name in ELEMENTWISE and f"{module or 'torch.optim'}.".startswith("torch.optim.")
-    if not isinstance(job.sync, ServerSync) or elementwise:
+    whole = not isinstance(job.sync, ServerSync) and isinstance(job.shard, NoShard)
+    if whole or elementwise:
         return []
-    message = f"servers hold parts of tensors, and '{job.optimizer.name}' may need whole ones"
-    fix = f"Use one of {', '.join(ELEMENTWISE)}; or `sync: lanes`, which takes any."
+    holders, instead = ("servers", "`sync: lanes`") if isinstance(job.shard, NoShard) else ("workers", "`shard: none`")
+    message = f"{holders} hold parts of tensors, and '{job.optimizer.name}' may need whole ones"
+    fix = f"Use one of {', '.join(ELEMENTWISE)}; or {instead}, which takes any."
     return [error("SH110", message, where="optimizer.name", fix=fix)]
+
+
+def _shard(job: Job) -> list[ShoalError]:
+    """What no sharded job can do. The first rule goes when workers know how to shard."""
+    if isinstance(job.shard, NoShard):
+        return []
+    message = f"`shard: {job.shard.kind}` cannot be run yet"
+    found = [error("SH110", message, where="shard", fix="Remove `shard`.")]
+    if job.sync.kind == "server":
+        message = "servers hold the parameters already: there is nothing left to shard"
+        found.append(error("SH110", message, where="shard", fix="Use `sync: lanes`, or remove `shard`."))
+    if job.codec.kind != "none":
+        message = f"shards of gradients are sent as they are, not by `codec: {job.codec.kind}`"
+        found.append(error("SH110", message, where="codec", fix="Remove `codec` or `shard`."))
+    return found + _shard_ways(job)
+
+
+def _shard_ways(job: Job) -> list[ShoalError]:
+    """Replicas are whole: so many workers as hold one, or a multiple."""
+    least, most, shard = job.workers.least, job.workers.most, job.shard
+    assert not isinstance(shard, NoShard)
+    ways = shard.ways or most
+    found = []
+    if ways < 2:
+        fix = "Ask for two workers or more, or remove `shard`."
+        found.append(error("SH107", "one worker has nobody to share a model with", where="workers", fix=fix))
+    elif least % ways or most % ways:
+        message = f"{least if least % ways else most} workers do not make whole replicas of {ways}"
+        fix = f"Ask for a multiple of {ways} workers, or change `shard.ways`."
+        found.append(error("SH107", message, where="shard.ways", fix=fix))
+    if isinstance(shard, PipelineShard) and shard.cuts != "auto" and len(shard.cuts) != ways - 1:
+        message = f"{len(shard.cuts)} cuts make {len(shard.cuts) + 1} stretches, not {ways}"
+        fix = f"Name {ways - 1} modules, or write `cuts: auto`."
+        found.append(error("SH107", message, where="shard.cuts", fix=fix))
+    return found
 
 
 RULES: tuple[Rule, ...] = (
@@ -291,5 +329,6 @@ RULES: tuple[Rule, ...] = (
     _encrypted,
     _outer,
     _servers,
-    _optimizer_on_servers,
+    _optimizer_of_parts,
+    _shard,
 )

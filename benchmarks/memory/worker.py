@@ -1,0 +1,108 @@
+"""One process of the benchmark: trains its part of the model for some steps, and prints its peak as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FileStore
+from torch.nn import functional
+
+from benchmarks.overhead.models import GPT
+from shoal.data.batch import Batch
+from shoal.parallel.replica import Replica
+from shoal.parallel.shard.grid import Grid
+from shoal.parallel.shard.make import Sharding, hold
+from shoal.parallel.shard.memory import give_back
+from shoal.parallel.shard.replica import ShardedReplica
+from shoal.spec.shard import FsdpShard, PipelineShard, TensorShard
+
+EVERY_S = 0.002
+PAGE = 4096
+
+
+def private_bytes() -> int:
+    """What this process alone has in memory: resident, without files and shared memory."""
+    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * PAGE
+
+
+class Peak(threading.Thread):
+    """Looks again and again, so that nothing that lasts a few milliseconds is missed."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.start_bytes = self.most = private_bytes()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.most = max(self.most, private_bytes())
+            time.sleep(EVERY_S)
+
+
+def loss(model: Any, batch: Batch) -> torch.Tensor:
+    return functional.cross_entropy(model(*batch.inputs), batch.target)
+
+
+def batch(vocabulary: int, context: int, size: int, step: int) -> Batch:
+    tokens = torch.randint(0, vocabulary, (size, context + 1), generator=torch.Generator().manual_seed(step))
+    return Batch((tokens[:, :-1],), tokens[:, 1:], size)
+
+
+def replica_of(kind: str, rank: int, size: int, store: str, make: Any, example: Batch) -> Replica:
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    if kind == "one":
+        give_back()
+        model = make()
+        return Replica(model, optimizer(model.parameters()), loss, seed=0)
+    grid = Grid(FileStore(store, size), rank=rank, size=size, ways=size)
+    shards: dict[str, Sharding] = {
+        "fsdp": FsdpShard(kind="fsdp"),
+        "tensor": TensorShard(kind="tensor"),
+        "pipeline": PipelineShard(kind="pipeline", microbatches=size),
+    }
+    cut, held = hold(shards[kind], grid, make, loss=loss, example=example)
+    return ShardedReplica(cut, held, optimizer(held.bare.parameters()), loss, seed=0)
+
+
+def main() -> None:
+    kind, rank, size, store, told = sys.argv[1:]
+    shape = json.loads(told)
+    torch.set_num_threads(1)
+    samples, steps = shape.pop("samples"), shape.pop("steps")
+    vocabulary, context = shape["vocabulary"], shape["context"]
+    peak = Peak()
+    torch.manual_seed(0)
+    # With fsdp each worker has samples of its own, with the others all work on the same.
+    share = 1 / int(size) if kind == "fsdp" else 1.0
+    samples = max(int(samples * share), 1)
+    example = batch(vocabulary, context, samples, 0)
+    replica = replica_of(kind, int(rank), int(size), store, partial(GPT, **shape), example)
+    made = peak.most
+    losses = []
+    began = time.perf_counter()
+    for step in range(steps):
+        replica.begin()
+        total = replica.forward_backward(step, 0, batch(vocabulary, context, samples, step), share=share)
+        losses.append(float(replica.apply(step, total)))
+        del total
+    held = sum(p.numel() * p.itemsize for p in replica.trainable)
+    row = {
+        "held": held,
+        "made": made - peak.start_bytes,
+        "peak": peak.most - peak.start_bytes,
+        "step_s": (time.perf_counter() - began) / steps,
+        "loss": losses[-1],
+    }
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

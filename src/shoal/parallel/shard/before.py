@@ -1,0 +1,56 @@
+"""What comes before a stretch of a pipeline: code that runs on the meta device, for the sake of its shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.parallel.shard.blueprint import OnMeta
+
+
+class Before(OnMeta):
+    """While `on`, everything happens on the meta device, also what is done with tensors that have memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.on and func.__name__ != "__get__":
+            args, kwargs = without_memory((args, kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def without_memory(values: Any) -> Any:
+    """The same shapes on the meta device."""
+    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, values)
+
+
+def skim(module: nn.Module) -> None:
+    """Let a module that only ever runs for its shapes run once for each kind of input. Even without arithmetic, the
+    many operations of a block take their time."""
+    inner, known = module.forward, {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        looks = (*map(_look, leaves), spec, module.training, torch.is_grad_enabled())
+        try:
+            if looks not in known:
+                known[looks] = pytree.tree_map(_without_past, inner(*args, **kwargs))
+        except TypeError:  # an argument that cannot be compared
+            return inner(*args, **kwargs)
+        return pytree.tree_map(_again, known[looks])
+
+    module.forward = forward
+
+
+def _look(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _without_past(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _again(leaf: Any) -> Any:
+    """For somebody who may change it in place."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

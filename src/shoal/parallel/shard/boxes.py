@@ -1,0 +1,47 @@
+"""Blocks of tensors: which part of a whole lies somewhere. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """The block of a tensor of this `shape` that begins at `start` and is `size` long, dimension by dimension."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.shape
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.size
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of it: a view."""
+        return whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))]
+
+    def overlap(self, other: Box) -> tuple[Slices, Slices] | None:
+        """What two blocks of one tensor share: where it lies in this one, and where in the other."""
+        pairs = zip(self.start, self.size, other.start, other.size, strict=True)
+        common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in pairs]
+        if any(first >= last for first, last in common):
+            return None
+        here, there = (
+            tuple(slice(first - a, last - a) for (first, last), a in zip(common, box.start, strict=True))
+            for box in (self, other)
+        )
+        return here, there

@@ -1,0 +1,111 @@
+"""Pieces in a checkpoint's files: each process writes those that it answers for, and reads those that it needs.
+
+What is written is told as plain data, one row for each piece, and checked before it is used. A large piece is a blob of
+its own, so that whoever needs some of it reads and checks that one alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shoal.checkpoint.blobs import Spec, decode, pack
+from shoal.checkpoint.files import Files
+from shoal.checkpoint.manifest import blob_path
+from shoal.errors import error
+from shoal.parallel.shard.boxes import Box
+from shoal.parallel.shard.held import Piece
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class Row:
+    """One piece: which block of which tensor it is, and where it lies. ValueError for nonsense."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    blob: str
+    key: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for numbers in (self.shape, self.start, self.size):
+            if len(numbers) != len(self.shape) or any(type(n) is not int or not 0 <= n < _MOST for n in numbers):
+                raise ValueError("a piece that was saved has numbers that are none")
+        if any(a + n > whole for a, n, whole in zip(self.start, self.size, self.shape, strict=True)):
+            raise ValueError("a piece that was saved is no part of its tensor")
+        if not all(isinstance(word, str) for word in (self.name, self.key, self.dtype)):
+            raise ValueError("a piece that was saved has no name")
+        if not isinstance(self.blob, str) or not _DIGEST.fullmatch(self.blob):
+            raise ValueError("a piece that was saved lies in no blob")
+
+    @property
+    def box(self) -> Box:
+        return Box(self.shape, self.start, self.size)
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_description(cls, description: Any) -> Row:
+        try:
+            numbers = {key: tuple(description[key]) for key in ("shape", "start", "size")}
+            return cls(**{**description, **numbers})
+        except (KeyError, TypeError) as problem:
+            raise ValueError(f"not a piece that was saved: {problem!r:.200}") from None
+
+
+def save(files: Files, pieces: Mapping[str, Piece]) -> tuple[list[Row], dict[str, int]]:
+    """Write them. Returns what to tell, and the blobs with their sizes. OSError if that fails."""
+    blobs, refs = pack({name: piece.values.contiguous() for name, piece in pieces.items()})
+    for blob in blobs.values():
+        files.write(blob_path(blob.digest), blob.chunks)
+    rows = [
+        Row(name, piece.box.shape, piece.box.start, piece.box.size, refs[name].blob, refs[name].key, refs[name].dtype)
+        for name, piece in pieces.items()
+    ]
+    return rows, {blob.digest: blob.size_bytes for blob in blobs.values()}
+
+
+class Saved:
+    """Pieces in files, of all who wrote some. Keeps what small pieces share a blob, and of large ones nothing."""
+
+    def __init__(self, files: Files, rows: Iterable[Row]) -> None:
+        self._files = files
+        self._rows: dict[str, list[Row]] = defaultdict(list)
+        self._specs: dict[str, dict[str, Spec]] = defaultdict(dict)
+        for row in rows:
+            self._rows[row.name].append(row)
+            self._specs[row.blob][row.key] = (row.dtype, row.size)
+        self._small: dict[str, dict[str, Tensor]] = {}
+
+    def names(self) -> Iterable[str]:
+        return self._rows
+
+    def boxes(self, name: str) -> list[Box]:
+        return [row.box for row in self._rows.get(name, ())]
+
+    def read(self, name: str, number: int) -> Tensor:
+        """SH502 if it is damaged or gone."""
+        row = self._rows[name][number]
+        content = self._small.get(row.blob) or self._read_blob(row.blob)
+        if len(content) > 1:
+            self._small[row.blob] = content
+        return content[row.key]
+
+    def _read_blob(self, digest: str) -> dict[str, Tensor]:
+        where = f"{self._files.where.rstrip('/')}/{blob_path(digest)}"
+        try:
+            with self._files.open(blob_path(digest)) as file:
+                return decode(file, self._specs[digest], digest=digest, where=where)
+        except OSError as problem:
+            raise error("SH502", f"pieces that were saved cannot be read: {problem}", where=where) from problem

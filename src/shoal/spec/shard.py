@@ -1,0 +1,57 @@
+"""How one replica of a model is spread over several workers.
+
+`ways`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from shoal.spec.base import Spec
+
+Ways = Annotated[int, Field(ge=2)]
+Cutting = Literal["columns", "gathered", "rows", "sliced"]
+
+
+class NoShard(Spec):
+    """Every worker holds the whole model."""
+
+    kind: Literal["none"] = "none"
+
+
+class FsdpShard(Spec):
+    """Every parameter is cut, and put together again for the moment in which it is used."""
+
+    kind: Literal["fsdp"]
+    ways: Ways | None = None
+
+
+class TensorShard(Spec):
+    """The matrices of linear layers and embeddings are cut, and each worker multiplies with its part.
+
+    `patterns`: a ready set, or names of modules with how to cut each. `columns`: by outputs, and the next layer takes
+    its part as it is; `gathered`: by outputs, which are put together again; `rows`: by inputs, a part of which the
+    layer before has left here; `sliced`: by inputs, of which this worker takes its part.
+    """
+
+    kind: Literal["tensor"]
+    ways: Ways | None = None
+    patterns: Literal["transformer", "mlp"] | dict[str, Cutting] = "transformer"
+
+
+class PipelineShard(Spec):
+    """Workers hold consecutive stretches of the model; a lane's samples go through in `microbatches`.
+
+    `cuts`: the modules with which the second stretch and all later ones begin, or auto.
+    """
+
+    kind: Literal["pipeline"]
+    ways: Ways | None = None
+    cuts: Literal["auto"] | list[str] = "auto"
+    microbatches: PositiveInt = 4
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+
+
+Shard = Annotated[NoShard | FsdpShard | TensorShard | PipelineShard, Field(discriminator="kind")]

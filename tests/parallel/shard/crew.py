@@ -1,0 +1,228 @@
+"""Real processes that hold a model together: forked, each with a grid of its own; what each returns comes back."""
+
+import contextlib
+import os
+import pickle
+import signal
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+from benchmarks.overhead.models import GPT
+from torch import nn
+from torch.distributed import FileStore
+from torch.nn import functional
+
+from shoal.data.batch import Batch
+from shoal.parallel.randomness import Chance
+from shoal.parallel.replica import Clipping, Replica, add
+from shoal.parallel.shard.grid import Grid
+from shoal.parallel.shard.make import hold
+from shoal.parallel.shard.replica import ShardedReplica
+from shoal.spec import seeds
+from shoal.spec.shard import FsdpShard, PipelineShard, TensorShard
+
+SEED = 3
+LANES = 4
+LONGEST_S = 120
+
+
+def crew(size, act, ways=None):
+    """What `act(grid)` returned in each of `size` processes, by rank."""
+    with tempfile.TemporaryDirectory() as place:
+        started = [_fork(rank, size, ways or size, Path(place), act) for rank in range(size)]
+        try:
+            return _results([pipe for _, pipe in started])
+        finally:
+            for pid, pipe in started:
+                pipe.close()
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _fork(rank, size, ways, place, act):
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(into)
+        return pid, os.fdopen(out, "rb")
+    signal.alarm(LONGEST_S)
+    os.close(out)
+    with os.fdopen(into, "wb") as pipe:
+        try:
+            torch.set_num_threads(1)
+            grid = Grid(FileStore(str(place / "store"), size), rank=rank, size=size, ways=ways)
+            pipe.write(pickle.dumps((True, act(grid))))
+        except BaseException:
+            pipe.write(pickle.dumps((False, traceback.format_exc())))
+    os._exit(0)
+
+
+def _results(pipes):
+    """One failure makes others: the first that is not about a lost peer is the one to tell."""
+    contents = [pipe.read() for pipe in pipes]
+    assert all(contents), f"died: {[rank for rank, content in enumerate(contents) if not content]}"
+    outcomes = [pickle.loads(content) for content in contents]
+    failures = [value for well, value in outcomes if not well]
+    assert not failures, min(failures, key=lambda text: "gloo" in text)
+    return [value for _, value in outcomes]
+
+
+# ---- what is trained ----
+
+
+def gpt():
+    return GPT(vocabulary=34, context=12, width=32, heads=4, depth=3)
+
+
+class Tied(GPT):
+    def __init__(self):
+        super().__init__(vocabulary=34, context=12, width=32, heads=4, depth=2)
+        self.head.weight = self.tokens.weight
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24), nn.GELU(), nn.Linear(24, 34)
+    )
+
+
+def frozen():
+    model = mlp()
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    model[4].bias.requires_grad_(False)
+    return model
+
+
+def normed():
+    """Buffers that move, one that does not, and dropout."""
+    model = nn.Sequential(
+        nn.Linear(12, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(32, 32),
+        nn.ReLU(),
+        nn.Linear(32, 34),
+    )
+    model.register_buffer("constant", torch.tensor([1.0, 2.5]))
+    return model
+
+
+class Encoder(nn.Module):
+    """torch's own layers, with attention, dropout and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(34, 32)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(32, 34)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(12))
+
+    def forward(self, x):
+        h = self.tokens(x)
+        for layer in self.layers:
+            h = layer(h, src_mask=self.mask, is_causal=True)
+            h += 1
+        return self.head(h).transpose(1, 2)
+
+
+MODELS = {"gpt": gpt, "tied": Tied, "mlp": mlp, "frozen": frozen, "normed": normed, "encoder": Encoder}
+TOKENS = {"gpt", "tied", "encoder"}
+CUTS = {
+    "gpt": ["blocks.1", "blocks.2", "norm"],
+    "tied": ["blocks.1", "norm", "head"],
+    "mlp": ["2", "4", "6"],
+    "frozen": ["2", "4", "6"],
+    "normed": ["4", "5", "6"],
+    "encoder": ["layers.1", "layers.2", "head"],
+}
+
+
+def batch(model, step, lane, size=6):
+    generator = torch.Generator().manual_seed(1000 * step + lane)
+    if model in TOKENS:
+        tokens = torch.randint(0, 34, (size, 13), generator=generator)
+        return Batch((tokens[:, :-1],), tokens[:, 1:], size)
+    return Batch(
+        (torch.randn(size, 12, generator=generator),), torch.randint(0, 34, (size,), generator=generator), size
+    )
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(*batch.inputs), batch.target)
+
+
+def counted(model, batch):
+    return functional.cross_entropy(model(*batch.inputs), batch.target, reduction="sum"), batch.target.numel()
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.003, fused=True)
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+# ---- training ----
+
+
+def spec_of(kind, name, ways, **options):
+    if kind == "fsdp":
+        return FsdpShard(kind=kind)
+    if kind == "tensor":
+        return TensorShard(kind=kind, **options)
+    return PipelineShard(kind=kind, **({"cuts": CUTS[name][: ways - 1]} | options))
+
+
+def seeded():
+    Chance(torch.device("cpu")).fully(SEED, seeds.MODEL)
+
+
+def sharded(grid, kind, name, optimizer=sgd, loss=loss, clip=None, **options):
+    seeded()
+    spec = spec_of(kind, name, grid.ways, **options)
+    cut, held = hold(spec, grid, MODELS[name], loss=loss, example=batch(name, 0, 0))
+    replica = ShardedReplica(cut, held, optimizer(held.bare), loss, seed=SEED, clipping=Clipping(norm=clip))
+    replica.probe(batch(name, 0, 0))
+    return replica
+
+
+def train(replica, name, steps, first=0):
+    """Every lane once in a step, by whichever replica and member; all share equally."""
+    grid = replica.cut.grid
+    block = LANES // grid.replicas
+    lanes = range(grid.row * block, (grid.row + 1) * block)
+    mine = lanes if replica.cut.together else lanes[grid.seat :: grid.ways]
+    losses = []
+    for step in range(first, first + steps):
+        replica.begin()
+        sums = [replica.forward_backward(step, lane, batch(name, step, lane), share=1 / LANES) for lane in mine]
+        total = tree(sums)
+        replica.agree(total)
+        losses.append(float(replica.apply(step, total)))
+    return losses
+
+
+def tree(sums):
+    """Added in pairs, as lanes always are."""
+    return sums[0] if len(sums) == 1 else add(tree(sums[: len(sums) // 2]), tree(sums[len(sums) // 2 :]))
+
+
+def alone(name, steps, optimizer=sgd, loss=loss, clip=None):
+    """The same in a single process: the replica, and the losses."""
+    seeded()
+    model = MODELS[name]()
+    replica = Replica(model, optimizer(model), loss, seed=SEED, clipping=Clipping(norm=clip))
+    replica.probe(batch(name, 0, 0))
+    losses = []
+    for step in range(steps):
+        replica.begin()
+        lanes = range(LANES)
+        sums = [replica.forward_backward(step, lane, batch(name, step, lane), share=1 / LANES) for lane in lanes]
+        losses.append(float(replica.apply(step, tree(sums))))
+    return replica, losses

@@ -1,0 +1,91 @@
+"""What cannot be cut is told, with what to do instead."""
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import ShoalError
+from shoal.parallel.shard.make import hold
+from shoal.parallel.shard.tensor import chosen
+from shoal.spec.shard import PipelineShard, TensorShard
+from tests.parallel.shard.crew import MODELS, batch, crew, loss
+
+
+def test_ready_patterns():
+    found = chosen(MODELS["gpt"](), "transformer", 2)
+    assert found["tokens"] == found["head"] == found["blocks.0.qkv"] == "gathered"
+    assert (found["blocks.1.feed.0"], found["blocks.1.feed.2"]) == ("columns", "rows")
+    assert not [name for name in found if "norm" in name]
+    assert chosen(MODELS["tied"](), "transformer", 2)["head"] == "sliced"
+    assert set(chosen(MODELS["gpt"](), "mlp", 2)) == set(found) - {"tokens", "places"}
+    encoder = chosen(MODELS["encoder"](), "transformer", 2)
+    assert encoder["layers.0.self_attn"] == encoder["layers.0.linear1"] == "gathered"  # dropout stands between
+    assert "layers.0.self_attn.out_proj" not in encoder
+    assert list(chosen(MODELS["mlp"](), "mlp", 2).values()) == ["columns", "rows"] * 2
+    assert list(chosen(MODELS["mlp"](), "mlp", 5).values()) == ["gathered"] * 4  # 32 and 24 are no multiples of 5
+
+
+def test_patterns_of_ones_own():
+    found = chosen(MODELS["gpt"](), {"blocks.*.feed.0": "columns", "blocks.*.feed.2": "rows", "blocks.0.*": "x"}, 2)
+    assert (found["blocks.0.feed.0"], found["blocks.2.feed.2"], found["blocks.0.qkv"]) == ("columns", "rows", "x")
+    with pytest.raises(ShoalError, match="matches no module") as caught:
+        chosen(MODELS["gpt"](), {"block.*": "rows"}, 2)
+    assert caught.value.code == "SH405"
+    with pytest.raises(ShoalError, match="nothing that `mlp` would cut"):
+        chosen(nn.Conv2d(1, 1, 1), "mlp", 2)
+
+
+def refused(shard, make):
+    """The error of each of two processes."""
+
+    def act(grid):
+        with pytest.raises(ShoalError) as caught:
+            hold(shard, grid, make, loss=loss, example=batch("gpt", 0, 0))
+        return caught.value.code, str(caught.value)
+
+    return crew(2, act)
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns", "code", "words"),
+    [
+        ("gpt", {"norm": "rows"}, "SH206", "LayerNorm"),
+        ("tied", {"tokens": "gathered", "head": "gathered"}, "SH107", "one parameter"),
+        ("encoder", {"layers.0.self_attn": "rows"}, "SH206", "MultiheadAttention"),
+    ],
+)
+def test_what_tensors_cannot_do(name, patterns, code, words):
+    for found, text in refused(TensorShard(kind="tensor", patterns=patterns), MODELS[name]):
+        assert found == code
+        assert words in text
+
+
+class Skips(nn.Module):
+    """The first layer's output goes around the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(12, 12), nn.Linear(12, 34)
+        self.three = nn.Linear(12, 34)
+
+    def forward(self, x):
+        x = self.one(x)
+        return self.two(torch.relu(x)) + self.three(x)
+
+
+def twice(model, batch):
+    return loss(model, batch) + loss(model, batch)
+
+
+@pytest.mark.parametrize(("make", "loss", "words"), [(Skips, loss, "computed before"), (MODELS["mlp"], twice, "once")])
+def test_what_pipelines_cannot_do(make, loss, words):
+    def act(grid):
+        shard = PipelineShard(kind="pipeline", cuts=["two" if make is Skips else "2"], microbatches=1)
+        cut, _ = hold(shard, grid, make, loss=loss, example=batch("mlp", 0, 0))
+        if grid.seat == 0:
+            return cut.look(loss, batch("mlp", 0, 0))
+        with pytest.raises(ShoalError) as caught:
+            cut.look(loss, batch("mlp", 0, 0))
+        return str(caught.value)
+
+    assert words in crew(2, act)[1]
