@@ -49,13 +49,17 @@ def _shown(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def kept(benchmark: str) -> dict[str, Any]:
+    """Its results so far, by part."""
+    path = RESULTS / f"{benchmark}.json"
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
 def keep(benchmark: str, part: str, found: Mapping[str, Any]) -> None:
     """Into the benchmark's results, beside those of its other parts, with the machine that gave them."""
-    path = RESULTS / f"{benchmark}.json"
-    kept = json.loads(path.read_text()) if path.is_file() else {}
-    kept[part] = {"machine": machine(), **found}
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    results = kept(benchmark) | {part: {"machine": machine(), **found}}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{benchmark}.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

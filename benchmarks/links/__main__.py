@@ -21,7 +21,7 @@ from benchmarks import report
 from benchmarks.links import measure, quality
 from benchmarks.links.hosts import Hosts, two_hosts
 from benchmarks.links.models import BATCH, MODELS
-from benchmarks.links.quality import Curve
+from benchmarks.links.quality import Curve, Goal
 from benchmarks.links.samples import prepare
 from benchmarks.links.sides import ALONE, CODECS, LOCALS, RIVAL, SPENT, Nurseries, open_nursery, period, sides, stale
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
@@ -108,24 +108,22 @@ def main() -> None:
 
 def compare(bench: Bench, model: str, parts: Sequence[str], links: Sequence[float]) -> Iterator[tuple[str, list[Row]]]:
     """Tables with their titles, as they become known."""
-    curves: dict[str, list[Curve]] = {}
-    loss = 0.0
+    goal = quality.kept_goal(model)
     if "quality" in parts:
         curves = bench.quality(model)
-        loss = quality.target(curves, bench.steps)
-        yield f"{model}: loss after {bench.steps} steps", quality.rows(curves, loss)
+        goal = quality.goal(curves, bench.steps)
+        yield f"{model}: {quality.TITLE} {bench.steps} steps", quality.rows(curves, goal)
     for mbit in links if "speed" in parts else ():
         found = bench.speed(model, mbit)
-        raced = bench.race(model, mbit, loss) if curves else {}
-        yield f"{model}: {mbit:g} Mbit/s", [_row(name, found, curves, raced, loss) for name in found]
+        raced = bench.race(model, mbit, goal.loss) if goal else {}
+        yield f"{model}: {mbit:g} Mbit/s", [_row(name, found, goal, raced) for name in found]
 
 
 def _row(
     name: str,
     found: Mapping[str, list[Numbers]],
-    curves: Mapping[str, list[Curve]],
+    goal: Goal | None,
     raced: Mapping[str, float | None],
-    loss: float,
 ) -> Row:
     numbers, alone, rival = found[name], found.get(ALONE), found.get(RIVAL)
     steps_per_s = median(numbers, "steps/s")
@@ -137,15 +135,13 @@ def _row(
         "MB/step": median(numbers, "MB"),
         "CPU of alone": ratio(numbers, alone, "cpu_s") if alone else "",
     }
-    if curves:
-        row[f"s to {loss:.2f}"] = _seconds_to(name, curves, raced, loss, steps_per_s) or ""
+    if goal:
+        row[f"s to {goal.loss:.2f}"] = _seconds_to(name, goal, raced, steps_per_s) or ""
     spent = {f"{one.removesuffix('_s')} ms": median(numbers, one) if one in numbers[0] else "" for one in SPENT}
     return row | spent | {"turns": [round(one["steps/s"], 3) for one in numbers]}
 
 
-def _seconds_to(
-    name: str, curves: Mapping[str, list[Curve]], raced: Mapping[str, float | None], loss: float, steps_per_s: float
-) -> float | None:
+def _seconds_to(name: str, goal: Goal, raced: Mapping[str, float | None], steps_per_s: float) -> float | None:
     """Servers without staleness take the steps of lanes with the same codec, DDP those without; who is alone gets
     nowhere."""
     if name == ALONE:
@@ -153,7 +149,7 @@ def _seconds_to(
     if name in raced:
         return raced[name]
     same = name if name in LOCALS else "none" if name == RIVAL else name.rpartition(", ")[2]
-    steps = quality.steps_to(curves[same], loss)
+    steps = goal.steps.get(same)
     return steps / steps_per_s if steps else None
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.links.models import BATCH, job
 from benchmarks.links.sides import CODECS, LOCALS, local
 from benchmarks.overhead.side_by_side import Row
@@ -20,6 +21,7 @@ from shoal.jobs.run import Run
 from shoal.spec.load import make_job
 
 UNCOMPRESSED = "none"
+TITLE, STEPS = "loss after", "steps to "
 VALIDATION = {"gpt": 0.005, "cnn": 0.02}
 SMOOTH_STEPS = 20
 AT_ONCE = 2
@@ -99,6 +101,29 @@ def _started(plain: Mapping[str, Any], runs: Path, nursery: Nursery, curve: Curv
     return run
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A loss to race to, and how many steps it takes, by codec; None for those that never came so far."""
+
+    loss: float
+    steps: Mapping[str, float | None]
+
+
+def goal(curves: Mapping[str, list[Curve]], steps: int) -> Goal:
+    loss = target(curves, steps)
+    return Goal(loss, {codec: steps_to(found, loss) for codec, found in curves.items()})
+
+
+def kept_goal(model: str) -> Goal | None:
+    """Of the last time, if there was one."""
+    parts = [it["rows"] for part, it in report.kept("links").items() if part.startswith(f"{model}: {TITLE}")]
+    if not parts:
+        return None
+    column = next(name for name in parts[-1][0] if name.startswith(STEPS))
+    found = {row["codec"]: float(row[column]) if row[column] else None for row in parts[-1]}
+    return Goal(float(column.removeprefix(STEPS)), found)
+
+
 def target(curves: Mapping[str, list[Curve]], steps: int) -> float:
     """The loss to race to."""
     return statistics.fmean(
@@ -113,7 +138,7 @@ def steps_to(curves: Sequence[Curve], loss: float) -> float | None:
     return None if None in found else float(statistics.median(step for step in found if step))
 
 
-def rows(curves: Mapping[str, list[Curve]], loss: float) -> list[Row]:
+def rows(curves: Mapping[str, list[Curve]], wanted: Goal) -> list[Row]:
     """`within`: is the mean no higher than the worst of the uncompressed runs? `of none`: how much above their mean?"""
     worst = max(curve.final for curve in curves[UNCOMPRESSED])
     usual = statistics.fmean(curve.final for curve in curves[UNCOMPRESSED])
@@ -124,7 +149,7 @@ def rows(curves: Mapping[str, list[Curve]], loss: float) -> list[Row]:
             "seeds": ", ".join(f"{one.final:.4f}" for one in found),
             "within": "yes" if mean <= worst else "no",
             "of none": f"{100 * (mean / usual - 1):+.2f} %",
-            f"steps to {loss:.2f}": steps_to(found, loss) or "",
+            f"{STEPS}{wanted.loss:.2f}": wanted.steps[codec] or "",
         }
         for codec, found in curves.items()
     ]

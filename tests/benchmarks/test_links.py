@@ -32,10 +32,9 @@ def falling(final, slope):
 
 def test_who_does_not_reach_the_loss_with_every_seed_has_no_steps_to_it():
     curves = {"none": [falling(1.0, 0.02), falling(1.2, 0.02)], "slow": [falling(1.1, 0.02), falling(1.5, 0.001)]}
-    loss = quality.target(curves, steps=90)
-    assert quality.steps_to(curves["none"], loss) == 60
-    assert quality.steps_to(curves["slow"], loss) is None
-    rows = {row["codec"]: row for row in quality.rows(curves, loss)}
+    goal = quality.goal(curves, steps=90)
+    assert goal.steps == {"none": 60, "slow": None}
+    rows = {row["codec"]: row for row in quality.rows(curves, goal)}
     assert rows["none"]["within"] == "yes"
     assert rows["slow"]["within"] == "no"
 
