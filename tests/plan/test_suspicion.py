@@ -282,6 +282,16 @@ def test_one_who_may_be_frozen_is_waited_for_first():
     assert not suspicion.stuck
 
 
+def test_nobody_is_stuck_while_something_gets_through():
+    """However slow the link is; when nothing moves any more, it takes as long as ever."""
+
+    def signs(t, until):
+        return [waits(0, since_s=t), waits(1, since_s=t, moved_bytes=int(1000 * min(t, until)))]
+
+    assert look_until(started(), 100, 160, lambda t: signs(t, until=100)) is None
+    assert look_until(started(), 100, 160, lambda t: signs(t, until=30)) == pytest.approx(34, abs=0.2)
+
+
 def test_waiting_for_the_driver_is_not_stuck():
     both = [waits(seat, phase="waiting", since_s=50.0) for seat in (0, 1)]
     assert look_until(started(), 100, 120, lambda t: both) is None

@@ -43,6 +43,7 @@ class Voice:
             since_s=float(beat.get("since_s", 0.0)),
             step=int(beat.get("step", 0)),
             line=str(beat.get("line", "")),
+            moved_bytes=int(beat.get("moved_bytes", 0)),
         )
 
 

@@ -40,7 +40,8 @@ class Sign:
     """What is known of a member at one moment.
 
     `heard_s` is the age of its last beat. The rest is from that beat: `units` it has done in all and `units_in_phase`
-    in the present phase since its process began, `since_s` for how long it has been at the present one, and where.
+    in the present phase since its process began, `since_s` for how long it has been at the present one, and where;
+    `moved_bytes` changes as long as something gets through to it or from it.
     """
 
     seat: int
@@ -52,6 +53,7 @@ class Sign:
     step: int
     line: str = ""
     units_in_phase: int = 0
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Suspicion:
         self._clock = _Clock()
         self._pace = _Pace()
         self._exchanges = _Exchanges()
+        self._movement = _Movement()
         self._past = _Past()
         self._convicted: set[int] = set()
         self._stopped_at: dict[int, float] = {}
@@ -81,6 +84,7 @@ class Suspicion:
         self._clock.tick(now_s)
         self._stopped_at = {sign.seat: self._stopped_at.get(sign.seat, now_s) for sign in signs if sign.stopped}
         self._pace.learn(now_s, signs)
+        self._movement.learn(now_s, signs)
         slowest = self._pace.slowest()
         verdicts = []
         for sign in signs:
@@ -127,14 +131,17 @@ class Suspicion:
         return stuck
 
     def _together(self, signs: Sequence[Sign]) -> float:
-        """For how long all members have been waiting for each other; 0 if anybody works, is silent or is alone."""
+        """For how long all members have been waiting for each other, and nothing has got through; 0 if anybody works,
+        is silent or is alone."""
         if len(signs) < 2 or any(sign.phase not in FOR_OTHERS for sign in signs):
             return 0.0
         if any(self._clock.elapsed(sign.heard_s) > SILENT_STOPPED_S for sign in signs):
             return 0.0
         exchanging = [sign.since_s for sign in signs if sign.phase == "exchange"]
-        since_broken_s = self._clock.now_s - self._exchanges.broken_at_s
-        return min(self._clock.elapsed(min(exchanging)), since_broken_s) if exchanging else 0.0
+        if not exchanging:
+            return 0.0
+        since_s = self._clock.now_s - max(self._exchanges.broken_at_s, self._movement.at_s)
+        return min(self._clock.elapsed(min(exchanging)), since_s)
 
 
 def _limit(sign: Sign, slowest_s: float, first_s: float | None, *, alone: bool) -> float:
@@ -227,6 +234,19 @@ class _Exchanges:
 
     def broken(self, now_s: float) -> None:
         self.broken_at_s, self._together_s = now_s, 0.0
+
+
+class _Movement:
+    """When something last got through, between any two."""
+
+    def __init__(self) -> None:
+        self._moved_bytes: dict[int, int] = {}
+        self.at_s = float("-inf")
+
+    def learn(self, now_s: float, signs: Sequence[Sign]) -> None:
+        moved = {sign.seat: sign.moved_bytes for sign in signs}
+        if moved != self._moved_bytes:
+            self._moved_bytes, self.at_s = moved, now_s
 
 
 class _Past:

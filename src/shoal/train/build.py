@@ -226,12 +226,14 @@ def build_loop(
     )
     store = open_store(job, paths, tell=teller.tell)
     peers.memories.after = built.course.after
+    sync = make_sync(job, built.replica, peers, teller.tell)
+    pulse.moved_bytes = sync.moved_bytes
     return Loop(
         built.course,
         replica=built.replica,
         dealer=built.dealer,
         feed=feed,
-        sync=make_sync(job, built.replica, peers, teller.tell),
+        sync=sync,
         peers=peers,
         store=store,
         membership=membership,

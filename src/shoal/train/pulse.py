@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ class Pulse:
         self._units_in: Counter[str] = Counter()
         self._now = ("building", 0, 0, time.monotonic())
         self._lane_s: deque[float] = deque(maxlen=RECENT)
+        self.moved_bytes: Callable[[], int] = lambda: 0
 
     def enter(self, phase: str, step: int) -> None:
         """A new unit of work begins."""
@@ -48,6 +50,7 @@ class Pulse:
             "units": units,
             "units_in_phase": self._units_in[phase],
             "since_s": since_s,
+            "moved_bytes": self.moved_bytes(),
             "lane_s": statistics.median(recent) if len(recent := list(self._lane_s)) == RECENT else None,
         }
         return row | {"line": self.line()} if since_s > 1 else row

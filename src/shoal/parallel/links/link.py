@@ -34,6 +34,7 @@ class Link:
         self.seat = seat
         self.same_host = sock.family == socket.AF_UNIX
         self.bytes_sent = 0
+        self.bytes_received = 0
         self.owes = 0
         self.began = False
         self.arrived = 0
@@ -113,6 +114,7 @@ class Link:
             place = self._incoming[0]
             got = self._receive_into(place)
             self.arrived += got
+            self.bytes_received += got
             if got < len(place):
                 self._incoming[0] = place[got:]
                 break

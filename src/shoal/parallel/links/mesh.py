@@ -168,6 +168,11 @@ class Mesh:
     def bytes_sent(self) -> int:
         return sum(link.bytes_sent for link in self.links.values())
 
+    @property
+    def moved_bytes(self) -> int:
+        """Sent and received. From any thread."""
+        return sum(link.bytes_sent + link.bytes_received for link in list(self.links.values()))
+
     def abort(self) -> None:
         """Whoever waits comes back with a LinkError, now and ever after."""
         self._aborted.set()

@@ -335,6 +335,11 @@ class Client:
     def sent_bytes(self) -> int:
         return self.bytes_sent + sum(server.line.bytes_out for server in self._servers.values())
 
+    @property
+    def moved_bytes(self) -> int:
+        """Sent to and received from the servers that are connected now. From any thread."""
+        return sum(server.line.bytes_in + server.line.bytes_out for server in list(self._servers.values()))
+
     def hang_up(self) -> None:
         """Whoever gave up waiting must not take a late answer for that to another question."""
         for seat in list(self._servers):

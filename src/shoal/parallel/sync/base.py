@@ -85,6 +85,10 @@ class Sync(Protocol):
     def aborted(self) -> bool:
         """Was the present view aborted? From any thread."""
 
+    def moved_bytes(self) -> int:
+        """A number that grows as long as something gets through to other members, or from them; less than before when
+        another view has begun. From any thread."""
+
     def settle(self, replica: Replica, label: int) -> Discarded | None:
         """Before all look at the weights together: everybody has come so far, and has the same."""
 
@@ -132,6 +136,9 @@ class Together:
 
     def share(self, lane: int, size: int, total: int) -> float:
         return size / total
+
+    def moved_bytes(self) -> int:
+        return 0
 
     def settle(self, replica: Replica, label: int) -> Discarded | None:
         return None

@@ -131,6 +131,9 @@ class LanesSync(Together):
     def abort(self, view: int) -> None:
         self._meeting.abort(view)
 
+    def moved_bytes(self) -> int:
+        return self._meeting.moved_bytes
+
     def aborted(self) -> bool:
         return self._meeting.aborted()
 

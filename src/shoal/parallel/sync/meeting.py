@@ -97,6 +97,12 @@ class Meeting:
     def aborted(self) -> bool:
         return self.view is not None and self.view.number <= self._aborted
 
+    @property
+    def moved_bytes(self) -> int:
+        """See Sync."""
+        mesh = self.mesh
+        return mesh.moved_bytes if mesh else 0
+
     def leave(self) -> None:
         with self._guard:
             mesh, self.mesh = self.mesh, None

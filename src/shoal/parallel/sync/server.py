@@ -392,6 +392,9 @@ class ServerSync(Together):
         self._meeting.abort(view)
         self._client.wake()
 
+    def moved_bytes(self) -> int:
+        return self._meeting.moved_bytes + self._client.moved_bytes
+
     def aborted(self) -> bool:
         return self._meeting.aborted()
 
