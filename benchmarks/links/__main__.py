@@ -23,7 +23,19 @@ from benchmarks.links.hosts import Hosts, two_hosts
 from benchmarks.links.models import BATCH, MODELS
 from benchmarks.links.quality import Curve, Goal
 from benchmarks.links.samples import prepare
-from benchmarks.links.sides import ALONE, CODECS, LOCALS, RIVAL, SPENT, Nurseries, open_nursery, period, sides, stale
+from benchmarks.links.sides import (
+    ALONE,
+    BUSY,
+    CODECS,
+    LOCALS,
+    RIVAL,
+    SPENT,
+    Nurseries,
+    open_nursery,
+    period,
+    sides,
+    stale,
+)
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
 
 PARTS = ("quality", "speed")
@@ -144,7 +156,7 @@ def _row(
 def _seconds_to(name: str, goal: Goal, raced: Mapping[str, float | None], steps_per_s: float) -> float | None:
     """Servers without staleness take the steps of lanes with the same codec, DDP those without; who is alone gets
     nowhere."""
-    if name == ALONE:
+    if name in (ALONE, BUSY):
         return None
     if name in raced:
         return raced[name]

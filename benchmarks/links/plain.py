@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.links.hosts import WIRE
 from benchmarks.links.models import BATCH, CONTEXT, LR, MODELS
 from benchmarks.links.samples import IMAGES, LABELS, TEXT
+from benchmarks.links.traffic import keep_busy
 from benchmarks.overhead.samples import read_idx
 
 Pair = tuple[Tensor, Tensor]
@@ -31,6 +32,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = MODELS[asked["model"]]()
+    if asked["traffic"]:
+        keep_busy(rank)
     if asked["talk"]:
         os.environ["GLOO_SOCKET_IFNAME"] = WIRE
         dist.init_process_group("gloo", init_method=f"file://{asked['reports']}/meeting", rank=rank, world_size=2)

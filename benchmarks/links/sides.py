@@ -137,7 +137,7 @@ def _read(path: Path) -> list[Step]:
     return [Step(float(t), int(samples)) for t, samples in map(str.split, lines)]
 
 
-ALONE, RIVAL = "alone", "ddp"
+ALONE, BUSY, RIVAL = "alone", "alone, a busy wire", "ddp"
 
 
 def sides(
@@ -145,8 +145,9 @@ def sides(
 ) -> dict[str, Start]:
     """All of them by name."""
 
-    def plain(*, talk: bool) -> Start:
-        return lambda place: Plain({"model": model, "data": str(data), "talk": talk}, nurseries, place)
+    def plain(*, talk: bool = False, traffic: bool = False) -> Start:
+        asked = {"model": model, "data": str(data), "talk": talk, "traffic": traffic}
+        return lambda place: Plain(asked, nurseries, place)
 
     def shoal(**changes: Any) -> Start:
         engine = {"kind": "local", "listen": ADDRESSES[0], "balance": False, "patience_s": 5}  # not long without us
@@ -155,7 +156,7 @@ def sides(
     def server(staleness: str, codec: str) -> Start:
         return shoal(sync={"kind": "server", "staleness": _number(staleness)}, codec=CODECS[codec])
 
-    found = {ALONE: plain(talk=False), RIVAL: plain(talk=True)}
+    found = {ALONE: plain(), BUSY: plain(traffic=True), RIVAL: plain(talk=True)}
     found |= {f"lanes, {codec}": shoal(codec=CODECS[codec]) for codec in codecs}
     found |= {name: shoal(**local(name)) for name in locals_}
     found |= {f"server, {EXACT}, {codec}": server(EXACT, codec) for codec in codecs}
