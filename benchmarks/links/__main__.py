@@ -114,8 +114,8 @@ def main() -> None:
         for model in asked.models:
             for part, rows in compare(bench, model, asked.parts or PARTS, asked.links):
                 console.print(report.table(part, rows))
-                if not (asked.quick or asked.side):
-                    report.keep("links", part, {"rows": rows})
+                if not asked.quick and (asked.title or not asked.side):
+                    report.keep("links", ", ".join(filter(None, [part, asked.title])), {"rows": rows})
 
 
 def compare(bench: Bench, model: str, parts: Sequence[str], links: Sequence[float]) -> Iterator[tuple[str, list[Row]]]:
@@ -188,6 +188,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--side", action="append", metavar="WORDS", help="sides that begin so; may be repeated")
     parser.add_argument("--no-locals", action="store_true", help="without lanes that train by themselves")
     parser.add_argument("--seeds", type=int, default=3, help="of a quality run")
+    parser.add_argument("--title", default="", help="keep the results of some sides too, under this name")
     parser.add_argument("--steps", type=int, default=300, help="of a quality run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window", type=float, default=10.0, help="seconds in which a side's steps are counted")

@@ -88,9 +88,8 @@ def _told(going: Going, since_t: float, period: int) -> int:
 
 
 def _ends(rows: list[Step], since_t: float, period: int) -> list[int]:
-    """Of a period, the last row counts: it is there when all have agreed."""
-    late = [i for i, row in enumerate(rows) if row.t > since_t and row.step % period == 0]
-    return late if period == 1 else list({rows[i].step: i for i in late}.values())
+    """The rows that are there when all have agreed."""
+    return [i for i, row in enumerate(rows) if row.t > since_t and row.step % period == 0 and not row.inner]
 
 
 def whole(rows: list[Step], since_t: float, period: int) -> list[Step]:

@@ -50,6 +50,8 @@ class Step:
     step: int = 0
     loss: float = 0.0
     spent: Mapping[str, float] = field(default_factory=dict)
+    inner: bool = False
+    """By one worker alone; the others need not have come so far."""
 
 
 class Going(Protocol):
@@ -90,7 +92,9 @@ class Shoal:
     def _look(self, event: Event, picture: Picture) -> None:
         if event.kind == "step":
             spent = {name: float(event.get(name) or 0) for name in SPENT}
-            self.rows[event.who].append(Step(event.t, event["samples"], int(event.step or 0), event["loss"], spent))
+            inner = bool(event.get("inner"))
+            step = Step(event.t, event["samples"], int(event.step or 0), event["loss"], spent, inner)
+            self.rows[event.who].append(step)
 
     def tick(self) -> None:
         if outcome := self._run.tick(0.05):

@@ -93,7 +93,7 @@ class Progress:
     def inner(self, step: int, *, loss: float, lr: float) -> None:
         """This worker has made a step by itself, which the next commit will count among others."""
         self._inner += 1
-        self._add(step, loss, lr)
+        self._add(step, loss, lr, inner=True)
 
     def step(self, step: int, *, loss: float, lr: float, samples: int) -> None:
         """`step` steps are committed now; the last commit had so many samples in all."""
@@ -104,11 +104,11 @@ class Progress:
         else:
             self._add(step, loss, lr)
 
-    def _add(self, step: int, loss: float, lr: float) -> None:
+    def _add(self, step: int, loss: float, lr: float, **facts: bool) -> None:
         self._steps += 1
         now = time.perf_counter()
         if now - self._row_at >= ROW_EVERY_S:
-            self._row(step, loss, lr, now)
+            self._row(step, loss, lr, now, **facts)
 
     def show(self, step: int, *, loss: float, lr: float, samples: int) -> None:
         """A step to those watchers that see each one."""
@@ -125,7 +125,7 @@ class Progress:
         """The clock of the next row starts now: what came in between was not training."""
         self._row_at = time.perf_counter()
 
-    def _row(self, step: int, loss: float, lr: float, now: float) -> None:
+    def _row(self, step: int, loss: float, lr: float, now: float, **facts: bool) -> None:
         times = {name: round(value, 6) for name, value in self._times.items() if value}
         self._teller.stream.emit(
             "step",
@@ -138,6 +138,7 @@ class Progress:
             bytes_sent=self._bytes,
             bytes_plain=self._plain,
             **times,
+            **facts,
         )
         self._times = dict.fromkeys(TIMES, 0.0)
         self._steps = self._samples = self._bytes = self._plain = 0
