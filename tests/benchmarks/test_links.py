@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from benchmarks.links import quality
 from benchmarks.links.hosts import ADDRESSES, two_hosts
+from benchmarks.links.measure import whole
 from benchmarks.links.quality import Curve, smooth
 from benchmarks.links.samples import babble
-from benchmarks.links.sides import CODECS, stale
+from benchmarks.links.sides import CODECS, Step, stale
 
 
 def namespace():
@@ -37,6 +38,16 @@ def test_who_does_not_reach_the_loss_with_every_seed_has_no_steps_to_it():
     rows = {row["codec"]: row for row in quality.rows(curves, goal)}
     assert rows["none"]["within"] == "yes"
     assert rows["slow"]["within"] == "no"
+
+
+def test_whole_periods_are_counted_with_their_agreement():
+    """What a worker tells by itself at the last step of a period comes before all have agreed."""
+    inner = [Step(t=float(i), samples=1, step=i, inner=True) for i in range(1, 13)]
+    rows = sorted([*inner, *(Step(t=i + 0.5, samples=0, step=i) for i in (4, 8, 12))], key=lambda row: row.t)
+    found = whole(rows, 2.0, 4)
+    assert (found[0].t, found[-1].t) == (4.5, 12.5)
+    assert sum(row.samples for row in found[1:]) == 8
+    assert whole(rows[:11], 2.0, 4)[-1].t == 8.5, "the third has not been agreed on yet"
 
 
 def test_generated_text_can_be_learned():
