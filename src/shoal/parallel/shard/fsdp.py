@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from shoal.parallel.replica import LossFunction
 from shoal.parallel.shard.grid import Grid
 from shoal.parallel.shard.parts import retie, ties_of
+from shoal.parallel.shard.whole import Whole
 
 LARGE = 1 << 16
 """Elements from which on a layer outside of the blocks is gathered by itself."""
 
 
-class FsdpCut:
+class FsdpCut(Whole):
     """See Cut. Members bring a lane each; torch adds their gradients up as it scatters them."""
 
     together = False
@@ -35,27 +33,6 @@ class FsdpCut:
                 module.set_force_sum_reduction_for_comms(True)
         model.to_empty(device="cpu")
         retie(model, ties)
-
-    def run(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
-        return run_whole(self.model, loss, batch, share)
-
-    def holder(self, name: str) -> int:
-        return 0
-
-    @torch.no_grad()
-    def look(self, act: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        return act(self.model, batch)
-
-
-def run_whole(model: nn.Module, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
-    """Forward and backward of a model that can be called as if it were here."""
-    result = loss(model, batch)
-    if isinstance(result, tuple):
-        value, count = result
-        value.backward()  # type: ignore[no-untyped-call]
-        return value.detach().double(), torch.as_tensor(count, dtype=torch.float64).clone()
-    result.backward(torch.tensor(share, dtype=result.dtype))  # type: ignore[no-untyped-call]
-    return result.detach().double() * share, None
 
 
 def units(model: nn.Module) -> list[str]:

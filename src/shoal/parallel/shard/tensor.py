@@ -8,27 +8,25 @@ included, which then draws the same numbers everywhere.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shoal.errors import did_you_mean, error
-from shoal.parallel.replica import LossFunction
-from shoal.parallel.shard.fsdp import run_whole
 from shoal.parallel.shard.grid import Grid
 from shoal.parallel.shard.parts import Ties, retie, ties_of
+from shoal.parallel.shard.whole import Whole
 
 Patterns = Mapping[str, str]
 
 _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Hardswish)
 
 
-class TensorCut:
+class TensorCut(Whole):
     """See Cut. Members work on the same lane, and what is not cut has the same bits on all of them."""
 
     together = True
@@ -41,16 +39,6 @@ class TensorCut:
         _check_ties(model, ties)
         model.to_empty(device="cpu")
         retie(model, ties)
-
-    def run(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
-        return run_whole(self.model, loss, batch, share)
-
-    def holder(self, name: str) -> int:
-        return 0
-
-    @torch.no_grad()
-    def look(self, act: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        return act(self.model, batch)
 
 
 # ---- which ----

@@ -1,0 +1,33 @@
+"""What cuts have in common whose model can be called as if it were all here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.parallel.replica import LossFunction
+
+
+class Whole:
+    """See Cut."""
+
+    model: nn.Module
+
+    def run(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
+        result = loss(self.model, batch)
+        if isinstance(result, tuple):
+            value, count = result
+            value.backward()  # type: ignore[no-untyped-call]
+            return value.detach().double(), torch.as_tensor(count, dtype=torch.float64).clone()
+        result.backward(torch.tensor(share, dtype=result.dtype))  # type: ignore[no-untyped-call]
+        return result.detach().double() * share, None
+
+    def holder(self, name: str) -> int:
+        return 0
+
+    @torch.no_grad()
+    def look(self, act: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        return act(self.model, batch)
