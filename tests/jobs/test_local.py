@@ -161,6 +161,16 @@ def test_all_die_and_resume(codec, run, resume, place):
     assert_same(second, calm(run, job))
 
 
+def test_evaluations_that_fall_between_agreements_are_announced(run):
+    """Every 16 steps is often enough for one job, and not for the other."""
+
+    def told(**changes):
+        return [row["message"] for row in rows(run(SMALL, **changes), "note") if "agree every 16" in row["message"]]
+
+    assert told(evaluate={"every_steps": 12}) != []
+    assert told(evaluate={"every_steps": 16}) == []
+
+
 def test_nothing_is_left(run):
     outcome = run(SMALL, workers=3)
     assert_nothing_left(outcome)

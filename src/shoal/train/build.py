@@ -113,6 +113,12 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
         pause_probability=job.faults.pause_probability,
         pause_s=job.faults.pause_s,
     )
+    if "validation" in data.others and course.pace.period > min(course.evaluate_every, steps):
+        message = (
+            f"lanes agree every {course.pace.period} steps (sync.every times sync.settle): "
+            f"the validation part, due every {course.evaluate_every}, is measured then and at the end"
+        )
+        tell("note", message=message)
     chunk = job.evaluate.batch_size or job.batch_size
     evaluator = Evaluator(task, lanes=job.lane_count, chunk=chunk, seed=job.seed, loader=job.data.loader)
     tell(

@@ -30,9 +30,11 @@ def against(it: Prediction, pick: Prediction | None, known: Known, *, needs: Seq
     """Of one that is not taken. `needs` are the words that the job would have to allow."""
     if it.refused:
         return it.refused
+    if said := _codec(it, known):
+        return said
     if pick is not None and needs and it.step_s < pick.step_s:
         return f"{_faster(it, pick)}, with another result: needs allow [{', '.join(needs)}]"
-    for why in (_codec, _worse_than_alone, _server):
+    for why in (_worse_than_alone, _server):
         if said := why(it, known):
             return said
     if pick is None:
