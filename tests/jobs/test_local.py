@@ -148,8 +148,8 @@ def test_workers_come_and_go(codec, run, place):
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_all_die_and_resume(codec, run, resume, place):
-    """From the newest checkpoint, which stands at an agreement. With codecs that remember, a worker may die while another
-    saves what its lanes remember: then that is lost, as with any death."""
+    """From the newest checkpoint, which stands at an agreement. With codecs that remember, a worker may die while
+    another saves what its lanes remember: then that is lost, as with any death."""
     job = SMALL | {"codec": codec, "steps": 40}
     watch = script(place, *(f"kill worker {n} at step 34 in compute" for n in (0, 1)))
     watch.append({"name": "pace.py:Dawdle", "args": {"seconds": 0.2}})  # one save at least is done
