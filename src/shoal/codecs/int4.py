@@ -29,13 +29,24 @@ class Int4(Whole):
 
     def _write(self, values: Tensor, parts: tuple[Tensor, ...], start: int) -> None:
         scales, packed = self._of(parts, start, self._rows(values))
-        pairs = self._scratch.take("pairs", packed.numel(), torch.int16, values.device)
-        pairs[-1] = 0  # behind the last value
-        pairs.view(torch.int8)[: values.numel()].copy_(self._rounded(values, scales))
-        upper = torch.bitwise_right_shift(
-            pairs, 4, out=self._scratch.take("upper", len(pairs), torch.int16, pairs.device)
-        )
-        packed.copy_(pairs.bitwise_and_(0x0F).bitwise_or_(upper.bitwise_and_(0xF0)))
+        numbers = self._numbers(values)
+        numbers[-1] = 0  # perhaps behind the last value
+        numbers[: values.numel()].copy_(self._rounded(values, scales))
+        pairs = numbers.view(torch.int16)
+        lower, upper = (self._scratch.take(half, len(pairs), torch.int16, pairs.device) for half in ("lower", "upper"))
+        torch.bitwise_and(pairs, 0x0F, out=lower)
+        torch.bitwise_right_shift(pairs, 4, out=upper)
+        packed.copy_(lower.bitwise_or_(upper.bitwise_and_(0xF0)))
+
+    def _read_back(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
+        """The numbers still lie there, not packed."""
+        rows = self._rows(out)
+        scales, _ = self._of(parts, start, rows)
+        torch.mul(self._numbers(out)[: out.numel()].view_as(rows), scales[:, None], out=rows)
+
+    def _numbers(self, like: Tensor) -> Tensor:
+        """Room for one a byte, in pairs."""
+        return self._scratch.take("numbers", 2 * blocks(like.numel(), 2), torch.int8, like.device)
 
     def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
         rows = self._rows(out)

@@ -43,6 +43,10 @@ class Piecewise(ABC):
     def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
         """Decode the piece that begins at value number `start`."""
 
+    def _read_back(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
+        """Decode the piece that was written just now."""
+        self._read(parts, start, out)
+
     def memory_floats(self, count: int) -> int:
         return count
 
@@ -61,7 +65,7 @@ class Piecewise(ABC):
                 piece = torch.add(piece, before[start:stop], out=left)
             self._write(piece, parts, start)
             back = self._floats(piece)
-            self._read(parts, start, back)
+            self._read_back(parts, start, back)
             torch.sub(piece, back, out=left)
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
