@@ -26,6 +26,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "fp16": {"kind": "fp16"},
     "int8": {"kind": "int8", "block": 256},
     "int4": {"kind": "int4", "block": 64},
+    "int3": {"kind": "int3", "block": 256},
     "sign": {"kind": "sign"},
     "topk 1 %": {"kind": "topk", "keep": 0.01},
     "topk 1 %, momentum": {"kind": "topk", "keep": 0.01, "momentum": 0.9},

@@ -28,7 +28,7 @@ CODECS: Mapping[str, dict[str, Any]] = {
     "fp16": {"kind": "fp16"},
     "int8": {"kind": "int8"},
     "int4": {"kind": "int4"},
-    "int4 256": {"kind": "int4", "block": 256},
+    "int3": {"kind": "int3"},
     "sign": {"kind": "sign"},
     "topk": {"kind": "topk", "keep": 0.01},
     "topk 10 %": {"kind": "topk", "keep": 0.1},

@@ -15,6 +15,7 @@ BF16 = {"kind": "bf16"}
 FP16 = {"kind": "fp16"}
 INT8 = {"kind": "int8", "block": 256}
 INT4 = {"kind": "int4", "block": 64}
+INT3 = {"kind": "int3", "block": 256}
 SIGN = {"kind": "sign"}
 TOPK = {"kind": "topk", "keep": 0.01, "momentum": None}
 DGC = {"kind": "topk", "keep": 0.1, "momentum": 0.9}
@@ -27,6 +28,8 @@ ALL = [
     {"kind": "int8", "block": 7},
     INT4,
     {"kind": "int4", "block": 10},
+    INT3,
+    {"kind": "int3", "block": 7},
     SIGN,
     TOPK,
     {**TOPK, "keep": 0.5},

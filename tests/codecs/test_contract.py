@@ -233,7 +233,7 @@ def test_only_none_is_exact():
 
 
 def test_what_remembers():
-    assert {kind["kind"] for kind in ALL if codec_for(kind, 8).remembers} == {"int4", "sign", "topk", "lowrank"}
+    assert {kind["kind"] for kind in ALL if codec_for(kind, 8).remembers} == {"int4", "int3", "sign", "topk", "lowrank"}
 
 
 def test_nobody_knows_this_one():

@@ -29,6 +29,7 @@ HEADINGS = {
     "Fp16Codec": "codec: fp16",
     "Int8Codec": "codec: int8",
     "Int4Codec": "codec: int4",
+    "Int3Codec": "codec: int3",
     "SignCodec": "codec: sign",
     "TopKCodec": "codec: topk",
     "LowRankCodec": "codec: lowrank",

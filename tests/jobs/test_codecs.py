@@ -13,6 +13,7 @@ from tests.jobs.driven import driven
 FORGETFUL = {"bf16": {"kind": "bf16"}, "fp16": {"kind": "fp16"}, "int8": {"kind": "int8", "block": 64}}
 REMEMBERING = {
     "int4": {"kind": "int4"},
+    "int3": {"kind": "int3"},
     "sign": {"kind": "sign"},
     "topk": {"kind": "topk", "keep": 0.05},
     "topk with momentum": {"kind": "topk", "keep": 0.05, "momentum": 0.9},

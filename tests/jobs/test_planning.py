@@ -94,7 +94,7 @@ def test_a_plan_names_one_way_and_all_reasons(place, nursery):
     assert told["pick"] in told["rows"]
     assert all(row["reason"] for row in told["rows"])
     assert {row["choice"]["codec"] for row in told["rows"]} == {
-        "none", "bf16", "fp16", "int8", "int4", "sign", "topk", "lowrank",
+        "none", "bf16", "fp16", "int8", "int4", "int3", "sign", "topk", "lowrank",
     }  # fmt: skip
     assert told["measured"]["codecs"]["int8"]["settings"]["block"] == 64
     refused = [row for row in told["rows"] if row["choice"]["workers"] > 4]

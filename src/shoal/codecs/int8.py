@@ -9,42 +9,23 @@ from shoal.codecs.piecewise import Piecewise
 from shoal.codecs.scratch import Scratch
 from shoal.codecs.size import FLOAT, blocks
 
+MOST = 127
 TINY = 2.0**-120  # below, 127 / scale would not be finite
 # Added to a small number, this leaves the nearest whole number in the low bits of the sum: rounding for one addition,
 # and without float's conversion to int, which gives anything for what is not finite.
 ROUND = 1.5 * 2**23
 
 
-class Whole(Piecewise):
-    """Whole numbers: a block's largest value becomes ±`most`.
+class Int8(Piecewise):
+    """A block's largest value becomes ±127; nothing is off by more than 1/254 of it.
 
     A block whose largest value is below 2**-120 becomes zeros. A block that holds a value that is not finite has a
     scale that is not finite, and all of it decodes to values that are not.
     """
 
-    most: int
-
     def __init__(self, block: int, scratch: Scratch) -> None:
         super().__init__(scratch)
         self.width = block
-
-    def _rounded(self, values: Tensor, scales: Tensor) -> Tensor:
-        """The numbers, in the low bits of integers of 32; fills the scales too."""
-        rows = self._rows(values)
-        room = self._scratch.take("rounding", values.numel(), torch.float32, values.device)
-        largest = torch.amax(torch.abs(rows, out=room.view_as(rows)), 1, out=scales)
-        largest.mul_(largest >= TINY)
-        factors = self._scratch.take("factors", len(rows), torch.float32, values.device)
-        torch.reciprocal(largest, out=factors).mul_(self.most)
-        torch.mul(rows, factors[:, None], out=room.view_as(rows))
-        scales.div_(self.most)
-        return room.add_(ROUND).view(torch.int32)
-
-
-class Int8(Whole):
-    """Nothing is off by more than 1/254 of the largest value of its block."""
-
-    most = 127
 
     def size_bytes(self, count: int) -> int:
         return FLOAT * blocks(count, self.width) + count
@@ -54,8 +35,16 @@ class Int8(Whole):
         return data[:end].view(torch.float32), data[end:].view(torch.int8)
 
     def _write(self, values: Tensor, parts: tuple[Tensor, ...], start: int) -> None:
-        scales, numbers = self._of(parts, start, self._rows(values))
-        numbers.copy_(self._rounded(values, scales))
+        rows = self._rows(values)
+        scales, numbers = self._of(parts, start, rows)
+        room = self._scratch.take("rounding", values.numel(), torch.float32, values.device)
+        largest = torch.amax(torch.abs(rows, out=room.view_as(rows)), 1, out=scales)
+        largest.mul_(largest >= TINY)
+        factors = self._scratch.take("factors", len(rows), torch.float32, values.device)
+        torch.reciprocal(largest, out=factors).mul_(MOST)
+        torch.mul(rows, factors[:, None], out=room.view_as(rows))
+        scales.div_(MOST)
+        numbers.copy_(room.add_(ROUND).view(torch.int32))
 
     def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
         rows = self._rows(out)

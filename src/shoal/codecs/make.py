@@ -9,7 +9,7 @@ import torch
 
 from shoal.codecs.cast import Cast
 from shoal.codecs.codec import Codec
-from shoal.codecs.int4 import Int4
+from shoal.codecs.digits import INT3, INT4, Digits
 from shoal.codecs.int8 import Int8
 from shoal.codecs.lowrank import LowRank
 from shoal.codecs.scratch import Scratch
@@ -33,7 +33,9 @@ def make(settings: Mapping[str, Any], *, shapes: Sequence[Shape] = (), scratch: 
     if kind == "int8":
         return Int8(settings["block"], scratch)
     if kind == "int4":
-        return Int4(settings["block"], scratch)
+        return Digits(INT4, settings["block"], scratch)
+    if kind == "int3":
+        return Digits(INT3, settings["block"], scratch)
     if kind == "sign":
         return Sign(scratch)
     if kind == "topk":

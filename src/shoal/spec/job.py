@@ -261,7 +261,14 @@ class Int4Codec(Spec):
     """A seventh of the bytes: as int8 with numbers of -7..7; what is lost is added to the next values."""
 
     kind: Literal["int4"]
-    block: Annotated[int, Field(ge=8, le=65536, multiple_of=2)] = 64
+    block: Annotated[int, Field(ge=8, le=65536)] = 64
+
+
+class Int3Codec(Spec):
+    """A tenth of the bytes: numbers of -3..3; what is lost is added to the next values."""
+
+    kind: Literal["int3"]
+    block: Annotated[int, Field(ge=8, le=65536)] = 256
 
 
 class SignCodec(Spec):
@@ -286,7 +293,7 @@ class LowRankCodec(Spec):
 
 
 Codec = Annotated[
-    NoCodec | Bf16Codec | Fp16Codec | Int8Codec | Int4Codec | SignCodec | TopKCodec | LowRankCodec,
+    NoCodec | Bf16Codec | Fp16Codec | Int8Codec | Int4Codec | Int3Codec | SignCodec | TopKCodec | LowRankCodec,
     Field(discriminator="kind"),
 ]
 

@@ -70,7 +70,7 @@ class Measured:
 
     def remembered_bytes(self, codec: str) -> int:
         """What a lane carries from step to step where this codec loses something that must not be lost."""
-        if codec not in ("int4", "sign", "topk", "lowrank"):
+        if codec not in ("int4", "int3", "sign", "topk", "lowrank"):
             return 0
         return FLOAT * memory_floats(self.codecs[codec].settings, self.floats, shapes=self.shapes)
 
