@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.links.samples import IMAGES, LABELS, TEXT
 from benchmarks.overhead.models import GPT
 
-BATCH = {"gpt": 16, "cnn": 64}
+BATCH = {"gpt": 20, "cnn": 64}
 CONTEXT = 64
 LR = 1e-3
 
