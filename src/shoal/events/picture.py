@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,8 @@ class Picture:
     result: dict[str, Any] = field(default_factory=dict)
     built_by: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    replans: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def epoch(self) -> float:
@@ -165,6 +167,20 @@ def _run_started(p: Picture, e: Event) -> None:
     p.error, p.result, p.built_by = None, {}, ""
     for server in p.servers.values():
         _let_go(server, "dead")  # those that outlived their driver are told of again
+
+
+def _plan(p: Picture, e: Event) -> None:
+    p.plan = dict(e.fields)
+    p.notes.append(f"plan: {chosen(p.plan['choice'])}: {p.plan['reason']}")
+
+
+def chosen(choice: Mapping[str, Any]) -> str:
+    """A choice of a plan, in a few words."""
+    number, hosts, threads = (int(choice.get(what, 1)) for what in ("workers", "hosts", "threads"))
+    parts = [f"{number} worker{'s' if number > 1 else ''}", f"({choice['how']})"]
+    parts += [f"on {hosts} hosts"] if hosts > 1 else []
+    parts += [f"with {threads} threads each"] if threads > 1 else []
+    return " ".join(parts)
 
 
 def _worker_started(p: Picture, e: Event) -> None:
@@ -354,6 +370,7 @@ def _run_ended(p: Picture, e: Event) -> None:
 
 _HANDLERS = {
     "run_started": _run_started,
+    "plan": _plan,
     "worker_started": _worker_started,
     "built": _built,
     "joined": _joined,

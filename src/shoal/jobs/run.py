@@ -17,6 +17,7 @@ from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import LocalEngine, Nursery
 from shoal.jobs.harbour import SERVER, Harbour
 from shoal.jobs.helm import WORKER, Helm
+from shoal.jobs.kept import read_kept
 from shoal.plan.recovery import decide
 from shoal.spec.job import Job
 from shoal.spec.paths import RunPaths, write_atomically
@@ -96,6 +97,7 @@ class Run:
         self._reader = Reader(paths.events)
         self._printed: dict[int, tuple[str, Lines]] = {}
         self.engine = LocalEngine(nursery, name=str(paths.root), logs=paths.logs)
+        self._kept = read_kept(paths)
         self._restarts_left = job.engine.restarts
         self._excused: set[int] = set()  # seats whose end is counted elsewhere
         self._stopping = ""
@@ -111,6 +113,8 @@ class Run:
         if not already:  # its workers finished it without a driver
             tls = self.job.engine.tls is not None
             self._stream.emit("run_started", run=self.paths.name, pid=os.getpid(), listens=self.helm.address, tls=tls)
+        if self._kept and not self.picture.plan:
+            self._stream.emit("plan", **self._kept.told)
         self.helm.start()
 
     def stop(self, why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.plan.costs import reasons
 from shoal.plan.costs.candidates import candidates, changes
@@ -41,11 +41,20 @@ class Plan:
 
 
 def plan(
-    own: Choice, measured: Measured, machine: Machine, link: Link, *, most: int, allow: Collection[str] = ()
+    own: Choice,
+    measured: Measured,
+    machine: Machine,
+    link: Link,
+    *,
+    least: int = 1,
+    most: int,
+    allow: Collection[str] = (),
 ) -> Plan:
-    """Predict all candidates and choose."""
-    looked_at = candidates(own, measured, machine, most=most)
-    return choose([predict(choice, measured, machine, link) for choice in looked_at], own=own, allow=allow)
+    """Predict all candidates and choose, with `least` to `most` workers."""
+    looked_at = [predict(choice, measured, machine, link) for choice in candidates(own, measured, machine, most=most)]
+    few = f"the job asks for {least} workers at least"
+    wanted = [it if it.choice.workers >= least else replace(it, refused=it.refused or few) for it in looked_at]
+    return choose(wanted, own=own, allow=allow)
 
 
 def choose(predictions: Sequence[Prediction], *, own: Choice, allow: Collection[str] = ()) -> Plan:

@@ -14,6 +14,7 @@ from shoal.plan.costs.facts import Choice, Link, Machine, Measured, Prediction
 from shoal.plan.costs.memory import backups, memory_bytes
 from shoal.plan.costs.sentences import gigabytes
 from shoal.plan.costs.traffic import BUCKET_BYTES, DRIVER, Phase
+from shoal.spec.rules import MOST_ENCODED_LANES
 
 SERVER_ROUNDS = 3
 """There, among the servers, and back."""
@@ -54,6 +55,8 @@ def _impossible(choice: Choice, measured: Measured, machine: Machine) -> str:
         return measured.no_servers
     if choice.codec != "none" and measured.no_codecs:
         return measured.no_codecs
+    if choice.codec != "none" and measured.lanes > MOST_ENCODED_LANES:
+        return f"with a codec every lane is sent by itself, and {measured.lanes} are too many"
     fewest = min(host.cores for host in machine.hosts[: choice.hosts])
     if choice.threads > fewest:
         return f"{choice.threads} threads, and a machine has {fewest} core{'s' if fewest > 1 else ''}"
