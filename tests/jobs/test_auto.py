@@ -1,6 +1,7 @@
 """`sync: auto`: a run is planned before it starts, and what it then is stands in its directory."""
 
 import json
+import threading
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from shoal.jobs.drive import picture_of
 from shoal.jobs.kept import read_kept
 from shoal.jobs.settling import concrete, settle
 from shoal.jobs.verify import verify
+from shoal.jobs.wishes import scale
 from shoal.plan.costs.facts import Choice
 from shoal.spec.load import load_job, make_job
 from shoal.terminal import planned
@@ -148,3 +150,38 @@ def test_folds_share_a_plan(run, measured, place):
     for outcome in found.folds:
         assert picture_of(outcome.paths).plan["choice"]["workers"] == 2
         assert yaml.safe_load(outcome.paths.job.read_text())["sync"] == {"kind": "lanes"}
+
+
+def test_a_run_that_is_other_than_planned_is_planned_again(run, measured):
+    """Lanes are much shorter than was said, and workers wait for each other: two are no better than one."""
+    measured()
+    plain = run(MLP, steps=600, evaluate={})
+    faults = {"pause_probability": 1.0, "pause_s": 0.005}
+    found = run(MLP, sync="auto", workers="1..2", steps=600, evaluate={}, faults=faults)
+    assert found.receipt.weights_sha256 == plain.receipt.weights_sha256
+    first = picture_of(found.paths).replans[0]
+    assert first["choice"]["workers"] == 2
+    assert first["prediction"] == read_kept(found.paths).told["prediction"]
+    assert 0.005 < first["truth"]["step_s"] < first["prediction"]["step_s"] / 1.5
+    assert first["moves"]["workers"] == 1
+    views = [event for event in Reader(found.paths.events).new() if event.kind == "view" and "carries" in event.fields]
+    assert [len(view["carries"]) for view in views] == [2, 1]
+    assert first["expected"]["step_s"] < first["truth"]["step_s"]
+    assert planned.lines(picture_of(found.paths))[-1].startswith("  again, with ")
+
+
+def test_what_a_user_chose_is_left_alone(run, measured):
+    measured()
+    asked = []
+
+    def look(paths, event, picture):
+        if event.kind == "step" and not asked:
+            asked.append(threading.Thread(target=scale, args=(paths, 2)))
+            asked[0].start()
+
+    faults = {"pause_probability": 1.0, "pause_s": 0.005}
+    found = run(MLP, sync="auto", workers="1..2", steps=600, evaluate={}, faults=faults, look=look)
+    asked[0].join()
+    first = picture_of(found.paths).replans[0]
+    assert first["moves"] is None
+    assert "a user chose the number of workers" in first["reason"]

@@ -174,6 +174,12 @@ def _plan(p: Picture, e: Event) -> None:
     p.notes.append(f"plan: {chosen(p.plan['choice'])}: {p.plan['reason']}")
 
 
+def _replan(p: Picture, e: Event) -> None:
+    p.replans.append(dict(e.fields))
+    said, true = (1000 * e[what]["step_s"] for what in ("prediction", "truth"))
+    p.notes.append(f"plan: a step takes {true:.3g} ms instead of {said:.3g} ms; {e['reason']}")
+
+
 def chosen(choice: Mapping[str, Any]) -> str:
     """A choice of a plan, in a few words."""
     number, hosts, threads = (int(choice.get(what, 1)) for what in ("workers", "hosts", "threads"))
@@ -371,6 +377,7 @@ def _run_ended(p: Picture, e: Event) -> None:
 _HANDLERS = {
     "run_started": _run_started,
     "plan": _plan,
+    "replan": _replan,
     "worker_started": _worker_started,
     "built": _built,
     "joined": _joined,

@@ -9,6 +9,7 @@ from shoal.events import Picture
 from shoal.events.picture import chosen
 from shoal.plan.costs.sentences import milliseconds
 
+MOST_TOLD = 3
 _PARTS = {"compute_s": "compute", "encode_s": "coding", "exchange_s": "exchange", "apply_s": "update"}
 
 
@@ -20,6 +21,9 @@ def lines(picture: Picture) -> list[str]:
     found = [f"plan: {chosen(plan['choice'])}: {plan['reason']}", f"  expected: {_parts(plan['prediction'])}"]
     if offer := plan.get("offer"):
         found.append(f"  not allowed: {chosen(offer)}: {offer['reason']}")
+    for one in picture.replans[-MOST_TOLD:]:
+        said, true = (milliseconds(one[what]["step_s"]) for what in ("prediction", "truth"))
+        found.append(f"  again, with {chosen(one['choice'])}: a step took {true} instead of {said}; {one['reason']}")
     return found
 
 

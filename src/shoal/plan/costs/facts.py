@@ -77,11 +77,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Host:
-    """`speed` is relative to the machine that measured."""
+    """`speed` is relative to the machine that measured. `each`: the speeds, relative to that, of workers that are there
+    already; further ones have all of it. Where others brought `brought` workers, it has neither more nor fewer."""
 
     cores: int
     memory_bytes: float
     speed: float = 1.0
+    each: tuple[float, ...] = ()
+    brought: int = 0
 
 
 @dataclass(frozen=True)
