@@ -110,6 +110,7 @@ def plan(
     hosts: Annotated[int, typer.Option(min=1, max=64, help="So many machines like this one.")] = 1,
     link: Annotated[str, typer.Option(help="Between them: 100mbit, 10gbit, 50MB/s.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="One way between them: 200us, 1ms.")] = "200us",
+    speeds: Annotated[str, typer.Option(help="Of each machine, this one first: 1,0.25.", show_default=False)] = "",
     every: Annotated[bool, typer.Option("--all", help="Every way that was looked at.")] = False,
     sets: Sets = NOTHING,
     runs: Runs = RUNS,
@@ -124,11 +125,13 @@ def plan(
     checked = _load(job, [*sets, *([f"workers=1..{workers}"] if workers else [])])
     if workers and not as_json and (hint := hints.other_lanes(checked, job, sets)):
         reports.lines(_console(), hint)
+    each = amounts.speeds(speeds, where="--speeds") if speeds else ()
     wanted = Wanted(
         amounts.seconds(latency, where="--latency"),
         amounts.bytes_per_s(link, where="--link"),
-        hosts=hosts,
+        hosts=len(each) or hosts,
         most=workers,
+        speeds=each,
     )
     planned = planning.plan(directory.with_its_start(checked, runs), wanted)
     if as_json:

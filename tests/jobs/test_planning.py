@@ -139,7 +139,9 @@ def test_the_command(place):
     assert not (place / "runs").exists()
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--link", "fast"], "SH106"), (["--latency", "7"], "SH106")])
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--link", "fast"], "SH106"), (["--latency", "7"], "SH106"), (["--speeds", "0"], "SH106")]
+)
 def test_what_is_no_link(place, words, code):
     (place / "job.yaml").write_text(yaml.safe_dump(MLP))
     done = shoal("plan", "job.yaml", *words, cwd=place)

@@ -28,4 +28,5 @@ def read_kept(paths: RunPaths) -> Kept | None:
     if not paths.plan.is_file():
         return None
     found = json.loads(paths.plan.read_text(encoding="utf-8"))
-    return Kept(found["facts"], Wanted(**found["wanted"]), found["told"])
+    wanted = found["wanted"] | {"speeds": tuple(found["wanted"]["speeds"])}
+    return Kept(found["facts"], Wanted(**wanted), found["told"])

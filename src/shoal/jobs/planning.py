@@ -67,6 +67,8 @@ class Planned:
             found["codec"] = choice.codec
         if choice.threads != self.own.threads:
             found["threads"] = choice.threads
+        if choice.shard != "none":
+            found["shard"] = choice.shard
         return found
 
     def as_data(self) -> dict[str, Any]:

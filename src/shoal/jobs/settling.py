@@ -48,4 +48,6 @@ def _why_none(planned: Planned) -> str:
     """What is wrong with the first that would be allowed."""
     rows = planned.plan.rows
     first = next((row for row in rows if row.allowed), rows[0])
-    return f"{first.prediction.choice.name}: {first.reason}"
+    offer = planned.plan.offer
+    instead = f"; {offer.prediction.choice.name} {offer.reason}" if offer else ""
+    return f"{first.prediction.choice.name}: {first.reason}{instead}"

@@ -28,7 +28,7 @@ class Crew:
 
 def crew(choice: Choice, measured: Measured, machine: Machine) -> Crew:
     """Workers who are so slow that they carry nothing are left out."""
-    numbers = _numbers(choice, machine)
+    numbers = numbers_on(choice, machine)
     places = [(h, k) for h, number in enumerate(numbers) for k in range(number)]
     host = {seat: h for seat, (h, _) in enumerate(places)}
     slowness = {seat: slowness_at(choice, machine, h, numbers[h], k) for seat, (h, k) in enumerate(places)}
@@ -44,7 +44,7 @@ def crew(choice: Choice, measured: Measured, machine: Machine) -> Crew:
     )
 
 
-def _numbers(choice: Choice, machine: Machine) -> list[int]:
+def numbers_on(choice: Choice, machine: Machine) -> list[int]:
     """How many workers on each host: what others brought, one on each, the rest where there is most room."""
     hosts = machine.hosts[: choice.hosts]
     numbers = [host.brought or 1 for host in hosts]

@@ -8,26 +8,27 @@ from statistics import median
 OFF = 1.5
 """So many times as long, or as short, as expected is another thing than expected."""
 
-WINDOW, FEW_ROUNDS = 20, 3
-"""So many rows of steps are looked at; where workers agree now and then, so many agreements."""
+WINDOW, FEW, LONG_S = 20, 5, 10.0
+"""So many rows of steps are looked at; where they take as long as this together, a few are enough."""
 
 REST_STEPS, MOST_DOUBLINGS = 100, 6
-"""So many steps at least lie between two looks that lead to something; twice as many after each."""
+"""So many steps, or as long as that, lie between two looks that lead to something; twice as many after each."""
 
 
-def window(period: int) -> int:
-    return WINDOW if period == 1 else FEW_ROUNDS
-
-
-def moved(expected_s: float, taken: Sequence[float], *, period: int = 1) -> float | None:
-    """What a step typically takes by now, if that is far from what was expected; None if it is not, or not known."""
-    wanted = window(period)
-    if len(taken) < wanted or expected_s <= 0:
+def typical(taken: Sequence[tuple[int, float]]) -> float | None:
+    """What a step takes by the newest of these rows (steps, seconds); None if they are too few to say."""
+    newest = [row for row in taken if row[0]][-WINDOW:]
+    if len(newest) < WINDOW and (len(newest) < FEW or sum(seconds for _, seconds in newest) < LONG_S):
         return None
-    typical = median(taken[-wanted:])
-    return None if expected_s / OFF <= typical <= expected_s * OFF else typical
+    return median(seconds / steps for steps, seconds in newest)
 
 
-def rested(steps: int, looks: int) -> bool:
-    """Have there been enough steps since the last of so many looks?"""
-    return steps >= REST_STEPS << min(looks, MOST_DOUBLINGS)
+def moved(expected_s: float, true_s: float) -> bool:
+    """Is it far from what was expected?"""
+    return not expected_s / OFF <= true_s <= expected_s * OFF
+
+
+def rested(steps: int, seconds: float, looks: int) -> bool:
+    """Has there been enough since the last of so many looks?"""
+    times = 1 << min(looks, MOST_DOUBLINGS)
+    return steps >= times * REST_STEPS or seconds >= times * LONG_S

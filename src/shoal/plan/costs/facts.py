@@ -10,6 +10,7 @@ from typing import Any, Literal
 from shoal.codecs.size import FLOAT, memory_floats, size_bytes
 
 SyncKind = Literal["lanes", "server", "local"]
+ShardKind = Literal["none", "fsdp", "tensor", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to run a job. `every` and `settle` belong to local, `servers` and `staleness` to server."""
+    """A way to run a job. `every` and `settle` belong to local, `servers` and `staleness` to server. With a `shard` all
+    workers hold one replica together."""
 
     workers: int = 1
     hosts: int = 1
@@ -123,10 +125,13 @@ class Choice:
     settle: int = 1
     servers: int = 0
     staleness: float = 0
+    shard: ShardKind = "none"
 
     @property
     def name(self) -> str:
         """How workers agree, in a few words."""
+        if self.shard != "none":
+            return f"{self.shard} over {self.workers}"
         if self.sync == "local":
             how = f"local, every {self.every}"
         elif self.sync == "server":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.plan.costs.facts import Choice, CodecTime, Host, LaneTime, Link, Machine, Measured
@@ -16,14 +16,15 @@ LEAST_ROUND_S = 100e-6
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the plan is for. Other hosts are taken to be like this one; without `most`, the lanes and cores decide how
-    many workers there may be."""
+    """What the plan is for. Other hosts are taken to be like this one, or, where there are `speeds`, so many times as
+    fast. Without `most`, the lanes and cores decide how many workers there may be."""
 
     latency_s: float = 200e-6
     bytes_s: float = 125e6
     hosts: int = 1
     least: int = 1
     most: int = 0
+    speeds: tuple[float, ...] = ()
 
 
 def read_machine(facts: Mapping[str, Any], wanted: Wanted) -> Machine:
@@ -31,13 +32,23 @@ def read_machine(facts: Mapping[str, Any], wanted: Wanted) -> Machine:
     adding_s = 3 * facts["stretch_bytes"] / facts["add_bytes_s"]
     round_s = max(facts["exchange_s"] - adding_s, LEAST_ROUND_S)
     host = Host(facts["cores"], facts["memory_bytes"])
-    return Machine((host,) * wanted.hosts, round_s, facts["add_bytes_s"], facts["crowding"])
+    hosts = tuple(replace(host, speed=speed) for speed in wanted.speeds) or (host,) * wanted.hosts
+    return Machine(hosts, round_s, facts["add_bytes_s"], facts["crowding"])
 
 
 def read_link(facts: Mapping[str, Any], wanted: Wanted) -> Link:
     """No link is faster than the sockets at its ends."""
     speed = min(wanted.bytes_s, facts["socket_bytes_s"])
     return Link(wanted.latency_s + facts["latency_s"], speed, speed)
+
+
+def slowest(assumed: Link, found: Iterable[Mapping[str, float]]) -> Link:
+    """Of links that were measured; the assumed one where none was."""
+    rows = list(found)
+    if not rows:
+        return assumed
+    latency_s = max(row["latency_s"] for row in rows)
+    return Link(latency_s, *(min(row[way] for row in rows) for way in ("send_bytes_s", "receive_bytes_s")))
 
 
 def own_choice(job: Job) -> Choice:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.plan.costs.crew import slowness_at
-from shoal.plan.costs.facts import Choice, Host, LaneTime, Link, Machine, Measured
+from shoal.plan.costs.facts import Choice, Host, LaneTime, Link, Machine, Measured, Prediction
 from shoal.plan.costs.predict import predict
 
 _LEAST, _MOST = 0.1, 1e4
@@ -36,10 +36,16 @@ class Setting:
     link: Link
 
 
+def expected(now: Choice, setting: Setting, numbers: Sequence[int]) -> Prediction:
+    """Of so many workers on each host, nothing being known of how fast they are."""
+    there = _as_it_stands(setting.machine, numbers, now.threads)
+    return predict(now, setting.measured, there, setting.link)
+
+
 def corrected(now: Choice, setting: Setting, truth: Truth) -> Setting:
     """Lanes first, by the fastest worker; then how much slower the others are; what is left of the step is the
     exchange's. Who is alone exchanges nothing: there all of it is work."""
-    there = replace(setting, machine=_as_it_stands(setting.machine, truth, now.threads))
+    there = replace(setting, machine=_as_it_stands(setting.machine, truth.numbers, now.threads))
     ratios = _ratios(now, there, truth)
     fastest = min(ratio for host in ratios for ratio in host)
     hosts = [
@@ -56,10 +62,10 @@ def corrected(now: Choice, setting: Setting, truth: Truth) -> Setting:
     return _slower(there, truth.step_s / said.step_s)
 
 
-def _as_it_stands(machine: Machine, truth: Truth, threads: int) -> Machine:
+def _as_it_stands(machine: Machine, numbers: Sequence[int], threads: int) -> Machine:
     """The driver's host as it was measured; of the others is known how many workers they brought."""
     here = replace(machine.hosts[0], each=(), brought=0)
-    others = [Host(number * threads, math.inf, brought=number) for number in truth.numbers[1:]]
+    others = [Host(number * threads, math.inf, brought=number) for number in numbers[1:]]
     return replace(machine, hosts=(here, *others))
 
 
