@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.plan.costs import drift
 from shoal.plan.costs.again import MOVE, again
-from shoal.plan.costs.drift import FEW_ROUNDS, OFF, REST_STEPS, WINDOW, moved, rested
+from shoal.plan.costs.drift import FEW, LONG_S, OFF, REST_STEPS, WINDOW, moved, rested, typical
 from shoal.plan.costs.facts import Choice, Host
 from shoal.plan.costs.predict import predict
 from shoal.plan.costs.truth import Setting, Truth, corrected
@@ -29,26 +29,32 @@ def as_planned(choice, setting=HERE, *, times=1.0):
 
 
 @pytest.mark.parametrize(
-    ("taken", "period", "found"),
+    ("taken", "found"),
     [
-        ([1.0] * WINDOW, 1, None),
-        ([1.0 * OFF] * WINDOW, 1, None),
-        ([2.0] * WINDOW, 1, 2.0),
-        ([0.5] * WINDOW, 1, 0.5),
-        ([2.0] * (WINDOW - 1), 1, None),
-        ([1.0] * 50 + [2.0] * WINDOW, 1, 2.0),
-        ([1.0] * (WINDOW // 2 + 1) + [50.0] * (WINDOW // 2 - 1), 1, None),
-        ([2.0] * FEW_ROUNDS, 8, 2.0),
-        ([], 1, None),
+        ([], None),
+        ([(1, 0.1)] * (WINDOW - 1), None),
+        ([(1, 0.1)] * WINDOW, 0.1),
+        ([(4, 0.1)] * WINDOW, 0.025),
+        ([(1, 0.1)] * 50 + [(1, 0.2)] * WINDOW, 0.2),
+        ([(1, 0.1)] * (WINDOW // 2 + 1) + [(1, 50.0)] * (WINDOW // 2 - 1), 0.1),
+        ([(2, LONG_S)] * (FEW - 1), None),
+        ([(2, LONG_S)] * FEW, LONG_S / 2),
+        ([(0, 0.1)] * WINDOW, None),
     ],
 )
-def test_what_has_moved(taken, period, found):
-    assert moved(1.0, taken, period=period) == found
+def test_what_a_step_takes(taken, found):
+    assert typical(taken) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(("true_s", "far"), [(1.0, False), (OFF, False), (2.0, True), (1 / OFF, False), (0.5, True)])
+def test_what_has_moved(true_s, far):
+    assert moved(1.0, true_s) == far
 
 
 def test_rests_grow():
-    assert [rested(REST_STEPS, 0), rested(REST_STEPS, 1), rested(2 * REST_STEPS, 1)] == [True, False, True]
-    assert rested(REST_STEPS << drift.MOST_DOUBLINGS, 1000)
+    assert [rested(REST_STEPS, 0, 0), rested(REST_STEPS, 0, 1), rested(2 * REST_STEPS, 0, 1)] == [True, False, True]
+    assert [rested(1, LONG_S, 0), rested(1, LONG_S, 1), rested(1, 2 * LONG_S, 1)] == [True, False, True]
+    assert rested(REST_STEPS << drift.MOST_DOUBLINGS, 0, 1000)
 
 
 @pytest.mark.parametrize("choice", [Choice(), TWO, Choice(workers=4), Choice(workers=4, codec="int8")])

@@ -108,6 +108,7 @@ class Picture:
     facts: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     replans: list[dict[str, Any]] = field(default_factory=list)
+    links: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def epoch(self) -> float:
@@ -178,6 +179,11 @@ def _replan(p: Picture, e: Event) -> None:
     p.replans.append(dict(e.fields))
     said, true = (1000 * e[what]["step_s"] for what in ("prediction", "truth"))
     p.notes.append(f"plan: a step takes {true:.3g} ms instead of {said:.3g} ms; {e['reason']}")
+
+
+def _link_measured(p: Picture, e: Event) -> None:
+    """By a worker on another host than the one who taught it."""
+    p.links[e.who] = {name: float(e[name]) for name in ("latency_s", "send_bytes_s", "receive_bytes_s")}
 
 
 def chosen(choice: Mapping[str, Any]) -> str:
@@ -378,6 +384,7 @@ _HANDLERS = {
     "run_started": _run_started,
     "plan": _plan,
     "replan": _replan,
+    "link_measured": _link_measured,
     "worker_started": _worker_started,
     "built": _built,
     "joined": _joined,
