@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ def _going(start: Start, hosts: Hosts, scratch: Path) -> Iterator[Going]:
 def _shape(going: Going, hosts: Hosts, mbit: float) -> float:
     """As soon as both train."""
     _until(going, lambda: _told(going, 0.0, 1) > 0)
-    hosts.shape(mbit)
+    hosts.shape(mbit) if math.isfinite(mbit) else hosts.unshape()
     return time.time()
 
 
@@ -84,7 +85,7 @@ def _until(going: Going, holds: Callable[[], bool]) -> None:
 def _told(going: Going, since_t: float, period: int) -> int:
     """How many ends of a period everybody has told."""
     found = going.rows
-    return min(len(_ends(rows, since_t, period)) for rows in found.values()) if len(found) == 2 else 0
+    return min(len(_ends(rows, since_t, period)) for rows in found.values()) if len(found) == going.workers else 0
 
 
 def _ends(rows: list[Step], since_t: float, period: int) -> list[int]:

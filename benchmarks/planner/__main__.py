@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.links import measure
 from benchmarks.links.hosts import Hosts, two_hosts
-from benchmarks.links.models import BATCH, MODELS, job
+from benchmarks.links.models import BATCH, USUAL, job
 from benchmarks.links.samples import prepare
 from benchmarks.links.sides import CODECS, Nurseries, open_nursery, sides
 from shoal.events import Event, Picture
@@ -165,7 +165,7 @@ def _parts(bench: Bench, asked: argparse.Namespace) -> Iterator[tuple[str, list[
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
     report.take_names(parser, "part", PARTS)
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(USUAL))
     parser.add_argument("--links", type=lambda text: list(map(float, text.split(","))), default=[100.0, 1000.0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--window", type=float, default=8.0, help="seconds in which a side's steps are counted")
