@@ -53,6 +53,8 @@ class Planned:
             f"{slow} threads per worker were tried: no faster than fewer.": bool(slow),
             "The job has one lane, which one worker carries. Write `lanes: 8` for more: it is part of the result.":
                 self.measured.lanes == 1,
+            "Other hosts were not asked: they and the link are what --speeds, --link and --latency say.":
+                len(self.machine.hosts) > 1,
             "Rows of sparse tables are not counted: they come on top.": bool(self.measured.only_servers),
             f"The machine had other work when this was measured (load {self.load:.1f}, {cores} cores): plan again when "
             "it has none.": self.load > BUSY * cores,

@@ -120,7 +120,8 @@ def show(console: Console, picture: Picture, *, width: int) -> None:
         if picture.serving:
             console.print(servers.lines(picture))
     lines(console, *(f"  {line}" for line in planned.lines(picture)))
-    for note in picture.notes[-8:]:
+    told = [note for note in picture.notes if not note.startswith("plan: ")]
+    for note in told[-8:]:
         console.print(Text(f"  {note}", style="yellow"), soft_wrap=True)
     for name, curve in _chosen(picture):
         console.print(Text(f"\n{name}", style="bold"))

@@ -89,10 +89,10 @@ def _best(rows: Sequence[Row]) -> Row | None:
 
 
 def _effort(row: Row) -> tuple[int, int, int, int, int, float]:
-    """What comes first is simpler."""
+    """What comes first is simpler, and closer to the result of the job as it stands."""
     it = row.prediction.choice
     busy = it.workers * it.threads + it.servers
-    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), -it.every, row.prediction.step_s
+    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), it.every, row.prediction.step_s
 
 
 def _told(row: Row, pick: Row | None, known: dict[Choice, Prediction]) -> Row:
