@@ -22,13 +22,21 @@ _places = itertools.count()
 
 
 def speed(
-    start: Start, hosts: Hosts, scratch: Path, *, mbit: float, window_s: float, batch: int, period: int = 1
+    start: Start,
+    hosts: Hosts,
+    scratch: Path,
+    *,
+    mbit: float,
+    window_s: float,
+    batch: int,
+    period: int = 1,
+    settle_s: float = 0.0,
 ) -> Numbers:
     """Steps per second count the samples that all workers made; where steps are shared, that is the same. Where workers
-    agree every `period` steps, whole periods are counted."""
+    agree every `period` steps, whole periods are counted. What happens in the first `settle_s` does not count."""
     least = LEAST_ROWS if period == 1 else 1
     with _going(start, hosts, scratch) as going:
-        shaped_t = _shape(going, hosts, mbit)
+        shaped_t = _shape(going, hosts, mbit) + settle_s
         _until(going, lambda: _told(going, shaped_t, period) > 0)  # the step that was under way does not count
         before, cpu_s, began_t = hosts.moved_bytes(), _cpu_s(going), time.time()
         _until(going, lambda: _told(going, shaped_t, period) > least and time.time() > began_t + window_s)
