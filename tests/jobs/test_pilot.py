@@ -92,6 +92,15 @@ def test_more_are_started(place):
     assert (sea.crew.wanted, sea.leaving) == (4, [])
 
 
+def test_no_more_are_started_where_one_stands_by(place):
+    sea = Sea(place, ["here"] * 2, [10 * LANE_S, 100 * LANE_S], kept=kept())
+    sea.crew.view = View(number=2, carries={0: [0, 1, 2, 3]}, saver=0)
+    sea.train(150, 40.5 * LANE_S)
+    (row,) = sea.told
+    assert (row["choice"]["workers"], row["moves"]) == (1, None)
+    assert (sea.crew.wanted, sea.leaving) == (2, [])
+
+
 def test_a_host_behind_a_slow_link_is_let_go(place):
     sea = Sea(place, ["here", "there"], [LANE_S, LANE_S], kept=kept(cores=1))
     link = {"latency_s": 0.05, "send_bytes_s": 1e5, "receive_bytes_s": 1e5}

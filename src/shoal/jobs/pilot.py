@@ -67,7 +67,7 @@ class Pilot:
         self._notice(now, truth)
         if not self._new_crowd and not moved(self._expected["step_s"], true_s):
             return
-        found = again(now, self._setting, truth, seen=self._seen, **self._bounds)
+        found = again(now, self._setting, truth, seen=self._seen, **self._bounds_now())
         self._seen[now.workers, now.hosts] = true_s
         moves = found.moves if not self._tied else None
         self._tell(found, truth, step)
@@ -78,6 +78,12 @@ class Pilot:
         if moves:
             self._crowd = moves.choice.workers, moves.choice.hosts
             self._move(moves.choice)
+
+    def _bounds_now(self) -> dict[str, Any]:
+        """Where somebody stands by, because all are faster without, one more would do so too."""
+        carrying = self._carrying()
+        idle = len(carrying) < len(self._crew.members)
+        return self._bounds | ({"most": sum(m.local for m in carrying)} if idle else {})
 
     def _notice(self, now: Choice, truth: Truth) -> None:
         """Others came or went: something else is expected of those who are here now."""
