@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.links import measure, quality
+from benchmarks.links import measure, quality, regret
 from benchmarks.links.hosts import Hosts, two_hosts
-from benchmarks.links.models import BATCH, MODELS
+from benchmarks.links.models import BATCH, MODELS, USUAL
 from benchmarks.links.quality import Curve, Goal
 from benchmarks.links.samples import prepare
 from benchmarks.links.sides import (
@@ -38,7 +38,10 @@ from benchmarks.links.sides import (
 )
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
 
-PARTS = ("quality", "speed")
+COMPARED = ("quality", "speed")
+PARTS = (*COMPARED, "regret", "regrets")
+"""`regret`: what the planner would choose, beside all that it could have chosen, cell by cell. `regrets`: the table of
+all cells that were kept; it measures nothing. Both only when they are named."""
 SLOWEST_MBIT = 10.0
 """There one turn is enough: a step takes seconds, and nothing but the wire counts."""
 
@@ -97,7 +100,13 @@ def main() -> None:
     asked = _asked()
     console = Console(width=160)
     _end_well()
+    if asked.parts == ["regrets"]:
+        console.print(report.table("regret", regret.regrets(report.kept("links"))))
+        return
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, _two_hosts() as machines:
+        if "regret" in asked.parts:
+            _regret(asked, console, machines, Path(scratch))
+            return
         bench = Bench(
             *machines,
             data=prepare(asked.data, Path(scratch, "data")),
@@ -112,10 +121,18 @@ def main() -> None:
             most_s=20.0 if asked.quick else asked.most,
         )
         for model in asked.models:
-            for part, rows in compare(bench, model, asked.parts or PARTS, asked.links):
+            for part, rows in compare(bench, model, asked.parts or COMPARED, asked.links):
                 console.print(report.table(part, rows))
                 if not asked.quick and (asked.title or not asked.side):
                     report.keep("links", ", ".join(filter(None, [part, asked.title])), {"rows": rows})
+
+
+def _regret(asked: argparse.Namespace, console: Console, machines: tuple[Hosts, Nurseries], scratch: Path) -> None:
+    data = prepare(asked.data, scratch / "data")
+    bench = regret.Bench(*machines, data, scratch, 1.0 if asked.quick else asked.window)
+    cells = [regret.Cell(model, mbit, slow) for model in asked.models for mbit in asked.links for slow in asked.slow]
+    keep = not asked.quick
+    regret.run(bench, cells, asked.side or [], keep=keep, show=lambda *table: console.print(report.table(*table)))
 
 
 def compare(bench: Bench, model: str, parts: Sequence[str], links: Sequence[float]) -> Iterator[tuple[str, list[Row]]]:
@@ -182,10 +199,13 @@ def _end_well() -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.links", description="Slow links, compared.")
     report.take_names(parser, "part", PARTS)
-    parser.add_argument("--links", type=_numbers, default=[10.0, 100.0, 1000.0], help="Mbit/s")
-    parser.add_argument("--models", type=partial(_names, MODELS), default=list(MODELS))
+    parser.add_argument("--links", type=_numbers, default=[10.0, 100.0, 1000.0], help="Mbit/s; inf: unshaped")
+    parser.add_argument("--models", type=partial(_names, MODELS), default=list(USUAL))
     parser.add_argument("--codecs", type=partial(_names, CODECS), default=list(CODECS))
     parser.add_argument("--side", action="append", metavar="WORDS", help="sides that begin so; may be repeated")
+    parser.add_argument(
+        "--slow", type=_whole, default=[1], help="of regret: 1,3 for equal hosts, and one 3 times slower"
+    )
     parser.add_argument("--no-locals", action="store_true", help="without lanes that train by themselves")
     parser.add_argument("--seeds", type=int, default=3, help="of a quality run")
     parser.add_argument("--title", default="", help="keep the results of some sides too, under this name")
@@ -200,6 +220,10 @@ def _asked() -> argparse.Namespace:
 
 def _numbers(text: str) -> list[float]:
     return [float(word) for word in text.split(",")]
+
+
+def _whole(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def _names(known: Mapping[str, Any], text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +22,21 @@ _places = itertools.count()
 
 
 def speed(
-    start: Start, hosts: Hosts, scratch: Path, *, mbit: float, window_s: float, batch: int, period: int = 1
+    start: Start,
+    hosts: Hosts,
+    scratch: Path,
+    *,
+    mbit: float,
+    window_s: float,
+    batch: int,
+    period: int = 1,
+    settle_s: float = 0.0,
 ) -> Numbers:
     """Steps per second count the samples that all workers made; where steps are shared, that is the same. Where workers
-    agree every `period` steps, whole periods are counted."""
+    agree every `period` steps, whole periods are counted. What happens in the first `settle_s` does not count."""
     least = LEAST_ROWS if period == 1 else 1
     with _going(start, hosts, scratch) as going:
-        shaped_t = _shape(going, hosts, mbit)
+        shaped_t = _shape(going, hosts, mbit) + settle_s
         _until(going, lambda: _told(going, shaped_t, period) > 0)  # the step that was under way does not count
         before, cpu_s, began_t = hosts.moved_bytes(), _cpu_s(going), time.time()
         _until(going, lambda: _told(going, shaped_t, period) > least and time.time() > began_t + window_s)
@@ -69,7 +78,7 @@ def _going(start: Start, hosts: Hosts, scratch: Path) -> Iterator[Going]:
 def _shape(going: Going, hosts: Hosts, mbit: float) -> float:
     """As soon as both train."""
     _until(going, lambda: _told(going, 0.0, 1) > 0)
-    hosts.shape(mbit)
+    hosts.shape(mbit) if math.isfinite(mbit) else hosts.unshape()
     return time.time()
 
 
@@ -84,7 +93,7 @@ def _until(going: Going, holds: Callable[[], bool]) -> None:
 def _told(going: Going, since_t: float, period: int) -> int:
     """How many ends of a period everybody has told."""
     found = going.rows
-    return min(len(_ends(rows, since_t, period)) for rows in found.values()) if len(found) == 2 else 0
+    return min(len(_ends(rows, since_t, period)) for rows in found.values()) if len(found) == going.workers else 0
 
 
 def _ends(rows: list[Step], since_t: float, period: int) -> list[int]:

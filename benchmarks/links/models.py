@@ -1,4 +1,5 @@
-"""What is trained: a character GPT of 3.2 million parameters, and the CNN that people train on MNIST (1.2 million)."""
+"""What is trained: a character GPT of 3.2 million parameters, the CNN that people train on MNIST (1.2 million), and an
+MLP (0.4 million)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import nn
 from benchmarks.links.samples import IMAGES, LABELS, TEXT
 from benchmarks.overhead.models import GPT
 
-BATCH = {"gpt": 20, "cnn": 64}
+BATCH = {"gpt": 20, "cnn": 64, "mlp": 128}
 CONTEXT = 64
 LR = 1e-3
 
@@ -27,7 +28,12 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
-MODELS = {"gpt": gpt, "cnn": cnn}
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+MODELS = {"gpt": gpt, "cnn": cnn, "mlp": mlp}
+USUAL = ("gpt", "cnn")
 
 
 def job(model: str, data: Path, **changes: Any) -> Mapping[str, Any]:

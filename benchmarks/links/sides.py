@@ -56,6 +56,9 @@ class Step:
 
 class Going(Protocol):
     @property
+    def workers(self) -> int: ...
+
+    @property
     def rows(self) -> dict[str, list[Step]]:
         """By worker."""
 
@@ -83,6 +86,7 @@ class Shoal:
 
     def __init__(self, plain_job: Mapping[str, Any], nurseries: Nurseries, place: Path) -> None:
         made = make_job(dict(plain_job))
+        self.workers = made.workers.most
         paths = directory.create(made, place / "runs")
         self.rows: dict[str, list[Step]] = defaultdict(list)
         self._run = Run(made, paths, nurseries[0], watch=self._look)
@@ -103,12 +107,17 @@ class Shoal:
     def pids(self) -> list[int]:
         return _pids([self._run.engine])
 
+    def pid(self, seat: int) -> int | None:
+        return self._run.engine.pid(seat)
+
     def close(self) -> None:
         self._run.close()
 
 
 class Plain:
     """A process of plain torch on each host."""
+
+    workers = 2
 
     def __init__(self, asked: Mapping[str, Any], nurseries: Nurseries, place: Path) -> None:
         self._place = place

@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.links import measure
 from benchmarks.links.hosts import Hosts, two_hosts
-from benchmarks.links.models import BATCH, MODELS, job
+from benchmarks.links.models import BATCH, USUAL, job
 from benchmarks.links.samples import prepare
 from benchmarks.links.sides import CODECS, Nurseries, open_nursery, sides
 from shoal.events import Event, Picture
@@ -31,6 +31,7 @@ from shoal.jobs import directory, planning
 from shoal.jobs.run import Run
 from shoal.plan.costs.facts import Choice, Host, Machine
 from shoal.plan.costs.predict import predict
+from shoal.plan.costs.reading import Wanted, read_link, read_machine, read_measured
 from shoal.spec.load import make_job
 
 PARTS = ("host", "links")
@@ -57,7 +58,7 @@ class Bench:
 
     def host(self, model: str, nursery: Nursery) -> list[dict[str, Any]]:
         going = {name: partial(self._steps_per_s, model, it, nursery) for name, it in HERE.items()}
-        wanted = planning.Wanted(LATENCY_S, 125e6)
+        wanted = Wanted(LATENCY_S, 125e6)
         return self._compare(model, HERE, going, wanted, nursery, lambda machine: machine)
 
     def links(self, model: str, mbit: float, hosts: Hosts, nurseries: Nurseries) -> list[dict[str, Any]]:
@@ -67,7 +68,7 @@ class Bench:
             name: lambda name=name: measure.speed(starts[name], hosts, self.scratch, **asked)["steps/s"]
             for name in BETWEEN
         }
-        wanted = planning.Wanted(LATENCY_S, mbit * 125e3, hosts=2)
+        wanted = Wanted(LATENCY_S, mbit * 125e3, hosts=2)
         return self._compare(model, BETWEEN, going, wanted, nurseries[0], _halved)
 
     def _compare(
@@ -75,7 +76,7 @@ class Bench:
         model: str,
         choices: Mapping[str, Choice],
         going: Mapping[str, Callable[[], float]],
-        wanted: planning.Wanted,
+        wanted: Wanted,
         nursery: Nursery,
         there: Callable[[Machine], Machine],
     ) -> list[dict[str, Any]]:
@@ -83,8 +84,8 @@ class Bench:
         true: dict[str, list[float]] = {name: [] for name in choices}
         for _ in range(self.rounds):
             facts = planning.measure(make_job(dict(job(model, self.data))), nursery=nursery)
-            measured, link = planning.read_measured(facts), planning.read_link(facts, wanted)
-            machine = there(planning.read_machine(facts, wanted))
+            measured, link = read_measured(facts), read_link(facts, wanted)
+            machine = there(read_machine(facts, wanted))
             for name, choice in choices.items():
                 said[name].append(1 / predict(choice, measured, machine, link).step_s)
                 true[name].append(going[name]())
@@ -164,7 +165,7 @@ def _parts(bench: Bench, asked: argparse.Namespace) -> Iterator[tuple[str, list[
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
     report.take_names(parser, "part", PARTS)
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(USUAL))
     parser.add_argument("--links", type=lambda text: list(map(float, text.split(","))), default=[100.0, 1000.0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--window", type=float, default=8.0, help="seconds in which a side's steps are counted")

@@ -68,6 +68,8 @@ def run(
     checked = _load(job, [*sets, *(f"{field}={value}" for field, value in asked.items() if value)])
     if workers and not (quiet or as_json) and (hint := hints.other_lanes(checked, job, sets)):
         reports.lines(_console(), hint)
+    if checked.sync.kind == "auto" and not (quiet or as_json):
+        reports.lines(_console(), "planning: the job is measured for some seconds")
     with display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
         outcome = drive.run(checked, runs=runs, look=shown.look)
     _end(outcome, as_json=as_json)
@@ -108,6 +110,7 @@ def plan(
     hosts: Annotated[int, typer.Option(min=1, max=64, help="So many machines like this one.")] = 1,
     link: Annotated[str, typer.Option(help="Between them: 100mbit, 10gbit, 50MB/s.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="One way between them: 200us, 1ms.")] = "200us",
+    speeds: Annotated[str, typer.Option(help="Of each machine, this one first: 1,0.25.", show_default=False)] = "",
     every: Annotated[bool, typer.Option("--all", help="Every way that was looked at.")] = False,
     sets: Sets = NOTHING,
     runs: Runs = RUNS,
@@ -116,13 +119,19 @@ def plan(
     """How to run a job: measures it here, and predicts what workers, servers, codecs and threads would do."""
     from shoal.jobs import directory, planning
     from shoal.plan.costs import amounts
+    from shoal.plan.costs.reading import Wanted
     from shoal.terminal import hints, plans, reports
 
     checked = _load(job, [*sets, *([f"workers=1..{workers}"] if workers else [])])
     if workers and not as_json and (hint := hints.other_lanes(checked, job, sets)):
         reports.lines(_console(), hint)
-    wanted = planning.Wanted(
-        amounts.seconds(latency, where="--latency"), amounts.bytes_per_s(link, where="--link"), hosts, workers
+    each = amounts.speeds(speeds, where="--speeds") if speeds else ()
+    wanted = Wanted(
+        amounts.seconds(latency, where="--latency"),
+        amounts.bytes_per_s(link, where="--link"),
+        hosts=len(each) or hosts,
+        most=workers,
+        speeds=each,
     )
     planned = planning.plan(directory.with_its_start(checked, runs), wanted)
     if as_json:

@@ -130,6 +130,7 @@ CATALOGUE: dict[str, Entry] = {
                    "its key, and the authority's own certificate."),
     "SH620": Entry("the two sides do not agree on TLS",
                    "Join with --tls DIR if the job has `engine.tls`, and not otherwise; one authority signs for all."),
+    "SH621": Entry("no way to run the job can be taken", "See the reasons of all ways: shoal plan JOB --all."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
     "SH702": Entry("the arrays are not those of the servers", "Give an array for each name, of its shape and dtype."),

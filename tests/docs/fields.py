@@ -24,6 +24,7 @@ HEADINGS = {
     "ServerSync": "sync: server",
     "LocalSync": "sync: local",
     "DdpSync": "sync: ddp",
+    "AutoSync": "sync: auto",
     "NoCodec": "codec: none",
     "Bf16Codec": "codec: bf16",
     "Fp16Codec": "codec: fp16",

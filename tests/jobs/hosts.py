@@ -28,6 +28,11 @@ class Host:
         with log.open("w") as file:
             return subprocess.Popen(command, stdout=file, stderr=file, env=env)
 
+    def slow_down(self, mbit):
+        """What it sends; what others send to it goes as fast as they do."""
+        shape = f"tc qdisc replace dev {self._inner} root tbf rate {mbit}mbit burst 16k latency 200ms"
+        ip("netns", "exec", self.name, *shape.split())
+
     def cut_off(self):
         ip("link", "set", self._outer, "down")
 

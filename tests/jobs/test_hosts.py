@@ -78,6 +78,9 @@ def test_three_hosts_give_the_bits_of_one(hosts, place, run):
     spread = Spread(hosts, place, dawdle_s=0.2)
     receipt = spread.end()
     assert_same(receipt, calm(run, JOB))
+    measured = {event.who: event for event in spread.events() if event.kind == "link_measured"}
+    assert set(measured) == {"worker-2", "worker-3"}, "those who came from elsewhere"
+    assert all(0 < event["latency_s"] < 1 and event["send_bytes_s"] > 1e5 for event in measured.values())
     assert receipt["workers"] == 4
     assert [guest.wait() for guest in spread.guests] == [0, 0]
 

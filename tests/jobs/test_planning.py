@@ -14,6 +14,7 @@ from shoal.jobs import planning
 from shoal.jobs.ask import ask
 from shoal.parallel.links.pace import pace
 from shoal.plan.costs.facts import Choice
+from shoal.plan.costs.reading import Wanted, own_choice, read_measured
 from shoal.spec.load import make_job
 from tests.conftest import CNN, MLP
 
@@ -39,7 +40,7 @@ def test_what_is_measured(facts):
     (time,) = found["times"]
     assert time["threads"] == 1
     assert all(value > 0 and math.isfinite(value) for value in time.values())
-    measured = planning.read_measured(found)
+    measured = read_measured(found)
     assert measured.lanes == 3
     assert measured.floats == 80 + 16 + 584 + 16 + 1290
     assert measured.stretch_bytes >= 4 * (measured.floats + 32), "moving buffers too"
@@ -83,11 +84,11 @@ def test_errors_of_the_model_are_told(facts):
     ],
 )
 def test_what_the_job_says(place, changes, own):
-    assert planning.own_choice(job(place, **changes)) == own
+    assert own_choice(job(place, **changes)) == own
 
 
 def test_a_plan_names_one_way_and_all_reasons(place, nursery):
-    wanted = planning.Wanted(**LAN, hosts=2, most=6)
+    wanted = Wanted(**LAN, hosts=2, most=6)
     own = {"codec": {"kind": "int8", "block": 64}, "sync": {"kind": "server", "staleness": "inf"}}
     planned = planning.plan(job(place, **own), wanted, nursery=nursery)
     told = json.loads(json.dumps(planned.as_data(), allow_nan=False))
@@ -101,14 +102,14 @@ def test_a_plan_names_one_way_and_all_reasons(place, nursery):
     assert {row["refused"][:24] for row in refused} == {"the job has 4 lanes: of "}
     for row in told["rows"]:
         if row["choice"]["sync"] != "local" and not row["refused"]:
-            changed = planning.own_choice(job(place, **(own | row["settings"])))
+            changed = own_choice(job(place, **(own | row["settings"])))
             wanted = [row["choice"][name] for name in ("sync", "codec", "threads", "servers")]
             assert [changed.sync, changed.codec, changed.threads, changed.servers] == wanted
 
 
 def test_more_hosts_than_workers_are_refused(place):
     with pytest.raises(JobError, match="SH107 --hosts: 5 hosts, and 4 workers at most"):
-        planning.plan(job(place), planning.Wanted(**LAN, hosts=5))
+        planning.plan(job(place), Wanted(**LAN, hosts=5))
 
 
 def test_processes_of_one_host_talk():
@@ -138,7 +139,9 @@ def test_the_command(place):
     assert not (place / "runs").exists()
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--link", "fast"], "SH106"), (["--latency", "7"], "SH106")])
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--link", "fast"], "SH106"), (["--latency", "7"], "SH106"), (["--speeds", "0"], "SH106")]
+)
 def test_what_is_no_link(place, words, code):
     (place / "job.yaml").write_text(yaml.safe_dump(MLP))
     done = shoal("plan", "job.yaml", *words, cwd=place)

@@ -1,5 +1,6 @@
 """What a choice costs: numbers worked out by hand, the bytes of the real exchange, and what must never turn round."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.parallel import ahead, exchange_plan
 from shoal.plan import balance
 from shoal.plan.costs import traffic
-from shoal.plan.costs.crew import Crew, crew
+from shoal.plan.costs.crew import Crew, crew, numbers_on
 from shoal.plan.costs.facts import Choice, Host, LaneTime, Link
 from shoal.plan.costs.predict import predict
 from tests.plan.costs_cases import CODECS, FAST, GB, HOST, LARGE, MB, SLOW, TINY, machine, mbit
@@ -95,6 +96,30 @@ def test_stale_lanes_push_and_pull_one_by_one():
         for s in (0, 4)
     )
     assert stale.sent_bytes == 4 * exact.sent_bytes
+
+
+def test_those_who_never_wait_are_not_held_up_by_the_slowest():
+    there = machine(Host(1, 16 * GB), Host(1, 16 * GB, speed=0.25))
+    stale, exact, free = (
+        predict(replace(TWO_HOSTS, sync="server", servers=1, staleness=s), LARGE, there, FAST) for s in (4, 0, math.inf)
+    )
+    assert stale.compute_s == pytest.approx(7 * 0.030), "in the long run it waits"
+    assert exact.compute_s > stale.compute_s, "it adds its lanes up"
+    assert free.compute_s == pytest.approx(8 * 0.030 / 1.25)
+    assert free.compute_s < stale.compute_s
+
+
+def test_workers_of_one_host_may_differ():
+    there = machine(replace(HOST, each=(1.0, 0.25)))
+    slow, equal = (predict(Choice(workers=2), LARGE, one, FAST) for one in (there, machine()))
+    assert slow.compute_s == pytest.approx(7 * 0.030, rel=0.1)
+    assert equal.compute_s == pytest.approx(4 * 0.030, rel=0.15)
+
+
+def test_what_others_brought_is_neither_more_nor_less():
+    there = machine(HOST, Host(3, 16 * GB, brought=3))
+    assert numbers_on(Choice(workers=4, hosts=2), there) == [1, 3]
+    assert numbers_on(Choice(workers=7, hosts=2), there) == [4, 3]
 
 
 def test_local_steps_exchange_once_in_a_while_and_keep_a_copy_per_lane():
@@ -185,6 +210,7 @@ SYNCS = [
     {"sync": "server", "servers": 1},
     {"sync": "server", "servers": 2, "codec": "bf16"},
     {"sync": "server", "servers": 2, "staleness": 4},
+    {"sync": "server", "servers": 1, "staleness": math.inf},
     {"sync": "local", "every": 8},
     {"sync": "local", "every": 32, "settle": 4},
 ]
@@ -239,6 +265,20 @@ def test_seldom_exchange_never_sends_or_waits_more(hosts, every, more, settle, s
     )
     assert seldom.sent_bytes <= often.sent_bytes
     assert seldom.exchange_s <= often.exchange_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor", "pipeline"])
+@given(st.integers(2, 8), speeds)
+def test_shards_need_less_of_each_and_a_faster_link_is_never_slower(kind, ways, speed):
+    there, measured = machine(*[HOST] * 8), replace(LARGE, worker_bytes=200 * MB)
+    alone = predict(Choice(), measured, there, SLOW)
+    slow, fast = (
+        predict(Choice(workers=ways, hosts=ways, shard=kind), measured, there, Link(1e-4, s, s))
+        for s in (speed, 2 * speed)
+    )
+    assert slow.memory_bytes < alone.memory_bytes
+    assert 0 < fast.step_s <= slow.step_s
+    assert slow.sent_bytes > 0
 
 
 @given(choices, speeds)

@@ -144,6 +144,28 @@ def test_nothing_fits():
     assert {row.reason.split(",")[1] for row in found.rows} == {" the machine has 0.1 GB"}
 
 
+BIG = replace(
+    LARGE, shapes=((1000, 1000),) * 500, stretch_bytes=2 * GB, optimizer_bytes=4 * GB, worker_bytes=9 * GB, lanes=4
+)
+"""9.3 GB for one worker, of which 1 GB is a lane's own."""
+
+
+def test_what_does_not_fit_is_offered_in_shards():
+    four = machine(*[Host(2, 4 * GB)] * 4)
+    found = made(measured=BIG, there=four, most=4)
+    assert found.pick is None
+    assert reason(found) == "needs 9.3 GB, the machine has 4.0 GB"
+    assert reason(found, workers=4, hosts=4, shard="fsdp") == "fits: 3.3 GB on the fullest machine"
+    assert reason(found, workers=4, hosts=1, shard="fsdp") == "needs 12.3 GB, the machine has 4.0 GB"
+    assert reason(found, workers=2, hosts=2, shard="tensor") == "needs 5.3 GB, the machine has 4.0 GB"
+    assert found.offer.prediction.choice.shard != "none"
+    assert found.offer.changes == ("shard",)
+
+
+def test_shards_are_not_looked_at_where_something_fits():
+    assert {row.prediction.choice.shard for row in made(there=machine(HOST, HOST)).rows} == {"none"}
+
+
 links = st.builds(Link, st.floats(0, 0.1), st.floats(1e5, 1e10), st.floats(1e5, 1e10))
 allowances = st.sets(st.sampled_from(["codecs", "local", "staleness", "threads"]))
 THREADED = replace(LARGE, times={1: LARGE.times[1], 2: LaneTime(0.006, 0.012, 0.003)})
@@ -198,3 +220,14 @@ def test_durations(text, value):
 def test_what_is_no_speed(text):
     with pytest.raises(JobError, match="SH106 --link"):
         amounts.bytes_per_s(text, where="--link")
+
+
+@pytest.mark.parametrize(("text", "value"), [("1,0.25", (1.0, 0.25)), (" 1 , 2 ", (1.0, 2.0)), ("0.5", (0.5,))])
+def test_speeds_of_hosts(text, value):
+    assert amounts.speeds(text, where="--speeds") == value
+
+
+@pytest.mark.parametrize("text", ["", "1,", "1,0", "fast", "1;2", "-1"])
+def test_what_are_no_speeds(text):
+    with pytest.raises(JobError, match="SH106 --speeds"):
+        amounts.speeds(text, where="--speeds")

@@ -137,6 +137,7 @@ TABLE = {
     "bad engine": Row("seed: 1", "engine: lokal", "SH106", 2, "engine", "local"),
     "bad name": Row("name: digits", "name: my digits", "SH106", 1, "name", "letters"),
     "bad workers": Row("seed: 1", "workers: many", "SH106", 2, "workers", "1..8"),
+    "workers of no lanes": Row("seed: 1", "workers: auto", "SH106", 2, "workers", "`lanes`"),
     "no workers": Row("seed: 1", "workers: 0", "SH106", 2, "workers", "above 0"),
     "workers backwards": Row("seed: 1", "workers: 4..2", "SH106", 2, "workers", "2..4"),
     "bad interval": Row("seed: 1", "checkpoint: {every: 5 epochs}", "SH106", 2, "checkpoint.every", "'100 steps'"),

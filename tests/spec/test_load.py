@@ -272,3 +272,21 @@ def test_checkpoints_lie_where_the_job_file_says_wherever_the_run_is_resumed(fol
     assert load_job(folder / "job.yaml", overrides=overrides).checkpoint.path == str(folder / "saves")
     remote = load_job(folder / "job.yaml", overrides=["checkpoint.path=s3://bucket/saves"])
     assert remote.checkpoint.path == "s3://bucket/saves"
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({"lanes": 8, "workers": "auto"}, 8),
+        ({"lanes": 8, "sync": "auto"}, 8),
+        ({"lanes": 8, "sync": "auto", "workers": 2}, 2),
+        ({"lanes": 8}, 1),
+        ({"sync": "auto"}, 1),
+        ({"lanes": 4000, "batch_size": 4000, "workers": "auto"}, 1024),
+    ],
+)
+def test_workers_that_are_left_open(changes: dict[str, Any], most: int) -> None:
+    body = {"model": "net.py:Net", "loss": "MSELoss", "data": {"source": {"kind": "csv", "path": "rows.csv"}}}
+    job = make_job(body | {"batch_size": 8, "epochs": 1} | changes, check_names=False)
+    assert job.workers.most == most
+    assert job.lane_count == changes.get("lanes", 1)

@@ -231,6 +231,7 @@ def test_shards_that_could_work(shard: Any, workers: Any) -> None:
         ({"shard": "fsdp", "workers": "2..4", "lanes": 4}, [("SH107", "shard.ways")]),
         ({"shard": {"kind": "pipeline", "cuts": ["a"]}, "workers": 3}, [("SH107", "shard.cuts")]),
         ({"shard": "fsdp", "workers": 2, "sync": "server"}, [("SH110", "shard")]),
+        ({"shard": "fsdp", "workers": 2, "sync": "auto"}, [("SH110", "sync")]),
         ({"shard": "fsdp", "workers": 2, "codec": "int8"}, [("SH110", "codec")]),
     ],
 )

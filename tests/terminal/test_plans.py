@@ -37,7 +37,7 @@ def test_the_pick_is_marked_and_its_command_is_there():
     assert "Take 4 workers: 3.3 times as fast as one worker: " in text
     assert "\n  shoal run job.yaml --workers 4\n" in text
     assert "hosts" not in text.splitlines()[5]
-    assert "If the job had `plan: {allow: [local]}`: 4 workers (local, every 128)." in text
+    assert "If the job had `plan: {allow: [local]}`: 4 workers (local, every 8)." in text
 
 
 def test_two_hosts_name_the_way_there():

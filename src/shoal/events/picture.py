@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,9 @@ class Picture:
     result: dict[str, Any] = field(default_factory=dict)
     built_by: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    replans: list[dict[str, Any]] = field(default_factory=list)
+    links: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def epoch(self) -> float:
@@ -165,6 +168,31 @@ def _run_started(p: Picture, e: Event) -> None:
     p.error, p.result, p.built_by = None, {}, ""
     for server in p.servers.values():
         _let_go(server, "dead")  # those that outlived their driver are told of again
+
+
+def _plan(p: Picture, e: Event) -> None:
+    p.plan = dict(e.fields)
+    p.notes.append(f"plan: {chosen(p.plan['choice'])}: {p.plan['reason']}")
+
+
+def _replan(p: Picture, e: Event) -> None:
+    p.replans.append(dict(e.fields))
+    said, true = (1000 * e[what]["step_s"] for what in ("prediction", "truth"))
+    p.notes.append(f"plan: a step takes {true:.3g} ms instead of {said:.3g} ms; {e['reason']}")
+
+
+def _link_measured(p: Picture, e: Event) -> None:
+    """By a worker on another host than the one who taught it."""
+    p.links[e.who] = {name: float(e[name]) for name in ("latency_s", "send_bytes_s", "receive_bytes_s")}
+
+
+def chosen(choice: Mapping[str, Any]) -> str:
+    """A choice of a plan, in a few words."""
+    number, hosts, threads = (int(choice.get(what, 1)) for what in ("workers", "hosts", "threads"))
+    parts = [f"{number} worker{'s' if number > 1 else ''}", f"({choice['how']})"]
+    parts += [f"on {hosts} hosts"] if hosts > 1 else []
+    parts += [f"with {threads} threads each"] if threads > 1 else []
+    return " ".join(parts)
 
 
 def _worker_started(p: Picture, e: Event) -> None:
@@ -354,6 +382,9 @@ def _run_ended(p: Picture, e: Event) -> None:
 
 _HANDLERS = {
     "run_started": _run_started,
+    "plan": _plan,
+    "replan": _replan,
+    "link_measured": _link_measured,
     "worker_started": _worker_started,
     "built": _built,
     "joined": _joined,

@@ -20,6 +20,7 @@ from shoal.jobs import drive, wishes
 from shoal.jobs.drive import Look
 from shoal.jobs.helm import first_number
 from shoal.jobs.run import Outcome, borrowed
+from shoal.jobs.settling import settle
 from shoal.jobs.verify import fixed, run_with, with_workers
 from shoal.plan.faults import Fault, Kind, plan
 from shoal.spec.job import Job
@@ -61,6 +62,7 @@ def chaos(
     nursery: Nursery | None = None,
 ) -> Verdict:
     """Run the job undisturbed (or take the receipt `against`), then under faults: these, or so many by the seed."""
+    job, _ = settle(job, nursery=nursery)
     workers = workers or min(max(first_number(job), 2), job.lanes or job.batch_size)
     if job.sync.kind != "server" and _number(faults, "kill server"):
         raise error("SH609", f"the job has no servers: its sync is {job.sync.kind}", where="--server-kills")

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.errors import ShoalError, error
 from shoal.events import Event, Picture, Reader, Stream, fold
 from shoal.fleet.engines.local import Nursery
-from shoal.jobs import directory
+from shoal.jobs import directory, settling
 from shoal.jobs.run import Outcome, Run, borrowed
 from shoal.spec.data import FoldSplit
 from shoal.spec.job import Job
@@ -51,13 +51,22 @@ class Summary:
 def run(
     job: Job, *, runs: Path, look: Look | None = None, nursery: Nursery | None = None, trace: bool = False
 ) -> Outcome | Summary:
-    """Run a checked job in a new directory. Who runs many jobs may bring a nursery for all of them.
+    """Run a checked job in a new directory; one that leaves open how is planned first.
+
+    Who runs many jobs may bring a nursery for all of them.
 
     `trace`: the workers write down every step's state in short (of a job without folds); see `jobs.verify`.
     """
     job = directory.with_its_start(job, runs)
-    with borrowed(nursery, job) as mine:  # torch is being loaded while the rest is prepared
-        return _drive(job, directory.create(job, runs), mine, look, trace=trace)
+    with contextlib.ExitStack() as stack:
+        mine = stack.enter_context(borrowed(nursery, job))  # torch is being loaded while the rest is prepared
+        settled, kept = settling.settle(job, nursery=mine)
+        if nursery is None and settled.threads != job.threads:
+            mine = stack.enter_context(borrowed(None, settled))
+        paths = directory.create(settled, runs)
+        if kept:
+            kept.write(paths)
+        return _drive(settled, paths, mine, look, trace=trace)
 
 
 def resume(paths: RunPaths, *, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:

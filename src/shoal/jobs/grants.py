@@ -11,10 +11,12 @@ from shoal.spec.job import MOST_WORKERS
 
 
 class Grants:
-    """`harbour` is None for a run without servers. `stop_asked` says so when somebody wants the run to end."""
+    """`harbour` is None for a run without servers. `stop_asked` says so when somebody wants the run to end, `scaled`
+    when somebody has chosen how many workers there are."""
 
     def __init__(self, crew: Crew, harbour: Harbour | None) -> None:
         self.stop_asked = ""
+        self.scaled = False
         self._crew = crew
         self._harbour = harbour
 
@@ -25,6 +27,7 @@ class Grants:
         elif kind == "drain" and fields.get("role") == "server":
             self._servers.drain(int(fields["seat"]))
         elif kind == "drain":
+            self.scaled = True
             self._crew.leaves(int(fields["seat"]), "drained", replace=False)
         elif kind == "stop":
             self.stop_asked = "stopped"
@@ -47,6 +50,7 @@ class Grants:
         if "servers" in numbers:
             self._servers.scale(numbers["servers"])
         if "wanted" in numbers:
+            self.scaled = True
             self._crew.scale(numbers["wanted"])
 
     @property

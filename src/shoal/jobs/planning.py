@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from shoal.errors import error
@@ -13,9 +12,18 @@ from shoal.fleet.engines.local import Nursery
 from shoal.jobs.ask import ask
 from shoal.plan.costs import choose
 from shoal.plan.costs.choose import Row
-from shoal.plan.costs.facts import Choice, CodecTime, Host, LaneTime, Link, Machine, Measured
+from shoal.plan.costs.facts import Choice, Link, Machine, Measured
+from shoal.plan.costs.reading import (
+    Wanted,
+    own_choice,
+    read_link,
+    read_machine,
+    read_measured,
+    staleness_word,
+    sync_section,
+)
 from shoal.spec import job as spec
-from shoal.spec.job import Job, LocalSync, ServerSync
+from shoal.spec.job import Job
 
 WORKERS_PER_CORE = 2
 """So many are looked at where nobody says how many."""
@@ -24,24 +32,10 @@ WORKERS_PER_CORE = 2
 BUSY = 0.5
 """From this load per core on, measurements are not to be trusted."""
 
-LEAST_ROUND_S = 100e-6
-"""Where it was not measured, or drowned in the noise."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the plan is for. Other hosts are taken to be like this one; without `most`, the lanes and cores decide how
-    many workers there may be."""
-
-    latency_s: float
-    bytes_s: float
-    hosts: int = 1
-    most: int = 0
-
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan, and what it was made from."""
+    """The plan, and what it was made from; `facts` are the clerk's own words."""
 
     plan: choose.Plan
     own: Choice
@@ -49,6 +43,7 @@ class Planned:
     machine: Machine
     link: Link
     load: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -58,6 +53,8 @@ class Planned:
             f"{slow} threads per worker were tried: no faster than fewer.": bool(slow),
             "The job has one lane, which one worker carries. Write `lanes: 8` for more: it is part of the result.":
                 self.measured.lanes == 1,
+            "Other hosts were not asked: they and the link are what --speeds, --link and --latency say.":
+                len(self.machine.hosts) > 1,
             "Rows of sparse tables are not counted: they come on top.": bool(self.measured.only_servers),
             f"The machine had other work when this was measured (load {self.load:.1f}, {cores} cores): plan again when "
             "it has none.": self.load > BUSY * cores,
@@ -66,21 +63,23 @@ class Planned:
 
     def settings(self, choice: Choice) -> dict[str, Any]:
         """The fields of the job that this choice changes, besides `workers`."""
-        its, own = _sync(choice), _sync(self.own)
+        its, own = sync_section(choice), sync_section(self.own)
         found: dict[str, Any] = {"sync": its} if its != own else {}
         if choice.codec != self.own.codec:
             found["codec"] = choice.codec
         if choice.threads != self.own.threads:
             found["threads"] = choice.threads
+        if choice.shard != "none":
+            found["shard"] = choice.shard
         return found
 
     def as_data(self) -> dict[str, Any]:
         """All of it, fit for JSON."""
         plan = self.plan
         return {
-            "pick": self._row(plan.pick) if plan.pick else None,
-            "offer": self._row(plan.offer) if plan.offer else None,
-            "rows": [self._row(row) for row in plan.rows],
+            "pick": self.row(plan.pick) if plan.pick else None,
+            "offer": self.row(plan.offer) if plan.offer else None,
+            "rows": [self.row(row) for row in plan.rows],
             "notes": self.notes,
             "measured": asdict(self.measured),
             "machine": asdict(self.machine),
@@ -88,11 +87,11 @@ class Planned:
             "load": self.load,
         }
 
-    def _row(self, row: Row) -> dict[str, Any]:
+    def row(self, row: Row) -> dict[str, Any]:
         it = row.prediction
         totals = {"step_s": it.step_s, "epoch_s": it.epoch_s}
         needs = {"changes": list(row.changes), "allowed": row.allowed, "reason": row.reason}
-        choice = asdict(it.choice) | {"staleness": _staleness(it.choice)}
+        choice = asdict(it.choice) | {"staleness": staleness_word(it.choice), "name": it.choice.name}
         settings = {"workers": it.choice.workers, **self.settings(it.choice)}
         return asdict(it) | totals | needs | {"choice": choice, "settings": settings}
 
@@ -108,71 +107,13 @@ def plan(job: Job, wanted: Wanted, *, nursery: Nursery | None = None) -> Planned
     facts = measure(job, nursery=nursery)
     own, measured = own_choice(job), read_measured(facts)
     machine, link = read_machine(facts, wanted), read_link(facts, wanted)
-    found = choose.plan(own, measured, machine, link, most=most, allow=job.plan.allow)
-    return Planned(found, own, measured, machine, link, load)
+    found = choose.plan(own, measured, machine, link, least=wanted.least, most=most, allow=job.plan.allow)
+    return Planned(found, own, measured, machine, link, load, facts)
 
 
 def measure(job: Job, *, nursery: Nursery | None = None) -> Mapping[str, Any]:
     """What the clerk finds out of the job and of this machine."""
     return ask("measure", job, nursery=nursery, codecs=_settings(job), threads=_threads(job))
-
-
-def read_machine(facts: Mapping[str, Any], wanted: Wanted) -> Machine:
-    """Two workers exchanged a stretch: without laying it down and adding both up, that is what a round takes."""
-    adding_s = 3 * facts["stretch_bytes"] / facts["add_bytes_s"]
-    round_s = max(facts["exchange_s"] - adding_s, LEAST_ROUND_S)
-    host = Host(facts["cores"], facts["memory_bytes"])
-    return Machine((host,) * wanted.hosts, round_s, facts["add_bytes_s"], facts["crowding"])
-
-
-def read_link(facts: Mapping[str, Any], wanted: Wanted) -> Link:
-    """No link is faster than the sockets at its ends."""
-    speed = min(wanted.bytes_s, facts["socket_bytes_s"])
-    return Link(wanted.latency_s + facts["latency_s"], speed, speed)
-
-
-def own_choice(job: Job) -> Choice:
-    """What the job says. Torch's own all-reduce is not modelled: it counts as lanes."""
-    sync, codec, threads = job.sync, job.codec.kind, job.threads
-    if isinstance(sync, ServerSync):
-        return Choice(sync="server", servers=sync.servers, staleness=sync.bound, codec=codec, threads=threads)
-    if isinstance(sync, LocalSync):
-        return Choice(sync="local", every=sync.every, settle=sync.settle, codec=codec, threads=threads)
-    return Choice(codec=codec, threads=threads)
-
-
-def read_measured(facts: Mapping[str, Any]) -> Measured:
-    """The clerk's answer as the cost model wants it."""
-    codecs = [CodecTime(row["settings"], row["encode_s"], row["decode_s"]) for row in facts["codecs"]]
-    return Measured(
-        lanes=facts["lanes"],
-        steps_per_epoch=facts["steps_per_epoch"],
-        times={r["threads"]: LaneTime(r["forward_s"], r["backward_s"], r["apply_s"]) for r in facts["times"]},
-        shapes=tuple(tuple(shape) for shape in facts["shapes"]),
-        stretch_bytes=facts["stretch_bytes"],
-        optimizer_bytes=facts["optimizer_bytes"],
-        base_bytes=facts["base_bytes"],
-        worker_bytes=facts["worker_bytes"],
-        slow_threads=tuple(facts["slow_threads"]),
-        codecs={codec.settings["kind"]: codec for codec in codecs},
-        no_codecs=facts["no_codecs"],
-        no_servers=facts["no_servers"],
-        only_servers=facts["only_servers"],
-    )
-
-
-def _sync(choice: Choice) -> dict[str, Any]:
-    """The job's section."""
-    if choice.sync == "server":
-        stale = {"staleness": _staleness(choice)} if choice.staleness else {}
-        return {"kind": "server", "servers": choice.servers, **stale}
-    if choice.sync == "local":
-        return {"kind": "local", "every": choice.every, "settle": choice.settle}
-    return {"kind": "lanes"}
-
-
-def _staleness(choice: Choice) -> int | str:
-    return "inf" if math.isinf(choice.staleness) else int(choice.staleness)
 
 
 def _settings(job: Job) -> list[dict[str, Any]]:

@@ -17,6 +17,8 @@ from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import LocalEngine, Nursery
 from shoal.jobs.harbour import SERVER, Harbour
 from shoal.jobs.helm import WORKER, Helm
+from shoal.jobs.kept import read_kept
+from shoal.jobs.pilot import Pilot
 from shoal.plan.recovery import decide
 from shoal.spec.job import Job
 from shoal.spec.paths import RunPaths, write_atomically
@@ -96,6 +98,8 @@ class Run:
         self._reader = Reader(paths.events)
         self._printed: dict[int, tuple[str, Lines]] = {}
         self.engine = LocalEngine(nursery, name=str(paths.root), logs=paths.logs)
+        self._kept = read_kept(paths)
+        self._pilot: Pilot | None = None
         self._restarts_left = job.engine.restarts
         self._excused: set[int] = set()  # seats whose end is counted elsewhere
         self._stopping = ""
@@ -111,6 +115,11 @@ class Run:
         if not already:  # its workers finished it without a driver
             tls = self.job.engine.tls is not None
             self._stream.emit("run_started", run=self.paths.name, pid=os.getpid(), listens=self.helm.address, tls=tls)
+        if self._kept:
+            if not self.picture.plan:
+                self._stream.emit("plan", **self._kept.told)
+            crew, grants = self.helm.crew, self.helm.grants
+            self._pilot = Pilot(self.job, self._kept, crew, grants, self._stream, self.picture)
         self.helm.start()
 
     def stop(self, why: str) -> None:
@@ -139,6 +148,8 @@ class Run:
                 return self._end(outcome)
         if self.picture.result:
             return self._wind_up()
+        if self._pilot:
+            self._pilot.steer(self.picture.step)
         wanted = self.helm.steer()
         if self._stopping and not self.helm.working:
             return self._end(Outcome(self.paths, self._stopping))
@@ -170,6 +181,8 @@ class Run:
                 self._show(Event("printed", time.time(), name, fields={"text": line}))
         for event in self._reader.new():
             self.picture.add(event)
+            if self._pilot:
+                self._pilot.look(event, self.picture)
             self._show(event)
 
     def _show(self, event: Event) -> None:

@@ -12,6 +12,7 @@ from shoal.fleet.engines.local import Nursery
 from shoal.jobs import drive
 from shoal.jobs.drive import Look
 from shoal.jobs.run import Outcome, borrowed
+from shoal.jobs.settling import settle
 from shoal.spec.job import MOST_WORKERS, Job, Workers
 from shoal.spec.load import check_job
 from shoal.spec.paths import RunPaths
@@ -61,7 +62,7 @@ def verify(
     job: Job, workers: Sequence[int], *, runs: Path, look: Look | None = None, nursery: Nursery | None = None
 ) -> Verdict:
     """Run the job with each number of workers; where results differ, find the step and the tensor."""
-    job = fixed(job, most=max(workers), purpose="verify")
+    job = fixed(settle(job, nursery=nursery)[0], most=max(workers), purpose="verify")
     with borrowed(nursery, job) as mine:
         done: list[tuple[int, Receipt]] = []
         for number in workers:

@@ -12,11 +12,15 @@ from shoal.checkpoint.tree import State
 from shoal.parallel import memories
 from shoal.parallel.feeding import Feeder, Following
 from shoal.parallel.links.endpoint import Endpoint, reach
+from shoal.parallel.links.pace import LinkPace, answer_pace, link_pace
 from shoal.parallel.memories import Memories, Remembered
 from shoal.parallel.state_door import StateDoor, fetch
 from shoal.parallel.sync.base import Discarded
 from shoal.spec.view import Address, View
 from shoal.wire.handshake import LinkError
+
+PACE_S = 10.0
+"""Whoever stands still for so long while a link is measured need not be measured."""
 
 
 class Peers:
@@ -37,6 +41,8 @@ class Peers:
             self.feeder.serve(sock)
         elif hello["purpose"] == "memory":
             self.memories.serve(sock, hello)
+        elif hello["purpose"] == "pace":
+            answer_pace(sock)
         else:
             self.door.serve(sock, hello)
 
@@ -46,6 +52,23 @@ class Peers:
             return Following(reach(address, self.token, purpose="follow", seat=seat, view=view), most_bytes=most_bytes)
         except LinkError as failure:
             return Discarded(str(failure))
+
+    def pace(self, view: View, seat: int) -> LinkPace | None:
+        """Of the link to the view's source, if that is on another host; None if it is not, or could not be measured."""
+        assert view.source is not None
+        address = view.addresses[view.source]
+        if address.host_id == self.endpoint.address.host_id:
+            return None
+        try:
+            with reach(address, self.token, purpose="pace", seat=seat, view=view.number) as sock:
+                self._opened(sock, view.number)
+                sock.settimeout(PACE_S)
+                return link_pace(sock)
+        except LinkError:
+            return None
+        finally:
+            with self._lock:
+                self._fetching = None
 
     def fetch(self, view: View, seat: int, *, most_bytes: int) -> State | Discarded:
         """The state of the view's source."""

@@ -126,7 +126,7 @@ class InitFrom(Spec):
 
 
 class Workers(Spec):
-    """How many workers: `2`, or `1..8` for elastic."""
+    """How many workers: `2`, or `1..8` for elastic. In a job, `auto` stands for one to as many as there are lanes."""
 
     least: PositiveInt = 1
     most: PositiveInt = 1
@@ -139,7 +139,7 @@ class Workers(Spec):
         if isinstance(value, str):
             match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", value)
             if not match:
-                raise ValueError("write a number of workers (2) or a range (1..8)")
+                raise ValueError("write a number of workers (2) or a range (1..8), or auto in a job with `lanes`")
             return {"least": int(match[1]), "most": int(match[2] or match[1])}
         if not isinstance(value, dict | Workers):
             raise ValueError("write a number of workers (2) or a range (1..8)")
@@ -228,7 +228,14 @@ class LocalSync(Spec):
     inexact: ClassVar[str] = ""
 
 
-Sync = Annotated[LanesSync | LocalSync | ServerSync | DdpSync, Field(discriminator="kind")]
+class AutoSync(Spec):
+    """The driver plans when it starts: the run's own job has what it took instead, and how many workers."""
+
+    kind: Literal["auto"]
+    inexact: ClassVar[str] = ""
+
+
+Sync = Annotated[LanesSync | LocalSync | ServerSync | DdpSync | AutoSync, Field(discriminator="kind")]
 """`inexact` says why another number of workers gives other bits, or nothing."""
 
 
@@ -322,7 +329,7 @@ class Faults(Spec):
 
 
 class Planning(Spec):
-    """What `shoal plan` may choose although the result is another one then."""
+    """What `shoal plan` and `sync: auto` may choose although the result is another one then."""
 
     allow: list[Literal["codecs", "local", "staleness", "threads"]] = Field(default_factory=list)
 
@@ -375,12 +382,18 @@ class Job(Spec):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, value: Any) -> Any:
-        """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec, shard and engine."""
+        """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec, shard and engine.
+
+        `workers: auto` is up to one for each lane, and what an undecided job has that does not say.
+        """
         if not isinstance(value, dict):
             return value
         value = {k: {"kind": v} if k in _SHORT and isinstance(v, str) else v for k, v in value.items()}
         if isinstance(value.get("metrics"), str):
             value["metrics"] = [value["metrics"]]
+        undecided = value.get("sync") == {"kind": "auto"} and value.get("workers") is None
+        if (undecided or value.get("workers") == "auto") and type(lanes := value.get("lanes")) is int and lanes > 0:
+            value["workers"] = {"least": 1, "most": min(lanes, MOST_WORKERS)}
         return value
 
     @field_validator("name")

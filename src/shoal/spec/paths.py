@@ -32,6 +32,11 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
+    def plan(self) -> Path:
+        """What was planned for a job that left it open, and what it was planned from; of all folds together."""
+        return self.whole.root / "plan.json"
+
+    @property
     def control(self) -> Path:
         """Where the driver listens, and the token; for this user's eyes only."""
         return self.root / ".control.json"

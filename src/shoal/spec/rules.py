@@ -284,6 +284,9 @@ def _shard(job: Job) -> list[ShoalError]:
     if job.sync.kind == "server":
         message = "servers hold the parameters already: there is nothing left to shard"
         found.append(error("SH110", message, where="shard", fix="Use `sync: lanes`, or remove `shard`."))
+    if job.sync.kind == "auto":
+        message = "a plan does not choose shards yet"
+        found.append(error("SH110", message, where="sync", fix="Use `sync: lanes`, or remove `shard`."))
     if job.codec.kind != "none":
         message = f"shards of gradients are sent as they are, not by `codec: {job.codec.kind}`"
         found.append(error("SH110", message, where="codec", fix="Remove `codec` or `shard`."))

@@ -28,6 +28,7 @@ _TOLD = {
     "step",
     "built",
     "joined",
+    "link_measured",
     "stopped",
     "best",
     "worker_started",

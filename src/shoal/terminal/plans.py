@@ -10,7 +10,7 @@ from rich.text import Text
 
 from shoal.jobs.planning import Planned
 from shoal.plan.costs.choose import Row
-from shoal.plan.costs.facts import Choice
+from shoal.plan.costs.facts import Choice, Machine
 from shoal.plan.costs.sentences import milliseconds, times
 from shoal.terminal import reports, words
 
@@ -33,7 +33,10 @@ def show(console: Console, planned: Planned, *, command: str, every: bool = Fals
     else:
         it = plan.pick.prediction.choice
         reports.lines(console, f"Take {_named(it, planned)}: {plan.pick.reason}.", f"  {_run(it, planned, command)}")
-    if plan.offer:
+    if plan.offer and plan.pick is None:
+        it = plan.offer.prediction.choice
+        reports.lines(console, f"It would fit, with another result: {_named(it, planned)}: {plan.offer.reason}.")
+    elif plan.offer:
         allow, it = ", ".join(plan.offer.changes), plan.offer.prediction.choice
         reports.lines(console, f"If the job had `plan: {{allow: [{allow}]}}`: {_named(it, planned)}.")
     reports.lines(console, *planned.notes)
@@ -66,13 +69,18 @@ def _facts(console: Console, planned: Planned) -> None:
     rows = {
         "job": f"{reports.plural(found.lanes, 'lane')}, {words.size(found.stretch_bytes)} to exchange",
         "one lane": ", ".join(f"{name} {milliseconds(s)}" for name, s in parts.items()),
-        "machine": f"{many}{reports.plural(host.cores, 'core')}, {words.size(host.memory_bytes)}",
+        "machine": f"{many}{reports.plural(host.cores, 'core')}, {words.size(host.memory_bytes)}{_speeds(machine)}",
         "two workers": f"a lane {times(machine.crowding)} as long, an exchange {milliseconds(machine.round_s)} or more",
     }
     if many:
         rows["link"] = f"{words.size(link.send_bytes_s)}/s each way, {milliseconds(link.latency_s)} one way"
     reports.facts(console, rows)
     console.print()
+
+
+def _speeds(machine: Machine) -> str:
+    found = [host.speed for host in machine.hosts]
+    return "" if len(set(found)) == 1 else f", speeds {', '.join(f'{speed:g}' for speed in found)}"
 
 
 def _rows(console: Console, rows: Sequence[Row], planned: Planned) -> None:

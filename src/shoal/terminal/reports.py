@@ -12,7 +12,7 @@ from rich.text import Text
 from shoal.errors import ShoalError, each
 from shoal.events import Picture
 from shoal.spec.receipt import Receipt, spread
-from shoal.terminal import servers, words
+from shoal.terminal import planned, servers, words
 from shoal.terminal.curve import draw
 
 MOST_SHARES = 12
@@ -119,7 +119,9 @@ def show(console: Console, picture: Picture, *, width: int) -> None:
         console.print(f"  {servers.summary(picture)}", highlight=False, soft_wrap=True)
         if picture.serving:
             console.print(servers.lines(picture))
-    for note in picture.notes[-8:]:
+    lines(console, *(f"  {line}" for line in planned.lines(picture)))
+    told = [note for note in picture.notes if not note.startswith("plan: ")]
+    for note in told[-8:]:
         console.print(Text(f"  {note}", style="yellow"), soft_wrap=True)
     for name, curve in _chosen(picture):
         console.print(Text(f"\n{name}", style="bold"))

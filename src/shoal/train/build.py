@@ -96,7 +96,7 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
     steps = job.steps or (job.epochs or 1) * dealer.steps_per_epoch
     example = _example(data, dealer)
     task, replica = build_replica(job, device, steps=steps, steps_per_epoch=dealer.steps_per_epoch, tell=tell)
-    if replica.tables and job.sync.kind != "server":
+    if replica.tables and job.sync.kind not in ("server", "auto"):
         raise error("SH418", f"the model has sparse tables, and the job has `sync: {job.sync.kind}`", where="sync")
     if replica.tables and job.codec.kind != "none":
         fix = "Leave `codec` out: only touched rows travel in any case."

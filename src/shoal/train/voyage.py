@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from shoal.fleet.membership import Membership
@@ -29,6 +30,7 @@ class Voyage:
         self._following = Followed(loop)
         self._moved_to: int | None = None
         self._number = 0
+        self._link_known = False
 
     def run(self) -> Ending:
         """Until the run is finished, or this worker has to leave."""
@@ -130,6 +132,7 @@ class Voyage:
         loop = self.loop
         began = time.perf_counter()
         loop.pulse.enter("following", loop.step)
+        self._measure_link(view)
         if loop.sync.taps and self._following.begin(view, self.seat):
             while not self._membership.newer(view.number) and not loop.asked_to_leave():
                 caught_up = self._following.advance()
@@ -138,6 +141,13 @@ class Voyage:
                 if caught_up:  # say so, and go on following until there is a view
                     self._membership.wait(self.seat, after=view.number, position=loop.position, timeout_s=0)
         loop.progress.spent("recovery_s", time.perf_counter() - began)
+
+    def _measure_link(self, view: View) -> None:
+        """A newcomer from elsewhere has a moment for it: the others train."""
+        found = None if self._link_known else self.loop.peers.pace(view, self.seat)
+        if found is not None:
+            self._link_known = True
+            self.loop.teller.tell("link_measured", peer=f"worker-{view.source}", **asdict(found))
 
     def _load(self) -> None:
         """From the newest valid checkpoint, if there is one; else the state is the job's start."""

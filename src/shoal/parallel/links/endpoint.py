@@ -14,7 +14,7 @@ from shoal.wire.door import Door, call
 from shoal.wire.handshake import LinkError
 
 Serve = Callable[[socket.socket, dict[str, Any]], None]
-PURPOSES = ("mesh", "state", "follow", "memory", "push", "chain")
+PURPOSES = ("mesh", "state", "follow", "memory", "pace", "push", "chain")
 _BACKLOG = 128
 
 
@@ -28,8 +28,8 @@ def host_id() -> str:
 class Endpoint:
     """Callers that know the token say what they want. Those for the `mesh` of a view wait until that view takes
     them, in whatever order views and callers come; callers of an older view are refused. Those for the `state`, or to
-    `follow` it, or for what lanes remember (`memory`), are given to `serve`, each in a thread of its own; their socket
-    is closed when `serve` returns, unless it `keeps` those who call for this purpose.
+    `follow` it, for what lanes remember (`memory`), or to measure the link (`pace`), are given to `serve`, each in a
+    thread of its own; their socket is closed when `serve` returns, unless it `keeps` those who call for this purpose.
     """
 
     def __init__(self, token: str, *, bind: str = "127.0.0.1", serve: Serve, keeps: tuple[str, ...] = ()) -> None:
@@ -57,7 +57,7 @@ class Endpoint:
             self.park(said["view"], said["seat"], sock)
         elif said["purpose"] in self._keeps:
             self._serve(sock, said)
-        elif said["purpose"] not in ("state", "follow", "memory"):
+        elif said["purpose"] not in ("state", "follow", "memory", "pace"):
             raise LinkError("a greeting for somebody else")
         else:
             with sock:

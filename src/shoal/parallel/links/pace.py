@@ -1,15 +1,18 @@
-"""How fast bytes go through a socket of this host, with no network between: no link of its is faster."""
+"""How fast bytes go: through sockets of this host, with no network between, and over a link to another."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
+
+from shoal.wire.handshake import LinkError
 
 _ECHO = """
 import socket, sys
@@ -23,12 +26,94 @@ with socket.socket(fileno=int(sys.argv[1])) as peer:
 _SMALL, _LARGE = 8, 16 << 20
 
 
+_TRIES, _TRY_S, _HEAD = 20, 0.1, struct.Struct("<cq")
+"""Over a link: so many small ones, and ever larger ones until one takes so long."""
+
+
 @dataclass(frozen=True)
 class Pace:
     """Of TCP, one way."""
 
     latency_s: float
     bytes_s: float
+
+
+@dataclass(frozen=True)
+class LinkPace:
+    """Of a link, as the one who asked sees it."""
+
+    latency_s: float
+    send_bytes_s: float
+    receive_bytes_s: float
+
+
+def link_pace(sock: socket.socket) -> LinkPace:
+    """Measure a link whose other end is at `answer_pace`: some hundred milliseconds, whatever its speed. LinkError if
+    the other one goes."""
+    try:
+        there_and_back_s = median(_asked(sock, b"s", 1) for _ in range(_TRIES))
+        send_s, receive_s = (_per_byte_s(sock, kind, there_and_back_s) for kind in (b"s", b"r"))
+    except OSError as failure:
+        raise LinkError(f"the link could not be measured: {failure}") from failure
+    return LinkPace(there_and_back_s / 2, 1 / send_s, 1 / receive_s)
+
+
+def answer_pace(sock: socket.socket) -> None:
+    """Take what comes and send what is asked for, until the one who asks goes."""
+    room = bytearray(1 << 18)
+    with contextlib.suppress(OSError):
+        while head := _received(sock, _HEAD.size):
+            kind, size = _HEAD.unpack(head)
+            if not 0 < size <= _LARGE:
+                return
+            if kind == b"s":
+                _drain(sock, size, room)
+                sock.sendall(b"!")
+            else:
+                _pour(sock, size, room)
+
+
+def _per_byte_s(sock: socket.socket, kind: bytes, there_and_back_s: float) -> float:
+    size = 1 << 16
+    while (taken_s := _asked(sock, kind, size)) < _TRY_S and size < _LARGE:
+        size *= 2
+    return max(taken_s - there_and_back_s, taken_s / 10) / size
+
+
+def _asked(sock: socket.socket, kind: bytes, size: int) -> float:
+    room = bytearray(min(size, 1 << 18))
+    start = time.perf_counter()
+    sock.sendall(_HEAD.pack(kind, size))
+    if kind == b"s":
+        _pour(sock, size, room)
+        _drain(sock, 1, room)
+    else:
+        _drain(sock, size, room)
+    return time.perf_counter() - start
+
+
+def _pour(sock: socket.socket, size: int, room: bytearray) -> None:
+    while size:
+        piece = memoryview(room)[: min(size, len(room))]
+        sock.sendall(piece)
+        size -= len(piece)
+
+
+def _drain(sock: socket.socket, size: int, room: bytearray) -> None:
+    while size:
+        if not (got := sock.recv_into(room, min(size, len(room)))):
+            raise ConnectionError("the other one is gone")
+        size -= got
+
+
+def _received(sock: socket.socket, size: int) -> bytes:
+    """Nothing if the other one is gone."""
+    got = b""
+    while len(got) < size:
+        if not (more := sock.recv(size - len(got))):
+            return b""
+        got += more
+    return got
 
 
 def pace() -> Pace:

@@ -22,6 +22,15 @@ def seconds(text: str, *, where: str) -> float:
     return _read(text, _DURATIONS, where, "Write a duration such as 200us, 1ms or 0.1s.")
 
 
+def speeds(text: str, *, where: str) -> tuple[float, ...]:
+    """How fast each host is, beside this one: `1,0.25`."""
+    fix = "Write a number for each host, this one first: 1,0.25 is another that is four times as slow."
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d+(\.\d+)?", word) and float(word) > 0 for word in words):
+        raise error("SH106", f"'{text}' is not a list of speeds above 0", where=where, fix=fix)
+    return tuple(map(float, words))
+
+
 def _read(text: str, units: dict[str, float], where: str, fix: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zµ/]+)\s*", text.lower())
     if not found or found[2] not in units:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shoal.plan.costs.facts import Choice, Machine, Measured
+from shoal.plan.costs.facts import Choice, Machine, Measured, ShardKind
 from shoal.spec.job import LocalSync
 
 EVERY = (8, 32, 128)
 SETTLE: int = LocalSync.model_fields["settle"].default
 SERVERS = (1, 2)
-STALENESS = 4
+STALENESS = (4, math.inf)
 _STEADY = 8  # up to so many workers every number is tried
 
 
@@ -28,6 +29,18 @@ def candidates(own: Choice, measured: Measured, machine: Machine, *, most: int) 
     return list(dict.fromkeys(found))
 
 
+def sharded(own: Choice, machine: Machine, *, most: int) -> list[Choice]:
+    """One replica over all workers, for models that no worker can hold alone."""
+    kinds: tuple[ShardKind, ...] = ("fsdp", "tensor", "pipeline")
+    return [
+        Choice(workers=workers, hosts=hosts, threads=own.threads, shard=kind)
+        for hosts in range(1, len(machine.hosts) + 1)
+        for workers in _numbers(most)
+        if workers >= max(hosts, 2)
+        for kind in kinds
+    ]
+
+
 def changes(choice: Choice, own: Choice) -> tuple[str, ...]:
     """What of it gives another result than the job as it stands, in the words of `plan.allow`."""
     differs = {
@@ -35,6 +48,7 @@ def changes(choice: Choice, own: Choice) -> tuple[str, ...]:
         "local": _rounds(choice) != _rounds(own),
         "staleness": choice.staleness != own.staleness,
         "threads": choice.threads != own.threads,
+        "shard": choice.shard != own.shard,
     }
     return tuple(word for word, other in differs.items() if other)
 
@@ -60,7 +74,7 @@ def _kinds(own: Choice, measured: Measured, *, alone: bool) -> Iterator[Choice]:
     for servers in dict.fromkeys((*SERVERS, *((own.servers,) if own.servers else ()))):
         served = replace(plain, sync="server", servers=servers)
         yield from (replace(served, codec=codec) for codec in codecs)
-        yield replace(served, staleness=STALENESS)
+        yield from (replace(served, staleness=staleness) for staleness in STALENESS)
     for every in EVERY:
         local = replace(plain, sync="local", every=every, settle=SETTLE)
         yield from (replace(local, codec=codec) for codec in codecs)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.plan.costs import reasons
-from shoal.plan.costs.candidates import candidates, changes
+from shoal.plan.costs.candidates import candidates, changes, sharded
 from shoal.plan.costs.facts import Choice, Link, Machine, Measured, Prediction
 from shoal.plan.costs.predict import predict
 
@@ -41,11 +41,22 @@ class Plan:
 
 
 def plan(
-    own: Choice, measured: Measured, machine: Machine, link: Link, *, most: int, allow: Collection[str] = ()
+    own: Choice,
+    measured: Measured,
+    machine: Machine,
+    link: Link,
+    *,
+    least: int = 1,
+    most: int,
+    allow: Collection[str] = (),
 ) -> Plan:
-    """Predict all candidates and choose."""
-    looked_at = candidates(own, measured, machine, most=most)
-    return choose([predict(choice, measured, machine, link) for choice in looked_at], own=own, allow=allow)
+    """Predict all candidates with `least` to `most` workers, and choose. Where nothing fits, shards are looked at."""
+    looked_at = [predict(choice, measured, machine, link) for choice in candidates(own, measured, machine, most=most)]
+    if all(it.refused for it in looked_at) and any(it.memory_bytes for it in looked_at):
+        looked_at += [predict(choice, measured, machine, link) for choice in sharded(own, machine, most=most)]
+    few = f"the job asks for {least} workers at least"
+    wanted = [it if it.choice.workers >= least else replace(it, refused=it.refused or few) for it in looked_at]
+    return choose(wanted, own=own, allow=allow)
 
 
 def choose(predictions: Sequence[Prediction], *, own: Choice, allow: Collection[str] = ()) -> Plan:
@@ -54,7 +65,8 @@ def choose(predictions: Sequence[Prediction], *, own: Choice, allow: Collection[
     rows.sort(key=lambda row: (not row.possible, row.prediction.step_s, _effort(row)))
     pick = _best([row for row in rows if row.possible and row.allowed])
     others = [row for row in rows if row.possible and not row.allowed]
-    offer = _best([row for row in others if pick and pick.prediction.step_s > GAIN * row.prediction.step_s])
+    better = [row for row in others if not pick or pick.prediction.step_s > GAIN * row.prediction.step_s]
+    offer = _best(better)
     known = {row.prediction.choice: row.prediction for row in rows if row.possible}
     told = {id(row): _told(row, pick, known) for row in rows}
     return Plan(
@@ -77,10 +89,10 @@ def _best(rows: Sequence[Row]) -> Row | None:
 
 
 def _effort(row: Row) -> tuple[int, int, int, int, int, float]:
-    """What comes first is simpler."""
+    """What comes first is simpler, and closer to the result of the job as it stands."""
     it = row.prediction.choice
     busy = it.workers * it.threads + it.servers
-    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), -it.every, row.prediction.step_s
+    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), it.every, row.prediction.step_s
 
 
 def _told(row: Row, pick: Row | None, known: dict[Choice, Prediction]) -> Row:

@@ -28,9 +28,10 @@ class Crew:
 
 def crew(choice: Choice, measured: Measured, machine: Machine) -> Crew:
     """Workers who are so slow that they carry nothing are left out."""
-    numbers = _numbers(choice, machine)
-    host = dict(enumerate(h for h, number in enumerate(numbers) for _ in range(number)))
-    slowness = {seat: _slowness(choice, machine, h, numbers[h]) for seat, h in host.items()}
+    numbers = numbers_on(choice, machine)
+    places = [(h, k) for h, number in enumerate(numbers) for k in range(number)]
+    host = {seat: h for seat, (h, _) in enumerate(places)}
+    slowness = {seat: slowness_at(choice, machine, h, numbers[h], k) for seat, (h, k) in enumerate(places)}
     lane_s = measured.times[choice.threads].lane_s
     runs = balance.shares(measured.lanes, {seat: lane_s * slow for seat, slow in slowness.items()})
     working = {seat: run for seat, run in runs.items() if run}
@@ -43,20 +44,22 @@ def crew(choice: Choice, measured: Measured, machine: Machine) -> Crew:
     )
 
 
-def _numbers(choice: Choice, machine: Machine) -> list[int]:
-    """How many workers on each host: one on each, the others where there is most room."""
+def numbers_on(choice: Choice, machine: Machine) -> list[int]:
+    """How many workers on each host: what others brought, one on each, the rest where there is most room."""
     hosts = machine.hosts[: choice.hosts]
-    numbers = [1] * len(hosts)
-    for _ in range(choice.workers - len(hosts)):
-        crowding = [(number + 1) / (host.cores * host.speed) for number, host in zip(numbers, hosts, strict=True)]
-        numbers[crowding.index(min(crowding))] += 1
+    numbers = [host.brought or 1 for host in hosts]
+    free = [h for h, host in enumerate(hosts) if not host.brought]
+    for _ in range(choice.workers - sum(numbers)):
+        crowded = [(numbers[h] + 1) / (hosts[h].cores * hosts[h].speed) for h in free]
+        numbers[free[crowded.index(min(crowded))]] += 1
     return numbers
 
 
-def _slowness(choice: Choice, machine: Machine, host: int, workers: int) -> float:
-    """They share the cores; and cores that are all busy are slower (memory, heat, two to one): with each doubling by
-    the same factor."""
+def slowness_at(choice: Choice, machine: Machine, host: int, workers: int, place: int) -> float:
+    """Of one of so many workers there. They share the cores; and cores that are all busy are slower (memory, heat, two
+    to one): with each doubling by the same factor."""
     there = machine.hosts[host]
     busy = workers * choice.threads
     doublings = math.log2(max(min(busy, there.cores) / choice.threads, 1.0))
-    return max(1.0, busy / there.cores) * math.pow(machine.crowding, doublings) / there.speed
+    own = there.each[place] if place < len(there.each) else 1.0
+    return max(1.0, busy / there.cores) * math.pow(machine.crowding, doublings) / (there.speed * own)

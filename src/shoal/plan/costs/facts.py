@@ -10,6 +10,7 @@ from typing import Any, Literal
 from shoal.codecs.size import FLOAT, memory_floats, size_bytes
 
 SyncKind = Literal["lanes", "server", "local"]
+ShardKind = Literal["none", "fsdp", "tensor", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Host:
-    """`speed` is relative to the machine that measured."""
+    """`speed` is relative to the machine that measured. `each`: the speeds, relative to that, of workers that are there
+    already; further ones have all of it. Where others brought `brought` workers, it has neither more nor fewer."""
 
     cores: int
     memory_bytes: float
     speed: float = 1.0
+    each: tuple[float, ...] = ()
+    brought: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to run a job. `every` and `settle` belong to local, `servers` and `staleness` to server."""
+    """A way to run a job. `every` and `settle` belong to local, `servers` and `staleness` to server. With a `shard` all
+    workers hold one replica together."""
 
     workers: int = 1
     hosts: int = 1
@@ -120,10 +125,13 @@ class Choice:
     settle: int = 1
     servers: int = 0
     staleness: float = 0
+    shard: ShardKind = "none"
 
     @property
     def name(self) -> str:
         """How workers agree, in a few words."""
+        if self.shard != "none":
+            return f"{self.shard} over {self.workers}"
         if self.sync == "local":
             how = f"local, every {self.every}"
         elif self.sync == "server":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from shoal.plan.costs.crew import Crew
-from shoal.plan.costs.facts import Choice, Measured
+from shoal.plan.costs.facts import Choice, Machine, Measured
+from shoal.plan.costs.sentences import gigabytes
 from shoal.plan.costs.traffic import DRIVER, phase_count
 
 
@@ -19,6 +21,14 @@ def memory_bytes(choice: Choice, measured: Measured, crew: Crew) -> Counter[int]
     if choice.sync == "server":
         needed[DRIVER] += _servers(choice, measured, crew)
     return needed
+
+
+def too_much(needed: Mapping[int, float], machine: Machine) -> str:
+    """Of a host that has not so much, or nothing."""
+    for host, amount in needed.items():
+        if amount > (has := machine.hosts[host].memory_bytes):
+            return f"needs {gigabytes(amount)}, the machine has {gigabytes(has)}"
+    return ""
 
 
 def _room(choice: Choice, measured: Measured, crew: Crew, seat: int) -> int:

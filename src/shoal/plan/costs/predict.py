@@ -6,14 +6,16 @@ gradients of the last lane go ahead while its backward runs, and hide that much 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shoal.plan.costs import traffic
 from shoal.plan.costs.crew import Crew, crew
 from shoal.plan.costs.facts import Choice, Link, Machine, Measured, Prediction
-from shoal.plan.costs.memory import backups, memory_bytes
-from shoal.plan.costs.sentences import gigabytes
+from shoal.plan.costs.memory import backups, memory_bytes, too_much
+from shoal.plan.costs.shards import predict_sharded
 from shoal.plan.costs.traffic import BUCKET_BYTES, DRIVER, Phase
+from shoal.spec.rules import MOST_ENCODED_LANES
 
 SERVER_ROUNDS = 3
 """There, among the servers, and back."""
@@ -23,13 +25,13 @@ def predict(choice: Choice, measured: Measured, machine: Machine, link: Link) ->
     """`link` is the one between hosts; who stays on one host does not use it."""
     if why := _impossible(choice, measured, machine):
         return Prediction(choice, refused=why)
+    if choice.shard != "none":
+        return predict_sharded(choice, measured, machine, link)
     case = Case(choice, measured, machine, link, crew(choice, measured, machine))
     needed = memory_bytes(choice, measured, case.crew)
     most = max(needed.values())
-    for host, amount in needed.items():
-        if amount > machine.hosts[host].memory_bytes:
-            has = gigabytes(machine.hosts[host].memory_bytes)
-            return Prediction(choice, memory_bytes=most, refused=f"needs {gigabytes(amount)}, the machine has {has}")
+    if why := too_much(needed, machine):
+        return Prediction(choice, memory_bytes=most, refused=why)
     parts = {"lanes": _lanes, "server": _server, "local": _local}[choice.sync](case)
     return Prediction(
         choice,
@@ -54,6 +56,8 @@ def _impossible(choice: Choice, measured: Measured, machine: Machine) -> str:
         return measured.no_servers
     if choice.codec != "none" and measured.no_codecs:
         return measured.no_codecs
+    if choice.codec != "none" and measured.lanes > MOST_ENCODED_LANES:
+        return f"with a codec every lane is sent by itself, and {measured.lanes} are too many"
     fewest = min(host.cores for host in machine.hosts[: choice.hosts])
     if choice.threads > fewest:
         return f"{choice.threads} threads, and a machine has {fewest} core{'s' if fewest > 1 else ''}"
@@ -83,9 +87,12 @@ class Case:
 
     @property
     def compute_s(self) -> float:
-        """Lanes, and adding them up in the worker that carries them."""
+        """Lanes, and adding them up in the worker that carries them. All wait for the slowest, sooner or later; where
+        nobody ever waits, a step is as many lanes as it has, whoever makes them."""
         lane_s, add_s = self.measured.times[self.choice.threads].lane_s, self.adding_s(self.measured.stretch_bytes)
         choice = self.choice
+        if math.isinf(choice.staleness):
+            return self.crew.lanes * lane_s / sum(1 / slow for slow in self.crew.slowness.values())
         whole = choice.sync != "local" and choice.codec == "none" and not choice.staleness
         return max(
             self.crew.slowness[seat] * (n * lane_s + (n - self.crew.partials[seat]) * add_s * whole)

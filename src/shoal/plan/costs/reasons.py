@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shoal.plan.costs.facts import Choice, Prediction
-from shoal.plan.costs.sentences import milliseconds, percent, times
+from shoal.plan.costs.sentences import gigabytes, milliseconds, percent, times
 
 Known = Mapping[Choice, Prediction]
 
@@ -30,6 +30,8 @@ def against(it: Prediction, pick: Prediction | None, known: Known, *, needs: Seq
     """Of one that is not taken. `needs` are the words that the job would have to allow."""
     if it.refused:
         return it.refused
+    if it.choice.shard != "none":
+        return f"fits: {gigabytes(it.memory_bytes)} on the fullest machine"
     if said := _codec(it, known):
         return said
     if pick is not None and needs and it.step_s < pick.step_s:

@@ -1,0 +1,199 @@
+"""What a planner's choice costs against the best of what it could have chosen.
+
+It gets what it would have measured itself: the job on this machine, and the link over the shaped wire. How much slower
+a slow host is it is told: one that is stopped and continued looks as fast as ever to who measures for moments only.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.links import measure
+from benchmarks.links.hosts import ADDRESSES, Hosts
+from benchmarks.links.models import BATCH, job
+from benchmarks.links.sides import CODECS, Nurseries, Shoal
+from benchmarks.overhead.side_by_side import Numbers
+from benchmarks.unequal.slowed import Slowed
+from shoal.jobs import planning
+from shoal.parallel.links.pace import answer_pace, link_pace
+from shoal.plan.costs.choose import choose
+from shoal.plan.costs.facts import Choice, Host, Link, Machine, Measured, Prediction
+from shoal.plan.costs.predict import predict
+from shoal.plan.costs.reading import Wanted, read_machine, read_measured, sync_section
+from shoal.spec.load import make_job
+
+LANES, SETTLE = 4, 4
+BALANCE_S = 8.0
+"""Until lanes have moved to the faster worker."""
+
+ALLOW = ("codecs", "local")
+TITLE = "regret: "
+_PAIR = Choice(workers=2, hosts=2)
+SIDES: Mapping[str, Choice] = {
+    "one worker": Choice(),
+    **{f"lanes, {codec}": replace(_PAIR, codec=codec) for codec in ("none", "bf16", "int8", "int4")},
+    **{
+        f"local {every}, bf16": replace(_PAIR, sync="local", every=every, settle=SETTLE, codec="bf16")
+        for every in (8, 32, 128)
+    },
+    "server, 0, none": replace(_PAIR, sync="server", servers=1),
+}
+"""What it may choose from."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`slow`: how many times slower the far host is."""
+
+    model: str
+    mbit: float
+    slow: int = 1
+
+    @property
+    def title(self) -> str:
+        link = f"{self.mbit:g} Mbit/s" if self.mbit < float("inf") else "unshaped"
+        return f"{TITLE}{self.model}, {link}, {'equal' if self.slow == 1 else f'one {self.slow} times slower'}"
+
+
+class Unequal(Shoal):
+    """A run whose second worker gets a part of its processor as soon as both train."""
+
+    def __init__(self, slow: int, *made: Any) -> None:
+        super().__init__(*made)
+        self._slow = slow
+        self._slowed: Slowed | None = None
+
+    def tick(self) -> None:
+        super().tick()
+        both = self.workers == len(self.rows) == 2
+        if self._slow > 1 and both and self._slowed is None and (pid := self.pid(1)):
+            self._slowed = Slowed(pid, self._slow)
+            self._slowed.start()
+
+    def close(self) -> None:
+        if self._slowed:
+            self._slowed.end()
+        super().close()
+
+
+@dataclass(frozen=True)
+class Bench:
+    hosts: Hosts
+    nurseries: Nurseries
+    data: Path
+    scratch: Path
+    window_s: float
+
+    def speed(self, cell: Cell, side: str) -> Numbers:
+        choice = SIDES[side]
+        period = choice.every * choice.settle if choice.sync == "local" else 1
+        asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": BATCH[cell.model]}
+        plain = self._job(cell, choice)
+        return measure.speed(
+            lambda place: Unequal(cell.slow, plain, self.nurseries, place),
+            self.hosts,
+            self.scratch,
+            period=period,
+            settle_s=BALANCE_S if cell.slow > 1 else 0.0,
+            **asked,
+        )
+
+    def planned(self, cell: Cell) -> dict[str, Any]:
+        """What the planner would take, and what it said of every side."""
+        facts = planning.measure(make_job(dict(self._job(cell, Choice()))), nursery=self.nurseries[0])
+        link = measured_link(self.hosts, cell.mbit)
+        measured, machine = read_measured(facts), read_machine(facts, Wanted())
+        said = predictions(measured, machine, link, cell.slow)
+        pick = choose(list(said.values()), own=Choice(), allow=ALLOW).pick
+        assert pick is not None, "one worker always fits"
+        return {
+            "choice": next(name for name, it in SIDES.items() if it == pick.prediction.choice),
+            "reason": pick.reason,
+            "said": {name: 1 / it.step_s for name, it in said.items()},
+            "link, Mbit/s": [link.send_bytes_s / 125e3, link.receive_bytes_s / 125e3],
+            "latency_s": link.latency_s,
+        }
+
+    def _job(self, cell: Cell, choice: Choice) -> Mapping[str, Any]:
+        engine = {"kind": "local", "listen": ADDRESSES[0], "patience_s": 5}  # not long without us
+        way = {"sync": sync_section(choice), "codec": CODECS[choice.codec], "workers": choice.workers}
+        return job(cell.model, self.data, engine=engine, lanes=LANES, **way)
+
+
+def predictions(measured: Measured, machine: Machine, link: Link, slow: int) -> dict[str, Prediction]:
+    """The hosts have the cores of one machine: those of two slow each other down, one alone has it for itself."""
+    memory, crowding = machine.hosts[0].memory_bytes / 2, machine.crowding
+    alone = replace(machine, hosts=(Host(1, memory),))
+    both = replace(machine, hosts=(Host(1, memory, 1 / crowding), Host(1, memory, 1 / (crowding * slow))))
+    return {
+        name: predict(choice, measured, alone if choice.hosts == 1 else both, link) for name, choice in SIDES.items()
+    }
+
+
+def measured_link(hosts: Hosts, mbit: float) -> Link:
+    """As two workers would find it."""
+    hosts.shape(mbit) if mbit < float("inf") else hosts.unshape()
+    with socket.create_server((ADDRESSES[0], 0)) as listener:
+        with hosts.on_the_far_one():
+            far = socket.create_connection(listener.getsockname())
+        near, _ = listener.accept()
+    answering = threading.Thread(target=answer_pace, args=(far,), daemon=True)
+    answering.start()
+    with near:
+        found = link_pace(near)
+    answering.join()
+    far.close()
+    return Link(found.latency_s, found.send_bytes_s, found.receive_bytes_s)
+
+
+def with_kept(cell: Cell, planned: Mapping[str, Any], found: Mapping[str, Numbers]) -> dict[str, Any]:
+    """The cell as it is now: sides that were measured before, and these."""
+    kept = report.kept("links").get(cell.title, {"rows": []})
+    true = {row["side"]: row["steps/s"] for row in kept["rows"]} | {name: it["steps/s"] for name, it in found.items()}
+    return {"planner": dict(planned), "rows": rows(planned, true)}
+
+
+def rows(planned: Mapping[str, Any], true: Mapping[str, float]) -> list[dict[str, Any]]:
+    """From fast to slow."""
+    in_turn = sorted((name for name in SIDES if name in true), key=lambda name: -true[name])
+    return [
+        {
+            "side": name,
+            "steps/s": true[name],
+            "said, steps/s": planned["said"][name],
+            "of the best": true[name] / true[in_turn[0]],
+            "choice": "→" if name == planned["choice"] else "",
+        }
+        for name in in_turn
+    ]
+
+
+def regrets(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every cell that was measured: what was chosen, what was best, and how many times as fast that was."""
+    found = []
+    for title, cell in kept.items():
+        if title.startswith(TITLE) and (true := {row["side"]: row["steps/s"] for row in cell["rows"]}):
+            best, choice = max(true, key=lambda name: true[name]), cell["planner"]["choice"]
+            regret = true[best] / true[choice] if choice in true else ""
+            row = {"cell": title.removeprefix(TITLE), "choice": choice, "best": best, "regret": regret}
+            found.append(row | {"sides": f"{len(true)} of {len(SIDES)}"})
+    return found
+
+
+def run(bench: Bench, cells: Sequence[Cell], sides: Sequence[str], *, keep: bool, show: Any) -> None:
+    """Cell by cell, and side by side within: what is there is kept if the rest is interrupted."""
+    wanted = [name for name in SIDES if not sides or name.startswith(tuple(sides))]
+    for cell in cells:
+        planned, found = bench.planned(cell), dict[str, Numbers]()
+        for side in wanted:
+            found[side] = bench.speed(cell, side)
+            if keep:
+                report.keep("links", cell.title, with_kept(cell, planned, found))
+        true = {name: numbers["steps/s"] for name, numbers in found.items()}
+        show(cell.title, with_kept(cell, planned, found)["rows"] if keep else rows(planned, true))
