@@ -49,7 +49,7 @@ def test_int8_is_off_by_half_a_step_of_its_block(values, block):
 @given(values=stretches(st.integers(1, 3000)), block=st.sampled_from([2, 10, 64, 1000]))
 def test_int4_is_off_by_half_a_step_of_its_block(values, block):
     back = there_and_back(make({"kind": "int4", "block": block}), values)
-    for mine, original in zip(together(back, block, 2), together(values, block, 2), strict=True):
+    for mine, original in zip(back.split(block), values.split(block), strict=True):
         largest = original.abs().max()
         if largest < TINY:
             assert not mine.any()
@@ -61,7 +61,7 @@ def test_int4_is_off_by_half_a_step_of_its_block(values, block):
 @given(values=stretches(st.integers(1, 3000)), block=st.sampled_from([1, 7, 64, 1000]))
 def test_int3_cuts_off_what_is_large_for_its_block(values, block):
     back = there_and_back(make({"kind": "int3", "block": block}), values)
-    for mine, original in zip(together(back, block, 5), together(values, block, 5), strict=True):
+    for mine, original in zip(back.split(block), values.split(block), strict=True):
         size = original.abs().double()
         step = max(float(size.max()) / 8, 0.88 * float(size.mean()))
         if step < 0.999 * TINY:
@@ -69,12 +69,6 @@ def test_int3_cuts_off_what_is_large_for_its_block(values, block):
         elif step > 1.001 * TINY:
             expected = original.double().clamp(-3 * step, 3 * step)
             assert ((mine - expected).abs() <= 0.5001 * step).all()
-
-
-def together(values, block, per_word):
-    """Blocks, and what is left of those that share words."""
-    full = values.numel() // (block * per_word) * block * per_word
-    return [*values[:full].split(block)[: full // block], *([values[full:]] if full < values.numel() else [])]
 
 
 @few

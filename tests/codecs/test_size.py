@@ -22,7 +22,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6
         ({"kind": "fp16"}, 2_000_000),
         ({"kind": "int8", "block": 256}, 1_000_000 + 4 * 3907),
         ({"kind": "int4", "block": 64}, 500_000 + 4 * 15625),
-        ({"kind": "int3", "block": 256}, 400_000 + 4 * 3906),
+        ({"kind": "int3", "block": 256}, 400_000 + 4 * 3907),
         ({"kind": "sign"}, 125_000 + 4 * 977),
         ({"kind": "topk", "keep": 0.01}, 80_000),
         ({"kind": "lowrank", "rank": 4}, 4 * 4 * 2000),

@@ -161,14 +161,14 @@ class Command:
 @pytest.fixture
 def long_job(place):
     """Long enough that a signal comes in the middle."""
-    job = MLP | {"steps": 1500, "checkpoint": {"every": "20 steps"}}
+    job = MLP | {"steps": 800, "checkpoint": {"every": "20 steps"}}
     (place / "job.yaml").write_text(yaml.safe_dump(job))
     return str(place / "job.yaml")
 
 
 @pytest.mark.parametrize("number", [*long(signal.SIGINT, signal.SIGTERM), signal.SIGKILL])
 def test_a_stopped_or_killed_driver_is_resumed_to_the_same_weights(number, long_job, place, run):
-    undisturbed = run(MLP, steps=1500).receipt
+    undisturbed = run(MLP, steps=800).receipt
     command = Command(place, "run", long_job, "--json")
     command.until("saved")
     os.kill(command.process.pid, number)
@@ -188,4 +188,4 @@ def test_a_stopped_or_killed_driver_is_resumed_to_the_same_weights(number, long_
         assert not steps
         assert len([e for e in events if e.kind == "worker_started"]) == 1
     else:
-        assert 0 < steps[0] < 1500
+        assert 0 < steps[0] < 800

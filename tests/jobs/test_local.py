@@ -50,7 +50,12 @@ def test_what_is_chosen_counts(run):
 
 @pytest.mark.parametrize(
     "codec",
-    ["bf16", "int8", *long("fp16", "sign", "int4"), {"kind": "topk", "keep": 0.05}, {"kind": "lowrank", "rank": 2}],
+    [
+        "bf16",
+        {"kind": "topk", "keep": 0.05},
+        {"kind": "lowrank", "rank": 2},
+        *long("int8", "fp16", "sign", "int4", "int3"),
+    ],
 )
 def test_with_a_codec(codec, run):
     job = SMALL | {"codec": codec}
@@ -112,7 +117,7 @@ def test_a_newcomer_forgets_fragments_that_do_not_count(run, place):
     assert not rows(outcome, "caught_up"), "what it followed was enough"
 
 
-@pytest.mark.parametrize("codec", ["int8", "sign"])
+@pytest.mark.parametrize("codec", [*long("int8"), "sign"])
 def test_a_death_with_a_codec(codec, run, place):
     """What a dead lane remembered is lost, as without local steps, and the receipt says so."""
     job = SMALL | {"codec": codec}

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from shoal.codecs.piecewise import Piecewise
 from shoal.codecs.scratch import Scratch
-from shoal.codecs.size import FLOAT, blocks, scales
+from shoal.codecs.size import FLOAT, blocks
 
+GROUP = 1 << 19
 TINY = 2.0**-120  # below, 1 / step would not be finite
 
 
@@ -45,86 +46,96 @@ INT3 = Numbers(3, 5, torch.int16, torch.int16, reach=8, typical=0.88)
 class Digits(Piecewise):
     """What values are off by must not be forgotten.
 
-    As many blocks as a word has digits share words, one below the other, so that all work is on neighbours; what is
-    left at the end is one block. A block whose step is below 2**-120 becomes zeros. A block that holds a value that is
-    not finite has a scale that is not finite, and all of it decodes to values that are not.
+    Values go in groups. Of a group, the first digits of all words come first, then the second ones, and so on: so all
+    work is on neighbours. A block whose step is below 2**-120 becomes zeros. A block that holds a value that is not
+    finite has a scale that is not finite, and all of it decodes to values that are not.
     """
 
     remembers = True
 
     def __init__(self, numbers: Numbers, block: int, scratch: Scratch) -> None:
         super().__init__(scratch)
-        self.width = block * numbers.per_word
+        self.width = group(block, numbers.per_word)
         self._block = block
         self._numbers = numbers
 
     def size_bytes(self, count: int) -> int:
         words = blocks(count, self._numbers.per_word)
-        return FLOAT * scales(count, self._block, self._numbers.per_word) + self._numbers.word.itemsize * words
+        return FLOAT * blocks(count, self._block) + self._numbers.word.itemsize * words
 
     def _split(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
-        end = FLOAT * scales(count, self._block, self._numbers.per_word)
+        end = FLOAT * blocks(count, self._block)
         return data[:end].view(torch.float32), data[end:].view(self._numbers.word)
-
-    def _rows(self, piece: Tensor) -> Tensor:
-        return piece.view(-1, self._block if piece.numel() >= self.width else piece.numel())
-
-    def _planes(self, digits: Tensor) -> Tensor:
-        """By word, digit, and place in the block."""
-        return digits.view(-1, self._numbers.per_word, min(self._block, digits.numel() // self._numbers.per_word))
 
     def _write(self, values: Tensor, parts: tuple[Tensor, ...], start: int) -> None:
         numbers = self._numbers
         steps, words = self._of(parts, start, values)
-        digits = self._digits(values)
-        self._round(self._rows(values), steps, digits)
-        planes = self._planes(digits)
-        sums = self._scratch.take("sums", words.numel(), torch.float32, values.device).view_as(planes[:, 0])
-        sums.copy_(planes[:, -1])
+        digits, count = self._digits(values), len(words)
+        self._round(values, steps, digits)
+        sums = self._scratch.take("sums", count, torch.float32, values.device)
+        last = digits[(numbers.per_word - 1) * count : numbers.per_word * count]
         for i in reversed(range(numbers.per_word - 1)):
-            torch.add(planes[:, i], sums, alpha=numbers.base, out=sums)
-        words.view(numbers.signed).copy_(sums.view(-1))  # to what has a sign: torch is quick at that
+            last = torch.add(digits[i * count : (i + 1) * count], last, alpha=numbers.base, out=sums)
+        words.view(numbers.signed).copy_(last)  # to what has a sign: torch is quick at that
         words.add_(numbers.zero)
 
-    def _round(self, rows: Tensor, steps: Tensor, digits: Tensor) -> None:
-        """The numbers as floats, with zeros where the last row has no values; and the steps."""
-        numbers, room = self._numbers, digits[: rows.numel()].view_as(rows)
-        digits[rows.numel() :].zero_()
-        torch.abs(rows, out=room)
-        torch.amax(room, 1, out=steps).div_(numbers.reach)
+    def _round(self, values: Tensor, steps: Tensor, digits: Tensor) -> None:
+        """The numbers as floats, with zeros behind the last; and the steps."""
+        numbers, count = self._numbers, values.numel()
+        torch.abs(values, out=digits[:count])
+        digits[count:].zero_()
+        rows = digits[: len(steps) * self._block].view(-1, self._block)
+        torch.amax(rows, 1, out=steps).div_(numbers.reach)
         if numbers.typical:
-            mean = self._scratch.take("mean", len(rows), torch.float32, rows.device)
-            torch.maximum(torch.sum(room, 1, out=mean).mul_(numbers.typical / rows.shape[1]), steps, out=steps)
+            mean = self._scratch.take("mean", len(steps), torch.float32, values.device)
+            torch.sum(rows, 1, out=mean).mul_(numbers.typical / self._block)
+            if rest := count % self._block:
+                mean[-1:].mul_(self._block / rest)
+            torch.maximum(mean, steps, out=steps)
         tiny = steps < TINY
         factors = torch.reciprocal(steps).masked_fill_(tiny, 0)
         steps.masked_fill_(tiny, 0)
-        torch.mul(rows, factors[:, None], out=room).clamp_(-numbers.most, numbers.most).round_()
+        self._scale(values, factors, digits[:count])
+        digits.clamp_(-numbers.most, numbers.most).round_()
 
     def _read_back(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
         """The numbers still lie there."""
-        steps, _ = self._of(parts, start, out)
-        rows = self._rows(out)
-        torch.mul(self._digits(out)[: out.numel()].view_as(rows), steps[:, None], out=rows)
+        self._scale(self._digits(out)[: out.numel()], self._of(parts, start, out)[0], out)
 
     def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
         numbers = self._numbers
         steps, words = self._of(parts, start, out)
-        digits = self._digits(out)
-        planes = self._planes(digits)
-        digit = self._scratch.take("digit", words.numel(), numbers.word, out.device)
+        digits, count = self._digits(out), len(words)
+        digit = self._scratch.take("digit", count, numbers.word, out.device)
         for i in range(numbers.per_word):
             torch.bitwise_right_shift(words, i * (numbers.base.bit_length() - 1), out=digit)
-            planes[:, i].copy_(digit.bitwise_and_(numbers.base - 1).view_as(planes[:, i]))
-        rows = self._rows(out)
-        torch.sub(digits[: out.numel()].view_as(rows), numbers.most, out=rows).mul_(steps[:, None])
+            digits[i * count : (i + 1) * count].copy_(digit.bitwise_and_(numbers.base - 1))
+        torch.sub(digits[: out.numel()], numbers.most, out=out)
+        self._scale(out, steps, out)
+
+    def _scale(self, values: Tensor, factors: Tensor, out: Tensor) -> None:
+        """Each block times its factor. The last may be shorter."""
+        whole = values.numel() // self._block
+        end = whole * self._block
+        shape = (whole, self._block)
+        torch.mul(values[:end].view(shape), factors[:whole, None], out=out[:end].view(shape))
+        if end < values.numel():
+            torch.mul(values[end:], factors[whole:], out=out[end:])
 
     def _digits(self, like: Tensor) -> Tensor:
-        """Room for a number each, in whole words."""
-        count = self._numbers.per_word * blocks(like.numel(), self._numbers.per_word)
-        return self._scratch.take("digits", count, torch.float32, like.device)
+        """Room for a number each, in whole words and blocks."""
+        count, per_word = like.numel(), self._numbers.per_word
+        size = max(per_word * blocks(count, per_word), self._block * blocks(count, self._block))
+        return self._scratch.take("digits", size, torch.float32, like.device)
 
     def _of(self, parts: tuple[Tensor, ...], start: int, values: Tensor) -> tuple[Tensor, Tensor]:
         steps, words = parts
-        per_word, count = self._numbers.per_word, values.numel()
-        first, word = start // self._block, start // per_word
-        return steps[first : first + len(self._rows(values))], words[word : word + blocks(count, per_word)]
+        first, word = start // self._block, start // self._numbers.per_word
+        count = values.numel()
+        last, end = first + blocks(count, self._block), word + blocks(count, self._numbers.per_word)
+        return steps[first:last], words[word:end]
+
+
+def group(block: int, per_word: int) -> int:
+    """About as many values as are encoded at once, in whole blocks and words."""
+    return block * per_word * max(GROUP // (block * per_word), 1)

@@ -25,9 +25,9 @@ def size_bytes(settings: Mapping[str, Any], count: int, *, shapes: Iterable[Shap
     if kind == "int8":
         return FLOAT * blocks(count, settings["block"]) + count
     if kind == "int4":
-        return FLOAT * scales(count, settings["block"], 2) + blocks(count, 2)
+        return FLOAT * blocks(count, settings["block"]) + blocks(count, 2)
     if kind == "int3":
-        return FLOAT * scales(count, settings["block"], 5) + 2 * blocks(count, 5)
+        return FLOAT * blocks(count, settings["block"]) + 2 * blocks(count, 5)
     if kind == "sign":
         return FLOAT * blocks(count, SIGN_BLOCK) + blocks(count, 8)
     if kind == "topk":
@@ -51,12 +51,6 @@ def memory_floats(settings: Mapping[str, Any], count: int, *, shapes: Iterable[S
 
 def blocks(count: int, block: int) -> int:
     return -(-count // block)
-
-
-def scales(count: int, block: int, per_word: int) -> int:
-    """How many there are where as many blocks as a word has digits go together, and the rest is one block."""
-    together, rest = divmod(count, per_word * block)
-    return per_word * together + (rest > 0)
 
 
 def kept(count: int, keep: float) -> int:
