@@ -238,6 +238,10 @@ class Replica:
     def apply(self, step: int, total: LaneSum) -> Tensor:
         """One update from the sum over all lanes. Returns the loss of the step."""
         self.scale(total)
+        return self.advance(step, total)
+
+    def advance(self, step: int, total: LaneSum) -> Tensor:
+        """The same from a sum that is the gradient already."""
         for parameter, grad in zip(self.trainable, total.grads, strict=True):
             parameter.grad = grad
         update(self.optimizer)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from shoal.spec.base import Spec
 
 Ways = Annotated[int, Field(ge=2)]
+INEXACT = "another layout adds in another order; the same one repeats to the bit"
 Cutting = Literal["columns", "gathered", "rows", "sliced"]
 
 
@@ -26,6 +27,7 @@ class FsdpShard(Spec):
 
     kind: Literal["fsdp"]
     ways: Ways | None = None
+    inexact: ClassVar[str] = INEXACT
 
 
 class TensorShard(Spec):
@@ -39,6 +41,7 @@ class TensorShard(Spec):
     kind: Literal["tensor"]
     ways: Ways | None = None
     patterns: Literal["transformer", "mlp"] | dict[str, Cutting] = "transformer"
+    inexact: ClassVar[str] = INEXACT
 
 
 class PipelineShard(Spec):
@@ -52,6 +55,7 @@ class PipelineShard(Spec):
     cuts: Literal["auto"] | list[str] = "auto"
     microbatches: PositiveInt = 4
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    inexact: ClassVar[str] = INEXACT
 
 
 Shard = Annotated[NoShard | FsdpShard | TensorShard | PipelineShard, Field(discriminator="kind")]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.parallel.shard.boxes import Box
+from shoal.checkpoint.boxes import Box
 
 Ties = Mapping[str, str]
 """Further names of a tensor, and its first one."""
