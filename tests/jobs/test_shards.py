@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from shoal.checkpoint.export import load_weights
+from shoal.errors import ShoalError
 from shoal.events import fold, read
 from tests.conftest import MLP, long
-from tests.jobs.disturbed import assert_nothing_left
+from tests.jobs.disturbed import assert_nothing_left, fired, rows, script
 
 ROUNDING = 2.0**-24 * 64
 STEPS = 12
@@ -53,8 +54,10 @@ def finished(outcome):
 
 @pytest.mark.parametrize(
     ("shard", "ways", "workers"),
-    [("fsdp", 2, 2), ("tensor", 2, 2), ("pipeline", 2, 2), ("fsdp", 2, 4), ("pipeline", 4, 4)]
-    + [*long(("fsdp", 4, 4), ("tensor", 4, 4), ("tensor", 2, 4), ("pipeline", 2, 4))],
+    [
+        *[("fsdp", 2, 2), ("tensor", 2, 2), ("pipeline", 2, 2), ("fsdp", 2, 4), ("pipeline", 4, 4)],
+        *long(("fsdp", 4, 4), ("tensor", 4, 4), ("tensor", 2, 4), ("pipeline", 2, 4)),
+    ],
 )
 def test_the_result_is_that_of_one_process_to_the_accuracy_of_float32(shard, ways, workers, run):
     outcome = run(JOB, workers=workers, shard=over(shard, ways))
@@ -67,3 +70,103 @@ def test_the_result_is_that_of_one_process_to_the_accuracy_of_float32(shard, way
     assert not receipt.exact
     assert f"{shard} over {ways}" in receipt.why
     assert f"{shard} over {ways}, {workers // ways} replica" in fold(read(outcome.paths.events)).layout
+
+
+@pytest.mark.parametrize(("shard", "ways", "workers"), [("fsdp", 2, 4), *long(("tensor", 2, 4), ("pipeline", 2, 2))])
+def test_the_same_layout_gives_the_same_bits(shard, ways, workers, run):
+    job = JOB | {"optimizer": {"name": "AdamW", "args": {"lr": 0.003}}}
+    one, other = (finished(run(job, workers=workers, shard=over(shard, ways))) for _ in range(2))
+    assert one.weights_sha256 == other.weights_sha256
+    assert one.state_sha256 == other.state_sha256
+    assert one.metrics == other.metrics
+
+
+# ---- other layouts ----
+
+STILL = {"optimizer": {"name": "SGD", "args": {"lr": 0.0}}, "steps": 1, "schedule": None}
+
+
+def test_weights_go_from_layout_to_layout_as_they_are(run):
+    """From fsdp on four to one process, to tensor on two, to pipeline on two: each starts from the one before."""
+    outcome = run(JOB, workers=4, shard=FSDP)
+    sha256 = finished(outcome).weights_sha256
+    for changes in (
+        {},
+        {"workers": 2, "shard": TENSOR},
+        {"workers": 2, "shard": PIPELINE},
+        {"shard": {"kind": "none"}},
+    ):
+        outcome = run(JOB | STILL, init_from={"path": str(outcome.paths.root)}, **changes)
+        assert finished(outcome).weights_sha256 == sha256
+
+
+def test_a_run_goes_on_in_any_other_layout(run, resume, place):
+    """All workers are killed again and again, and each time others go on from the checkpoint."""
+    lines = [f"kill all at step {step}" for step in (4, 7, 10)]
+    how = {
+        "engine": {"kind": "local", "restarts": 0},
+        "checkpoint": {"every": "1 step"},
+        "watch": script(place, *lines),
+    }
+    outcome = run(JOB, workers=4, shard=FSDP, **how)
+    for sets in (["shard=none", "workers=1"], ["shard={kind: tensor, patterns: mlp}", "workers=2"]):
+        assert outcome.error.code == "SH603"
+        outcome = resume(outcome.paths, sets=sets)
+    outcome = resume(outcome.paths, sets=["shard={kind: pipeline, microbatches: 1}", "workers=2"])
+    finished(outcome)
+    assert fired(place) == set(lines)
+    assert [row.step > 0 for row in rows(outcome, "resumed")] == [True] * 3
+    assert off(load_weights(outcome.paths.model), load_weights(run(JOB, runs="one").paths.model)) < ROUNDING * STEPS
+
+
+def test_a_run_that_goes_on_trains_what_it_trained(run, resume, place):
+    how = {"engine": {"kind": "local", "restarts": 0}, "watch": script(place, "kill all at step 4")}
+    outcome = run(JOB, workers=2, shard=FSDP, **how)
+    with pytest.raises(ShoalError, match="something else"):
+        resume(outcome.paths, sets=["batch_size=10"])
+
+
+# ---- deaths ----
+
+RESTARTS = {"kind": "local", "restarts": 9}
+SAVES = {"every": "4 steps", "keep_best": 0}
+_calm = {}
+
+
+def calm(run, shard, workers):
+    """The receipt of the same layout without faults."""
+    if (shard, workers) not in _calm:
+        _calm[shard, workers] = finished(run(JOB, runs="calm", workers=workers, shard=over(shard, 2)))
+    return _calm[shard, workers]
+
+
+SCRIPTS = {
+    "in the model": ["kill worker 1 at step 6 in together"],
+    "in the model of who saves": ["kill worker 0 at step 6 in together"],
+    "in the first step": ["kill worker 1 at step 0 in together"],
+    "in a vote": ["kill worker 1 at step 6 in exchange after 1 ms"],
+    "after a step": ["kill worker 0 at step 6 in telling"],
+    "in an evaluation": ["kill worker 1 at step 10 in exchange"],
+    "in a save": ["kill worker 1 at step 8 in save"],
+    "in the save of who leads": ["kill worker 0 at step 8 in save after 1 ms"],
+    "in building": ["kill worker 0 at step 0 in building"],
+    "in export": ["kill worker 0 in export"],
+    "one after the other": [f"kill worker {n} at step {3 + 2 * n} in together" for n in range(4)],
+    "all": ["kill all at step 9"],
+}
+MANY = ["in the first step", "after a step", "in a save", "in building", "in export", "in an evaluation"]
+
+
+@pytest.mark.parametrize("name", [*long(*MANY), *(name for name in SCRIPTS if name not in MANY)])
+@pytest.mark.parametrize("shard", ["fsdp", *long("tensor", "pipeline")])
+def test_a_replica_is_made_whole_again(name, shard, run, place):
+    """By a worker that comes for the one that died: the layout is the same, and so are the bits."""
+    outcome = run(
+        JOB, workers=2, shard=over(shard, 2), watch=script(place, *SCRIPTS[name]), engine=RESTARTS, checkpoint=SAVES
+    )
+    receipt = finished(outcome)
+    assert fired(place) == set(SCRIPTS[name]), "else the test says nothing"
+    expected = calm(run, shard, 2)
+    assert receipt.weights_sha256 == expected.weights_sha256
+    assert receipt.state_sha256 == expected.state_sha256
+    assert receipt.metrics == expected.metrics

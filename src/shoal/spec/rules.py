@@ -240,7 +240,7 @@ def _listen(job: Job) -> list[ShoalError]:
 def _encrypted(job: Job) -> list[ShoalError]:
     if job.engine.tls is None or (job.sync.kind != "ddp" and isinstance(job.shard, NoShard)):
         return []
-    message = "what torch sends by itself (`sync: ddp`, `shard`) cannot be encrypted"
+    message = "torch's own all-reduce cannot be encrypted"
     fix = "Use another sync and no shard, or remove `engine.tls` and use a tunnel (WireGuard) between the machines."
     return [error("SH110", message, where="engine.tls", fix=fix)]
 

@@ -119,7 +119,7 @@ class GridSync(Together):
 
     @contextlib.contextmanager
     def talking(self) -> Iterator[None]:
-        """Around whatever may wait for other members: if one is lost that is a LinkError, and the others learn of it."""
+        """Around all that may wait for other members. If one is lost that is a LinkError, and the rest learn of it."""
         try:
             yield
         except ShoalError:
