@@ -170,3 +170,36 @@ def test_a_replica_is_made_whole_again(name, shard, run, place):
     assert receipt.weights_sha256 == expected.weights_sha256
     assert receipt.state_sha256 == expected.state_sha256
     assert receipt.metrics == expected.metrics
+
+
+@pytest.mark.parametrize(
+    ("shard", "line"),
+    [("fsdp", "kill worker 1 at step 6 in together")]
+    + [
+        *long(
+            ("fsdp", "kill worker 0 at step 5 in exchange after 1 ms"),
+            ("tensor", "kill worker 2 at step 6 in together"),
+            ("pipeline", "kill worker 3 at step 6 in together"),
+        )
+    ],
+)
+def test_another_replica_has_what_died(shard, line, run, place):
+    """The rest go on at once as one replica, from memory; when there are enough, they are two again."""
+    dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.1}}
+    outcome = run(JOB, workers=4, shard=over(shard, 2), watch=[*script(place, line), dawdle])
+    receipt = finished(outcome)
+    assert fired(place) == {line}
+    assert (receipt.redone, receipt.deaths_survived) == (0, 1)
+    assert not rows(outcome, "resumed")
+    assert [row["replicas"] for row in rows(outcome, "layout")] == [2, 1, 2]
+    assert off(load_weights(outcome.paths.model), load_weights(run(JOB, runs="one").paths.model)) < ROUNDING * STEPS
+
+
+def test_a_death_costs_the_steps_since_the_last_save_and_the_receipt_says_so(run, place):
+    line = "kill worker 1 at step 7 in together"
+    outcome = run(
+        JOB, workers=2, shard=FSDP, watch=script(place, line), checkpoint={"every": "4 steps", "keep_best": 0}
+    )
+    receipt = finished(outcome)
+    assert (receipt.redone, receipt.deaths_survived) == (3, 1)
+    assert [row.step for row in rows(outcome, "resumed")] == [4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ class Shards:
         self._saved: tuple[int, float | None] | None = None
         self._rows: list[Row] = []
         self._blobs: dict[str, int] = {}
+        self._beginning = copy.deepcopy(loop.state_of_loop())
         sync.wants_save = lambda step: loop.teller.leads and loop.store.due(step)
 
     # ---- entering a view ----
@@ -169,6 +171,7 @@ class Shards:
             path = self._mould.job.init_from.path if self._mould.job.init_from else ""
             self._loop.teller.tell("note", message=f"weights from {path}: {facts['loaded']} tensors", **facts)
         self._loop.replica = replica
+        self._loop.load_loop(copy.deepcopy(self._beginning))
 
     def _let_go(self) -> None:
         """Of what will not be needed, before new memory is."""
