@@ -160,29 +160,39 @@ MANY = ["in the first step", "after a step", "in a save", "in building", "in exp
 @pytest.mark.parametrize("name", [*long(*MANY), *(name for name in SCRIPTS if name not in MANY)])
 @pytest.mark.parametrize("shard", ["fsdp", *long("tensor", "pipeline")])
 def test_a_replica_is_made_whole_again(name, shard, run, place):
-    """By a worker that comes for the one that died: the layout is the same, and so are the bits."""
-    outcome = run(
-        JOB, workers=2, shard=over(shard, 2), watch=script(place, *SCRIPTS[name]), engine=RESTARTS, checkpoint=SAVES
-    )
+    """By a worker that comes for the one that died: the layout is the same, and so are the bits. A neighbour has a
+    copy of what died with it, unless both are gone."""
+    receipt = disturbed(run, place, name, over(shard, 2))
+    if name not in ("all", "in building", "in the first step"):
+        assert receipt.redone == 0
+
+
+@pytest.mark.parametrize("name", ["in the model", "in the save of who leads", *long(*SCRIPTS)])
+@pytest.mark.parametrize("shard", ["pipeline", *long("fsdp", "tensor")])
+def test_without_mirrors_a_replica_is_made_whole_again_from_the_checkpoint(name, shard, run, place):
+    disturbed(run, place, name, over(shard, 2) | {"mirror": False})
+
+
+def disturbed(run, place, name, shard):
+    lines = SCRIPTS[name]
+    outcome = run(JOB, workers=2, shard=shard, watch=script(place, *lines), engine=RESTARTS, checkpoint=SAVES)
     receipt = finished(outcome)
-    assert fired(place) == set(SCRIPTS[name]), "else the test says nothing"
-    expected = calm(run, shard, 2)
+    assert fired(place) == set(lines), "else the test says nothing"
+    expected = calm(run, shard["kind"], 2)
     assert receipt.weights_sha256 == expected.weights_sha256
     assert receipt.state_sha256 == expected.state_sha256
     assert receipt.metrics == expected.metrics
+    return receipt
 
 
-@pytest.mark.parametrize(
-    ("shard", "line"),
-    [("fsdp", "kill worker 1 at step 6 in together")]
-    + [
-        *long(
-            ("fsdp", "kill worker 0 at step 5 in exchange after 1 ms"),
-            ("tensor", "kill worker 2 at step 6 in together"),
-            ("pipeline", "kill worker 3 at step 6 in together"),
-        )
-    ],
-)
+OTHERS = [
+    ("fsdp", "kill worker 0 at step 5 in exchange after 1 ms"),
+    ("tensor", "kill worker 2 at step 6 in together"),
+    ("pipeline", "kill worker 3 at step 6 in together"),
+]
+
+
+@pytest.mark.parametrize(("shard", "line"), [("fsdp", "kill worker 1 at step 6 in together"), *long(*OTHERS)])
 def test_another_replica_has_what_died(shard, line, run, place):
     """The rest go on at once as one replica, from memory; when there are enough, they are two again."""
     dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.1}}
@@ -197,9 +207,7 @@ def test_another_replica_has_what_died(shard, line, run, place):
 
 def test_a_death_costs_the_steps_since_the_last_save_and_the_receipt_says_so(run, place):
     line = "kill worker 1 at step 7 in together"
-    outcome = run(
-        JOB, workers=2, shard=FSDP, watch=script(place, line), checkpoint={"every": "4 steps", "keep_best": 0}
-    )
+    outcome = run(JOB, workers=2, shard=FSDP | {"mirror": False}, watch=script(place, line), checkpoint=SAVES)
     receipt = finished(outcome)
     assert (receipt.redone, receipt.deaths_survived) == (3, 1)
     assert [row.step for row in rows(outcome, "resumed")] == [4]

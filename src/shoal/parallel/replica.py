@@ -56,6 +56,15 @@ class MovingBuffers:
         self._floating = [module._buffers[key].is_floating_point() for module, key in self._places]  # type: ignore[union-attr]
         self._at_start: list[Tensor] = []
 
+    @property
+    def floating(self) -> list[str]:
+        """Those that are averaged."""
+        return [name for name, floats in zip(self.names, self._floating, strict=True) if floats]
+
+    @property
+    def others(self) -> list[str]:
+        return [name for name, floats in zip(self.names, self._floating, strict=True) if not floats]
+
     def _now(self, floating: bool) -> list[Tensor]:
         found = (m._buffers[k] for (m, k), f in zip(self._places, self._floating, strict=True) if f is floating)
         return [buffer for buffer in found if buffer is not None]

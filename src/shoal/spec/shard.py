@@ -1,6 +1,7 @@
 """How one replica of a model is spread over several workers.
 
 `ways`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
+`mirror`: where there is one replica, does each worker keep a copy of a neighbour's part? Left out: if memory allows.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class FsdpShard(Spec):
 
     kind: Literal["fsdp"]
     ways: Ways | None = None
+    mirror: bool | None = None
     inexact: ClassVar[str] = INEXACT
 
 
@@ -41,6 +43,7 @@ class TensorShard(Spec):
     kind: Literal["tensor"]
     ways: Ways | None = None
     patterns: Literal["transformer", "mlp"] | dict[str, Cutting] = "transformer"
+    mirror: bool | None = None
     inexact: ClassVar[str] = INEXACT
 
 
@@ -55,6 +58,7 @@ class PipelineShard(Spec):
     cuts: Literal["auto"] | list[str] = "auto"
     microbatches: PositiveInt = 4
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    mirror: bool | None = None
     inexact: ClassVar[str] = INEXACT
 
 

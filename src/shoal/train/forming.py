@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,7 @@ class Mould:
             cut, held = hold(self._shard(layout), grid, self._make, loss=task.loss, example=self.example)
         if tables_of(cut.model):
             raise error("SH418", "the model has sparse tables, and the job has a shard", where="shard")
-        whole = [name for name, p in cut.model.named_parameters() if p.requires_grad]
-        make = partial(build_optimizer, job.optimizer, base_dir=job.base_dir, whole=whole)
-        optimizer = task.optimizer(held.bare) or make(held.bare)
+        optimizer = self.optimizer(held.bare, cut=cut)
         epochs = -(-self.steps // self.steps_per_epoch)
         return ShardedReplica(
             cut,
@@ -75,6 +72,12 @@ class Mould:
             autocast=torch.bfloat16 if job.precision == "bf16" else None,
             chance=self.chance,
         )
+
+    def optimizer(self, parts: nn.Module, *, cut: Cut) -> torch.optim.Optimizer:
+        """Of parts of the model that was cut, by their names."""
+        whole = [name for name, p in cut.model.named_parameters() if p.requires_grad]
+        own = self.task.optimizer(parts)
+        return own or build_optimizer(self.job.optimizer, parts, base_dir=self.job.base_dir, whole=whole)
 
     def _make(self) -> nn.Module:
         model = build_model(self.job) if self.job.task is None else self.task.model()

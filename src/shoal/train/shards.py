@@ -6,6 +6,8 @@ import copy
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +16,15 @@ from torch import Tensor, distributed
 from shoal.checkpoint.digest import weights_sha256
 from shoal.checkpoint.live import pack, unpack
 from shoal.checkpoint.pieces import NAMES, PIECES, Assembled, Row, Saved, save, saved_in, whole_in
-from shoal.checkpoint.raw import CODES, DTYPES
+from shoal.checkpoint.raw import DTYPES
 from shoal.errors import error
+from shoal.parallel.shard.memory import room_bytes
+from shoal.parallel.shard.mirror import Looks, Mirror, Specs, specs_of
 from shoal.parallel.shard.origin import Holding, Move, Origin, can_reach, moves, origin
 from shoal.parallel.shard.replica import ShardedReplica
 from shoal.parallel.sync.base import Committed, Discarded
 from shoal.parallel.sync.grid import GridSync
+from shoal.spec.shard import NoShard
 from shoal.spec.view import View
 from shoal.train.blame import blaming
 from shoal.train.model import order_of
@@ -30,8 +35,9 @@ if TYPE_CHECKING:
     from shoal.train.forming import Layout, Mould
     from shoal.train.loop import Loop
 
-_HOLD, _SAVE = 1 << 59, 1 << 58  # labels that nobody else uses
-Specs = dict[str, tuple[str, list[int]]]
+_HOLD, _SAVE, _LOOKS = 1 << 59, 1 << 58, 1 << 56  # labels that nobody else uses
+MIRROR_OVER_UPDATE = 5
+"""What a mirror may need, in parts of what it trains: values, a gradient, two averages, and some room."""
 
 
 class Shards:
@@ -58,10 +64,11 @@ class Shards:
         try:
             with self._sync.talking():
                 self._take_over(view, seat, began)
+                self._loop.holds, self._sync.pending = True, None
+                self._keep_a_copy(view)
         except LinkError as failure:
             return self._sync.discard(failure).why
-        self._saved, self._sync.pending = None, None
-        self._loop.holds = True
+        self._saved = None
         self._loop.take_up(view, seat)
         return ""
 
@@ -101,9 +108,16 @@ class Shards:
                 "ways": replica.cut.grid.ways,
                 "pending": pending is not None and pending.step == loop.step,
                 "evaluated": loop.measured_at == loop.step,
+                "mirrors": self._sync.mirror.part if self._sync.mirror else None,
             }
-            row |= {"common": self._common(), "specs": _specs(replica.everything())}
+            specs = {str(part): specs_of(tensors) for part, tensors in self._kept().items()}
+            row |= {"common": self._common(), "specs": specs}
         return row
+
+    def _kept(self) -> dict[int, dict[str, Tensor]]:
+        """Parts in my memory: my own, and my neighbour's if I keep a copy of it."""
+        mirror, own = self._sync.mirror, self._replica.cut.grid.seat
+        return ({mirror.part: mirror.everything()} if mirror else {}) | {own: self._replica.everything()}
 
     def _common(self) -> dict[str, Any]:
         """What all members have alike."""
@@ -124,25 +138,25 @@ class Shards:
         common = brought[found.teller]["common"]
         if can_reach(holdings[rank], found.step) and holdings[rank].step != found.step:
             self._catch_up()
-        old = self._replica.everything() if isinstance(self._loop.replica, ShardedReplica) else {}
+        kept = self._kept() if self._loop.holds else {}
         replica = self._form(common["layout"])
         coming: dict[str, Tensor] | None = None
         for move in moves(found, holdings, ways=self._mould.job.ways):
-            if move.source == rank:
-                _send(old, brought[rank]["specs"], move)
+            specs = brought[move.source]["specs"][str(move.part)]
+            if move.source == move.target == rank:
+                coming = kept[move.part]
+            elif move.source == rank:
+                _send(kept[move.part], specs, move)
             elif move.target == rank:
-                coming = _receive(brought[move.source]["specs"], move)
-        replica.take_everything(old if coming is None else coming)
+                coming = _receive(specs, move)
+        replica.take_everything(kept[rank % self._mould.job.ways] if coming is None else coming)
+        self._sync.mirror = None
         self._loop.replica = replica
         self._load_common(common)
 
     def _catch_up(self) -> None:
         """The step that I voted for counted elsewhere: so it counts here."""
-        pending = self._sync.pending
-        assert pending is not None
-        loss = self._replica.advance(pending.step, pending.total)
-        self._sync.pending = None
-        self._loop.counted(Committed(loss))
+        self._loop.counted(Committed(self._sync.advance(self._replica)))
 
     def _from_checkpoint(self, step: int) -> None:
         """Whoever wrote it, in whatever layout. Nobody reads more than its part, or one tensor at a time."""
@@ -173,9 +187,27 @@ class Shards:
         self._loop.replica = replica
         self._loop.load_loop(copy.deepcopy(self._beginning))
 
+    def _keep_a_copy(self, view: View) -> None:
+        """Of a neighbour's part, if nobody else has it, and everybody has room for that."""
+        replica, shard = self._replica, self._mould.job.shard
+        grid = replica.cut.grid
+        if grid.replicas > 1 or isinstance(shard, NoShard) or shard.mirror is False:
+            return
+        looks = Looks.of(replica)
+        told = self._ask_all(_LOOKS + view.number, {**asdict(looks), "room": room_bytes()})
+        by_seat = {view.places[seat] % grid.ways: content for seat, content in told.items()}
+        needed = [
+            MIRROR_OVER_UPDATE * Looks(c["specs"], c["trainable"], c["moving"]).update_bytes for c in told.values()
+        ]
+        if shard.mirror is None and 2 * sum(needed) > min(content["room"] for content in told.values()):
+            return
+        other = by_seat[(grid.seat + 1) % grid.ways]
+        looks = Looks(other["specs"], other["trainable"], other["moving"])
+        self._sync.mirror = Mirror(replica, looks, partial(self._mould.optimizer, cut=replica.cut))
+
     def _let_go(self) -> None:
         """Of what will not be needed, before new memory is."""
-        self._loop.holds = False
+        self._loop.holds, self._sync.mirror = False, None
         if isinstance(self._loop.replica, ShardedReplica):
             self._loop.replica = self._mould.nothing
 
@@ -267,10 +299,6 @@ class Shards:
 
 def _plain(row: Row) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in row.describe().items()}
-
-
-def _specs(tensors: Mapping[str, Tensor]) -> Specs:
-    return {name: (CODES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _send(tensors: Mapping[str, Tensor], specs: Specs, move: Move) -> None:

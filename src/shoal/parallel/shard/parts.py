@@ -76,12 +76,16 @@ def bare(parts: Iterable[Part]) -> nn.Module:
     """A module with nothing but the parts' own tensors, under their full names: for whoever makes an optimizer."""
     root = nn.Module()
     for part in parts:
-        at = root
-        *path, key = part.name.split(".")
-        for word in path:
-            if word not in at._modules:
-                at.add_module(word, nn.Module())
-            at = at.get_submodule(word)
         if isinstance(part.local, nn.Parameter):
-            at.register_parameter(key, part.local)
+            register(root, part.name, part.local)
     return root
+
+
+def register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Under its full name."""
+    *path, key = name.split(".")
+    for word in path:
+        if word not in root._modules:
+            root.add_module(word, nn.Module())
+        root = root.get_submodule(word)
+    root.register_parameter(key, parameter)

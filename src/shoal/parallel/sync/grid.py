@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from torch import distributed
+from torch import Tensor, distributed
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.errors import ShoalError
 from shoal.parallel.links.endpoint import Endpoint
 from shoal.parallel.replica import LaneSum, Replica, add
 from shoal.parallel.shard.grid import Grid
+from shoal.parallel.shard.mirror import Mirror
 from shoal.parallel.shard.replica import ShardedReplica
 from shoal.parallel.shard.wires import Wires
 from shoal.parallel.sync.base import Committed, Discarded, Together
@@ -59,6 +60,7 @@ class GridSync(Together):
         self.pending: Pending | None = None
         self.turns = 1
         self.saves = False
+        self.mirror: Mirror | None = None
         self.wants_save: Callable[[int], bool] = lambda step: False
         self._ways = ways
         self._meeting = Meeting(endpoint, token)
@@ -163,6 +165,8 @@ class GridSync(Together):
             with self.talking():
                 replica.agree(total)
                 replica.scale(total)
+                if self.mirror:
+                    self.mirror.trade(total)
         except LinkError as failure:
             return self.discard(failure)
         agreed = time.perf_counter()
@@ -176,11 +180,18 @@ class GridSync(Together):
         except struct.error:
             return self.discard(LinkError("a member says noise"))
         met = time.perf_counter()
-        loss = replica.advance(step, total)
-        self.pending = None
+        loss = self.advance(replica)
         self.saves = any(saves for _, saves in said)
         halting = any(halts for halts, _ in said)
         return Committed(loss, self._sent(), halting, waited_s=met - agreed, exchange_s=agreed - began)
+
+    def advance(self, replica: ShardedReplica) -> Tensor:
+        """The step that this member has voted for counts. Returns its loss."""
+        assert self.pending is not None
+        (step, total), self.pending = self.pending, None
+        if self.mirror:
+            self.mirror.advance(replica.optimizer)
+        return replica.advance(step, total)
 
     def _sent(self) -> int:
         before, self._sent_bytes = self._sent_bytes, self._wires.sent_bytes() if self._wires else 0
