@@ -5,13 +5,16 @@ n steps every tensor is within n * 64 units in the last place (2^-24) of its lar
 where an update is proportional to the gradient. What is said of bits is an equality of SHA-256.
 """
 
+import os
+import signal
+
 import pytest
 import torch
 
 from shoal.checkpoint.export import load_weights
 from shoal.errors import ShoalError
 from shoal.events import fold, read
-from tests.conftest import MLP, long
+from tests.conftest import CNN, GPT, MLP, long
 from tests.jobs.disturbed import assert_nothing_left, fired, rows, script
 
 ROUNDING = 2.0**-24 * 64
@@ -211,3 +214,84 @@ def test_a_death_costs_the_steps_since_the_last_save_and_the_receipt_says_so(run
     receipt = finished(outcome)
     assert (receipt.redone, receipt.deaths_survived) == (3, 1)
     assert [row.step for row in rows(outcome, "resumed")] == [4]
+
+
+@pytest.mark.parametrize("act", ["freeze", "terminate"])
+def test_one_that_freezes_or_must_leave_is_replaced(act, run, place):
+    lines = [f"{act} worker 1 at step 6 in together"]
+    dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.1}}
+    outcome = run(JOB, workers=2, shard=over("fsdp", 2), watch=[*script(place, *lines), dawdle])
+    receipt = finished(outcome)
+    assert fired(place) == set(lines)
+    assert receipt.weights_sha256 == calm(run, "fsdp", 2).weights_sha256
+    assert receipt.redone == 0
+    assert receipt.deaths_survived == (1 if act == "freeze" else 0)
+
+
+@pytest.mark.parametrize("shard", ["pipeline", *long("fsdp", "tensor")])
+def test_a_run_that_is_stopped_goes_on_where_it_was(shard, run, resume):
+    def look(paths, event, picture):
+        if event.kind == "evaluated" and event.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = run(JOB, look=look, workers=2, shard=over(shard, 2))
+    assert outcome.status == "terminated"
+    assert_nothing_left(outcome)
+    (saved,) = rows(outcome, "saved")[-1:]
+    assert saved.step >= 5
+    outcome = resume(outcome.paths)
+    receipt = finished(outcome)
+    assert [row.step for row in rows(outcome, "resumed")] == [saved.step]
+    assert receipt.redone == 0
+    assert receipt.weights_sha256 == calm(run, shard, 2).weights_sha256
+    cuts = [row["cuts"] for row in rows(outcome, "layout")]
+    assert cuts[0] == cuts[-1], "chosen once"
+
+
+# ---- what jobs have ----
+
+
+def test_all_that_a_job_may_have(run, place):
+    """Attention, a loss of tokens, groups of parameters of which a stretch may have none, frozen layers, bits that
+    repeat, a test part, early stopping."""
+    job = GPT | {
+        "steps": 8,
+        "optimizer": {"name": "AdamW", "args": {"lr": 0.003}, "groups": [{"match": "head", "args": {"lr": 0.001}}]},
+        "init_from": {"freeze": ["places"]},
+        "evaluate": {"every_steps": 3},
+        "data": GPT["data"] | {"split": {"kind": "holdout", "validation": 0.1, "test": 0.1}},
+        "stop_early": {"patience": 5},
+    }
+    one = run(job, runs="one")
+    for shard in (FSDP, {"kind": "tensor"}, {"kind": "pipeline", "microbatches": 1}):
+        receipt = finished(run(job, workers=2, shard=shard))
+        assert receipt.metrics == pytest.approx(one.receipt.metrics, rel=1e-3), shard
+
+
+def test_moving_buffers_and_short_batches(run):
+    """Of 1438 samples the 29th batch has 38: with 40 lanes some have none."""
+    job = CNN | {"steps": 31, "lanes": 40, "evaluate": {"every_steps": 29}}
+    one = run(job, runs="one")
+    for shard in (FSDP, PIPELINE):
+        outcome = run(job, workers=2, shard=shard)
+        assert finished(outcome).metrics == pytest.approx(one.receipt.metrics, rel=1e-2), shard
+        tracked = load_weights(outcome.paths.model)["1.num_batches_tracked"]
+        assert tracked == load_weights(one.paths.model)["1.num_batches_tracked"]
+
+
+def test_a_loss_with_a_count_of_its_own(run):
+    job = JOB | {"task": {"name": "models.py:TokenTask"}, "lanes": 3, "steps": 6}
+    job = {name: value for name, value in job.items() if name not in ("model", "loss", "metrics")}
+    one = run(job, runs="one")
+    outcome = run(job, workers=2, shard=FSDP)
+    finished(outcome)
+    assert off(load_weights(outcome.paths.model), load_weights(one.paths.model)) < ROUNDING * 6
+
+
+def test_an_error_in_the_model_is_told_as_it_is(run):
+    for shard in (FSDP, PIPELINE | {"cuts": ["2"]}):
+        outcome = run(
+            JOB, workers=2, shard=shard, model={"name": "models.py:mlp", "args": {"inputs": 63, "classes": 10}}
+        )
+        assert outcome.error.code == "SH401"
+        assert_nothing_left(outcome)

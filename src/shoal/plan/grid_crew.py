@@ -95,9 +95,10 @@ class GridCrew(Crew):
             place = self.view.places.get(member.seat) if self.view and member.position else None
             fits = place is not None and len(columns[place % self.ways]) < rows
             (columns[place % self.ways] if fits and place is not None else spare).append(member)
-        for column in columns:
-            while len(column) < rows:
-                column.append(spare.pop(0))
+        for row in range(rows):
+            for column in columns:
+                if len(column) <= row:
+                    column.append(spare.pop(0))
         return [columns[part][row] for row in range(rows) for part in range(self.ways)]
 
     def _meet(self, members: Sequence[Member], rows: int) -> Publish:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from shoal.data.batch import Batch
 from shoal.errors import error
 from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Clipping, Replica
+from shoal.parallel.shard.blueprint import Blueprint
 from shoal.parallel.shard.cut import Cut
 from shoal.parallel.shard.grid import Grid
 from shoal.parallel.shard.held import Held
-from shoal.parallel.shard.make import hold
+from shoal.parallel.shard.make import cut_up
+from shoal.parallel.shard.memory import give_back
 from shoal.parallel.shard.pipeline import PipelineCut
 from shoal.parallel.shard.replica import ShardedReplica
 from shoal.parallel.sparse.module import tables_of
@@ -31,6 +34,7 @@ from shoal.train.task import Task
 
 Layout = Mapping[str, Any]
 """`shard`, `ways` and `cuts`, as a checkpoint has them."""
+Talking = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -48,19 +52,25 @@ class Mould:
     """torch's state after the task was made, if that is the user's."""
     chance: Chance = field(default_factory=lambda: Chance(torch.device("cpu")))
 
-    def form(self, grid: Grid, layout: Layout | None = None) -> ShardedReplica:
-        """With the job's first weights. Cut as before, if it was cut in this way before."""
+    def form(self, grid: Grid, layout: Layout | None, talking: Talking) -> ShardedReplica:
+        """With the job's first weights. Cut as before, if it was cut in this way before. Members meet in it: `talking`
+        turns the loss of one into a LinkError."""
         job, task = self.job, self.task
         self.chance.fully(job.seed, seeds.MODEL)
         if self.generator is not None:
             torch.set_rng_state(self.generator)
+        give_back()
         with blaming("SH204", "making the model"):
-            cut, held = hold(self._shard(layout), grid, self._make, loss=task.loss, example=self.example)
+            blueprint = Blueprint(self._make)
+        with blaming("SH401", "the first batch"), talking():
+            cut = cut_up(self._shard(layout), blueprint.model, grid, loss=task.loss, example=self.example)
+        held = Held.of(cut)
+        held.fill(blueprint)
         if tables_of(cut.model):
             raise error("SH418", "the model has sparse tables, and the job has a shard", where="shard")
         optimizer = self.optimizer(held.bare, cut=cut)
         epochs = -(-self.steps // self.steps_per_epoch)
-        return ShardedReplica(
+        replica = ShardedReplica(
             cut,
             held,
             optimizer,
@@ -72,6 +82,9 @@ class Mould:
             autocast=torch.bfloat16 if job.precision == "bf16" else None,
             chance=self.chance,
         )
+        with blaming("SH401", "the first batch"), talking():
+            replica.probe(self.example)
+        return replica
 
     def optimizer(self, parts: nn.Module, *, cut: Cut) -> torch.optim.Optimizer:
         """Of parts of the model that was cut, by their names."""

@@ -26,7 +26,6 @@ from shoal.parallel.sync.base import Committed, Discarded
 from shoal.parallel.sync.grid import GridSync
 from shoal.spec.shard import NoShard
 from shoal.spec.view import View
-from shoal.train.blame import blaming
 from shoal.train.model import order_of
 from shoal.train.turns import Turns
 from shoal.wire.handshake import LinkError
@@ -215,9 +214,7 @@ class Shards:
         grid = self._sync.grid
         assert grid is not None
         self._loop.pulse.enter("building", self._loop.step)
-        replica = self._mould.form(grid, layout)
-        with blaming("SH401", "the first batch"), self._sync.talking():
-            replica.probe(self._mould.example)
+        replica = self._mould.form(grid, layout, self._sync.talking)
         if grid.row == grid.seat == 0:
             facts = {**self._mould.layout(replica.cut), "replicas": grid.replicas}
             every = list(replica.cut.model.parameters())

@@ -83,7 +83,8 @@ class GridSync(Together):
             (port_there,) = _PORT.unpack(told[first])
             with self.talking(), self._watching():
                 store = _store(view.addresses[first].host, port_there, listener)
-                self.grid = Grid(store, rank=view.places[seat], size=len(view.places), ways=self._ways)
+                place, size = view.places[seat], len(view.places)
+                self.grid = Grid(store, rank=place, size=size, ways=self._ways, number=view.number)
             self._settle()
         except LinkError as failure:
             return self.discard(failure).why
