@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.jobs.disturbed import rows
 from tests.jobs.test_shards import JOB, finished
 
 pytestmark = pytest.mark.long
@@ -34,6 +35,8 @@ def test_one_process_has_no_room_for_it(run):
     "shard", [{"kind": "fsdp"}, {"kind": "tensor", "patterns": "mlp"}, {"kind": "pipeline", "microbatches": 2}]
 )
 def test_four_processes_have(shard, run):
-    receipt = finished(run(LARGE, workers=4, shard=shard))
+    outcome = run(LARGE, workers=4, shard=shard)
+    receipt = finished(outcome)
+    assert not rows(outcome, "save_failed") + rows(outcome, "cleanup_failed")
     assert receipt.parameters * 4 >> 20 >= WEIGHTS_MB
     assert receipt.steps == 3

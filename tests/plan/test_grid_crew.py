@@ -35,6 +35,7 @@ class Told:
             self.crew.arrived(seat, local=local, address=NOWHERE)
             self.stand(seat, None)
         self.look()
+        self.look()
 
     def stand(self, seat, position):
         number = self.crew.members[seat].told

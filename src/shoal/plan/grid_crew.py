@@ -7,8 +7,8 @@ themselves: nobody else can know whether all parts are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from shoal.plan import balance
 from shoal.plan.crew import Crew, Member, Order, Publish
@@ -33,6 +33,8 @@ class GridCrew(Crew):
 
     ways: int = 2
     together: bool = True
+    _before: dict[int, int | None] = field(default_factory=dict)
+    """Where members of the view stood before it. They may have gone back, to a checkpoint, and not only on."""
 
     def gone(self, seat: int, *, well: bool = False) -> None:
         super().gone(seat, well=well)
@@ -51,6 +53,9 @@ class GridCrew(Crew):
 
     def _enough(self) -> bool:
         return self._rows(self._able(self._fit())) > 0
+
+    def _missed(self, stopped: Iterable[int]) -> bool:
+        return any(self.members[seat].position == self._before[seat] for seat in stopped)
 
     def _newcomers(self) -> list[Member]:
         """Those who wait, as soon as they make another replica."""
@@ -112,6 +117,7 @@ class GridCrew(Crew):
             places=places,
         )
         self.view, self._asked, self._stuck = view, "", False
+        self._before = {m.seat: m.position for m in members}
         for member in members:
             member.training, member.standing, member.asked, member.followed = True, False, "", False
         return self._publish(view, view.carries)
