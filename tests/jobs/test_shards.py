@@ -5,17 +5,25 @@ n steps every tensor is within n * 64 units in the last place (2^-24) of its lar
 where an update is proportional to the gradient. What is said of bits is an equality of SHA-256.
 """
 
+import json
 import os
 import signal
+import threading
 
 import pytest
 import torch
+import yaml
 
+from shoal import api
+from shoal.checkpoint.digest import weights_sha256
 from shoal.checkpoint.export import load_weights
 from shoal.errors import ShoalError
 from shoal.events import fold, read
+from shoal.jobs.wishes import scale
+from shoal.spec.paths import RunPaths
 from tests.conftest import CNN, GPT, MLP, long
 from tests.jobs.disturbed import assert_nothing_left, fired, rows, script
+from tests.jobs.test_exact import Command
 
 ROUNDING = 2.0**-24 * 64
 STEPS = 12
@@ -295,3 +303,65 @@ def test_an_error_in_the_model_is_told_as_it_is(run):
         )
         assert outcome.error.code == "SH401"
         assert_nothing_left(outcome)
+
+
+# ---- with a user, and without a driver ----
+
+
+def slowly(seconds):
+    return [{"name": "pace.py:Dawdle", "args": {"seconds": seconds}}]
+
+
+def test_more_workers_make_another_replica_and_fewer_one_less(run):
+    threads = []
+
+    def look(paths, event, picture):
+        wanted = {3: 4, 9: 2}.get(event.step) if event.kind == "evaluated" else None
+        if wanted:  # in a thread: the driver, which calls this, answers
+            threads.append(threading.Thread(target=scale, args=(paths, wanted)))
+            threads[-1].start()
+
+    job = JOB | {"evaluate": {"every_steps": 3}, "lanes": 4}
+    outcome = run(job, look=look, workers=2, shard=over("pipeline", 2), watch=slowly(0.2))
+    for thread in threads:
+        thread.join()
+    receipt = finished(outcome)
+    assert [row["replicas"] for row in rows(outcome, "layout")] == [1, 2, 1]
+    assert (receipt.workers, receipt.deaths_survived, receipt.redone) == (4, 0, 0)
+    assert not rows(outcome, "resumed")
+    assert off(load_weights(outcome.paths.model), load_weights(run(job, runs="one").paths.model)) < ROUNDING * STEPS
+
+
+@pytest.mark.parametrize("killed", [[], *long(["worker-1"])])
+def test_workers_outlive_their_driver(killed, run, resume, place):
+    (place / "job.yaml").write_text(yaml.safe_dump(JOB | {"workers": 2, "shard": FSDP, "watch": slowly(0.3)}))
+    command = Command(place, "run", str(place / "job.yaml"), "--json")
+    started, joined = {}, 0
+    while joined < 2:
+        row = json.loads(command.process.stdout.readline())
+        joined += row["kind"] == "joined"
+        if row["kind"] == "worker_started":
+            started[row["who"]] = row["pid"]
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.end()
+    for name in killed:
+        os.kill(started[name], signal.SIGKILL)
+    outcome = resume(RunPaths.at(place / "runs" / "sharded-1"))
+    receipt = finished(outcome)
+    assert not rows(outcome, "resumed")
+    assert receipt.weights_sha256 == calm(run, "fsdp", 2).weights_sha256
+    again = [row for row in rows(outcome, "worker_started") if row["pid"] not in started.values()]
+    assert len(again) == len(killed)
+
+
+def test_the_model_and_the_best_one_are_loaded_as_any_other(run):
+    outcome = run(JOB, workers=2, shard=TENSOR)
+    finished(outcome)
+    weights = load_weights(outcome.paths.model)
+    for best in (False, True):
+        model = api.load(outcome.paths.root, best=best)
+        found = model.state_dict()
+        assert found.keys() == weights.keys()
+        assert best or all(torch.equal(found[name], weights[name]) for name in weights)
+    told = json.loads((outcome.paths.model / "model.json").read_text())
+    assert told["weights_sha256"] == outcome.receipt.weights_sha256 == weights_sha256(weights)
