@@ -231,6 +231,7 @@ def test_shards_that_could_work(shard: Any, workers: Any) -> None:
         ({"shard": "fsdp", "workers": 2, "codec": "int8"}, [("SH110", "codec")]),
         ({"shard": "fsdp", "workers": 2, "sync": "local"}, [("SH110", "shard")]),
         ({"shard": "fsdp", "workers": 2, "device": "cuda"}, [("SH110", "device")]),
+        ({"shard": "pipeline", "workers": 2, "precision": "bf16"}, [("SH110", "precision")]),
         ({"shard": {"kind": "fsdp", "ways": 2}, "workers": 4, "lanes": 1}, [("SH107", "lanes")]),
     ],
 )

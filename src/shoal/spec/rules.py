@@ -285,6 +285,10 @@ def _shard(job: Job) -> list[ShoalError]:
     if job.device not in ("auto", "cpu"):
         fix = "Use `device: cpu`, or remove `shard`."
         found.append(error("SH110", f"shards live on the CPU, not on '{job.device}'", where="device", fix=fix))
+    if isinstance(job.shard, PipelineShard) and job.precision != "float32":
+        message = "a stretch of a pipeline cannot foresee what another sends in a precision of its own"
+        fix = "Use `precision: float32`, or `shard: fsdp`."
+        found.append(error("SH110", message, where="precision", fix=fix))
     if job.sync.kind == "local":
         message = "lanes that train by themselves need a whole model each"
         found.append(error("SH110", message, where="shard", fix="Use `sync: lanes`, or remove `shard`."))
