@@ -7,6 +7,7 @@ where an update is proportional to the gradient. What is said of bits is an equa
 
 import json
 import os
+import random
 import signal
 import threading
 
@@ -194,6 +195,32 @@ def disturbed(run, place, name, shard):
     assert receipt.state_sha256 == expected.state_sha256
     assert receipt.metrics == expected.metrics
     return receipt
+
+
+PHASES = ("in together", "in exchange", "in exchange after 1 ms", "in together after 2 ms", "in telling", "in data")
+
+
+@pytest.mark.parametrize("seed", [0, *long(*range(1, 9))])
+def test_kills_at_random(seed, run, place):
+    """Wherever members are: parts of two steps are never mixed, else the bits would be others."""
+    rng = random.Random(seed)
+    lines = {f"kill worker {n} at step {rng.randint(0, 11)} {rng.choice(PHASES)}" for n in range(6)}
+    shard = over(rng.choice(sorted(KINDS)), 2) | {"mirror": rng.choice([None, None, False])}
+    outcome = run(JOB, workers=2, shard=shard, watch=script(place, *lines), engine=RESTARTS, checkpoint=SAVES)
+    expected = calm(run, shard["kind"], 2)
+    assert finished(outcome).weights_sha256 == expected.weights_sha256, lines
+    assert outcome.receipt.state_sha256 == expected.state_sha256
+    assert outcome.receipt.metrics == expected.metrics
+
+
+@pytest.mark.parametrize("seed", long(*range(4)))
+def test_kills_at_random_of_several_replicas(seed, run, place):
+    rng = random.Random(seed)
+    lines = {f"kill worker {n} at step {rng.randint(0, 11)} {rng.choice(PHASES)}" for n in range(7)}
+    shard = over(rng.choice(sorted(KINDS)), 2)
+    outcome = run(JOB, workers=4, shard=shard, watch=script(place, *lines), engine=RESTARTS, checkpoint=SAVES)
+    finished(outcome)
+    assert off(load_weights(outcome.paths.model), load_weights(run(JOB, runs="one").paths.model)) < ROUNDING * STEPS
 
 
 OTHERS = [

@@ -82,6 +82,7 @@ class Mould:
             autocast=torch.bfloat16 if job.precision == "bf16" else None,
             chance=self.chance,
         )
+        replica.why_whole = blueprint.why_whole
         with blaming("SH401", "the first batch"), talking():
             replica.probe(self.example)
         return replica

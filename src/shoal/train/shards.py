@@ -221,6 +221,9 @@ class Shards:
             facts["parameters"] = sum(p.numel() for p in every)
             facts["trainable"] = sum(p.numel() for p in every if p.requires_grad)
             self._loop.teller.stream.emit("layout", **facts)
+            if replica.why_whole:
+                message = f"every worker made the whole model before it was cut: {replica.why_whole}"
+                self._loop.teller.tell("note", message=message)
         return replica
 
     def _load_common(self, common: Mapping[str, Any]) -> None:

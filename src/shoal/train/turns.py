@@ -81,6 +81,7 @@ class Turns:
     def evaluate(self, part: Part, label: int) -> dict[str, float] | Discarded:
         """All of a part of the data, by all members. LinkError if one is lost."""
         loop, evaluator = self._loop, self._loop.evaluator
+        loop.pulse.enter(PHASE, loop.step)
         grid = self._sync.grid
         assert grid is not None
         mine = evaluator.chunks_of(part, loop.lanes)

@@ -23,6 +23,7 @@ CASES = {
     "a neighbour keeps a copy": ([held(9, 0, mirrors=1), NOBODY], 7, Origin(9, {0: 0, 1: 0}, 0)),
     "one is a step behind, and can follow": ([held(8, 0, pending=True), held(9, 1)], 7, Origin(9, {1: 1, 0: 0}, 1)),
     "one is a step behind, and cannot": ([held(8, 0), held(9, 1)], 7, Origin(7, lost=2)),
+    "the same in the first step of all": ([held(0, 0, pending=True), held(1, 1)], None, Origin(0, lost=1)),
     "all voted, and nobody knows": (
         [held(8, 0, pending=True), held(8, 1, pending=True)],
         7,

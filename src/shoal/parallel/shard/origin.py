@@ -51,7 +51,8 @@ def origin(holdings: Mapping[int, Holding], *, ways: int, saved: int | None) -> 
 
 
 def can_reach(one: Holding, step: int) -> bool:
-    return one.step == step or (one.pending and one.step == step - 1)
+    """The first step of all is made again instead: before it, optimizers have nothing that others could be told of."""
+    return one.step == step or (one.pending and one.step == step - 1 > 0)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,10 @@ from shoal.spec import seeds
 
 
 class ShardedReplica(Replica):
-    """See Replica. The optimizer is made of `held.bare`, and treats every element by itself."""
+    """See Replica. The optimizer is made of `held.bare`, and treats every element by itself. `why_whole`, if not '',
+    tells why the model was made in full before it was cut."""
+
+    why_whole = ""
 
     def __init__(
         self,
