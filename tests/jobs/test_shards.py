@@ -18,6 +18,7 @@ import yaml
 from shoal import api
 from shoal.checkpoint.digest import weights_sha256
 from shoal.checkpoint.export import load_weights
+from shoal.checkpoint.manifest import blob_path, list_manifests
 from shoal.errors import ShoalError
 from shoal.events import fold, read
 from shoal.jobs.wishes import scale
@@ -129,6 +130,21 @@ def test_a_run_goes_on_in_any_other_layout(run, resume, place):
     assert fired(place) == set(lines)
     assert [row.step > 0 for row in rows(outcome, "resumed")] == [True] * 3
     assert off(load_weights(outcome.paths.model), load_weights(run(JOB, runs="one").paths.model)) < ROUNDING * STEPS
+
+
+def test_a_damaged_checkpoint_is_passed_over(run, resume, place):
+    """One worker finds the damage, and all go on from the one before."""
+    how = {"engine": {"kind": "local", "restarts": 0}, "checkpoint": {"every": "2 steps", "keep": 3, "keep_best": 0}}
+    outcome = run(JOB, workers=2, shard=FSDP, watch=script(place, "kill all at step 9"), **how)
+    newest, *older = list_manifests(outcome.paths.checkpoints)
+    own = set(newest.blobs) - {blob for manifest in older for blob in manifest.blobs}
+    blob = outcome.paths.checkpoints / blob_path(min(own))
+    blob.write_bytes(blob.read_bytes()[:-1] + b"x")
+    outcome = resume(outcome.paths)
+    receipt = finished(outcome)
+    assert [row.step for row in rows(outcome, "checkpoint_invalid")] == [newest.step]
+    assert [row.step for row in rows(outcome, "resumed")] == [older[0].step]
+    assert receipt.weights_sha256 == calm(run, "fsdp", 2).weights_sha256
 
 
 def test_a_run_that_goes_on_trains_what_it_trained(run, resume, place):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -231,6 +231,10 @@ class Store:
 
     def latest(self) -> Manifest | None:
         """The newest checkpoint that looks whole: a sound manifest, every blob there in the right size."""
+        return next(self.candidates(), None)
+
+    def candidates(self) -> Iterator[Manifest]:
+        """All checkpoints that look whole, newest first."""
         for step in self._steps():
             try:
                 manifest = self._manifest(step)
@@ -239,8 +243,12 @@ class Store:
             except CheckpointError as problem:
                 self._tell_invalid(step, problem)
             else:
-                return manifest
-        return None
+                yield manifest
+
+    def pass_over(self, step: int, reason: str) -> None:
+        """Somebody found it damaged after all."""
+        self._writer.damaged.add(step)
+        self._tell("checkpoint_invalid", step=step, reason=reason)
 
     def load(self, step: int, *, section: str = "") -> tuple[Manifest, State]:
         """The state of a step, or one section of it (None if it has no such section).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from shoal.checkpoint.digest import weights_sha256
 from shoal.checkpoint.live import pack, unpack
 from shoal.checkpoint.pieces import NAMES, PIECES, Assembled, Row, Saved, save, saved_in, whole_in
 from shoal.checkpoint.raw import DTYPES
-from shoal.errors import error
+from shoal.errors import CheckpointError, error
 from shoal.parallel.shard.memory import room_bytes
 from shoal.parallel.shard.mirror import Looks, Mirror, Specs, specs_of
 from shoal.parallel.shard.origin import Holding, Move, Origin, can_reach, moves, origin
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shoal.train.forming import Layout, Mould
     from shoal.train.loop import Loop
 
-_HOLD, _SAVE, _LOOKS = 1 << 59, 1 << 58, 1 << 56  # labels that nobody else uses
+_HOLD, _SAVE, _LOOKS, _LOADED = 1 << 59, 1 << 58, 1 << 56, 1 << 55  # labels that nobody else uses
 MIRROR_OVER_UPDATE = 5
 """What a mirror may need, in parts of what it trains: values, a gradient, two averages, and some room."""
 
@@ -76,17 +76,19 @@ class Shards:
         brought = {view.places[other]: content for other, content in told.items()}
         holdings = {rank: Holding(**content["holding"]) for rank, content in brought.items()}
         saved = next(content["saved"] for content in brought.values() if content["saves"])
-        found = origin(holdings, ways=self._mould.job.ways, saved=saved)
+        found = origin(holdings, ways=self._mould.job.ways, saved=max(saved, default=None))
         if found.sources:
             self._from_memory(view.places[seat], found, holdings, brought)
             self._tell("caught_up", view, seat, began, step=found.step, source="the memory of workers")
-        elif saved is not None:
-            self._from_checkpoint(saved)
-            self._tell("resumed", view, seat, began, step=saved, source="a checkpoint", redone=found.lost)
-        else:
-            self._from_the_start()
-            if found.lost:
-                self._tell("resumed", view, seat, began, step=0, source="the beginning", redone=found.lost)
+            return
+        step = self._from_checkpoints(saved, view, seat)
+        redone = found.lost + found.step - (step or 0)
+        if step is not None:
+            self._tell("resumed", view, seat, began, step=step, source="a checkpoint", redone=redone)
+            return
+        self._from_the_start()
+        if redone:
+            self._tell("resumed", view, seat, began, step=0, source="the beginning", redone=redone)
 
     def _tell(self, kind: str, view: View, seat: int, began: float, **fields: Any) -> None:
         if view.saver == seat:
@@ -96,10 +98,9 @@ class Shards:
     def _holding(self, view: View, seat: int) -> dict[str, Any]:
         """What I bring, as everybody is told."""
         loop, replica, pending = self._loop, self._loop.replica, self._sync.pending
-        row: dict[str, Any] = {"saves": view.saver == seat, "saved": None, "holding": {}}
+        row: dict[str, Any] = {"saves": view.saver == seat, "saved": [], "holding": {}}
         if view.saver == seat:
-            newest = loop.store.latest()
-            row["saved"] = newest.step if newest else None
+            row["saved"] = [manifest.step for manifest in loop.store.candidates()]
         if loop.holds and isinstance(replica, ShardedReplica):
             row["holding"] = {
                 "step": loop.step,
@@ -156,6 +157,22 @@ class Shards:
     def _catch_up(self) -> None:
         """The step that I voted for counted elsewhere: so it counts here."""
         self._loop.counted(Committed(self._sync.advance(self._replica)))
+
+    def _from_checkpoints(self, steps: Sequence[int], view: View, seat: int) -> int | None:
+        """The first of these of which everybody can read its part; None if there is none."""
+        for number, step in enumerate(steps):
+            why = ""
+            try:
+                self._from_checkpoint(step)
+            except CheckpointError as problem:
+                why = f"{problem.where}: {problem.message}"
+            told = self._ask_all(_LOADED + (view.number << 16) + number, why)
+            problems = list(filter(None, told.values()))
+            if not problems:
+                return step
+            if view.saver == seat:
+                self._loop.store.pass_over(step, problems[0])
+        return None
 
     def _from_checkpoint(self, step: int) -> None:
         """Whoever wrote it, in whatever layout. Nobody reads more than its part, or one tensor at a time."""
