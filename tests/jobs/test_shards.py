@@ -320,8 +320,8 @@ def test_all_that_a_job_may_have(run, place):
 
 
 def test_moving_buffers_and_short_batches(run):
-    """Of 1438 samples the 29th batch has 38: with 40 lanes some have none."""
-    job = CNN | {"steps": 31, "lanes": 40, "evaluate": {"every_steps": 29}}
+    """Of 1438 samples the third batch has 38: with 40 lanes some have none."""
+    job = CNN | {"batch_size": 700, "steps": 4, "lanes": 40, "evaluate": {"every_steps": 3}}
     one = run(job, runs="one")
     for shard in (FSDP, PIPELINE):
         outcome = run(job, workers=2, shard=shard)
