@@ -104,7 +104,7 @@ def run(place, nursery):
 
 @pytest.fixture
 def resume(place, nursery):
-    def go(paths, look=None):
-        return drive.resume(paths, look=look, nursery=nursery)
+    def go(paths, look=None, sets=()):
+        return drive.resume(paths, look=look, sets=sets, nursery=nursery)
 
     return go

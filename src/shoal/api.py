@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,15 @@ def run(
 
 
 def resume(
-    run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: Look | None = None
+    run: str | os.PathLike[str],
+    *,
+    sets: Sequence[str] = (),
+    runs: str | os.PathLike[str] = "runs",
+    look: Look | None = None,
 ) -> Outcome | Summary:
-    """Go on with a run that was broken off."""
+    """Go on with a run that was broken off. `sets` change how: `["shard=none", "workers=1"]`."""
     _not_in_a_worker()
-    return _raised(drive.resume(directory.find(str(run), Path(runs)), look=look))
+    return _raised(drive.resume(directory.find(str(run), Path(runs)), sets=sets, look=look))
 
 
 def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", best: bool = False) -> nn.Module:

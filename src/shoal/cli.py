@@ -76,14 +76,16 @@ def run(
 
 
 @app.command()
-def resume(run: RunName, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False) -> None:
+def resume(
+    run: RunName, sets: Sets = NOTHING, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False
+) -> None:
     """Go on with a run after a crash, Ctrl-C or reboot."""
     from shoal.jobs import directory, drive
     from shoal.terminal.live import display
 
     paths = directory.find(run, runs)
     with display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
-        outcome = drive.resume(paths, look=shown.look)
+        outcome = drive.resume(paths, sets=sets, look=shown.look)
     _end(outcome, as_json=as_json)
 
 

@@ -42,7 +42,7 @@ def encode(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None 
     """A safetensors file. Its chunks look into the tensors' memory: leave that alone until it is written."""
     specs = {key: spec_of(tensor) for key, tensor in tensors.items()}
     chunks: list[memoryview | bytes] = [header(specs, metadata=metadata)]
-    chunks += [bytes_of(tensors[key]) for key in _order(specs)]
+    chunks += [bytes_of(tensors[key]) for key in in_order(specs)]
     sha256 = hashlib.sha256()
     for chunk in chunks:
         sha256.update(chunk)
@@ -77,7 +77,7 @@ def decode(file: BinaryIO, specs: Mapping[str, Spec], *, digest: str, where: str
         raise _damaged("its header is not the one expected", where)
     sha256 = hashlib.sha256(start)
     tensors = {}
-    for key in _order(specs):
+    for key in in_order(specs):
         tensors[key] = _empty(specs[key], where=where)
         view = bytes_of(tensors[key])
         if file.readinto(view) != len(view):  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def header(specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = No
     """The start of a safetensors file: a length, and a JSON table, padded so that the data is aligned."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
-    for key in _order(specs):
+    for key in in_order(specs):
         code, shape = specs[key]
         end = begin + _size(specs[key])
         table[key] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
@@ -116,7 +116,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     return alone + list(sections.values())
 
 
-def _order(specs: Mapping[str, Spec]) -> list[str]:
+def in_order(specs: Mapping[str, Spec]) -> list[str]:
     """As safetensors itself does: wide types first, so that every tensor is aligned to its type."""
     return sorted(specs, key=lambda key: (-DTYPES[specs[key][0]].itemsize, key))
 

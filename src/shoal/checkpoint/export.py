@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from shoal.checkpoint.blobs import encode
+from shoal.checkpoint.blobs import encode, header, in_order
 from shoal.checkpoint.digest import weights_sha256
 from shoal.checkpoint.files import open_files, replacing
 from shoal.checkpoint.manifest import step_of
-from shoal.checkpoint.raw import why_not
+from shoal.checkpoint.pieces import NAMES, PIECES, Assembled, saved_in
+from shoal.checkpoint.raw import bytes_of, why_not
 from shoal.checkpoint.store import Store, Tell
 from shoal.checkpoint.tree import State
 from shoal.errors import error
@@ -53,13 +55,33 @@ def export_model(
     try:
         (target / INFO).unlink(missing_ok=True)
         (target / PROGRAM).unlink(missing_ok=True)
-        _write(target / WEIGHTS, *encode(weights, metadata={"format": "pt"}).chunks)
+        _write(target / WEIGHTS, encode(weights, metadata={"format": "pt"}).chunks)
         exported = program and _export_program(target / PROGRAM, model, example_inputs, tell=tell)
         content = {**info, **_description(weights), "program": PROGRAM if exported else None}
         if left_out:
             content["left_out"] = left_out
             tell("export_skipped", what=WEIGHTS, reason=f"not plain tensors: {', '.join(left_out)}")
-        _write(target / INFO, json.dumps(content, indent=2, default=str).encode())
+        _write(target / INFO, [json.dumps(content, indent=2, default=str).encode()])
+    except OSError as problem:
+        raise error("SH503", f"the model could not be written: {problem}", where=str(target)) from problem
+    return content
+
+
+def export_pieces(
+    directory: str | os.PathLike[str], weights: Assembled, *, info: Mapping[str, Any], program: bool, tell: Tell
+) -> dict[str, Any]:
+    """The same of a model that nobody holds, tensor by tensor."""
+    target = Path(directory)
+    specs = {name: weights.spec(name) for name in weights}
+    chunks = (bytes_of(weights[name]) for name in in_order(specs))
+    try:
+        (target / INFO).unlink(missing_ok=True)
+        (target / PROGRAM).unlink(missing_ok=True)
+        _write(target / WEIGHTS, chain([header(specs, metadata={"format": "pt"})], chunks))
+        if program:
+            tell("export_skipped", what=PROGRAM, reason="the model is spread over workers")
+        content = {**info, **_description(weights), "program": None}
+        _write(target / INFO, [json.dumps(content, indent=2, default=str).encode()])
     except OSError as problem:
         raise error("SH503", f"the model could not be written: {problem}", where=str(target)) from problem
     return content
@@ -71,15 +93,22 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     A run's finished model counts before its checkpoints; of a checkpoint, the section `model` is read. SH501
     if there is nothing to load, SH505 if a file is not safetensors, SH502 if a checkpoint is damaged.
     """
+    return dict(open_weights(path))
+
+
+def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """The same for who cannot hold all of them: each is read when it is asked for, where that can be."""
     where = os.fspath(path)
     if (step := step_of(where)) is not None:
         return _from_manifest(where, step)
-    if "://" in where or Path(where).is_file():
-        return _from_file(where)
+    if "://" in where:
+        return _from_url(where)
+    if Path(where).is_file():
+        return _File(where)
     root = Path(where)
     for file in (root / WEIGHTS, root / "model" / WEIGHTS):
         if file.is_file():
-            return _from_file(str(file))
+            return _File(str(file))
     for store in (root, root / "checkpoints"):
         if (store / "blobs").is_dir():
             return _from_store(store)
@@ -96,7 +125,7 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
     return weights, [name for name in state if name not in weights]
 
 
-def _write(target: Path, *chunks: memoryview | bytes) -> None:
+def _write(target: Path, chunks: Iterable[memoryview | bytes]) -> None:
     with replacing(target) as temp, temp.open("wb") as file:
         file.writelines(chunks)
 
@@ -147,35 +176,76 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 # ---- reading ----
 
 
-def _from_file(where: str) -> dict[str, Tensor]:
+class _File(Mapping[str, Tensor]):
+    """A safetensors file of this machine."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        with self._open() as file:
+            self._names = list(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        with self._open() as file:
+            # A copy: mapped memory would change, or crash the process, when somebody overwrites the file.
+            tensor: Tensor = file.get_tensor(name).clone()
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        with _reading(self._where), safetensors.safe_open(self._where, framework="pt") as file:
+            yield file
+
+
+def _from_url(where: str) -> dict[str, Tensor]:
+    with _reading(where), fsspec.open(where, "rb") as file:
+        return safetensors.torch.load(file.read())
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
     try:
-        if "://" in where:
-            with fsspec.open(where, "rb") as file:
-                return safetensors.torch.load(file.read())
-        # Copies: mapped memory would change, or crash the process, when somebody overwrites the file.
-        return {name: tensor.clone() for name, tensor in safetensors.torch.load_file(where).items()}
+        yield
     except FileNotFoundError:
         raise error("SH501", "there is no such file", where=where, fix=WHAT_TO_GIVE) from None
     except (SafetensorError, OSError, ValueError, KeyError) as problem:
         raise error("SH505", f"not a safetensors file: {problem}", where=where) from None
 
 
-def _from_manifest(where: str, step: int) -> dict[str, Tensor]:
+def _from_manifest(where: str, step: int) -> Mapping[str, Tensor]:
     directory = where.rpartition("/")[0]
     root, _, name = directory.rpartition("/")
     store = Store(root or ".", job_sha256=None, name=name)
+    return _weights_at(store, step, where=where)
+
+
+def _weights_at(store: Store, step: int, *, where: str) -> Mapping[str, Tensor]:
+    names = store.load(step, section=NAMES)[1]
+    if names is not None:
+        saved = saved_in(store.files, {PIECES: store.load(step, section=PIECES)[1]})
+        return Assembled(saved, {name: f"/model/{first}" for name, first in names.items()})
     return _model_section(store.load(step, section=MODEL)[1], where=where)
 
 
-def _from_store(root: Path) -> dict[str, Tensor]:
+def _from_store(root: Path) -> Mapping[str, Tensor]:
     files = open_files(root)
     names = sorted({path.split("/")[0] for path in files.sizes() if step_of(path) is not None})
     if len(names) > 1:
         fix = f"Give one of their manifests, such as {root / names[0]}/<step>.json."
         raise error("SH501", f"several runs share it: {', '.join(names)}", where=str(root), fix=fix)
-    found = Store(root, job_sha256=None, name=names[0]).load_latest(section=MODEL) if names else None
-    if found is None:
+    store = Store(root, job_sha256=None, name=names[0]) if names else None
+    found = store.load_latest(section=MODEL) if store else None
+    if store is None or found is None:
         raise error("SH501", "no checkpoint here is whole", where=str(root), fix=WHAT_TO_GIVE)
+    if found[1] is None:
+        return _weights_at(store, found[0].step, where=str(root))
     return _model_section(found[1], where=str(root))
 
 

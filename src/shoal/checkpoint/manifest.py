@@ -139,7 +139,9 @@ def read_manifest(files: Files, path: str) -> Manifest:
     where = f"{files.where.rstrip('/')}/{path}"
     try:
         with files.open(path) as file:
-            raw = file.read(MOST_BYTES + 1)
+            size_bytes = min(file.seek(0, 2), MOST_BYTES + 1)  # Python makes room for as much as one asks for
+            file.seek(0)
+            raw = file.read(size_bytes)
     except FileNotFoundError:
         raise error("SH501", "there is no such checkpoint", where=where) from None
     except OSError as problem:

@@ -14,11 +14,14 @@ from shoal.errors import error
 
 
 def read_state(files: Files, manifest: Manifest, *, section: str = "") -> State:
-    """The state of a checkpoint, or one section of it; only the blobs that this needs are read.
+    """The state of a checkpoint, or one section of it (`loop`, or one within another: `optimizer/param_groups`); only
+    the blobs that this needs are read.
 
     The tensors are the caller's own, apart from each other. SH502 if anything is missing or damaged.
     """
-    skeleton = child(manifest.tree, section) if section else manifest.tree
+    skeleton = manifest.tree
+    for key in section.split("/") if section else ():
+        skeleton = child(skeleton, key)
     tensors = _read_tensors(files, manifest, set(tensor_names(skeleton)))
     return unflatten(tensors, skeleton)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
-from shoal.checkpoint.files import open_files
+from shoal.checkpoint.files import Files, open_files
 from shoal.checkpoint.interval import Every, Moment, decide
 from shoal.checkpoint.manifest import Manifest, manifest_directory, manifest_path, read_manifest, steps_in
 from shoal.checkpoint.reader import missing_blob, read_state
@@ -73,6 +73,11 @@ class Store:
         self._cost_s: float | None = None
         self._spent_s = 0.0
 
+    @property
+    def files(self) -> Files:
+        """For those who write parts of a checkpoint by themselves, or read them."""
+        return self._files
+
     # ---- saving ----
 
     def maybe_save(
@@ -95,15 +100,29 @@ class Store:
         now_s = self._begin(step)
         if self._newest is not None and self._newest[0] == step and metric in (None, self._newest[1]):
             return False
-        if not force:
-            decision = decide(self._every, self._moment(step, now_s))
-            if decision == "skip":
-                self._tell("save_skipped", step=step)
-                self._last_step, self._last_s = step, now_s
-            if decision != "save":
-                return False
+        if not force and not self._due(step, now_s):
+            return False
         self._save(step, state_fn, metric=metric, info=info, others=others)
         return True
+
+    def due(self, step: int) -> bool:
+        """Is it time to save this step? For those who save together, and must know it of each other."""
+        self._collect()
+        return self._due(step, self._begin(step))
+
+    def save_with(
+        self, step: int, state_fn: Callable[[], State], *, metric: float | None, others: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Begin a save now, after the one under way, to which others bring their parts: see `maybe_save`."""
+        self._begin(step)
+        self._save(step, state_fn, metric=metric, info=None, others=others)
+
+    def _due(self, step: int, now_s: float) -> bool:
+        decision = decide(self._every, self._moment(step, now_s))
+        if decision == "skip":
+            self._tell("save_skipped", step=step)
+            self._last_step, self._last_s = step, now_s
+        return decision == "save"
 
     def save(
         self, step: int, state: State, *, metric: float | None = None, info: Mapping[str, Any] | None = None
@@ -212,6 +231,10 @@ class Store:
 
     def latest(self) -> Manifest | None:
         """The newest checkpoint that looks whole: a sound manifest, every blob there in the right size."""
+        return next(self.candidates(), None)
+
+    def candidates(self) -> Iterator[Manifest]:
+        """All checkpoints that look whole, newest first."""
         for step in self._steps():
             try:
                 manifest = self._manifest(step)
@@ -220,8 +243,12 @@ class Store:
             except CheckpointError as problem:
                 self._tell_invalid(step, problem)
             else:
-                return manifest
-        return None
+                yield manifest
+
+    def pass_over(self, step: int, reason: str) -> None:
+        """Somebody found it damaged after all."""
+        self._writer.damaged.add(step)
+        self._tell("checkpoint_invalid", step=step, reason=reason)
 
     def load(self, step: int, *, section: str = "") -> tuple[Manifest, State]:
         """The state of a step, or one section of it (None if it has no such section).

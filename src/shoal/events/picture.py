@@ -92,6 +92,8 @@ class Picture:
     times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
     starts: int = 0
     deaths: int = 0
+    redone: int = 0
+    layout: str = ""
     views: int = 0
     most_workers: int = 0
     saves: int = 0
@@ -207,6 +209,13 @@ def _built(p: Picture, e: Event) -> None:
     p.built_by = p.built_by or e.who
 
 
+def _layout(p: Picture, e: Event) -> None:
+    p.facts |= {k: e[k] for k in ("parameters", "trainable")}
+    cuts = f", cut at {', '.join(e['cuts'])}" if e["cuts"] else ""
+    replicas = "1 replica" if e["replicas"] == 1 else f"{e['replicas']} replicas"
+    p.layout = f"shard: {e['shard']} over {e['ways']}, {replicas}{cuts}"
+
+
 def _joined(p: Picture, e: Event) -> None:
     worker = p.worker(e.who)
     worker.lanes, worker.state, worker.step = list(e["lanes"]), "training", int(e.step or 0)
@@ -235,7 +244,8 @@ def _put_out(p: Picture, e: Event) -> None:
 
 
 def _caught_up(p: Picture, e: Event) -> None:
-    p.notes.append(f"{e.who} got step {e.step} from the memory of {e['source']}")
+    source = str(e["source"])
+    p.notes.append(f"{e.who} got step {e.step} from {source if ' ' in source else f'the memory of {source}'}")
 
 
 def _step(p: Picture, e: Event) -> None:
@@ -293,6 +303,7 @@ def _note(p: Picture, e: Event) -> None:
 
 def _resumed(p: Picture, e: Event) -> None:
     p.times["recovery_s"] += float(e.get("recovery_s", 0.0))
+    p.redone += max(p.step - int(e.step or 0), int(e.get("redone", 0)), 0)
     p.notes.append(f"resumed at step {e.step} from {e.get('source', 'a checkpoint')}")
 
 
@@ -388,6 +399,7 @@ _HANDLERS = {
     "worker_started": _worker_started,
     "built": _built,
     "joined": _joined,
+    "layout": _layout,
     "step": _step,
     "evaluated": _evaluated,
     "best": _best,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from shoal.errors import ShoalError, error
 from shoal.events import Event, Picture, Reader, Stream, fold
 from shoal.fleet.engines.local import Nursery
+from shoal.fleet.survivors import survivors
 from shoal.jobs import directory, settling
 from shoal.jobs.run import Outcome, Run, borrowed
 from shoal.spec.data import FoldSplit
@@ -69,17 +70,41 @@ def run(
         return _drive(settled, paths, mine, look, trace=trace)
 
 
-def resume(paths: RunPaths, *, look: Look | None = None, nursery: Nursery | None = None) -> Outcome | Summary:
-    """Go on from the newest valid checkpoint; finished folds are not run again."""
+def resume(
+    paths: RunPaths, *, sets: Sequence[str] = (), look: Look | None = None, nursery: Nursery | None = None
+) -> Outcome | Summary:
+    """Go on from the newest valid checkpoint; finished folds are not run again.
+
+    `sets` change how the run goes on (`workers=2`, `shard=none`), as `path=value`, and not what it trains.
+    """
     if paths.receipt.is_file():
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
-    job = load_job(paths.job, check_names=False)
+    job = _changed(paths, sets)
     with borrowed(nursery, job) as mine:
-        return _drive(job, paths, mine, look)
+        return _drive(job, paths, mine, look, changed=bool(sets))
 
 
-def _drive(job: Job, paths: RunPaths, nursery: Nursery, look: Look | None, *, trace: bool = False) -> Outcome | Summary:
+def _changed(paths: RunPaths, sets: Sequence[str]) -> Job:
+    """The run's job with these fields changed. SH609 if it would train something else, or its workers live on."""
+    job = load_job(paths.job, check_names=False)
+    if not sets:
+        return job
+    changed = load_job(paths.job, overrides=[f"lanes={job.lane_count}", *sets], check_names=False)
+    if changed.trunk_sha256() != job.trunk_sha256():
+        fix = "Change how it goes on (workers, shard, engine, checkpoint), or start a new run with `init_from`."
+        raise error("SH609", "a run that has begun cannot train something else", where="--set", fix=fix)
+    if left := [survivor.seat.name for one in paths.folds or [paths] for survivor in survivors(one)]:
+        fix = "Resume it without --set, which takes them over; or wait until they have left."
+        raise error("SH609", f"{', '.join(left)} of the run live on as they are", where="--set", fix=fix)
+    return changed
+
+
+def _drive(
+    job: Job, paths: RunPaths, nursery: Nursery, look: Look | None, *, trace: bool = False, changed: bool = False
+) -> Outcome | Summary:
     with directory.locked(paths):
+        if changed:
+            save_job(job, paths.job)
         if job.fold_count == 1:
             return _drive_all({paths: _prepared(job, paths, nursery, look, trace=trace)}, parallel=1)[paths]
         return _drive_folds(job, paths, nursery, look)

@@ -20,7 +20,8 @@ from shoal.fleet.survivors import survivors
 from shoal.jobs.grants import Grants
 from shoal.jobs.harbour import Harbour
 from shoal.jobs.voice import CALL_BACK_S, Voice
-from shoal.plan.crew import Crew, Publish, Start
+from shoal.plan.crew import Publish, Start
+from shoal.plan.grid_crew import crew_for
 from shoal.plan.suspicion import Sign, Suspicion
 from shoal.spec.certificates import certificates_of
 from shoal.spec.job import Job
@@ -45,7 +46,7 @@ class Helm:
         token = known.token if known else new_token()
         self.control = Control(token, listen=job.engine.listen, port=known.port if known else 0)
         write_contact(paths.control, Contact(self.control.host, self.control.port, token))
-        self.crew = Crew(lanes=job.lane_count, wanted=first_number(job), balanced=job.engine.balance)
+        self.crew = crew_for(job, wanted=first_number(job))
         self.deaths = 0
         self._job = job
         self._paths = paths
@@ -392,4 +393,5 @@ def _told(order: Publish) -> dict[str, Any]:
 def first_number(job: Job) -> int:
     """How many workers to begin with: what the job says, or as many as this machine has room for."""
     room = len(os.sched_getaffinity(0)) // job.threads
+    room -= room % job.ways
     return max(job.workers.least, min(job.workers.most, room))

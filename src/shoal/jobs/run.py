@@ -281,7 +281,7 @@ class Run:
         return Receipt(
             run=self.paths.name,
             job_sha256=self.job.sha256(),
-            exact=not (self.job.sync.inexact or p.lost),
+            exact=not (self.job.inexact or p.lost),
             why=_why(self.job, p.lost),
             weights_sha256=result["weights_sha256"],
             state_sha256=result["state_sha256"],
@@ -293,6 +293,7 @@ class Run:
             lanes=self.job.lane_count,
             starts=p.starts,
             deaths_survived=p.deaths,
+            redone=p.redone,
             servers=p.most_servers,
             server_deaths_survived=p.server_deaths,
             staleness_mean=round(p.staleness[0], 3),
@@ -320,10 +321,11 @@ def first_free_seat(names: Iterable[str]) -> int:
 
 def _why(job: Job, lost: Sequence[str]) -> str:
     codec = f", codec: {job.codec.kind}" if job.codec.kind != "none" else ""
-    reasons = [job.sync.inexact or (lost[0] if lost else "")]
+    shard = f", shard: {job.shard.kind} over {job.ways}" if job.shard.kind != "none" else ""
+    reasons = [job.inexact or (lost[0] if lost else "")]
     if len(lost) > 1:
         reasons[0] += f", and {len(lost) - 1} more times"
-    return ": ".join(filter(None, [f"sync: {job.sync.kind}{codec}", *reasons]))
+    return ": ".join(filter(None, [f"sync: {job.sync.kind}{codec}{shard}", *reasons]))
 
 
 def _carried(worker: Worker) -> Carried:

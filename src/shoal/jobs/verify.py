@@ -63,6 +63,10 @@ def verify(
 ) -> Verdict:
     """Run the job with each number of workers; where results differ, find the step and the tensor."""
     job = fixed(settle(job, nursery=nursery)[0], most=max(workers), purpose="verify")
+    if job.ways > 1 and len(set(workers)) > 1:
+        message = "a model that is spread over other workers gives other bits: `shard` is not exact"
+        fix = "Ask whether one layout repeats (--workers 2,2), or --set shard=none."
+        raise error("SH110", message, where="shard", fix=fix)
     with borrowed(nursery, job) as mine:
         done: list[tuple[int, Receipt]] = []
         for number in workers:
@@ -72,7 +76,7 @@ def verify(
             done.append((number, outcome.receipt))
         first, receipt = done[0]
         other = next((number for number, one in done if _result(one) != _result(receipt)), None)
-        if other is None:
+        if other is None or job.ways > 1:
             return Verdict(done)
         traced = [run_with(number, job, runs=runs, look=look, nursery=mine, trace=True) for number in (first, other)]
         stopped = next((outcome for outcome in traced if outcome.receipt is None), None)

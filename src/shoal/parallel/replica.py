@@ -56,6 +56,15 @@ class MovingBuffers:
         self._floating = [module._buffers[key].is_floating_point() for module, key in self._places]  # type: ignore[union-attr]
         self._at_start: list[Tensor] = []
 
+    @property
+    def floating(self) -> list[str]:
+        """Those that are averaged."""
+        return [name for name, floats in zip(self.names, self._floating, strict=True) if floats]
+
+    @property
+    def others(self) -> list[str]:
+        return [name for name, floats in zip(self.names, self._floating, strict=True) if not floats]
+
     def _now(self, floating: bool) -> list[Tensor]:
         found = (m._buffers[k] for (m, k), f in zip(self._places, self._floating, strict=True) if f is floating)
         return [buffer for buffer in found if buffer is not None]
@@ -238,6 +247,10 @@ class Replica:
     def apply(self, step: int, total: LaneSum) -> Tensor:
         """One update from the sum over all lanes. Returns the loss of the step."""
         self.scale(total)
+        return self.advance(step, total)
+
+    def advance(self, step: int, total: LaneSum) -> Tensor:
+        """The same from a sum that is the gradient already."""
         for parameter, grad in zip(self.trainable, total.grads, strict=True):
             parameter.grad = grad
         update(self.optimizer)

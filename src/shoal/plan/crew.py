@@ -182,7 +182,7 @@ class Crew:
         if (self._asked or not self._training()) and (following := self._following(now_s)):
             found.append(following)
         if not self._asked and (hungry := [m for m in self._newcomers() if not m.followed]):
-            found.append(self._feed(hungry))
+            found += self._feed(hungry)
         if away := self._dispensable():
             found.append(self._send_away(away))
         return found
@@ -276,7 +276,7 @@ class Crew:
         if now_s - self._entered_s < BREATH_S:
             return "", ""
         leaving = [s for s in training if self.members[s].leaving]
-        if leaving and any(m.local for m in self._fit()):
+        if leaving and self._enough():
             return "boundary", f"{_names(leaving)} leaves"
         new = [m for m in self._newcomers() if m.followed]
         if new and (not self._expected or any(now_s - m.ready_s > GATHER_S for m in new)):
@@ -304,14 +304,18 @@ class Crew:
         carries = self._dealt(self._fit(), [m for m in self._fit() if m.seat == self.view.saver])
         return [m for m in new if m.seat in carries]
 
-    def _feed(self, newcomers: list[Member]) -> Publish:
+    def _enough(self) -> bool:
+        """Could the others go on without those who leave?"""
+        return any(m.local for m in self._fit())
+
+    def _feed(self, newcomers: list[Member]) -> list[Order]:
         """They catch up from one that trains, if possible not from the one that saves."""
         source = min(self._training(), key=lambda seat: (not self._saves(self.members[seat]), seat))
         for member in newcomers:
             member.standing, member.followed = False, True
         seats = [member.seat for member in newcomers]
         addresses = {source: self.members[source].address}
-        return self._publish(View(number=self.number + 1, followers=seats, source=source, addresses=addresses), seats)
+        return [self._publish(View(number=self.number + 1, followers=seats, source=source, addresses=addresses), seats)]
 
     def _fit(self) -> list[Member]:
         """Those that may carry lanes from the next view on."""

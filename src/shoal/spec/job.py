@@ -409,6 +409,16 @@ class Job(Spec):
         return self.lanes or self.workers.most
 
     @property
+    def ways(self) -> int:
+        """Over how many workers one replica of the model is spread."""
+        return 1 if isinstance(self.shard, NoShard) else self.shard.ways or self.workers.most
+
+    @property
+    def inexact(self) -> str:
+        """Why another number of workers gives other bits, or nothing."""
+        return self.sync.inexact if isinstance(self.shard, NoShard) else self.shard.inexact
+
+    @property
     def fold_count(self) -> int:
         """How many runs this job makes: its folds, or 1."""
         split = self.data.split
@@ -417,6 +427,10 @@ class Job(Spec):
     def dump(self) -> dict[str, Any]:
         """As plain data, without what was left at its default where that is None."""
         return self.model_dump(mode="json", exclude_none=True)
+
+    def trunk_sha256(self) -> str:
+        """The identity of what can go on from each other's checkpoints: however the model is spread."""
+        return self.model_copy(update={"shard": NoShard(), "lanes": self.lane_count}).sha256()
 
     def sha256(self) -> str:
         """The identity of what the job produces: how it is run (workers, servers, engine) is no part of it."""

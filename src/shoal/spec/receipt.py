@@ -25,7 +25,7 @@ class Receipt(Spec):
     """The end of a run in numbers. Times are seconds, added up over all workers and starts; `total_s` is from first
     to last. `workers` is the most that worked at the same time, `carried` who did how much. `servers` is the most that
     held parameters at the same time; staleness is by how many steps their pushes were late. `bytes_plain` would have
-    been sent without a codec.
+    been sent without a codec. `redone` steps were made again, since their result had died with workers.
 
     A metric may be NaN: what was measured is told as it is.
     """
@@ -46,6 +46,7 @@ class Receipt(Spec):
     lanes: int
     starts: int = 1
     deaths_survived: int = 0
+    redone: int = 0
     servers: int = 0
     server_deaths_survived: int = 0
     staleness_mean: float = 0.0

@@ -112,6 +112,8 @@ def _clip(job: Job) -> list[ShoalError]:
 
 def _lanes(job: Job) -> list[ShoalError]:
     lanes, least = job.lane_count, job.workers.least
+    if not isinstance(job.shard, NoShard):
+        least //= job.ways  # those who hold a replica together may carry the same lanes
     field = "workers" if job.lanes is None else "lanes"
     found = []
     if lanes > job.batch_size:
@@ -236,10 +238,10 @@ def _listen(job: Job) -> list[ShoalError]:
 
 
 def _encrypted(job: Job) -> list[ShoalError]:
-    if job.engine.tls is None or job.sync.kind != "ddp":
+    if job.engine.tls is None or (job.sync.kind != "ddp" and isinstance(job.shard, NoShard)):
         return []
     message = "torch's own all-reduce cannot be encrypted"
-    fix = "Use another sync, or remove `engine.tls` and use a tunnel (WireGuard) between the machines."
+    fix = "Use another sync and no shard, or remove `engine.tls` and use a tunnel (WireGuard) between the machines."
     return [error("SH110", message, where="engine.tls", fix=fix)]
 
 
@@ -276,11 +278,20 @@ def _optimizer_of_parts(job: Job) -> list[ShoalError]:
 
 
 def _shard(job: Job) -> list[ShoalError]:
-    """What no sharded job can do. The first rule goes when workers know how to shard."""
+    """What no sharded job can do."""
     if isinstance(job.shard, NoShard):
         return []
-    message = f"`shard: {job.shard.kind}` cannot be run yet"
-    found = [error("SH110", message, where="shard", fix="Remove `shard`.")]
+    found = []
+    if job.device not in ("auto", "cpu"):
+        fix = "Use `device: cpu`, or remove `shard`."
+        found.append(error("SH110", f"shards live on the CPU, not on '{job.device}'", where="device", fix=fix))
+    if isinstance(job.shard, PipelineShard) and job.precision != "float32":
+        message = "a stretch of a pipeline cannot foresee what another sends in a precision of its own"
+        fix = "Use `precision: float32`, or `shard: fsdp`."
+        found.append(error("SH110", message, where="precision", fix=fix))
+    if job.sync.kind == "local":
+        message = "lanes that train by themselves need a whole model each"
+        found.append(error("SH110", message, where="shard", fix="Use `sync: lanes`, or remove `shard`."))
     if job.sync.kind == "server":
         message = "servers hold the parameters already: there is nothing left to shard"
         found.append(error("SH110", message, where="shard", fix="Use `sync: lanes`, or remove `shard`."))
@@ -297,7 +308,7 @@ def _shard_ways(job: Job) -> list[ShoalError]:
     """Replicas are whole: so many workers as hold one, or a multiple."""
     least, most, shard = job.workers.least, job.workers.most, job.shard
     assert not isinstance(shard, NoShard)
-    ways = shard.ways or most
+    ways = job.ways
     found = []
     if ways < 2:
         fix = "Ask for two workers or more, or remove `shard`."

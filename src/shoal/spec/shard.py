@@ -1,17 +1,19 @@
 """How one replica of a model is spread over several workers.
 
 `ways`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
+`mirror`: where there is one replica, does each worker keep a copy of a neighbour's part? Left out: if memory allows.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from shoal.spec.base import Spec
 
 Ways = Annotated[int, Field(ge=2)]
+INEXACT = "another layout adds in another order; the same one repeats to the bit"
 Cutting = Literal["columns", "gathered", "rows", "sliced"]
 
 
@@ -26,6 +28,8 @@ class FsdpShard(Spec):
 
     kind: Literal["fsdp"]
     ways: Ways | None = None
+    mirror: bool | None = None
+    inexact: ClassVar[str] = INEXACT
 
 
 class TensorShard(Spec):
@@ -39,6 +43,8 @@ class TensorShard(Spec):
     kind: Literal["tensor"]
     ways: Ways | None = None
     patterns: Literal["transformer", "mlp"] | dict[str, Cutting] = "transformer"
+    mirror: bool | None = None
+    inexact: ClassVar[str] = INEXACT
 
 
 class PipelineShard(Spec):
@@ -52,6 +58,8 @@ class PipelineShard(Spec):
     cuts: Literal["auto"] | list[str] = "auto"
     microbatches: PositiveInt = 4
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    mirror: bool | None = None
+    inexact: ClassVar[str] = INEXACT
 
 
 Shard = Annotated[NoShard | FsdpShard | TensorShard | PipelineShard, Field(discriminator="kind")]

@@ -37,7 +37,8 @@ class View(Spec):
 
     A view that `carries` is for training: seats to lanes, their `addresses` (and those of others who still know
     something), the `position` from which they go on and the `source` whose memory holds it (None: every member does).
-    One member, the `saver`, writes for all.
+    One member, the `saver`, writes for all. Where members hold a model together, `places` are their ranks in the grid,
+    and they find out among themselves what they go on from.
 
     The other views ask for something: `halt` lets the members stop, at the next step boundary or now, and say where
     they stand; `loads` lets a seat take up the newest checkpoint; `followers` catch up from the memory of the source
@@ -50,6 +51,7 @@ class View(Spec):
     position: NonNegativeInt = 0
     source: int | None = None
     saver: int | None = None
+    places: dict[int, int] = Field(default_factory=dict)
     halt: Literal["", "boundary", "now"] = ""
     loads: int | None = None
     followers: list[int] = Field(default_factory=list)

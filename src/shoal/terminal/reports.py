@@ -113,6 +113,8 @@ def show(console: Console, picture: Picture, *, width: int) -> None:
             f"  {picture.status}  step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}",
         )
     )
+    if picture.layout:
+        console.print(f"  {picture.layout}", highlight=False, soft_wrap=True)
     if picture.metrics:
         console.print("  " + words.metrics(picture.metrics), highlight=False)
     if picture.servers:

@@ -30,6 +30,7 @@ from shoal.parallel.server.coding import Coding
 from shoal.parallel.sync.base import Sync
 from shoal.parallel.sync.ddp import DdpSync
 from shoal.parallel.sync.encoded import EncodedSync
+from shoal.parallel.sync.grid import GridSync
 from shoal.parallel.sync.lanes import LanesSync
 from shoal.parallel.sync.server import ServerSync
 from shoal.spec import seeds
@@ -38,8 +39,10 @@ from shoal.spec.job import Job, LocalSync
 from shoal.spec.names import expand
 from shoal.spec.paths import RunPaths
 from shoal.spec.resolve import import_ref
+from shoal.spec.shard import NoShard
 from shoal.train.blame import blaming
 from shoal.train.evaluate import Evaluator
+from shoal.train.forming import Mould, mould_for
 from shoal.train.loop import Course, Loop
 from shoal.train.model import build_optimizer, build_schedule, build_task, start_weights
 from shoal.train.pulse import Pulse
@@ -61,6 +64,8 @@ class Built:
     evaluator: Evaluator
     course: Course
     example: Batch
+    mould: Mould | None = None
+    """Where the model is spread over workers: then the replica has nothing in it before there is a view."""
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -76,7 +81,7 @@ def pick_device(wanted: str) -> torch.device:
 
 def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
     """Data, model, optimizer, and a first look at a batch. Tells `built` with the facts."""
-    device = pick_device(job.device)
+    device = pick_device(job.device if isinstance(job.shard, NoShard) else "cpu")
     data = assemble(
         job.data,
         seed=job.seed,
@@ -95,14 +100,20 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
     )
     steps = job.steps or (job.epochs or 1) * dealer.steps_per_epoch
     example = _example(data, dealer)
-    task, replica = build_replica(job, device, steps=steps, steps_per_epoch=dealer.steps_per_epoch, tell=tell)
+    mould = None
+    if isinstance(job.shard, NoShard):
+        task, replica = build_replica(job, device, steps=steps, steps_per_epoch=dealer.steps_per_epoch, tell=tell)
+    else:
+        mould = mould_for(job, example, steps=steps, steps_per_epoch=dealer.steps_per_epoch)
+        task, replica = mould.task, mould.nothing
     if replica.tables and job.sync.kind not in ("server", "auto"):
         raise error("SH418", f"the model has sparse tables, and the job has `sync: {job.sync.kind}`", where="sync")
     if replica.tables and job.codec.kind != "none":
         fix = "Leave `codec` out: only touched rows travel in any case."
         raise error("SH110", "the model has sparse tables, and the job has a codec", where="codec", fix=fix)
-    with blaming("SH401", "the first batch"):
-        replica.probe(example.to(device))
+    if mould is None:
+        with blaming("SH401", "the first batch"):
+            replica.probe(example.to(device))
     course = Course(
         steps,
         _evaluate_every(job, dealer.steps_per_epoch),
@@ -128,11 +139,10 @@ def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
         lanes=job.lane_count,
         samples=data.sizes,
         skipped=data.skipped,
-        parameters=sum(p.numel() for p in replica.model.parameters()),
-        trainable=sum(p.numel() for p in replica.trainable),
         device=str(device),
+        **({} if mould else sizes(replica.model)),
     )
-    return Built(job, task, data, dealer, replica, evaluator, course, example)
+    return Built(job, task, data, dealer, replica, evaluator, course, example, mould)
 
 
 def build_replica(
@@ -168,6 +178,15 @@ def build_replica(
         **local,
     )
     return task, replica
+
+
+def sizes(model: torch.nn.Module) -> dict[str, int]:
+    """How many numbers it has, and how many of them may change."""
+    every = list(model.parameters())
+    return {
+        "parameters": sum(p.numel() for p in every),
+        "trainable": sum(p.numel() for p in every if p.requires_grad),
+    }
 
 
 def pace_of(job: Job) -> Pace:
@@ -216,7 +235,7 @@ def build_loop(
     job = built.job
     best = Best(job.best)
     users = [_watcher(name, paths, job) for name in job.watch]
-    if trace:
+    if trace and built.mould is None:
         users.append(Trace(paths.trace, built.replica))
     watchers = [best, *([EarlyStop(job.stop_early)] if job.stop_early else []), *users]
     teller = Teller(stream, watchers)
@@ -253,11 +272,14 @@ def build_loop(
         holds=holds,
         conclude=conclude,
         asked_to_leave=asked_to_leave,
+        mould=built.mould,
     )
 
 
 def make_sync(job: Job, replica: Replica, peers: Peers, tell: Callable[..., object]) -> Sync:
     way: dict[str, Any] = {"endpoint": peers.endpoint, "token": peers.token}
+    if not isinstance(job.shard, NoShard):
+        return GridSync(job.ways, **way)
     if job.sync.kind == "ddp":
         return DdpSync(job.lane_count, job.sync.backend, replica.device, **way)
     codec = job.codec.model_dump() if job.codec.kind != "none" else None
@@ -272,7 +294,7 @@ def make_sync(job: Job, replica: Replica, peers: Peers, tell: Callable[..., obje
 def open_store(job: Job, paths: RunPaths, *, tell: Callable[..., object]) -> Store:
     return Store(
         store_path(job, paths),
-        job_sha256=job.sha256(),
+        job_sha256=job.trunk_sha256(),
         every=job.checkpoint.interval,
         keep=job.checkpoint.keep,
         keep_best=job.checkpoint.keep_best,

@@ -31,6 +31,7 @@ from shoal.spec.paths import RunPaths, cache_directory
 from shoal.train.blame import blaming
 from shoal.train.build import build, build_replica, pick_device
 from shoal.train.evaluate import Evaluator
+from shoal.train.forming import alone
 from shoal.train.measure import measure
 from shoal.train.worker import guarded, prepare_torch
 
@@ -45,7 +46,7 @@ def main() -> None:
     paths = RunPaths.at(asked.run)
 
     def answer(stream: Stream) -> None:
-        job = load_job(paths.job, check_names=False)
+        job = alone(load_job(paths.job, check_names=False))
         prepare_torch(job)
         stream.emit("answer", **QUESTIONS[asked.question](job, paths, stream, **asked.arguments))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.checkpoint.pieces import PIECES, saved_in
 from shoal.checkpoint.store import Store
 from shoal.data.dealers import Dealer
 from shoal.data.feed import Feed
@@ -22,14 +23,18 @@ from shoal.parallel.local.pace import Pace
 from shoal.parallel.local.replica import LocalReplica
 from shoal.parallel.peers import Peers
 from shoal.parallel.replica import LaneSum, Replica, Taker
+from shoal.parallel.shard.held import load_whole, whole_state
 from shoal.parallel.sync.base import Committed, Discarded, Sync
+from shoal.parallel.sync.grid import GridSync
 from shoal.parallel.sync.lanes import LanesSync
 from shoal.parallel.tree import TreeSum
 from shoal.spec.view import View, position_of
 from shoal.train.blame import translate
 from shoal.train.evaluate import Evaluator
+from shoal.train.forming import Mould
 from shoal.train.pulse import Pulse
 from shoal.train.rounds import Rounds
+from shoal.train.shards import Shards
 from shoal.train.task import Task
 from shoal.train.telling import Progress, Teller
 from shoal.train.watch import Best
@@ -37,6 +42,7 @@ from shoal.wire.handshake import LinkError
 
 STATE_OVER_MODEL = 8
 STATE_SPARE_BYTES = 1 << 28
+PARTS = ("validation", "test", "end")
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class Loop:
         holds: bool,
         conclude: Callable[[Loop, str], None],
         asked_to_leave: Callable[[], str],
+        mould: Mould | None = None,
     ) -> None:
         self.course = course
         self.replica = replica
@@ -128,6 +135,8 @@ class Loop:
         self.rounds = None
         if isinstance(replica, LocalReplica) and isinstance(sync, LanesSync):
             self.rounds = Rounds(self, replica, sync)
+        self.shards = Shards(self, sync, mould) if mould and isinstance(sync, GridSync) else None
+        """Where this worker holds a part of the model; then there is no replica yet."""
         self.sync.tap = peers.feeder.total
         self.teller.leads = False  # until a view says so
 
@@ -157,7 +166,7 @@ class Loop:
             stream.emit("evaluated", step=step, part="validation", metrics=self.metrics, again=True)
             if best.step == step:
                 stream.emit("best", step=step, metric=best.monitor.metric, value=best.value, again=True)
-                if self.course.keep_best and step == self.step:
+                if self.course.keep_best and step == self.step and not self.shards:
                     self.save(force=True)
 
     def train(self) -> Ending | str:
@@ -182,6 +191,8 @@ class Loop:
                 return committed.why
             self._after(committed)
             if committed.halt:
+                if self.shards:
+                    self.save(force=True)  # who leaves now leaves nothing behind that others do not have
                 return ""
 
     @property
@@ -197,13 +208,15 @@ class Loop:
         try:
             if self.rounds:
                 self.rounds.compute(sums)
+            elif self.shards:
+                self.shards.turns.compute(sums)
             else:
                 self._compute(sums, halt)
         except LinkError as failure:  # rows of sparse tables could not be had, or fragments
             outcome: Committed | Discarded = Discarded(str(failure))
         else:
             t0 = clock()
-            if not self.rounds:
+            if not self.rounds and not self.shards:
                 self.pulse.lane_took((t0 - began) / len(self.lanes))
             self.pulse.enter("exchange", self.step)
             outcome = self._commit(sums, halt)
@@ -278,13 +291,16 @@ class Loop:
 
     def _after(self, committed: Committed) -> None:
         """The step counts: look at it and save. Where an evaluation is due, the save comes after it."""
+        self.counted(committed)
+        if not self._due():
+            self.save()
+
+    def counted(self, committed: Committed) -> None:
         samples = self.count(committed.loss)
         self.pulse.enter("telling", self.step)
         lr = self.replica.lr
         self.progress.sent(committed.bytes_sent, committed.bytes_plain)
         self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples)
-        if not self._due():
-            self.save()
 
     def count(self, loss: Tensor) -> int:
         """One commit more; returns how many samples it had."""
@@ -301,8 +317,10 @@ class Loop:
         self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
 
     def save(self, *, force: bool = False) -> None:
-        """One worker saves for all."""
-        if self.teller.leads:
+        """One worker saves for all; with shards, all do."""
+        if self.shards:
+            self.shards.save(force=force)
+        elif self.teller.leads:
             self.pulse.enter("saving", self.step)
             with contextlib.suppress(LinkError):  # then the next step finds out, and a new view follows
                 others = self.sync.blobs if self.replica.tables else None
@@ -335,14 +353,7 @@ class Loop:
         if isinstance(outcome := self.sync.settle(self.replica, 4 * self.step + 3), Discarded):
             return outcome
         try:
-            metrics = self.evaluator.share(
-                self.replica,
-                self.parts[name],
-                lanes=self.lanes,
-                gather=lambda content: self._gather(name, content),
-                given_up=self.sync.aborted,
-                each=lambda: self.pulse.enter("evaluation", self.step),
-            )
+            metrics = self._measured(name)
         except LinkError as failure:
             metrics = Discarded(str(failure))
         if isinstance(metrics, Discarded):
@@ -352,9 +363,21 @@ class Loop:
         self.progress.restart()
         return metrics
 
+    def _measured(self, name: str) -> dict[str, float] | Discarded:
+        if self.shards:
+            return self.shards.turns.evaluate(self.parts[name], PARTS.index(name))
+        return self.evaluator.share(
+            self.replica,
+            self.parts[name],
+            lanes=self.lanes,
+            gather=lambda content: self._gather(name, content),
+            given_up=self.sync.aborted,
+            each=lambda: self.pulse.enter("evaluation", self.step),
+        )
+
     def _gather(self, name: str, content: bytes) -> dict[int, bytes] | Discarded:
         self.pulse.enter("exchange", self.step)
-        return self.sync.gather(4 * self.step + ("validation", "test", "end").index(name), content)
+        return self.sync.gather(4 * self.step + PARTS.index(name), content)
 
     def learn_from(self, metrics: dict[str, float]) -> None:
         """What the validation part says at this step."""
@@ -375,6 +398,8 @@ class Loop:
             return outcome.why
         if isinstance(settled := self.sync.settle(self.replica, 4 * self.step + 3), Discarded):
             return settled.why
+        if self.shards and (why := self.shards.save(force=True)):
+            return why
         if self.teller.leads:
             self.pulse.enter("export", self.step)
             if isinstance(completed := self.sync.complete(self.replica, self.step), Discarded):
@@ -391,7 +416,8 @@ class Loop:
     def leave(self, why: str) -> Ending:
         self.flush()
         if self.holds:
-            self.save(force=True)
+            if not self.shards:  # alone it cannot, and what could be saved was
+                self.save(force=True)
             self.store.wait()
         self.teller.tell("left", step=self.step, why=why)
         return Ending(self.step, finished=False, why=why)
@@ -413,7 +439,10 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         """What must survive: after loading it, training goes on as if nothing had happened."""
-        loop = {
+        return {**self.replica.state(), "loop": self.state_of_loop()}
+
+    def state_of_loop(self) -> dict[str, Any]:
+        return {
             "step": self.step,
             "stop": self.teller.stop,
             "metrics": self.metrics,
@@ -422,12 +451,18 @@ class Loop:
             "watch": self.teller.state(),
             "sync": None,
         }
-        return {**self.replica.state(), "loop": loop}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Of one process, or of many that held the model together."""
         self.peers.feeder.reset()
+        if PIECES in state:
+            load_whole(self.replica, saved_in(self.store.files, state))
+            state = whole_state(self.replica, state)
         self.replica.load_state(state)
-        loop = state["loop"]
+        self.load_loop(state["loop"])
+        self.holds = True
+
+    def load_loop(self, loop: dict[str, Any]) -> None:
         self.task.load_state(loop["task"])
         self.teller.load_state(loop["watch"])
         self.teller.stop = loop["stop"]
@@ -435,7 +470,6 @@ class Loop:
         self.step = loop["step"]
         if loop["sync"] is not None:
             self.sync.load_state(self.step, loop["sync"])
-        self.holds = True
 
 
 def _chance(seat: int, step: int) -> float:

@@ -177,6 +177,17 @@ def _merge_part(parts: Sequence[Any]) -> None:
             setattr(total, name, reduce(stacked) if reduce else stacked)
 
 
+def by_itself(metric: Any) -> Any:
+    """torchmetrics would merge with all processes of torch's group, if there is one, as soon as anybody computes."""
+    for part in _parts(metric):
+        part.distributed_available_fn = _alone
+    return metric
+
+
+def _alone() -> bool:
+    return False
+
+
 def _parts(metric: Any) -> list[Any]:
     """The metric and those that it wraps, each with states of its own."""
     return [part for part in metric.modules() if hasattr(part, "_reductions")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,12 @@ def build_task(job: Job) -> Task:
                 fix="Derive the class from shoal.Task.",
             )
         return task
-    assert job.model is not None  # both are rules of the job
-    assert job.loss is not None
+    return plain_task(job, build_model(job))
+
+
+def build_model(job: Job) -> nn.Module:
+    """Of a job that names one."""
+    assert job.model is not None  # a rule of the job
     model = build_ref(job.model, base_dir=job.base_dir)
     if not isinstance(model, nn.Module):
         raise error(
@@ -45,6 +49,12 @@ def build_task(job: Job) -> Task:
             f"'{job.model.name}' gives a {type(model).__name__}, not a torch.nn.Module",
             where="model",
         )
+    return model
+
+
+def plain_task(job: Job, model: nn.Module) -> Task:
+    """Of a job that names model, loss and metrics."""
+    assert job.loss is not None
     return PlainTask(
         model,
         _loss(job.loss, job.base_dir),
@@ -66,23 +76,28 @@ def start_weights(model: nn.Module, init: InitFrom, *, base_dir: str) -> dict[st
     if init.path is not None:
         path = init.path if "://" in init.path else str(Path(base_dir) / init.path)
         facts = _load(model, load_weights(path), init)
+    freeze(model, init)
+    return facts
+
+
+def freeze(model: nn.Module, init: InitFrom) -> None:
+    """And unfreeze."""
     names = [name for name, _ in model.named_parameters()]
     for patterns, trains in ((init.freeze, False), (init.unfreeze, True)):
         for pattern in patterns:
             for name in matching(names, pattern, where="init_from"):
                 model.get_parameter(name).requires_grad_(trains)
-    return facts
 
 
 def _load(model: nn.Module, weights: dict[str, torch.Tensor], init: InitFrom) -> dict[str, Any]:
     own = model.state_dict()
-    renamed = {_rename(name, init.rename): tensor for name, tensor in weights.items()}
-    fits = {n: t for n, t in renamed.items() if n in own and own[n].shape == t.shape}
-    missing, left = sorted(set(own) - set(fits)), sorted(set(renamed) - set(fits))
+    theirs = {renamed(name, init.rename): tensor for name, tensor in weights.items()}
+    fits = {n: t for n, t in theirs.items() if n in own and own[n].shape == t.shape}
+    missing, left = sorted(set(own) - set(fits)), sorted(set(theirs) - set(fits))
     if init.strict and (missing or left):
         name = (missing or left)[0]
-        if name in own and name in renamed:
-            what = f"'{name}' is {list(renamed[name].shape)} in the file and {list(own[name].shape)} in the model"
+        if name in own and name in theirs:
+            what = f"'{name}' is {list(theirs[name].shape)} in the file and {list(own[name].shape)} in the model"
         else:
             what = f"the {'file' if missing else 'model'} has no '{name}'"
         raise error("SH406", f"{what} ({len(missing)} missing, {len(left)} left over)", where=f"init_from {init.path}")
@@ -92,7 +107,7 @@ def _load(model: nn.Module, weights: dict[str, torch.Tensor], init: InitFrom) ->
     return {"loaded": len(fits), "missing": missing[:20], "left": left[:20]}
 
 
-def _rename(name: str, prefixes: dict[str, str]) -> str:
+def renamed(name: str, prefixes: dict[str, str]) -> str:
     for old, new in prefixes.items():
         if name.startswith(old):
             return new + name[len(old) :]
@@ -113,18 +128,19 @@ def matching(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
     return found
 
 
-def build_optimizer(spec: Optimizer, model: nn.Module, *, base_dir: str) -> torch.optim.Optimizer:
-    """The job's optimizer over the trainable parameters; torch's fused kernels where it has them."""
+def build_optimizer(
+    spec: Optimizer, model: nn.Module, *, base_dir: str, whole: Sequence[str] | None = None
+) -> torch.optim.Optimizer:
+    """The job's optimizer over the trainable parameters; torch's fused kernels where it has them. `whole`: the names of
+    all, where only some of them are in this process; the groups are the same then, and may be empty."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
+    everything = list(trainable if whole is None else whole)
+    if not everything:
         raise error("SH404", "every parameter is frozen, or the model has none", where="model")
-    rest = dict(trainable)
-    groups: list[dict[str, Any]] = []
-    for number, group in enumerate(spec.groups):
-        names = [n for n in matching(trainable, group.match, where=f"optimizer.groups.{number}") if n in rest]
-        groups.append({"params": [rest.pop(n) for n in names], **group.args})
-    if rest:
-        groups.insert(0, {"params": list(rest.values())})
+    groups: list[dict[str, Any]] = [
+        {"params": [trainable[n] for n in names if n in trainable], **args} for names, args in _groups(spec, everything)
+    ]
+    groups[0]["params"] += [p for n, p in trainable.items() if n not in everything]
     args = dict(spec.args)
     short = spec.name.rpartition(":")[2]
     if short in FUSED and not {"fused", "foreach", "differentiable"} & set(args):
@@ -134,6 +150,21 @@ def build_optimizer(spec: Optimizer, model: nn.Module, *, base_dir: str) -> torc
     if not isinstance(made, torch.optim.Optimizer):
         raise error("SH206", f"'{spec.name}' is not a torch optimizer", where="optimizer")
     return made
+
+
+def _groups(spec: Optimizer, everything: Sequence[str]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Names and settings of each group, those that no pattern fits first."""
+    rest, found = list(everything), []
+    for number, group in enumerate(spec.groups):
+        names = [n for n in matching(everything, group.match, where=f"optimizer.groups.{number}") if n in rest]
+        rest = [n for n in rest if n not in names]
+        found.append((names, dict(group.args)))
+    return [(rest, {}), *found] if rest else found
+
+
+def order_of(spec: Optimizer, everything: Sequence[str]) -> list[str]:
+    """The trainable parameters as the optimizer numbers them."""
+    return [name for names, _ in _groups(spec, everything) for name in names]
 
 
 def build_schedule(

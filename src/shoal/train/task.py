@@ -43,6 +43,11 @@ class Task:
         """Loss and predictions in evaluation; override it where one forward pass can give both."""
         return self.loss(model, batch), self.predict(model, batch)
 
+    @property
+    def evaluates_at_once(self) -> bool:
+        """Does `evaluate` call the model once?"""
+        return type(self).evaluate is not Task.evaluate
+
     def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
         """torchmetrics objects by name. `example` is (prediction, target) of a batch, where there is one."""
         return {}

@@ -66,6 +66,8 @@ class Voyage:
             loop.teller.leads = False
             loop.sync.hand_over(lambda: False)
             return loop.leave(why)
+        if loop.shards:
+            return loop.leave(why)
         with self._lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             newest = loop.store.latest()
@@ -94,6 +96,8 @@ class Voyage:
     def _enter(self, view: View) -> str:
         """Get the state if mine is older, and meet the others. '' or why that failed."""
         loop = self.loop
+        if loop.shards:
+            return loop.shards.enter(view, self.seat)
         began = time.perf_counter()
         if loop.position == view.position:
             self._following.close()

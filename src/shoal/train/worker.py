@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.digest import state_sha256, weights_sha256
-from shoal.checkpoint.export import export_model
+from shoal.checkpoint.export import export_model, export_pieces
 from shoal.errors import EXIT_BUG, ShoalError, each
 from shoal.events import Stream
 from shoal.events.stream import parse
@@ -232,7 +232,7 @@ def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream, *, 
         peers=me.peers,
         stream=stream,
         pulse=me.pulse,
-        holds=me.local,
+        holds=me.local and built.mould is None,
         conclude=lambda loop, why: finish(loop, why, built, paths),
         asked_to_leave=asked_to_leave,
         trace=trace,
@@ -303,28 +303,31 @@ def together(sha256: str, sealed: str) -> str:
 def finish(loop: Loop, why: str, built: Built, paths: RunPaths) -> None:
     """Save, export, and say so. Every part may be repeated after a crash."""
     loop.save(force=True)
-    model = loop.replica.model
-    weights = together(weights_sha256(model.state_dict()), loop.sealed)
-    export_model(
-        paths.model,
-        model,
-        program="program" in built.job.export,
-        tell=loop.teller.tell,
-        example_inputs=built.example.inputs,
-        info={
+    model, shards = loop.replica.model, loop.shards
+    if shards:
+        loop.store.wait()  # what is exported is what was saved
+    weights = together(weights_sha256(shards.weights() if shards else model.state_dict()), loop.sealed)
+    how: dict[str, Any] = {
+        "program": "program" in built.job.export,
+        "tell": loop.teller.tell,
+        "info": {
             "job": built.job.dump(),
             "step": loop.step,
             "weights_sha256": weights,
             "metrics": loop.metrics,
             "classes": built.data.train.source.classes,
         },
-    )
+    }
+    if shards:
+        export_pieces(paths.model, shards.weights(), **how)
+    else:
+        export_model(paths.model, model, example_inputs=built.example.inputs, **how)
     loop.store.wait()
     loop.teller.tell(
         "finished",
         step=loop.step,
         weights_sha256=weights,
-        state_sha256=together(state_sha256(loop.replica.state()), loop.sealed),
+        state_sha256=shards.state_sha256() if shards else together(state_sha256(loop.replica.state()), loop.sealed),
         samples_seen=built.dealer.samples_before(loop.step),
         metrics=loop.metrics,
         stopped=why,

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from shoal.checkpoint.boxes import Box
 from shoal.checkpoint.files import open_files
+from shoal.checkpoint.pieces import Row, Saved, save
 from shoal.errors import ShoalError
-from shoal.parallel.shard.boxes import Box
 from shoal.parallel.shard.held import Gathered, Held, Piece, load, load_settings, pieces_of, settings_of
-from shoal.parallel.shard.saved import Row, Saved, save
 from tests.conftest import long
 from tests.parallel.shard.crew import MODELS, adamw, alone, crew, sgd, sharded, train
 from tests.parallel.shard.test_training import options_for

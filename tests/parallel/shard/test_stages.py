@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from shoal.checkpoint.boxes import Box
 from shoal.errors import ShoalError
-from shoal.parallel.shard.boxes import Box
 from shoal.parallel.shard.stages import balanced, cost, order, survey, units
 from tests.parallel.shard.crew import MODELS, batch, loss
 

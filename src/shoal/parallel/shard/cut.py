@@ -24,7 +24,7 @@ class Cut(Protocol):
     def run(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
         """Forward and backward. Leaves gradients in the model: each member those of its parts, summed over the lanes
         of all members. Returns the loss, weighed by `share`, and its count if it has one: of this member's lane, or of
-        the lane they have together."""
+        the lane they have together. With a share of 0 nothing of it counts."""
 
     def holder(self, name: str) -> int:
         """The seat that answers for a parameter or buffer that members have in full."""

@@ -42,7 +42,7 @@ def units(model: nn.Module) -> list[str]:
     chosen: list[str] = []
     for name, module in _candidates(model):
         inside = any(name.startswith(f"{one}.") for one in chosen)
-        if name and not inside and all(shared[id(p)] == 1 for p in module.parameters()):
+        if name and name not in chosen and not inside and all(shared[id(p)] == 1 for p in module.parameters()):
             chosen.append(name)
     return chosen
 

@@ -19,28 +19,35 @@ TALKING_TIME = timedelta(minutes=10)
 
 
 class Grid:
-    """Member `rank` of `size`, of whom `ways` hold a replica together. Members of a row have consecutive ranks."""
+    """Member `rank` of `size`, of whom `ways` hold a replica together. Members of a row have consecutive ranks.
 
-    def __init__(self, store: Store, *, rank: int, size: int, ways: int, timeout: timedelta = TALKING_TIME) -> None:
+    `number` is another one for each grid of a process: torch remembers what it found out about a mesh, and takes one
+    of the same shape and name for the same.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, size: int, ways: int, number: int = 0, timeout: timedelta = TALKING_TIME
+    ) -> None:
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         self.replicas, self.ways = size // ways, ways
-        self.mesh = init_device_mesh("cpu", (self.replicas, ways), mesh_dim_names=("replica", "shard"))
+        self._names = f"replica {number}", f"shard {number}"
+        self.mesh = init_device_mesh("cpu", (self.replicas, ways), mesh_dim_names=self._names)
         self.row, self.seat = divmod(rank, ways)
         """Which replica this is, and which part of it is here."""
 
     @property
     def shard(self) -> DeviceMesh:
         """Those who hold this replica."""
-        return self.mesh["shard"]
+        return self.mesh[self._names[1]]
 
     @property
     def shard_group(self) -> ProcessGroup:
-        return self.mesh.get_group("shard")
+        return self.mesh.get_group(self._names[1])
 
     @property
     def replica_group(self) -> ProcessGroup:
         """Those who hold the same part of other replicas."""
-        return self.mesh.get_group("replica")
+        return self.mesh.get_group(self._names[0])
 
     def rank_of(self, seat: int) -> int:
         """The rank of another member of this row."""

@@ -11,36 +11,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint.boxes import Box, Piece, Pieces
 from shoal.errors import error
+from shoal.parallel.replica import Replica
 from shoal.parallel.shard.blueprint import Blueprint, named_tensors
-from shoal.parallel.shard.boxes import Box
 from shoal.parallel.shard.cut import Cut
 from shoal.parallel.shard.parts import Part, bare, part_of
-
-
-class Piece(NamedTuple):
-    """Some values, and where they belong in the whole."""
-
-    box: Box
-    values: Tensor
-
-
-class Pieces(Protocol):
-    """Where pieces come from."""
-
-    def boxes(self, name: str) -> Sequence[Box]:
-        """Of all pieces of this name, wherever they were; together they are the whole."""
-
-    def read(self, name: str, number: int) -> Tensor:
-        """The values of one of them."""
-
-    def names(self) -> Iterable[str]: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +76,9 @@ def _nothing() -> Part:
 
 def pieces_of(held: Held, optimizer: Optimizer | None = None) -> dict[str, Piece]:
     """What this process answers for: references, to be copied before the next step changes them."""
-    found = {f"/model/{n}": Piece(p.box, p.local.detach()) for n, p in held.parts.items() if p.first and _kept(held, n)}
+    found = {
+        f"/model/{n}": Piece(p.box, p.local.detach()) for n, p in held.parts.items() if p.first and is_kept(held, n)
+    }
     if optimizer is None:
         return found
     for part in held.trainable:
@@ -112,7 +96,7 @@ def _state_of(part: Part, state: Mapping[str, Any]) -> Iterator[tuple[str, Piece
             yield f"/optimizer/{part.name}/{key}", Piece(Box.whole(value.shape), value)
 
 
-def _kept(held: Held, name: str) -> bool:
+def is_kept(held: Held, name: str) -> bool:
     """Buffers that are not persistent are no part of a state."""
     path, _, key = name.rpartition(".")
     return key not in held.model.get_submodule(path)._non_persistent_buffers_set
@@ -149,8 +133,8 @@ class Gathered:
 def load(held: Held, pieces: Pieces, optimizer: Optimizer | None = None) -> None:
     """Take over what belongs here, whoever held it. SH406 if a part is not there in full."""
     for name, part in held.parts.items():
-        if _kept(held, name):
-            _copy(part.local, part.box, f"/model/{name}", pieces)
+        if is_kept(held, name):
+            copy_in(part.local, part.box, f"/model/{name}", pieces)
     if optimizer is None:
         return
     for part in held.trainable:
@@ -158,8 +142,29 @@ def load(held: Held, pieces: Pieces, optimizer: Optimizer | None = None) -> None
         for name in _under(pieces, start):
             box = part.box if pieces.boxes(name)[0].shape == part.box.shape else Box.whole(pieces.boxes(name)[0].shape)
             value = torch.empty(box.size, dtype=pieces.read(name, 0).dtype)
-            _copy(value, box, name, pieces)
+            copy_in(value, box, name, pieces)
             optimizer.state[part.local][name.removeprefix(start)] = value
+
+
+@torch.no_grad()
+def load_whole(replica: Replica, pieces: Pieces) -> None:
+    """A single process takes over all of it."""
+    held, optimizer = Held.whole(replica.model), replica.optimizer
+    load(held, pieces, optimizer)
+    for name in replica.moving.names:
+        if not is_kept(held, name):
+            copy_in(held.parts[name].local, held.parts[name].box, f"/moving/{name}", pieces)
+    for part in held.trainable:
+        if part.local in optimizer.state:
+            optimizer.state[part.inside] = optimizer.state.pop(part.local)
+
+
+def whole_state(replica: Replica, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What was written by many as one would have: tensors as the replica has them, and the rest from the state."""
+    mine = replica.state()
+    pairs = zip(mine["optimizer"]["param_groups"], state["settings"], strict=True)
+    groups = [{**saved, "params": own["params"]} for own, saved in pairs]
+    return {**mine, **state, "model": mine["model"], "optimizer": {**mine["optimizer"], "param_groups": groups}}
 
 
 def load_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
@@ -172,7 +177,8 @@ def _under(pieces: Pieces, start: str) -> Iterator[str]:
     return (name for name in pieces.names() if name.startswith(start) and "/" not in name[len(start) :])
 
 
-def _copy(into: Tensor, box: Box, name: str, pieces: Pieces) -> None:
+def copy_in(into: Tensor, box: Box, name: str, pieces: Pieces) -> None:
+    """The values of this block. SH406 if they are not all there."""
     count = 0
     for number, other in enumerate(pieces.boxes(name)):
         if other.shape != box.shape:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.parallel.shard.boxes import Box
+from shoal.checkpoint.boxes import Box
 
 Ties = Mapping[str, str]
 """Further names of a tensor, and its first one."""
@@ -76,12 +76,16 @@ def bare(parts: Iterable[Part]) -> nn.Module:
     """A module with nothing but the parts' own tensors, under their full names: for whoever makes an optimizer."""
     root = nn.Module()
     for part in parts:
-        at = root
-        *path, key = part.name.split(".")
-        for word in path:
-            if word not in at._modules:
-                at.add_module(word, nn.Module())
-            at = at.get_submodule(word)
         if isinstance(part.local, nn.Parameter):
-            at.register_parameter(key, part.local)
+            register(root, part.name, part.local)
     return root
+
+
+def register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Under its full name."""
+    *path, key = name.split(".")
+    for word in path:
+        if word not in root._modules:
+            root.add_module(word, nn.Module())
+        root = root.get_submodule(word)
+    root.register_parameter(key, parameter)

@@ -80,7 +80,7 @@ class PipelineCut:
         schedule: str = "1f1b",
         seen: Survey | None = None,
     ) -> None:
-        self.model, self.grid = model, grid
+        self.model, self.grid, self.cuts = model, grid, list(cuts)
         self._microbatches, self._schedule = microbatches, schedule
         seen = seen or survey(model, lambda: loss(model, example))
         self.holders = seen.stages_of(cuts)
@@ -128,7 +128,9 @@ class PipelineCut:
             return passing
         if isinstance(result, tuple):
             value, count = result
-            total += torch.tensor([float(value.detach()), float(count), 1.0], dtype=torch.float64)
+            counts = float(share > 0)
+            passing.weight = torch.tensor(counts, dtype=value.dtype)
+            total += torch.tensor([float(value.detach()) * counts, float(count) * counts, 1.0], dtype=torch.float64)
         else:
             value, passing.weight = result, torch.tensor(share, dtype=result.dtype)
             total[0] += float(value.detach()) * share

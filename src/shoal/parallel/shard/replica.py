@@ -6,22 +6,29 @@ replicas add theirs up as replicas always do; those that hold one replica togeth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.checkpoint.boxes import Piece, Pieces
 from shoal.parallel.clipping import Clipping, coefficient, scale
 from shoal.parallel.lane_sum import LaneSum
+from shoal.parallel.randomness import Chance
 from shoal.parallel.replica import Loss, LossFunction, Replica, Taker
+from shoal.parallel.shard.blueprint import named_tensors
 from shoal.parallel.shard.cut import Cut
 from shoal.parallel.shard.grid import add_up, take_from
-from shoal.parallel.shard.held import Held, Pieces, load, load_settings, pieces_of, settings_of
+from shoal.parallel.shard.held import Held, copy_in, is_kept, load, load_settings, pieces_of, settings_of
 from shoal.spec import seeds
 
 
 class ShardedReplica(Replica):
-    """See Replica. The optimizer is made of `held.bare`, and treats every element by itself."""
+    """See Replica. The optimizer is made of `held.bare`, and treats every element by itself. `why_whole`, if not '',
+    tells why the model was made in full before it was cut."""
+
+    why_whole = ""
 
     def __init__(
         self,
@@ -35,6 +42,7 @@ class ShardedReplica(Replica):
         schedule_every: int = 1,
         clipping: Clipping | None = None,
         autocast: torch.dtype | None = None,
+        chance: Chance | None = None,
     ) -> None:
         super().__init__(
             held.bare,
@@ -45,6 +53,7 @@ class ShardedReplica(Replica):
             schedule_every=schedule_every,
             clipping=clipping,
             autocast=autocast,
+            chance=chance,
         )
         self.cut, self.held = cut, held
         self.model = cut.model
@@ -107,18 +116,58 @@ class ShardedReplica(Replica):
             by = coefficient([square.sqrt()], clip=clip.norm, count=count).to(grads[0].dtype)
         scale(grads, count=count if count is None else count.to(grads[0].dtype), coefficient=by, value=clip.value)
 
+    # ---- state ----
+
     def state(self) -> dict[str, Any]:
-        """What this process answers for, as references; together with the other members' it is the replica's state."""
+        """What all members have alike, besides their pieces."""
         return {
-            "pieces": pieces_of(self.held, self.optimizer),
             "settings": settings_of(self.optimizer),
             "schedule": self.schedule.state_dict() if self.schedule else None,
-            "moving": list(self.moving.names),
         }
 
-    def load_pieces(self, pieces: Pieces, state: dict[str, Any]) -> None:
-        """From the pieces of all members, of whatever layout, and the rest of any member's state."""
-        load(self.held, pieces, self.optimizer)
+    def load_state(self, state: dict[str, Any]) -> None:
         load_settings(self.optimizer, state["settings"])
         if self.schedule:
             self.schedule.load_state_dict(state["schedule"])
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this process answers for, as references; together with the other members' it is the replica."""
+        fleeting = {n: self.held.parts[n] for n in self._fleeting}
+        more = {f"/moving/{n}": Piece(part.box, part.local) for n, part in fleeting.items() if part.first}
+        return pieces_of(self.held, self.optimizer) | more
+
+    @torch.no_grad()
+    def load_pieces(self, pieces: Pieces) -> None:
+        """From the pieces of all members, of whatever layout."""
+        load(self.held, pieces, self.optimizer)
+        for name in self._fleeting:
+            part = self.held.parts[name]
+            copy_in(part.local, part.box, f"/moving/{name}", pieces)
+
+    @property
+    def _fleeting(self) -> list[str]:
+        """Buffers that move although no state dict has them."""
+        return [name for name in self.moving.names if not is_kept(self.held, name)]
+
+    def everything(self) -> dict[str, Tensor]:
+        """All that is here, as references: what another member with this place needs."""
+        found = {f"/model/{name}": part.local.detach() for name, part in self.held.parts.items()}
+        for part in self.held.trainable:
+            state = self.optimizer.state.get(part.local, {})
+            found |= {f"/optimizer/{part.name}/{key}": v for key, v in state.items() if isinstance(v, Tensor)}
+        return found
+
+    @torch.no_grad()
+    def take_everything(self, found: Mapping[str, Tensor]) -> None:
+        """From a member with this place, of a replica that was cut in the same way. Tensors may be kept."""
+        for name, part in self.held.parts.items():
+            part.local.copy_(found[f"/model/{name}"])
+        for part in self.held.trainable:
+            start = f"/optimizer/{part.name}/"
+            for key in [key for key in found if key.startswith(start)]:
+                self.optimizer.state[part.local][key.removeprefix(start)] = found[key]
+
+    def names(self) -> dict[str, str]:
+        """The names that the whole model's state dict has, each with the one under which its values lie."""
+        first = {id(tensor): name for name, tensor in named_tensors(self.model).items()}
+        return {name: first[id(tensor)] for name, tensor in self.model.state_dict(keep_vars=True).items()}

@@ -20,8 +20,9 @@ class Whole:
         result = loss(self.model, batch)
         if isinstance(result, tuple):
             value, count = result
-            value.backward()  # type: ignore[no-untyped-call]
-            return value.detach().double(), torch.as_tensor(count, dtype=torch.float64).clone()
+            counts = float(share > 0)
+            value.backward(torch.tensor(counts, dtype=value.dtype))  # type: ignore[no-untyped-call]
+            return value.detach().double() * counts, torch.as_tensor(count, dtype=torch.float64) * counts
         result.backward(torch.tensor(share, dtype=result.dtype))  # type: ignore[no-untyped-call]
         return result.detach().double() * share, None
 

@@ -1,9 +1,10 @@
-"""Blocks of tensors: which part of a whole lies somewhere. Pure."""
+"""Blocks of tensors: which part of a whole lies somewhere, and its values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -45,3 +46,22 @@ class Box:
             for box in (self, other)
         )
         return here, there
+
+
+class Piece(NamedTuple):
+    """Some values, and where they belong in the whole."""
+
+    box: Box
+    values: Tensor
+
+
+class Pieces(Protocol):
+    """Where pieces come from."""
+
+    def boxes(self, name: str) -> Sequence[Box]:
+        """Of all pieces of this name, wherever they were; together they are the whole."""
+
+    def read(self, name: str, number: int) -> Tensor:
+        """The values of one of them."""
+
+    def names(self) -> Iterable[str]: ...

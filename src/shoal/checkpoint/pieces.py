@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.checkpoint.blobs import Spec, decode, pack
+from shoal.checkpoint.boxes import Box, Piece
 from shoal.checkpoint.files import Files
-from shoal.checkpoint.manifest import blob_path
+from shoal.checkpoint.manifest import Manifest, blob_path
+from shoal.checkpoint.raw import DTYPES
 from shoal.errors import error
-from shoal.parallel.shard.boxes import Box
-from shoal.parallel.shard.held import Piece
+
+PIECES = "pieces"
+"""The section of a checkpoint's state that says which pieces there are."""
+NAMES = "names"
+"""The section that gives each name of the model's state dict and the one under which its pieces lie."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST = 1 << 62
@@ -94,6 +100,13 @@ class Saved:
     def boxes(self, name: str) -> list[Box]:
         return [row.box for row in self._rows.get(name, ())]
 
+    def spec(self, name: str) -> Spec:
+        """Of the whole. SH502 if there is none of it."""
+        if not self._rows.get(name):
+            raise error("SH502", f"'{name}' was not saved", where=self._files.where)
+        row = self._rows[name][0]
+        return row.dtype, row.shape
+
     def read(self, name: str, number: int) -> Tensor:
         """SH502 if it is damaged or gone."""
         row = self._rows[name][number]
@@ -109,3 +122,52 @@ class Saved:
                 return decode(file, self._specs[digest], digest=digest, where=where)
         except OSError as problem:
             raise error("SH502", f"pieces that were saved cannot be read: {problem}", where=where) from problem
+
+
+def saved_in(files: Files, state: Mapping[str, Any]) -> Saved:
+    """The pieces of a state that was written by many. SH502 if it does not say which these are."""
+    try:
+        return Saved(files, [Row.from_description(row) for row in state[PIECES]])
+    except (KeyError, TypeError, ValueError) as problem:
+        raise error("SH502", f"the pieces of a checkpoint are not described well: {problem}") from None
+
+
+def whole_in(files: Files, manifest: Manifest, *, rename: Callable[[str], str]) -> Saved:
+    """The tensors of a state that one process has written, as pieces: each in full, under another name."""
+
+    def row(name: str) -> Row:
+        ref = manifest.tensors[name]
+        return Row(rename(name), ref.shape, (0,) * len(ref.shape), ref.shape, ref.blob, ref.key, ref.dtype)
+
+    return Saved(files, map(row, manifest.tensors))
+
+
+class Assembled(Mapping[str, Tensor]):
+    """Whole tensors, each put together in the moment in which it is asked for. `names` gives for each the one under
+    which its pieces lie."""
+
+    def __init__(self, saved: Saved, names: Mapping[str, str]) -> None:
+        self._saved = saved
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._names[name]
+        code, shape = self.spec(name)
+        whole = torch.empty(shape, dtype=DTYPES[code])
+        count = 0
+        for number, box in enumerate(self._saved.boxes(found)):
+            box.of(whole).copy_(self._saved.read(found, number))
+            count += box.of(whole).numel()
+        if count != whole.numel():
+            raise error("SH502", f"{count} of {whole.numel()} values of '{name}' were saved")
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def spec(self, name: str) -> Spec:
+        """What it will be."""
+        return self._saved.spec(self._names[name])

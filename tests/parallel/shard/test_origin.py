@@ -1,0 +1,65 @@
+"""What members that meet go on from."""
+
+import itertools
+
+import pytest
+
+from shoal.parallel.shard.origin import Holding, Move, Origin, moves, origin
+
+
+def held(step, part, ways=2, **more):
+    return Holding(step, part, ways, **more)
+
+
+NOBODY = Holding()
+
+CASES = {
+    "nobody has anything": ([NOBODY, NOBODY], None, Origin(0)),
+    "but a checkpoint is there": ([NOBODY, NOBODY], 7, Origin(7)),
+    "both have theirs": ([held(9, 0), held(9, 1)], 7, Origin(9, {0: 0, 1: 1}, 0)),
+    "one part is gone": ([held(9, 0), NOBODY], 7, Origin(7, lost=2)),
+    "one part is gone, and nothing was saved": ([held(9, 0), NOBODY], None, Origin(0, lost=9)),
+    "another replica has it": ([held(9, 0), NOBODY, NOBODY, held(9, 1)], 7, Origin(9, {0: 0, 1: 3}, 0)),
+    "a neighbour keeps a copy": ([held(9, 0, mirrors=1), NOBODY], 7, Origin(9, {0: 0, 1: 0}, 0)),
+    "one is a step behind, and can follow": ([held(8, 0, pending=True), held(9, 1)], 7, Origin(9, {1: 1, 0: 0}, 1)),
+    "one is a step behind, and cannot": ([held(8, 0), held(9, 1)], 7, Origin(7, lost=2)),
+    "the same in the first step of all": ([held(0, 0, pending=True), held(1, 1)], None, Origin(0, lost=1)),
+    "all voted, and nobody knows": (
+        [held(8, 0, pending=True), held(8, 1, pending=True)],
+        7,
+        Origin(8, {0: 0, 1: 1}, 0),
+    ),
+    "one knows what was measured": ([held(9, 0), held(9, 1, evaluated=True)], 7, Origin(9, {0: 0, 1: 1}, 1)),
+    "the checkpoint is newer": ([held(5, 0), held(5, 1)], 7, Origin(7)),
+    "parts of other layouts": ([held(9, 0, ways=4), held(9, 1, ways=4)], 7, Origin(7, lost=2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_origin(name):
+    brought, saved, expected = CASES[name]
+    assert origin(dict(enumerate(brought)), ways=2, saved=saved) == expected
+
+
+def test_whatever_is_there_everybody_gets_its_part_from_who_has_it():
+    kinds = [NOBODY, *(held(9, part, mirrors=mirror) for part in (0, 1) for mirror in (None, 1 - part)), held(3, 0)]
+    for brought in itertools.product(kinds, repeat=4):
+        holdings = dict(enumerate(brought))
+        found = origin(holdings, ways=2, saved=4)
+        if not found.sources:
+            continue
+        coming = {move.target: move for move in moves(found, holdings, ways=2)}
+        for rank, one in holdings.items():
+            if rank in coming:
+                source = holdings[coming[rank].source]
+                assert coming[rank].part == rank % 2
+                assert source.step == 9
+                assert rank % 2 in (source.part, source.mirrors)
+            else:
+                assert (one.step, one.part) == (9, rank % 2)
+
+
+def test_a_part_moves_where_its_place_is_another():
+    holdings = {0: held(9, 1), 1: held(9, 0)}
+    found = origin(holdings, ways=2, saved=None)
+    assert moves(found, holdings, ways=2) == [Move(0, 1, 0), Move(1, 0, 1)]

@@ -1,0 +1,133 @@
+"""The crew of a grid: whole replicas, and parts that stay where they are."""
+
+import pytest
+
+from shoal.plan.crew import BREATH_S, Publish, Start
+from shoal.plan.grid_crew import GridCrew
+from shoal.spec.view import Address
+
+NOWHERE = Address(host="127.0.0.1", port=1)
+
+
+class Told:
+    """A crew of which all stand who are here. `views` are those that train."""
+
+    def __init__(self, *, wanted=4, lanes=4, **how):
+        self.crew = GridCrew(lanes=lanes, wanted=wanted, balanced=False, ways=2, **how)
+        self.now_s = 0.0
+        self.views, self.halts, self.sent_away, self.seats = [], [], [], 0
+        self.look()
+
+    def look(self):
+        self.now_s += BREATH_S + 0.1
+        for order in self.crew.orders(self.now_s):
+            if isinstance(order, Start):
+                for _ in range(order.number):
+                    self.crew.expect(self.seats)
+                    self.seats += 1
+            elif isinstance(order, Publish):
+                self.views += [order.view] if order.view.carries else []
+                self.halts += [order.view.halt] if order.view.halt else []
+                self.sent_away += order.view.leave
+
+    def arrive(self, *seats, local=True):
+        for seat in seats:
+            self.crew.arrived(seat, local=local, address=NOWHERE)
+            self.stand(seat, None)
+        self.look()
+        self.look()
+
+    def stand(self, seat, position):
+        number = self.crew.members[seat].told
+        self.crew.stands(seat, self.now_s, view=number, position=position)
+
+    def all_stand(self, position):
+        for seat in list(self.crew.members):
+            self.stand(seat, position)
+        self.look()
+
+    @property
+    def rows(self):
+        view = self.views[-1]
+        in_order = sorted(view.places, key=view.places.__getitem__)
+        return [in_order[i : i + 2] for i in range(0, len(in_order), 2)]
+
+
+def begun(**how):
+    told = Told(**how)
+    told.arrive(*range(told.seats))
+    return told
+
+
+def test_all_begin_together_and_make_whole_replicas():
+    told = Told()
+    told.arrive(0, 1, 2)
+    assert not told.views
+    told.arrive(3)
+    assert told.rows == [[0, 1], [2, 3]]
+    assert told.views[-1].saver == 0
+
+
+@pytest.mark.parametrize(
+    ("together", "carries"),
+    [(True, {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}), (False, {0: [0], 1: [1], 2: [2], 3: [3]})],
+)
+def test_rows_share_the_lanes_and_members_of_a_row_share_them_or_have_the_same(together, carries):
+    assert begun(together=together).views[-1].carries == carries
+
+
+def test_after_a_death_the_others_go_on_with_fewer_replicas_and_keep_their_parts():
+    told = begun()
+    told.crew.gone(0)
+    told.look()
+    assert told.halts == ["now"]
+    told.all_stand(position=10)
+    assert told.rows == [[2, 1]], "0 had the first part, and so has 2"
+    told.arrive(4)
+    assert told.halts == ["now", "boundary"], "with 3, it makes a replica"
+    told.all_stand(position=20)
+    assert len(told.rows) == 2
+    assert [told.views[-1].places[seat] % 2 for seat in (2, 1)] == [0, 1]
+
+
+def test_one_replica_waits_until_it_is_whole():
+    told = begun(wanted=2)
+    told.crew.gone(1)
+    told.look()
+    told.all_stand(position=10)
+    assert len(told.views) == 1
+    told.arrive(2)
+    assert told.rows == [[0, 2]]
+
+
+def test_who_must_leave_stays_until_another_is_there():
+    told = begun(wanted=2)
+    told.crew.leaves(1, "terminated", replace=True)
+    told.look()
+    assert not told.halts
+    told.arrive(2)
+    assert told.halts == ["boundary"]
+    told.all_stand(position=10)
+    assert told.rows == [[0, 2]]
+    assert told.sent_away == [1]
+
+
+def test_the_number_of_workers_stays_a_multiple():
+    told = begun()
+    assert len(told.crew.scale(3)) == 2
+    assert told.crew.wanted == 2
+    told.crew.scale(1)
+    assert told.crew.wanted == 2
+
+
+def test_who_cannot_save_stands_by():
+    told = begun(wanted=2)
+    told.arrive(7, 8, local=False)
+    told.look()
+    assert not told.halts
+    assert len(told.views) == 1
+
+
+def test_no_more_replicas_than_lanes():
+    told = begun(wanted=6, lanes=2)
+    assert len(told.rows) == 2
