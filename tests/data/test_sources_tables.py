@@ -324,6 +324,7 @@ def grown(tmp_path, kind):
     return int(rows), float(megabytes), float(later)
 
 
+@pytest.mark.long
 def test_parquet_is_read_in_flat_memory(tmp_path):
     """240 MB as arrays; 16 groups of 4 MB stay decoded, and the peak is about 105 MB at any length."""
     group = {f"x{i}": np.arange(20_000, dtype=np.float32) + i for i in range(49)}

@@ -57,6 +57,7 @@ def test_a_bad_day_changes_nothing(place, nursery):
     assert "frozen" in put_out[0]["reason"]
 
 
+@pytest.mark.long
 def test_the_command(place, command):
     (place / "job.yaml").write_text(yaml.safe_dump(LASTING))
     words = ["--kills", 2, "--joins", 1, "--seed", 3, "--workers", 2, "--json"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from tests.conftest import MLP
+from tests.conftest import MLP, long
 
 
 def shoal(*words, cwd):
@@ -33,6 +33,7 @@ def test_help_is_quick_and_does_not_load_torch():
         assert verb in done.stdout
 
 
+@pytest.mark.long
 def test_the_driver_never_loads_torch(place):
     write(place, steps=3)
     program = (
@@ -89,6 +90,7 @@ def test_the_resolved_job_can_be_run_again(place):
     assert receipts[0]["job_sha256"] == receipts[1]["job_sha256"]
 
 
+@pytest.mark.long
 def test_other_data_can_be_evaluated(place):
     rows = "\n".join(f"{i % 7},{i % 3},{i % 2}" for i in range(60))
     (place / "a.csv").write_text("u,v,y\n" + rows + "\n")
@@ -114,7 +116,7 @@ def test_other_data_can_be_evaluated(place):
         ({"epoch": 3}, "SH103 job.yaml:", 2),
         ({"evaluate": {}, "data": {"source": {"kind": "csv", "path": "nowhere.csv"}}}, "SH301", 3),
         ({"model": {"name": "models.py:Broken"}}, "SH401", 4),
-        ({"model": {"name": "models.py:Sinks"}}, "SH403", 4),
+        *long(({"model": {"name": "models.py:Sinks"}}, "SH403", 4)),
     ],
 )
 def test_mistakes_have_exit_codes_and_no_traceback(place, changes, words, code):

@@ -173,6 +173,7 @@ def test_when_all_die_the_checkpoint_remembers(workers, run, place):
     assert row.step in (3, 6), "the last save may have been in the making"
 
 
+@pytest.mark.long
 def test_one_lane_goes_by_checkpoint(run, place):
     job = SIGNED | {"lanes": 1, "steps": 1500, "evaluate": {"every_steps": 500}}  # others come before it is finished
     outcome = run(job, watch=script(place, "terminate worker 0 at step 5 in compute"))

@@ -74,6 +74,7 @@ def test_two_workers_stay_until_the_run_is_finished(run, place, elsewhere, their
     assert receipt.weights_sha256 == calm(run, MLP, **LONG).weights_sha256
 
 
+@pytest.mark.long
 def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(run, place, tmp_path_factory, their_nursery):
     empty = tmp_path_factory.mktemp("empty")
     said = []

@@ -267,7 +267,7 @@ def test_a_death_costs_the_steps_since_the_last_save_and_the_receipt_says_so(run
     assert [row.step for row in rows(outcome, "resumed")] == [4]
 
 
-@pytest.mark.parametrize("act", ["freeze", "terminate"])
+@pytest.mark.parametrize("act", ["freeze", *long("terminate")])
 def test_one_that_freezes_or_must_leave_is_replaced(act, run, place):
     lines = [f"{act} worker 1 at step 6 in together"]
     dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.1}}
@@ -319,6 +319,7 @@ def test_all_that_a_job_may_have(run, place):
         assert receipt.metrics == pytest.approx(one.receipt.metrics, rel=1e-3), shard
 
 
+@pytest.mark.long
 def test_moving_buffers_and_short_batches(run):
     """Of 1438 samples the third batch has 38: with 40 lanes some have none."""
     job = CNN | {"batch_size": 700, "steps": 4, "lanes": 40, "evaluate": {"every_steps": 3}}
@@ -330,6 +331,7 @@ def test_moving_buffers_and_short_batches(run):
         assert tracked == load_weights(one.paths.model)["1.num_batches_tracked"]
 
 
+@pytest.mark.long
 def test_a_loss_with_a_count_of_its_own(run):
     job = JOB | {"task": {"name": "models.py:TokenTask"}, "lanes": 3, "steps": 6}
     job = {name: value for name, value in job.items() if name not in ("model", "loss", "metrics")}
@@ -375,6 +377,7 @@ def test_more_workers_make_another_replica_and_fewer_one_less(run):
     assert off(load_weights(outcome.paths.model), load_weights(run(job, runs="one").paths.model)) < ROUNDING * STEPS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [[], *long(["worker-1"])])
 def test_workers_outlive_their_driver(killed, run, resume, place):
     (place / "job.yaml").write_text(yaml.safe_dump(JOB | {"workers": 2, "shard": FSDP, "watch": slowly(0.3)}))

@@ -92,6 +92,7 @@ def test_servers_and_workers_die_and_no_row_is_lost(seed, place, run):
     assert_nothing_left(outcome)
 
 
+@pytest.mark.long
 def test_without_backup_the_checkpoint_is_used(run):
     outcome = run(
         WORDS,
@@ -147,6 +148,7 @@ def test_without_servers_it_is_refused(run):
     assert outcome.error.code == "SH418"
 
 
+@pytest.mark.long
 def test_stale(run):
     outcome = run(WORDS, steps=80, workers=3, sync=server(2, 1, 2), checkpoint={"every": "20 steps"})
     assert outcome.status == "finished", outcome.error

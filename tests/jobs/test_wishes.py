@@ -112,6 +112,7 @@ def test_a_number_that_makes_no_sense(run, number):
         wishes.scale(outcome.paths, servers=number)
 
 
+@pytest.mark.long
 def test_workers_whose_driver_is_gone_are_told_of(place):
     write(place, **ENDLESS)
     command = [sys.executable, "-c", "from shoal.cli import main; main()", "run", "job.yaml", "--json"]
