@@ -63,7 +63,7 @@ def test_with_a_codec(codec, run):
         assert_same(run(job, workers=workers), calm(run, job))
 
 
-@pytest.mark.parametrize("codec", ["none", "lowrank", *long("int8", "sign", "topk")])
+@pytest.mark.parametrize("codec", ["none", *long("lowrank", "int8", "sign", "topk")])
 def test_in_several_fragments(codec, run):
     job = LARGE | {"codec": codec}
     for workers in (2, 3):

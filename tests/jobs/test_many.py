@@ -61,6 +61,7 @@ def test_folds_side_by_side_with_two_workers_each(run):
     assert [one.receipt.weights_sha256 for one in run(folds(3), workers=2).folds] == alone
 
 
+@pytest.mark.long
 def test_two_runs_side_by_side(run, place):
     job = JOBS["mlp"] | {"lanes": 4, "steps": 200}
     other = make_job(job | {"workers": 2}, base_dir=str(place))

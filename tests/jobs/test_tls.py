@@ -88,6 +88,7 @@ def test_a_killed_worker_is_missed_at_once(run, far, place, certificates):
     assert not rows(outcome, "put_out"), "nobody had to be suspected"
 
 
+@pytest.mark.long
 def test_users_and_joiners_come_in_with_certificates_alone(
     run,
     place,

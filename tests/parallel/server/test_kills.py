@@ -35,7 +35,7 @@ def test_a_server_dies(moment):
         harbour.check_backups()
 
 
-@pytest.mark.parametrize("moment", ["after a push", "after an update was ordered", "before an acknowledgement"])
+@pytest.mark.parametrize("moment", ["after a push", *long("after an update was ordered", "before an acknowledgement")])
 def test_all_hear_that_one_must_stop(moment):
     """In the same step, although the server that heard it first is gone."""
     harbour = Harbour(KINDS["all"], workers=3)
@@ -167,7 +167,7 @@ def test_a_server_dies_before_training_begins(kind, when):
         harbour.check_backups()
 
 
-@pytest.mark.parametrize("kind", ["all", "momentum"])
+@pytest.mark.parametrize("kind", ["all", *long("momentum")])
 def test_a_worker_dies(kind):
     with Harbour(KINDS[kind], workers=3, steps=10) as harbour:
         harbour.on_step[2] = [harbour.lose_worker]
@@ -177,7 +177,7 @@ def test_a_worker_dies(kind):
         harbour.check_backups()
 
 
-@pytest.mark.parametrize("kind", ["norm", "counted", "all"])
+@pytest.mark.parametrize("kind", [*long("norm", "counted"), "all"])
 def test_a_worker_dies_that_alone_knew_the_norm(kind):
     """Some chunks have the step then and some do not, and nobody who lives knows all norms."""
     with Harbour(KINDS[kind], workers=2) as harbour:
@@ -186,7 +186,7 @@ def test_a_worker_dies_that_alone_knew_the_norm(kind):
         harbour.check_backups()
 
 
-@pytest.mark.parametrize("when", ["before", "after", "sent"])
+@pytest.mark.parametrize("when", [*long("before", "after"), "sent"])
 def test_a_server_dies_while_everything_is_pulled(when):
     with Harbour(KINDS["all"], workers=3) as harbour:
         harbour.on_step[harbour.steps - 1] = [lambda: harbour.doom(101, Doom(frames.PULL, 3, when))]
