@@ -147,7 +147,6 @@ def test_a_run_that_is_other_than_planned_is_planned_again(run, measured):
     assert planned.lines(picture_of(found.paths))[-1].startswith("  again, with ")
 
 
-@pytest.mark.long
 def test_what_a_user_chose_is_left_alone(run, measured):
     measured()
     asked = []

@@ -61,6 +61,12 @@ def test_what_all_workers_tell_alike_is_shown_once():
     assert shown[-1] == "worker-2 died: SIGKILL"
 
 
+def test_a_model_that_is_never_whole_is_not_counted():
+    built = {name: value for name, value in BUILT.items() if name != "parameters"}
+    (shown,) = remarks(told(("worker-0", "built", None, built)))
+    assert shown.startswith("samples: ")
+
+
 def test_views_without_a_reason_are_not_shown():
     views = told(
         ("driver", "view", None, {"number": 1, "why": "worker-2 is gone"}),

@@ -89,8 +89,9 @@ def remark(event: Event, picture: Picture) -> str:
     if event.kind == "built" and event.who == picture.built_by:
         parts = ", ".join(f"{words.count(n)} {name}" for name, n in event["samples"].items())
         skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
+        known = event.get("parameters")  # not where a model is never whole
         return (
-            f"{words.count(event['parameters'])} parameters, samples: {parts}{skipped}; "
+            f"{f'{words.count(known)} parameters, ' if known else ''}samples: {parts}{skipped}; "
             f"{words.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
         )
     if event.kind == "evaluated" and not event.get("again"):
