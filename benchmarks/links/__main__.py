@@ -62,14 +62,17 @@ class Bench:
     rounds: int
     window_s: float
     most_s: float
+    keep: bool
 
     def quality(self, model: str) -> dict[str, list[Curve]]:
-        return quality.learn(
+        lanes = [codec for codec in self.codecs if self._wanted(f"lanes, {codec}")]
+        return quality.learn_more(
             model,
             self.data,
-            [*self.codecs, *self.locals],
+            [*lanes, *filter(self._wanted, self.locals)],
             seeds=self.seeds,
             steps=self.steps,
+            keep=self.keep,
             nursery=self.nurseries[0],
             scratch=self.scratch,
         )
@@ -93,7 +96,10 @@ class Bench:
 
     def _sides(self, model: str) -> dict[str, Any]:
         found = sides(model, self.data, self.codecs, self.locals, self.nurseries)
-        return {name: start for name, start in found.items() if not self.sides or name.startswith(tuple(self.sides))}
+        return {name: start for name, start in found.items() if self._wanted(name)}
+
+    def _wanted(self, side: str) -> bool:
+        return not self.sides or side.startswith(tuple(self.sides))
 
 
 def main() -> None:
@@ -119,11 +125,12 @@ def main() -> None:
             rounds=1 if asked.quick else asked.rounds,
             window_s=2.0 if asked.quick else asked.window,
             most_s=20.0 if asked.quick else asked.most,
+            keep=not asked.quick,
         )
         for model in asked.models:
             for part, rows in compare(bench, model, asked.parts or COMPARED, asked.links):
                 console.print(report.table(part, rows))
-                if not asked.quick and (asked.title or not asked.side):
+                if not asked.quick and (asked.title or not asked.side) and quality.TITLE not in part:
                     report.keep("links", ", ".join(filter(None, [part, asked.title])), {"rows": rows})
 
 

@@ -4,8 +4,8 @@ with two lanes and no link finds out, and steps to a loss are the same on every 
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,14 @@ UNCOMPRESSED = "none"
 TITLE, STEPS = "loss after", "steps to "
 VALIDATION = {"gpt": 0.005, "cnn": 0.02}
 SMOOTH_STEPS = 20
+TOGETHER = 4
 AT_ONCE = 2
 TARGET_AT = 2 / 3
 """The loss that sides race to is where the uncompressed run is at this part of its steps."""
+
+
+Curves = dict[str, list["Curve"]]
+"""By codec, one per seed."""
 
 
 @dataclass
@@ -36,6 +41,20 @@ class Curve:
     batch: int
     losses: list[tuple[int, float, int]] = field(default_factory=list)
     final: float = float("nan")
+
+    @classmethod
+    def from_plain(cls, batch: int, plain: Mapping[str, Any]) -> Curve:
+        losses = map(float, plain["losses"].split())
+        told = [((i + 1) * TOGETHER, loss, TOGETHER * batch) for i, loss in enumerate(losses)]
+        return cls(batch, told, plain["final"])
+
+    def plain(self) -> dict[str, Any]:
+        """Short: the means of some steps together."""
+        found = defaultdict[int, list[tuple[float, int]]](list)
+        for step, loss, samples in self.losses:
+            found[(step - 1) // TOGETHER].append((loss, samples))
+        means = [sum(loss * n for loss, n in it) / sum(n for _, n in it) for _, it in sorted(found.items())]
+        return {"losses": " ".join(f"{mean:.4f}" for mean in means), "final": self.final}
 
     def look(self, event: Event, picture: Picture) -> None:
         if event.kind == "step":
@@ -63,28 +82,54 @@ def smooth(losses: Iterable[tuple[Any, float, int]], over: int) -> Iterator[tupl
 
 
 def learn(
-    model: str, data: Path, codecs: Sequence[str], *, seeds: int, steps: int, nursery: Nursery, scratch: Path
-) -> dict[str, list[Curve]]:
-    """A curve per seed and codec."""
-    wanted = {
-        (codec, seed): Curve(BATCH[model]) for seed in range(seeds) for codec in dict.fromkeys([UNCOMPRESSED, *codecs])
-    }
-    waiting, going = list(wanted), list[Run]()
+    model: str,
+    data: Path,
+    wanted: Iterable[tuple[str, int]],
+    *,
+    steps: int,
+    nursery: Nursery,
+    scratch: Path,
+    done: Callable[[str, int, Curve], None],
+) -> None:
+    """Of each codec and seed."""
+    waiting, going = list(wanted), dict[tuple[str, int], tuple[Run, Curve]]()
     try:
         while waiting or going:
             if waiting and len(going) < AT_ONCE:
                 codec, seed = waiting.pop(0)
-                plain = _job(model, data, codec, seed=seed, steps=steps)
-                going.append(_started(plain, scratch / "quality", nursery, wanted[codec, seed]))
-            for run in list(going):
+                plain, curve = _job(model, data, codec, seed=seed, steps=steps), Curve(BATCH[model])
+                going[codec, seed] = _started(plain, scratch / "quality", nursery, curve), curve
+            for name, (run, curve) in list(going.items()):
                 if outcome := run.tick(0.02):
-                    going.remove(run)
+                    del going[name]
                     if outcome.receipt is None:
                         raise outcome.error or RuntimeError(f"the run is {outcome.status}")
+                    done(*name, curve)
     finally:
-        for run in going:
+        for run, _ in going.values():
             run.close()
-    return {codec: [curve for (name, _), curve in wanted.items() if name == codec] for codec, _ in wanted}
+
+
+def learn_more(
+    model: str, data: Path, codecs: Sequence[str], *, seeds: int, steps: int, keep: bool, **how: Any
+) -> Curves:
+    """What was learned before and kept under the same title is not learned again; all that is new is kept at once."""
+    title = f"{model}: {TITLE} {steps} steps"
+    kept: dict[str, dict[str, Any]] = report.kept("links").get(title, {}).get("curves", {}) if keep else {}
+
+    def curves() -> Curves:
+        return {codec: [Curve.from_plain(BATCH[model], it) for it in found.values()] for codec, found in kept.items()}
+
+    def done(codec: str, seed: int, curve: Curve) -> None:
+        kept.setdefault(codec, {})[str(seed)] = curve.plain()
+        if keep and UNCOMPRESSED in kept:
+            found = curves()
+            report.keep("links", title, {"rows": rows(found, goal(found, steps)), "curves": kept})
+
+    wanted = [(codec, seed) for seed in range(seeds) for codec in dict.fromkeys([UNCOMPRESSED, *codecs])]
+    missing = [(codec, seed) for codec, seed in wanted if str(seed) not in kept.get(codec, {})]
+    learn(model, data, missing, steps=steps, done=done, **how)
+    return curves()
 
 
 def _job(model: str, data: Path, codec: str, *, seed: int, steps: int) -> Mapping[str, Any]:

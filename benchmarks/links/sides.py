@@ -35,7 +35,15 @@ CODECS: Mapping[str, dict[str, Any]] = {
     "lowrank": {"kind": "lowrank", "rank": 4},
     "lowrank 16": {"kind": "lowrank", "rank": 16},
 }
-LOCALS = ("local 8, none", "local 32, none", "local 32, bf16", "local 32, int4", "local 128, none", "local 128, int8")
+LOCALS = (
+    "local 8, none",
+    "local 16, int4",
+    "local 32, none",
+    "local 32, bf16",
+    "local 32, int4",
+    "local 128, none",
+    "local 128, int8",
+)
 """Steps of a round, and the codec."""
 SETTLE = 4
 EXACT, STALENESS = "0", ("4", "inf")

@@ -40,6 +40,14 @@ def test_who_does_not_reach_the_loss_with_every_seed_has_no_steps_to_it():
     assert rows["slow"]["within"] == "no"
 
 
+def test_a_kept_curve_is_as_good():
+    curve = falling(1.5, 0.02)
+    again = Curve.from_plain(4, curve.plain())
+    assert again.final == 1.5
+    assert abs(quality.steps_to([again], 2.0) - quality.steps_to([curve], 2.0)) <= quality.TOGETHER
+    assert again.plain() == curve.plain()
+
+
 def test_whole_periods_are_counted_with_their_agreement():
     """What a worker tells by itself at the last step of a period comes before all have agreed."""
     inner = [Step(t=float(i), samples=1, step=i, inner=True) for i in range(1, 13)]

@@ -6,6 +6,7 @@ from shoal.jobs import wishes
 from tests.conftest import CNN, GPT, MLP, long
 from tests.jobs.disturbed import assert_nothing_left, assert_same, calm, fired, in_time, rows, script
 from tests.jobs.driven import driven
+from tests.jobs.test_servers import Stop
 
 PLAIN = {"kind": "local", "every": 4, "settle": 1}
 STREAMED = {"kind": "local", "every": 4, "settle": 4}
@@ -164,6 +165,17 @@ def test_all_die_and_resume(codec, run, resume, place):
     second = resume(first.paths)
     (row,) = rows(second, "resumed")
     assert row.step in (16, 32)
+    assert_same(second, calm(run, job))
+
+
+@pytest.mark.parametrize("codec", ["sign", *long("int3", {"kind": "lowrank", "rank": 2})])
+def test_a_run_that_is_stopped_goes_on_with_what_its_lanes_remember(codec, run, resume):
+    job = SMALL | {"codec": codec, "steps": 240}
+    first = run(job, workers=2, checkpoint={"every": "16 steps"}, look=Stop(32))
+    assert first.status != "finished"
+    second = resume(first.paths)
+    (row,) = rows(second, "resumed")
+    assert 32 <= row.step < 240
     assert_same(second, calm(run, job))
 
 
