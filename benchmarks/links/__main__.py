@@ -139,7 +139,9 @@ def _regret(asked: argparse.Namespace, console: Console, machines: tuple[Hosts, 
     bench = regret.Bench(*machines, data, scratch, 1.0 if asked.quick else asked.window)
     cells = [regret.Cell(model, mbit, slow) for model in asked.models for mbit in asked.links for slow in asked.slow]
     keep = not asked.quick
-    regret.run(bench, cells, asked.side or [], keep=keep, show=lambda *table: console.print(report.table(*table)))
+    rounds = 1 if asked.quick else asked.rounds
+    show = lambda *table: console.print(report.table(*table))  # noqa: E731
+    regret.run(bench, cells, asked.side or [], rounds, keep=keep, show=show)
 
 
 def compare(bench: Bench, model: str, parts: Sequence[str], links: Sequence[float]) -> Iterator[tuple[str, list[Row]]]:

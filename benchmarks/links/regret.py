@@ -7,6 +7,7 @@ a slow host is it is told: one that is stopped and continued looks as fast as ev
 from __future__ import annotations
 
 import socket
+import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +29,12 @@ from shoal.plan.costs.predict import predict
 from shoal.plan.costs.reading import Wanted, read_machine, read_measured, sync_section
 from shoal.spec.load import make_job
 
-LANES, SETTLE = 4, 4
+LANES, PERIOD = 4, 128
 BALANCE_S = 8.0
 """Until lanes have moved to the faster worker."""
 
+CLOSE = 0.8
+"""Of the best: who may be better in the next turn."""
 ALLOW = ("codecs", "local")
 TITLE = "regret: "
 _PAIR = Choice(workers=2, hosts=2)
@@ -39,7 +42,7 @@ SIDES: Mapping[str, Choice] = {
     "one worker": Choice(),
     **{f"lanes, {codec}": replace(_PAIR, codec=codec) for codec in ("none", "bf16", "int8", "int4")},
     **{
-        f"local {every}, bf16": replace(_PAIR, sync="local", every=every, settle=SETTLE, codec="bf16")
+        f"local {every}, bf16": replace(_PAIR, sync="local", every=every, settle=PERIOD // every, codec="bf16")
         for every in (8, 32, 128)
     },
     "server, 0, none": replace(_PAIR, sync="server", servers=1),
@@ -92,7 +95,7 @@ class Bench:
 
     def speed(self, cell: Cell, side: str) -> Numbers:
         choice = SIDES[side]
-        period = choice.every * choice.settle if choice.sync == "local" else 1
+        period = PERIOD if choice.sync == "local" else 1
         asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": BATCH[cell.model]}
         plain = self._job(cell, choice)
         return measure.speed(
@@ -152,16 +155,17 @@ def measured_link(hosts: Hosts, mbit: float) -> Link:
     return Link(found.latency_s, found.send_bytes_s, found.receive_bytes_s)
 
 
-def with_kept(cell: Cell, planned: Mapping[str, Any], found: Mapping[str, Numbers]) -> dict[str, Any]:
+def with_kept(cell: Cell, planned: Mapping[str, Any], found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """The cell as it is now: sides that were measured before, and these."""
     kept = report.kept("links").get(cell.title, {"rows": []})
-    true = {row["side"]: row["steps/s"] for row in kept["rows"]} | {name: it["steps/s"] for name, it in found.items()}
-    return {"planner": dict(planned), "rows": rows(planned, true)}
+    turns = {row["side"]: row["turns"] for row in kept["rows"]} | dict(found)
+    return {"planner": dict(planned), "rows": rows(planned, turns)}
 
 
-def rows(planned: Mapping[str, Any], true: Mapping[str, float]) -> list[dict[str, Any]]:
-    """From fast to slow."""
-    in_turn = sorted((name for name in SIDES if name in true), key=lambda name: -true[name])
+def rows(planned: Mapping[str, Any], turns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """From fast to slow, by the median of a side's turns."""
+    true = {name: statistics.median(turns[name]) for name in SIDES if name in turns}
+    in_turn = sorted(true, key=lambda name: -true[name])
     return [
         {
             "side": name,
@@ -169,6 +173,7 @@ def rows(planned: Mapping[str, Any], true: Mapping[str, float]) -> list[dict[str
             "said, steps/s": planned["said"][name],
             "of the best": true[name] / true[in_turn[0]],
             "choice": "→" if name == planned["choice"] else "",
+            "turns": [round(turn, 3) for turn in turns[name]],
         }
         for name in in_turn
     ]
@@ -186,14 +191,20 @@ def regrets(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def run(bench: Bench, cells: Sequence[Cell], sides: Sequence[str], *, keep: bool, show: Any) -> None:
-    """Cell by cell, and side by side within: what is there is kept if the rest is interrupted."""
+def run(bench: Bench, cells: Sequence[Cell], sides: Sequence[str], rounds: int, *, keep: bool, show: Any) -> None:
+    """Cell by cell, and side by side within: what is there is kept if the rest is interrupted. After the first round
+    only those go on, in turns, that may be the best, and the choice: one turn says little where they are close."""
     wanted = [name for name in SIDES if not sides or name.startswith(tuple(sides))]
     for cell in cells:
-        planned, found = bench.planned(cell), dict[str, Numbers]()
-        for side in wanted:
-            found[side] = bench.speed(cell, side)
-            if keep:
-                report.keep("links", cell.title, with_kept(cell, planned, found))
-        true = {name: numbers["steps/s"] for name, numbers in found.items()}
-        show(cell.title, with_kept(cell, planned, found)["rows"] if keep else rows(planned, true))
+        planned, found = bench.planned(cell), dict[str, list[float]]()
+        for number in range(rounds):
+            for side in wanted if number == 0 else contenders(found, planned["choice"]):
+                found.setdefault(side, []).append(bench.speed(cell, side)["steps/s"])
+                if keep:
+                    report.keep("links", cell.title, with_kept(cell, planned, found))
+        show(cell.title, with_kept(cell, planned, found)["rows"] if keep else rows(planned, found))
+
+
+def contenders(found: Mapping[str, Sequence[float]], choice: str) -> list[str]:
+    best = max(turns[0] for turns in found.values())
+    return [name for name, turns in found.items() if turns[0] > CLOSE * best or name == choice]

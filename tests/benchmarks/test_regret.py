@@ -20,14 +20,14 @@ def test_cells_have_names():
 
 
 def test_sides_that_were_measured_from_fast_to_slow():
-    found = rows(PLANNED, {"one worker": 4.0, "lanes, bf16": 6.0, "lanes, int8": 8.0})
+    found = rows(PLANNED, {"one worker": [4.0], "lanes, bf16": [6.0], "lanes, int8": [7.0, 12.0, 8.0]})
     assert [row["side"] for row in found] == ["lanes, int8", "lanes, bf16", "one worker"]
     assert [row["of the best"] for row in found] == [1.0, 0.75, 0.5]
     assert [row["choice"] for row in found] == ["", "→", ""]
 
 
 def test_regret_is_how_much_faster_the_best_was():
-    both = rows(PLANNED, {"one worker": 9.0, "lanes, bf16": 6.0})
+    both = rows(PLANNED, {"one worker": [9.0], "lanes, bf16": [6.0]})
     kept = {
         "regret: gpt, 100 Mbit/s, equal": {"planner": PLANNED, "rows": both},
         "regret: cnn, 100 Mbit/s, equal": {"planner": PLANNED, "rows": both[:1]},
@@ -40,11 +40,18 @@ def test_regret_is_how_much_faster_the_best_was():
 
 def test_sides_that_were_measured_before_are_kept(monkeypatch):
     cell = Cell("gpt", 100.0)
-    before = {cell.title: {"rows": rows(PLANNED, {"one worker": 4.0, "lanes, none": 1.0})}}
+    before = {cell.title: {"rows": rows(PLANNED, {"one worker": [4.0], "lanes, none": [1.0]})}}
     monkeypatch.setattr(regret.report, "kept", lambda name: before)
-    found = regret.with_kept(cell, PLANNED, {"lanes, none": {"steps/s": 2.0}, "lanes, bf16": {"steps/s": 3.0}})
+    found = regret.with_kept(cell, PLANNED, {"lanes, none": [2.0], "lanes, bf16": [3.0]})
     true = {row["side"]: row["steps/s"] for row in found["rows"]}
     assert true == {"one worker": 4.0, "lanes, bf16": 3.0, "lanes, none": 2.0}
+
+
+def test_who_was_close_and_the_choice_have_another_turn():
+    found = {"one worker": [4.0], "lanes, none": [5.0, 9.0], "lanes, bf16": [1.0], "lanes, int8": [3.9]}
+    assert regret.contenders(found, "lanes, none") == ["lanes, none"]
+    assert regret.contenders(found, "lanes, bf16") == ["lanes, none", "lanes, bf16"]
+    assert regret.contenders(found | {"one worker": [4.1]}, "lanes, none") == ["one worker", "lanes, none"]
 
 
 def test_every_side_is_predicted_and_a_slow_host_is_never_faster():
