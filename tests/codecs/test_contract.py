@@ -93,6 +93,30 @@ def test_nothing_is_lost_for_good(kind, count, seed, scale):
     assert torch.allclose(got + left, given, rtol=0, atol=1e-5 * scale * max(1, math.sqrt(count)) / 4)
 
 
+@each
+@few
+@given(values=stretches(), seed=st.integers(0, 99), bad=st.sampled_from([None, math.inf, math.nan]), own=st.booleans())
+def test_what_is_read_back_is_what_will_be_decoded(kind, values, seed, bad, own):
+    """To the bit, also where it is not finite or a zero has a sign, and nothing else changes by it."""
+    count = values.numel()
+    codec = codec_for(kind, count)
+    if bad is not None and count:
+        values[seed % count] = bad
+    before = torch.randn(codec.memory_floats(count), generator=torch.Generator().manual_seed(seed))
+    for memory in ({}, {"after": torch.empty_like(before)}, {"before": before, "after": torch.empty_like(before)}):
+        data = encoded(codec, values, **memory)
+        left = memory.get("after", before).clone()
+        given = values.clone()
+        back = given if own else torch.full_like(values, 3.0)
+        assert torch.equal(encoded(codec, given, **memory, back=back), data)
+        assert torch.equal(bits(memory.get("after", before)), bits(left))
+        assert torch.equal(bits(back), bits(decoded(codec, data, count)))
+
+
+def bits(values):
+    return values.view(torch.int32)
+
+
 @each_lossy
 @few
 @given(values=stretches(), seed=st.integers(0, 99))

@@ -326,7 +326,7 @@ def taker(met=()):
     layout = Layout(made)
     room = layout.views(torch.zeros(layout.size_bytes, dtype=torch.uint8))
     taken = Taken(set(range(4)))
-    return made, room, taken, Ahead(room, layout.grads, met, taken=taken, ready=seen.append), seen
+    return made, room, taken, Ahead(room.grads, layout.grads, met, taken=taken, ready=seen.append), seen
 
 
 def test_ready_is_what_lies_before_the_first_gap(monkeypatch):
@@ -355,5 +355,5 @@ def test_order_is_that_of_the_tree():
     layout = Layout(values[3])
     room = layout.views(torch.zeros(layout.size_bytes, dtype=torch.uint8))
     others = [(sums.partials[node].grads, first) for node, first in met]
-    Ahead(room, layout.grads, others, taken=Taken({0}), ready=lambda until: None).take(0, values[3].grads[0])
+    Ahead(room.grads, layout.grads, others, taken=Taken({0}), ready=lambda until: None).take(0, values[3].grads[0])
     assert torch.equal(room.grads[0], expected)

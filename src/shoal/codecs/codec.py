@@ -29,33 +29,58 @@ class Codec(Protocol):
     def remembers(self) -> bool:
         """It sends so little that what was lost must be added to the next values, or training goes astray."""
 
+    @property
+    def adds(self) -> bool:
+        """What was lost is added to the next values as it is, and nothing else is done to them."""
+
     def size_bytes(self, count: int) -> int:
         """What `count` values take: known before, whatever they are."""
 
     def memory_floats(self, count: int) -> int:
         """How long `before` and `after` are. The first `count` are what was lost."""
 
-    def encode(self, values: Tensor, out: Tensor, *, before: Tensor | None = None, after: Tensor | None = None) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+        back: Tensor | None = None,
+    ) -> None:
         """Fill `out`, exactly `size_bytes` long.
 
         With `after`, what is lost is left there, and what was lost before (none if there is no `before`) is added to
-        the values first. The two may be the same tensor; two of them allow a step to be done again.
+        the values first. The two may be the same tensor; two of them allow a step to be done again. Values that lie in
+        `after` itself have what was lost before in them already, which is possible where the codec `adds`.
+
+        With `back`, what will be decoded is left there, to the bit: who finds what is lost has it already. It may be
+        the values themselves.
         """
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """The values into `out`, or added to what is there: the same bits as decoding first and adding then."""
 
 
-def check_encode(codec: Codec, values: Tensor, out: Tensor, before: Tensor | None, after: Tensor | None) -> int:
+def check_encode(
+    codec: Codec, values: Tensor, out: Tensor, before: Tensor | None, after: Tensor | None, back: Tensor | None
+) -> int:
     """The number of values, if everything fits."""
     count = _check_floats(values, "values")
     _check_bytes(out, codec.size_bytes(count))
+    if back is not None and _check_floats(back, "back") != count:
+        raise ValueError(f"`back` holds {back.numel()} values instead of {count}")
     if before is not None and after is None:
         raise ValueError("there is a memory from before, and no room for the next one")
     for name, memory in (("before", before), ("after", after)):
         if memory is not None and _check_floats(memory, name) != codec.memory_floats(count):
             raise ValueError(f"`{name}` holds {memory.numel()} values instead of {codec.memory_floats(count)}")
     return count
+
+
+def summed(values: Tensor, after: Tensor) -> bool:
+    """Do the values lie in `after`?"""
+    return values.data_ptr() == after.data_ptr()
 
 
 def check_decode(codec: Codec, data: Tensor, out: Tensor) -> int:

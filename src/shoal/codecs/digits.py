@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -99,8 +100,13 @@ class Digits(Piecewise):
         digits.clamp_(-numbers.most, numbers.most).round_()
 
     def _read_back(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
-        """The numbers still lie there."""
-        self._scale(self._digits(out)[: out.numel()], self._of(parts, start, out)[0], out)
+        """The numbers still lie there. Zeros have no sign in what is sent, and what is not finite reads as it reads."""
+        steps, _ = self._of(parts, start, out)
+        if math.isfinite(float(steps.sum())):
+            self._scale(self._digits(out)[: out.numel()], steps, out)
+            out.add_(0.0)
+        else:
+            self._read(parts, start, out)
 
     def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
         numbers = self._numbers

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.codecs.codec import check_decode, check_encode
+from shoal.codecs.codec import check_decode, check_encode, summed
 from shoal.codecs.piecewise import pieces
 from shoal.codecs.scratch import Scratch
 from shoal.codecs.size import FLOAT, Part, Shape, cut
@@ -55,6 +55,7 @@ class LowRank:
 
     exact = False
     remembers = True
+    adds = True
 
     def __init__(self, rank: int, shapes: Sequence[Shape], scratch: Scratch) -> None:
         self._scratch = scratch
@@ -75,13 +76,20 @@ class LowRank:
         self._check(count)
         return self._memory
 
-    def encode(self, values: Tensor, out: Tensor, *, before: Tensor | None = None, after: Tensor | None = None) -> None:
-        count = check_encode(self, values, out, before, after)
+    def encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+        back: Tensor | None = None,
+    ) -> None:
+        count = check_encode(self, values, out, before, after, back)
         sent = out.view(torch.float32)
-        if after is not None and before is not None:
-            values = torch.add(values, before[:count], out=after[:count])
-        elif after is not None:
-            values = after[:count].copy_(values)
+        if after is not None and not summed(values, after):
+            room = after[:count]
+            values = room.copy_(values) if before is None else torch.add(values, before[:count], out=room)
         for slot in self._slots:
             matrix = slot.of(values)
             if slot.part.rank:
@@ -89,10 +97,17 @@ class LowRank:
                 slot.p(sent).copy_(p)
                 slot.q(sent).copy_(q)
                 if after is not None:
-                    matrix.addmm_(p, q, alpha=-1)
                     slot.warm(after).copy_(q)
+                if after is not None or back is not None:
+                    for rows, product in self._products(slot, sent):
+                        if after is not None:
+                            matrix[rows].sub_(product)
+                        if back is not None:
+                            slot.of(back)[rows].copy_(product)
             else:
                 slot.whole(sent).copy_(matrix)
+                if back is not None:
+                    slot.of(back).copy_(matrix)
                 if after is not None:
                     matrix.zero_()
 
@@ -101,24 +116,22 @@ class LowRank:
         sent = data.view(torch.float32)
         for slot in self._slots:
             if slot.part.rank:
-                self._multiply(slot, sent, slot.of(out), add=add)
+                for rows, product in self._products(slot, sent):
+                    into = slot.of(out)[rows]
+                    into.add_(product) if add else into.copy_(product)
             elif add:
                 slot.of(out).add_(slot.whole(sent))
             else:
                 slot.of(out).copy_(slot.whole(sent))
 
-    def _multiply(self, slot: _Slot, sent: Tensor, out: Tensor, *, add: bool) -> None:
+    def _products(self, slot: _Slot, sent: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Some rows at a time, from and into memory of our own: bits must not depend on where bytes happen to lie."""
         p, q = self._own("p", slot.p(sent)), self._own("q", slot.q(sent))
         columns = slot.part.columns
-        for start, stop in pieces(out.numel(), columns * ALIGNED_ROWS, out.device):
+        for start, stop in pieces(slot.part.rows * columns, columns * ALIGNED_ROWS, sent.device):
             rows = slice(start // columns, stop // columns)
-            room = self._scratch.take("product", stop - start, torch.float32, out.device).view(-1, columns)
-            torch.mm(p[rows], q, out=room)
-            if add:
-                out[rows].add_(room)
-            else:
-                out[rows].copy_(room)
+            room = self._scratch.take("product", stop - start, torch.float32, sent.device).view(-1, columns)
+            yield rows, torch.mm(p[rows], q, out=room)
 
     def _own(self, name: str, matrix: Tensor) -> Tensor:
         return self._scratch.take(name, matrix.numel(), torch.float32, matrix.device).view_as(matrix).copy_(matrix)

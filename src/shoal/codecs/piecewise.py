@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shoal.codecs.codec import check_decode, check_encode
+from shoal.codecs.codec import check_decode, check_encode, summed
 from shoal.codecs.scratch import Scratch
 
 PIECE = 1 << 18  # measured: with half of it, starting kernels costs more than caches save
@@ -23,6 +23,7 @@ class Piecewise(ABC):
 
     exact = False
     remembers = False
+    adds = True
     width = 1  # no piece but the last ends within so many values
 
     def __init__(self, scratch: Scratch) -> None:
@@ -44,29 +45,37 @@ class Piecewise(ABC):
         """Decode the piece that begins at value number `start`."""
 
     def _read_back(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
-        """Decode the piece that was written just now."""
+        """Decode the piece that was written just now: the same bits."""
         self._read(parts, start, out)
 
     def memory_floats(self, count: int) -> int:
         return count
 
-    def encode(self, values: Tensor, out: Tensor, *, before: Tensor | None = None, after: Tensor | None = None) -> None:
-        count = check_encode(self, values, out, before, after)
+    def encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+        back: Tensor | None = None,
+    ) -> None:
+        count = check_encode(self, values, out, before, after, back)
         if not self.memory_floats(count):
             before = after = None
+        there = after is not None and summed(values, after)
         parts = self._split(out, count)
         for start, stop in pieces(count, self.width, values.device):
             piece = values[start:stop]
-            if after is None:
-                self._write(piece, parts, start)
-                continue
-            left = after[start:stop]
-            if before is not None:
-                piece = torch.add(piece, before[start:stop], out=left)
+            if after is not None and not there:
+                left = after[start:stop]
+                piece = left.copy_(piece) if before is None else torch.add(piece, before[start:stop], out=left)
             self._write(piece, parts, start)
-            back = self._floats(piece)
-            self._read_back(parts, start, back)
-            torch.sub(piece, back, out=left)
+            if after is not None or back is not None:
+                room = self._floats(piece) if back is None else back[start:stop]
+                self._read_back(parts, start, room)
+                if after is not None:
+                    piece.sub_(room)
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         count = check_decode(self, data, out)

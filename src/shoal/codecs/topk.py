@@ -7,7 +7,7 @@ from math import ceil, sqrt
 import torch
 from torch import Tensor
 
-from shoal.codecs.codec import check_decode, check_encode
+from shoal.codecs.codec import check_decode, check_encode, summed
 from shoal.codecs.piecewise import pieces
 from shoal.codecs.scratch import Scratch
 from shoal.codecs.size import FLOAT, kept
@@ -28,6 +28,7 @@ class TopK:
     remembers = True
 
     def __init__(self, keep: float, momentum: float | None, scratch: Scratch) -> None:
+        self.adds = not momentum
         self._keep = keep
         self._momentum = momentum
         self._scratch = scratch
@@ -38,8 +39,16 @@ class TopK:
     def memory_floats(self, count: int) -> int:
         return 2 * count if self._momentum else count
 
-    def encode(self, values: Tensor, out: Tensor, *, before: Tensor | None = None, after: Tensor | None = None) -> None:
-        count = check_encode(self, values, out, before, after)
+    def encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+        back: Tensor | None = None,
+    ) -> None:
+        count = check_encode(self, values, out, before, after, back)
         places, sizes = _split(out)
         if not count:
             return
@@ -50,6 +59,8 @@ class TopK:
         if after is not None:
             for remembered in after.view(-1, count):
                 remembered.index_fill_(0, chosen, 0)
+        if back is not None:
+            self.decode(out, back)
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         check_decode(self, data, out)
@@ -61,6 +72,8 @@ class TopK:
     def _accumulate(self, values: Tensor, before: Tensor | None, after: Tensor) -> Tensor:
         """What was not sent so far, with these values; then, with momentum, the velocities."""
         count = values.numel()
+        if summed(values, after):
+            return values
         if before is None:
             after.view(-1, count).copy_(values)
         elif not self._momentum:

@@ -51,10 +51,10 @@ class Ahead:
     """A Taker for one lane. `ready(until)` is told now and then that the first `until` bytes are there."""
 
     def __init__(
-        self, room: LaneSum, places: Sequence[Place], met: Met, *, taken: Taken, ready: Callable[[int], None]
+        self, room: list[Tensor], places: Sequence[Place], met: Met, *, taken: Taken, ready: Callable[[int], None]
     ) -> None:
         self.spoil = taken.spoil
-        self._room = room.grads
+        self._room = room
         self._met = met
         self._taken = taken
         self._ready = ready

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.codecs.codec import Codec
 from shoal.codecs.make import make
-from shoal.codecs.memory import Memory
 from shoal.codecs.scratch import Scratch
 from shoal.codecs.size import FLOAT, Shape
 from shoal.errors import error
@@ -30,10 +29,16 @@ FIRST_BYTES = 1 << 19  # nothing is on the wire before it
 Runs = Sequence[Sequence[int]]
 
 
+class Remembered(Protocol):
+    """A lane's, or of a fragment of it."""
+
+    def part(self, start: int, stop: int) -> tuple[Tensor | None, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Cut:
     """The bytes [start, stop) of the stretch become `size_bytes` that lie `at` a place in a lane's slot. The lane
-    remembers what lies between `remembered` of its memory."""
+    remembers what lies between `remembered` of its memory. `gaps` of the stretch hold nothing, and are encoded too."""
 
     codec: Codec
     start: int
@@ -41,6 +46,25 @@ class Cut:
     at: int
     size_bytes: int
     remembered: tuple[int, int]
+    gaps: Sequence[slice]
+
+    def encode(
+        self, stretch: Tensor, slot: Tensor, memory: Remembered | None, *, keep: bool = False, summed: bool = False
+    ) -> None:
+        """What is in the stretch or, if it is `summed`, in the memory, with what it remembered. To `keep` what will be
+        decoded in the stretch is nearly free for who remembers what was lost."""
+        before, after = (None, None) if memory is None else memory.part(*self.remembered)
+        values = there = self.values(stretch)
+        if summed and before is not None and after is not None:
+            values = after[: len(there)]
+            for gap in self.gaps:
+                inside = slice((gap.start - self.start) // FLOAT, (gap.stop - self.start) // FLOAT)
+                after[inside].copy_(before[inside])
+        else:
+            for gap in self.gaps:
+                stretch[gap].zero_()
+        back = there if keep else None
+        self.codec.encode(values, self.encoded(slot), before=before, after=after, back=back)
 
     def values(self, stretch: Tensor) -> Tensor:
         return stretch[self.start : self.stop].view(torch.float32)
@@ -64,16 +88,17 @@ class Form:
         self.memory_floats = 0
         scratch, place = Scratch(), 0
         _check(layout.grads)
-        for run in cut_as or runs(layout):
+        self._runs = cut_as or runs(layout)
+        for run in self._runs:
             places = [layout.grads[i] for i in run]
             start, stop = places[0].start, aligned(places[-1].start + places[-1].size_bytes)
             codec = make(settings, shapes=list(_shapes(places)), scratch=scratch)
             count, size_bytes = (stop - start) // FLOAT, codec.size_bytes((stop - start) // FLOAT)
             kept = (self.memory_floats, self.memory_floats + codec.memory_floats(count))
-            self.cuts.append(Cut(codec, start, stop, place, size_bytes, kept))
+            self.cuts.append(Cut(codec, start, stop, place, size_bytes, kept, list(_gaps(places))))
             self.memory_floats = aligned(FLOAT * kept[1]) // FLOAT
             place = aligned(place + size_bytes)
-        self.remembers = self.cuts[0].codec.remembers
+        self.remembers, self.adds = self.cuts[0].codec.remembers, self.cuts[0].codec.adds
         self.grads_bytes = self.cuts[-1].stop
         self.tail_at = place
         self.tail_bytes = layout.size_bytes - self.grads_bytes
@@ -88,17 +113,25 @@ class Form:
         """Where the stretch is cut if every cut is a chunk, and the tail the last."""
         return [0, *(cut.stop for cut in self.cuts), self.layout.size_bytes]
 
+    def remembered(self, memory: Tensor) -> list[Tensor]:
+        """What was lost of each gradient."""
+        places = {
+            i: replace(place, start=place.start - cut.start + FLOAT * cut.remembered[0])
+            for cut, run in zip(self.cuts, self._runs, strict=True)
+            for i, place in ((i, self.layout.grads[i]) for i in run)
+        }
+        return [places[i].of(memory.view(torch.uint8)) for i in range(len(places))]
+
     def part(self, chunk: int) -> tuple[int, int]:
         """Where a chunk lies in a slot, and how long it is."""
         if chunk == len(self.cuts):
             return self.tail_at, self.tail_bytes
         return self.cuts[chunk].at, self.cuts[chunk].size_bytes
 
-    def encode(self, stretch: Tensor, slot: Tensor, memory: Memory | None) -> None:
+    def encode(self, stretch: Tensor, slot: Tensor, memory: Remembered | None) -> None:
         """A whole lane."""
         for cut in self.cuts:
-            before, after = memory.part(*cut.remembered) if memory is not None else (None, None)
-            cut.codec.encode(cut.values(stretch), cut.encoded(slot), before=before, after=after)
+            cut.encode(stretch, slot, memory)
         self.lay_down_tail(stretch, slot)
 
     def decode(self, chunk: int, data: Tensor, stretch: Tensor) -> None:
@@ -123,8 +156,16 @@ class Form:
 class Summing:
     """Decodes the lanes' slots cut by cut and adds them up in the order of the tree, into the stretch `out`."""
 
-    def __init__(self, form: Form, slots: Mapping[int, Tensor | None], out: Tensor) -> None:
-        """`slots` are those of all lanes; of some at least there is one."""
+    def __init__(
+        self,
+        form: Form,
+        slots: Mapping[int, Tensor | None],
+        out: Tensor,
+        *,
+        kept: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """`slots` are those of all lanes; of some at least there is one. `kept`: one of them, and the stretch where
+        what it decodes to lies already."""
 
         def term(parts: Iterable[tuple[Node, Tensor | None]]) -> Term:
             found = term_of(parts, len(slots))
@@ -133,6 +174,7 @@ class Summing:
 
         self._form = form
         self._out = out
+        self._kept = kept
         self._term = term(((0, lane), slot) for lane, slot in slots.items())
         tails = term(((0, lane), None if slot is None else form.tail(slot)) for lane, slot in slots.items())
         regions = form.layout.within(form.grads_bytes, form.layout.size_bytes)
@@ -158,16 +200,23 @@ class Summing:
     def _put(self, term: Term, cut: Cut, out: Tensor, *, level: int) -> None:
         """Left is added up in `out` itself, right in the room of this level unless it is a lane."""
         if isinstance(term, Tensor):
-            cut.codec.decode(cut.encoded(term), out)
+            self._take(term, cut, out, add=False)
             return
         left, right = term
         self._put(left, cut, out, level=level)
         if isinstance(right, Tensor):
-            cut.codec.decode(cut.encoded(right), out, add=True)
+            self._take(right, cut, out, add=True)
         else:
             room = self._rooms[level][: out.numel()]
             self._put(right, cut, room, level=level + 1)
             out.add_(room)
+
+    def _take(self, slot: Tensor, cut: Cut, out: Tensor, *, add: bool) -> None:
+        if self._kept is None or slot is not self._kept[0]:
+            cut.codec.decode(cut.encoded(slot), out, add=add)
+            return
+        values = cut.values(self._kept[1])
+        out.add_(values) if add else out.copy_(values)
 
 
 def _check(grads: Sequence[Place]) -> None:
@@ -195,8 +244,16 @@ def _shapes(places: Sequence[Place]) -> Iterator[Shape]:
     for place in places:
         order = sorted(range(len(place.shape)), key=lambda d: (-place.strides[d], d))
         yield tuple(place.shape[d] for d in order)
-        if gap := aligned(place.start + place.size_bytes) - place.start - place.size_bytes:
-            yield (gap // FLOAT,)
+        for gap in _gaps([place]):
+            yield ((gap.stop - gap.start) // FLOAT,)
+
+
+def _gaps(places: Iterable[Place]) -> Iterator[slice]:
+    """Behind tensors that do not end where another may begin."""
+    for place in places:
+        end = place.start + place.size_bytes
+        if aligned(end) > end:
+            yield slice(end, aligned(end))
 
 
 def _depth(term: Term) -> int:

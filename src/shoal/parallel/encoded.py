@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.parallel.ahead import Ahead, Taken, pays
+from shoal.parallel.ahead import Ahead, Met, Taken, pays
 from shoal.parallel.arenas import STAMPS_BYTES, UNFINISHED, Arenas, stamp
-from shoal.parallel.cutting import Form, Summing
+from shoal.parallel.cutting import Form, Remembered, Summing
 from shoal.parallel.exchange import Agreed, SpoiltError, exactly
 from shoal.parallel.flat import write
 from shoal.parallel.links import frames
@@ -29,12 +29,6 @@ from shoal.wire.handshake import LinkError
 
 BANKS = 2
 _MOST_SUMMINGS = 8
-
-
-class Remembered(Protocol):
-    """A lane's, or of a fragment of it."""
-
-    def part(self, start: int, stop: int) -> tuple[Tensor | None, Tensor]: ...
 
 
 class Lanes(Protocol):
@@ -53,7 +47,8 @@ def arena_bytes(form: Form, lanes: int) -> int:
 class Round(TreeSum[LaneSum]):
     """One step, under way: takes this worker's lanes in rising order and encodes each as soon as it is there.
 
-    Of the last lane so far, `ready` parts are encoded. When gradients go ahead, `posted` of its parts are on the way.
+    Of the last lane so far, `ready` parts are encoded. When gradients go ahead, `posted` of its parts are on the way,
+    and they may be `summed` with what the lane remembers.
     """
 
     def __init__(self, exchange: EncodedExchange, lanes: int, bank: int) -> None:
@@ -61,6 +56,7 @@ class Round(TreeSum[LaneSum]):
         self.bank = bank
         self.filled = 0
         self.counted = False
+        self.summed = False
         self.slot = 0
         self.ready = 0
         self.posted = 0
@@ -111,6 +107,7 @@ class EncodedExchange:
         self._turn = 0
         self._counted = False
         self._summings: dict[tuple[int, ...], Summing] = {}
+        self._banks: dict[int, list[Tensor]] = {}
         self._on_device = total.tensor if device.type == "cpu" else total.tensor.to(device)
         self._result = form.layout.views(self._on_device)
 
@@ -148,9 +145,7 @@ class EncodedExchange:
         slot = self._slot(self._seat, it.bank, it.slot)
         memory = self._memories.of(lane) if self._memories else None
         while it.ready < len(cuts) and cuts[it.ready].stop <= until:
-            cut = cuts[it.ready]
-            before, after = _part(memory, *cut.remembered)
-            cut.codec.encode(cut.values(self._stretch), cut.encoded(slot), before=before, after=after)
+            cuts[it.ready].encode(self._stretch, slot, memory, keep=self._form.remembers, summed=it.summed)
             it.ready += 1
 
     # --- with others
@@ -165,8 +160,20 @@ class EncodedExchange:
         self._post(it, mesh, step, halt=halt, growing=True)
         mesh.open(frames.PARTIAL, step)
         it.taken = Taken(set(range(len(self._form.layout.grads))))
+        room, met = self._room(it, lane)
         places = self._form.layout.grads
-        return Ahead(self._lane, places, [], taken=it.taken, ready=lambda until: self._push(it, mesh, lane, until))
+        return Ahead(room, places, met, taken=it.taken, ready=lambda until: self._push(it, mesh, lane, until))
+
+    def _room(self, it: Round, lane: int) -> tuple[list[Tensor], Met]:
+        """Where the gradients go, and what they meet there: what the lane remembers, if it can be added at once."""
+        form = self._form
+        before, after = self._memories.of(lane).part(0, form.memory_floats) if self._memories else (None, None)
+        if before is None or after is None or not form.adds:
+            return self._lane.grads, []
+        it.summed = True
+        if not {before.data_ptr(), after.data_ptr()} <= self._banks.keys():  # they swap; views are made once
+            self._banks = {bank.data_ptr(): form.remembered(bank) for bank in (before, after)}
+        return self._banks[after.data_ptr()], [(self._banks[before.data_ptr()], False)]
 
     def _push(self, it: Round, mesh: Mesh, lane: int, until: int) -> None:
         """So much is ready. What fails is told later: backward would not know what to do with it."""
@@ -270,8 +277,13 @@ class EncodedExchange:
                 for (seat, lanes), mask in zip(self._carries.items(), filled, strict=True)
                 for i, lane in enumerate(lanes)
             }
-            self._summings[key] = Summing(self._form, slots, self._total.tensor)
+            self._summings[key] = Summing(self._form, slots, self._total.tensor, kept=self._kept(slots))
         return self._summings[key]
+
+    def _kept(self, slots: Mapping[int, Tensor | None]) -> tuple[Tensor, Tensor] | None:
+        """This worker's last lane: what others will decode still lies where it was encoded."""
+        mine = [slot for lane in self._carries[self._seat] if (slot := slots[lane]) is not None]
+        return (mine[-1], self._stretch) if mine and self._form.remembers else None
 
     def _agreed(self, it: Round, waited_s: float) -> Agreed:
         halt = any(frame.flags & frames.HALT for frame in it.heard.values())
@@ -316,7 +328,3 @@ class EncodedExchange:
 
     def _flags(self, counted: bool, halt: bool) -> int:
         return (frames.HALT if halt else 0) | (frames.COUNTED if counted else 0)
-
-
-def _part(memory: Remembered | None, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if memory is None else memory.part(start, stop)

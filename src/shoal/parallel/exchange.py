@@ -110,7 +110,7 @@ class Exchange:
         it = self._round = self._begin(step, held, last, halt=halt)
         it.taken = Taken(set(range(len(self._plan.layout.grads))))
         return Ahead(
-            self._room[it.bank][last],
+            self._room[it.bank][last].grads,
             self._plan.layout.grads,
             [(_take_grads(value), first) for value, first in passed if value is not None],
             taken=it.taken,
