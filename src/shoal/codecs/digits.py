@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,8 @@ TINY = 2.0**-120  # below, 1 / step would not be finite
 @dataclass(frozen=True)
 class Numbers:
     """-most..most. The step between them is the largest of a block's `typical` times the mean size of its values, and
-    the size of its largest over `reach`: what is larger than `most` steps is cut off, and comes later."""
+    the size of its largest over `reach`: what is larger than `most` steps is cut off, and comes later. With a `reach`
+    of `most` there is no such thing."""
 
     most: int
     per_word: int
@@ -64,6 +67,13 @@ class Digits(Piecewise):
         words = blocks(count, self._numbers.per_word)
         return FLOAT * blocks(count, self._block) + self._numbers.word.itemsize * words
 
+    def _pieces(self, count: int, device: torch.device) -> Iterable[tuple[int, int]]:
+        """Groups, on any device. A short rest goes with the one before it: each has two dozen kernels to start."""
+        starts = list(range(0, count, self.width))
+        if len(starts) > 1 and 2 * (count - starts[-1]) < self.width:
+            starts.pop()
+        return itertools.pairwise([*starts, count])
+
     def _split(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
         end = FLOAT * blocks(count, self._block)
         return data[:end].view(torch.float32), data[end:].view(self._numbers.word)
@@ -84,7 +94,8 @@ class Digits(Piecewise):
         """The numbers as floats, with zeros behind the last; and the steps."""
         numbers, count = self._numbers, values.numel()
         torch.abs(values, out=digits[:count])
-        digits[count:].zero_()
+        if len(digits) > count:
+            digits[count:].zero_()
         rows = digits[: len(steps) * self._block].view(-1, self._block)
         torch.amax(rows, 1, out=steps).div_(numbers.reach)
         if numbers.typical:
@@ -97,7 +108,9 @@ class Digits(Piecewise):
         factors = torch.reciprocal(steps).masked_fill_(tiny, 0)
         steps.masked_fill_(tiny, 0)
         self._scale(values, factors, digits[:count])
-        digits.clamp_(-numbers.most, numbers.most).round_()
+        if numbers.reach > numbers.most:
+            digits.clamp_(-numbers.most, numbers.most)
+        digits.round_()
 
     def _read_back(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
         """The numbers still lie there. Zeros have no sign in what is sent, and what is not finite reads as it reads."""

@@ -6,7 +6,7 @@ That is what makes several passes over the values about as cheap as one, and kee
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Piecewise(ABC):
             before = after = None
         there = after is not None and summed(values, after)
         parts = self._split(out, count)
-        for start, stop in pieces(count, self.width, values.device):
+        for start, stop in self._pieces(count, values.device):
             piece = values[start:stop]
             if after is not None and not there:
                 left = after[start:stop]
@@ -80,7 +80,7 @@ class Piecewise(ABC):
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         count = check_decode(self, data, out)
         parts = self._split(data, count)
-        for start, stop in pieces(count, self.width, out.device):
+        for start, stop in self._pieces(count, out.device):
             piece = out[start:stop]
             if not add:
                 self._read(parts, start, piece)
@@ -88,6 +88,9 @@ class Piecewise(ABC):
             back = self._floats(piece)
             self._read(parts, start, back)
             piece.add_(back)
+
+    def _pieces(self, count: int, device: torch.device) -> Iterable[tuple[int, int]]:
+        return pieces(count, self.width, device)
 
     def _floats(self, like: Tensor) -> Tensor:
         return self._scratch.take("piece", like.numel(), torch.float32, like.device)
