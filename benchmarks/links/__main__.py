@@ -28,6 +28,7 @@ from benchmarks.links.sides import (
     BUSY,
     CODECS,
     LOCALS,
+    MEETING,
     RIVAL,
     SPENT,
     Nurseries,
@@ -182,7 +183,7 @@ def _row(
 def _seconds_to(name: str, goal: Goal, raced: Mapping[str, float | None], steps_per_s: float) -> float | None:
     """Servers without staleness take the steps of lanes with the same codec, DDP those without; who is alone gets
     nowhere."""
-    if name in (ALONE, BUSY):
+    if name in (ALONE, BUSY, MEETING):
         return None
     if name in raced:
         return raced[name]

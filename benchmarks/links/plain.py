@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.links.hosts import WIRE
 from benchmarks.links.models import BATCH, CONTEXT, LR, MODELS
 from benchmarks.links.samples import IMAGES, LABELS, TEXT
-from benchmarks.links.traffic import keep_busy
+from benchmarks.links.traffic import connected, keep_busy
 from benchmarks.overhead.samples import read_idx
 
 Pair = tuple[Tensor, Tensor]
@@ -34,15 +36,26 @@ def main() -> None:
     model: nn.Module = MODELS[asked["model"]]()
     if asked["traffic"]:
         keep_busy(rank)
+    meet = meeting(rank) if asked["meet"] else None
     if asked["talk"]:
         os.environ["GLOO_SOCKET_IFNAME"] = WIRE
         dist.init_process_group("gloo", init_method=f"file://{asked['reports']}/meeting", rank=rank, world_size=2)
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     inputs, targets = arrays(Path(asked["data"]), asked["model"])
-    train(model, inputs, targets, batch_size=BATCH[asked["model"]] // 2, rank=rank, report=Path(asked["reports"]))
+    half = BATCH[asked["model"]] // 2
+    train(model, inputs, targets, batch_size=half, rank=rank, report=Path(asked["reports"]), meet=meet)
 
 
-def train(model: nn.Module, inputs: Tensor, targets: Tensor, *, batch_size: int, rank: int, report: Path) -> None:
+def train(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    batch_size: int,
+    rank: int,
+    report: Path,
+    meet: Callable[[], None] | None,
+) -> None:
     """Until somebody ends it, with a row for each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     criterion, order = nn.CrossEntropyLoss(), torch.Generator().manual_seed(rank)
@@ -52,8 +65,24 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor, *, batch_size: int,
             loss = criterion(model(inputs.index_select(0, ids)), targets.index_select(0, ids))
             optimizer.zero_grad()
             loss.backward()
+            if meet:
+                meet()
             optimizer.step()
             rows.write(f"{time.time()} {batch_size}\n")
+
+
+def meeting(rank: int) -> Callable[[], None]:
+    """Waits until the other one has come as far: a byte each way."""
+    sock = connected(rank)
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def meet() -> None:
+        sock.sendall(b".")
+        if not sock.recv(1):
+            sys.exit("the other one is gone")
+
+    return meet
 
 
 def arrays(data: Path, model: str) -> Pair:

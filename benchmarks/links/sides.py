@@ -158,7 +158,8 @@ def _read(path: Path) -> list[Step]:
     return [Step(float(t), int(samples)) for t, samples in map(str.split, lines)]
 
 
-ALONE, BUSY, RIVAL = "alone", "alone, a busy wire", "ddp"
+ALONE, BUSY, MEETING, RIVAL = "alone", "alone, a busy wire", "in step", "ddp"
+"""Never a word; beside others' traffic; a byte each step, so what waiting for each other costs by itself; plain DDP."""
 
 
 def sides(
@@ -166,8 +167,8 @@ def sides(
 ) -> dict[str, Start]:
     """All of them by name."""
 
-    def plain(*, talk: bool = False, traffic: bool = False) -> Start:
-        asked = {"model": model, "data": str(data), "talk": talk, "traffic": traffic}
+    def plain(*, talk: bool = False, traffic: bool = False, meet: bool = False) -> Start:
+        asked = {"model": model, "data": str(data), "talk": talk, "traffic": traffic, "meet": meet}
         return lambda place: Plain(asked, nurseries, place)
 
     def shoal(**changes: Any) -> Start:
@@ -177,7 +178,7 @@ def sides(
     def server(staleness: str, codec: str) -> Start:
         return shoal(sync={"kind": "server", "staleness": _number(staleness)}, codec=CODECS[codec])
 
-    found = {ALONE: plain(), BUSY: plain(traffic=True), RIVAL: plain(talk=True)}
+    found = {ALONE: plain(), BUSY: plain(traffic=True), MEETING: plain(meet=True), RIVAL: plain(talk=True)}
     found |= {f"lanes, {codec}": shoal(codec=CODECS[codec]) for codec in codecs}
     found |= {name: shoal(**local(name)) for name in locals_}
     found |= {f"server, {EXACT}, {codec}": server(EXACT, codec) for codec in codecs}

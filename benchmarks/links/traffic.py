@@ -22,7 +22,7 @@ def keep_busy(rank: int) -> None:
     """As much as the wire takes, both ways, by a process of its own that ends with this one."""
     parent = os.getpid()
     if os.fork() == 0:
-        with contextlib.suppress(OSError), _connected(rank) as sock:
+        with contextlib.suppress(OSError), connected(rank) as sock:
             for act in (_send, _receive):
                 threading.Thread(target=act, args=(sock,), daemon=True).start()
             while os.getppid() == parent:
@@ -30,7 +30,8 @@ def keep_busy(rank: int) -> None:
         os._exit(0)
 
 
-def _connected(rank: int) -> socket.socket:
+def connected(rank: int) -> socket.socket:
+    """To the other one."""
     if rank == 0:
         with socket.create_server((ADDRESSES[0], PORT)) as server:
             server.settimeout(PATIENCE_S)

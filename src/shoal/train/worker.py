@@ -40,6 +40,7 @@ from shoal.spec.paths import RunPaths, cache_directory
 from shoal.spec.table import Table
 from shoal.spec.view import Role, View
 from shoal.train.build import Built, build, build_loop
+from shoal.train.heap import keep_memory
 from shoal.train.loop import Loop
 from shoal.train.pulse import Pulse
 from shoal.train.voyage import Voyage
@@ -270,6 +271,7 @@ def seat_taken(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator
 
 def prepare_torch(job: Job) -> None:
     """The same arithmetic everywhere: a fixed number of threads, deterministic kernels."""
+    keep_memory()
     torch.set_num_threads(job.threads)
     if job.threads > 1 or torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
