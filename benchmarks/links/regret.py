@@ -11,6 +11,7 @@ import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,8 @@ def with_kept(cell: Cell, planned: Mapping[str, Any], found: Mapping[str, Sequen
 
 
 def rows(planned: Mapping[str, Any], turns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """From fast to slow, by the median of a side's turns."""
-    true = {name: statistics.median(turns[name]) for name in SIDES if name in turns}
+    """From fast to slow."""
+    true = {name: level for name, level in levels(turns).items() if name in SIDES}
     in_turn = sorted(true, key=lambda name: -true[name])
     return [
         {
@@ -177,6 +178,15 @@ def rows(planned: Mapping[str, Any], turns: Mapping[str, Sequence[float]]) -> li
         }
         for name in in_turn
     ]
+
+
+def levels(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """A side's median, without the ups and downs that all had together: the machine is faster in some minutes."""
+    drift = [1.0]
+    for number in range(1, max(map(len, turns.values()), default=0)):
+        there = [its for its in turns.values() if len(its) > number]
+        drift.append(statistics.geometric_mean(its[number] / its[0] for its in there))
+    return {name: statistics.median(map(truediv, its, drift)) for name, its in turns.items()}
 
 
 def regrets(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -193,11 +203,14 @@ def regrets(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def run(bench: Bench, cells: Sequence[Cell], sides: Sequence[str], rounds: int, *, keep: bool, show: Any) -> None:
     """Cell by cell, and side by side within: what is there is kept if the rest is interrupted. After the first round
-    only those go on, in turns, that may be the best, and the choice: one turn says little where they are close."""
+    only those go on, in turns, that may be the best, and the choice: one turn says little where they are close. If no
+    side has such a name, it is only planned anew."""
     wanted = [name for name in SIDES if not sides or name.startswith(tuple(sides))]
     for cell in cells:
         planned, found = bench.planned(cell), dict[str, list[float]]()
-        for number in range(rounds):
+        if keep:
+            report.keep("links", cell.title, with_kept(cell, planned, found))
+        for number in range(rounds if wanted else 0):
             for side in wanted if number == 0 else contenders(found, planned["choice"]):
                 found.setdefault(side, []).append(bench.speed(cell, side)["steps/s"])
                 if keep:

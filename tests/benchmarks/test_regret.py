@@ -20,7 +20,7 @@ def test_cells_have_names():
 
 
 def test_sides_that_were_measured_from_fast_to_slow():
-    found = rows(PLANNED, {"one worker": [4.0], "lanes, bf16": [6.0], "lanes, int8": [7.0, 12.0, 8.0]})
+    found = rows(PLANNED, {"one worker": [4.0], "lanes, bf16": [6.0], "lanes, int8": [8.0]})
     assert [row["side"] for row in found] == ["lanes, int8", "lanes, bf16", "one worker"]
     assert [row["of the best"] for row in found] == [1.0, 0.75, 0.5]
     assert [row["choice"] for row in found] == ["", "→", ""]
@@ -45,6 +45,13 @@ def test_sides_that_were_measured_before_are_kept(monkeypatch):
     found = regret.with_kept(cell, PLANNED, {"lanes, none": [2.0], "lanes, bf16": [3.0]})
     true = {row["side"]: row["steps/s"] for row in found["rows"]}
     assert true == {"one worker": 4.0, "lanes, bf16": 3.0, "lanes, none": 2.0}
+
+
+def test_what_all_had_together_does_not_count():
+    found = regret.levels({"one worker": [4.0], "lanes, none": [5.0, 10.0, 5.0], "lanes, int8": [6.0, 12.0, 6.0]})
+    assert found == pytest.approx({"one worker": 4.0, "lanes, none": 5.0, "lanes, int8": 6.0})
+    lucky = regret.levels({"lanes, none": [5.0, 10.0, 10.0], "lanes, int8": [6.0, 6.0, 6.0]})
+    assert lucky["lanes, none"] > lucky["lanes, int8"]
 
 
 def test_who_was_close_and_the_choice_have_another_turn():

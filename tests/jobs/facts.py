@@ -4,6 +4,7 @@ FACTS = {
     "lanes": 4,
     "steps_per_epoch": 10,
     "times": [{"threads": 1, "forward_s": 0.02, "backward_s": 0.04, "apply_s": 0.001}],
+    "rest_s": 0.0,
     "slow_threads": [],
     "shapes": [[100, 100]],
     "stretch_bytes": 40_000,

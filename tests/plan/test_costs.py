@@ -27,6 +27,13 @@ def test_one_worker_computes_and_applies():
     assert it.epoch_s == 100 * it.step_s
 
 
+def test_making_batches_takes_its_time_with_every_lane():
+    longer = replace(LARGE, rest_s=0.002)
+    one, two = (predict(Choice(workers=n), longer, machine(), FAST).compute_s for n in (1, 2))
+    assert one == pytest.approx(8 * 0.002 + predict(Choice(), LARGE, machine(), FAST).compute_s)
+    assert two == pytest.approx(4 * 0.002 + predict(Choice(workers=2), LARGE, machine(), FAST).compute_s)
+
+
 def test_two_workers_on_two_hosts_send_their_partial_and_hide_what_backward_allows():
     it = predict(TWO_HOSTS, LARGE, machine(HOST, HOST), SLOW)
     wire = 0.2e-3 + 20 * MB / 12.5e6

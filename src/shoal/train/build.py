@@ -240,15 +240,6 @@ def build_loop(
     watchers = [best, *([EarlyStop(job.stop_early)] if job.stop_early else []), *users]
     teller = Teller(stream, watchers)
     progress = Progress(teller, every_step=bool(users))
-    feed = Feed(
-        built.data.train.source,
-        built.dealer,
-        seed=job.seed,
-        lanes=job.lane_count,
-        augment=built.data.augment,
-        transform=built.data.train.transform,
-        loader=job.data.loader,
-    )
     store = open_store(job, paths, tell=teller.tell)
     peers.memories.after = built.course.after
     sync = make_sync(job, built.replica, peers, teller.tell)
@@ -257,7 +248,7 @@ def build_loop(
         built.course,
         replica=built.replica,
         dealer=built.dealer,
-        feed=feed,
+        feed=make_feed(built),
         sync=sync,
         peers=peers,
         store=store,
@@ -273,6 +264,19 @@ def build_loop(
         conclude=conclude,
         asked_to_leave=asked_to_leave,
         mould=built.mould,
+    )
+
+
+def make_feed(built: Built) -> Feed:
+    job = built.job
+    return Feed(
+        built.data.train.source,
+        built.dealer,
+        seed=job.seed,
+        lanes=job.lane_count,
+        augment=built.data.augment,
+        transform=built.data.train.transform,
+        loader=job.data.loader,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 import resource
@@ -22,16 +24,18 @@ from shoal.parallel.links.pace import pace
 from shoal.parallel.replica import Replica
 from shoal.parallel.server.chunks import hyper_of
 from shoal.parallel.server.elementwise import why_not_in_parts
+from shoal.parallel.tree import TreeSum
 from shoal.spec.job import ELEMENTWISE, Job
 from shoal.spec.paths import RunPaths, cache_directory
 from shoal.train.blame import blaming
-from shoal.train.build import Built, build
+from shoal.train.build import Built, build, make_feed
 from shoal.train.pair import Pair, pair, typical
 
 EACH_S, CODEC_S, PAIR_S = 0.2, 0.1, 0.5
 """So long each thing is tried, but at least some times."""
 
 _LEAST, _MOST = 3, 50
+_MOST_LANES, _LARGE_S = 4, 1.0
 Clock = Callable[[], float]
 
 
@@ -52,10 +56,12 @@ def measure(
     alone = Pair(_seconds(lambda: _lane(built, batch, 0), replica.device, clock=time.thread_time), 0.0)
     beside = _beside(replica, batch, worker_bytes) or alone
     add_bytes_s, no_codecs, talk = _adding_bytes_s(replica), _no_codecs(replica), pace()
+    rest_s = _rest_s(built, times[1], replica.layout.size_bytes / add_bytes_s)
     return {
         "lanes": job.lane_count,
         "steps_per_epoch": built.dealer.steps_per_epoch,
         "times": [{"threads": n, **found} for n, found in times.items()],
+        "rest_s": rest_s,
         "slow_threads": [n for n in threads if n not in times],
         "shapes": [list(p.shape) for p in replica.trainable],
         "stretch_bytes": replica.layout.size_bytes,
@@ -129,6 +135,32 @@ def _times(built: Built, batch: Batch, total: LaneSum) -> dict[str, float]:
     forward_s = min(_seconds(forward, replica.device), lane_s)
     apply_s = _seconds(lambda: replica.apply(0, total), replica.device, before=fresh)
     return {"forward_s": forward_s, "backward_s": lane_s - forward_s, "apply_s": apply_s}
+
+
+def _rest_s(built: Built, times: Mapping[str, float], add_s: float) -> float:
+    """What a lane of a real step takes besides what it takes by itself and what adding it to others takes: its batch,
+    and those that are made ahead while it computes. Of large models it is not worth the wait."""
+    replica, lanes = built.replica, range(min(built.job.lane_count, _MOST_LANES))
+    lane_s = times["forward_s"] + times["backward_s"]
+    if replica.tables or len(lanes) * lane_s > _LARGE_S:
+        return 0.0
+    feed, numbers = make_feed(built), itertools.count()
+
+    def step() -> None:
+        number, sums = next(numbers), TreeSum(len(lanes), add)
+        replica.begin()
+        for lane in lanes:
+            batch = feed.get(number, lane)
+            share = 1 / len(lanes)
+            here = batch.to(replica.device) if batch else None
+            sums.lane(lane, replica.forward_backward(number, lane, here, share=share) if here else None)
+        if total := sums.total():
+            replica.apply(number, total)
+
+    with contextlib.closing(feed):
+        feed.carry(lanes, 0)
+        step_s = _seconds(step, replica.device)
+    return max(step_s - len(lanes) * (lane_s + add_s) - times["apply_s"], 0.0) / len(lanes)
 
 
 def _codec(replica: Replica, settings: Mapping[str, Any]) -> dict[str, float]:

@@ -23,7 +23,7 @@ with socket.socket(fileno=int(sys.argv[1])) as peer:
             size -= peer.recv_into(room, min(size, len(room)))
         peer.sendall(b"!")
 """
-_SMALL, _LARGE = 8, 16 << 20
+_SMALL, _SMALLEST, _LARGE = 8, 1 << 16, 16 << 20
 
 
 _TRIES, _TRY_S, _HEAD = 20, 0.1, struct.Struct("<cq")
@@ -51,6 +51,7 @@ def link_pace(sock: socket.socket) -> LinkPace:
     """Measure a link whose other end is at `answer_pace`: some hundred milliseconds, whatever its speed. LinkError if
     the other one goes."""
     try:
+        _at_once(sock)
         there_and_back_s = median(_asked(sock, b"s", 1) for _ in range(_TRIES))
         send_s, receive_s = (_per_byte_s(sock, kind, there_and_back_s) for kind in (b"s", b"r"))
     except OSError as failure:
@@ -62,6 +63,7 @@ def answer_pace(sock: socket.socket) -> None:
     """Take what comes and send what is asked for, until the one who asks goes."""
     room = bytearray(1 << 18)
     with contextlib.suppress(OSError):
+        _at_once(sock)
         while head := _received(sock, _HEAD.size):
             kind, size = _HEAD.unpack(head)
             if not 0 < size <= _LARGE:
@@ -74,10 +76,12 @@ def answer_pace(sock: socket.socket) -> None:
 
 
 def _per_byte_s(sock: socket.socket, kind: bytes, there_and_back_s: float) -> float:
-    size = 1 << 16
+    """What twice as much takes longer: the way there and back, and what buffers swallow at once, are in both."""
+    size, half_s = _SMALLEST, _asked(sock, kind, _SMALLEST // 2)
     while (taken_s := _asked(sock, kind, size)) < _TRY_S and size < _LARGE:
-        size *= 2
-    return max(taken_s - there_and_back_s, taken_s / 10) / size
+        size, half_s = 2 * size, taken_s
+    whole = max(taken_s - there_and_back_s, taken_s / 10) / size
+    return min(max((taken_s - half_s) / (size - size // 2), whole / 2), 4 * whole)
 
 
 def _asked(sock: socket.socket, kind: bytes, size: int) -> float:
@@ -146,8 +150,14 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
     for one in (here, there):
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _at_once(one)
     return here, there
+
+
+def _at_once(sock: socket.socket) -> None:
+    """Two small pieces do not wait for each other, which would take many times as long as the way."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _seconds(send: Callable[[bytes], None], size_bytes: int) -> float:

@@ -39,7 +39,8 @@ class CodecTime:
 class Measured:
     """A job, as one worker of this machine found it.
 
-    `times` are by the number of threads; `slow_threads` were tried and are no faster than fewer. `stretch_bytes` is
+    `times` are by the number of threads; `slow_threads` were tried and are no faster than fewer. In a real step a lane
+    takes `rest_s` longer: batches are made for it. `stretch_bytes` is
     what is added up of a lane: gradients, moving buffers, the loss. `worker_bytes` is a worker's memory without what it
     shares with others of its host, `base_bytes`. The last three say why something cannot be, or nothing.
     """
@@ -49,6 +50,7 @@ class Measured:
     times: Mapping[int, LaneTime]
     shapes: tuple[tuple[int, ...], ...]
     stretch_bytes: int
+    rest_s: float = 0.0
     optimizer_bytes: int = 0
     base_bytes: int = 0
     worker_bytes: int = 0

@@ -89,8 +89,8 @@ class Case:
     def compute_s(self) -> float:
         """Lanes, and adding them up in the worker that carries them. All wait for the slowest, sooner or later; where
         nobody ever waits, a step is as many lanes as it has, whoever makes them."""
-        lane_s, add_s = self.measured.times[self.choice.threads].lane_s, self.adding_s(self.measured.stretch_bytes)
-        choice = self.choice
+        choice, add_s = self.choice, self.adding_s(self.measured.stretch_bytes)
+        lane_s = self.measured.times[choice.threads].lane_s + self.measured.rest_s
         if math.isinf(choice.staleness):
             return self.crew.lanes * lane_s / sum(1 / slow for slow in self.crew.slowness.values())
         whole = choice.sync != "local" and choice.codec == "none" and not choice.staleness

@@ -70,6 +70,7 @@ def read_measured(facts: Mapping[str, Any]) -> Measured:
         times={r["threads"]: LaneTime(r["forward_s"], r["backward_s"], r["apply_s"]) for r in facts["times"]},
         shapes=tuple(tuple(shape) for shape in facts["shapes"]),
         stretch_bytes=facts["stretch_bytes"],
+        rest_s=facts.get("rest_s", 0.0),  # of a plan that is older than it there is none
         optimizer_bytes=facts["optimizer_bytes"],
         base_bytes=facts["base_bytes"],
         worker_bytes=facts["worker_bytes"],

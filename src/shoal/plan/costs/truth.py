@@ -72,7 +72,7 @@ def _as_it_stands(machine: Machine, numbers: Sequence[int], threads: int) -> Mac
 def _ratios(now: Choice, there: Setting, truth: Truth) -> list[list[float]]:
     """How many times as long as was measured every worker takes, all that disturbs it being as expected."""
     time = there.measured.times[now.threads]
-    lane_s = time.lane_s + (time.apply_s if now.sync == "local" else 0.0)
+    lane_s = time.lane_s + there.measured.rest_s + (time.apply_s if now.sync == "local" else 0.0)
     return [
         [taken / (lane_s * slowness_at(now, there.machine, h, len(mine), k)) for k, taken in enumerate(mine)]
         for h, mine in enumerate(truth.lane_s)
@@ -91,7 +91,8 @@ def _slower(there: Setting, factor: float) -> Setting:
         for name, it in measured.codecs.items()
     }
     machine = replace(machine, add_bytes_s=machine.add_bytes_s / factor)
-    return replace(there, measured=replace(measured, times=times, codecs=codecs), machine=machine)
+    measured = replace(measured, times=times, codecs=codecs, rest_s=factor * measured.rest_s)
+    return replace(there, measured=measured, machine=machine)
 
 
 def _with_exchange(now: Choice, there: Setting, truth: Truth) -> Setting:
