@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.links import quality
 from benchmarks.links.hosts import ADDRESSES, two_hosts
-from benchmarks.links.measure import whole
+from benchmarks.links.measure import least_told, whole
 from benchmarks.links.quality import Curve, smooth
 from benchmarks.links.samples import babble
 from benchmarks.links.sides import CODECS, Step, stale
@@ -56,6 +56,12 @@ def test_whole_periods_are_counted_with_their_agreement():
     assert (found[0].t, found[-1].t) == (4.5, 12.5)
     assert sum(row.samples for row in found[1:]) == 8
     assert whole(rows[:11], 2.0, 4)[-1].t == 8.5, "the third has not been agreed on yet"
+
+
+def test_who_has_no_lanes_is_not_waited_for():
+    assert least_told([3, 2]) == 2
+    assert least_told([3, 0]) == 0
+    assert least_told([10, 0]) == 10
 
 
 def test_generated_text_can_be_learned():
