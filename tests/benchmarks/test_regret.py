@@ -71,7 +71,7 @@ def test_every_side_is_predicted_and_a_slow_host_is_never_faster():
 @pytest.mark.root
 def test_the_planner_measures_the_wire():
     with two_hosts() as hosts:
-        found = measured_link(hosts, 50.0)
+        found = measured_link(hosts, 10.0)
         hosts.unshape()
-    assert 4e6 < found.send_bytes_s < 10e6
-    assert 4e6 < found.receive_bytes_s < 10e6
+    for speed in (found.send_bytes_s, found.receive_bytes_s):
+        assert 0.9e6 < speed < 1.6e6, "1.25 MB/s"

@@ -23,7 +23,7 @@ with socket.socket(fileno=int(sys.argv[1])) as peer:
             size -= peer.recv_into(room, min(size, len(room)))
         peer.sendall(b"!")
 """
-_SMALL, _SMALLEST, _LARGE = 8, 1 << 16, 16 << 20
+_SMALL, _LARGE = 8, 16 << 20
 
 
 _TRIES, _TRY_S, _HEAD = 20, 0.1, struct.Struct("<cq")
@@ -76,12 +76,10 @@ def answer_pace(sock: socket.socket) -> None:
 
 
 def _per_byte_s(sock: socket.socket, kind: bytes, there_and_back_s: float) -> float:
-    """What twice as much takes longer: the way there and back, and what buffers swallow at once, are in both."""
-    size, half_s = _SMALLEST, _asked(sock, kind, _SMALLEST // 2)
+    size = 1 << 16
     while (taken_s := _asked(sock, kind, size)) < _TRY_S and size < _LARGE:
-        size, half_s = 2 * size, taken_s
-    whole = max(taken_s - there_and_back_s, taken_s / 10) / size
-    return min(max((taken_s - half_s) / (size - size // 2), whole / 2), 4 * whole)
+        size *= 2
+    return max(taken_s - there_and_back_s, taken_s / 10) / size
 
 
 def _asked(sock: socket.socket, kind: bytes, size: int) -> float:
