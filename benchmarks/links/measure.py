@@ -35,16 +35,22 @@ def speed(
     settle_s: float = 0.0,
 ) -> Numbers:
     """Steps per second count the samples that all workers made; where steps are shared, that is the same. Where workers
-    agree every `period` steps, whole periods are counted. What happens in the first `settle_s` does not count."""
-    least = LEAST_ROWS if period == 1 else 1
+    agree every `period` steps, whole periods are counted, the first without its first few steps. What happens in the
+    first `settle_s` does not count."""
+    least = LEAST_ROWS if period == 1 else 1 if settle_s else 0
+    begin = 1 if period == 1 or settle_s else 0
     with _going(start, hosts, scratch) as going:
         shaped_t = _shape(going, hosts, mbit) + settle_s
-        _until(going, lambda: _told(going, shaped_t, period) > 0)  # the step that was under way does not count
+        _until(going, lambda: _told(going, shaped_t, period) >= begin)  # the step that was under way does not count
         before, cpu_s, began_t = hosts.moved_bytes(), _cpu_s(going), time.time()
         _until(going, lambda: _told(going, shaped_t, period) > least and time.time() > began_t + window_s)
         moved = max(now - then for then, now in zip(before, hosts.moved_bytes(), strict=True))
         cpu_s, wall_s = _cpu_s(going) - cpu_s, time.time() - began_t
-        counted = [whole(rows, shaped_t, period) for rows in going.rows.values() if _ends(rows, shaped_t, period)]
+        counted = [
+            whole(rows, shaped_t, period, first=not begin)
+            for rows in going.rows.values()
+            if _ends(rows, shaped_t, period)
+        ]
     rate = sum(map(_samples_per_s, counted)) / batch
     steps = rate * wall_s
     return {"steps/s": rate, "MB": moved / steps / 1e6, "cpu_s": cpu_s / steps, **_spent(counted)}
@@ -79,7 +85,7 @@ def _going(start: Start, hosts: Hosts, scratch: Path) -> Iterator[Going]:
 
 def _shape(going: Going, hosts: Hosts, mbit: float) -> float:
     """As soon as both train."""
-    _until(going, lambda: _told(going, 0.0, 1) > 0)
+    _until(going, lambda: len(going.rows) == going.workers and all(going.rows.values()))
     hosts.shape(mbit) if math.isfinite(mbit) else hosts.unshape()
     return time.time()
 
@@ -109,10 +115,11 @@ def _ends(rows: list[Step], since_t: float, period: int) -> list[int]:
     return [i for i, row in enumerate(rows) if row.t > since_t and row.step % period == 0 and not row.inner]
 
 
-def whole(rows: list[Step], since_t: float, period: int) -> list[Step]:
-    """From the end of one period to the end of another."""
+def whole(rows: list[Step], since_t: float, period: int, *, first: bool = False) -> list[Step]:
+    """From the end of one period to the end of another, or, with the first period, from the first row on."""
     ends = _ends(rows, since_t, period)
-    return rows[ends[0] : ends[-1] + 1]
+    begin = next(i for i, row in enumerate(rows) if row.t > since_t) if first else ends[0]
+    return rows[begin : ends[-1] + 1]
 
 
 def _cpu_s(going: Going) -> float:

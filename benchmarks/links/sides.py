@@ -45,7 +45,8 @@ LOCALS = (
     "local 128, int8",
 )
 """Steps of a round, and the codec."""
-SETTLE = 4
+PERIOD = 256
+"""After so many steps lanes that train by themselves agree on everything."""
 EXACT, STALENESS = "0", ("4", "inf")
 SPENT = ("compute_s", "exchange_s", "waiting_s", "data_s")
 Nurseries = tuple[Nursery, Nursery]
@@ -188,12 +189,12 @@ def sides(
 def local(name: str) -> dict[str, Any]:
     """What makes a job one of LOCALS."""
     every, codec = name.removeprefix("local ").split(", ")
-    return {"sync": {"kind": "local", "every": int(every), "settle": SETTLE}, "codec": CODECS[codec]}
+    return {"sync": {"kind": "local", "every": int(every), "settle": PERIOD // int(every)}, "codec": CODECS[codec]}
 
 
 def period(name: str) -> int:
     """After how many steps the workers of a side agree."""
-    return SETTLE * local(name)["sync"]["every"] if name in LOCALS else 1
+    return PERIOD if name in LOCALS else 1
 
 
 def _number(staleness: str) -> int | str:

@@ -56,6 +56,7 @@ def test_whole_periods_are_counted_with_their_agreement():
     assert (found[0].t, found[-1].t) == (4.5, 12.5)
     assert sum(row.samples for row in found[1:]) == 8
     assert whole(rows[:11], 2.0, 4)[-1].t == 8.5, "the third has not been agreed on yet"
+    assert [row.t for row in whole(rows[:6], 2.0, 4, first=True)] == [3.0, 4.0, 4.5]
 
 
 def test_who_has_no_lanes_is_not_waited_for():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from shoal.codecs.memory import Memory
 from shoal.parallel.cutting import Form
@@ -11,6 +12,7 @@ from shoal.parallel.flat import Layout
 from shoal.parallel.lane_sum import LaneSum
 from shoal.parallel.local.outer import Outer
 from shoal.parallel.local.pace import Leg, Pace, fragments_of
+from shoal.parallel.local.replica import LocalReplica
 from shoal.parallel.local.streams import EncodedStream
 from shoal.parallel.memories import Memories
 
@@ -203,3 +205,68 @@ def test_what_a_fragment_loses_comes_with_the_next(settings):
     for there, rest, whole in zip(left, rests, parameters, strict=True):
         torch.testing.assert_close(there + rest, 5 * whole)
     stream.close()
+
+
+# ---- lanes of one worker ----
+
+
+class Watched(nn.Module):
+    """With a buffer that may be a view of a parameter: then the parameter's memory cannot be another's."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        with torch.no_grad():
+            self.layer.weight.fill_(0.5), self.layer.bias.fill_(0.1)
+        self.register_buffer("seen", self.layer.weight.detach() if shared else torch.zeros(1))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def local_replica(shared):
+    model = Watched(shared)
+    return LocalReplica(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        lambda model, x: model(x).square().mean(),
+        seed=0,
+        outer=Outer,
+        after=lambda step: 8,
+    )
+
+
+def trained(shared, lanes):
+    """In legs of three steps; what each lane did, then another period from where it began."""
+    replica, found = local_replica(shared), []
+    for _ in range(2):
+        replica.begin()
+        for leg in (range(3), range(3, 6)):
+            for lane in lanes:
+                for step in leg:
+                    replica.train(step, lane, torch.full((2, 4), 1.0 + lane + step), size=2)
+        found.append({lane: [t.clone() for t in replica.change(lane, 4).grads] for lane in lanes})
+        replica.undo()
+    return replica, found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_lanes_of_one_worker_do_not_touch_each_other(shared):
+    replica, both = trained(shared, [0, 1])
+    for lane in (0, 1):
+        _, alone = trained(shared, [lane])
+        for period, its in zip(both, alone, strict=True):
+            assert all(map(torch.equal, period[lane], its[lane]))
+    assert all(map(torch.equal, replica.trainable, local_replica(shared).trainable)), "undone"
+    assert torch.equal(replica.model.seen, replica.trainable[0]) is shared
+
+
+def test_a_lane_that_is_put_away_is_not_copied():
+    replica = local_replica(shared=False)
+    replica.begin()
+    places = dict[int, set[int]]()
+    for step, lane in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]:
+        replica.train(step, lane, torch.ones(2, 4), size=2)
+        places.setdefault(lane, set()).add(replica.trainable[0].data_ptr())
+    assert [len(its) for its in places.values()] == [1, 1]
+    assert places[0] != places[1]

@@ -222,8 +222,8 @@ class LocalSync(Spec):
     every: PositiveInt = 32
     outer: Literal["nesterov", "average"] = "nesterov"
     lr: PositiveFloat = 0.7
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    settle: PositiveInt = 4
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    settle: PositiveInt = 8
     fragments: PositiveInt = 4
     inexact: ClassVar[str] = ""
 

@@ -100,10 +100,12 @@ class LocalReplica(Replica):
             self._put_away(self._lane(period.up))
         it = self._lane(lane)
         if it.inner is None:  # its first step
-            self._become(period.common, period.rates, period.moving, inner=defaultdict(dict))
+            others = len(period.lanes) > 1
+            values = [t.clone() for t in period.common] if others else period.common
+            self._become(values, period.rates, period.moving, inner=defaultdict(dict), own=others)
         else:
             assert it.rates is not None
-            self._become(it.values, it.rates, it.moving, inner=it.inner)
+            self._become(it.values, it.rates, it.moving, inner=it.inner, own=True)
             it.values, it.moving = [], ([], [])
         it.inner = self.optimizer.state
         period.up = lane
@@ -113,12 +115,18 @@ class LocalReplica(Replica):
         return self._period.lanes.setdefault(lane, _Lane())
 
     def _put_away(self, it: _Lane) -> None:
-        it.values = [p.detach().clone() for p in self.trainable]
+        """Where the parameters can move, their memory is the lane's, and whoever is next has other memory."""
+        values = [p.detach() for p in self.trainable]
+        it.values = values if self._may_move else [t.clone() for t in values]
         it.rates, it.moving = self._rates(), self.moving.take(1.0)
 
     @torch.no_grad()
-    def _become(self, values: Sequence[Tensor], rates: _Rates, moving: Moving, *, inner: Any) -> None:
-        torch._foreach_copy_(list[Tensor](self.trainable), list(values))
+    def _become(
+        self, values: Sequence[Tensor], rates: _Rates, moving: Moving, *, inner: Any, own: bool = False
+    ) -> None:
+        """`own`: nobody else has a share in the values."""
+        if not (own and self.move_to(values)):
+            self.take_values(values)
         self.moving.set(*moving)
         self.optimizer.state = inner
         for group, kept in zip(self.optimizer.param_groups, rates.groups, strict=True):
