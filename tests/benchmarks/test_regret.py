@@ -48,8 +48,11 @@ def test_sides_that_were_measured_before_are_kept(monkeypatch):
 
 
 def test_what_all_had_together_does_not_count():
-    found = regret.levels({"one worker": [4.0], "lanes, none": [5.0, 10.0, 5.0], "lanes, int8": [6.0, 12.0, 6.0]})
-    assert found == pytest.approx({"one worker": 4.0, "lanes, none": 5.0, "lanes, int8": 6.0})
+    together = {"lanes, none": [5.0, 10.0, 5.0], "lanes, int8": [6.0, 12.0, 6.0], "lanes, int4": [7.0, 14.0, 7.0]}
+    found = regret.levels({"one worker": [4.0], **together})
+    assert found == pytest.approx({"one worker": 4.0, "lanes, none": 5.0, "lanes, int8": 6.0, "lanes, int4": 7.0})
+    odd = regret.levels({"lanes, none": [5.0, 0.1], "lanes, int8": [6.0, 6.0]})
+    assert odd["lanes, int8"] == 6.0, "what happened to one is nobody else's"
     lucky = regret.levels({"lanes, none": [5.0, 10.0, 10.0], "lanes, int8": [6.0, 6.0, 6.0]})
     assert lucky["lanes, none"] > lucky["lanes, int8"]
 

@@ -140,6 +140,40 @@ def test_local_steps_exchange_once_in_a_while_and_keep_a_copy_per_lane():
     assert beside.hidden_s > 0
 
 
+def test_of_one_large_fragment_less_is_hidden_than_of_equal_ones():
+    """Of 1.6 s on the wire. A fragment has until the next one leaves: a quarter of a round of 16 steps, or half."""
+    choice, there = replace(TWO_HOSTS, sync="local", every=16, settle=2), machine(HOST, HOST)
+    wire = 0.2e-3 + 20 * MB / 12.5e6
+    step = 4 * (0.030 + 0.005)
+    equal, uneven = (
+        predict(choice, replace(LARGE, fragments=parts), there, SLOW) for parts in ((0.25,) * 4, (0.99, 0.01))
+    )
+    assert equal.hidden_s * 16 == pytest.approx(wire / 2), "all of every other round"
+    assert uneven.hidden_s * 16 == pytest.approx((8 * step + 0.01 * wire) / 2)
+    assert uneven.step_s > equal.step_s
+
+
+def test_agreeing_costs_passes_over_all_parameters():
+    choice = replace(TWO_HOSTS, sync="local", every=16, settle=2)
+    slow = replace(machine(HOST, HOST), add_bytes_s=2 * GB)
+    quick, slower = (predict(choice, LARGE, there, SLOW) for there in (machine(HOST, HOST), slow))
+    passes = 6 * 4 + 5 + 3  # of four lanes, of what is agreed on, and adding up
+    assert slower.exchange_s - quick.exchange_s == pytest.approx(passes * 20 * MB / (4 * GB) / 16)
+
+
+@pytest.mark.parametrize("changes", [{}, {"codec": "int8"}, {"sync": "local", "every": 8, "settle": 4}])
+def test_what_travels_beside_computing_takes_time_of_the_core(changes):
+    choice, there = replace(TWO_HOSTS, **changes), machine(HOST, HOST)
+    free, costly = (
+        predict(choice, LARGE, replace(there, socket_bytes_s=speed), SLOW) for speed in (math.inf, 1 * GB)
+    )
+    moved = 2 * free.sent_bytes * free.hidden_s / (free.hidden_s + free.exchange_s)
+    assert free.hidden_s == costly.hidden_s > 0
+    assert moved / GB / 2 < costly.exchange_s - free.exchange_s < 2 * moved / GB
+    alone = predict(Choice(workers=2), LARGE, replace(there, socket_bytes_s=1.0), SLOW)
+    assert alone.step_s < 1, "on one host there are no sockets"
+
+
 NOES = [
     (Choice(workers=12), LARGE, machine(), "the job has 8 lanes: of 12 workers 4 would carry nothing"),
     (Choice(workers=2), replace(LARGE, lanes=1), machine(), "the job has 1 lane: of 2 workers 1 would carry nothing"),

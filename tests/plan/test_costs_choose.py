@@ -37,7 +37,7 @@ CASES = [
     (
         "two hosts, slow link, local steps allowed",
         {"there": machine(ONE_CORE, ONE_CORE), "link": SLOW, "allow": ["local"]},
-        Choice(workers=2, hosts=2, sync="local", every=128, settle=4),
+        Choice(workers=2, hosts=2, sync="local", every=128, settle=8),
     ),
     (
         "two hosts, slow link, a lane each, codecs allowed",
@@ -135,6 +135,15 @@ def test_little_gain_is_not_worth_more_processes():
     assert found.pick.prediction.choice.workers == 1
     assert found.pick.reason == "2 workers would be only 4 % faster"
     assert [row.reason for row in found.rows if row is not found.pick] == ["4 % faster: not worth more processes"]
+
+
+def test_rounds_are_short_where_that_costs_hardly_anything():
+    """Fewer steps to a round change the result less, but are not worth what another result is."""
+    told = {8: 0.1035, 32: 0.1015, 128: 0.1}
+    kinds = {n: Choice(workers=2, sync="local", every=n, settle=128 // n) for n in told}
+    rows = [Prediction(kinds[n], compute_s=s) for n, s in told.items()] + [Prediction(Choice(), compute_s=0.2)]
+    assert choose(rows, own=OWN, allow=["local"]).pick.prediction.choice == kinds[32]
+    assert choose(rows, own=OWN).pick.prediction.choice == Choice()
 
 
 def test_nothing_fits():

@@ -9,6 +9,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import psutil
@@ -17,15 +18,16 @@ import torch
 from shoal.codecs.memory import Memory as LaneMemory
 from shoal.data.batch import Batch
 from shoal.events import Stream
-from shoal.parallel.cutting import Form
+from shoal.parallel.cutting import Form, runs
 from shoal.parallel.lane_sum import LaneSum, add
 from shoal.parallel.links.memory import Memory
 from shoal.parallel.links.pace import pace
+from shoal.parallel.local.pace import fragments_of
 from shoal.parallel.replica import Replica
 from shoal.parallel.server.chunks import hyper_of
 from shoal.parallel.server.elementwise import why_not_in_parts
 from shoal.parallel.tree import TreeSum
-from shoal.spec.job import ELEMENTWISE, Job
+from shoal.spec.job import ELEMENTWISE, Job, LocalSync
 from shoal.spec.paths import RunPaths, cache_directory
 from shoal.train.blame import blaming
 from shoal.train.build import Built, build, make_feed
@@ -56,7 +58,7 @@ def measure(
     alone = Pair(_seconds(lambda: _lane(built, batch, 0), replica.device, clock=time.thread_time), 0.0)
     beside = _beside(replica, batch, worker_bytes) or alone
     add_bytes_s, no_codecs, talk = _adding_bytes_s(replica), _no_codecs(replica), pace()
-    rest_s = _rest_s(built, times[1], replica.layout.size_bytes / add_bytes_s)
+    rest_s = _rest_s(built, batch, times[1], replica.layout.size_bytes / add_bytes_s)
     return {
         "lanes": job.lane_count,
         "steps_per_epoch": built.dealer.steps_per_epoch,
@@ -65,6 +67,7 @@ def measure(
         "slow_threads": [n for n in threads if n not in times],
         "shapes": [list(p.shape) for p in replica.trainable],
         "stretch_bytes": replica.layout.size_bytes,
+        "fragments": _fragments(replica),
         "optimizer_bytes": sum(t.numel() * t.element_size() for t in _state(replica)),
         "base_bytes": base_bytes,
         "worker_bytes": worker_bytes,
@@ -137,9 +140,10 @@ def _times(built: Built, batch: Batch, total: LaneSum) -> dict[str, float]:
     return {"forward_s": forward_s, "backward_s": lane_s - forward_s, "apply_s": apply_s}
 
 
-def _rest_s(built: Built, times: Mapping[str, float], add_s: float) -> float:
+def _rest_s(built: Built, batch: Batch, times: Mapping[str, float], add_s: float) -> float:
     """What a lane of a real step takes besides what it takes by itself and what adding it to others takes: its batch,
-    and those that are made ahead while it computes. Of large models it is not worth the wait."""
+    and those that are made ahead while it computes. Steps and lanes alone take turns: a machine is faster in some
+    moments than in others. Of large models it is not worth the wait."""
     replica, lanes = built.replica, range(min(built.job.lane_count, _MOST_LANES))
     lane_s = times["forward_s"] + times["backward_s"]
     if replica.tables or len(lanes) * lane_s > _LARGE_S:
@@ -157,10 +161,21 @@ def _rest_s(built: Built, times: Mapping[str, float], add_s: float) -> float:
         if total := sums.total():
             replica.apply(number, total)
 
+    def alone() -> None:
+        for lane in lanes:
+            _lane(built, batch, lane)
+
     with contextlib.closing(feed):
         feed.carry(lanes, 0)
-        step_s = _seconds(step, replica.device)
-    return max(step_s - len(lanes) * (lane_s + add_s) - times["apply_s"], 0.0) / len(lanes)
+        longer_s = _longer(step, alone, replica.device)
+    return max(longer_s - len(lanes) * add_s - times["apply_s"], 0.0) / len(lanes)
+
+
+def _fragments(replica: Replica) -> list[float]:
+    """Of the parameters, as they travel between lanes that train by themselves: what part of them each is."""
+    sizes = [sum(replica.layout.grads[i].size_bytes for i in run) for run in runs(replica.layout)]
+    most = LocalSync.model_fields["fragments"].default
+    return [sum(sizes[i] for i in fragment) / sum(sizes) for fragment in fragments_of(sizes, most)]
 
 
 def _codec(replica: Replica, settings: Mapping[str, Any]) -> dict[str, float]:
@@ -206,6 +221,14 @@ def _seconds(
             before()
         taken.append(_once(act, device, clock))
     return typical(taken)
+
+
+def _longer(act: Callable[[], object], than: Callable[[], object], device: torch.device) -> float:
+    """By how much, typically, when they take turns."""
+    taken: list[tuple[float, float]] = []
+    while len(taken) <= _LEAST or (sum(map(sum, taken)) < 2 * EACH_S and len(taken) <= _MOST):
+        taken.append((_once(act, device), _once(than, device)))
+    return median(one - other for one, other in taken[1:])
 
 
 def _once(act: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:

@@ -74,9 +74,10 @@ def _train(
         while len(found) < FEWEST or (time.perf_counter() - began < budget_s and len(found) < MOST):
             start = time.thread_time()
             replica.begin()
-            sums = sync.sums()
-            sums.lane(seat, replica.forward_backward(len(found), seat, batch, share=0.5))
+            lane = replica.forward_backward(len(found), seat, batch, share=0.5)
             lane_cpu_s = time.thread_time() - start
+            sums = sync.sums()
+            sums.lane(seat, lane)
             done = sync.commit(replica, len(found), sums)
             if isinstance(done, Discarded):
                 break

@@ -13,6 +13,9 @@ from shoal.plan.costs.predict import predict
 GAIN = 1.05
 """So many times as fast at least something must be to be worth more processes, or another result."""
 
+HARDLY = 1.02
+"""So many times as long rounds of fewer local steps may take: they change the result less."""
+
 _SIMPLE = ("lanes", "local", "server")
 
 
@@ -84,15 +87,27 @@ def _row(prediction: Prediction, own: Choice, allow: Collection[str]) -> Row:
 def _best(rows: Sequence[Row]) -> Row | None:
     if not rows:
         return None
+    near = _within(GAIN, rows)
+    simplest = min(near, key=_effort)
+    alike = [row for row in near if _but_for_rounds(row) == _but_for_rounds(simplest)]
+    return min(_within(HARDLY, alike), key=lambda row: row.prediction.choice.every)
+
+
+def _within(times: float, rows: Sequence[Row]) -> list[Row]:
+    """Those that take at most so many times as long as the fastest of them."""
     fastest = min(row.prediction.step_s for row in rows)
-    return min((row for row in rows if row.prediction.step_s <= GAIN * fastest), key=_effort)
+    return [row for row in rows if row.prediction.step_s <= times * fastest]
 
 
-def _effort(row: Row) -> tuple[int, int, int, int, int, float]:
+def _but_for_rounds(row: Row) -> Choice:
+    return replace(row.prediction.choice, every=1, settle=1)
+
+
+def _effort(row: Row) -> tuple[int, int, int, int, float]:
     """What comes first is simpler, and closer to the result of the job as it stands."""
     it = row.prediction.choice
     busy = it.workers * it.threads + it.servers
-    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), it.every, row.prediction.step_s
+    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), row.prediction.step_s
 
 
 def _told(row: Row, pick: Row | None, known: dict[Choice, Prediction]) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -41,7 +42,8 @@ class Measured:
 
     `times` are by the number of threads; `slow_threads` were tried and are no faster than fewer. In a real step a lane
     takes `rest_s` longer: batches are made for it. `stretch_bytes` is
-    what is added up of a lane: gradients, moving buffers, the loss. `worker_bytes` is a worker's memory without what it
+    what is added up of a lane: gradients, moving buffers, the loss. `fragments` are the parts, of one, in which parameters
+    travel between lanes that train by themselves. `worker_bytes` is a worker's memory without what it
     shares with others of its host, `base_bytes`. The last three say why something cannot be, or nothing.
     """
 
@@ -51,6 +53,7 @@ class Measured:
     shapes: tuple[tuple[int, ...], ...]
     stretch_bytes: int
     rest_s: float = 0.0
+    fragments: tuple[float, ...] = (0.25,) * 4
     optimizer_bytes: int = 0
     base_bytes: int = 0
     worker_bytes: int = 0
@@ -95,13 +98,14 @@ class Machine:
     """The hosts there are; the driver runs on the first.
 
     A round of exchange takes `round_s`, however little there is to exchange, and one core adds up what lies in memory
-    at `add_bytes_s`. `crowding`: how many times as long as on an idle host work takes beside as much work again.
+    at `add_bytes_s`. Sockets move `socket_bytes_s`, which takes a core's time. `crowding`: how many times as long as on an idle host work takes beside as much work again.
     """
 
     hosts: tuple[Host, ...]
     round_s: float
     add_bytes_s: float
     crowding: float = 1.0
+    socket_bytes_s: float = math.inf
 
 
 @dataclass(frozen=True)

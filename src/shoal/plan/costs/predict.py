@@ -19,6 +19,8 @@ from shoal.spec.rules import MOST_ENCODED_LANES
 
 SERVER_ROUNDS = 3
 """There, among the servers, and back."""
+LANE_PASSES, OUTER_PASSES = 6, 5
+"""Over all parameters, when lanes that train by themselves agree: of every lane, and of what they agree on."""
 
 
 def predict(choice: Choice, measured: Measured, machine: Machine, link: Link) -> Prediction:
@@ -128,6 +130,13 @@ class Case:
     def wire_s(self, phases: list[Phase]) -> list[float]:
         return [phase.seconds(self.link) for phase in phases]
 
+    def beside_s(self, phases: list[Phase], hidden_s: float, wire_s: float) -> float:
+        """What travels while a worker computes costs no waiting, but time of its core. Who waits has time for it."""
+        if not wire_s:
+            return 0.0
+        moved = max((phase.leaving[h] + phase.reaching[h] for phase in phases for h in phase.leaving), default=0)
+        return self.slowest * moved * hidden_s / wire_s / self.machine.socket_bytes_s
+
     def rounds_s(self, rounds: int) -> float:
         """They were measured with two workers at work."""
         slow = max(self.slowest / self.machine.crowding, 1.0)
@@ -143,7 +152,7 @@ def _lanes(case: Case) -> Parts:
     phases = traffic.of_lanes(case.crew, stretch)
     first, *rest = case.wire_s(phases)
     hidden = _hidden(case, first, stretch)
-    exchange = first - hidden + sum(rest) + _adding_up(case)
+    exchange = first - hidden + sum(rest) + _adding_up(case) + case.beside_s(phases[:1], hidden, first)
     return Parts(exchange, case.apply_s, hidden_s=hidden, sent_bytes=_most_sent(phases))
 
 
@@ -161,7 +170,7 @@ def _encoded(case: Case) -> Parts:
     phases = traffic.of_encoded(case.crew, case.measured.encoded_bytes(case.choice.codec))
     (wire,) = case.wire_s(phases)
     hidden = _hidden(case, wire, case.measured.stretch_bytes)
-    exchange = wire - hidden + case.rounds_s(1)
+    exchange = wire - hidden + case.rounds_s(1) + case.beside_s(phases, hidden, wire)
     return Parts(exchange, case.apply_s, encode_s=_coding(case), hidden_s=hidden, sent_bytes=_most_sent(phases))
 
 
@@ -203,20 +212,24 @@ def _coding_for_servers(case: Case) -> float:
 
 def _local(case: Case) -> Parts:
     """Every lane has weights of its own and updates them in each step. What `every` steps moved is exchanged as one
-    step of lanes is; of every `settle` rounds all but the last happen beside the next one."""
+    step of lanes is; of every `settle` rounds all but the last happen beside the next one, fragment by fragment."""
     choice, crew = case.choice, case.crew
     updates = max(crew.slowness[seat] * n for seat, n in crew.carries.items())
     apply = updates * case.measured.times[choice.threads].apply_s
-    stretch, encode = case.measured.stretch_bytes, 0.0
+    stretch, fragments, encode = case.measured.stretch_bytes, case.measured.fragments, 0.0
     if choice.codec == "none":
         phases = traffic.of_lanes(crew, stretch)
-        work = case.slowest * case.adding_s(stretch) if case.alone else _adding_up(case)
+        work = 0.0 if case.alone else _adding_up(case)
     else:
         phases = traffic.of_encoded(crew, case.measured.encoded_bytes(choice.codec))
         encode, work = _coding(case), case.rounds_s(1)
     wire = sum(case.wire_s(phases))
+    passes = LANE_PASSES * updates + OUTER_PASSES * case.slowest
+    work += case.rounds_s(len(fragments) - 1) + passes * case.adding_s(stretch)
+    each_s = max(choice.every // len(fragments), 1) * (case.compute_s + apply)
     beside = (choice.settle - 1) / choice.settle
-    hidden = beside * min(wire, choice.every * (case.compute_s + apply))
+    hidden = beside * sum(min(wire * part, each_s) for part in fragments)
+    work += case.beside_s(phases, hidden, wire)
     return Parts(
         (wire - hidden + work) / choice.every,
         apply + case.apply_s / choice.every,

@@ -33,7 +33,7 @@ def read_machine(facts: Mapping[str, Any], wanted: Wanted) -> Machine:
     round_s = max(facts["exchange_s"] - adding_s, LEAST_ROUND_S)
     host = Host(facts["cores"], facts["memory_bytes"])
     hosts = tuple(replace(host, speed=speed) for speed in wanted.speeds) or (host,) * wanted.hosts
-    return Machine(hosts, round_s, facts["add_bytes_s"], facts["crowding"])
+    return Machine(hosts, round_s, facts["add_bytes_s"], facts["crowding"], facts["socket_bytes_s"])
 
 
 def read_link(facts: Mapping[str, Any], wanted: Wanted) -> Link:
@@ -70,7 +70,8 @@ def read_measured(facts: Mapping[str, Any]) -> Measured:
         times={r["threads"]: LaneTime(r["forward_s"], r["backward_s"], r["apply_s"]) for r in facts["times"]},
         shapes=tuple(tuple(shape) for shape in facts["shapes"]),
         stretch_bytes=facts["stretch_bytes"],
-        rest_s=facts.get("rest_s", 0.0),  # of a plan that is older than it there is none
+        rest_s=facts.get("rest_s", 0.0),  # plans that are older than it have none, nor fragments
+        fragments=tuple(facts.get("fragments", Measured.fragments)),
         optimizer_bytes=facts["optimizer_bytes"],
         base_bytes=facts["base_bytes"],
         worker_bytes=facts["worker_bytes"],
