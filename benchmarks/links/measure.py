@@ -32,24 +32,26 @@ def speed(
     window_s: float,
     batch: int,
     period: int = 1,
-    settle_s: float = 0.0,
+    settled: Callable[[Going, float], bool] | None = None,
 ) -> Numbers:
     """Steps per second count the samples that all workers made; where steps are shared, that is the same. Where workers
-    agree every `period` steps, whole periods are counted, the first without its first few steps. What happens in the
-    first `settle_s` does not count."""
-    least = LEAST_ROWS if period == 1 else 1 if settle_s else 0
-    begin = 1 if period == 1 or settle_s else 0
+    agree every `period` steps, whole periods are counted, the first without its first few steps. What happens before
+    it has `settled`, which is asked with the time when the wire was shaped, does not count."""
+    least, begin = (LEAST_ROWS, 1) if period == 1 else (0, 0)
     with _going(start, hosts, scratch) as going:
-        shaped_t = _shape(going, hosts, mbit) + settle_s
-        _until(going, lambda: _told(going, shaped_t, period) >= begin)  # the step that was under way does not count
+        shaped_t = since_t = _shape(going, hosts, mbit)
+        if settled:
+            _until(going, lambda: settled(going, shaped_t))
+            since_t = time.time()
+        _until(going, lambda: _told(going, since_t, period) >= begin)  # the step that was under way does not count
         before, cpu_s, began_t = hosts.moved_bytes(), _cpu_s(going), time.time()
-        _until(going, lambda: _told(going, shaped_t, period) > least and time.time() > began_t + window_s)
+        _until(going, lambda: _told(going, since_t, period) > least and time.time() > began_t + window_s)
         moved = max(now - then for then, now in zip(before, hosts.moved_bytes(), strict=True))
         cpu_s, wall_s = _cpu_s(going) - cpu_s, time.time() - began_t
         counted = [
-            whole(rows, shaped_t, period, first=not begin)
+            whole(rows, since_t, period, first=not begin)
             for rows in going.rows.values()
-            if _ends(rows, shaped_t, period)
+            if _ends(rows, since_t, period)
         ]
     rate = sum(map(_samples_per_s, counted)) / batch
     steps = rate * wall_s

@@ -45,7 +45,7 @@ LOCALS = (
     "local 128, int8",
 )
 """Steps of a round, and the codec."""
-PERIOD = 256
+PERIOD = 512
 """After so many steps lanes that train by themselves agree on everything."""
 EXACT, STALENESS = "0", ("4", "inf")
 SPENT = ("compute_s", "exchange_s", "waiting_s", "data_s")
