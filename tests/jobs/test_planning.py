@@ -48,6 +48,7 @@ def test_what_is_measured(facts):
     assert measured.worker_bytes > measured.stretch_bytes
     assert measured.base_bytes > 50e6
     assert measured.codecs["bf16"].encode_s > 0
+    assert measured.fragments == (1.0,), "too small to be cut"
     assert found["crowding"] >= 1
     assert found["exchange_s"] > 0 or found["cores"] == 1, "two workers were tried"
     assert found["cores"] == len(os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ from shoal.plan.costs.predict import predict
 GAIN = 1.05
 """So many times as fast at least something must be to be worth more processes, or another result."""
 
-HARDLY = 1.02
+HARDLY = 1.03
 """So many times as long rounds of fewer local steps may take: they change the result less."""
 
 _SIMPLE = ("lanes", "local", "server")
