@@ -164,9 +164,7 @@ def test_agreeing_costs_passes_over_all_parameters():
 @pytest.mark.parametrize("changes", [{}, {"codec": "int8"}, {"sync": "local", "every": 8, "settle": 4}])
 def test_what_travels_beside_computing_takes_time_of_the_core(changes):
     choice, there = replace(TWO_HOSTS, **changes), machine(HOST, HOST)
-    free, costly = (
-        predict(choice, LARGE, replace(there, socket_bytes_s=speed), SLOW) for speed in (math.inf, 1 * GB)
-    )
+    free, costly = (predict(choice, LARGE, replace(there, socket_bytes_s=speed), SLOW) for speed in (math.inf, 1 * GB))
     moved = 2 * free.sent_bytes * free.hidden_s / (free.hidden_s + free.exchange_s)
     assert free.hidden_s == costly.hidden_s > 0
     assert moved / GB / 2 < costly.exchange_s - free.exchange_s < 2 * moved / GB

@@ -41,10 +41,10 @@ class Measured:
     """A job, as one worker of this machine found it.
 
     `times` are by the number of threads; `slow_threads` were tried and are no faster than fewer. In a real step a lane
-    takes `rest_s` longer: batches are made for it. `stretch_bytes` is
-    what is added up of a lane: gradients, moving buffers, the loss. `fragments` are the parts, of one, in which parameters
-    travel between lanes that train by themselves. `worker_bytes` is a worker's memory without what it
-    shares with others of its host, `base_bytes`. The last three say why something cannot be, or nothing.
+    takes `rest_s` longer: batches are made for it. `stretch_bytes` is what is added up of a lane: gradients, moving
+    buffers, the loss. `fragments` are the parts, of one, in which parameters travel between lanes that train by
+    themselves. `worker_bytes` is a worker's memory without what it shares with others of its host, `base_bytes`. The
+    last three say why something cannot be, or nothing.
     """
 
     lanes: int
@@ -98,7 +98,8 @@ class Machine:
     """The hosts there are; the driver runs on the first.
 
     A round of exchange takes `round_s`, however little there is to exchange, and one core adds up what lies in memory
-    at `add_bytes_s`. Sockets move `socket_bytes_s`, which takes a core's time. `crowding`: how many times as long as on an idle host work takes beside as much work again.
+    at `add_bytes_s`. Sockets move `socket_bytes_s`, which takes a core's time. `crowding`: how many times as long as on
+    an idle host work takes beside as much work again.
     """
 
     hosts: tuple[Host, ...]
