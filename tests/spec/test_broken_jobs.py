@@ -161,7 +161,7 @@ TABLE = {
     "nothing is kept": Row("seed: 1", "codec: {kind: topk, keep: 0}", "SH106", 2, "codec.keep", "above 0"),
     "idle workers": Row("seed: 1", "workers: 3\nlanes: 2", "SH107", 3, "lanes", "at least 3"),
     "more copies than servers": Row("seed: 1", "sync: {kind: server, servers: 2, backups: 2}", "SH107", 2, "sync.backups", "at least 3"),
-    "an average with momentum": Row("seed: 1", "sync: {kind: local, outer: average, momentum: 0.5}", "SH107", 2, "sync.momentum", "outer: nesterov"),
+    "an average with momentum": Row("seed: 1", "sync: {kind: local, outer: average, momentum: 0.9}", "SH107", 2, "sync.momentum", "outer: nesterov"),
     "rounds of nothing": Row("seed: 1", "sync: {kind: local, every: 0}", "SH106", 2, "sync.every", ""),
     "no staleness": Row("seed: 1", "sync: {kind: server, staleness: lots}", "SH105", 2, "sync.staleness", "or inf"),
     "staleness yes": Row("seed: 1", "sync: {kind: server, staleness: yes}", "SH106", 2, "sync.staleness", "or inf"),
