@@ -198,10 +198,11 @@ def rows(planned: Mapping[str, Any], turns: Mapping[str, Sequence[float]]) -> li
 
 def levels(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """A side's median, without the ups and downs that most had together: the machine is faster in some minutes. What
-    one or two sides had may be their own."""
+    one or two sides had may be their own, and so is what doubles or halves one: its lanes are elsewhere."""
     drift = [1.0]
     for number in range(1, max(map(len, turns.values()), default=0)):
         changes = [its[number] / its[0] for its in turns.values() if len(its) > number]
+        changes = [change for change in changes if 0.5 <= change <= 2]
         drift.append(statistics.median(changes) if len(changes) > 2 else 1.0)
     return {name: statistics.median(map(truediv, its, drift)) for name, its in turns.items()}
 

@@ -36,6 +36,9 @@ from shoal.train.pair import Pair, pair, typical
 EACH_S, CODEC_S, PAIR_S = 0.2, 0.1, 0.5
 """So long each thing is tried, but at least some times."""
 
+LOOP_S = 0.2e-3
+"""What a run does around a lane and a try does not: clocks, accounts, rows, and threads that tell and listen."""
+
 _LEAST, _MOST = 3, 50
 _MOST_LANES, _LARGE_S = 4, 1.0
 Clock = Callable[[], float]
@@ -55,10 +58,9 @@ def measure(
     worker_bytes = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base_bytes, 0)
     times = _by_threads(built, batch, total, threads)
     torch.set_num_threads(1)
-    alone = Pair(_seconds(lambda: _lane(built, batch, 0), replica.device, clock=time.thread_time), 0.0)
-    beside = _beside(replica, batch, worker_bytes) or alone
     add_bytes_s, no_codecs, talk = _adding_bytes_s(replica), _no_codecs(replica), pace()
-    rest_s = _rest_s(built, batch, times[1], replica.layout.size_bytes / add_bytes_s)
+    rest_s, lane_cpu_s = _in_steps(built, batch, times[1], replica.layout.size_bytes / add_bytes_s)
+    beside = _beside(replica, batch, worker_bytes) or Pair(lane_cpu_s, 0.0)
     return {
         "lanes": job.lane_count,
         "steps_per_epoch": built.dealer.steps_per_epoch,
@@ -77,7 +79,7 @@ def measure(
         "only_servers": "the model has sparse tables, which live on servers" if replica.tables else "",
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
-        "crowding": max(beside.lane_cpu_s / alone.lane_cpu_s, 1.0),
+        "crowding": max(beside.lane_cpu_s / lane_cpu_s, 1.0),
         "exchange_s": beside.exchange_s,
         "add_bytes_s": add_bytes_s,
         "latency_s": talk.latency_s,
@@ -140,15 +142,15 @@ def _times(built: Built, batch: Batch, total: LaneSum) -> dict[str, float]:
     return {"forward_s": forward_s, "backward_s": lane_s - forward_s, "apply_s": apply_s}
 
 
-def _rest_s(built: Built, batch: Batch, times: Mapping[str, float], add_s: float) -> float:
+def _in_steps(built: Built, batch: Batch, times: Mapping[str, float], add_s: float) -> tuple[float, float]:
     """What a lane of a real step takes besides what it takes by itself and what adding it to others takes: its batch,
     and those that are made ahead while it computes. Steps and lanes alone take turns: a machine is faster in some
-    moments than in others. Of large models it is not worth the wait."""
+    moments than in others. And processor time of a lane there. Of large models it is not worth the wait."""
     replica, lanes = built.replica, range(min(built.job.lane_count, _MOST_LANES))
     lane_s = times["forward_s"] + times["backward_s"]
     if replica.tables or len(lanes) * lane_s > _LARGE_S:
-        return 0.0
-    feed, numbers = make_feed(built), itertools.count()
+        return 0.0, _seconds(lambda: _lane(built, batch, 0), replica.device, clock=time.thread_time)
+    feed, numbers, lane_cpu_s = make_feed(built), itertools.count(), list[float]()
 
     def step() -> None:
         number, sums = next(numbers), TreeSum(len(lanes), add)
@@ -157,7 +159,10 @@ def _rest_s(built: Built, batch: Batch, times: Mapping[str, float], add_s: float
             batch = feed.get(number, lane)
             share = 1 / len(lanes)
             here = batch.to(replica.device) if batch else None
-            sums.lane(lane, replica.forward_backward(number, lane, here, share=share) if here else None)
+            start = time.thread_time()
+            found = replica.forward_backward(number, lane, here, share=share) if here else None
+            lane_cpu_s.append(time.thread_time() - start)
+            sums.lane(lane, found)
         if total := sums.total():
             replica.apply(number, total)
 
@@ -168,7 +173,8 @@ def _rest_s(built: Built, batch: Batch, times: Mapping[str, float], add_s: float
     with contextlib.closing(feed):
         feed.carry(lanes, 0)
         longer_s = _longer(step, alone, replica.device)
-    return max(longer_s - len(lanes) * add_s - times["apply_s"], 0.0) / len(lanes)
+    rest_s = max(longer_s - len(lanes) * add_s - times["apply_s"], 0.0) / len(lanes)
+    return rest_s + LOOP_S, typical(lane_cpu_s)
 
 
 def _fragments(replica: Replica) -> list[float]:
