@@ -37,14 +37,14 @@ def test_the_pick_is_marked_and_its_command_is_there():
     assert "Take 4 workers: 3.3 times as fast as one worker: " in text
     assert "\n  shoal run job.yaml --workers 4\n" in text
     assert "hosts" not in text.splitlines()[5]
-    assert "If the job had `plan: {allow: [local]}`: 4 workers (local, every 8)." in text
+    assert "If the job had `plan: {allow: [local]}`: 4 workers (local, every 128)." in text
 
 
 def test_two_hosts_name_the_way_there():
     one_core = Host(1, 16 * GB)
     text = shown(planned(there=machine(one_core, one_core), link=SLOW, allow=["local"]))
     assert "12.5 MB/s each way, 0.2 ms one way" in text
-    command = 'shoal run job.yaml --workers 1 --set "sync={kind: local, every: 128, settle: 4}" --listen ADDRESS'
+    command = 'shoal run job.yaml --workers 1 --set "sync={kind: local, every: 128, settle: 8}" --listen ADDRESS'
     assert f"  {command}    # and elsewhere: shoal join HOST:PORT --workers 1\n" in text
 
 
