@@ -276,7 +276,7 @@ def test_a_faster_link_is_never_slower(choice, send, receive, latency, times):
 
 @given(choices, speeds, st.integers(MB // 2, 10**8), st.integers(0, 10**8))
 def test_more_to_exchange_is_never_faster(choice, speed, floats, more):
-    """But for a trifle: `topk` sends as much of a hundred values more or less, and the last bucket is a smaller part."""
+    """But for a trifle: `topk` sends as much of a few values more, and the last bucket is a smaller part of it."""
     some, more = (replace(LARGE, shapes=((n,),), stretch_bytes=4 * n) for n in (floats, floats + more))
     link = Link(1e-3, speed, speed)
     less, most = (predict(choice, measured, THREE, link) for measured in (some, more))
