@@ -74,7 +74,7 @@ def test_a_stop_at_which_the_saver_dies_loses_nothing(run, resume, place):
         job, look=stop_when_fired(place), workers=3, watch=script(place, "freeze worker 0 at step 15 in data")
     )
     assert outcome.status == "terminated"
-    assert outcome.saved_step == 15
+    assert outcome.saved_step >= 15, "the others may have gone on before the word came"
     assert_same(resume(outcome.paths), calm(run, job))
 
 
