@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import closing
 
 import numpy as np
@@ -121,6 +122,33 @@ def test_batches_do_not_depend_on_who_makes_them(source, augment):
     assert some == {key: alone[key] for key in some}
     if augment is not None:
         assert fed(source, workers=0, augment=augment, seed=4) != alone
+
+
+@pytest.mark.parametrize("by", ["steps", "lanes"])
+def test_each_batch_is_loaded_once_and_ahead(mapped, by):
+    """Step by step, and also lane by lane in legs of several steps."""
+    loaded, asking = [], threading.get_ident()
+
+    class Told(type(mapped)):
+        def take(self, ids):
+            loaded.append((tuple(ids), threading.get_ident() == asking))
+            return super().take(ids)
+
+    mapped.__class__ = Told
+    feed, dealer = Feed(mapped, Dealer(), seed=3, lanes=LANES, loader=Loader(prefetch=2)), Dealer()
+    legs = [range(6), range(6, 12)]
+    order = [(s, lane) for leg in legs for s in leg for lane in range(LANES)]
+    if by == "lanes":
+        order = [(s, lane) for leg in legs for lane in range(LANES) for s in leg]
+    with closing(feed):
+        feed.carry(range(LANES), 0)
+        for step, lane in order:
+            feed.get(step, lane)
+    expected = [tuple(ids) for step, lane in order if len(ids := dealer.ids(step, lane))]
+    needed = [ids for ids, _ in loaded]
+    assert all(needed.count(ids) <= expected.count(ids) + LANES for ids in expected), "but for what is ahead of the end"
+    assert len(needed) <= len(expected) + 2 * LANES
+    assert not any(here for _, here in loaded), "none when it was needed"
 
 
 @settings(max_examples=20, deadline=None)

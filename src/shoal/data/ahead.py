@@ -91,9 +91,9 @@ class Ahead:
         batch = future.result()
         return batch if self._finish is None else self._finish(key, batch)
 
-    def forget(self, *, before: int | None = None) -> None:
-        """Drop what is not wanted any more: everything, or what belongs to steps before this one."""
-        for key in [key for key in self._asked if before is None or key[0] < before]:
+    def forget(self, lane: int | None = None, *, before: int = 0) -> None:
+        """Drop what is not wanted any more: everything, or of a lane what belongs to steps before this one."""
+        for key in [key for key in self._asked if lane is None or (key[0] < before and key[1] == lane)]:
             self._asked.pop(key).cancel()
 
     def close(self) -> None:

@@ -41,22 +41,24 @@ class Feed:
         self._scout = Scout(source, dealer) if blocks and loader.workers == "auto" else None
         self._prefetch = loader.prefetch
         self._lanes: Sequence[int] = range(lanes)
-        self._asked_to = 0
+        self._asked_to = dict.fromkeys(self._lanes, 0)
 
     def carry(self, lanes: Sequence[int], step: int) -> None:
         """From this step on these lanes are mine: load ahead in the order in which I shall ask."""
         self._lanes = tuple(lanes)
-        self._asked_to = step
+        self._asked_to = dict.fromkeys(self._lanes, step)
         if self._scout:
             self._scout.start_at(step)
         if self._ahead:
             self._ahead.forget()
-            self._ask(step)
+            for ahead in range(step, step + self._prefetch + 1):
+                for lane in self._lanes:
+                    self._ask(lane, ahead)
 
     def get(self, step: int, lane: int) -> Batch | None:
         """The batch of a lane, None if it has no samples at this step. Any order of requests is right."""
         if self._ahead:
-            self._ask(step)
+            self._follow(lane, step)
             batch = self._ahead.answer((step, lane))
             if batch is not None:
                 return batch
@@ -70,17 +72,20 @@ class Feed:
             if helper:
                 helper.close()
 
-    def _ask(self, step: int) -> None:
+    def _follow(self, lane: int, step: int) -> None:
+        """Each lane by itself: one may be asked for many steps before the next is."""
         assert self._ahead
-        if self._asked_to > step + self._prefetch:
-            return
-        self._ahead.forget(before=step)
-        for ahead in range(max(step, self._asked_to), step + self._prefetch + 1):
-            for lane in self._lanes:
-                ids = self._dealer.ids(ahead, lane)
-                if len(ids):
-                    self._ahead.ask((ahead, lane), ids)
-        self._asked_to = step + self._prefetch + 1
+        if lane in self._asked_to and self._asked_to[lane] <= step + self._prefetch:
+            self._ahead.forget(lane, before=step)
+            for ahead in range(max(step, self._asked_to[lane]), step + self._prefetch + 1):
+                self._ask(lane, ahead)
+
+    def _ask(self, lane: int, step: int) -> None:
+        assert self._ahead
+        ids = self._dealer.ids(step, lane)
+        if len(ids):
+            self._ahead.ask((step, lane), ids)
+        self._asked_to[lane] = step + 1
 
 
 def evaluation(
