@@ -78,6 +78,28 @@ def test_a_loss_with_a_divisor_of_its_own_and_lanes_without_samples(run):
     assert_same(run(job, workers=3), calm(run, job))
 
 
+@pytest.mark.parametrize("codec", ["none", "sign"])
+def test_a_period_begins_with_lanes_that_have_no_samples(codec, run):
+    """The fifth batch has 2 samples for 8 lanes, and the second period begins with it: fragments leave after it."""
+    job = {k: v for k, v in SMALL.items() if k not in ("model", "loss", "metrics")}
+    job |= {
+        "task": "models.py:TokenTask",
+        "lanes": 8,
+        "batch_size": 359,
+        "sync": {"kind": "local", "every": 1, "settle": 4},
+    }
+    job |= {"codec": codec, "steps": 12, "schedule": {"name": "StepLR", "args": {"step_size": 1}, "every": "epoch"}}
+    assert_same(run(job, workers=3), calm(run, job))
+
+
+def test_a_lane_whose_loss_is_not_finite_is_named_at_its_step(run):
+    outcome = run(SMALL, optimizer={"name": "SGD", "args": {"lr": 1e30}})
+    assert outcome.status == "failed"
+    assert "SH403" in str(outcome.error)
+    assert "the loss of lane " in str(outcome.error)
+    assert int(str(outcome.error).rpartition(" at step ")[2].split()[0]) < 16, "and not at the agreement"
+
+
 # ---- deaths ----
 
 SCRIPTS = {
@@ -150,6 +172,16 @@ def test_workers_come_and_go(codec, run, place):
     outcome = it.outcome.result()
     assert_same(outcome, calm(run, MLP, **changes))
     assert outcome.receipt.exact
+
+
+def test_who_is_asked_to_leave_goes_at_the_next_agreement(run, place):
+    """And not at the one after it: a period may be long."""
+    lines = [f"delay worker 0 at step {at} in compute by 1000 ms" for at in (3, 7, 11)]
+    with driven(run, SMALL, workers=2, steps=64, watch=script(place, *lines)) as it:
+        it.trains(2)
+        seat, _ = wishes.drain(it.paths, "worker-1")
+        assert wishes.departure(it.paths, seat) == "left at step 16"
+    assert_same(it.outcome.result(), calm(run, SMALL, steps=64))
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])

@@ -1,5 +1,8 @@
 """When lanes agree, and what they agree on."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +12,7 @@ from torch import nn
 from shoal.codecs.memory import Memory
 from shoal.parallel.cutting import Form
 from shoal.parallel.flat import Layout
-from shoal.parallel.lane_sum import LaneSum
+from shoal.parallel.lane_sum import LaneSum, add
 from shoal.parallel.local.outer import Outer
 from shoal.parallel.local.pace import Leg, Pace, fragments_of
 from shoal.parallel.local.replica import LocalReplica
@@ -54,6 +57,8 @@ def test_legs_cover_all_steps_and_nothing_is_left_under_way(pace, start, length,
             under_way = leg.leaves
     assert under_way is None
     assert legs[-1].arrives is None, "then it is part of the agreement"
+    if fragments <= pace.every and stop - start > 2 * pace.every:
+        assert {leg.leaves for leg in legs} - {None} == set(range(fragments)), "each of them goes"
 
 
 @given(PACES, st.integers(1, 300))
@@ -207,6 +212,39 @@ def test_what_a_fragment_loses_comes_with_the_next(settings):
     stream.close()
 
 
+def test_a_lane_that_has_nothing_to_send_keeps_what_it_remembers():
+    torch.manual_seed(0)
+    parameters = [torch.randn(40, 25)]
+    form = Form(Layout(LaneSum(parameters, [], [], *torch.zeros(2, dtype=torch.float64))), {"kind": "sign"})
+    memories = Memories()
+    memories.begin(memories.enter(0, [0, 1]), form.memory_floats, lost=False)
+    memories.begin_step()
+    part = memories.part(0, form.memory_floats)
+    stream = EncodedStream(form, {0: [0, 1]}, 0, mesh=None, memories=part, device=torch.device("cpu"))
+    kept = []
+    for step, lanes in enumerate([[0], [0, 1], [0]]):
+        sums = stream.begin()
+        for lane in lanes:
+            sums.lane(lane, LaneSum([p.clone() for p in parameters], [], [], torch.zeros((), dtype=torch.float64)))
+        stream.run(step, sums)
+        kept.append(memories.of(1).part()[0].clone())
+    assert not kept[0].any()
+    assert kept[1].any()
+    assert torch.equal(kept[1], kept[2])
+    stream.close()
+
+
+@pytest.mark.parametrize("far", [0, 1])
+def test_what_would_be_sent_without_a_codec_is_known(far):
+    """Of fragments too: receipts tell what a codec saves."""
+    parameters = [torch.randn(40, 25)]
+    form = Form(Layout(LaneSum(parameters, [], [], *torch.zeros(2, dtype=torch.float64))), {"kind": "sign"})
+    mesh = SimpleNamespace(far=[SimpleNamespace(seat=1)] * far)
+    stream = EncodedStream(form, {0: [0], 1: [1]}, 0, mesh=mesh, memories=None, device=torch.device("cpu"))
+    assert stream.plain_bytes >= 4000 * far > form.sent_bytes * far or stream.plain_bytes == far == 0
+    stream.close()
+
+
 # ---- lanes of one worker ----
 
 
@@ -270,3 +308,120 @@ def test_a_lane_that_is_put_away_is_not_copied():
         places.setdefault(lane, set()).add(replica.trainable[0].data_ptr())
     assert [len(its) for its in places.values()] == [1, 1]
     assert places[0] != places[1]
+
+
+# ---- what lanes agree on ----
+
+RATE, DECAY, OUTER = 0.1, 0.9, {"lr": 0.7, "momentum": 0.5}
+SIZES, LATE = (2, 3), 6
+"""Samples of each lane in a step; the second lane has none before this step."""
+LEGS, FRAGMENTS = Pace(4, 3).legs(0, 12, fragments=2), ([0], [1])
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+def scheduled(loss=squares):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
+    outer = partial(Outer, **OUTER)
+    return LocalReplica(model, optimizer, loss, seed=0, schedule=schedule, outer=outer, after=lambda step: step + 12)
+
+
+def batch_of(step, lane):
+    return torch.full((SIZES[lane], 4), 1.0 + lane - 0.1 * step, dtype=torch.float64)
+
+
+def has_samples(step, lane):
+    return lane == 0 or step >= LATE
+
+
+def total_of(stop):
+    return sum(SIZES[lane] for step in range(stop) for lane in (0, 1) if has_samples(step, lane))
+
+
+def played(replica):
+    """As a worker does that carries both lanes; what the lanes have after every leg."""
+    seen, coming = [], []
+    replica.begin()
+    for leg in LEGS:
+        for lane in (0, 1):
+            for step in range(leg.start, leg.stop):
+                if has_samples(step, lane):
+                    replica.train(step, lane, batch_of(step, lane), size=SIZES[lane])
+                else:
+                    replica.skip(step, lane)
+        if leg.arrives is not None:
+            replica.arrive(FRAGMENTS[leg.arrives], coming)
+        if leg.leaves is not None:
+            left = [replica.leave(lane, FRAGMENTS[leg.leaves], total_of(leg.stop)) for lane in (0, 1)]
+            coming = [sum(parts) for parts in zip(*(one.grads for one in left if one), strict=True)]
+        for lane in (0, 1):
+            replica.turn_to(lane)
+            seen.append([p.detach().clone() for p in replica.trainable])
+    replica.apply(0, add(*(replica.change(lane, total_of(12)) for lane in (0, 1))))
+    return [*seen, [p.detach().clone() for p in replica.trainable]]
+
+
+def gradients(weight, bias, x):
+    """Of the mean of squares, by hand."""
+    outputs = x @ weight.T + bias
+    return 2 / outputs.numel() * outputs.T @ x, 2 / outputs.numel() * outputs.sum(0)
+
+
+def worked_out(start):
+    """The same from the words of the documentation."""
+    common, velocity = [t.clone() for t in start], [torch.zeros_like(t) for t in start]
+    lanes, seen, left = [[t.clone() for t in start] for _ in (0, 1)], [], {}
+
+    def mean_of(i, stop):
+        done = [sum(SIZES[lane] * has_samples(step, lane) for step in range(stop)) for lane in (0, 1)]
+        return sum(done[lane] / sum(done) * (common[i] - lanes[lane][i]) for lane in (0, 1))
+
+    def agree(i, mean):
+        velocity[i] = OUTER["momentum"] * velocity[i] + mean
+        common[i] = common[i] - OUTER["lr"] * (mean + OUTER["momentum"] * velocity[i])
+
+    for leg in LEGS:
+        for lane in (0, 1):
+            for step in range(leg.start, leg.stop):
+                weight, bias = lanes[lane]
+                grads = gradients(weight, bias, batch_of(step, lane)) if has_samples(step, lane) else (0, 0)
+                for value, grad in zip(lanes[lane], grads, strict=True):
+                    value -= RATE * DECAY**step * grad
+        if (i := leg.arrives) is not None:
+            mean, values = left.pop(i)
+            agree(i, mean)
+            for lane in (0, 1):
+                lanes[lane][i] = common[i] + (lanes[lane][i] - values[lane])
+        if (i := leg.leaves) is not None:
+            left[i] = mean_of(i, leg.stop), [lanes[lane][i].clone() for lane in (0, 1)]
+        seen += [[t.clone() for t in lanes[lane]] for lane in (0, 1)]
+    for i in (0, 1):
+        agree(i, mean_of(i, 12))
+    return [*seen, common]
+
+
+def test_what_lanes_agree_on_is_what_the_words_say():
+    """After every leg and at the end, for two lanes with other numbers of samples, one of which has none at first."""
+    replica = scheduled()
+    start = [p.detach().clone() for p in replica.trainable]
+    torch.testing.assert_close(played(replica), worked_out(start))
+    assert replica.lr == pytest.approx(RATE * DECAY**12)
+
+
+def test_a_loss_that_is_divided_by_nothing_does_not_count():
+    def masked(model, x):
+        return (model(x).square() * (x[:, :1] > 0)).sum(), (x > 0).sum()
+
+    replica = scheduled(masked)
+    replica.begin()
+    replica.train(0, 0, torch.ones(2, 4, dtype=torch.float64), size=2)
+    before, change = [p.detach().clone() for p in replica.trainable], replica.change(0, 2)
+    replica.train(1, 0, -torch.ones(2, 4, dtype=torch.float64), size=2)
+    assert all(map(torch.equal, before, replica.trainable))
+    assert all(map(torch.equal, change.grads, replica.change(0, 2).grads))
+    assert replica.lr == pytest.approx(RATE * DECAY**2)

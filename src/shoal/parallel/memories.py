@@ -178,16 +178,19 @@ class Part:
     def __init__(self, memories: Memories, start: int, stop: int) -> None:
         self._memories = memories
         self._start, self._stop = start, stop
+        self._encoded: set[int] = set()
 
     def begin_step(self) -> None:
         self._memories.branch()
+        self._encoded = set()
 
     def of(self, lane: int) -> PartMemory:
+        self._encoded.add(lane)
         return PartMemory(self._memories._held[lane], self._start)
 
     def turn(self) -> None:
-        """All lanes have left."""
-        for lane in self._memories._carried:
+        """All lanes have left that have anything to send."""
+        for lane in self._encoded:
             self._memories._held[lane].turn(self._start, self._stop)
 
 

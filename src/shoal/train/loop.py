@@ -183,7 +183,7 @@ class Loop:
             if self.course.pauses(self.seat, self.step):
                 self.pulse.enter("pause", self.step)
                 time.sleep(self.course.pause_s)
-            halt = self.membership.newer(self.view.number) or bool(self.asked_to_leave())
+            halt = self._halts()
             if halt and (len(self.view.carries) == 1 or not self.sync.together):
                 return ""
             committed = self._one_step(halt)
@@ -194,6 +194,10 @@ class Loop:
                 if self.shards:
                     self.save(force=True)  # who leaves now leaves nothing behind that others do not have
                 return ""
+
+    def _halts(self) -> bool:
+        """Must the next boundary be the last of this view?"""
+        return self.membership.newer(self.view.number) or bool(self.asked_to_leave())
 
     @property
     def over(self) -> bool:
@@ -208,6 +212,7 @@ class Loop:
         try:
             if self.rounds:
                 self.rounds.compute(sums)
+                halt = halt or self._halts()  # that took a while
             elif self.shards:
                 self.shards.turns.compute(sums)
             else:
@@ -261,11 +266,14 @@ class Loop:
         with self._blaming(self.step, lane):
             return self.replica.forward_backward(self.step, lane, self._here(batch), share=share, taker=taker)
 
-    def inner(self, step: int, lane: int, batch: Any) -> Tensor:
+    def inner(self, step: int, lane: int, batch: Any) -> float:
         """A step that a lane makes by itself. Returns its loss."""
         assert isinstance(self.replica, LocalReplica)
         with self._blaming(step, lane):
-            return self.replica.train(step, lane, self._here(batch), size=batch.size)
+            loss = float(self.replica.train(step, lane, self._here(batch), size=batch.size))
+        if not math.isfinite(loss):
+            raise error("SH403", f"the loss of lane {lane} is {loss} at step {step + 1}", where=f"worker-{self.seat}")
+        return loss
 
     def _here(self, batch: Any) -> Any:
         """Batches are made on the CPU."""

@@ -30,7 +30,9 @@ class Rounds:
         """All lanes, up to the next agreement. LinkError if it cannot be reached."""
         loop, course = self._loop, self._loop.course
         start, stop = loop.step, course.after(loop.step)
-        ways = self._sync.ways(self._replica, course.fragments) if stop - start > course.pace.every else []
+        ways, every = list[Way](), course.pace.every
+        if stop - start > every:
+            ways = self._sync.ways(self._replica, min(course.fragments, every))
         total = 0
         try:
             for leg in course.pace.legs(start, stop, fragments=max(len(ways), 1)):
@@ -57,14 +59,17 @@ class Rounds:
             loop.pulse.enter("compute", step)
             t1 = clock()
             loop.progress.spent("data_s", t1 - t0)
-            if batch is not None:
-                loss = float(loop.inner(step, lane, batch))
-                loop.progress.computed(batch.size)
-                took = clock() - t1
-                loop.progress.spent("compute_s", took)
-                loop.pulse.lane_took(took)
-                if lane == loop.lanes[-1]:
-                    loop.progress.inner(step + 1, loss=loss, lr=self._replica.lr)
+            if batch is None:
+                self._replica.skip(step, lane)
+                continue
+            loss = loop.inner(step, lane, batch)
+            loop.progress.computed(batch.size)
+            took = clock() - t1
+            loop.progress.spent("compute_s", took)
+            loop.pulse.lane_took(took)
+            if lane == loop.lanes[-1]:  # a row has as much of every lane
+                whole = len(loop.lanes) == 1 or step + 1 == leg.stop
+                loop.progress.inner(step + 1, loss=loss, lr=self._replica.lr, row=whole)
 
     def _check(self) -> None:
         """Is there still somebody to agree with?"""
@@ -91,7 +96,7 @@ class Rounds:
         self._underway = None
         waited = time.perf_counter() - began
         loop.progress.spent("waiting_s", waited)
-        loop.progress.sent(agreed.bytes_sent)
+        loop.progress.sent(agreed.bytes_sent, way.stream.plain_bytes)
         if agreed.total is not None:
             loop.peers.feeder.fragment(leg.stop, way.which, agreed.total.grads)
             self._replica.arrive(way.which, agreed.total.grads)

@@ -90,10 +90,14 @@ class Progress:
         self._bytes += size_bytes
         self._plain += size_bytes if plain_bytes is None else plain_bytes
 
-    def inner(self, step: int, *, loss: float, lr: float) -> None:
-        """This worker has made a step by itself, which the next commit will count among others."""
+    def inner(self, step: int, *, loss: float, lr: float, row: bool = True) -> None:
+        """This worker has made a step by itself, which the next commit will count among others. Without `row` the next
+        one tells of it."""
         self._inner += 1
-        self._add(step, loss, lr, inner=True)
+        if row:
+            self._add(step, loss, lr, inner=True)
+        else:
+            self._steps += 1
 
     def step(self, step: int, *, loss: float, lr: float, samples: int) -> None:
         """`step` steps are committed now; the last commit had so many samples in all."""

@@ -44,10 +44,10 @@ class Voyage:
                 loop.teller.leads = view.saver == self.seat  # else others go on, and one of them saves
                 if not loop.teller.leads:
                     loop.sync.hand_over(lambda: self._membership.newer(self._number))
-                return loop.leave("asked to leave")
+                return self._leave("asked to leave")
             if view.stop:
                 loop.teller.leads = view.saver == self.seat
-                return loop.leave(view.stop)
+                return self._leave(view.stop)
             if view.loads == self.seat:
                 self._load()
             elif self.seat in view.followers:
@@ -59,20 +59,24 @@ class Voyage:
                 if outcome:
                     loop.teller.tell("stopped", step=loop.step, view=view.number, why=outcome)
 
+    def _leave(self, why: str) -> Ending:
+        self._following.close()  # what is saved is the last commit
+        return self.loop.leave(why)
+
     def _leave_alone(self, why: str) -> Ending:
         """No driver says who saves: those who can do so one after the other, if nobody has yet."""
         loop = self.loop
         if self._lock is None:
             loop.teller.leads = False
             loop.sync.hand_over(lambda: False)
-            return loop.leave(why)
+            return self._leave(why)
         if loop.shards:
-            return loop.leave(why)
+            return self._leave(why)
         with self._lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             newest = loop.store.latest()
             loop.teller.leads = newest is None or newest.step < loop.step
-            return loop.leave(why)
+            return self._leave(why)
 
     def _wait(self) -> View | str:
         """The next view, or why this worker gives up waiting for one."""

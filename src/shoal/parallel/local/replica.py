@@ -82,14 +82,29 @@ class LocalReplica(Replica):
         return self._period
 
     def train(self, step: int, lane: int, batch: Any, *, size: int) -> Tensor:
-        """One inner step of a lane, on so many samples of its own. Returns its loss."""
+        """One inner step of a lane, on so many samples of its own. Returns its loss. Where the loss is to be divided by
+        nothing, none of the samples count."""
         self.turn_to(lane)
         self.moving.remember()
-        loss = super().apply(step, self.forward_backward(step, lane, batch, share=1.0))
+        found = self.forward_backward(step, lane, batch, share=1.0)
+        if found.count is not None and not found.count:
+            self.moving.restore()
+            self.skip(step, lane)
+            return torch.zeros_like(found.loss)
+        loss = super().apply(step, found)
         it = self._lane(lane)
         it.samples += size
         it.loss = it.loss + loss.double() * size
         return loss
+
+    def skip(self, step: int, lane: int) -> None:
+        """A step in which the lane has no samples. Its schedule goes on all the same."""
+        self.turn_to(lane)
+        self._step_schedule(step)
+
+    def _step_schedule(self, step: int) -> None:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        self.step_schedule(step)
 
     def turn_to(self, lane: int) -> None:
         """Be this lane from now on."""
@@ -199,9 +214,8 @@ class LocalReplica(Replica):
         self._outer.step(period.common, total.grads, range(len(self.trainable)))
         self._become(period.common, period.rates, (total.averaged, total.first), inner=defaultdict(dict))
         self._period = None
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
         for inner in range(step, self.after(step)):
-            self.step_schedule(inner)
+            self._step_schedule(inner)
         return total.loss.clone()
 
     def undo(self) -> None:

@@ -24,7 +24,10 @@ Carries = Mapping[int, Sequence[int]]
 
 
 class Stream(Protocol):
-    """The way of one fragment in one view."""
+    """The way of one fragment in one view. Without a codec, `plain_bytes` would be sent each time; None where there is
+    none."""
+
+    plain_bytes: int | None
 
     def begin(self) -> TreeSum[LaneSum]:
         """What takes this worker's lanes."""
@@ -44,6 +47,8 @@ class Way(NamedTuple):
 
 
 class PlainStream:
+    plain_bytes: int | None = None
+
     def __init__(
         self, layout: Layout, carries: Carries, lanes: int, *, mesh: Mesh | None, device: torch.device
     ) -> None:
@@ -85,6 +90,8 @@ class EncodedStream:
     ) -> None:
         stretch, total = Memory.private(form.layout.size_bytes), Memory.private(form.layout.size_bytes)
         self._memories = memories
+        lanes, far = sum(map(len, carries.values())), [link.seat for link in mesh.far] if mesh else []
+        self.plain_bytes: int | None = Plan.of(carries, lanes, form.layout).sent_bytes(seat, far) if far else 0
         self._arena = Arena(arena_bytes(form, len(carries[seat])))
         self._exchange: EncodedExchange | None = EncodedExchange(
             form,
