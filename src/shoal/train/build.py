@@ -41,6 +41,7 @@ from shoal.spec.paths import RunPaths
 from shoal.spec.resolve import import_ref
 from shoal.spec.shard import NoShard
 from shoal.train.blame import blaming
+from shoal.train.devices import pick_device
 from shoal.train.evaluate import Evaluator
 from shoal.train.forming import Mould, mould_for
 from shoal.train.loop import Course, Loop
@@ -68,20 +69,11 @@ class Built:
     """Where the model is spread over workers: then the replica has nothing in it before there is a view."""
 
 
-def pick_device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise error("SH411", f"there is no device '{wanted}' here", where="device")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise error("SH411", "there is no device 'mps' here", where="device")
-    return device
-
-
-def build(job: Job, *, cache_dir: Path, tell: Callable[..., object]) -> Built:
+def build(
+    job: Job, *, cache_dir: Path, tell: Callable[..., object], pick: Callable[[str], torch.device] = pick_device
+) -> Built:
     """Data, model, optimizer, and a first look at a batch. Tells `built` with the facts."""
-    device = pick_device(job.device if isinstance(job.shard, NoShard) else "cpu")
+    device = pick(job.device if isinstance(job.shard, NoShard) else "cpu")
     data = assemble(
         job.data,
         seed=job.seed,

@@ -29,7 +29,8 @@ from shoal.spec.job import Job
 from shoal.spec.load import load_job
 from shoal.spec.paths import RunPaths, cache_directory
 from shoal.train.blame import blaming
-from shoal.train.build import build, build_replica, pick_device
+from shoal.train.build import build, build_replica
+from shoal.train.devices import pick_device
 from shoal.train.evaluate import Evaluator
 from shoal.train.forming import alone
 from shoal.train.measure import measure

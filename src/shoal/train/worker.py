@@ -40,6 +40,7 @@ from shoal.spec.paths import RunPaths, cache_directory
 from shoal.spec.table import Table
 from shoal.spec.view import Role, View
 from shoal.train.build import Built, build, build_loop
+from shoal.train.devices import take_device
 from shoal.train.heap import keep_memory
 from shoal.train.loop import Loop
 from shoal.train.pulse import Pulse
@@ -225,7 +226,7 @@ def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream, *, 
         threads=job.threads,
         torch=torch.__version__,
     )
-    built = build(job, cache_dir=cache_directory(), tell=stream.emit)
+    built = build(job, cache_dir=cache_directory(), tell=stream.emit, pick=take_device)
     loop = build_loop(
         built,
         paths,

@@ -1,0 +1,54 @@
+"""On which device to train. Workers of one machine spread over its GPUs, whoever started them."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+from pathlib import Path
+
+import torch
+
+from shoal.errors import error
+from shoal.parallel.links.endpoint import host_id
+from shoal.spec.paths import cache_directory
+
+
+def pick_device(wanted: str) -> torch.device:
+    """The device of a job, for one process of it."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise error("SH411", f"there is no device '{wanted}' here", where="device")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise error("SH411", "there is no device 'mps' here", where="device")
+    return device
+
+
+def take_device(wanted: str) -> torch.device:
+    """The same for a worker: where the job does not say which GPU, the one that fewest others have, as long as this
+    process lives."""
+    device = pick_device(wanted)
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", take_place(cache_directory() / "gpus" / host_id(), torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def take_place(directory: Path, places: int) -> int:
+    """One of so many, each of which is taken once before one is taken twice. The lock is never let go of: the system
+    does that when the process ends, however it ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for turn in itertools.count():
+        for place in range(places):
+            lock = os.open(directory / f"{place}.{turn}", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+            else:
+                return place
+    raise AssertionError

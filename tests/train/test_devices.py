@@ -1,0 +1,52 @@
+"""Where a worker trains. There need be no GPU for it: places are taken by processes, however these end."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shoal.errors import TrainError
+from shoal.train.devices import pick_device, take_device, take_place
+
+TAKE = """
+import sys
+from pathlib import Path
+from shoal.train.devices import take_place
+print(take_place(Path(sys.argv[1]), int(sys.argv[2])), flush=True)
+sys.stdin.read()
+"""
+
+
+class Taker:
+    def __init__(self, directory, places):
+        command = [sys.executable, "-c", TAKE, str(directory), str(places)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @property
+    def place(self):
+        return int(self.process.stdout.readline())
+
+    def die(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_places_are_taken_evenly_and_are_free_when_somebody_dies(tmp_path):
+    takers = []
+    try:
+        for expected in (0, 1, 0):
+            takers.append(Taker(tmp_path / "gpus", 2))
+            assert takers[-1].place == expected
+        takers[1].die()
+        assert take_place(tmp_path / "gpus", 2) == 1
+    finally:
+        for taker in takers:
+            taker.die()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu():
+    assert take_device("auto") == pick_device("auto") == torch.device("cpu")
+    with pytest.raises(TrainError, match=r"SH411 device: there is no device 'cuda:1' here"):
+        take_device("cuda:1")
