@@ -43,8 +43,8 @@ COMPARED = ("quality", "speed")
 PARTS = (*COMPARED, "regret", "regrets")
 """`regret`: what the planner would choose, beside all that it could have chosen, cell by cell. `regrets`: the table of
 all cells that were kept; it measures nothing. Both only when they are named."""
-SLOWEST_MBIT = 10.0
-"""There one turn is enough: a step takes seconds, and nothing but the wire counts."""
+ROUNDS, SLOWEST_MBIT = 5, 10.0
+"""At the slowest one turn is usual: a step takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Bench:
     sides: Sequence[str]
     steps: int
     seeds: int
-    rounds: int
+    rounds: int | None
     window_s: float
     most_s: float
     keep: bool
@@ -84,7 +84,7 @@ class Bench:
             name: partial(measure.speed, start, self.hosts, self.scratch, period=period(name), **asked)
             for name, start in self._sides(model).items()
         }
-        return in_turns(variants, self.rounds if mbit > SLOWEST_MBIT else 1)
+        return in_turns(variants, self.rounds or (ROUNDS if mbit > SLOWEST_MBIT else 1))
 
     def race(self, model: str, mbit: float, loss: float) -> dict[str, float | None]:
         """Seconds of those sides whose steps to the loss depend on the link."""
@@ -140,7 +140,7 @@ def _regret(asked: argparse.Namespace, console: Console, machines: tuple[Hosts, 
     bench = regret.Bench(*machines, data, scratch, 1.0 if asked.quick else asked.window)
     cells = [regret.Cell(model, mbit, slow) for model in asked.models for mbit in asked.links for slow in asked.slow]
     keep = not asked.quick
-    rounds = 1 if asked.quick else asked.rounds
+    rounds = 1 if asked.quick else asked.rounds or ROUNDS
     show = lambda *table: console.print(report.table(*table))  # noqa: E731
     regret.run(bench, cells, asked.side or [], rounds, keep=keep, show=show)
 
@@ -220,7 +220,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="of a quality run")
     parser.add_argument("--title", default="", help="keep the results of some sides too, under this name")
     parser.add_argument("--steps", type=int, default=300, help="of a quality run")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help=f"turns of each side; {ROUNDS}, but 1 at {SLOWEST_MBIT:g} Mbit/s")
     parser.add_argument("--window", type=float, default=10.0, help="seconds in which a side's steps are counted")
     parser.add_argument("--most", type=float, default=120.0, help="seconds after which a race to a loss is given up")
     parser.add_argument("--data", type=Path, help="a directory with MNIST's IDX files and a shakespeare text")

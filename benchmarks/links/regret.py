@@ -53,7 +53,11 @@ SIDES: Mapping[str, Choice] = {
     },
     "server, 0, none": replace(_PAIR, sync="server", servers=1),
 }
-"""What it may choose from."""
+SLOW_MBIT = 10.0
+SELDOM: Mapping[str, Choice] = {
+    "local 128, int4": replace(_PAIR, sync="local", every=128, settle=4, codec="int4"),
+}
+"""Of little use but where the link is slow, and a period takes long to measure."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,11 @@ class Cell:
     def title(self) -> str:
         link = f"{self.mbit:g} Mbit/s" if self.mbit < float("inf") else "unshaped"
         return f"{TITLE}{self.model}, {link}, {'equal' if self.slow == 1 else f'one {self.slow} times slower'}"
+
+    @property
+    def sides(self) -> Mapping[str, Choice]:
+        """What it may choose from."""
+        return {**SIDES, **SELDOM} if self.mbit <= SLOW_MBIT else SIDES
 
 
 class Unequal(Shoal):
@@ -105,8 +114,8 @@ class Bench:
     window_s: float
 
     def speed(self, cell: Cell, side: str) -> Numbers:
-        choice = SIDES[side]
-        period = PERIOD if choice.sync == "local" else 1
+        choice = cell.sides[side]
+        period = choice.every * choice.settle
         asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": SAMPLES[cell.model]}
         plain = self._job(cell, choice)
         return measure.speed(
@@ -123,11 +132,11 @@ class Bench:
         facts = planning.measure(make_job(dict(self._job(cell, Choice()))), nursery=self.nurseries[0])
         link = measured_link(self.hosts, cell.mbit)
         measured, machine = read_measured(facts), read_machine(facts, Wanted())
-        said = predictions(measured, machine, link, cell.slow)
+        said = predictions(cell.sides, measured, machine, link, cell.slow)
         pick = choose(list(said.values()), own=Choice(), allow=ALLOW).pick
         assert pick is not None, "one worker always fits"
         return {
-            "choice": next(name for name, it in SIDES.items() if it == pick.prediction.choice),
+            "choice": next(name for name, it in cell.sides.items() if it == pick.prediction.choice),
             "reason": pick.reason,
             "said": {name: 1 / it.step_s for name, it in said.items()},
             "link, Mbit/s": [link.send_bytes_s / 125e3, link.receive_bytes_s / 125e3],
@@ -146,13 +155,15 @@ def balanced(going: Going, shaped_t: float, *, most_s: float) -> bool:
     return time.time() > shaped_t + (BALANCE_S if going.moved else most_s)
 
 
-def predictions(measured: Measured, machine: Machine, link: Link, slow: int) -> dict[str, Prediction]:
+def predictions(
+    sides: Mapping[str, Choice], measured: Measured, machine: Machine, link: Link, slow: int
+) -> dict[str, Prediction]:
     """The hosts have the cores of one machine: those of two slow each other down, one alone has it for itself."""
     memory, crowding = machine.hosts[0].memory_bytes / 2, machine.crowding
     alone = replace(machine, hosts=(Host(1, memory),))
     both = replace(machine, hosts=(Host(1, memory, 1 / crowding), Host(1, memory, 1 / (crowding * slow))))
     return {
-        name: predict(choice, measured, alone if choice.hosts == 1 else both, link) for name, choice in SIDES.items()
+        name: predict(choice, measured, alone if choice.hosts == 1 else both, link) for name, choice in sides.items()
     }
 
 
@@ -181,7 +192,7 @@ def with_kept(cell: Cell, planned: Mapping[str, Any], found: Mapping[str, Sequen
 
 def rows(planned: Mapping[str, Any], turns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """From fast to slow."""
-    true = {name: level for name, level in levels(turns).items() if name in SIDES}
+    true = {name: level for name, level in levels(turns).items() if name in planned["said"]}
     in_turn = sorted(true, key=lambda name: -true[name])
     return [
         {
@@ -215,7 +226,7 @@ def regrets(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
             best, choice = max(true, key=lambda name: true[name]), cell["planner"]["choice"]
             regret = true[best] / true[choice] if choice in true else ""
             row = {"cell": title.removeprefix(TITLE), "choice": choice, "best": best, "regret": regret}
-            found.append(row | {"sides": f"{len(true)} of {len(SIDES)}"})
+            found.append(row | {"sides": f"{len(true)} of {len(cell['planner']['said'])}"})
     return found
 
 
@@ -223,8 +234,8 @@ def run(bench: Bench, cells: Sequence[Cell], sides: Sequence[str], rounds: int, 
     """Cell by cell, and side by side within: what is there is kept if the rest is interrupted. After the first round
     only those go on, in turns, that may be the best, and the choice: one turn says little where they are close. If no
     side has such a name, it is only planned anew."""
-    wanted = [name for name in SIDES if not sides or name.startswith(tuple(sides))]
     for cell in cells:
+        wanted = [name for name in cell.sides if not sides or name.startswith(tuple(sides))]
         planned, found = bench.planned(cell), dict[str, list[float]]()
         if keep:
             report.keep("links", cell.title, with_kept(cell, planned, found))

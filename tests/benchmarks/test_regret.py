@@ -66,7 +66,7 @@ def test_who_was_close_and_the_choice_have_another_turn():
 
 def test_every_side_is_predicted_and_a_slow_host_is_never_faster():
     for link in (FAST, SLOW):
-        equal, slow = (predictions(ENCODED, machine(), link, times) for times in (1, 3))
+        equal, slow = (predictions(SIDES, ENCODED, machine(), link, times) for times in (1, 3))
         assert list(equal) == list(SIDES)
         assert all(0 < equal[name].step_s <= slow[name].step_s for name in SIDES)
 
@@ -78,3 +78,8 @@ def test_the_planner_measures_the_wire():
         hosts.unshape()
     for speed in (found.send_bytes_s, found.receive_bytes_s):
         assert 0.9e6 < speed < 1.6e6, "1.25 MB/s"
+
+
+def test_where_the_link_is_slow_there_is_more_to_choose_from():
+    assert "local 128, int4" in Cell("gpt", 10.0).sides
+    assert Cell("gpt", 100.0).sides is SIDES
