@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -124,7 +125,9 @@ def plan(
     from shoal.plan.costs.reading import Wanted
     from shoal.terminal import hints, plans, reports
 
-    checked = _load(job, [*sets, *([f"workers=1..{workers}"] if workers else [])])
+    checked = _load(job, sets)
+    if workers and checked.shard.kind == "none":
+        checked = _load(job, [*sets, f"workers=1..{workers}"])
     if workers and not as_json and (hint := hints.other_lanes(checked, job, sets)):
         reports.lines(_console(), hint)
     each = amounts.speeds(speeds, where="--speeds") if speeds else ()
@@ -139,7 +142,8 @@ def plan(
     if as_json:
         print(json.dumps(planned.as_data()))
     else:
-        plans.show(_console(), planned, command=f"shoal run {job}", every=every)
+        command = shlex.join(["shoal", "run", str(job), *(word for one in sets for word in ("--set", one))])
+        plans.show(_console(), planned, command=command, every=every)
 
 
 @app.command()

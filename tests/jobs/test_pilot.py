@@ -1,6 +1,7 @@
 """What a pilot makes of what it hears: events go in, and somebody leaves or comes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -31,7 +32,7 @@ def kept(**changes):
 class Sea:
     """A crew that trains; `hosts` are by seat, those of the driver are "here"."""
 
-    def __init__(self, place, hosts, lane_s, *, kept=None, replans=()):
+    def __init__(self, place, hosts, lane_s, *, kept=None, replans=(), workers=None):
         self.crew = Crew(lanes=4, wanted=sum(host == "here" for host in hosts))
         for seat, host in enumerate(hosts):
             address = Address(host="127.0.0.1", port=1, host_id=host)
@@ -42,7 +43,8 @@ class Sea:
         self.rows = []
         stream = Stream.through(self.rows.append, "driver")
         self.picture = Picture(replans=list(replans))
-        job = make_job(MLP | {"workers": 1}, base_dir=str(place))
+        workers = workers or kept.told["choice"]["workers"]
+        job = make_job(MLP | {"workers": workers}, base_dir=str(place))
         self.pilot = Pilot(job, kept, self.crew, self.grants, stream, self.picture)
 
     def hear(self, kind, who="worker-0", step=None, **fields):
@@ -129,6 +131,57 @@ def test_another_driver_takes_up_what_was_made_of_the_plan(place):
     assert second.crew.wanted == 4
     second.train(300, told["expected"]["step_s"])
     assert second.told == []
+
+
+def told_by(sea):
+    return [
+        {name: value for name, value in row.items() if name not in ("kind", "t", "who", "step")} for row in sea.told
+    ]
+
+
+def test_all_that_was_made_of_the_plan_is_taken_up(place):
+    """A look that led to nothing does not undo the move before it."""
+    first = Sea(place, ["here"], [10 * LANE_S], kept=kept())
+    first.train(150, 40.5 * LANE_S)
+    (moved,) = told_by(first)
+    stayed = moved | {"choice": moved["moves"], "moves": None}
+    second = Sea(place, ["here"] * 4, [10 * LANE_S] * 4, kept=kept(), replans=[moved, stayed])
+    assert second.crew.wanted == 4
+
+
+def test_who_resumes_with_other_workers_has_them(place):
+    first = Sea(place, ["here"], [10 * LANE_S], kept=kept())
+    first.train(150, 40.5 * LANE_S)
+    second = Sea(place, ["here"] * 2, [10 * LANE_S] * 2, kept=kept(), replans=told_by(first), workers=2)
+    assert second.crew.wanted == 2
+    second.train(600, 100 * LANE_S)
+    assert "a user chose the number of workers" in second.told[0]["reason"]
+    assert (second.crew.wanted, second.leaving) == (2, [])
+
+
+def test_steps_of_those_who_are_gone_say_nothing_of_those_who_are_left(place):
+    plan = kept()
+    sea = Sea(place, ["here"] * 4, [LANE_S] * 4, kept=plan)
+    sea.train(150, plan.told["prediction"]["step_s"])
+    sea.crew.gone(3)
+    sea.train(150, plan.told["prediction"]["step_s"])
+    assert sea.told == [], "nobody knows yet"
+    sea.crew.view = View(number=2, carries={0: [0], 1: [1], 2: [2, 3]}, saver=0)
+    sea.pilot.steer(sea.picture.step)
+    assert sea.told == [], "no step was made yet"
+    sea.train(150, 2.1 * LANE_S)
+    (row,) = sea.told
+    assert (row["choice"]["workers"], row["truth"]["step_s"]) == (3, pytest.approx(2.1 * LANE_S))
+
+
+def test_fewer_than_the_job_wants(place):
+    wanted = replace(WANTED, least=4)
+    plan = replace(kept(), wanted=wanted)
+    sea = Sea(place, ["here"] * 4, [LANE_S] * 4, kept=plan)
+    sea.crew.gone(3)
+    sea.crew.view = View(number=2, carries={0: [0], 1: [1], 2: [2, 3]}, saver=0)
+    sea.train(150, 2.1 * LANE_S)
+    assert [row["choice"]["workers"] for row in sea.told] == [3]
 
 
 @pytest.mark.parametrize("period", [1, 8])

@@ -67,6 +67,27 @@ def test_what_cannot_be_is_found_out(facts):
     assert found["no_servers"] == "servers hold parts of tensors, and Rprop may need whole ones"
 
 
+def test_however_lanes_agree_the_update_is_measured(facts):
+    """A local job has the optimizer's state of a lane, and not that of an agreement."""
+    found = facts(CNN, sync={"kind": "local", "every": 4}, optimizer={"name": "AdamW"})
+    measured = read_measured(found)
+    assert measured.optimizer_bytes >= 8 * measured.floats
+
+
+@pytest.mark.parametrize("samples", [33, 40])
+def test_hardly_any_samples(facts, samples):
+    """Lanes without samples, or with few, are no measure of how long one takes."""
+    data = MLP["data"] | {"split": {"kind": "holdout", "validation": 1 - samples / 1797}}
+    found = facts(MLP, data=data, batch_size=32)
+    assert found["steps_per_epoch"] == 2
+    assert found["crowding"] < 10
+
+
+def test_a_model_that_is_larger_than_the_machine(facts):
+    with pytest.raises(Exception, match=r"SH407 model: .* needs 80000\.8 GB at least, the machine has "):
+        facts(MLP, model={"name": "torch.nn:Linear", "args": {"in_features": 100_000, "out_features": 100_000_000}})
+
+
 def test_errors_of_the_model_are_told(facts):
     with pytest.raises(Exception, match="SH401"):
         facts(MLP, model="models.py:Broken")
@@ -78,6 +99,9 @@ def test_errors_of_the_model_are_told(facts):
         ({}, Choice()),
         ({"sync": "ddp", "threads": 2}, Choice(threads=2)),
         ({"codec": "int8"}, Choice(codec="int8")),
+        ({"shard": "fsdp", "workers": 2}, Choice(shard="fsdp")),
+        ({"shard": {"kind": "tensor", "ways": 2, "patterns": "mlp"}, "workers": 4}, Choice(workers=2, shard="tensor")),
+        ({"shard": {"kind": "pipeline", "cuts": ["2"]}, "workers": 2}, Choice(workers=2, shard="pipeline")),
         (
             {"sync": {"kind": "server", "servers": 2, "staleness": "inf"}},
             Choice(sync="server", servers=2, staleness=math.inf),
@@ -100,7 +124,7 @@ def test_a_plan_names_one_way_and_all_reasons(place, nursery):
     }  # fmt: skip
     assert told["measured"]["codecs"]["int8"]["settings"]["block"] == 64
     refused = [row for row in told["rows"] if row["choice"]["workers"] > 4]
-    assert {row["refused"][:24] for row in refused} == {"the job has 4 lanes: of "}
+    assert {row["refused"][:24] for row in refused} == {"the job has 4 lanes: of ", "shards of gradients are "}
     for row in told["rows"]:
         if row["choice"]["sync"] != "local" and not row["refused"]:
             changed = own_choice(job(place, **(own | row["settings"])))
@@ -135,7 +159,7 @@ def test_the_command(place):
     assert "and nothing to exchange" in picked
     assert "the job has 1 lane: of 2 workers 1 would carry nothing" in done.stdout
     assert "Take 1 worker: " in done.stdout
-    assert "  shoal run job.yaml --workers 1\n" in done.stdout
+    assert "  shoal run job.yaml --set lanes=1 --workers 1\n" in done.stdout
     assert "The job has one lane" in done.stdout
     assert not (place / "runs").exists()
 

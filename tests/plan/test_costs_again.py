@@ -99,6 +99,14 @@ CASES = [
     ("the exchange takes long", TWO, Truth(1.0, ((LANE_S, LANE_S),)), {}, 1),
     ("the exchange takes long, and one was tried", TWO, Truth(1.0, ((LANE_S, LANE_S),)), {"seen": {(1, 1): 1.1}}, None),
     ("the exchange takes long, and the job wants two", TWO, Truth(1.0, ((LANE_S, LANE_S),)), {"least": 2}, None),
+    ("fewer are left than the job wants", Choice(), as_planned(Choice()), {"least": 2, "most": 2}, 2),
+    (
+        "fewer are left than the job wants, and no others may be",
+        Choice(),
+        as_planned(Choice()),
+        {"least": 2, "most": 1},
+        None,
+    ),
     ("a slow worker that still helps", TWO, Truth(0.22, ((LANE_S, 4 * LANE_S),)), {"most": 2}, None),
 ]
 

@@ -156,23 +156,51 @@ def test_nothing_fits():
 BIG = replace(
     LARGE, shapes=((1000, 1000),) * 500, stretch_bytes=2 * GB, optimizer_bytes=4 * GB, worker_bytes=9 * GB, lanes=4
 )
-"""9.3 GB for one worker, of which 1 GB is a lane's own."""
+"""11.3 GB for one worker, of which 1 GB is a lane's own, and 2 a third sum of its four lanes."""
 
 
 def test_what_does_not_fit_is_offered_in_shards():
-    four = machine(*[Host(2, 4 * GB)] * 4)
-    found = made(measured=BIG, there=four, most=4)
+    """Of a pipeline every worker has a part of what a lane needs, too."""
+    found = made(measured=BIG, there=machine(Host(2, 10 * GB)), most=4)
     assert found.pick is None
-    assert reason(found) == "needs 9.3 GB, the machine has 4.0 GB"
-    assert reason(found, workers=4, hosts=4, shard="fsdp") == "fits: 3.3 GB on the fullest machine"
-    assert reason(found, workers=4, hosts=1, shard="fsdp") == "needs 12.3 GB, the machine has 4.0 GB"
-    assert reason(found, workers=2, hosts=2, shard="tensor") == "needs 5.3 GB, the machine has 4.0 GB"
-    assert found.offer.prediction.choice.shard != "none"
+    assert reason(found) == "needs 11.3 GB, the machine has 10.0 GB"
+    assert reason(found, workers=4, shard="pipeline") == "fits: 9.3 GB on the fullest machine"
+    assert reason(found, workers=4, shard="fsdp") == "needs 12.3 GB, the machine has 10.0 GB"
+    assert reason(found, workers=2, shard="tensor") == "needs 10.3 GB, the machine has 10.0 GB"
+    assert found.offer.prediction.choice.shard == "pipeline"
     assert found.offer.changes == ("shard",)
 
 
-def test_shards_are_not_looked_at_where_something_fits():
-    assert {row.prediction.choice.shard for row in made(there=machine(HOST, HOST)).rows} == {"none"}
+def test_shards_are_looked_at_and_not_offered_where_something_else_can_be():
+    found = made(there=machine(HOST, HOST), most=4)
+    shards = [row for row in found.rows if row.prediction.choice.shard != "none"]
+    kinds = {
+        (row.prediction.choice.shard, row.prediction.choice.workers, row.prediction.choice.hosts) for row in shards
+    }
+    assert kinds == {(kind, n, 1) for kind in ("fsdp", "tensor", "pipeline") for n in (2, 3, 4)}
+    assert all(row.prediction.step_s > 0 and row.changes == ("shard",) and row.reason for row in shards)
+    assert found.pick.prediction.choice.shard == "none"
+    assert found.offer is None or "shard" not in found.offer.changes
+
+
+@pytest.mark.parametrize(("own", "numbers"), [(1, {2, 3, 4}), (2, {2})])
+def test_a_job_with_a_shard_keeps_it(own, numbers):
+    """Over the number of workers that the job says, or else over any."""
+    found = made(own=Choice(workers=own, shard="tensor"), measured=replace(LARGE, lanes=1), most=4)
+    assert found.pick.prediction.choice.shard == "tensor"
+    assert {row.prediction.choice.workers for row in found.rows if row.allowed} == numbers
+    assert all("shard" in row.changes for row in found.rows if row.prediction.choice.shard != "tensor")
+
+
+def test_a_gpu_has_one_worker():
+    found = made(measured=replace(LARGE, gpus=2), there=machine(HOST, HOST), most=8)
+    assert reason(found, workers=3) == "3 workers on a machine with 2 GPUs"
+    assert found.pick.prediction.choice == Choice(workers=4, hosts=2)
+
+
+def test_one_worker_with_sparse_tables_has_servers():
+    found = made(measured=replace(LARGE, only_servers="tables"), most=1)
+    assert found.pick.prediction.choice == Choice(sync="server", servers=1)
 
 
 links = st.builds(Link, st.floats(0, 0.1), st.floats(1e5, 1e10), st.floats(1e5, 1e10))

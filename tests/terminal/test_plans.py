@@ -48,6 +48,20 @@ def test_two_hosts_name_the_way_there():
     assert f"  {command}    # and elsewhere: shoal join HOST:PORT --workers 1\n" in text
 
 
+def test_hosts_that_are_not_alike_have_other_numbers():
+    strong, weak = Host(4, 16 * GB), Host(4, 16 * GB, speed=0.25)
+    made = planned(there=machine(strong, weak), most=4)
+    two = next(row.prediction.choice for row in made.plan.rows if row.prediction.choice == Choice(workers=4, hosts=2))
+    assert plans._run(two, made, "shoal run job.yaml").endswith(
+        "--workers 3 --listen ADDRESS    # and elsewhere: shoal join HOST:PORT --workers 1"
+    )
+
+
+def test_lanes_that_follow_the_workers_are_named():
+    made = replace(planned(most=4), follows=True)
+    assert '\n  shoal run job.yaml --workers 4 --set "lanes=8"\n' in shown(made)
+
+
 def test_few_rows_unless_all_are_wanted():
     made = planned(there=machine(HOST, HOST))
     few, every = shown(made), shown(made, every=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ class Pilot:
 
     def __init__(self, job: Job, kept: Kept, crew: Crew, grants: Grants, stream: Stream, picture: Picture) -> None:
         wanted, facts = kept.wanted, kept.facts
+        planned = int(kept.told["choice"]["workers"])
+        self._scaled = planned not in range(job.workers.least, job.workers.most + 1)  # by who resumed it
         self._setting = Setting(read_measured(facts), read_machine(facts, wanted), read_link(facts, wanted))
         self._assumed = self._setting.link
         self._own = own_choice(job)
@@ -34,16 +37,18 @@ class Pilot:
         self._taken = Taken(self._own.every * self._own.settle if self._own.sync == "local" else 1)
         self._seen: dict[tuple[int, int], float] = {}
         self._expected = dict(kept.told["prediction"])
-        self._crowd = int(kept.told["choice"]["workers"]), 1
+        self._crowd = planned, 1
+        self._view = 0
         self._new_crowd = False  # others came or went, and whether that is good was not looked at yet
         self._rest = Rest(len(picture.replans))
-        if picture.replans:  # an earlier driver's
-            self._take_up(picture.replans[-1])
+        for told in picture.replans:  # an earlier driver's
+            self._take_up(told)
 
     def _take_up(self, told: dict[str, Any]) -> None:
         after = told["moves"] or told["choice"]
-        self._expected, self._crowd = dict(told["expected"]), (int(after["workers"]), int(after["hosts"]))
-        if told["moves"] and self._crowd[1] == 1:
+        self._seen[_crowd(told["choice"])] = told["truth"]["step_s"]
+        self._expected, self._crowd = dict(told["expected"]), _crowd(after)
+        if told["moves"] and self._crowd[1] == 1 and not self._scaled:
             self._crew.wanted = self._crowd[0]
 
     def look(self, event: Event, picture: Picture) -> None:
@@ -58,6 +63,7 @@ class Pilot:
 
     def steer(self, step: int) -> None:
         """Compare, and if things have moved away, plan again."""
+        self._follow(step)
         true_s = self._taken.typical
         if true_s is None or not self._rest.is_over(step) or self._crew.stopping:
             return
@@ -78,6 +84,14 @@ class Pilot:
         if moves:
             self._crowd = moves.choice.workers, moves.choice.hosts
             self._move(moves.choice)
+
+    def _follow(self, step: int) -> None:
+        """What was seen in another view says nothing of this one."""
+        view = self._crew.view
+        if view and view.number != self._view:
+            self._view = view.number
+            self._taken.forget()
+            self._rest.begin(step)
 
     def _bounds_now(self) -> dict[str, Any]:
         """Where somebody stands by, because all are faster without, one more would do so too."""
@@ -110,7 +124,7 @@ class Pilot:
     @property
     def _tied(self) -> str:
         """Why the number of workers is not changed, or nothing."""
-        if self._grants.scaled:
+        if self._grants.scaled or self._scaled:
             return "a user chose the number of workers"
         return "the result depends on them" if self._own.staleness else ""
 
@@ -119,9 +133,9 @@ class Pilot:
         return [self._crew.members[seat] for seat in view.carries if seat in self._crew.members] if view else []
 
     def _now(self) -> Choice | None:
-        """None while somebody goes."""
-        carrying = self._carrying()
-        if not carrying or any(m.leaving for m in self._crew.members.values()):
+        """None while somebody goes, or is gone and the others do not know yet."""
+        view, carrying = self._crew.view, self._carrying()
+        if not view or len(carrying) < len(view.carries) or any(m.leaving for m in self._crew.members.values()):
             return None
         hosts = len({m.address.host_id for m in carrying})
         return replace(self._own, workers=len(carrying), hosts=hosts)
@@ -148,6 +162,10 @@ class Pilot:
             self._crew.leaves(member.seat, "planned", replace=False)
         if wanted > len(here):
             self._crew.scale(choice.workers)
+
+
+def _crowd(told: Mapping[str, Any]) -> tuple[int, int]:
+    return int(told["workers"]), int(told["hosts"])
 
 
 class Taken:

@@ -35,7 +35,8 @@ BUSY = 0.5
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan, and what it was made from; `facts` are the clerk's own words."""
+    """The plan, and what it was made from; `facts` are the clerk's own words. `follows`: the job's lanes are as many as
+    its workers, so that another number of workers needs the lanes by name to be the same job."""
 
     plan: choose.Plan
     own: Choice
@@ -44,6 +45,7 @@ class Planned:
     link: Link
     load: float
     facts: Mapping[str, Any] = field(default_factory=dict)
+    follows: bool = False
 
     @property
     def notes(self) -> list[str]:
@@ -65,11 +67,13 @@ class Planned:
         """The fields of the job that this choice changes, besides `workers`."""
         its, own = sync_section(choice), sync_section(self.own)
         found: dict[str, Any] = {"sync": its} if its != own else {}
+        if self.follows and choice.workers != self.measured.lanes:
+            found["lanes"] = self.measured.lanes
         if choice.codec != self.own.codec:
             found["codec"] = choice.codec
         if choice.threads != self.own.threads:
             found["threads"] = choice.threads
-        if choice.shard != "none":
+        if choice.shard != self.own.shard:
             found["shard"] = choice.shard
         return found
 
@@ -99,7 +103,7 @@ class Planned:
 def plan(job: Job, wanted: Wanted, *, nursery: Nursery | None = None) -> Planned:
     """Asks a process with torch to measure, which takes some seconds."""
     room = max(job.workers.most, WORKERS_PER_CORE * wanted.hosts * len(os.sched_getaffinity(0)))
-    most = wanted.most or min(job.lane_count, room)
+    most = wanted.most or min(max(job.lane_count, job.ways), room)
     if most < wanted.hosts:
         fix = f"Set `lanes` to at least {wanted.hosts}, or give --workers."
         raise error("SH107", f"{wanted.hosts} hosts, and {most} workers at most", where="--hosts", fix=fix)
@@ -108,7 +112,7 @@ def plan(job: Job, wanted: Wanted, *, nursery: Nursery | None = None) -> Planned
     own, measured = own_choice(job), read_measured(facts)
     machine, link = read_machine(facts, wanted), read_link(facts, wanted)
     found = choose.plan(own, measured, machine, link, least=wanted.least, most=most, allow=job.plan.allow)
-    return Planned(found, own, measured, machine, link, load, facts)
+    return Planned(found, own, measured, machine, link, load, facts, follows=job.lanes is None)
 
 
 def measure(job: Job, *, nursery: Nursery | None = None) -> Mapping[str, Any]:

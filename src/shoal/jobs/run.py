@@ -115,7 +115,7 @@ class Run:
         if not already:  # its workers finished it without a driver
             tls = self.job.engine.tls is not None
             self._stream.emit("run_started", run=self.paths.name, pid=os.getpid(), listens=self.helm.address, tls=tls)
-        if self._kept:
+        if self._kept and self.job.ways == 1:  # it may have been given a shard since
             if not self.picture.plan:
                 self._stream.emit("plan", **self._kept.told)
             crew, grants = self.helm.crew, self.helm.grants

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shoal.jobs.planning import Planned
 from shoal.plan.costs.choose import Row
+from shoal.plan.costs.crew import numbers_on
 from shoal.plan.costs.facts import Choice, Machine
 from shoal.plan.costs.sentences import milliseconds, times
 from shoal.terminal import reports, words
@@ -58,7 +59,7 @@ def _kind(row: Row, planned: Planned) -> tuple[object, ...]:
     it = row.prediction.choice
     if it.threads != planned.own.threads:
         return "threads", it.threads
-    return it.sync, it.codec if row.prediction.sent_bytes else it.codec == planned.own.codec, it.staleness > 0
+    return it.sync, it.codec if row.prediction.sent_bytes else it.codec == planned.own.codec, it.staleness > 0, it.shard
 
 
 def _facts(console: Console, planned: Planned) -> None:
@@ -126,10 +127,12 @@ def _named(it: Choice, planned: Planned) -> str:
 def _run(it: Choice, planned: Planned, command: str) -> str:
     """The command line that takes it."""
     sets = [f'--set "{field}={_yaml(value)}"' for field, value in planned.settings(it).items()]
-    line = " ".join([command, f"--workers {-(-it.workers // it.hosts)}", *sets])
+    here, *there = numbers_on(it, planned.machine)
+    line = " ".join([command, f"--workers {here}", *sets])
     if it.hosts == 1:
         return line
-    return f"{line} --listen ADDRESS    # and elsewhere: shoal join HOST:PORT --workers {it.workers // it.hosts}"
+    elsewhere = f"{there[0]}" if len(set(there)) == 1 else f"N ({', '.join(map(str, there))})"
+    return f"{line} --listen ADDRESS    # and elsewhere: shoal join HOST:PORT --workers {elsewhere}"
 
 
 def _yaml(value: Any) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from shoal.codecs.memory import Memory as LaneMemory
 from shoal.data.batch import Batch
+from shoal.errors import error
 from shoal.events import Stream
 from shoal.parallel.cutting import Form, runs
 from shoal.parallel.lane_sum import LaneSum, add
@@ -26,11 +27,14 @@ from shoal.parallel.local.pace import fragments_of
 from shoal.parallel.replica import Replica
 from shoal.parallel.server.chunks import hyper_of
 from shoal.parallel.server.elementwise import why_not_in_parts
+from shoal.parallel.shard.memory import limit_bytes, room_bytes
 from shoal.parallel.tree import TreeSum
-from shoal.spec.job import ELEMENTWISE, Job, LocalSync
+from shoal.spec.job import ELEMENTWISE, Job, LanesSync, LocalSync
 from shoal.spec.paths import RunPaths, cache_directory
+from shoal.spec.shard import NoShard
 from shoal.train.blame import blaming
 from shoal.train.build import Built, build, make_feed
+from shoal.train.model import build_task
 from shoal.train.pair import Pair, pair, typical
 
 EACH_S, CODEC_S, PAIR_S = 0.2, 0.1, 0.5
@@ -39,6 +43,7 @@ EACH_S, CODEC_S, PAIR_S = 0.2, 0.1, 0.5
 LOOP_S = 0.2e-3
 """What a run does around a lane and a try does not: clocks, accounts, rows, and threads that tell and listen."""
 
+_SPREAD = "Take a machine with more memory; where only a process is limited, `shard: fsdp` with more workers."
 _LEAST, _MOST = 3, 50
 _MOST_LANES, _LARGE_S = 4, 1.0
 Clock = Callable[[], float]
@@ -48,8 +53,10 @@ def measure(
     job: Job, paths: RunPaths, stream: Stream, *, codecs: Sequence[Mapping[str, Any]], threads: Sequence[int]
 ) -> dict[str, Any]:
     """Lanes and updates with these numbers of threads (1 among them), codecs with these settings, memory, and the
-    machine."""
+    machine. Of the whole model with plain updates, however the job has it."""
     base_bytes = psutil.Process().memory_info().rss
+    job = job.model_copy(update={"shard": NoShard(), **({"sync": LanesSync()} if job.sync.kind == "local" else {})})
+    _room_for(job)
     built = build(job, cache_dir=cache_directory(), tell=stream.emit)
     replica, batch = built.replica, built.example.to(built.replica.device)
     replica.schedule = None  # it may end before the tries do
@@ -78,13 +85,28 @@ def measure(
         "no_servers": _no_servers(replica),
         "only_servers": "the model has sparse tables, which live on servers" if replica.tables else "",
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": torch.cuda.device_count() if replica.device.type == "cuda" else 0,
+        "no_shards": _no_shards(job, replica),
+        "memory_bytes": limit_bytes(),
         "crowding": max(beside.lane_cpu_s / lane_cpu_s, 1.0),
         "exchange_s": beside.exchange_s,
         "add_bytes_s": add_bytes_s,
         "latency_s": talk.latency_s,
         "socket_bytes_s": talk.bytes_s,
     }
+
+
+def _room_for(job: Job) -> None:
+    """Where weights and gradients alone are more than there is, to try would be the end of this process."""
+    needed = 0
+    with contextlib.suppress(Exception), torch.device("meta"):  # whatever cannot be made so is made as always
+        model = build_task(job).model()
+        needed = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        needed += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    for has, who in ((limit_bytes(), "the machine has"), (room_bytes(), "a process may take")):
+        if needed > has:
+            amounts = f"needs {needed / 1e9:.1f} GB at least, {who} {has / 1e9:.1f} GB"
+            raise error("SH407", f"the model's weights and gradients: {amounts}", where="model", fix=_SPREAD)
 
 
 def _beside(replica: Replica, batch: Batch, worker_bytes: int) -> Pair | None:
@@ -149,8 +171,8 @@ def _in_steps(built: Built, batch: Batch, times: Mapping[str, float], add_s: flo
     replica, lanes = built.replica, range(min(built.job.lane_count, _MOST_LANES))
     lane_s = times["forward_s"] + times["backward_s"]
     if replica.tables or len(lanes) * lane_s > _LARGE_S:
-        return 0.0, _seconds(lambda: _lane(built, batch, 0), replica.device, clock=time.thread_time)
-    feed, numbers, lane_cpu_s = make_feed(built), itertools.count(), list[float]()
+        return 0.0, _alone_cpu_s(built, batch)
+    feed, numbers, lane_cpu_s, whole = make_feed(built), itertools.count(), list[float](), batch.size
 
     def step() -> None:
         number, sums = next(numbers), TreeSum(len(lanes), add)
@@ -161,7 +183,8 @@ def _in_steps(built: Built, batch: Batch, times: Mapping[str, float], add_s: flo
             here = batch.to(replica.device) if batch else None
             start = time.thread_time()
             found = replica.forward_backward(number, lane, here, share=share) if here else None
-            lane_cpu_s.append(time.thread_time() - start)
+            if here and here.size == whole:
+                lane_cpu_s.append(time.thread_time() - start)
             sums.lane(lane, found)
         if total := sums.total():
             replica.apply(number, total)
@@ -174,7 +197,13 @@ def _in_steps(built: Built, batch: Batch, times: Mapping[str, float], add_s: flo
         feed.carry(lanes, 0)
         longer_s = _longer(step, alone, replica.device)
     rest_s = max(longer_s - len(lanes) * add_s - times["apply_s"], 0.0) / len(lanes)
+    if len(lane_cpu_s) < _LEAST:  # there are hardly any samples
+        lane_cpu_s = [_alone_cpu_s(built, batch)]
     return rest_s + LOOP_S, typical(lane_cpu_s)
+
+
+def _alone_cpu_s(built: Built, batch: Batch) -> float:
+    return _seconds(lambda: _lane(built, batch, 0), built.replica.device, clock=time.thread_time)
 
 
 def _fragments(replica: Replica) -> list[float]:
@@ -259,6 +288,14 @@ def _no_codecs(replica: Replica) -> str:
         return "the model has sparse tables: only touched rows travel in any case"
     other = next((p.dtype for p in replica.trainable if p.dtype != torch.float32), None)
     return f"codecs take float32 gradients, and some are {str(other).removeprefix('torch.')}" if other else ""
+
+
+def _no_shards(job: Job, replica: Replica) -> str:
+    if replica.device.type != "cpu":
+        return f"shards are held on the CPU, and the job is on {replica.device.type}"
+    if job.codec.kind != "none":
+        return f"shards of gradients are sent as they are, not by {job.codec.kind}"
+    return ""
 
 
 def _no_servers(replica: Replica) -> str:

@@ -7,8 +7,11 @@ import ctypes
 import resource
 from pathlib import Path
 
+import psutil
+
 LARGE_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def give_back() -> None:
@@ -29,7 +32,12 @@ def room_bytes() -> int:
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
             found.append(most - used.get(name, 0))
-    return max(min([*found, *_group_room()]), 0)
+    return max(min([*found, *(limit - used for limit, used in _group_limits())]), 0)
+
+
+def limit_bytes() -> int:
+    """How much all processes here may take together: what the machine has, or what their group may have of it."""
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _group_limits())])
 
 
 def _kilobytes(path: str) -> dict[str, int]:
@@ -43,9 +51,12 @@ def _kilobytes(path: str) -> dict[str, int]:
     return found
 
 
-def _group_room() -> list[int]:
-    """What is left of the limit of this process's control group, if it has one."""
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        return [int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())]
-    return []
+def _group_limits(groups: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
+    """The limits of this process's control group and of those around it, where they have one, and what is taken."""
+    found = []
+    with contextlib.suppress(OSError):
+        group = groups / own.read_text().strip().rpartition(":")[2].lstrip("/")
+        for one in (group, *group.parents[: len(group.parts) - len(groups.parts)]):
+            with contextlib.suppress(OSError, ValueError):  # "max"
+                found.append((int((one / "memory.max").read_text()), int((one / "memory.current").read_text())))
+    return found

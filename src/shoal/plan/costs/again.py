@@ -54,7 +54,7 @@ def again(
     predictions = [
         _as_seen(predict(choice, there.measured, there.machine, there.link), now, known)
         for choice in [*looked_at, now]
-        if _fits(choice, truth, least=least, most=most)
+        if choice == now or _fits(choice, truth, least=least, most=most)
     ]
     plan = choose(list(dict.fromkeys(predictions)), own=own, allow=allow)
     stays = next(row.prediction for row in plan.rows if row.prediction.choice == now)

@@ -17,7 +17,8 @@ _STEADY = 8  # up to so many workers every number is tried
 
 
 def candidates(own: Choice, measured: Measured, machine: Machine, *, most: int) -> list[Choice]:
-    """Up to `most` workers, on one host or more. `own` is what the job says: what it has is always among them."""
+    """Whole models: up to `most` workers, on one host or more. `own` is what the job says: unless it has a shard, that
+    is among them."""
     found = [
         replace(kind, workers=workers, hosts=hosts, threads=threads)
         for hosts in range(1, len(machine.hosts) + 1)
@@ -29,15 +30,15 @@ def candidates(own: Choice, measured: Measured, machine: Machine, *, most: int) 
     return list(dict.fromkeys(found))
 
 
-def sharded(own: Choice, machine: Machine, *, most: int) -> list[Choice]:
-    """One replica over all workers, for models that no worker can hold alone."""
+def sharded(own: Choice, *, most: int) -> list[Choice]:
+    """One replica over all workers of the driver's host: only they can save it. A job's own shard may be over a number
+    of workers that is part of it."""
     kinds: tuple[ShardKind, ...] = ("fsdp", "tensor", "pipeline")
     return [
-        Choice(workers=workers, hosts=hosts, threads=own.threads, shard=kind)
-        for hosts in range(1, len(machine.hosts) + 1)
+        Choice(workers=workers, threads=own.threads, shard=kind)
         for workers in _numbers(most)
-        if workers >= max(hosts, 2)
         for kind in kinds
+        if workers > 1 and (kind != own.shard or own.workers in (1, workers))
     ]
 
 
@@ -66,10 +67,13 @@ def _kinds(own: Choice, measured: Measured, *, alone: bool) -> Iterator[Choice]:
     """Who is alone sends nothing: there only what the job asks for, and the plain way."""
     plain = Choice()
     yield plain
-    yield own
+    if own.shard == "none":
+        yield own
     codecs = [own.codec] if alone else ["none", *measured.codecs]
     yield from (replace(plain, codec=codec) for codec in codecs)
     if alone:
+        if measured.only_servers:
+            yield replace(plain, sync="server", servers=own.servers or 1)
         return
     for servers in dict.fromkeys((*SERVERS, *((own.servers,) if own.servers else ()))):
         served = replace(plain, sync="server", servers=servers)

@@ -36,7 +36,7 @@ class Row:
 @dataclass(frozen=True)
 class Plan:
     """`rows` from fast to slow, those that cannot be at the end. `pick` is None if none can. `offer` would be faster
-    and is not allowed."""
+    and is not allowed; with a shard, or without, only where nothing else can be."""
 
     rows: tuple[Row, ...]
     pick: Row | None
@@ -53,10 +53,9 @@ def plan(
     most: int,
     allow: Collection[str] = (),
 ) -> Plan:
-    """Predict all candidates with `least` to `most` workers, and choose. Where nothing fits, shards are looked at."""
-    looked_at = [predict(choice, measured, machine, link) for choice in candidates(own, measured, machine, most=most)]
-    if all(it.refused for it in looked_at) and any(it.memory_bytes for it in looked_at):
-        looked_at += [predict(choice, measured, machine, link) for choice in sharded(own, machine, most=most)]
+    """Predict all candidates with `least` to `most` workers, and choose."""
+    ways = [*candidates(own, measured, machine, most=most), *sharded(own, most=most)]
+    looked_at = [predict(choice, measured, machine, link) for choice in ways]
     few = f"the job asks for {least} workers at least"
     wanted = [it if it.choice.workers >= least else replace(it, refused=it.refused or few) for it in looked_at]
     return choose(wanted, own=own, allow=allow)
@@ -67,7 +66,7 @@ def choose(predictions: Sequence[Prediction], *, own: Choice, allow: Collection[
     rows = [_row(prediction, own, allow) for prediction in predictions]
     rows.sort(key=lambda row: (not row.possible, row.prediction.step_s, _effort(row)))
     pick = _best([row for row in rows if row.possible and row.allowed])
-    others = [row for row in rows if row.possible and not row.allowed]
+    others = [row for row in rows if row.possible and not row.allowed and not (pick and "shard" in row.changes)]
     better = [row for row in others if not pick or pick.prediction.step_s > GAIN * row.prediction.step_s]
     offer = _best(better)
     known = {row.prediction.choice: row.prediction for row in rows if row.possible}

@@ -44,7 +44,8 @@ class Measured:
     takes `rest_s` longer: batches are made for it. `stretch_bytes` is what is added up of a lane: gradients, moving
     buffers, the loss. `fragments` are the parts, of one, in which parameters travel between lanes that train by
     themselves. `worker_bytes` is a worker's memory without what it shares with others of its host, `base_bytes`. The
-    last three say why something cannot be, or nothing.
+    words that follow say why something cannot be, or nothing. Where lanes are computed on `gpus`, the machine has so
+    many of them.
     """
 
     lanes: int
@@ -62,6 +63,8 @@ class Measured:
     no_codecs: str = ""
     no_servers: str = ""
     only_servers: str = ""
+    no_shards: str = ""
+    gpus: int = 0
 
     @property
     def floats(self) -> int:

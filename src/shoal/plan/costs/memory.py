@@ -36,17 +36,22 @@ def _room(choice: Choice, measured: Measured, crew: Crew, seat: int) -> int:
     stretch = measured.stretch_bytes
     if choice.sync == "server":
         lane = measured.encoded_bytes(choice.codec)
-        sums = crew.carries[seat] if _apart(choice) else crew.partials[seat]
+        sums = crew.carries[seat] if _apart(choice) else crew.partials[seat] + _more_sums(crew, seat)
         return max(sums * lane + 2 * stretch - measured.optimizer_bytes, 0)
     if choice.sync == "local":
         copies = stretch + measured.optimizer_bytes
         return crew.carries[seat] * copies + 3 * stretch + _arena(stretch, crew, seat)
     if choice.codec == "none":
-        return _arena(stretch, crew, seat)
+        return _arena(stretch, crew, seat) + _more_sums(crew, seat) * stretch
     lane = measured.encoded_bytes(choice.codec)
     others = sum(crew.carries[peer] for peer in _far(crew, seat))
     own = 2 * crew.carries[seat] * (lane + measured.remembered_bytes(choice.codec))
     return 2 * stretch + own + others * lane
+
+
+def _more_sums(crew: Crew, seat: int) -> int:
+    """While lanes are added up on the tree, there is a sum for each of its floors; two were there when it was tried."""
+    return max((crew.carries[seat] - 1).bit_length() - 1, 0)
 
 
 def _arena(stretch: int, crew: Crew, seat: int) -> int:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from shoal.plan.costs import traffic
-from shoal.plan.costs.crew import Crew, crew
+from shoal.plan.costs.crew import Crew, crew, numbers_on
 from shoal.plan.costs.facts import Choice, Link, Machine, Measured, Prediction
 from shoal.plan.costs.memory import backups, memory_bytes, too_much
 from shoal.plan.costs.shards import predict_sharded
@@ -49,17 +49,21 @@ def predict(choice: Choice, measured: Measured, machine: Machine, link: Link) ->
 
 
 def _impossible(choice: Choice, measured: Measured, machine: Machine) -> str:
-    if choice.workers > measured.lanes:
+    if choice.workers > measured.lanes and choice.shard == "none":
         lanes = f"{measured.lanes} lane{'s' if measured.lanes > 1 else ''}"
         return f"the job has {lanes}: of {choice.workers} workers {choice.workers - measured.lanes} would carry nothing"
     if choice.sync != "server" and measured.only_servers:
         return measured.only_servers
+    if choice.shard != "none" and measured.no_shards:
+        return measured.no_shards
     if choice.sync == "server" and measured.no_servers:
         return measured.no_servers
     if choice.codec != "none" and measured.no_codecs:
         return measured.no_codecs
     if choice.codec != "none" and measured.lanes > MOST_ENCODED_LANES:
         return f"with a codec every lane is sent by itself, and {measured.lanes} are too many"
+    if measured.gpus and (most := max(numbers_on(choice, machine))) > measured.gpus:
+        return f"{most} workers on a machine with {measured.gpus} GPU{'s' if measured.gpus > 1 else ''}"
     fewest = min(host.cores for host in machine.hosts[: choice.hosts])
     if choice.threads > fewest:
         return f"{choice.threads} threads, and a machine has {fewest} core{'s' if fewest > 1 else ''}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.plan.costs.facts import Choice, CodecTime, Host, LaneTime, Link, Machine, Measured
 from shoal.spec.job import Job, LocalSync, ServerSync
+from shoal.spec.shard import NoShard, PipelineShard
 
 LEAST_ROUND_S = 100e-6
 """Where it was not measured, or drowned in the noise."""
@@ -52,8 +53,12 @@ def slowest(assumed: Link, found: Iterable[Mapping[str, float]]) -> Link:
 
 
 def own_choice(job: Job) -> Choice:
-    """What the job says. Torch's own all-reduce is not modelled: it counts as lanes."""
-    sync, codec, threads = job.sync, job.codec.kind, job.threads
+    """What the job says. Torch's own all-reduce is not modelled: it counts as lanes. A shard over a number of workers
+    that the job says has that number, and else 1."""
+    sync, codec, threads, shard = job.sync, job.codec.kind, job.threads, job.shard
+    if not isinstance(shard, NoShard):
+        pinned = shard.ways or (isinstance(shard, PipelineShard) and shard.cuts != "auto")
+        return Choice(workers=job.ways if pinned else 1, threads=threads, shard=shard.kind)
     if isinstance(sync, ServerSync):
         return Choice(sync="server", servers=sync.servers, staleness=sync.bound, codec=codec, threads=threads)
     if isinstance(sync, LocalSync):
@@ -80,6 +85,8 @@ def read_measured(facts: Mapping[str, Any]) -> Measured:
         no_codecs=facts["no_codecs"],
         no_servers=facts["no_servers"],
         only_servers=facts["only_servers"],
+        no_shards=facts.get("no_shards", ""),
+        gpus=facts.get("gpus", 0),
     )
 
 

@@ -30,12 +30,13 @@ def against(it: Prediction, pick: Prediction | None, known: Known, *, needs: Seq
     """Of one that is not taken. `needs` are the words that the job would have to allow."""
     if it.refused:
         return it.refused
-    if it.choice.shard != "none":
+    if it.choice.shard != "none" and pick is None:
         return f"fits: {gigabytes(it.memory_bytes)} on the fullest machine"
     if said := _codec(it, known):
         return said
     if pick is not None and needs and it.step_s < pick.step_s:
-        return f"{_faster(it, pick)}, with another result: needs allow [{', '.join(needs)}]"
+        how = f"shard: {it.choice.shard}" if "shard" in needs else f"needs allow [{', '.join(needs)}]"
+        return f"{_faster(it, pick)}, with another result: {how}"
     for why in (_worse_than_alone, _server):
         if said := why(it, known):
             return said
@@ -111,5 +112,5 @@ def _slower(it: Prediction, than: Prediction) -> str:
     return f"takes {times(ratio)} as long" if ratio > 1.5 else f"{percent(ratio - 1)} slower"
 
 
-def _kind(choice: Choice) -> tuple[str, str, int, int]:
-    return choice.sync, choice.codec, choice.threads, choice.every
+def _kind(choice: Choice) -> tuple[str, str, int, int, str]:
+    return choice.sync, choice.codec, choice.threads, choice.every, choice.shard
