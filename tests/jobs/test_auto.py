@@ -18,6 +18,7 @@ from shoal.plan.costs.facts import Choice
 from shoal.spec.load import load_job, make_job
 from shoal.terminal import planned
 from tests.conftest import MLP
+from tests.jobs.disturbed import fired, script
 from tests.jobs.facts import FACTS
 
 
@@ -162,3 +163,14 @@ def test_what_a_user_chose_is_left_alone(run, measured):
     first = picture_of(found.paths).replans[0]
     assert first["moves"] is None
     assert "a user chose the number of workers" in first["reason"]
+
+
+def test_a_death_in_a_planned_run_is_a_death_like_any_other(run, measured, place):
+    """For a moment there are fewer than the job wants, and what is known is of more."""
+    measured()
+    faults = {"pause_probability": 1.0, "pause_s": 0.005}
+    line = "kill worker 1 at step 500 in compute"
+    found = run(MLP, sync="auto", workers=2, steps=600, evaluate={}, faults=faults, watch=script(place, line))
+    assert found.receipt.weights_sha256 == run(MLP, steps=600, evaluate={}).receipt.weights_sha256
+    assert fired(place) == {line}
+    assert all(row["choice"]["workers"] == 2 for row in picture_of(found.paths).replans)
