@@ -116,6 +116,7 @@ class Bench:
     def speed(self, cell: Cell, side: str) -> Numbers:
         choice = cell.sides[side]
         period = choice.every * choice.settle
+        most_s = BALANCE_S if period == 1 else MOST_BALANCE_S * max(period / (2 * PERIOD), 1)
         asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": SAMPLES[cell.model]}
         plain = self._job(cell, choice)
         return measure.speed(
@@ -123,7 +124,7 @@ class Bench:
             self.hosts,
             self.scratch,
             period=period,
-            settled=partial(balanced, most_s=BALANCE_S if period == 1 else MOST_BALANCE_S) if cell.slow > 1 else None,
+            settled=partial(balanced, most_s=most_s) if cell.slow > 1 else None,
             **asked,
         )
 

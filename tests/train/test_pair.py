@@ -73,3 +73,11 @@ def test_a_second_worker_that_fails_is_not_waited_for(replica):
 @pytest.mark.parametrize(("tries", "value"), [([3.0], 3.0), ([5.0, 1.0, 9.0], 1.0), ([4.0, 3.0, 2.0, 1.0], 2.0)])
 def test_what_is_typical(tries, value):
     assert typical(tries) == value
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(0.001, module.MOST), (0.02, 25), (0.2, module.FEWEST), (3.0, 3)])
+def test_how_many_steps_are_tried(step_s, steps):
+    done = 0
+    while module._goes_on(done, done * step_s, 0.5):
+        done += 1
+    assert done == steps

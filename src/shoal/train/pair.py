@@ -20,6 +20,7 @@ from shoal.parallel.sync.lanes import LanesSync
 from shoal.spec.view import Address, View
 
 FEWEST, MOST = 5, 100
+LONG_S = 5.0
 _WARM = 2
 
 
@@ -71,7 +72,7 @@ def _train(
         if why := sync.reconfigure(view, seat):
             raise ConnectionError(why)
         began = time.perf_counter()
-        while len(found) < FEWEST or (time.perf_counter() - began < budget_s and len(found) < MOST):
+        while _goes_on(len(found), time.perf_counter() - began, budget_s):
             start = time.thread_time()
             replica.begin()
             lane = replica.forward_backward(len(found), seat, batch, share=0.5)
@@ -88,6 +89,11 @@ def _train(
         sync.close()
         endpoint.close()
     return found
+
+
+def _goes_on(done: int, seconds: float, budget_s: float) -> bool:
+    """A few steps at least, but of long ones hardly more than those that do not count."""
+    return done <= _WARM or (done < FEWEST and seconds < LONG_S) or (done < MOST and seconds < budget_s)
 
 
 def _abort_when_gone(other: socket.socket, sync: LanesSync) -> None:
