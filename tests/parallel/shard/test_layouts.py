@@ -168,3 +168,23 @@ def test_rows_that_are_none(change):
         Row.from_description(GOOD | change)
     with pytest.raises(ValueError, match="piece"):
         Row.from_description("nonsense")
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number that is no tensor."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+
+
+def test_a_state_that_would_be_lost_is_refused():
+    model = MODELS["mlp"]()
+    held = Held.whole(model)
+    optimizer = Counts(held.bare.parameters())
+    pieces_of(held, optimizer)
+    optimizer.step()
+    with pytest.raises(ShoalError, match=r"'step' of '0.weight' as int") as caught:
+        pieces_of(held, optimizer)
+    assert caught.value.code == "SH506"
