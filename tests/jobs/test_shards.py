@@ -399,6 +399,16 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(run):
     assert_nothing_left(outcome)
 
 
+@pytest.mark.parametrize(("late", "lines"), [(False, []), (True, ["kill worker 1 at step 6 in together"])])
+def test_a_task_that_keeps_its_model_is_told(late, lines, run, place):
+    """At once where it had it before, else when parts of another are needed."""
+    outcome = run(task("Keeps", late=late), workers=2, shard=FSDP, watch=script(place, *lines), engine=RESTARTS)
+    assert outcome.error.code == "SH204"
+    assert "same object" in outcome.error.message
+    assert fired(place) == set(lines)
+    assert_nothing_left(outcome)
+
+
 # ---- with a user, and without a driver ----
 
 

@@ -100,6 +100,17 @@ class Whole(Decays):
         return Trusts(model.parameters(), lr=0.05)
 
 
+class Keeps(Decays):
+    """Has one model for all time: from the beginning, or from when it is first asked for."""
+
+    def __init__(self, late=False):
+        self.net = None if late else super().model()
+
+    def model(self):
+        self.net = self.net or super().model()
+        return self.net
+
+
 class Conditional(nn.Module):
     """One of its parameters is never touched."""
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,8 @@ class Mould:
     generator: Tensor | None = None
     """torch's state after the task was made, if that is the user's."""
     chance: Chance = field(default_factory=lambda: Chance(torch.device("cpu")))
+    made: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    """Models that were taken to pieces."""
 
     def form(self, grid: Grid, layout: Layout | None, talking: Talking) -> ShardedReplica:
         """With the job's first weights. Cut as before, if it was cut in this way before. Members meet in it: `talking`
@@ -94,7 +97,13 @@ class Mould:
         return self.task.optimizer(model) or build_optimizer(self.job.optimizer, model, base_dir=self.job.base_dir)
 
     def _make(self) -> nn.Module:
+        before = list(vars(self.task).values())
         model = build_model(self.job) if self.job.task is None else self.task.model()
+        if model in self.made or any(model is one for one in before):
+            message = "the model is the same object each time, and its parts are made anew whenever workers come or go"
+            where, made = ("task", "`model()`") if self.job.task else ("model", "the function")
+            raise error("SH204", message, where=where, fix=f"Let {made} make a model whenever it is called.")
+        self.made.add(model)
         if self.job.init_from is not None:
             freeze(model, self.job.init_from)
         return model
