@@ -148,6 +148,21 @@ class Given(nn.Module):
         return self.head(self.feed(self.tokens(x) * self.gain + self.shift)).transpose(1, 2)
 
 
+class Loose(nn.Module):
+    """A parameter without dimensions, and large ones that other code uses than their own modules'."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(2048, 32), nn.Embedding(2048, 32)
+        self.more = nn.ParameterList([nn.Parameter(torch.randn(2048, 32))])
+        self.blocks = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        h = self.tokens(x) + self.places.weight[: x.shape[1]] + self.more[0][: x.shape[1]]
+        return (self.blocks(h) @ self.tokens.weight.T[:, :34] * self.scale).transpose(1, 2)
+
+
 MODELS = {
     "gpt": gpt,
     "tied": Tied,
@@ -156,8 +171,9 @@ MODELS = {
     "normed": normed,
     "encoder": Encoder,
     "given": Given,
+    "loose": Loose,
 }
-TOKENS = {"gpt", "tied", "encoder", "given"}
+TOKENS = {"gpt", "tied", "encoder", "given", "loose"}
 CUTS = {
     "gpt": ["blocks.1", "blocks.2", "norm"],
     "tied": ["blocks.1", "norm", "head"],

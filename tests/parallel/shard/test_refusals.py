@@ -8,7 +8,7 @@ from shoal.errors import ShoalError
 from shoal.parallel.shard.make import hold
 from shoal.parallel.shard.replica import ShardedReplica
 from shoal.parallel.shard.tensor import chosen
-from shoal.spec.shard import PipelineShard, TensorShard
+from shoal.spec.shard import FsdpShard, PipelineShard, TensorShard
 from tests.parallel.shard.crew import MODELS, batch, crew, loss, sgd, train
 
 
@@ -120,3 +120,29 @@ def test_what_may_not_stand_between_columns_and_rows(make, steps):
     for code, message in crew(2, act):
         assert code == "SH107"
         assert "'1.weight'" in message
+
+
+def mixed():
+    return nn.Sequential(nn.Linear(12, 34), nn.LayerNorm(34, dtype=torch.bfloat16))
+
+
+def test_fsdp_sends_gradients_of_one_kind():
+    for code, text in refused(FsdpShard(kind="fsdp"), mixed):
+        assert code == "SH110"
+        assert "bfloat16 and float32" in text
+
+
+def decayed(model, batch):
+    return loss(model, batch) + 0.01 * model[0].weight.square().sum()
+
+
+def test_fsdp_has_parameters_whole_only_within_the_model():
+    def act(grid):
+        cut, _ = hold(FsdpShard(kind="fsdp"), grid, MODELS["mlp"], loss=decayed, example=batch("mlp", 0, 0))
+        with pytest.raises(ShoalError) as caught:
+            cut.run(decayed, batch("mlp", 0, 0), 1.0)
+        return caught.value.code, str(caught.value)
+
+    for code, text in crew(2, act):
+        assert code == "SH107"
+        assert "in the loss" in text
