@@ -49,7 +49,9 @@ def test_every_kind_begins_as_one_that_is_made_of_the_parts(name):
     kind, here = getattr(torch.optim, name), part("0.weight", "1.bias")
     more = {"initial_accumulator_value": 0.5} if name == "Adagrad" else {"weight_decay": 0.1}
     whole = Blueprint(model).model
-    made = Recipe(kind(whole.parameters(), lr=0.1, **more), whole).make(here)
+    recipe = Recipe(kind(whole.parameters(), lr=0.1, **more), whole)
+    recipe.another(nn.Module()).step()  # of a stretch where all is frozen
+    made = recipe.make(here)
     expected = kind(here.parameters(), lr=0.1, **more)
     assert made.state_dict()["param_groups"] == expected.state_dict()["param_groups"]
     for parameter in here.parameters():

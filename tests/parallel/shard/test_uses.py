@@ -30,6 +30,14 @@ def test_most_models_can_be_gathered_block_by_block(name):
     assert units(model, found) == units(model)
 
 
+def test_a_large_layer_that_only_its_own_code_uses_is_gathered_by_itself():
+    def make():
+        return nn.Sequential(nn.Embedding(2048, 32), nn.Linear(32, 34), nn.Flatten())
+
+    model, found = outside(make)
+    assert units(model, found) == ["0"]
+
+
 class Remembers(nn.Module):
     """Computes something at its first call, and uses it ever after."""
 
