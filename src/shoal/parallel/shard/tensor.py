@@ -64,7 +64,7 @@ class TensorCut(Whole):
         ends = torch.cat([sizes, -sizes])
         distributed.all_reduce(ends, op=distributed.ReduceOp.MAX, group=self.grid.shard_group)
         most, least = ends[: len(names)], -ends[len(names) :]
-        self._largest = max(self._largest, *most.tolist())
+        self._largest = max([self._largest, *most[most.isfinite()].tolist()])
         tells = most.isfinite() & (most > NOTHING * self._largest)
         for name, apart in zip(names, (tells & (most - least > ALIKE * most)).tolist(), strict=True):
             if apart:
