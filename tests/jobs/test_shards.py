@@ -350,6 +350,65 @@ def test_an_error_in_the_model_is_told_as_it_is(run):
         assert_nothing_left(outcome)
 
 
+# ---- a Task with an optimizer of its own ----
+
+
+def task(name, **args):
+    job = {key: value for key, value in JOB.items() if key not in ("model", "loss", "metrics", "optimizer")}
+    return job | {"task": {"name": f"models.py:{name}", "args": args}}
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "pipeline", *long("tensor")])
+def test_an_optimizer_with_groups_goes_on_with_what_it_had(shard, run, resume, place):
+    """From one process to several, which number the parameters as it did, and from the start."""
+    job = task("Decays")
+    one = load_weights(run(job, runs="one").paths.model)
+    how = {
+        "engine": {"kind": "local", "restarts": 0},
+        "checkpoint": {"every": "1 step"},
+        "watch": script(place, "kill all at step 6"),
+    }
+    outcome = run(job, **how)
+    assert outcome.error.code == "SH603"
+    outcome = resume(outcome.paths, sets=[f"shard={json.dumps(over(shard, 2))}", "workers=2"])
+    finished(outcome)
+    assert [row.step > 0 for row in rows(outcome, "resumed")] == [True]
+    assert off(load_weights(outcome.paths.model), one) < ROUNDING * STEPS
+    outcome = run(job, runs="all", workers=2, shard=over(shard, 2))
+    finished(outcome)
+    assert off(load_weights(outcome.paths.model), one) < ROUNDING * STEPS
+
+
+def test_a_neighbours_copy_has_the_same_groups(run, place):
+    """Of a Task's optimizer: what died goes on with the bits that it had."""
+    job = task("Decays")
+    one = finished(run(job, runs="one", workers=2, shard=over("pipeline", 2)))
+    line = "kill worker 1 at step 6 in together"
+    outcome = run(job, workers=2, shard=over("pipeline", 2), watch=script(place, line), engine=RESTARTS)
+    receipt = finished(outcome)
+    assert fired(place) == {line}
+    assert receipt.redone == 0
+    assert (receipt.weights_sha256, receipt.state_sha256) == (one.weights_sha256, one.state_sha256)
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused(run):
+    outcome = run(task("Whole"), workers=2, shard=FSDP)
+    assert outcome.error.code == "SH110"
+    assert "Trusts" in outcome.error.message
+    assert "AdamW" in outcome.error.fix
+    assert_nothing_left(outcome)
+
+
+@pytest.mark.parametrize(("late", "lines"), [(False, []), (True, ["kill worker 1 at step 6 in together"])])
+def test_a_task_that_keeps_its_model_is_told(late, lines, run, place):
+    """At once where it had it before, else when parts of another are needed."""
+    outcome = run(task("Keeps", late=late), workers=2, shard=FSDP, watch=script(place, *lines), engine=RESTARTS)
+    assert outcome.error.code == "SH204"
+    assert "same object" in outcome.error.message
+    assert fired(place) == set(lines)
+    assert_nothing_left(outcome)
+
+
 # ---- with a user, and without a driver ----
 
 

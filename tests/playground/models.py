@@ -66,6 +66,51 @@ class TokenTask(Task):
         return (losses * weight).sum(), weight.sum()
 
 
+class Decays(Task):
+    """An optimizer of its own: matrices decay, what has one dimension does not, and the last layer is fast."""
+
+    def model(self):
+        return mlp(64, 10, depth=2)
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(*batch.inputs), batch.target)
+
+    def optimizer(self, model):
+        rest = list(model[:-1].parameters())
+        groups = [
+            {"params": model[-1].parameters(), "lr": 0.1},
+            {"params": [p for p in rest if p.dim() == 1]},
+            {"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.01},
+        ]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+class Trusts(torch.optim.SGD):
+    """Looks at whole tensors."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad * p.norm() / p.grad.norm()
+
+
+class Whole(Decays):
+    def optimizer(self, model):
+        return Trusts(model.parameters(), lr=0.05)
+
+
+class Keeps(Decays):
+    """Has one model for all time: from the beginning, or from when it is first asked for."""
+
+    def __init__(self, late=False):
+        self.net = None if late else super().model()
+
+    def model(self):
+        self.net = self.net or super().model()
+        return self.net
+
+
 class Conditional(nn.Module):
     """One of its parameters is never touched."""
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from shoal.parallel.shard.held import Held
 from shoal.parallel.shard.make import cut_up
 from shoal.parallel.shard.memory import give_back
 from shoal.parallel.shard.pipeline import PipelineCut
+from shoal.parallel.shard.recipe import Recipe
 from shoal.parallel.shard.replica import ShardedReplica
 from shoal.parallel.sparse.module import tables_of
 from shoal.spec import seeds
@@ -51,6 +53,8 @@ class Mould:
     generator: Tensor | None = None
     """torch's state after the task was made, if that is the user's."""
     chance: Chance = field(default_factory=lambda: Chance(torch.device("cpu")))
+    made: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    """Models that were taken to pieces."""
 
     def form(self, grid: Grid, layout: Layout | None, talking: Talking) -> ShardedReplica:
         """With the job's first weights. Cut as before, if it was cut in this way before. Members meet in it: `talking`
@@ -62,13 +66,15 @@ class Mould:
         give_back()
         with blaming("SH204", "making the model"):
             blueprint = Blueprint(self._make)
+        if tables_of(blueprint.model):
+            raise error("SH418", "the model has sparse tables, and the job has a shard", where="shard")
+        with blaming("SH413", "making the optimizer"):
+            recipe = Recipe(self._optimizer(blueprint.model), blueprint.model)
         with blaming("SH401", "the first batch"), talking():
             cut = cut_up(self._shard(layout), blueprint.model, grid, loss=task.loss, example=self.example)
         held = Held.of(cut)
         held.fill(blueprint)
-        if tables_of(cut.model):
-            raise error("SH418", "the model has sparse tables, and the job has a shard", where="shard")
-        optimizer = self.optimizer(held.bare, cut=cut)
+        optimizer = recipe.make(held.bare)
         epochs = -(-self.steps // self.steps_per_epoch)
         replica = ShardedReplica(
             cut,
@@ -82,19 +88,22 @@ class Mould:
             autocast=torch.bfloat16 if job.precision == "bf16" else None,
             chance=self.chance,
         )
-        replica.why_whole = blueprint.why_whole
+        replica.why_whole, replica.recipe = blueprint.why_whole, recipe
         with blaming("SH401", "the first batch"), talking():
             replica.probe(self.example)
         return replica
 
-    def optimizer(self, parts: nn.Module, *, cut: Cut) -> torch.optim.Optimizer:
-        """Of parts of the model that was cut, by their names."""
-        whole = [name for name, p in cut.model.named_parameters() if p.requires_grad]
-        own = self.task.optimizer(parts)
-        return own or build_optimizer(self.job.optimizer, parts, base_dir=self.job.base_dir, whole=whole)
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self.task.optimizer(model) or build_optimizer(self.job.optimizer, model, base_dir=self.job.base_dir)
 
     def _make(self) -> nn.Module:
+        before = list(vars(self.task).values())
         model = build_model(self.job) if self.job.task is None else self.task.model()
+        if model in self.made or any(model is one for one in before):
+            message = "the model is the same object each time, and its parts are made anew whenever workers come or go"
+            where, made = ("task", "`model()`") if self.job.task else ("model", "the function")
+            raise error("SH204", message, where=where, fix=f"Let {made} make a model whenever it is called.")
+        self.made.add(model)
         if self.job.init_from is not None:
             freeze(model, self.job.init_from)
         return model

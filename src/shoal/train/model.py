@@ -128,19 +128,12 @@ def matching(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
     return found
 
 
-def build_optimizer(
-    spec: Optimizer, model: nn.Module, *, base_dir: str, whole: Sequence[str] | None = None
-) -> torch.optim.Optimizer:
-    """The job's optimizer over the trainable parameters; torch's fused kernels where it has them. `whole`: the names of
-    all, where only some of them are in this process; the groups are the same then, and may be empty."""
+def build_optimizer(spec: Optimizer, model: nn.Module, *, base_dir: str) -> torch.optim.Optimizer:
+    """The job's optimizer over the trainable parameters; torch's fused kernels where it has them."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    everything = list(trainable if whole is None else whole)
-    if not everything:
+    if not trainable:
         raise error("SH404", "every parameter is frozen, or the model has none", where="model")
-    groups: list[dict[str, Any]] = [
-        {"params": [trainable[n] for n in names if n in trainable], **args} for names, args in _groups(spec, everything)
-    ]
-    groups[0]["params"] += [p for n, p in trainable.items() if n not in everything]
+    groups = [{"params": [trainable[n] for n in names], **args} for names, args in _groups(spec, list(trainable))]
     args = dict(spec.args)
     short = spec.name.rpartition(":")[2]
     if short in FUSED and not {"fused", "foreach", "differentiable"} & set(args):
@@ -160,11 +153,6 @@ def _groups(spec: Optimizer, everything: Sequence[str]) -> list[tuple[list[str],
         rest = [n for n in rest if n not in names]
         found.append((names, dict(group.args)))
     return [(rest, {}), *found] if rest else found
-
-
-def order_of(spec: Optimizer, everything: Sequence[str]) -> list[str]:
-    """The trainable parameters as the optimizer numbers them."""
-    return [name for names, _ in _groups(spec, everything) for name in names]
 
 
 def build_schedule(

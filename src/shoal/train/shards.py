@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,6 @@ from shoal.parallel.sync.base import Committed, Discarded
 from shoal.parallel.sync.grid import GridSync
 from shoal.spec.shard import NoShard
 from shoal.spec.view import View
-from shoal.train.model import order_of
 from shoal.train.turns import Turns
 from shoal.wire.handshake import LinkError
 
@@ -187,7 +185,7 @@ class Shards:
             saved = saved_in(store.files, {PIECES: rows})
         else:
             settings = _without_params(store.load(step, section="optimizer/param_groups")[1])
-            names = _names_in_a_whole(order_of(self._mould.job.optimizer, _trainable(replica)))
+            names = _names_in_a_whole(replica.recipe.order)
             saved = whole_in(store.files, manifest, rename=names)
         replica.load_pieces(saved)
         self._loop.replica = replica
@@ -219,7 +217,7 @@ class Shards:
             return
         other = by_seat[(grid.seat + 1) % grid.ways]
         looks = Looks(other["specs"], other["trainable"], other["moving"])
-        self._sync.mirror = Mirror(replica, looks, partial(self._mould.optimizer, cut=replica.cut))
+        self._sync.mirror = Mirror(replica, looks, replica.recipe.another)
 
     def _let_go(self) -> None:
         """Of what will not be needed, before new memory is."""
@@ -335,10 +333,6 @@ def _receive(specs: Specs, move: Move) -> dict[str, Tensor]:
 
 
 # ---- what a single process has written ----
-
-
-def _trainable(replica: ShardedReplica) -> list[str]:
-    return [name for name, p in replica.cut.model.named_parameters() if p.requires_grad]
 
 
 def _without_params(groups: Any) -> list[dict[str, Any]]:

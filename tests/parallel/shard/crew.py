@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import numpy as np
 import torch
 from benchmarks.overhead.models import GPT
 from torch import nn
@@ -130,8 +131,49 @@ class Encoder(nn.Module):
         return self.head(h).transpose(1, 2)
 
 
-MODELS = {"gpt": gpt, "tied": Tied, "mlp": mlp, "frozen": frozen, "normed": normed, "encoder": Encoder}
-TOKENS = {"gpt", "tied", "encoder"}
+class Given(nn.Module):
+    """Some of its first values come from numpy: of a matrix, of what no pattern cuts, and of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        rng = np.random.default_rng(0)
+        table = torch.from_numpy(rng.standard_normal((34, 32), dtype=np.float32))
+        self.tokens = nn.Embedding.from_pretrained(table, freeze=False)
+        self.gain = nn.Parameter(torch.from_numpy(rng.standard_normal(32, dtype=np.float32)))
+        self.feed = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 34)
+        self.register_buffer("shift", torch.from_numpy(rng.standard_normal(32, dtype=np.float32)))
+
+    def forward(self, x):
+        return self.head(self.feed(self.tokens(x) * self.gain + self.shift)).transpose(1, 2)
+
+
+class Loose(nn.Module):
+    """A parameter without dimensions, and large ones that other code uses than their own modules'."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(2048, 32), nn.Embedding(2048, 32)
+        self.more = nn.ParameterList([nn.Parameter(torch.randn(2048, 32))])
+        self.blocks = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        h = self.tokens(x) + self.places.weight[: x.shape[1]] + self.more[0][: x.shape[1]]
+        return (self.blocks(h) @ self.tokens.weight.T[:, :34] * self.scale).transpose(1, 2)
+
+
+MODELS = {
+    "gpt": gpt,
+    "tied": Tied,
+    "mlp": mlp,
+    "frozen": frozen,
+    "normed": normed,
+    "encoder": Encoder,
+    "given": Given,
+    "loose": Loose,
+}
+TOKENS = {"gpt", "tied", "encoder", "given", "loose"}
 CUTS = {
     "gpt": ["blocks.1", "blocks.2", "norm"],
     "tied": ["blocks.1", "norm", "head"],
@@ -139,6 +181,7 @@ CUTS = {
     "frozen": ["2", "4", "6"],
     "normed": ["4", "5", "6"],
     "encoder": ["layers.1", "layers.2", "head"],
+    "given": ["feed.0", "feed.2", "head"],
 }
 
 

@@ -1,5 +1,6 @@
 """The first weights, tensor by tensor, are those of a model made at once: bit for bit."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,3 +99,22 @@ def test_a_model_that_needs_values_is_made_in_full(make):
     blueprint.play(lambda name, values: found.setdefault(name, values.clone()))
     assert all(tensor.is_meta for tensor in named_tensors(blueprint.model).values())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_values_that_were_there_before_are_not_in_the_model():
+    """It is cut as if it had none: nobody writes to where they lie, and one that stands twice is one."""
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+    def make():
+        model = nn.Sequential(nn.Embedding.from_pretrained(torch.from_numpy(values), freeze=False), nn.Linear(4, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    blueprint = Blueprint(make)
+    assert blueprint.model[0].weight is blueprint.model[1].weight
+    assert blueprint.model[0].weight.requires_grad
+    blueprint.model.to_empty(device="cpu")
+    found = {}
+    blueprint.play(lambda name, tensor: found.setdefault(name, tensor.clone()))
+    assert found.keys() == {"0.weight", "1.bias"}
+    assert torch.equal(found["0.weight"], torch.from_numpy(values))

@@ -101,11 +101,22 @@ def test_through_files_each_with_its_own_part(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.003
 
 
-def test_the_first_weights_are_those_of_a_single_process():
-    for kind in ("fsdp", "tensor", "pipeline"):
-        found = crew(2, lambda grid, kind=kind: pieces_of(sharded(grid, kind, "tied").held))
-        replica, _ = alone("tied", 0)
-        assert equal(assembled(found), assembled([pieces_of(Held.whole(replica.model))]))
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("fsdp", "tied", {}),
+        ("tensor", "tied", {}),
+        ("pipeline", "tied", {}),
+        ("fsdp", "given", {}),
+        ("tensor", "given", {}),
+        ("tensor", "given", {"patterns": "mlp"}),
+        ("pipeline", "given", {}),
+    ],
+)
+def test_the_first_weights_are_those_of_a_single_process(kind, name, options):
+    found = crew(2, lambda grid: pieces_of(sharded(grid, kind, name, **options).held))
+    replica, _ = alone(name, 0)
+    assert equal(assembled(found), assembled([pieces_of(Held.whole(replica.model))]))
 
 
 def test_a_state_with_a_hole_is_refused():
@@ -157,3 +168,23 @@ def test_rows_that_are_none(change):
         Row.from_description(GOOD | change)
     with pytest.raises(ValueError, match="piece"):
         Row.from_description("nonsense")
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number that is no tensor."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+
+
+def test_a_state_that_would_be_lost_is_refused():
+    model = MODELS["mlp"]()
+    held = Held.whole(model)
+    optimizer = Counts(held.bare.parameters())
+    pieces_of(held, optimizer)
+    optimizer.step()
+    with pytest.raises(ShoalError, match=r"'step' of '0.weight' as int") as caught:
+        pieces_of(held, optimizer)
+    assert caught.value.code == "SH506"

@@ -6,9 +6,10 @@ from torch import nn
 
 from shoal.errors import ShoalError
 from shoal.parallel.shard.make import hold
+from shoal.parallel.shard.replica import ShardedReplica
 from shoal.parallel.shard.tensor import chosen
-from shoal.spec.shard import PipelineShard, TensorShard
-from tests.parallel.shard.crew import MODELS, batch, crew, loss
+from shoal.spec.shard import FsdpShard, PipelineShard, TensorShard
+from tests.parallel.shard.crew import MODELS, batch, crew, loss, sgd, train
 
 
 def test_ready_patterns():
@@ -89,3 +90,59 @@ def test_what_pipelines_cannot_do(make, loss, words):
         return str(caught.value)
 
     assert words in crew(2, act)[1]
+
+
+def activated():
+    return nn.Sequential(nn.Linear(12, 32), nn.PReLU(), nn.Linear(32, 34))
+
+
+def begun_at_zero():
+    """At first, nothing goes back through the last layer."""
+    model = activated()
+    nn.init.zeros_(model[2].weight)
+    return model
+
+
+@pytest.mark.parametrize(("make", "steps"), [(activated, 0), (begun_at_zero, 2)])
+def test_what_may_not_stand_between_columns_and_rows(make, steps):
+    """Each member would have its own part of the gradient, and go on with other values than the rest."""
+
+    def act(grid):
+        shard = TensorShard(kind="tensor", patterns={"0": "columns", "2": "rows"})
+        cut, held = hold(shard, grid, make, loss=loss, example=batch("mlp", 0, 0))
+        replica = ShardedReplica(cut, held, sgd(held.bare), loss, seed=0)
+        if steps:
+            replica.probe(batch("mlp", 0, 0))
+        with pytest.raises(ShoalError) as caught:
+            train(replica, "mlp", steps) if steps else replica.probe(batch("mlp", 0, 0))
+        return caught.value.code, caught.value.message
+
+    for code, message in crew(2, act):
+        assert code == "SH107"
+        assert "'1.weight'" in message
+
+
+def mixed():
+    return nn.Sequential(nn.Linear(12, 34), nn.LayerNorm(34, dtype=torch.bfloat16))
+
+
+def test_fsdp_sends_gradients_of_one_kind():
+    for code, text in refused(FsdpShard(kind="fsdp"), mixed):
+        assert code == "SH110"
+        assert "bfloat16 and float32" in text
+
+
+def decayed(model, batch):
+    return loss(model, batch) + 0.01 * model[0].weight.square().sum()
+
+
+def test_fsdp_has_parameters_whole_only_within_the_model():
+    def act(grid):
+        cut, _ = hold(FsdpShard(kind="fsdp"), grid, MODELS["mlp"], loss=decayed, example=batch("mlp", 0, 0))
+        with pytest.raises(ShoalError) as caught:
+            cut.run(decayed, batch("mlp", 0, 0), 1.0)
+        return caught.value.code, str(caught.value)
+
+    for code, text in crew(2, act):
+        assert code == "SH107"
+        assert "in the loss" in text

@@ -79,6 +79,7 @@ PAIRS = [
     ("tensor", "tied", 2, 2),
     ("pipeline", "normed", 2, 2),
     ("fsdp", "frozen", 4, 2),
+    ("fsdp", "loose", 2, 2),
     *long(
         ("pipeline", "tied", 2, 2),
         ("fsdp", "normed", 2, 2),

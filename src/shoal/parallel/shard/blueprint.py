@@ -49,12 +49,14 @@ class Blueprint:
         # Noted now: whoever cuts the model puts other tensors into it.
         named = {} if self.why_whole else named_tensors(self.model)
         self._wanted = {name: _Spot.of(tensor) for name, tensor in named.items() if tensor.is_meta}
-        self._known = {name: tensor for name, tensor in named.items() if not tensor.is_meta}
+        self._known = {name: tensor.detach() for name, tensor in named.items() if not tensor.is_meta}
         self._real: nn.Module | None = None
         if self.why_whole:
             torch.set_rng_state(self._generator)
             self._real = make()
             self.model = _emptied(self._real)
+        elif self._known:
+            _empty(self.model)
 
     def play(self, take: Handover) -> None:
         """Give every parameter and buffer to `take`, once, under its first name. It must copy what it needs. Leaves the
@@ -78,12 +80,26 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _emptied(model: nn.Module) -> nn.Module:
     """The same without memory; what was tied stays tied, as deepcopy keeps it."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        empty = torch.empty_like(tensor, device=META)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    memo: dict[int, Any] = {id(tensor): _like(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, memo)
+
+
+def _empty(model: nn.Module) -> None:
+    """Take out the tensors that have memory (with values that numpy or a file has brought), and put others in their
+    places that have none; what was tied stays tied."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not tensor.is_meta:
+                if id(tensor) not in made:
+                    made[id(tensor)] = _like(tensor)
+                setattr(module, key, made[id(tensor)])
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Without memory."""
+    empty = torch.empty_like(tensor, device=META, requires_grad=False)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 # ---- writing down ----

@@ -90,9 +90,12 @@ def pieces_of(held: Held, optimizer: Optimizer | None = None) -> dict[str, Piece
 def _state_of(part: Part, state: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
     """State lies like its parameter, or is small and whole (a count of steps): then who has the beginning answers."""
     for key, value in state.items():
-        if isinstance(value, Tensor) and tuple(value.shape) == part.box.size:
+        if not isinstance(value, Tensor):
+            message = f"an optimizer keeps '{key}' of '{part.name}' as {type(value).__name__}, not as a tensor"
+            raise error("SH506", message, fix="Use one of torch's own optimizers.")
+        if tuple(value.shape) == part.box.size:
             yield f"/optimizer/{part.name}/{key}", Piece(part.box, value)
-        elif isinstance(value, Tensor) and not any(part.box.start):
+        elif not any(part.box.start):
             yield f"/optimizer/{part.name}/{key}", Piece(Box.whole(value.shape), value)
 
 

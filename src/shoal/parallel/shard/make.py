@@ -17,6 +17,7 @@ from shoal.parallel.shard.held import Held
 from shoal.parallel.shard.memory import give_back
 from shoal.parallel.shard.pipeline import PipelineCut
 from shoal.parallel.shard.tensor import TensorCut
+from shoal.parallel.shard.uses import used_outside
 from shoal.spec.shard import FsdpShard, PipelineShard, TensorShard
 
 Sharding = FsdpShard | TensorShard | PipelineShard
@@ -38,7 +39,8 @@ def hold(
 def cut_up(shard: Sharding, model: nn.Module, grid: Grid, *, loss: LossFunction, example: Any) -> Cut:
     """Of a model without memory: what is left here has some afterwards, and no values."""
     if isinstance(shard, FsdpShard):
-        return FsdpCut(model, grid)
+        outside = used_outside(model, lambda trial: loss(trial, example))
+        return FsdpCut(model, grid, outside=outside)
     if isinstance(shard, TensorShard):
         return TensorCut(model, grid, shard.patterns)
     cuts, seen = (shard.cuts, None) if shard.cuts != "auto" else auto_cuts(model, grid, loss, example)

@@ -21,6 +21,7 @@ from shoal.parallel.shard.blueprint import named_tensors
 from shoal.parallel.shard.cut import Cut
 from shoal.parallel.shard.grid import add_up, take_from
 from shoal.parallel.shard.held import Held, copy_in, is_kept, load, load_settings, pieces_of, settings_of
+from shoal.parallel.shard.recipe import Recipe
 from shoal.spec import seeds
 
 
@@ -29,6 +30,8 @@ class ShardedReplica(Replica):
     tells why the model was made in full before it was cut."""
 
     why_whole = ""
+    recipe: Recipe
+    """Of its optimizer, from who formed it."""
 
     def __init__(
         self,

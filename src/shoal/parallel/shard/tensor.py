@@ -1,7 +1,8 @@
 """`shard: tensor`: matrices are cut, and every member multiplies with its part of them.
 
 What lies between `columns` and `rows` is a member's own part of the activations, and the model's code must not mind
-its width. `gathered` and `sliced` layers take and give whole activations: any code may stand around them, dropout
+its width, have no trained parameters, and draw no numbers that must differ from part to part: dropout has the same mask
+for each. `gathered` and `sliced` layers take and give whole activations: any code may stand around them, dropout
 included, which then draws the same numbers everywhere.
 """
 
@@ -11,18 +12,23 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shoal.errors import did_you_mean, error
+from shoal.parallel.replica import LossFunction
 from shoal.parallel.shard.grid import Grid
 from shoal.parallel.shard.parts import Ties, retie, ties_of
 from shoal.parallel.shard.whole import Whole
 
 Patterns = Mapping[str, str]
 
+ALIKE, NOTHING = 2.0**-10, 2.0**-20
+"""Gradients that differ by so small a part of themselves are the same but for rounding; and those that are so small a
+part of the largest may be nothing but rounding."""
 _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Hardswish)
 
 
@@ -39,6 +45,33 @@ class TensorCut(Whole):
         _check_ties(model, ties)
         model.to_empty(device="cpu")
         retie(model, ties)
+        whole = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+        self._unproved = {name: parameter for name, parameter in whole.items() if parameter.requires_grad}
+        self._largest = 0.0
+
+    def run(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
+        found = super().run(loss, batch, share)
+        if self._unproved:
+            self._compare()
+        return found
+
+    @torch.no_grad()
+    def _compare(self) -> None:
+        """What is not cut has the same gradient on all members, unless it works on a part of the activations: then they
+        would part without a word. Looked at until each has had a gradient. SH107 if it is not the same."""
+        names = list(self._unproved)
+        sizes = torch.stack([_size(self._unproved[name].grad) for name in names])
+        ends = torch.cat([sizes, -sizes])
+        distributed.all_reduce(ends, op=distributed.ReduceOp.MAX, group=self.grid.shard_group)
+        most, least = ends[: len(names)], -ends[len(names) :]
+        self._largest = max([self._largest, *most[most.isfinite()].tolist()])
+        tells = most.isfinite() & (most > NOTHING * self._largest)
+        for name, apart in zip(names, (tells & (most - least > ALIKE * most)).tolist(), strict=True):
+            if apart:
+                message = f"'{name}' has another gradient on each worker: it works on a part of the activations"
+                fix = "Cut the layers before and after it by `gathered`, or use `shard: fsdp`."
+                raise error("SH107", message, where="shard.patterns", fix=fix)
+        self._unproved = {n: self._unproved[n] for n, done in zip(names, tells.tolist(), strict=True) if not done}
 
 
 # ---- which ----
@@ -120,6 +153,10 @@ def _cut(module: nn.Module, way: str, grid: Grid, name: str) -> None:
         message = f"'{name}' is a {type(module).__name__}, which cannot be cut by `{way}`"
         fix = "Name layers of type Linear or Embedding, or MultiheadAttention with `gathered`."
         raise error("SH206", message, where="shard.patterns", fix=fix)
+
+
+def _size(grad: Tensor | None) -> Tensor:
+    return torch.zeros((), dtype=torch.float64) if grad is None else grad.double().norm()
 
 
 def _style(module: nn.Module, way: str) -> ParallelStyle:
