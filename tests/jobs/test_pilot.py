@@ -114,6 +114,16 @@ def test_a_host_behind_a_slow_link_is_let_go(place):
     assert sea.leaving == [1]
 
 
+@pytest.mark.parametrize("gone", ["left", "worker_died"])
+def test_a_link_is_forgotten_with_its_host(place, gone):
+    sea = Sea(place, ["here", "there"], [LANE_S, LANE_S], kept=kept(cores=1))
+    assumed = sea.pilot._setting.link
+    sea.hear("link_measured", who="worker-1", peer="worker-0", latency_s=0.05, send_bytes_s=1e5, receive_bytes_s=1e5)
+    assert sea.pilot._setting.link != assumed
+    sea.hear(gone, who="worker-1", worker="worker-1", reason="gone")
+    assert sea.pilot._setting.link == assumed
+
+
 def test_a_host_that_helps_stays(place):
     sea = Sea(place, ["here", "there"], [LANE_S, LANE_S], kept=kept(cores=1))
     sea.train(150, 2.2 * LANE_S)

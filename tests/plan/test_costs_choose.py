@@ -144,6 +144,7 @@ def test_rounds_are_short_where_that_costs_hardly_anything():
     rows = [Prediction(kinds[n], compute_s=s) for n, s in told.items()] + [Prediction(Choice(), compute_s=0.2)]
     assert choose(rows, own=OWN, allow=["local"]).pick.prediction.choice == kinds[32]
     assert choose(rows, own=OWN).pick.prediction.choice == Choice()
+    assert choose(rows, own=kinds[128], allow=["local"]).pick.prediction.choice == kinds[128], "the job's own"
 
 
 def test_nothing_fits():

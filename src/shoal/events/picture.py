@@ -311,6 +311,7 @@ def _worker_died(p: Picture, e: Event) -> None:
     p.deaths += 1
     worker = p.worker(str(e["worker"]))
     worker.state, worker.samples_per_s = "dead", 0.0
+    p.links.pop(str(e["worker"]), None)
     p.notes.append(f"{e['worker']} died: {e['reason']}")
 
 
@@ -373,6 +374,7 @@ def _memory_lost(p: Picture, e: Event) -> None:
 
 def _left(p: Picture, e: Event) -> None:
     p.worker(e.who).state = "left"
+    p.links.pop(e.who, None)
 
 
 def _finished(p: Picture, e: Event) -> None:

@@ -56,7 +56,7 @@ class Pilot:
         if event.kind == "joined":
             self._taken.forget()
             self._rest.begin(int(event.step or 0))
-        elif event.kind == "link_measured":
+        elif event.kind in ("link_measured", "left", "worker_died"):
             self._setting = replace(self._setting, link=slowest(self._assumed, picture.links.values()))
         elif event.kind == "step" and picture.worker(event.who).saves:
             self._taken.add(int(event.get("steps", 1)), float(event.get("wall_s", 0.0)))

@@ -89,7 +89,7 @@ def _best(rows: Sequence[Row]) -> Row | None:
     near = _within(GAIN, rows)
     simplest = min(near, key=_effort)
     alike = [row for row in near if _but_for_rounds(row) == _but_for_rounds(simplest)]
-    return min(_within(HARDLY, alike), key=lambda row: row.prediction.choice.every)
+    return min(_within(HARDLY, alike), key=lambda row: (len(row.changes), row.prediction.choice.every))
 
 
 def _within(times: float, rows: Sequence[Row]) -> list[Row]:
