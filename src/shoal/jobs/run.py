@@ -148,8 +148,6 @@ class Run:
                 return self._end(outcome)
         if self.picture.result:
             return self._wind_up()
-        if self._pilot:
-            self._pilot.steer(self.picture.step)
         wanted = self.helm.steer()
         if self._stopping and not self.helm.working:
             return self._end(Outcome(self.paths, self._stopping))
@@ -157,6 +155,8 @@ class Run:
             self.helm.fill(wanted)
         if (lost := self.helm.tend()) and (outcome := self._go_back(lost)):
             return self._end(outcome)
+        if self._pilot:  # at the end: it may think for a second, in which nobody is listened to
+            self._pilot.steer(self.picture.step)
         return None
 
     def _wind_up(self) -> Outcome | None:
