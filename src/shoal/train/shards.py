@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shoal.train.forming import Layout, Mould
     from shoal.train.loop import Loop
 
-_HOLD, _SAVE, _LOOKS, _LOADED = 1 << 59, 1 << 58, 1 << 56, 1 << 55  # labels that nobody else uses
+_HOLD, _SAVE, _LOOKS, _LOADED, _PART = 1 << 59, 1 << 58, 1 << 56, 1 << 55, 1 << 54  # labels that nobody else uses
 MIRROR_OVER_UPDATE = 5
 """What a mirror may need, in parts of what it trains: values, a gradient, two averages, and some room."""
 
@@ -48,6 +48,7 @@ class Shards:
         self._mould = mould
         self.turns = Turns(loop, sync, mould)
         self._saved: tuple[int, float | None] | None = None
+        self._in_checkpoint: int | None = None
         self._rows: list[Row] = []
         self._blobs: dict[str, int] = {}
         self._beginning = copy.deepcopy(loop.state_of_loop())
@@ -81,7 +82,7 @@ class Shards:
             self._from_memory(view.places[seat], found, holdings, brought)
             self._tell("caught_up", view, seat, began, step=found.step, source="the memory of workers")
             return
-        step = self._from_checkpoints(saved, view, seat)
+        step = self._in_checkpoint = self._from_checkpoints(saved, view, seat)
         redone = found.lost + found.step - (step or 0)
         if step is not None:
             self._tell("resumed", view, seat, began, step=step, source="a checkpoint", redone=redone)
@@ -271,6 +272,31 @@ class Shards:
                 self._write()
         except LinkError as failure:
             return str(failure)
+        return ""
+
+    @property
+    def saved(self) -> bool:
+        """Is all that this worker has in a checkpoint, as far as it knows?"""
+        return self._loop.holds and self._in_checkpoint == self._loop.step
+
+    def part(self) -> str:
+        """Before members part at a boundary all save, and stay until that is done: so that who leaves takes nothing
+        along that others do not have. If it failed, the driver hears of that. '', or why not all are there."""
+        loop = self._loop
+        if why := self.save(force=True):
+            return why
+        loop.pulse.enter("saving", loop.step)
+        failed = ""
+        if loop.teller.leads:
+            try:
+                loop.store.wait()
+            except CheckpointError as problem:
+                failed = problem.message
+        try:
+            told = self._ask_all(_PART + loop.step, failed)
+        except LinkError as failure:
+            return str(failure)
+        self._in_checkpoint = None if any(told.values()) else loop.step
         return ""
 
     def _together(self) -> dict[str, Any]:
