@@ -83,6 +83,7 @@ class Shards:
             self._tell("caught_up", view, seat, began, step=found.step, source="the memory of workers")
             return
         step = self._in_checkpoint = self._from_checkpoints(saved, view, seat)
+        self._sync.counted = view.number
         redone = found.lost + found.step - (step or 0)
         if step is not None:
             self._tell("resumed", view, seat, began, step=step, source="a checkpoint", redone=redone)
@@ -107,7 +108,8 @@ class Shards:
                 "step": loop.step,
                 "part": replica.cut.grid.seat,
                 "ways": replica.cut.grid.ways,
-                "pending": pending is not None and pending.step == loop.step,
+                "view": self._sync.counted,
+                "pending": pending.view if pending and pending.step == loop.step else None,
                 "evaluated": loop.measured_at == loop.step,
                 "mirrors": self._sync.mirror.part if self._sync.mirror else None,
             }
@@ -137,7 +139,7 @@ class Shards:
         self, rank: int, found: Origin, holdings: Mapping[int, Holding], brought: Mapping[int, Mapping[str, Any]]
     ) -> None:
         common = brought[found.teller]["common"]
-        if can_reach(holdings[rank], found.step) and holdings[rank].step != found.step:
+        if can_reach(holdings[rank], found.step, found.view) and holdings[rank].step != found.step:
             self._catch_up()
         kept = self._kept() if self._loop.holds else {}
         replica = self._form(common["layout"])
@@ -152,7 +154,7 @@ class Shards:
                 coming = _receive(specs, move)
         replica.take_everything(kept[rank % self._mould.job.ways] if coming is None else coming)
         self._sync.mirror = None
-        self._loop.replica = replica
+        self._loop.replica, self._sync.counted = replica, found.view
         self._load_common(common)
 
     def _catch_up(self) -> None:
