@@ -93,6 +93,8 @@ class Picture:
     starts: int = 0
     deaths: int = 0
     redone: int = 0
+    deserted: bool = False
+    """Nobody is left who trained: what was not saved is lost."""
     layout: str = ""
     views: int = 0
     most_workers: int = 0
@@ -168,6 +170,7 @@ def fold(events: Iterable[Event]) -> Picture:
 def _run_started(p: Picture, e: Event) -> None:
     p.run, p.status, p.starts = str(e["run"]), "starting", p.starts + 1
     p.error, p.result, p.built_by = None, {}, ""
+    p.deserted = True  # those that outlived their driver know what they hold
     for server in p.servers.values():
         _let_go(server, "dead")  # those that outlived their driver are told of again
 
@@ -220,6 +223,10 @@ def _joined(p: Picture, e: Event) -> None:
     worker = p.worker(e.who)
     worker.lanes, worker.state, worker.step = list(e["lanes"]), "training", int(e.step or 0)
     worker.saves = bool(e.get("saves", True))
+    if p.deserted and p.step and not e.step:
+        p.redone += p.step
+        p.notes.append(f"nothing was saved: {p.step} steps are made again")
+    p.deserted = False
     p.step, p.status = int(e.step or 0), "training"
     p.most_workers = max(p.most_workers, len(p.training))
 
@@ -304,6 +311,7 @@ def _note(p: Picture, e: Event) -> None:
 def _resumed(p: Picture, e: Event) -> None:
     p.times["recovery_s"] += float(e.get("recovery_s", 0.0))
     p.redone += max(p.step - int(e.step or 0), int(e.get("redone", 0)), 0)
+    p.deserted = False
     p.notes.append(f"resumed at step {e.step} from {e.get('source', 'a checkpoint')}")
 
 
@@ -311,6 +319,7 @@ def _worker_died(p: Picture, e: Event) -> None:
     p.deaths += 1
     worker = p.worker(str(e["worker"]))
     worker.state, worker.samples_per_s = "dead", 0.0
+    p.deserted = not any(one.state in ("training", "standing") for one in p.workers.values())
     p.notes.append(f"{e['worker']} died: {e['reason']}")
 
 
