@@ -96,6 +96,8 @@ class Picture:
     deserted: bool = False
     """Nobody is left who trained: what was not saved is lost."""
     layout: str = ""
+    inexact: str = ""
+    """Why the layout gives another result than one process, as those who made it found."""
     views: int = 0
     most_workers: int = 0
     saves: int = 0
@@ -217,6 +219,7 @@ def _layout(p: Picture, e: Event) -> None:
     cuts = f", cut at {', '.join(e['cuts'])}" if e["cuts"] else ""
     replicas = "1 replica" if e["replicas"] == 1 else f"{e['replicas']} replicas"
     p.layout = f"shard: {e['shard']} over {e['ways']}, {replicas}{cuts}"
+    p.inexact = str(e.get("why", ""))
 
 
 def _joined(p: Picture, e: Event) -> None:

@@ -5,31 +5,51 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 LARGE_BYTES = 1 << 20
-_M_MMAP_THRESHOLD = -3
+KEPT_BYTES = 1 << 25
+OWN = "own"
+_TRIM, _MMAP = -1, -3  # names that malloc.h has for them
 
 
 def give_back() -> None:
-    """From now on, large tensors are memory of their own that is gone when they are.
+    """From now on, large tensors are memory of their own that is gone when they are, and of what small ones leave
+    behind little is kept: a worker has asked for more when it did not know yet that it holds a part.
 
     glibc would learn from the first that are freed to keep such memory for the next, in heaps that are full of holes:
     of a model whose blocks come and go, a process then keeps three times what it needs. Elsewhere nothing changes.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP, LARGE_BYTES)
+        mallopt(_TRIM, KEPT_BYTES)
 
 
-def room_bytes() -> int:
-    """How much more memory this process may take: by its own limits, its group's, and what the machine has."""
+def rooms() -> dict[str, int]:
+    """How many bytes more this process may take, by what says so: its own limits (OWN), those of its control group, and
+    what the machine has."""
     used = _kilobytes("/proc/self/status")
-    found = [_kilobytes("/proc/meminfo").get("MemAvailable", 0)]
+    found = {"machine": _kilobytes("/proc/meminfo").get("MemAvailable", 0), **_group_room()}
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
-            found.append(most - used.get(name, 0))
-    return max(min([*found, *_group_room()]), 0)
+            found[OWN] = min(most - used.get(name, 0), found.get(OWN, most))
+    return found
+
+
+def affordable(needs: Mapping[int, int], rooms: Mapping[int, Mapping[str, int]], hosts: Mapping[int, str]) -> bool:
+    """May every seat take as many bytes as it needs? What is there by its own limits is there for each, all else for
+    those on the same host together. Pure."""
+    wanted: dict[tuple[str, str], int] = {}
+    there: dict[tuple[str, str], int] = {}
+    for seat, need in needs.items():
+        for name, room in rooms[seat].items():
+            key = (f"{seat}", name) if name == OWN else (hosts[seat], name)
+            wanted[key] = wanted.get(key, 0) + need
+            there[key] = min(room, there.get(key, room))
+    return all(wanted[key] <= there[key] for key in wanted)
 
 
 def _kilobytes(path: str) -> dict[str, int]:
@@ -43,9 +63,9 @@ def _kilobytes(path: str) -> dict[str, int]:
     return found
 
 
-def _group_room() -> list[int]:
-    """What is left of the limit of this process's control group, if it has one."""
+def _group_room() -> dict[str, int]:
+    """What is left of the limit of this process's control group, if it has one, under its name."""
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        return [int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())]
-    return []
+        return {str(group): int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())}
+    return {}
