@@ -18,7 +18,7 @@ from shoal.checkpoint.live import pack, unpack
 from shoal.checkpoint.pieces import NAMES, PIECES, Assembled, Row, Saved, save, saved_in, whole_in
 from shoal.checkpoint.raw import DTYPES
 from shoal.errors import CheckpointError, error
-from shoal.parallel.shard.grid import largest
+from shoal.parallel.shard.grid import Grid, largest
 from shoal.parallel.shard.memory import affordable, rooms
 from shoal.parallel.shard.mirror import Looks, Mirror, Specs, specs_of
 from shoal.parallel.shard.origin import Holding, Move, Origin, can_reach, moves, origin
@@ -155,7 +155,7 @@ class Shards:
             elif move.source == rank:
                 _send(kept[move.part], specs, move)
             elif move.target == rank:
-                coming = _receive(specs, move)
+                coming = _receive(specs, move, replica.cut.grid)
         replica.take_everything(kept[rank % self._mould.job.ways] if coming is None else coming)
         self._loop.replica, self._sync.counted = replica, found.view
         self._load_common(common)
@@ -370,13 +370,13 @@ def _send(tensors: Mapping[str, Tensor], specs: Specs, move: Move) -> None:
             distributed.send(tensors[name].contiguous(), move.target)
 
 
-def _receive(specs: Specs, move: Move) -> dict[str, Tensor]:
+def _receive(specs: Specs, move: Move, grid: Grid) -> dict[str, Tensor]:
     found = {}
     for name in sorted(specs):
         code, shape = specs[name]
         found[name] = torch.empty(shape, dtype=DTYPES[code])
         if found[name].numel():
-            distributed.recv(found[name], move.source)
+            grid.receive(found[name], move.source)
     return found
 
 

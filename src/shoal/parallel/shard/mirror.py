@@ -126,7 +126,7 @@ def _trade(mine: Sequence[Tensor], theirs: Sequence[Tensor], grid: Grid) -> None
     works = [distributed.isend(tensor, before) for tensor in kept]
     for tensor in theirs:
         if tensor.numel():
-            distributed.recv(tensor, after)
+            grid.receive(tensor, after)
     for work in works:
         assert work is not None
         work.wait()

@@ -227,7 +227,7 @@ class PipelineCut:
 
     def _receive(self, into: Tensor, seat: int) -> Tensor:
         into = into.contiguous()
-        distributed.recv(into, self.grid.rank_of(seat), group=self.grid.shard_group)
+        self.grid.receive(into, self.grid.rank_of(seat), self.grid.shard_group)
         return into
 
     def _add_shared(self) -> None:

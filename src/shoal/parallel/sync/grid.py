@@ -88,6 +88,7 @@ class GridSync(Together):
                 store = _store(view.addresses[first].host, port_there, listener)
                 place, size = view.places[seat], len(view.places)
                 self.grid = Grid(store, rank=place, size=size, ways=self._ways, number=view.number)
+                self.grid.given_up = self._meeting.aborted
             self._settle()
         except LinkError as failure:
             return self.discard(failure).why
@@ -227,6 +228,8 @@ class GridSync(Together):
         self._cut()
         self._wires = None
         if self.grid or distributed.is_initialized():
+            if self.grid:
+                self.grid.leave()
             self.grid = None
             with contextlib.suppress(RuntimeError):
                 distributed.destroy_process_group()
