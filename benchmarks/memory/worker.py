@@ -19,9 +19,9 @@ from shoal.data.batch import Batch
 from shoal.parallel.replica import Replica
 from shoal.parallel.shard.grid import Grid
 from shoal.parallel.shard.make import Sharding, hold
-from shoal.parallel.shard.memory import give_back
 from shoal.parallel.shard.replica import ShardedReplica
 from shoal.spec.shard import FsdpShard, PipelineShard, TensorShard
+from shoal.train.heap import keep_memory
 
 EVERY_S = 0.002
 PAGE = 4096
@@ -59,7 +59,6 @@ def batch(vocabulary: int, context: int, size: int, step: int) -> Batch:
 def replica_of(kind: str, rank: int, size: int, store: str, make: Any, example: Batch) -> Replica:
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     if kind == "one":
-        give_back()
         model = make()
         return Replica(model, optimizer(model.parameters()), loss, seed=0)
     grid = Grid(FileStore(store, size), rank=rank, size=size, ways=size)
@@ -75,6 +74,7 @@ def replica_of(kind: str, rank: int, size: int, store: str, make: Any, example: 
 def main() -> None:
     kind, rank, size, store, told = sys.argv[1:]
     shape = json.loads(told)
+    keep_memory()  # as every worker does; who holds a part gives it back after all
     torch.set_num_threads(1)
     samples, steps = shape.pop("samples"), shape.pop("steps")
     vocabulary, context = shape["vocabulary"], shape["context"]
@@ -86,6 +86,7 @@ def main() -> None:
     example = batch(vocabulary, context, samples, 0)
     replica = replica_of(kind, int(rank), int(size), store, partial(GPT, **shape), example)
     made = peak.most
+    replica.probe(example)
     losses = []
     began = time.perf_counter()
     for step in range(steps):

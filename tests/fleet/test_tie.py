@@ -115,12 +115,12 @@ def test_it_follows_the_driver_to_another_port_and_stands_there_again(contact, t
         tie.connect(LONG_S)
         with in_thread(lambda: tie.wait(0, after=3, position=14)) as found, driver(TOKEN) as two:
             (standing,) = one.heard("standing")
-            assert standing.fields == {"view": 3, "position": 14}
+            assert standing.fields == {"view": 3, "position": 14, "saved": False}
             first.close()
             tie.say("event", line="said while alone")
             write_contact(contact, two.contact)
             assert two.heard("here")[0].fields == {"seat": 0}
-            assert two.heard("standing")[0].fields == {"view": 3, "position": 14}
+            assert two.heard("standing")[0].fields == {"view": 3, "position": 14, "saved": False}
             assert two.heard("event")[0].fields == {"line": "said while alone"}
             two.publish(View(number=4, carries={0: [0]}))
             eventually(lambda: tie.newer(3))
@@ -138,7 +138,7 @@ def test_a_standing_is_told_to_a_driver_that_comes_later_and_not_after_the_wait(
     with in_thread(lambda: tie.wait(0, after=1, position=4)) as found, driver(TOKEN) as boss:
         write_contact(contact, boss.contact)
         (standing,) = boss.heard("standing")
-        assert standing.fields == {"view": 1, "position": 4}
+        assert standing.fields == {"view": 1, "position": 4, "saved": False}
         boss.publish(View(number=2, stop="enough"))
         eventually(lambda: tie.newer(1))
         boss.control.drop(standing.caller)

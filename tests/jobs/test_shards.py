@@ -23,6 +23,7 @@ from shoal.errors import ShoalError
 from shoal.events import fold, read
 from shoal.jobs.wishes import scale
 from shoal.spec.paths import RunPaths
+from shoal.spec.shard import IN_PARTS, INEXACT
 from tests.conftest import CNN, GPT, MLP, long
 from tests.jobs.disturbed import assert_nothing_left, fired, rows, script
 from tests.jobs.test_exact import Command
@@ -158,14 +159,15 @@ def test_a_run_that_goes_on_trains_what_it_trained(run, resume, place):
 
 RESTARTS = {"kind": "local", "restarts": 9}
 SAVES = {"every": "4 steps", "keep_best": 0}
+UNSAVED = {"every": "never", "keep_best": 0}
 _calm = {}
 
 
-def calm(run, shard, workers):
+def calm(run, shard, workers, ways=2):
     """The receipt of the same layout without faults."""
-    if (shard, workers) not in _calm:
-        _calm[shard, workers] = finished(run(JOB, runs="calm", workers=workers, shard=over(shard, 2)))
-    return _calm[shard, workers]
+    if (shard, workers, ways) not in _calm:
+        _calm[shard, workers, ways] = finished(run(JOB, runs="calm", workers=workers, shard=over(shard, ways)))
+    return _calm[shard, workers, ways]
 
 
 SCRIPTS = {
@@ -180,6 +182,7 @@ SCRIPTS = {
     "in building": ["kill worker 0 at step 0 in building"],
     "in export": ["kill worker 0 in export"],
     "one after the other": [f"kill worker {n} at step {3 + 2 * n} in together" for n in range(4)],
+    "who comes for another": ["kill worker 1 at step 6 in together", "kill worker 2 while mirroring"],
     "all": ["kill all at step 9"],
 }
 MANY = ["in the first step", "after a step", "in a save", "in building", "in export", "in an evaluation"]
@@ -201,12 +204,21 @@ def test_without_mirrors_a_replica_is_made_whole_again_from_the_checkpoint(name,
     disturbed(run, place, name, over(shard, 2) | {"mirror": False})
 
 
+BY_THREE = ["kill worker 1 at step 4 in together", "kill worker 0 at step 7 in exchange after 1 ms"]
+
+
+@pytest.mark.parametrize("shard", ["pipeline", *long("fsdp", "tensor")])
+def test_three_keep_copies_of_each_other(shard, run, place):
+    receipt = disturbed(run, place, BY_THREE, over(shard, 3))
+    assert (receipt.redone, receipt.deaths_survived) == (0, 2)
+
+
 def disturbed(run, place, name, shard):
-    lines = SCRIPTS[name]
-    outcome = run(JOB, workers=2, shard=shard, watch=script(place, *lines), engine=RESTARTS, checkpoint=SAVES)
+    lines, ways = SCRIPTS[name] if isinstance(name, str) else name, shard["ways"]
+    outcome = run(JOB, workers=ways, shard=shard, watch=script(place, *lines), engine=RESTARTS, checkpoint=SAVES)
     receipt = finished(outcome)
     assert fired(place) == set(lines), "else the test says nothing"
-    expected = calm(run, shard["kind"], 2)
+    expected = calm(run, shard["kind"], ways, ways)
     assert receipt.weights_sha256 == expected.weights_sha256
     assert receipt.state_sha256 == expected.state_sha256
     assert receipt.metrics == expected.metrics
@@ -265,6 +277,46 @@ def test_a_death_costs_the_steps_since_the_last_save_and_the_receipt_says_so(run
     receipt = finished(outcome)
     assert (receipt.redone, receipt.deaths_survived) == (3, 1)
     assert [row.step for row in rows(outcome, "resumed")] == [4]
+
+
+@pytest.mark.parametrize("mirror", [False, *long(None)])
+def test_steps_that_died_with_everybody_are_counted(mirror, run, place):
+    """Nothing was saved yet: all are made again."""
+    line = "kill all at step 9"
+    shard, watch = over("fsdp", 2) | {"mirror": mirror}, [*script(place, line), *slowly(0.06)]
+    outcome = run(JOB, workers=2, shard=shard, watch=watch, engine=RESTARTS, checkpoint=UNSAVED)
+    receipt = finished(outcome)
+    told = max(row.step for row in rows(outcome, "step") if row.who == "worker-0")
+    assert receipt.redone == told > 0
+    assert receipt.weights_sha256 == calm(run, "fsdp", 2).weights_sha256
+
+
+@pytest.mark.parametrize("seat", [0, *long(1)])
+def test_who_leaves_takes_nothing_along(seat, run, place):
+    """Not even the one who saves, whose last save takes its time."""
+    lines = [f"terminate worker {seat} at step 6 in together", "delay worker 0 while writing by 1500 ms"]
+    shard, watch = over("fsdp", 2) | {"mirror": False}, [*script(place, *lines), *slowly(0.1)]
+    outcome = run(JOB, workers=2, shard=shard, watch=watch, checkpoint=UNSAVED)
+    receipt = finished(outcome)
+    assert fired(place) == set(lines)
+    assert (receipt.redone, receipt.deaths_survived) == (0, 0)
+    assert [row.who for row in rows(outcome, "left")] == [f"worker-{seat}"]
+    assert receipt.weights_sha256 == calm(run, "fsdp", 2).weights_sha256
+
+
+@pytest.mark.long
+def test_who_leaves_stays_until_a_save_succeeds(run, place):
+    job = JOB | {"model": {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "depth": 2, "hidden": 256}}}
+    job |= {"steps": 16, "checkpoint": UNSAVED}
+    full = {"name": "faults.py:SmallDisk", "args": {"most_bytes": 100_000, "until": 7}}
+    line, shard = "terminate worker 0 at step 2 in together", over("fsdp", 2) | {"mirror": False}
+    outcome = run(job, workers=2, shard=shard, watch=[*script(place, line), full, *slowly(0.4)])
+    receipt = finished(outcome)
+    assert fired(place) == {line}
+    assert rows(outcome, "save_failed"), "else the test says nothing"
+    assert (receipt.redone, receipt.deaths_survived) == (0, 0)
+    assert [row.who for row in rows(outcome, "left")] == ["worker-0"]
+    assert receipt.weights_sha256 == finished(run(job, runs="calm", workers=2, shard=shard)).weights_sha256
 
 
 @pytest.mark.parametrize("act", ["freeze", *long("terminate")])
@@ -329,6 +381,15 @@ def test_moving_buffers_and_short_batches(run):
         assert finished(outcome).metrics == pytest.approx(one.receipt.metrics, rel=1e-2), shard
         tracked = load_weights(outcome.paths.model)["1.num_batches_tracked"]
         assert tracked == load_weights(one.paths.model)["1.num_batches_tracked"]
+
+
+@pytest.mark.parametrize(("microbatches", "told"), [(2, True), *long((1, False))])
+def test_what_sees_microbatches_is_told(microbatches, told, run):
+    """Batch norm takes the mean over those: another result, and not only another order."""
+    outcome = run(CNN | {"steps": 3}, workers=2, shard=PIPELINE | {"microbatches": microbatches})
+    receipt = finished(outcome)
+    assert (IN_PARTS in receipt.why, INEXACT in receipt.why) == (told, not told)
+    assert any(IN_PARTS in note for note in fold(read(outcome.paths.events)).notes) == told
 
 
 @pytest.mark.long

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.plan.crew import BREATH_S, Publish, Start
-from shoal.plan.grid_crew import GridCrew
+from shoal.plan.grid_crew import AGAIN_S, GridCrew
 from shoal.spec.view import Address
 
 NOWHERE = Address(host="127.0.0.1", port=1)
@@ -37,13 +37,13 @@ class Told:
         self.look()
         self.look()
 
-    def stand(self, seat, position):
+    def stand(self, seat, position, *, saved=False):
         number = self.crew.members[seat].told
-        self.crew.stands(seat, self.now_s, view=number, position=position)
+        self.crew.stands(seat, self.now_s, view=number, position=position, saved=saved)
 
-    def all_stand(self, position):
+    def all_stand(self, position, *, saved=True):
         for seat in list(self.crew.members):
-            self.stand(seat, position)
+            self.stand(seat, position, saved=saved)
         self.look()
 
     @property
@@ -110,6 +110,58 @@ def test_who_must_leave_stays_until_another_is_there():
     told.all_stand(position=10)
     assert told.rows == [[0, 2]]
     assert told.sent_away == [1]
+
+
+def test_nobody_leaves_with_what_was_not_saved():
+    """The save at the boundary failed: the same members go on, and try again a little later."""
+    told = begun(wanted=2)
+    told.crew.leaves(1, "terminated", replace=True)
+    told.arrive(2)
+    told.all_stand(position=10, saved=False)
+    assert told.rows == [[0, 1]]
+    assert len(told.views) == 2
+    assert not told.sent_away
+    assert told.halts == ["boundary"]
+    told.now_s += AGAIN_S
+    told.look()
+    assert told.halts == ["boundary"] * 2
+    told.all_stand(position=20)
+    assert told.rows == [[0, 2]]
+    assert told.sent_away == [1]
+
+
+def test_who_has_the_same_as_others_may_leave_all_the_same():
+    told = begun()
+    told.crew.scale(2)
+    told.look()
+    told.all_stand(position=10, saved=False)
+    assert told.rows == [[0, 1]]
+    assert sorted(told.sent_away) == [2, 3]
+
+
+def test_who_leaves_when_another_dies_stays_for_what_it_holds():
+    """It may have a copy of what died, and there was no time to save."""
+    told = begun(wanted=2)
+    told.crew.leaves(1, "terminated", replace=True)
+    told.crew.gone(0)
+    told.look()
+    assert told.halts == ["now"]
+    told.stand(1, 10)
+    told.look()
+    assert not told.sent_away
+    told.arrive(2, 3)
+    assert told.rows == [[2, 1]]
+    told.now_s += AGAIN_S
+    told.look()
+    told.all_stand(position=20)
+    assert told.rows == [[2, 3]]
+    assert told.sent_away == [1]
+
+
+def test_who_holds_nothing_may_leave_at_once():
+    told = begun(wanted=2)
+    told.arrive(2)
+    assert told.sent_away == [2]
 
 
 def test_the_number_of_workers_stays_a_multiple():

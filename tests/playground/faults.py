@@ -86,7 +86,7 @@ class Script:
     LINE = re.compile(
         r"(?P<act>kill|freeze|hang|terminate|delay) (?:worker (?P<seat>\d+)|(?P<who>any|all))"
         r"(?: at step (?P<step>\d+))?"
-        r"(?: in (?P<phase>\w+)| while (?P<deed>source|feeding|catching up|joining|applying))?"
+        r"(?: in (?P<phase>\w+)| while (?P<deed>source|feeding|catching up|joining|applying|writing|mirroring))?"
         r"(?: by (?P<by_ms>\d+) ms)?(?: after (?P<after_ms>\d+) ms)?"
     )
     PHASES = {"save": "saving"}
@@ -110,12 +110,14 @@ class Script:
 
     def _wrap(self):
         """Production code has no hooks for faults: this process's classes are changed."""
+        from shoal.checkpoint.writer import Writer
         from shoal.parallel.feeding import Feeder
         from shoal.parallel.peers import Peers
         from shoal.parallel.replica import Replica
         from shoal.parallel.state_door import StateDoor
         from shoal.parallel.sync.lanes import LanesSync
         from shoal.train.pulse import Pulse
+        from shoal.train.shards import Shards
 
         self._around(Pulse, "enter", lambda pulse, phase, step: self._now(step=step, phase=phase), after=True)
         self._around(Feeder, "serve", lambda *_: self._now(deed="feeding"))
@@ -123,6 +125,8 @@ class Script:
         self._around(Peers, "fetch", lambda *_, **__: self._now(deed="catching up"))
         self._around(LanesSync, "reconfigure", lambda *_: self._now(deed="joining"))
         self._around(Replica, "apply", lambda replica, step, *_: self._now(step=step, deed="applying"))
+        self._around(Writer, "write", lambda *_, **__: self._now(deed="writing"))
+        self._around(Shards, "_keep_a_copy", lambda *_: self._now(deed="mirroring"))
 
     @staticmethod
     def _around(kind, name, act, *, after=False):

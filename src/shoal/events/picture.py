@@ -93,7 +93,11 @@ class Picture:
     starts: int = 0
     deaths: int = 0
     redone: int = 0
+    deserted: bool = False
+    """Nobody is left who trained: what was not saved is lost."""
     layout: str = ""
+    inexact: str = ""
+    """Why the layout gives another result than one process, as those who made it found."""
     views: int = 0
     most_workers: int = 0
     saves: int = 0
@@ -168,6 +172,7 @@ def fold(events: Iterable[Event]) -> Picture:
 def _run_started(p: Picture, e: Event) -> None:
     p.run, p.status, p.starts = str(e["run"]), "starting", p.starts + 1
     p.error, p.result, p.built_by = None, {}, ""
+    p.deserted = True  # those that outlived their driver know what they hold
     for server in p.servers.values():
         _let_go(server, "dead")  # those that outlived their driver are told of again
 
@@ -214,12 +219,17 @@ def _layout(p: Picture, e: Event) -> None:
     cuts = f", cut at {', '.join(e['cuts'])}" if e["cuts"] else ""
     replicas = "1 replica" if e["replicas"] == 1 else f"{e['replicas']} replicas"
     p.layout = f"shard: {e['shard']} over {e['ways']}, {replicas}{cuts}"
+    p.inexact = str(e.get("why", ""))
 
 
 def _joined(p: Picture, e: Event) -> None:
     worker = p.worker(e.who)
     worker.lanes, worker.state, worker.step = list(e["lanes"]), "training", int(e.step or 0)
     worker.saves = bool(e.get("saves", True))
+    if p.deserted and p.step and not e.step:
+        p.redone += p.step
+        p.notes.append(f"nothing was saved: {p.step} steps are made again")
+    p.deserted = False
     p.step, p.status = int(e.step or 0), "training"
     p.most_workers = max(p.most_workers, len(p.training))
 
@@ -304,6 +314,7 @@ def _note(p: Picture, e: Event) -> None:
 def _resumed(p: Picture, e: Event) -> None:
     p.times["recovery_s"] += float(e.get("recovery_s", 0.0))
     p.redone += max(p.step - int(e.step or 0), int(e.get("redone", 0)), 0)
+    p.deserted = False
     p.notes.append(f"resumed at step {e.step} from {e.get('source', 'a checkpoint')}")
 
 
@@ -312,6 +323,7 @@ def _worker_died(p: Picture, e: Event) -> None:
     worker = p.worker(str(e["worker"]))
     worker.state, worker.samples_per_s = "dead", 0.0
     p.links.pop(str(e["worker"]), None)
+    p.deserted = not any(one.state in ("training", "standing") for one in p.workers.values())
     p.notes.append(f"{e['worker']} died: {e['reason']}")
 
 

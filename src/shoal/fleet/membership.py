@@ -14,8 +14,11 @@ from shoal.spec.view import View
 
 
 class Membership(Protocol):
-    def wait(self, seat: int, *, after: int, position: int | None, timeout_s: float | None = None) -> View | None:
-        """The next view for this seat, which stands at `position`. None when the time is over."""
+    def wait(
+        self, seat: int, *, after: int, position: int | None, saved: bool = False, timeout_s: float | None = None
+    ) -> View | None:
+        """The next view for this seat, which stands at `position`; `saved`: a checkpoint has all of that. None when the
+        time is over."""
 
     def newer(self, number: int) -> bool:
         """Is there a view above this number? Local, no network."""
@@ -28,7 +31,9 @@ class MemoryMembership:
         self._changed = threading.Condition()
         self._view: View | None = None
 
-    def wait(self, seat: int, *, after: int, position: int | None, timeout_s: float | None = None) -> View | None:
+    def wait(
+        self, seat: int, *, after: int, position: int | None, saved: bool = False, timeout_s: float | None = None
+    ) -> View | None:
         def ready() -> bool:
             return self._view is not None and self._view.number > after and self._view.concerns(seat)
 

@@ -91,9 +91,11 @@ class Tie:
                 return self._welcome
         raise error("SH610", f"no welcome from the driver in {timeout_s:g} s: {self._trouble or 'it does not answer'}")
 
-    def wait(self, seat: int, *, after: int, position: int | None, timeout_s: float | None = None) -> View | None:
+    def wait(
+        self, seat: int, *, after: int, position: int | None, saved: bool = False, timeout_s: float | None = None
+    ) -> View | None:
         """See Membership. Also None when the tie is closed. The standing is told again to each new driver."""
-        standing = pack("standing", {"view": after, "position": position})
+        standing = pack("standing", {"view": after, "position": position, "saved": saved})
         with self._changed:
             self._standing = standing
             if self._welcome is not None:

@@ -274,7 +274,8 @@ class Helm:
             self._beat(seat, fields)
         elif said.kind == "standing":
             position = None if fields["position"] is None else int(fields["position"])
-            self.crew.stands(seat, time.monotonic(), view=int(fields["view"]), position=position)
+            saved = bool(fields.get("saved"))
+            self.crew.stands(seat, time.monotonic(), view=int(fields["view"]), position=position, saved=saved)
         elif said.kind == "cuts" and self.harbour:
             self.harbour.sized(fields["cuts"])
         elif said.kind == "event":

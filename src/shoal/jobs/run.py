@@ -282,7 +282,7 @@ class Run:
             run=self.paths.name,
             job_sha256=self.job.sha256(),
             exact=not (self.job.inexact or p.lost),
-            why=_why(self.job, p.lost),
+            why=_why(self.job, p.lost, p.inexact),
             weights_sha256=result["weights_sha256"],
             state_sha256=result["state_sha256"],
             steps=p.step,
@@ -319,10 +319,10 @@ def first_free_seat(names: Iterable[str]) -> int:
     return max((int(seat[1]) for seat in seats if seat), default=-1) + 1
 
 
-def _why(job: Job, lost: Sequence[str]) -> str:
+def _why(job: Job, lost: Sequence[str], found: str = "") -> str:
     codec = f", codec: {job.codec.kind}" if job.codec.kind != "none" else ""
     shard = f", shard: {job.shard.kind} over {job.ways}" if job.shard.kind != "none" else ""
-    reasons = [job.inexact or (lost[0] if lost else "")]
+    reasons = [found or job.inexact or (lost[0] if lost else "")]
     if len(lost) > 1:
         reasons[0] += f", and {len(lost) - 1} more times"
     return ": ".join(filter(None, [f"sync: {job.sync.kind}{codec}{shard}", *reasons]))

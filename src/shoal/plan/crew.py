@@ -38,9 +38,9 @@ _URGENCY: Mapping[Halt, int] = {"": 0, "boundary": 1, "now": 2}
 class Member:
     """A seat as the driver knows it. `local`: it has the run's directory and may save.
 
-    `position` is what it said when it last stood still; None: it holds nothing. `told` is the last view that was sent
-    to it. A newcomer is `followed` when it caught up, or could not, while the others went on. For one that is `busy`
-    loading or saving, the others wait.
+    `position` is what it said when it last stood still; None: it holds nothing. `saved`: a checkpoint has all of that.
+    `told` is the last view that was sent to it. A newcomer is `followed` when it caught up, or could not, while the
+    others went on. For one that is `busy` loading or saving, the others wait.
     """
 
     seat: int
@@ -49,6 +49,7 @@ class Member:
     training: bool = False
     standing: bool = False
     position: int | None = None
+    saved: bool = False
     lane_s: float | None = None
     leaving: str = ""
     ready_s: float = 0.0
@@ -122,7 +123,7 @@ class Crew:
         if not view and len(others) >= self.wanted and any(m.local for m in others):  # else nobody could save
             self.members[seat].leaving = "scaled down"  # while it was being started
 
-    def stands(self, seat: int, now_s: float, *, view: int, position: int | None) -> None:
+    def stands(self, seat: int, now_s: float, *, view: int, position: int | None, saved: bool = False) -> None:
         """It waits for a view; `view` is the last that it took up."""
         member = self.members.get(seat)
         if member is None or view < member.told:
@@ -130,7 +131,7 @@ class Crew:
         if not member.standing:
             member.ready_s = now_s
         member.training, member.standing, member.position = False, True, position
-        member.asked, member.busy = "", False
+        member.asked, member.busy, member.saved = "", False, saved
         self._expected.discard(seat)
 
     def gone(self, seat: int, *, well: bool = False) -> None:

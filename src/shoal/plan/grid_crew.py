@@ -15,6 +15,9 @@ from shoal.plan.crew import Crew, Member, Order, Publish
 from shoal.spec.job import Job
 from shoal.spec.view import View
 
+AGAIN_S = 2.0
+"""How long members train before they try again to save for one that leaves."""
+
 
 def crew_for(job: Job, *, wanted: int) -> Crew:
     if job.ways == 1:
@@ -27,8 +30,8 @@ def crew_for(job: Job, *, wanted: int) -> Crew:
 class GridCrew(Crew):
     """See Crew. `together`: the members of a row work on the same lanes, and else each has lanes of its own.
 
-    Before members stop at a boundary they save together: so whoever leaves may go at once. Those who cannot reach the
-    run's directory stand by.
+    Before members stop at a boundary they save together: then whoever leaves may go at once. Where that failed, or they
+    had to stop at once, it stays for another view. Those who cannot reach the run's directory stand by.
     """
 
     ways: int = 2
@@ -49,7 +52,16 @@ class GridCrew(Crew):
         return super().scale(max(wanted - wanted % self.ways, self.ways))
 
     def _dispensable(self) -> list[int]:
-        return [m.seat for m in self.members.values() if m.leaving and m.standing]
+        return [m.seat for m in self.members.values() if m.leaving and m.standing and not self._needed(m)]
+
+    def _needed(self, member: Member) -> bool:
+        """Does it hold what may be nowhere else: not in a checkpoint, and not in its column of another replica?"""
+        places = self.view.places if self.view else {member.seat: 0}
+        if member.saved or not member.position or member.seat not in places:
+            return False
+        there = [m for m in self.members.values() if m.standing and not m.leaving and m.position == member.position]
+        part = places[member.seat] % self.ways
+        return not any(places[m.seat] % self.ways == part for m in there if m.seat in places)
 
     def _enough(self) -> bool:
         return self._rows(self._able(self._fit())) > 0
@@ -78,11 +90,11 @@ class GridCrew(Crew):
             return None
         if self._expected and all(m.position in (None, 0) for m in standing):
             return None  # those that start at the same time begin together
-        team = self._able([m for m in standing if not m.leaving])
+        team = self._able([m for m in standing if not m.leaving or self._needed(m)])
         rows = self._rows(team)
         if not rows:
             return None
-        self._entered_s = now_s
+        self._entered_s = now_s + (AGAIN_S if any(m.leaving for m in team) else 0.0)
         return self._meet(self._placed(team, rows), rows)
 
     def _able(self, members: Sequence[Member]) -> list[Member]:

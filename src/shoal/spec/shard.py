@@ -14,6 +14,7 @@ from shoal.spec.base import Spec
 
 Ways = Annotated[int, Field(ge=2)]
 INEXACT = "another layout adds in another order; the same one repeats to the bit"
+IN_PARTS = "batch norm and the like see microbatches instead of lanes: with other ones the result is another"
 Cutting = Literal["columns", "gathered", "rows", "sliced"]
 
 

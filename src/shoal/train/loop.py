@@ -146,6 +146,11 @@ class Loop:
     def position(self) -> int | None:
         return position_of(self.step, evaluated=self.measured_at == self.step) if self.holds else None
 
+    @property
+    def saved(self) -> bool:
+        """Do others who read the newest checkpoint have all that this worker has?"""
+        return self.shards is not None and self.shards.saved
+
     def take_up(self, view: View, seat: int) -> None:
         """From now on this view counts."""
         follows = self.seat == seat and not self.teller.leads and view.saver == seat
@@ -191,9 +196,7 @@ class Loop:
                 return committed.why
             self._after(committed)
             if committed.halt:
-                if self.shards:
-                    self.save(force=True)  # who leaves now leaves nothing behind that others do not have
-                return ""
+                return self.shards.part() if self.shards else ""
 
     def _halts(self) -> bool:
         """Must the next boundary be the last of this view?"""

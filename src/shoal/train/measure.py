@@ -27,7 +27,7 @@ from shoal.parallel.local.pace import fragments_of
 from shoal.parallel.replica import Replica
 from shoal.parallel.server.chunks import hyper_of
 from shoal.parallel.server.elementwise import why_not_in_parts
-from shoal.parallel.shard.memory import limit_bytes, room_bytes
+from shoal.parallel.shard.memory import limit_bytes, rooms
 from shoal.parallel.tree import TreeSum
 from shoal.spec.job import ELEMENTWISE, Job, LanesSync, LocalSync
 from shoal.spec.paths import RunPaths, cache_directory
@@ -103,7 +103,7 @@ def _room_for(job: Job) -> None:
         model = build_task(job).model()
         needed = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         needed += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    for has, who in ((limit_bytes(), "the machine has"), (room_bytes(), "a process may take")):
+    for has, who in ((limit_bytes(), "the machine has"), (min(rooms().values()), "a process may take")):
         if needed > has:
             amounts = f"needs {needed / 1e9:.1f} GB at least, {who} {has / 1e9:.1f} GB"
             raise error("SH407", f"the model's weights and gradients: {amounts}", where="model", fix=_SPREAD)

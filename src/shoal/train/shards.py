@@ -17,13 +17,14 @@ from shoal.checkpoint.live import pack, unpack
 from shoal.checkpoint.pieces import NAMES, PIECES, Assembled, Row, Saved, save, saved_in, whole_in
 from shoal.checkpoint.raw import DTYPES
 from shoal.errors import CheckpointError, error
-from shoal.parallel.shard.memory import room_bytes
+from shoal.parallel.shard.grid import Grid, largest
+from shoal.parallel.shard.memory import affordable, rooms
 from shoal.parallel.shard.mirror import Looks, Mirror, Specs, specs_of
 from shoal.parallel.shard.origin import Holding, Move, Origin, can_reach, moves, origin
 from shoal.parallel.shard.replica import ShardedReplica
 from shoal.parallel.sync.base import Committed, Discarded
 from shoal.parallel.sync.grid import GridSync
-from shoal.spec.shard import NoShard
+from shoal.spec.shard import IN_PARTS, NoShard, PipelineShard
 from shoal.spec.view import View
 from shoal.train.turns import Turns
 from shoal.wire.handshake import LinkError
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
     from shoal.train.forming import Layout, Mould
     from shoal.train.loop import Loop
 
-_HOLD, _SAVE, _LOOKS, _LOADED = 1 << 59, 1 << 58, 1 << 56, 1 << 55  # labels that nobody else uses
-MIRROR_OVER_UPDATE = 5
-"""What a mirror may need, in parts of what it trains: values, a gradient, two averages, and some room."""
+_HOLD, _SAVE, _LOOKS, _LOADED, _PART = 1 << 59, 1 << 58, 1 << 56, 1 << 55, 1 << 54  # labels that nobody else uses
+MIRROR_OVER_UPDATE = 10
+"""What must be free for a mirror, in parts of what it trains: values, a gradient, two averages and some room; and as
+much again, since what the worker trains itself may not have all of that yet."""
 
 
 class Shards:
@@ -46,6 +48,7 @@ class Shards:
         self._mould = mould
         self.turns = Turns(loop, sync, mould)
         self._saved: tuple[int, float | None] | None = None
+        self._in_checkpoint: int | None = None
         self._rows: list[Row] = []
         self._blobs: dict[str, int] = {}
         self._beginning = copy.deepcopy(loop.state_of_loop())
@@ -79,7 +82,8 @@ class Shards:
             self._from_memory(view.places[seat], found, holdings, brought)
             self._tell("caught_up", view, seat, began, step=found.step, source="the memory of workers")
             return
-        step = self._from_checkpoints(saved, view, seat)
+        step = self._in_checkpoint = self._from_checkpoints(saved, view, seat)
+        self._sync.counted = view.number
         redone = found.lost + found.step - (step or 0)
         if step is not None:
             self._tell("resumed", view, seat, began, step=step, source="a checkpoint", redone=redone)
@@ -104,7 +108,8 @@ class Shards:
                 "step": loop.step,
                 "part": replica.cut.grid.seat,
                 "ways": replica.cut.grid.ways,
-                "pending": pending is not None and pending.step == loop.step,
+                "view": self._sync.counted,
+                "pending": pending.view if pending and pending.step == loop.step else None,
                 "evaluated": loop.measured_at == loop.step,
                 "mirrors": self._sync.mirror.part if self._sync.mirror else None,
             }
@@ -134,7 +139,9 @@ class Shards:
         self, rank: int, found: Origin, holdings: Mapping[int, Holding], brought: Mapping[int, Mapping[str, Any]]
     ) -> None:
         common = brought[found.teller]["common"]
-        if can_reach(holdings[rank], found.step) and holdings[rank].step != found.step:
+        if not can_reach(holdings[rank], found.step, found.view):
+            self._sync.mirror = None  # of an older step
+        elif holdings[rank].step != found.step:
             self._catch_up()
         kept = self._kept() if self._loop.holds else {}
         replica = self._form(common["layout"])
@@ -146,10 +153,9 @@ class Shards:
             elif move.source == rank:
                 _send(kept[move.part], specs, move)
             elif move.target == rank:
-                coming = _receive(specs, move)
+                coming = _receive(specs, move, replica.cut.grid)
         replica.take_everything(kept[rank % self._mould.job.ways] if coming is None else coming)
-        self._sync.mirror = None
-        self._loop.replica = replica
+        self._loop.replica, self._sync.counted = replica, found.view
         self._load_common(common)
 
     def _catch_up(self) -> None:
@@ -202,22 +208,25 @@ class Shards:
         self._loop.load_loop(copy.deepcopy(self._beginning))
 
     def _keep_a_copy(self, view: View) -> None:
-        """Of a neighbour's part, if nobody else has it, and everybody has room for that."""
-        replica, shard = self._replica, self._mould.job.shard
+        """Of a neighbour's part, if nobody else has it, and everybody has room for that. Until it is there the old one
+        stays: who has just got its part from that may die."""
+        replica, shard, old = self._replica, self._mould.job.shard, self._sync.mirror
         grid = replica.cut.grid
         if grid.replicas > 1 or isinstance(shard, NoShard) or shard.mirror is False:
+            self._sync.mirror = None
             return
-        looks = Looks.of(replica)
-        told = self._ask_all(_LOOKS + view.number, {**asdict(looks), "room": room_bytes()})
-        by_seat = {view.places[seat] % grid.ways: content for seat, content in told.items()}
-        needed = [
-            MIRROR_OVER_UPDATE * Looks(c["specs"], c["trainable"], c["moving"]).update_bytes for c in told.values()
-        ]
-        if shard.mirror is None and 2 * sum(needed) > min(content["room"] for content in told.values()):
+        old = old if old and old.part == (grid.seat + 1) % grid.ways else None
+        mine = {"looks": asdict(Looks.of(replica)), "rooms": rooms(), "has": old is not None}
+        told = self._ask_all(_LOOKS + view.number, mine)
+        looks = {view.places[seat]: Looks(**content["looks"]) for seat, content in told.items()}
+        others = {seat: looks[(rank + 1) % grid.ways] for seat, rank in view.places.items() if not told[seat]["has"]}
+        needs = {seat: MIRROR_OVER_UPDATE * other.update_bytes for seat, other in others.items()}
+        hosts = {seat: address.host_id for seat, address in view.addresses.items()}
+        free = {seat: content["rooms"] for seat, content in told.items()}
+        if shard.mirror is None and not affordable(needs, free, hosts):
+            self._sync.mirror = None
             return
-        other = by_seat[(grid.seat + 1) % grid.ways]
-        looks = Looks(other["specs"], other["trainable"], other["moving"])
-        self._sync.mirror = Mirror(replica, looks, replica.recipe.another)
+        self._sync.mirror = Mirror(replica, looks[(grid.seat + 1) % grid.ways], replica.recipe.another, old)
 
     def _let_go(self) -> None:
         """Of what will not be needed, before new memory is."""
@@ -230,16 +239,27 @@ class Shards:
         assert grid is not None
         self._loop.pulse.enter("building", self._loop.step)
         replica = self._mould.form(grid, layout, self._sync.talking)
+        why = self._why_other(replica)
         if grid.row == grid.seat == 0:
             facts = {**self._mould.layout(replica.cut), "replicas": grid.replicas}
             every = list(replica.cut.model.parameters())
             facts["parameters"] = sum(p.numel() for p in every)
             facts["trainable"] = sum(p.numel() for p in every if p.requires_grad)
-            self._loop.teller.stream.emit("layout", **facts)
+            self._loop.teller.stream.emit("layout", **facts, why=why)
+            if why and not (layout and self._mould.is_like(layout)):
+                self._loop.teller.tell("note", message=f"{why}. `shard.microbatches: 1` has that of one process")
             if replica.why_whole:
                 message = f"every worker made the whole model before it was cut: {replica.why_whole}"
                 self._loop.teller.tell("note", message=message)
         return replica
+
+    def _why_other(self, replica: ShardedReplica) -> str:
+        """Why the result is another than that of one process, and not only added in another order; or ''."""
+        shard = self._mould.job.shard
+        if not isinstance(shard, PipelineShard) or shard.microbatches == 1:
+            return ""
+        moves = largest(float(bool(replica.moving.names)), replica.cut.grid.shard_group)
+        return IN_PARTS if moves else ""
 
     def _load_common(self, common: Mapping[str, Any]) -> None:
         self._replica.load_state(dict(common))
@@ -269,6 +289,31 @@ class Shards:
                 self._write()
         except LinkError as failure:
             return str(failure)
+        return ""
+
+    @property
+    def saved(self) -> bool:
+        """Is all that this worker has in a checkpoint, as far as it knows?"""
+        return self._loop.holds and self._in_checkpoint == self._loop.step
+
+    def part(self) -> str:
+        """Before members part at a boundary all save, and stay until that is done: so that who leaves takes nothing
+        along that others do not have. If it failed, the driver hears of that. '', or why not all are there."""
+        loop = self._loop
+        if why := self.save(force=True):
+            return why
+        loop.pulse.enter("saving", loop.step)
+        failed = ""
+        if loop.teller.leads:
+            try:
+                loop.store.wait()
+            except CheckpointError as problem:
+                failed = problem.message
+        try:
+            told = self._ask_all(_PART + loop.step, failed)
+        except LinkError as failure:
+            return str(failure)
+        self._in_checkpoint = None if any(told.values()) else loop.step
         return ""
 
     def _together(self) -> dict[str, Any]:
@@ -322,13 +367,13 @@ def _send(tensors: Mapping[str, Tensor], specs: Specs, move: Move) -> None:
             distributed.send(tensors[name].contiguous(), move.target)
 
 
-def _receive(specs: Specs, move: Move) -> dict[str, Tensor]:
+def _receive(specs: Specs, move: Move, grid: Grid) -> dict[str, Tensor]:
     found = {}
     for name in sorted(specs):
         code, shape = specs[name]
         found[name] = torch.empty(shape, dtype=DTYPES[code])
         if found[name].numel():
-            distributed.recv(found[name], move.source)
+            grid.receive(found[name], move.source)
     return found
 
 

@@ -89,7 +89,9 @@ class Voyage:
                 self.seat, self._moved_to = self._moved_to, None
                 loop.holds = loop.holds and loop.sync.exact  # else the others may hold other bits by now
                 loop.teller.stream.who = f"worker-{self.seat}"
-            view = self._membership.wait(self.seat, after=self._number, position=loop.position, timeout_s=LOOK_UP_S)
+            view = self._membership.wait(
+                self.seat, after=self._number, position=loop.position, saved=loop.saved, timeout_s=LOOK_UP_S
+            )
             if view is not None:
                 if self._number:
                     loop.progress.spent("recovery_s", time.perf_counter() - began)

@@ -21,11 +21,30 @@ CASES = {
     "one part is gone, and nothing was saved": ([held(9, 0), NOBODY], None, Origin(0, lost=9)),
     "another replica has it": ([held(9, 0), NOBODY, NOBODY, held(9, 1)], 7, Origin(9, {0: 0, 1: 3}, 0)),
     "a neighbour keeps a copy": ([held(9, 0, mirrors=1), NOBODY], 7, Origin(9, {0: 0, 1: 0}, 0)),
-    "one is a step behind, and can follow": ([held(8, 0, pending=True), held(9, 1)], 7, Origin(9, {1: 1, 0: 0}, 1)),
+    "one is a step behind, and can follow": (
+        [held(8, 0, pending=5), held(9, 1, view=5)],
+        7,
+        Origin(9, {0: 0, 1: 1}, 1, view=5),
+    ),
     "one is a step behind, and cannot": ([held(8, 0), held(9, 1)], 7, Origin(7, lost=2)),
-    "the same in the first step of all": ([held(0, 0, pending=True), held(1, 1)], None, Origin(0, lost=1)),
+    "what it voted for counted nowhere, and the step was made again": (
+        [held(8, 0, view=4, pending=5), held(9, 0, view=6), held(9, 1, view=6)],
+        7,
+        Origin(9, {0: 1, 1: 2}, 1, view=6),
+    ),
+    "nobody else has the part of that": (
+        [held(8, 0, view=4, pending=5), held(9, 1, view=6)],
+        7,
+        Origin(7, lost=2),
+    ),
+    "one made the same step in a view that others know nothing of": (
+        [held(9, 0, view=5), held(9, 1, view=6), held(9, 0, view=6)],
+        7,
+        Origin(9, {1: 1, 0: 2}, 1, view=6),
+    ),
+    "the same in the first step of all": ([held(0, 0, pending=1), held(1, 1, view=1)], None, Origin(0, lost=1)),
     "all voted, and nobody knows": (
-        [held(8, 0, pending=True), held(8, 1, pending=True)],
+        [held(8, 0, pending=5), held(8, 1, pending=5)],
         7,
         Origin(8, {0: 0, 1: 1}, 0),
     ),
@@ -63,3 +82,9 @@ def test_a_part_moves_where_its_place_is_another():
     holdings = {0: held(9, 1), 1: held(9, 0)}
     found = origin(holdings, ways=2, saved=None)
     assert moves(found, holdings, ways=2) == [Move(0, 1, 0), Move(1, 0, 1)]
+
+
+def test_who_has_other_bits_of_a_step_gets_those_that_count():
+    holdings = {0: held(8, 0, view=4, pending=5), 1: held(9, 1, view=6), 2: held(9, 0, view=6), 3: held(9, 1, view=5)}
+    found = origin(holdings, ways=2, saved=None)
+    assert moves(found, holdings, ways=2) == [Move(0, 2, 0), Move(1, 1, 3)]

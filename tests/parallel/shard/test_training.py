@@ -78,6 +78,7 @@ PAIRS = [
     ("pipeline", "gpt", 4, 4),
     ("tensor", "tied", 2, 2),
     ("pipeline", "normed", 2, 2),
+    ("pipeline", "masked", 4, 4),
     ("fsdp", "frozen", 4, 2),
     ("fsdp", "loose", 2, 2),
     *long(
@@ -144,6 +145,12 @@ def test_adamw_with_clipping_and_a_loss_that_counts(kind, make):
     assert results[0][0] == pytest.approx(losses, rel=ROUNDING * 10)
     if make is gentle:
         assert off(whole("gpt", results, 2), replica.model.state_dict()) < ROUNDING * 10
+
+
+def test_what_every_block_is_handed_goes_through_cuts_that_are_chosen():
+    results = run("pipeline", "masked", 2, 2, 1, cuts="auto")
+    replica, _ = alone("masked", 1)
+    assert off(whole("masked", results, 2), replica.model.state_dict()) < ROUNDING
 
 
 def test_schedules_of_a_pipeline_differ_in_time_only():

@@ -12,11 +12,32 @@ from shoal.parallel.shard.blueprint import OnMeta
 
 
 class Before(OnMeta):
-    """While `on`, everything happens on the meta device, also what is done with tensors that have memory."""
+    """While `on`, everything happens on the meta device, also what is done with tensors that have memory. Afterwards
+    code that still has such a tensor gets the real one, where that is known."""
+
+    def __init__(self, *, on: bool = True) -> None:
+        super().__init__(on=on)
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # both: a number is used again when its tensor is gone
+
+    def learn(self, empty: Tensor, real: Tensor) -> None:
+        self._known[id(empty)] = empty, real
+
+    def real(self, values: Any) -> Any:
+        """The same, with what is known."""
+        leaves, spec = pytree.tree_flatten(values)
+        if not any(id(leaf) in self._known for leaf in leaves):
+            return values
+        return pytree.tree_unflatten([self._known.get(id(leaf), (leaf, leaf))[1] for leaf in leaves], spec)
+
+    def _may_have(self, value: Any) -> bool:
+        """A look at the surface: this is asked for every operation."""
+        return id(value) in self._known or isinstance(value, list | tuple | dict)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.on and func.__name__ != "__get__":
             args, kwargs = without_memory((args, kwargs or {}))
+        elif self._known and any(map(self._may_have, (*args, *(kwargs or {}).values()))):
+            args, kwargs = self.real((args, kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 

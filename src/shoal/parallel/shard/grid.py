@@ -6,8 +6,12 @@ of the process. So there is one grid at a time, and it is closed before the next
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor, distributed
@@ -15,7 +19,10 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shoal.wire.handshake import LinkError
+
 TALKING_TIME = timedelta(minutes=10)
+LOOK_UP_S = 0.05
 
 
 class Grid:
@@ -34,6 +41,9 @@ class Grid:
         self.mesh = init_device_mesh("cpu", (self.replicas, ways), mesh_dim_names=self._names)
         self.row, self.seat = divmod(rank, ways)
         """Which replica this is, and which part of it is here."""
+        self.given_up: Callable[[], bool] = lambda: False
+        """Will nothing more come of this grid? Asked by whoever waits for a message."""
+        self._waiter: _Waiter | None = None
 
     @property
     def shard(self) -> DeviceMesh:
@@ -53,8 +63,57 @@ class Grid:
         """The rank of another member of this row."""
         return self.row * self.ways + seat
 
+    def receive(self, into: Tensor, rank: int, group: ProcessGroup | None = None) -> None:
+        """What the member of this rank sends. LinkError if the grid is given up meanwhile.
+
+        gloo wakes nobody who waits for the rest of a message whose sender is gone, even if all connections are cut. So
+        a thread waits, and may be left behind: it ends when its time is over.
+        """
+        if self._waiter is None:
+            self._waiter = _Waiter()
+        done = self._waiter.does(lambda: distributed.recv(into, rank, group=group))
+        while True:
+            with contextlib.suppress(TimeoutError):
+                done.result(LOOK_UP_S)
+                return
+            if self.given_up():
+                raise LinkError("a message was not sent to its end")
+
+    def leave(self) -> None:
+        """Nobody receives any more."""
+        if self._waiter is not None:
+            self._waiter.ends()
+
     def close(self) -> None:
+        self.leave()
         distributed.destroy_process_group()
+
+
+class _Waiter(threading.Thread):
+    """Does one thing after the other, for as long as each takes."""
+
+    def __init__(self) -> None:
+        super().__init__(name="shoal-receive", daemon=True)
+        self._tasks: SimpleQueue[tuple[Callable[[], object], Future[None]] | None] = SimpleQueue()
+        self.start()
+
+    def does(self, act: Callable[[], object]) -> Future[None]:
+        done: Future[None] = Future()
+        self._tasks.put((act, done))
+        return done
+
+    def ends(self) -> None:
+        self._tasks.put(None)
+
+    def run(self) -> None:
+        while task := self._tasks.get():
+            act, done = task
+            try:
+                act()
+                done.set_result(None)
+            except Exception as problem:
+                done.set_exception(problem)
+            del act, done, task
 
 
 def add_up(tensors: Iterable[Tensor], group: ProcessGroup) -> None:

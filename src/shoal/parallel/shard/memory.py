@@ -5,39 +5,60 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 LARGE_BYTES = 1 << 20
-_M_MMAP_THRESHOLD = -3
-_GROUPS = Path("/sys/fs/cgroup")
+KEPT_BYTES = 1 << 25
+OWN = "own"
+_TRIM, _MMAP = -1, -3  # names that malloc.h has for them
+_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def give_back() -> None:
-    """From now on, large tensors are memory of their own that is gone when they are.
+    """From now on, large tensors are memory of their own that is gone when they are, and of what small ones leave
+    behind little is kept: a worker has asked for more when it did not know yet that it holds a part.
 
     glibc would learn from the first that are freed to keep such memory for the next, in heaps that are full of holes:
     of a model whose blocks come and go, a process then keeps three times what it needs. Elsewhere nothing changes.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP, LARGE_BYTES)
+        mallopt(_TRIM, KEPT_BYTES)
 
 
-def room_bytes() -> int:
-    """How much more memory this process may take: by its own limits, its group's, and what the machine has."""
+def rooms() -> dict[str, int]:
+    """How many bytes more this process may take, by what says so: its own limits (OWN), those of its control group, and
+    what the machine has."""
     used = _kilobytes("/proc/self/status")
-    found = [_kilobytes("/proc/meminfo").get("MemAvailable", 0)]
+    found = {name: limit - taken for name, (limit, taken) in _group_limits().items()}
+    found["machine"] = _kilobytes("/proc/meminfo").get("MemAvailable", 0)
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
-            found.append(most - used.get(name, 0))
-    return max(min([*found, *(limit - used for limit, used in _group_limits())]), 0)
+            found[OWN] = min(most - used.get(name, 0), found.get(OWN, most))
+    return found
 
 
 def limit_bytes() -> int:
     """How much all processes here may take together: what the machine has, or what their group may have of it."""
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _group_limits())])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _group_limits().values())])
+
+
+def affordable(needs: Mapping[int, int], rooms: Mapping[int, Mapping[str, int]], hosts: Mapping[int, str]) -> bool:
+    """May every seat take as many bytes as it needs? What is there by its own limits is there for each, all else for
+    those on the same host together. Pure."""
+    wanted: dict[tuple[str, str], int] = {}
+    there: dict[tuple[str, str], int] = {}
+    for seat, need in needs.items():
+        for name, room in rooms[seat].items():
+            key = (f"{seat}", name) if name == OWN else (hosts[seat], name)
+            wanted[key] = wanted.get(key, 0) + need
+            there[key] = min(room, there.get(key, room))
+    return all(wanted[key] <= there[key] for key in wanted)
 
 
 def _kilobytes(path: str) -> dict[str, int]:
@@ -51,12 +72,12 @@ def _kilobytes(path: str) -> dict[str, int]:
     return found
 
 
-def _group_limits(groups: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
-    """The limits of this process's control group and of those around it, where they have one, and what is taken."""
-    found = []
+def _group_limits(groups: Path = _GROUPS, own: Path = _OWN_GROUP) -> dict[str, tuple[int, int]]:
+    """Of this process's control group and of those around it, where they have one: the limit, and what is taken."""
+    found = {}
     with contextlib.suppress(OSError):
         group = groups / own.read_text().strip().rpartition(":")[2].lstrip("/")
         for one in (group, *group.parents[: len(group.parts) - len(groups.parts)]):
             with contextlib.suppress(OSError, ValueError):  # "max"
-                found.append((int((one / "memory.max").read_text()), int((one / "memory.current").read_text())))
+                found[str(one)] = int((one / "memory.max").read_text()), int((one / "memory.current").read_text())
     return found

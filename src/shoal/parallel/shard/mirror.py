@@ -41,8 +41,11 @@ class Looks:
         trainable = [part.name for part in replica.held.trainable]
         return cls(specs_of(replica.everything()), trainable, moving.floating + moving.others)
 
-    def empty(self, name: str) -> Tensor:
+    def like(self, name: str, known: Tensor | None = None) -> Tensor:
+        """The one that is known, if it looks like that; else memory for one."""
         code, shape = self.specs[name]
+        if known is not None and (known.dtype, list(known.shape)) == (DTYPES[code], list(shape)):
+            return known
         return torch.empty(list(shape), dtype=DTYPES[code])
 
     @property
@@ -57,15 +60,23 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
 
 
 class Mirror:
-    """Of the next member of this row, as it is now. All members make theirs at the same time."""
+    """Of the next member of this row, as it is now. All members make theirs at the same time. `old` is one of the same
+    part and step: its memory is used again, and whatever happens meanwhile it stays what it is."""
 
-    def __init__(self, replica: ShardedReplica, looks: Looks, make: Callable[[nn.Module], Optimizer]) -> None:
+    def __init__(
+        self,
+        replica: ShardedReplica,
+        looks: Looks,
+        make: Callable[[nn.Module], Optimizer],
+        old: Mirror | None = None,
+    ) -> None:
         grid = replica.cut.grid
         self.part = (grid.seat + 1) % grid.ways
         self._grid = grid
         self._looks = looks
         mine = replica.everything()
-        theirs = {name: looks.empty(name) for name in sorted(looks.specs)}
+        known = old.everything() if old else {}
+        theirs = {name: looks.like(name, known.get(name)) for name in sorted(looks.specs)}
         _trade([mine[name] for name in sorted(mine)], list(theirs.values()), grid)
         self._tensors = {name: value for name, value in theirs.items() if name.startswith("/model/")}
         module, self._parameters = nn.Module(), []
@@ -115,7 +126,7 @@ def _trade(mine: Sequence[Tensor], theirs: Sequence[Tensor], grid: Grid) -> None
     works = [distributed.isend(tensor, before) for tensor in kept]
     for tensor in theirs:
         if tensor.numel():
-            distributed.recv(tensor, after)
+            grid.receive(tensor, after)
     for work in works:
         assert work is not None
         work.wait()

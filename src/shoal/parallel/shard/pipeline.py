@@ -168,10 +168,14 @@ class PipelineCut:
                 raise error("SH107", "the loss calls the model more than once", where="shard", fix="Use `shard: fsdp`.")
             before.on, passing.entered = False, True
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            return pytree.tree_unflatten(self._receive_into(leaves, passing), spec)
+            values = self._receive_into(leaves, passing)
+            for leaf, value in zip(leaves, values, strict=True):
+                if isinstance(leaf, Tensor):  # a mask, say, that the code around hands to later modules too
+                    before.learn(leaf, value)
+            return pytree.tree_unflatten(values, spec)
 
         def leave(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            values = [leaf for leaf in pytree.tree_leaves(before.real((args, kwargs))) if isinstance(leaf, Tensor)]
             raise _Leave(values)
 
         hooks = []
@@ -223,7 +227,7 @@ class PipelineCut:
 
     def _receive(self, into: Tensor, seat: int) -> Tensor:
         into = into.contiguous()
-        distributed.recv(into, self.grid.rank_of(seat), group=self.grid.shard_group)
+        self.grid.receive(into, self.grid.rank_of(seat), self.grid.shard_group)
         return into
 
     def _add_shared(self) -> None:

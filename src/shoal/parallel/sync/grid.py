@@ -41,15 +41,16 @@ LOOK_UP_S = 0.05
 
 
 class Pending(NamedTuple):
-    """A step that this member has voted for, without having seen all votes."""
+    """A step that this member has voted for in a view, without having seen all votes."""
 
+    view: int
     step: int
     total: LaneSum
 
 
 class GridSync(Together):
     """See Sync. `wants_save(step)` says before a commit whether that step should be saved; `saves`, after it, whether
-    any member said so."""
+    any member said so. `counted` is the view in which the last step counted, wherever this member has it from."""
 
     exact = False
     taps = False
@@ -58,11 +59,13 @@ class GridSync(Together):
         super().__init__(1)
         self.grid: Grid | None = None
         self.pending: Pending | None = None
+        self.counted = 0
         self.turns = 1
         self.saves = False
         self.mirror: Mirror | None = None
         self.wants_save: Callable[[int], bool] = lambda step: False
         self._ways = ways
+        self._view = 0
         self._meeting = Meeting(endpoint, token)
         self._wires: Wires | None = None
         self._sent_bytes = 0
@@ -85,13 +88,14 @@ class GridSync(Together):
                 store = _store(view.addresses[first].host, port_there, listener)
                 place, size = view.places[seat], len(view.places)
                 self.grid = Grid(store, rank=place, size=size, ways=self._ways, number=view.number)
+                self.grid.given_up = self._meeting.aborted
             self._settle()
         except LinkError as failure:
             return self.discard(failure).why
         finally:
             if listener:
                 listener.close()
-        self.turns = _turns(view, self._ways, self.grid.row)
+        self.turns, self._view = _turns(view, self._ways, self.grid.row), view.number
         return ""
 
     @contextlib.contextmanager
@@ -171,7 +175,7 @@ class GridSync(Together):
         except LinkError as failure:
             return self.discard(failure)
         agreed = time.perf_counter()
-        self.pending = Pending(step, total)
+        self.pending = Pending(self._view, step, total)
         told = self._meeting.gather(_VOTE + step, _SAID.pack(halt, self.wants_save(step + 1)))
         if isinstance(told, Discarded):
             self._cut()
@@ -189,7 +193,7 @@ class GridSync(Together):
     def advance(self, replica: ShardedReplica) -> Tensor:
         """The step that this member has voted for counts. Returns its loss."""
         assert self.pending is not None
-        (step, total), self.pending = self.pending, None
+        (self.counted, step, total), self.pending = self.pending, None
         if self.mirror:
             self.mirror.advance(replica.optimizer)
         return replica.advance(step, total)
@@ -224,6 +228,8 @@ class GridSync(Together):
         self._cut()
         self._wires = None
         if self.grid or distributed.is_initialized():
+            if self.grid:
+                self.grid.leave()
             self.grid = None
             with contextlib.suppress(RuntimeError):
                 distributed.destroy_process_group()
