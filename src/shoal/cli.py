@@ -109,8 +109,8 @@ def check(job: JobFile, sets: Sets = NOTHING, runs: Runs = RUNS, as_json: AsJson
 @app.command()
 def plan(
     job: JobFile,
-    workers: Annotated[int, typer.Option(min=0, help="At most so many workers.", show_default=False)] = 0,
-    hosts: Annotated[int, typer.Option(min=1, max=64, help="So many machines like this one.")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="At most so many workers.", show_default=False)] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, max=64, help="So many machines like this one.")] = None,
     link: Annotated[str, typer.Option(help="Between them: 100mbit, 10gbit, 50MB/s.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="One way between them: 200us, 1ms.")] = "200us",
     speeds: Annotated[str, typer.Option(help="Of each machine, this one first: 1,0.25.", show_default=False)] = "",
@@ -125,17 +125,15 @@ def plan(
     from shoal.plan.costs.reading import Wanted
     from shoal.terminal import hints, plans, reports
 
-    checked = _load(job, sets)
-    if workers and checked.shard.kind == "none":
-        checked = _load(job, [*sets, f"workers=1..{workers}"])
+    checked = _load_for(job, sets, workers)
     if workers and not as_json and (hint := hints.other_lanes(checked, job, sets)):
         reports.lines(_console(), hint)
-    each = amounts.speeds(speeds, where="--speeds") if speeds else ()
+    each = amounts.speeds(speeds, where="--speeds", hosts=hosts) if speeds else ()
     wanted = Wanted(
         amounts.seconds(latency, where="--latency"),
         amounts.bytes_per_s(link, where="--link"),
-        hosts=len(each) or hosts,
-        most=workers,
+        hosts=len(each) or hosts or 1,
+        most=workers or 0,
         speeds=each,
     )
     planned = planning.plan(directory.with_its_start(checked, runs), wanted)
@@ -392,6 +390,18 @@ def chaos(
         _end(verdict.outcome, as_json=as_json)
     verdicts.chaos(_console(), verdict, as_json=as_json)
     sys.exit(0 if verdict.same else 1)
+
+
+def _load_for(path: Path, sets: list[str], workers: int | None) -> Job:
+    """For up to so many workers, or, where replicas must be whole, for so many."""
+    from shoal.errors import Problems
+
+    if not workers:
+        return _load(path, sets)
+    try:
+        return _load(path, [*sets, f"workers=1..{workers}"])
+    except Problems:
+        return _load(path, [*sets, f"workers={workers}"])
 
 
 def _load(path: Path, sets: list[str]) -> Job:

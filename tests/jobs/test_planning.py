@@ -88,6 +88,14 @@ def test_a_model_that_is_larger_than_the_machine(facts):
         facts(MLP, model={"name": "torch.nn:Linear", "args": {"in_features": 100_000, "out_features": 100_000_000}})
 
 
+def test_a_job_with_a_shard_is_planned_with_its_shard(place):
+    (place / "job.yaml").write_text(yaml.safe_dump(MLP))
+    done = shoal("plan", "job.yaml", "--workers", 2, "--set", "shard=fsdp", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "Take 2 workers (fsdp over 2): " in done.stdout
+    assert "  shoal run job.yaml --set shard=fsdp --workers 2\n" in done.stdout
+
+
 def test_errors_of_the_model_are_told(facts):
     with pytest.raises(Exception, match="SH401"):
         facts(MLP, model="models.py:Broken")

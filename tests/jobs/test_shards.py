@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_trains_what_it_trained(run, resume, place):
     how = {"engine": {"kind": "local", "restarts": 0}, "watch": script(place, "kill all at step 4")}
     outcome = run(JOB, workers=2, shard=FSDP, **how)
     with pytest.raises(ShoalError, match="something else"):
-        resume(outcome.paths, sets=["batch_size=10"])
+        resume(outcome.paths, sets=["workers=2", "batch_size=10"])
 
 
 # ---- deaths ----

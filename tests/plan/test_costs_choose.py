@@ -147,6 +147,20 @@ def test_rounds_are_short_where_that_costs_hardly_anything():
     assert choose(rows, own=kinds[128], allow=["local"]).pick.prediction.choice == kinds[128], "the job's own"
 
 
+@pytest.mark.parametrize(("topk_s", "taken"), [(0.08, "bf16"), (0.07, "topk")])
+def test_a_codec_that_learns_slower_must_be_much_faster(topk_s, taken):
+    told = {"none": 0.2, "bf16": 0.1, "int8": 0.098, "topk": topk_s}
+    rows = [Prediction(Choice(workers=2, hosts=2, codec=codec), compute_s=s) for codec, s in told.items()]
+    assert choose(rows, own=OWN, allow=["codecs"]).pick.prediction.choice.codec == taken
+
+
+def test_a_run_agrees_on_everything_twice_at_least():
+    kinds = candidates(OWN, replace(LARGE, steps=300), machine(HOST), most=2)
+    assert {(it.every, it.settle) for it in kinds if it.sync == "local"} == {(8, 8), (32, 4), (128, 1)}
+    kinds = candidates(OWN, replace(LARGE, steps=10), machine(HOST), most=2)
+    assert not [it for it in kinds if it.sync == "local"]
+
+
 def test_nothing_fits():
     found = made(there=machine(Host(4, 0.1 * GB)))
     assert found.pick is None
@@ -263,6 +277,12 @@ def test_what_is_no_speed(text):
 @pytest.mark.parametrize(("text", "value"), [("1,0.25", (1.0, 0.25)), (" 1 , 2 ", (1.0, 2.0)), ("0.5", (0.5,))])
 def test_speeds_of_hosts(text, value):
     assert amounts.speeds(text, where="--speeds") == value
+
+
+def test_speeds_are_of_each_host():
+    assert amounts.speeds("1,0.5", where="--speeds", hosts=2) == (1, 0.5)
+    with pytest.raises(JobError, match="SH106 --speeds: 3 hosts, and the speeds of 2"):
+        amounts.speeds("1,0.5", where="--speeds", hosts=3)
 
 
 @pytest.mark.parametrize("text", ["", "1,", "1,0", "fast", "1;2", "-1"])

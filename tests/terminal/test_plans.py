@@ -57,9 +57,19 @@ def test_hosts_that_are_not_alike_have_other_numbers():
     )
 
 
+def test_lanes_that_follow_the_workers_are_named_also_with_other_hosts():
+    one_core = Host(1, 16 * GB)
+    two = planned(replace(LARGE, lanes=2), there=machine(one_core, one_core), most=2)
+    assert '--workers 1 --set "lanes=2" --listen ADDRESS' in shown(replace(two, follows=True))
+
+
 def test_lanes_that_follow_the_workers_are_named():
     made = replace(planned(most=4), follows=True)
     assert '\n  shoal run job.yaml --workers 4 --set "lanes=8"\n' in shown(made)
+
+
+def test_a_plan_of_a_job_that_leaves_it_open_says_how():
+    assert '\n  shoal run job.yaml --workers 4 --set "sync={kind: lanes}"\n' in shown(replace(planned(), opens=True))
 
 
 def test_few_rows_unless_all_are_wanted():

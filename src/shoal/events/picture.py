@@ -308,7 +308,10 @@ def _saved(p: Picture, e: Event) -> None:
 
 def _note(p: Picture, e: Event) -> None:
     text = str(e.get("message") or e.get("reason") or "")
-    p.notes.append(f"{e.kind.replace('_', ' ')}: {text}" if e.kind != "note" else text)
+    if e.kind != "note":
+        p.notes.append(f"{e.kind.replace('_', ' ')}: {text}")
+    elif text not in p.notes:  # every worker says it
+        p.notes.append(text)
 
 
 def _resumed(p: Picture, e: Event) -> None:

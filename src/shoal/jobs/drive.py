@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shoal.errors import ShoalError, error
+from shoal.errors import Problems, ShoalError, error
 from shoal.events import Event, Picture, Reader, Stream, fold
 from shoal.fleet.engines.local import Nursery
 from shoal.fleet.survivors import survivors
@@ -92,11 +92,22 @@ def _changed(paths: RunPaths, sets: Sequence[str]) -> Job:
     changed = load_job(paths.job, overrides=[f"lanes={job.lane_count}", *sets], check_names=False)
     if changed.trunk_sha256() != job.trunk_sha256():
         fix = "Change how it goes on (workers, shard, engine, checkpoint), or start a new run with `init_from`."
-        raise error("SH609", "a run that has begun cannot train something else", where="--set", fix=fix)
+        where = " ".join(["--set", ", ".join(_other(paths, job, sets))]).strip()
+        raise error("SH609", "a run that has begun cannot train something else", where=where, fix=fix)
     if left := [survivor.seat.name for one in paths.folds or [paths] for survivor in survivors(one)]:
         fix = "Resume it without --set, which takes them over; or wait until they have left."
         raise error("SH609", f"{', '.join(left)} of the run live on as they are", where="--set", fix=fix)
     return changed
+
+
+def _other(paths: RunPaths, job: Job, sets: Sequence[str]) -> list[str]:
+    """The fields that would make it train something else, as far as each can be changed by itself."""
+    found = []
+    for one in sets:
+        with contextlib.suppress(Problems):
+            alone = load_job(paths.job, overrides=[f"lanes={job.lane_count}", one], check_names=False)
+            found += [one.partition("=")[0].strip()] if alone.trunk_sha256() != job.trunk_sha256() else []
+    return found
 
 
 def _drive(

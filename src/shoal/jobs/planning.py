@@ -36,7 +36,8 @@ BUSY = 0.5
 @dataclass(frozen=True)
 class Planned:
     """The plan, and what it was made from; `facts` are the clerk's own words. `follows`: the job's lanes are as many as
-    its workers, so that another number of workers needs the lanes by name to be the same job."""
+    its workers, so that another number of workers needs the lanes by name to be the same job. `opens`: the job leaves
+    it open how workers agree."""
 
     plan: choose.Plan
     own: Choice
@@ -46,6 +47,7 @@ class Planned:
     load: float
     facts: Mapping[str, Any] = field(default_factory=dict)
     follows: bool = False
+    opens: bool = False
 
     @property
     def notes(self) -> list[str]:
@@ -66,8 +68,8 @@ class Planned:
     def settings(self, choice: Choice) -> dict[str, Any]:
         """The fields of the job that this choice changes, besides `workers`."""
         its, own = sync_section(choice), sync_section(self.own)
-        found: dict[str, Any] = {"sync": its} if its != own else {}
-        if self.follows and choice.workers != self.measured.lanes:
+        found: dict[str, Any] = {"sync": its} if its != own or self.opens else {}
+        if self.follows and (choice.hosts > 1 or choice.workers != self.measured.lanes):
             found["lanes"] = self.measured.lanes
         if choice.codec != self.own.codec:
             found["codec"] = choice.codec
@@ -112,7 +114,8 @@ def plan(job: Job, wanted: Wanted, *, nursery: Nursery | None = None) -> Planned
     own, measured = own_choice(job), read_measured(facts)
     machine, link = read_machine(facts, wanted), read_link(facts, wanted)
     found = choose.plan(own, measured, machine, link, least=wanted.least, most=most, allow=job.plan.allow)
-    return Planned(found, own, measured, machine, link, load, facts, follows=job.lanes is None)
+    open_ = {"follows": job.lanes is None, "opens": job.sync.kind == "auto"}
+    return Planned(found, own, measured, machine, link, load, facts, **open_)
 
 
 def measure(job: Job, *, nursery: Nursery | None = None) -> Mapping[str, Any]:

@@ -70,6 +70,7 @@ def measure(
     beside = _beside(replica, batch, worker_bytes) or Pair(lane_cpu_s, 0.0)
     return {
         "lanes": job.lane_count,
+        "steps": built.course.steps,
         "steps_per_epoch": built.dealer.steps_per_epoch,
         "times": [{"threads": n, **found} for n, found in times.items()],
         "rest_s": rest_s,

@@ -146,3 +146,37 @@ def test_fsdp_has_parameters_whole_only_within_the_model():
     for code, text in crew(2, act):
         assert code == "SH107"
         assert "in the loss" in text
+
+
+class Late(nn.Module):
+    """What is made before the cut is not an argument there, and a later block uses it in torch's attention, which does
+    not mind a mask without memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(34, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 34)
+
+    def forward(self, x):
+        h, mask = self.tokens(x), torch.full((x.shape[1], x.shape[1]), -1e4).triu(1)
+        for i, block in enumerate(self.blocks):
+            h = block(h)
+            if i == 2:
+                h = nn.functional.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+        return self.head(h).transpose(1, 2)
+
+
+def test_what_was_made_before_a_cut_is_not_read_after_it():
+    def act(grid):
+        shard = PipelineShard(kind="pipeline", cuts=["blocks.1"], microbatches=1)
+        cut, _ = hold(shard, grid, Late, loss=loss, example=batch("gpt", 0, 0))
+        if grid.seat == 0:
+            return cut.look(loss, batch("gpt", 0, 0))
+        with pytest.raises(ShoalError) as caught:
+            cut.look(loss, batch("gpt", 0, 0))
+        return caught.value.code, str(caught.value)
+
+    (code, text) = crew(2, act)[1]
+    assert code == "SH107"
+    assert "uses something after a cut that it has computed before" in text

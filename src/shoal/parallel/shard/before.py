@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from shoal.parallel.shard.blueprint import OnMeta
 
 class Before(OnMeta):
     """While `on`, everything happens on the meta device, also what is done with tensors that have memory. Afterwards
-    code that still has such a tensor gets the real one, where that is known."""
+    code that still has such a tensor gets the real one, where that is known; else, when `over`, it is an error to use
+    it beside real ones: some kernels would read memory that is not there, and say nothing."""
 
     def __init__(self, *, on: bool = True) -> None:
         super().__init__(on=on)
+        self.over = False
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # both: a number is used again when its tensor is gone
 
     def learn(self, empty: Tensor, real: Tensor) -> None:
@@ -38,7 +41,16 @@ class Before(OnMeta):
             args, kwargs = without_memory((args, kwargs or {}))
         elif self._known and any(map(self._may_have, (*args, *(kwargs or {}).values()))):
             args, kwargs = self.real((args, kwargs or {}))
+        if self.over and func.__name__ != "__get__":
+            _check_alike((*args, *(kwargs or {}).values()))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _check_alike(values: Sequence[Any]) -> None:
+    """A look at the surface."""
+    shallow = [one for value in values for one in (value if isinstance(value, list | tuple) else (value,))]
+    if len({one.is_meta for one in shallow if isinstance(one, Tensor)}) > 1:
+        raise RuntimeError("a tensor on the meta device beside one that has memory")
 
 
 def without_memory(values: Any) -> Any:

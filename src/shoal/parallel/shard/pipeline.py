@@ -166,7 +166,7 @@ class PipelineCut:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if passing.entered:
                 raise error("SH107", "the loss calls the model more than once", where="shard", fix="Use `shard: fsdp`.")
-            before.on, passing.entered = False, True
+            before.on, before.over, passing.entered = False, True, True
             leaves, spec = pytree.tree_flatten((args, kwargs))
             values = self._receive_into(leaves, passing)
             for leaf, value in zip(leaves, values, strict=True):

@@ -82,7 +82,7 @@ class Survey:
     def _place(self, name: str) -> int:
         found = [i for i, one in enumerate(self.entered) if one == name]
         if not found:
-            fix = did_you_mean(name, self.entered)
+            fix = did_you_mean(name, [one for one in dict.fromkeys(self.entered) if one])
             raise error("SH405", f"the model never enters a module '{name}'", where="shard.cuts", fix=fix)
         if len(found) > 1:
             raise error("SH107", f"the model enters '{name}' {len(found)} times", where="shard.cuts")

@@ -22,12 +22,14 @@ def seconds(text: str, *, where: str) -> float:
     return _read(text, _DURATIONS, where, "Write a duration such as 200us, 1ms or 0.1s.")
 
 
-def speeds(text: str, *, where: str) -> tuple[float, ...]:
+def speeds(text: str, *, where: str, hosts: int | None = None) -> tuple[float, ...]:
     """How fast each host is, beside this one: `1,0.25`."""
     fix = "Write a number for each host, this one first: 1,0.25 is another that is four times as slow."
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"\d+(\.\d+)?", word) and float(word) > 0 for word in words):
         raise error("SH106", f"'{text}' is not a list of speeds above 0", where=where, fix=fix)
+    if hosts and len(words) != hosts:
+        raise error("SH106", f"{hosts} hosts, and the speeds of {len(words)}", where=where, fix=fix)
     return tuple(map(float, words))
 
 

@@ -11,6 +11,8 @@ from shoal.spec.job import LocalSync
 
 EVERY = (8, 32, 128)
 SETTLE: int = LocalSync.model_fields["settle"].default
+FEWEST_PERIODS = 2
+"""How often at least lanes that train by themselves must agree on everything in a run."""
 SERVERS = (1, 2)
 STALENESS = (4, math.inf)
 _STEADY = 8  # up to so many workers every number is tried
@@ -80,5 +82,6 @@ def _kinds(own: Choice, measured: Measured, *, alone: bool) -> Iterator[Choice]:
         yield from (replace(served, codec=codec) for codec in codecs)
         yield from (replace(served, staleness=staleness) for staleness in STALENESS)
     for every in EVERY:
-        local = replace(plain, sync="local", every=every, settle=SETTLE)
-        yield from (replace(local, codec=codec) for codec in codecs)
+        if settle := int(min(SETTLE, measured.steps / FEWEST_PERIODS // every)):
+            local = replace(plain, sync="local", every=every, settle=settle)
+            yield from (replace(local, codec=codec) for codec in codecs)

@@ -16,7 +16,11 @@ GAIN = 1.05
 HARDLY = 1.03
 """So many times as long rounds of fewer local steps may take: they change the result less."""
 
+HARSH = 1.3
+"""So many times as fast a codec must be that learns noticeably slower, step by step."""
+
 _SIMPLE = ("lanes", "local", "server")
+_MILD = ("none", "bf16", "fp16", "int8", "int4", "int3")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ def _row(prediction: Prediction, own: Choice, allow: Collection[str]) -> Row:
 def _best(rows: Sequence[Row]) -> Row | None:
     if not rows:
         return None
+    mild = [row for row in rows if row.prediction.choice.codec in _MILD]
+    if mild and HARSH * _fastest(rows) >= _fastest(mild):
+        rows = mild
     near = _within(GAIN, rows)
     simplest = min(near, key=_effort)
     alike = [row for row in near if _but_for_rounds(row) == _but_for_rounds(simplest)]
@@ -94,19 +101,23 @@ def _best(rows: Sequence[Row]) -> Row | None:
 
 def _within(times: float, rows: Sequence[Row]) -> list[Row]:
     """Those that take at most so many times as long as the fastest of them."""
-    fastest = min(row.prediction.step_s for row in rows)
-    return [row for row in rows if row.prediction.step_s <= times * fastest]
+    return [row for row in rows if row.prediction.step_s <= times * _fastest(rows)]
+
+
+def _fastest(rows: Sequence[Row]) -> float:
+    return min(row.prediction.step_s for row in rows)
 
 
 def _but_for_rounds(row: Row) -> Choice:
     return replace(row.prediction.choice, every=1, settle=1)
 
 
-def _effort(row: Row) -> tuple[int, int, int, int, float]:
+def _effort(row: Row) -> tuple[float, ...]:
     """What comes first is simpler, and closer to the result of the job as it stands."""
     it = row.prediction.choice
     busy = it.workers * it.threads + it.servers
-    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), row.prediction.step_s
+    mild = _MILD.index(it.codec) if it.codec in _MILD else len(_MILD)
+    return len(row.changes), it.hosts, busy, _SIMPLE.index(it.sync), mild, row.prediction.step_s
 
 
 def _told(row: Row, pick: Row | None, known: dict[Choice, Prediction]) -> Row:

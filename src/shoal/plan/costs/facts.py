@@ -45,7 +45,7 @@ class Measured:
     buffers, the loss. `fragments` are the parts, of one, in which parameters travel between lanes that train by
     themselves. `worker_bytes` is a worker's memory without what it shares with others of its host, `base_bytes`. The
     words that follow say why something cannot be, or nothing. Where lanes are computed on `gpus`, the machine has so
-    many of them.
+    many of them. The run has `steps`.
     """
 
     lanes: int
@@ -65,6 +65,7 @@ class Measured:
     only_servers: str = ""
     no_shards: str = ""
     gpus: int = 0
+    steps: float = math.inf
 
     @property
     def floats(self) -> int:

@@ -87,6 +87,7 @@ def read_measured(facts: Mapping[str, Any]) -> Measured:
         only_servers=facts["only_servers"],
         no_shards=facts.get("no_shards", ""),
         gpus=facts.get("gpus", 0),
+        steps=facts.get("steps", math.inf),
     )
 
 
