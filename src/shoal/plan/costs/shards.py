@@ -16,8 +16,10 @@ MICROBATCHES: int = PipelineShard.model_fields["microbatches"].default
 PASSES = 3
 """How often fsdp moves as much as all weights for a lane: gathered twice, and the gradients scattered."""
 
-MEMORY_SHARE = 0.2
-"""Of the speed of adding, what collectives of one host reach."""
+TOGETHER_S, CALL_S, GLOO_BYTES_S = 18e-3, 1.2e-3, 200e6
+"""What it takes two workers of a small host to agree on a step and to keep copies of each other, to go through one
+collective of torch's, and how fast these move bytes there."""
+CALLS_OF_A_CUT = 4
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ def predict_sharded(choice: Choice, measured: Measured, machine: Machine, link: 
         return Prediction(choice, memory_bytes=most, refused=why)
     slow = max(slowness_at(choice, machine, h, n, k) for h, n in enumerate(numbers) for k in range(n))
     time = measured.times[choice.threads]
-    sent = _moved(choice, measured)
-    speed = link.send_bytes_s if choice.hosts > 1 else MEMORY_SHARE * machine.add_bytes_s
+    sent, calls = _moved(choice, measured), _calls(choice, measured)
+    speed = min(link.send_bytes_s, GLOO_BYTES_S) if choice.hosts > 1 else GLOO_BYTES_S
+    latency_s = link.latency_s if choice.hosts > 1 else 0.0
     return Prediction(
         choice,
         compute_s=slow * time.lane_s * _lanes_in_turn(choice, measured.lanes),
-        exchange_s=sent / speed + machine.round_s * measured.lanes,
+        exchange_s=TOGETHER_S + sent / speed + calls * (CALL_S + latency_s),
         apply_s=slow * time.apply_s / ways,
         sent_bytes=sent if choice.hosts > 1 else 0.0,
         memory_bytes=most,
@@ -73,15 +76,26 @@ def _lanes_in_turn(choice: Choice, lanes: int) -> float:
     """With fsdp every worker brings lanes of its own; otherwise all work on the same, and stages of a pipeline wait for
     the first part of it to come and for the last to go."""
     if choice.shard == "fsdp":
-        return math.ceil(lanes / choice.workers)
+        return _turns(choice, lanes)
     bubble = (choice.workers - 1) / MICROBATCHES if choice.shard == "pipeline" else 0.0
     return lanes * (1 + bubble) / choice.workers
 
 
+def _turns(choice: Choice, lanes: int) -> int:
+    return math.ceil(lanes / choice.workers)
+
+
+def _calls(choice: Choice, measured: Measured) -> int:
+    """Collectives of a step, about: for every tensor, or at every cut."""
+    if choice.shard == "pipeline":
+        return CALLS_OF_A_CUT * MICROBATCHES * measured.lanes
+    return len(measured.shapes) * (_turns(choice, measured.lanes) if choice.shard == "fsdp" else measured.lanes)
+
+
 def _moved(choice: Choice, measured: Measured) -> float:
-    """Bytes of one worker in a step: weights and gradients; or of activations all, or those at the cuts."""
+    """Bytes of one worker in a step, as far as they are many: weights and gradients. What activations have is not
+    known."""
     others = (choice.workers - 1) / choice.workers
-    if choice.shard == "fsdp":
-        return PASSES * measured.stretch_bytes * others * math.ceil(measured.lanes / choice.workers)
-    work = _whole(measured).work * measured.lanes
-    return work * others if choice.shard == "tensor" else work / max(len(measured.shapes), 1)
+    if choice.shard != "fsdp":
+        return 0.0
+    return PASSES * measured.stretch_bytes * others * _turns(choice, measured.lanes)
