@@ -163,7 +163,9 @@ class Late(nn.Module):
         for i, block in enumerate(self.blocks):
             h = block(h)
             if i == 2:
-                h = nn.functional.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+                heads = h.unflatten(-1, (4, 8)).transpose(1, 2)
+                heads = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+                h = heads.transpose(1, 2).flatten(-2)
         return self.head(h).transpose(1, 2)
 
 
