@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.errors import JobError
 from shoal.plan.costs import amounts
 from shoal.plan.costs.candidates import candidates, changes
-from shoal.plan.costs.choose import GAIN, choose, plan
+from shoal.plan.costs.choose import GAIN, HARSH, choose, plan
 from shoal.plan.costs.facts import Choice, Host, LaneTime, Link, Prediction
 from tests.plan.costs_cases import FAST, GB, HOST, LARGE, SLOW, TINY, machine, mbit
 
@@ -152,6 +152,7 @@ def test_a_codec_that_learns_slower_must_be_much_faster(topk_s, taken):
     told = {"none": 0.2, "bf16": 0.1, "int8": 0.098, "topk": topk_s}
     rows = [Prediction(Choice(workers=2, hosts=2, codec=codec), compute_s=s) for codec, s in told.items()]
     assert choose(rows, own=OWN, allow=["codecs"]).pick.prediction.choice.codec == taken
+    assert choose(rows, own=Choice(codec="topk"), allow=["codecs"]).pick.prediction.choice.codec == "topk", "its own"
 
 
 def test_a_run_agrees_on_everything_twice_at_least():
@@ -237,8 +238,10 @@ def test_every_no_has_its_sentence_and_the_pick_is_about_the_fastest(measured, h
     assert steps == sorted(steps)
     assert found.pick in found.rows
     assert set(found.pick.changes) <= allow
-    fastest = min(row.prediction.step_s for row in possible if row.allowed)
-    assert found.pick.prediction.step_s <= GAIN * fastest
+    allowed = {row.prediction.choice: row.prediction.step_s for row in possible if row.allowed}
+    fastest, taken = min(allowed.values()), found.pick.prediction.step_s
+    assert taken <= HARSH * GAIN * fastest
+    assert taken <= GAIN * min(s for choice, s in allowed.items() if choice.codec not in ("topk", "lowrank", "sign"))
     assert found.offer is None or not set(found.offer.changes) <= allow
 
 

@@ -90,7 +90,7 @@ def _row(prediction: Prediction, own: Choice, allow: Collection[str]) -> Row:
 def _best(rows: Sequence[Row]) -> Row | None:
     if not rows:
         return None
-    mild = [row for row in rows if row.prediction.choice.codec in _MILD]
+    mild = [row for row in rows if row.prediction.choice.codec in _MILD or "codecs" not in row.changes]
     if mild and HARSH * _fastest(rows) >= _fastest(mild):
         rows = mild
     near = _within(GAIN, rows)
