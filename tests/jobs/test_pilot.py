@@ -155,7 +155,7 @@ def test_all_that_was_made_of_the_plan_is_taken_up(place):
     first.train(150, 40.5 * LANE_S)
     (moved,) = told_by(first)
     stayed = moved | {"choice": moved["moves"], "moves": None}
-    second = Sea(place, ["here"] * 4, [10 * LANE_S] * 4, kept=kept(), replans=[moved, stayed])
+    second = Sea(place, ["here"], [10 * LANE_S], kept=kept(), replans=[moved, stayed])
     assert second.crew.wanted == 4
 
 
