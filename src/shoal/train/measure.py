@@ -26,10 +26,10 @@ from shoal.parallel.links.pace import pace
 from shoal.parallel.local.pace import fragments_of
 from shoal.parallel.replica import Replica
 from shoal.parallel.server.chunks import hyper_of
-from shoal.parallel.server.elementwise import why_not_in_parts
+from shoal.parallel.server.elementwise import is_known, why_not_in_parts
 from shoal.parallel.shard.memory import limit_bytes, rooms
 from shoal.parallel.tree import TreeSum
-from shoal.spec.job import ELEMENTWISE, Job, LanesSync, LocalSync
+from shoal.spec.job import Job, LanesSync, LocalSync
 from shoal.spec.paths import RunPaths, cache_directory
 from shoal.spec.shard import NoShard
 from shoal.train.blame import blaming
@@ -303,6 +303,6 @@ def _no_shards(job: Job, replica: Replica) -> str:
 
 def _no_servers(replica: Replica) -> str:
     kind = type(replica.optimizer)
-    if kind.__name__ not in ELEMENTWISE or kind is not getattr(torch.optim, kind.__name__):
+    if not is_known(kind):
         return f"servers hold parts of tensors, and {kind.__name__} may need whole ones"
     return why_not_in_parts(kind, hyper_of(replica.optimizer), {p.dtype for p in replica.trainable})

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.spec.job import ELEMENTWISE
 from shoal.spec.table import GRAIN
 
 _STEPS = 3
+
+
+def is_known(optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Is it one of torch's own that treat every element alone?"""
+    return optimizer.__name__ in ELEMENTWISE and optimizer is getattr(torch.optim, optimizer.__name__)
 
 
 def made(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import error
+from shoal.parallel.server.elementwise import is_known
 from shoal.spec.job import ELEMENTWISE
 
 
@@ -58,7 +58,7 @@ class Recipe:
 
 
 def _check_kind(kind: type[Optimizer]) -> None:
-    if kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__):
+    if is_known(kind):
         return
     message = f"workers hold parts of tensors, and the Task's optimizer {kind.__name__} may need whole ones"
     fix = f"Use one of {', '.join(ELEMENTWISE)} of torch.optim; or `shard: none`, which takes any."

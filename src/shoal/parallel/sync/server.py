@@ -27,7 +27,7 @@ from shoal.parallel.server import frames
 from shoal.parallel.server.chunks import collect, groups_of, hyper_of, scatter
 from shoal.parallel.server.client import Client, Entry, Errand, RefusedError
 from shoal.parallel.server.coding import Coding
-from shoal.parallel.server.elementwise import why_not_in_parts
+from shoal.parallel.server.elementwise import is_known, why_not_in_parts
 from shoal.parallel.server.errands import Laid, LanePush, Pull, PullAll, Push, SetAll
 from shoal.parallel.server.lying import Lying
 from shoal.parallel.sparse.saved import Saved
@@ -152,7 +152,7 @@ class ServerSync(Together):
 
     def _description(self) -> dict[str, Any]:
         replica, kind = self._replica, type(self._replica.optimizer)
-        if kind.__name__ not in ELEMENTWISE or kind is not getattr(torch.optim, kind.__name__):
+        if not is_known(kind):
             have = ", ".join(ELEMENTWISE)
             raise error("SH417", f"servers cannot use the optimizer {kind.__name__}", fix=f"They have {have}.")
         if why := why_not_in_parts(kind, hyper_of(replica.optimizer), {p.dtype for p in replica.trainable}):
