@@ -162,3 +162,10 @@ def test_the_receipt_says_what_became_of_the_servers():
     console = Console(file=io.StringIO(), width=120)
     reports.receipt(console, receipt)
     assert "2 servers, 1 death survived, staleness 1.25 on average, 4 at most" in console.file.getvalue()
+
+
+def test_what_every_worker_says_is_shown_once():
+    """And what was said in between is not said again in its place."""
+    notes = [("worker-0", "agree"), ("worker-1", "other"), ("worker-1", "agree"), ("worker-2", "agree")]
+    shown = remarks(told(*((who, "note", None, {"message": text}) for who, text in notes)))
+    assert shown == ["agree", "other"]

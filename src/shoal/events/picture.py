@@ -93,6 +93,8 @@ class Picture:
     starts: int = 0
     deaths: int = 0
     redone: int = 0
+    echo: bool = False
+    """The newest note was known: all workers have it."""
     deserted: bool = False
     """Nobody is left who trained: what was not saved is lost."""
     layout: str = ""
@@ -310,7 +312,9 @@ def _note(p: Picture, e: Event) -> None:
     text = str(e.get("message") or e.get("reason") or "")
     if e.kind != "note":
         p.notes.append(f"{e.kind.replace('_', ' ')}: {text}")
-    elif text not in p.notes:  # every worker says it
+        return
+    p.echo = text in p.notes
+    if not p.echo:
         p.notes.append(text)
 
 

@@ -105,6 +105,8 @@ def remark(event: Event, picture: Picture) -> str:
         return "" if event["why"] == "finished" else str(event["why"])
     if event.kind == "left":
         return "" if event["why"] == "finished" else f"{event.who} left at step {event.step} ({event['why']})"
+    if event.kind == "note" and picture.echo:
+        return ""
     if event.kind in _TOLD or event.get("again") or (event.kind == "servers_wanted" and not event["why"]):
         return ""
     return picture.notes[-1] if picture.notes else ""
