@@ -115,7 +115,7 @@ def cases() -> list[Case]:
             changes={"data": MLP["data"] | {"split": {"kind": "kfold", "folds": 3}}, "steps": 20},
         ),
         Case("kills lanes cnn, 3 workers", CNN, kills=(7, 19, 30), changes={"workers": 3}),
-        Case("kills int4 gpt", GPT, kills=(5, 13), changes={"workers": 2, "codec": {"kind": "int4"}}),
+        Case("kills int8 gpt", GPT, kills=(5, 13), changes={"workers": 2, "codec": {"kind": "int8"}}),
         Case("kills local", MLP, kills=(11, 26), changes={"sync": LOCAL, "workers": 2}),
         Case("kills servers", GPT, kills=(5, 15), changes={"sync": server(2, 1), "workers": 2}),
         Case("kills fsdp", MLP, kills=(12,), changes={"shard": {"kind": "fsdp", "ways": 2}, "workers": 2}),
