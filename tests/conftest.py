@@ -1,4 +1,4 @@
-"""What the tests share: jobs run with real workers, forked from one nursery per test process."""
+"""What the tests share: jobs run with real workers, forked from one fork_server per test process."""
 
 import copy
 import os
@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from shoal.jobs import drive
-from shoal.jobs.run import make_nursery
+from shoal.jobs import executor
+from shoal.jobs.run_driver import make_fork_server
 from shoal.spec.load import make_job
 
 settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's matter
 settings.load_profile("shoal")
 
-PLAYGROUND = Path(__file__).parent / "playground"
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
-def long(*parameters):
+def long_only(*parameters):
     """Those that only the long run of the tests tries."""
     rows = [parameter if isinstance(parameter, tuple) else (parameter,) for parameter in parameters]
     return [pytest.param(*row, marks=pytest.mark.long) for row in rows]
@@ -74,15 +74,15 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def nursery(cache):
-    with make_nursery(1, modules=["torchmetrics", "sklearn.datasets", "sklearn.model_selection"]) as made:
+def fork_server(cache):
+    with make_fork_server(1, modules=["torchmetrics", "sklearn.datasets", "sklearn.model_selection"]) as made:
         yield made
 
 
 @pytest.fixture
-def place(tmp_path):
+def job_dir(tmp_path):
     """A directory with the models that jobs refer to."""
-    for file in PLAYGROUND.iterdir():
+    for file in FIXTURES.iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
     words = ["shoal", "fish", "lane", "swims", "with", "the", "tide", "and", "turns", "again"]
@@ -92,19 +92,19 @@ def place(tmp_path):
 
 
 @pytest.fixture
-def run(place, nursery):
+def run(job_dir, fork_server):
     """Run a job (plain data) and return its outcome; keyword arguments replace top-level fields."""
 
     def go(job, look=None, runs="runs", **changes):
-        made = make_job(copy.deepcopy(job) | changes, base_dir=str(place))
-        return drive.run(made, runs=place / runs, look=look, nursery=nursery)
+        made = make_job(copy.deepcopy(job) | changes, base_dir=str(job_dir))
+        return executor.run(made, runs=job_dir / runs, on_event=look, fork_server=fork_server)
 
     return go
 
 
 @pytest.fixture
-def resume(place, nursery):
+def resume(job_dir, fork_server):
     def go(paths, look=None, sets=()):
-        return drive.resume(paths, look=look, sets=sets, nursery=nursery)
+        return executor.resume(paths, on_event=look, overrides=sets, fork_server=fork_server)
 
     return go

@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median
 from shoal.codecs.codec import Codec
-from shoal.codecs.make import make
-from shoal.codecs.memory import Memory
+from shoal.codecs.make import make_codec
+from shoal.codecs.residual import Residual
 
 SIDE = 1000  # of the matrices that `lowrank` sees
 COPY, RIVAL = "copy", "torch.topk 1 %"
@@ -52,7 +52,7 @@ def measure(count: int, *, repeats: int) -> list[Row]:
     """Times are CPU ms, medians over the turns. `encode` is with the memory that the codec needs in training."""
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 1e-3
     sides: dict[str, Callable[[], Numbers]] = {COPY: copying(values), RIVAL: picking(values, count // 100)}
-    codecs = {name: make(kind, shapes=[(SIDE, SIDE)] * (count // SIDE**2)) for name, kind in CODECS.items()}
+    codecs = {name: make_codec(kind, shapes=[(SIDE, SIDE)] * (count // SIDE**2)) for name, kind in CODECS.items()}
     sides |= {name: coding(codec, values) for name, codec in codecs.items()}
     found = in_turns(sides, repeats)
     sizes = {COPY: 4 * count, RIVAL: count // 100 * 8} | {
@@ -90,14 +90,14 @@ def picking(values: Tensor, k: int) -> Callable[[], Numbers]:
 def coding(codec: Codec, values: Tensor) -> Callable[[], Numbers]:
     count = values.numel()
     data, out = torch.empty(codec.size_bytes(count), dtype=torch.uint8), torch.zeros(count)
-    memory = Memory(codec.memory_floats(count))
+    memory = Residual(codec.residual_floats(count))
 
     def encode() -> None:
-        if not codec.remembers:
+        if not codec.needs_residual:
             return codec.encode(values, data)
-        before, after = memory.part()
-        codec.encode(values, data, before=before, after=after)
-        return memory.settle()
+        before, after = memory.before_and_after()
+        codec.encode(values, data, residual_in=before, residual_out=after)
+        return memory.commit()
 
     return lambda: timed(encode, lambda: codec.decode(data, out), lambda: codec.decode(data, out, add=True))
 

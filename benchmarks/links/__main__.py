@@ -30,12 +30,12 @@ from benchmarks.links.sides import (
     LOCALS,
     MEETING,
     RIVAL,
-    SPENT,
-    Nurseries,
-    open_nursery,
+    TIME_FIELDS,
+    ForkServers,
+    has_staleness,
+    open_fork_server,
     period,
     sides,
-    stale,
 )
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
 
@@ -52,7 +52,7 @@ class Bench:
     """`steps` are those of a quality run, `window_s` the time in which a side's steps are counted."""
 
     hosts: Hosts
-    nurseries: Nurseries
+    nurseries: ForkServers
     data: Path
     scratch: Path
     codecs: Sequence[str]
@@ -67,7 +67,7 @@ class Bench:
 
     def quality(self, model: str) -> dict[str, list[Curve]]:
         lanes = [codec for codec in self.codecs if self._wanted(f"lanes, {codec}")]
-        return quality.learn_more(
+        return quality.train_missing_curves(
             model,
             self.data,
             [*lanes, *filter(self._wanted, self.locals)],
@@ -92,7 +92,7 @@ class Bench:
         return {
             name: measure.seconds_to(loss, start, self.hosts, self.scratch, **asked)
             for name, start in self._sides(model).items()
-            if stale(name)
+            if has_staleness(name)
         }
 
     def _sides(self, model: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Bench:
 def main() -> None:
     asked = _asked()
     console = Console(width=160)
-    _end_well()
+    _interrupt_on_signals()
     if asked.parts == ["regrets"]:
         console.print(report.table("regret", regret.regrets(report.kept("links"))))
         return
@@ -135,7 +135,7 @@ def main() -> None:
                     report.keep("links", ", ".join(filter(None, [part, asked.title])), {"rows": rows})
 
 
-def _regret(asked: argparse.Namespace, console: Console, machines: tuple[Hosts, Nurseries], scratch: Path) -> None:
+def _regret(asked: argparse.Namespace, console: Console, machines: tuple[Hosts, ForkServers], scratch: Path) -> None:
     data = prepare(asked.data, scratch / "data")
     bench = regret.Bench(*machines, data, scratch, 1.0 if asked.quick else asked.window)
     cells = [regret.Cell(model, mbit, slow) for model in asked.models for mbit in asked.links for slow in asked.slow]
@@ -176,7 +176,7 @@ def _row(
     }
     if goal:
         row[f"s to {goal.loss:.2f}"] = _seconds_to(name, goal, raced, steps_per_s) or ""
-    spent = {f"{one.removesuffix('_s')} ms": median(numbers, one) if one in numbers[0] else "" for one in SPENT}
+    spent = {f"{one.removesuffix('_s')} ms": median(numbers, one) if one in numbers[0] else "" for one in TIME_FIELDS}
     return row | spent | {"turns": [round(one["steps/s"], 3) for one in numbers]}
 
 
@@ -193,14 +193,14 @@ def _seconds_to(name: str, goal: Goal, raced: Mapping[str, float | None], steps_
 
 
 @contextlib.contextmanager
-def _two_hosts() -> Iterator[tuple[Hosts, Nurseries]]:
+def _two_hosts() -> Iterator[tuple[Hosts, ForkServers]]:
     with two_hosts() as hosts, contextlib.ExitStack() as stack:
-        with hosts.on_the_far_one():
-            far = stack.enter_context(open_nursery())
-        yield hosts, (stack.enter_context(open_nursery()), far)
+        with hosts.on_remote():
+            far = stack.enter_context(open_fork_server())
+        yield hosts, (stack.enter_context(open_fork_server()), far)
 
 
-def _end_well() -> None:
+def _interrupt_on_signals() -> None:
     """Whoever ends it, everything is cleaned up, also where a shell in the background has Ctrl-C ignored."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-WIRE = "wire"
+INTERFACE = "wire"
 ADDRESSES = ("10.213.9.1", "10.213.9.2")
 BURST_S = 0.001
 LEAST_BURST_BYTES = 16 * 1024  # a few packets, whatever the rate
@@ -34,7 +34,7 @@ class Hosts:
     far: int
 
     @contextlib.contextmanager
-    def on_the_far_one(self) -> Iterator[None]:
+    def on_remote(self) -> Iterator[None]:
         """Processes that are started here are started there."""
         _enter(self.far)
         try:
@@ -44,21 +44,21 @@ class Hosts:
 
     def shape(self, mbit: float) -> None:
         """Both ways."""
-        self._both(lambda: _shape(WIRE, mbit))
+        self._both(lambda: _shape(INTERFACE, mbit))
 
     def unshape(self) -> None:
-        self._both(lambda: _run("tc", "qdisc", "replace", "dev", WIRE, "root", "pfifo_fast"))
+        self._both(lambda: _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", "pfifo_fast"))
 
     def _both(self, act: Callable[[], None]) -> None:
         act()
-        with self.on_the_far_one():
+        with self.on_remote():
             act()
 
     @staticmethod
     def moved_bytes() -> tuple[int, int]:
         """What has come to the near host over the wire, and what has left it."""
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-        counts = next(line for line in lines if line.strip().startswith(f"{WIRE}:")).partition(":")[2].split()
+        counts = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:")).partition(":")[2].split()
         return int(counts[0]), int(counts[8])
 
 
@@ -72,10 +72,10 @@ def two_hosts() -> Iterator[Hosts]:
         _leave()
         hosts = Hosts(_here(), far)
         try:
-            _ip(f"link add {WIRE} type veth peer name {WIRE} netns /proc/{os.getpid()}/fd/{far}")
-            _settle(ADDRESSES[0])
-            with hosts.on_the_far_one():
-                _settle(ADDRESSES[1])
+            _ip(f"link add {INTERFACE} type veth peer name {INTERFACE} netns /proc/{os.getpid()}/fd/{far}")
+            _bring_up(ADDRESSES[0])
+            with hosts.on_remote():
+                _bring_up(ADDRESSES[1])
             yield hosts
         finally:
             _enter(home)
@@ -102,7 +102,7 @@ def switched(count: int, mbit: float) -> Iterator[list[Callable[[], str]]]:
         hosts = [_plug_in(i, switch, mbit) for i in range(count)]
         kept += [host for host, _ in hosts]
         _enter(home)
-        yield [partial(_settle_on, *host) for host in hosts]
+        yield [partial(_configure_in, *host) for host in hosts]
     finally:
         _enter(home)
         for namespace in kept:
@@ -115,17 +115,17 @@ def _plug_in(number: int, switch: int, mbit: float) -> tuple[int, str]:
     _leave()
     host = _here()
     _enter(switch)
-    _ip(f"link add {port} type veth peer name {WIRE} netns /proc/{os.getpid()}/fd/{host}")
+    _ip(f"link add {port} type veth peer name {INTERFACE} netns /proc/{os.getpid()}/fd/{host}")
     _ip(f"link set {port} master switch up")
     _shape(port, mbit)
     _enter(host)
-    _settle(address)
-    _shape(WIRE, mbit)
+    _bring_up(address)
+    _shape(INTERFACE, mbit)
     _enter(switch)
     return host, address
 
 
-def _settle_on(host: int, address: str) -> str:
+def _configure_in(host: int, address: str) -> str:
     _enter(host)
     return address
 
@@ -142,9 +142,9 @@ def _shape(device: str, mbit: float) -> None:
     _run(*f"tc qdisc replace dev {device} root tbf {words}".split())
 
 
-def _settle(address: str) -> None:
-    _ip(f"addr add {address}/24 dev {WIRE}")
-    _ip(f"link set {WIRE} up")
+def _bring_up(address: str) -> None:
+    _ip(f"addr add {address}/24 dev {INTERFACE}")
+    _ip(f"link set {INTERFACE} up")
     _ip("link set lo up")
 
 

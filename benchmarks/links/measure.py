@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.links.hosts import Hosts
 from benchmarks.links.quality import SMOOTH_STEPS, smooth
-from benchmarks.links.sides import SPENT, Going, Start, Step
+from benchmarks.links.sides import TIME_FIELDS, RunningSide, Start, StepRow
 from benchmarks.overhead.side_by_side import Numbers
 
 LEAST_ROWS = 2
@@ -32,24 +32,26 @@ def speed(
     window_s: float,
     batch: int,
     period: int = 1,
-    settled: Callable[[Going, float], bool] | None = None,
+    settled: Callable[[RunningSide, float], bool] | None = None,
 ) -> Numbers:
     """Steps per second count the samples that all workers made; where steps are shared, that is the same. Where workers
     agree every `period` steps, whole periods are counted, the first without its first few steps. What happens before
     it has `settled`, which is asked with the time when the wire was shaped, does not count."""
     least, begin = (LEAST_ROWS, 1) if period == 1 else (0, 0)
-    with _going(start, hosts, scratch) as going:
+    with _running(start, hosts, scratch) as going:
         shaped_t = since_t = _shape(going, hosts, mbit)
         if settled:
             _until(going, lambda: settled(going, shaped_t))
             since_t = time.time()
-        _until(going, lambda: _told(going, since_t, period) >= begin)  # the step that was under way does not count
+        _until(
+            going, lambda: _periods_reported(going, since_t, period) >= begin
+        )  # the step that was under way does not count
         before, cpu_s, began_t = hosts.moved_bytes(), _cpu_s(going), time.time()
-        _until(going, lambda: _told(going, since_t, period) > least and time.time() > began_t + window_s)
+        _until(going, lambda: _periods_reported(going, since_t, period) > least and time.time() > began_t + window_s)
         moved = max(now - then for then, now in zip(before, hosts.moved_bytes(), strict=True))
         cpu_s, wall_s = _cpu_s(going) - cpu_s, time.time() - began_t
         counted = [
-            whole(rows, since_t, period, first=not begin)
+            whole_periods(rows, since_t, period, first=not begin)
             for rows in going.rows.values()
             if _ends(rows, since_t, period)
         ]
@@ -63,7 +65,7 @@ def seconds_to(
 ) -> float | None:
     """Until the loss of all workers' lanes together is there, from the first step on; None if that takes too long.
     For sides whose bits depend on the link."""
-    with _going(start, hosts, scratch) as going:
+    with _running(start, hosts, scratch) as going:
         began_t = _shape(going, hosts, mbit)
         while time.time() < began_t + most_s:
             going.tick()
@@ -74,7 +76,7 @@ def seconds_to(
 
 
 @contextlib.contextmanager
-def _going(start: Start, hosts: Hosts, scratch: Path) -> Iterator[Going]:
+def _running(start: Start, hosts: Hosts, scratch: Path) -> Iterator[RunningSide]:
     place = scratch / f"side-{next(_places)}"
     place.mkdir(parents=True)
     hosts.unshape()
@@ -85,14 +87,14 @@ def _going(start: Start, hosts: Hosts, scratch: Path) -> Iterator[Going]:
         going.close()
 
 
-def _shape(going: Going, hosts: Hosts, mbit: float) -> float:
+def _shape(going: RunningSide, hosts: Hosts, mbit: float) -> float:
     """As soon as both train."""
     _until(going, lambda: len(going.rows) == going.workers and all(going.rows.values()))
     hosts.shape(mbit) if math.isfinite(mbit) else hosts.unshape()
     return time.time()
 
 
-def _until(going: Going, holds: Callable[[], bool]) -> None:
+def _until(going: RunningSide, holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + MOST_S
     while not holds():
         if time.monotonic() > deadline:
@@ -100,42 +102,44 @@ def _until(going: Going, holds: Callable[[], bool]) -> None:
         going.tick()
 
 
-def _told(going: Going, since_t: float, period: int) -> int:
+def _periods_reported(going: RunningSide, since_t: float, period: int) -> int:
     """How many ends of a period everybody has told who has lanes at all: all may be with the faster worker."""
     found = going.rows
     if len(found) < going.workers:
         return 0
-    return least_told([len(_ends(rows, since_t, period)) for rows in found.values()])
+    return fewest_reported([len(_ends(rows, since_t, period)) for rows in found.values()])
 
 
-def least_told(counts: Sequence[int]) -> int:
+def fewest_reported(counts: Sequence[int]) -> int:
     return min(n for n in counts if n or max(counts) < IDLE)
 
 
-def _ends(rows: list[Step], since_t: float, period: int) -> list[int]:
+def _ends(rows: list[StepRow], since_t: float, period: int) -> list[int]:
     """The rows that are there when all have agreed."""
     return [i for i, row in enumerate(rows) if row.t > since_t and row.step % period == 0 and not row.inner]
 
 
-def whole(rows: list[Step], since_t: float, period: int, *, first: bool = False) -> list[Step]:
+def whole_periods(rows: list[StepRow], since_t: float, period: int, *, first: bool = False) -> list[StepRow]:
     """From the end of one period to the end of another, or, with the first period, from the first row on."""
     ends = _ends(rows, since_t, period)
     begin = next(i for i, row in enumerate(rows) if row.t > since_t) if first else ends[0]
     return rows[begin : ends[-1] + 1]
 
 
-def _cpu_s(going: Going) -> float:
+def _cpu_s(going: RunningSide) -> float:
     times = [psutil.Process(pid).cpu_times() for pid in going.pids()]
     return float(sum(one.user + one.system for one in times))
 
 
-def _samples_per_s(rows: list[Step]) -> float:
+def _samples_per_s(rows: list[StepRow]) -> float:
     return sum(row.samples for row in rows[1:]) / (rows[-1].t - rows[0].t)
 
 
-def _spent(counted: list[list[Step]]) -> dict[str, float]:
+def _spent(counted: list[list[StepRow]]) -> dict[str, float]:
     """Milliseconds per step, of the workers' mean."""
     steps = sum(rows[-1].step - rows[0].step for rows in counted)
     if not steps:
         return {}
-    return {name: 1000 * sum(r.spent.get(name, 0.0) for rows in counted for r in rows[1:]) / steps for name in SPENT}
+    return {
+        name: 1000 * sum(r.spent.get(name, 0.0) for rows in counted for r in rows[1:]) / steps for name in TIME_FIELDS
+    }

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.links.hosts import WIRE
+from benchmarks.links.hosts import INTERFACE
 from benchmarks.links.models import BATCH, CONTEXT, LR, MODELS
 from benchmarks.links.samples import IMAGES, LABELS, TEXT
 from benchmarks.links.traffic import connected, keep_busy
@@ -38,7 +38,7 @@ def main() -> None:
         keep_busy(rank)
     meet = meeting(rank) if asked["meet"] else None
     if asked["talk"]:
-        os.environ["GLOO_SOCKET_IFNAME"] = WIRE
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         dist.init_process_group("gloo", init_method=f"file://{asked['reports']}/meeting", rank=rank, world_size=2)
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     inputs, targets = arrays(Path(asked["data"]), asked["model"])

@@ -14,10 +14,10 @@ from benchmarks import report
 from benchmarks.links.models import BATCH, job
 from benchmarks.links.sides import CODECS, LOCALS, local
 from benchmarks.overhead.side_by_side import Row
-from shoal.events import Event, Picture
-from shoal.fleet.engines.local import Nursery
-from shoal.jobs import directory
-from shoal.jobs.run import Run
+from shoal.events import Event, RunState
+from shoal.fleet.engines.local import ForkServer
+from shoal.jobs import run_dir
+from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job
 
 UNCOMPRESSED = "none"
@@ -56,7 +56,7 @@ class Curve:
         means = [sum(loss * n for loss, n in it) / sum(n for _, n in it) for _, it in sorted(found.items())]
         return {"losses": " ".join(f"{mean:.4f}" for mean in means), "final": self.final}
 
-    def look(self, event: Event, picture: Picture) -> None:
+    def on_event(self, event: Event, picture: RunState) -> None:
         if event.kind == "step":
             self.losses.append((int(event.step or 0), event["loss"], event["samples"]))
         elif event.kind == "evaluated":
@@ -81,18 +81,18 @@ def smooth(losses: Iterable[tuple[Any, float, int]], over: int) -> Iterator[tupl
             yield when, total / seen
 
 
-def learn(
+def train_curves(
     model: str,
     data: Path,
     wanted: Iterable[tuple[str, int]],
     *,
     steps: int,
-    nursery: Nursery,
+    nursery: ForkServer,
     scratch: Path,
     done: Callable[[str, int, Curve], None],
 ) -> None:
     """Of each codec and seed."""
-    waiting, going = list(wanted), dict[tuple[str, int], tuple[Run, Curve]]()
+    waiting, going = list(wanted), dict[tuple[str, int], tuple[RunDriver, Curve]]()
     try:
         while waiting or going:
             if waiting and len(going) < AT_ONCE:
@@ -110,7 +110,7 @@ def learn(
             run.close()
 
 
-def learn_more(
+def train_missing_curves(
     model: str, data: Path, codecs: Sequence[str], *, seeds: int, steps: int, keep: bool, **how: Any
 ) -> Curves:
     """What was learned before and kept under the same title is not learned again; all that is new is kept at once."""
@@ -128,7 +128,7 @@ def learn_more(
 
     wanted = [(codec, seed) for seed in range(seeds) for codec in dict.fromkeys([UNCOMPRESSED, *codecs])]
     missing = [(codec, seed) for codec, seed in wanted if str(seed) not in kept.get(codec, {})]
-    learn(model, data, missing, steps=steps, done=done, **how)
+    train_curves(model, data, missing, steps=steps, done=done, **how)
     return curves()
 
 
@@ -139,9 +139,9 @@ def _job(model: str, data: Path, codec: str, *, seed: int, steps: int) -> Mappin
     return plain
 
 
-def _started(plain: Mapping[str, Any], runs: Path, nursery: Nursery, curve: Curve) -> Run:
+def _started(plain: Mapping[str, Any], runs: Path, nursery: ForkServer, curve: Curve) -> RunDriver:
     made = make_job(dict(plain))
-    run = Run(made, directory.create(made, runs), nursery, watch=curve.look)
+    run = RunDriver(made, run_dir.create(made, runs), nursery, on_event=curve.on_event)
     run.start()
     return run
 

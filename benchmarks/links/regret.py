@@ -21,16 +21,16 @@ from benchmarks import report
 from benchmarks.links import measure
 from benchmarks.links.hosts import ADDRESSES, Hosts
 from benchmarks.links.models import BATCH, job
-from benchmarks.links.sides import CODECS, Going, Nurseries, Shoal
+from benchmarks.links.sides import CODECS, ForkServers, RunningSide, ShoalSide
 from benchmarks.overhead.side_by_side import Numbers
-from benchmarks.unequal.slowed import Slowed
-from shoal.events import Event, Picture
-from shoal.jobs import planning
-from shoal.parallel.links.pace import answer_pace, link_pace
-from shoal.plan.costs.choose import choose
-from shoal.plan.costs.facts import Choice, Host, Link, Machine, Measured, Prediction
+from benchmarks.unequal.cpu_throttle import CpuThrottle
+from shoal.collectives.transport.bandwidth import answer_link_test, measure_link
+from shoal.events import Event, RunState
+from shoal.jobs import planner
+from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_measured, sync_section
+from shoal.plan.costs.model import Cluster, CostPrediction, HostResources, MeasuredJob, NetworkLink, RunChoice
 from shoal.plan.costs.predict import predict
-from shoal.plan.costs.reading import Wanted, read_machine, read_measured, sync_section
+from shoal.plan.costs.select import select_plan
 from shoal.spec.load import make_job
 
 LANES, PERIOD = 4, 128
@@ -43,9 +43,9 @@ CLOSE = 0.8
 """Of the best: who may be better in the next turn."""
 ALLOW = ("codecs", "local")
 TITLE = "regret: "
-_PAIR = Choice(workers=2, hosts=2)
-SIDES: Mapping[str, Choice] = {
-    "one worker": Choice(),
+_PAIR = RunChoice(workers=2, hosts=2)
+SIDES: Mapping[str, RunChoice] = {
+    "one worker": RunChoice(),
     **{f"lanes, {codec}": replace(_PAIR, codec=codec) for codec in ("none", "bf16", "int8", "int4")},
     **{
         f"local {every}, bf16": replace(_PAIR, sync="local", every=every, settle=PERIOD // every, codec="bf16")
@@ -54,7 +54,7 @@ SIDES: Mapping[str, Choice] = {
     "server, 0, none": replace(_PAIR, sync="server", servers=1),
 }
 SLOW_MBIT = 10.0
-SELDOM: Mapping[str, Choice] = {
+SLOW_LINK_SIDES: Mapping[str, RunChoice] = {
     "local 128, int4": replace(_PAIR, sync="local", every=128, settle=4, codec="int4"),
 }
 """Of little use but where the link is slow, and a period takes long to measure."""
@@ -74,41 +74,41 @@ class Cell:
         return f"{TITLE}{self.model}, {link}, {'equal' if self.slow == 1 else f'one {self.slow} times slower'}"
 
     @property
-    def sides(self) -> Mapping[str, Choice]:
+    def sides(self) -> Mapping[str, RunChoice]:
         """What it may choose from."""
-        return {**SIDES, **SELDOM} if self.mbit <= SLOW_MBIT else SIDES
+        return {**SIDES, **SLOW_LINK_SIDES} if self.mbit <= SLOW_MBIT else SIDES
 
 
-class Unequal(Shoal):
+class UnequalShoalSide(ShoalSide):
     """A run whose second worker gets a part of its processor as soon as both train."""
 
     def __init__(self, slow: int, *made: Any) -> None:
         self._slow = slow
-        self._slowed: Slowed | None = None
+        self._slowed: CpuThrottle | None = None
         self.moved = False
         super().__init__(*made)
 
-    def _look(self, event: Event, picture: Picture) -> None:
-        super()._look(event, picture)
+    def _on_event(self, event: Event, picture: RunState) -> None:
+        super()._on_event(event, picture)
         self.moved |= event.kind == "joined" and self._slowed is not None and len(event["lanes"]) != LANES // 2
 
     def tick(self) -> None:
         super().tick()
         both = self.workers == len(self.rows) == 2
         if self._slow > 1 and both and self._slowed is None and (pid := self.pid(1)):
-            self._slowed = Slowed(pid, self._slow)
+            self._slowed = CpuThrottle(pid, self._slow)
             self._slowed.start()
 
     def close(self) -> None:
         if self._slowed:
-            self._slowed.end()
+            self._slowed.stop()
         super().close()
 
 
 @dataclass(frozen=True)
 class Bench:
     hosts: Hosts
-    nurseries: Nurseries
+    nurseries: ForkServers
     data: Path
     scratch: Path
     window_s: float
@@ -120,7 +120,7 @@ class Bench:
         asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": SAMPLES[cell.model]}
         plain = self._job(cell, choice)
         return measure.speed(
-            lambda place: Unequal(cell.slow, plain, self.nurseries, place),
+            lambda place: UnequalShoalSide(cell.slow, plain, self.nurseries, place),
             self.hosts,
             self.scratch,
             period=period,
@@ -130,11 +130,11 @@ class Bench:
 
     def planned(self, cell: Cell) -> dict[str, Any]:
         """What the planner would take, and what it said of every side."""
-        facts = planning.measure(make_job(dict(self._job(cell, Choice()))), nursery=self.nurseries[0])
+        facts = planner.measure(make_job(dict(self._job(cell, RunChoice()))), fork_server=self.nurseries[0])
         link = measured_link(self.hosts, cell.mbit)
-        measured, machine = read_measured(facts), read_machine(facts, Wanted())
+        measured, machine = read_measured(facts), read_cluster(facts, PlanRequest())
         said = predictions(cell.sides, measured, machine, link, cell.slow)
-        pick = choose(list(said.values()), own=Choice(), allow=ALLOW).pick
+        pick = select_plan(list(said.values()), own=RunChoice(), allow=ALLOW).pick
         assert pick is not None, "one worker always fits"
         return {
             "choice": next(name for name, it in cell.sides.items() if it == pick.prediction.choice),
@@ -144,44 +144,46 @@ class Bench:
             "latency_s": link.latency_s,
         }
 
-    def _job(self, cell: Cell, choice: Choice) -> Mapping[str, Any]:
+    def _job(self, cell: Cell, choice: RunChoice) -> Mapping[str, Any]:
         engine = {"kind": "local", "listen": ADDRESSES[0], "patience_s": 5}  # not long without us
         way = {"sync": sync_section(choice), "codec": CODECS[choice.codec], "workers": choice.workers}
         return job(cell.model, self.data, engine=engine, lanes=LANES, batch_size=SAMPLES[cell.model], **way)
 
 
-def balanced(going: Going, shaped_t: float, *, most_s: float) -> bool:
+def balanced(going: RunningSide, shaped_t: float, *, most_s: float) -> bool:
     """As far as it will be."""
-    assert isinstance(going, Unequal)
+    assert isinstance(going, UnequalShoalSide)
     return time.time() > shaped_t + (BALANCE_S if going.moved else most_s)
 
 
 def predictions(
-    sides: Mapping[str, Choice], measured: Measured, machine: Machine, link: Link, slow: int
-) -> dict[str, Prediction]:
+    sides: Mapping[str, RunChoice], measured: MeasuredJob, machine: Cluster, link: NetworkLink, slow: int
+) -> dict[str, CostPrediction]:
     """The hosts have the cores of one machine: those of two slow each other down, one alone has it for itself."""
     memory, crowding = machine.hosts[0].memory_bytes / 2, machine.crowding
-    alone = replace(machine, hosts=(Host(1, memory),))
-    both = replace(machine, hosts=(Host(1, memory, 1 / crowding), Host(1, memory, 1 / (crowding * slow))))
+    alone = replace(machine, hosts=(HostResources(1, memory),))
+    both = replace(
+        machine, hosts=(HostResources(1, memory, 1 / crowding), HostResources(1, memory, 1 / (crowding * slow)))
+    )
     return {
         name: predict(choice, measured, alone if choice.hosts == 1 else both, link) for name, choice in sides.items()
     }
 
 
-def measured_link(hosts: Hosts, mbit: float) -> Link:
+def measured_link(hosts: Hosts, mbit: float) -> NetworkLink:
     """As two workers would find it."""
     hosts.shape(mbit) if mbit < float("inf") else hosts.unshape()
     with socket.create_server((ADDRESSES[0], 0)) as listener:
-        with hosts.on_the_far_one():
+        with hosts.on_remote():
             far = socket.create_connection(listener.getsockname())
         near, _ = listener.accept()
-    answering = threading.Thread(target=answer_pace, args=(far,), daemon=True)
+    answering = threading.Thread(target=answer_link_test, args=(far,), daemon=True)
     answering.start()
     with near:
-        found = link_pace(near)
+        found = measure_link(near)
     answering.join()
     far.close()
-    return Link(found.latency_s, found.send_bytes_s, found.receive_bytes_s)
+    return NetworkLink(found.latency_s, found.send_bytes_s, found.receive_bytes_s)
 
 
 def with_kept(cell: Cell, planned: Mapping[str, Any], found: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -24,11 +24,11 @@ def prepare(given: Path | None, into: Path) -> Path:
     drawn = rng.random((10, 28, 28))[labels] * (1 - NOISE) + rng.random((len(labels), 28, 28)) * NOISE
     write_idx(into / IMAGES, (255 * drawn).astype(np.uint8))
     write_idx(into / LABELS, labels)
-    (into / TEXT).write_bytes(babble(rng, 400_000).astype(np.uint8).tobytes())
+    (into / TEXT).write_bytes(markov_text(rng, 400_000).astype(np.uint8).tobytes())
     return into
 
 
-def babble(rng: np.random.Generator, length: int) -> np.ndarray:
+def markov_text(rng: np.random.Generator, length: int) -> np.ndarray:
     """Letters of which the last two make a few likelier than the rest."""
     likely = rng.integers(0, LETTERS, (LETTERS, LETTERS, 8))
     choices, found = rng.geometric(0.4, length) - 1, [0, 0]

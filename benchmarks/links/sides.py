@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from benchmarks.links.hosts import ADDRESSES
 from benchmarks.links.models import job
-from benchmarks.links.spread import SpreadEngine
+from benchmarks.links.two_host_engine import TwoHostEngine
 from benchmarks.report import environment
-from shoal.events import Event, Picture
-from shoal.fleet.engines.local import LocalEngine, Nursery
-from shoal.jobs import directory
-from shoal.jobs.run import Run, make_nursery
+from shoal.events import Event, RunState
+from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.jobs import run_dir
+from shoal.jobs.run_driver import RunDriver, make_fork_server
 from shoal.spec.load import make_job
 from shoal.spec.view import Seat
 
@@ -48,12 +48,12 @@ LOCALS = (
 PERIOD = 512
 """After so many steps lanes that train by themselves agree on everything."""
 EXACT, STALENESS = "0", ("4", "inf")
-SPENT = ("compute_s", "exchange_s", "waiting_s", "data_s")
-Nurseries = tuple[Nursery, Nursery]
+TIME_FIELDS = ("compute_s", "exchange_s", "waiting_s", "data_s")
+ForkServers = tuple[ForkServer, ForkServer]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRow:
     t: float
     samples: int
     step: int = 0
@@ -63,12 +63,12 @@ class Step:
     """By one worker alone; the others need not have come so far."""
 
 
-class Going(Protocol):
+class RunningSide(Protocol):
     @property
     def workers(self) -> int: ...
 
     @property
-    def rows(self) -> dict[str, list[Step]]:
+    def rows(self) -> dict[str, list[StepRow]]:
         """By worker."""
 
     def tick(self) -> None:
@@ -80,33 +80,33 @@ class Going(Protocol):
     def close(self) -> None: ...
 
 
-Start = Callable[[Path], Going]
+Start = Callable[[Path], RunningSide]
 """Given a directory of its own."""
 
 
-def open_nursery() -> Nursery:
+def open_fork_server() -> ForkServer:
     """Where all processes of a host come from, of all sides."""
     os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # it imports the plain side at once
-    return make_nursery(1, modules=[PLAIN])
+    return make_fork_server(1, modules=[PLAIN])
 
 
-class Shoal:
+class ShoalSide:
     """A whole run, all at its defaults, on both hosts."""
 
-    def __init__(self, plain_job: Mapping[str, Any], nurseries: Nurseries, place: Path) -> None:
+    def __init__(self, plain_job: Mapping[str, Any], nurseries: ForkServers, place: Path) -> None:
         made = make_job(dict(plain_job))
         self.workers = made.workers.most
-        paths = directory.create(made, place / "runs")
-        self.rows: dict[str, list[Step]] = defaultdict(list)
-        self._run = Run(made, paths, nurseries[0], watch=self._look)
-        self._run.engine = SpreadEngine(nurseries, name=str(paths.root), logs=paths.logs)  # type: ignore[assignment]
+        paths = run_dir.create(made, place / "runs")
+        self.rows: dict[str, list[StepRow]] = defaultdict(list)
+        self._run = RunDriver(made, paths, nurseries[0], on_event=self._on_event)
+        self._run.engine = TwoHostEngine(nurseries, name=str(paths.root), logs=paths.logs)  # type: ignore[assignment]
         self._run.start()
 
-    def _look(self, event: Event, picture: Picture) -> None:
+    def _on_event(self, event: Event, picture: RunState) -> None:
         if event.kind == "step":
-            spent = {name: float(event.get(name) or 0) for name in SPENT}
+            spent = {name: float(event.get(name) or 0) for name in TIME_FIELDS}
             inner = bool(event.get("inner"))
-            step = Step(event.t, event["samples"], int(event.step or 0), event["loss"], spent, inner)
+            step = StepRow(event.t, event["samples"], int(event.step or 0), event["loss"], spent, inner)
             self.rows[event.who].append(step)
 
     def tick(self) -> None:
@@ -123,19 +123,19 @@ class Shoal:
         self._run.close()
 
 
-class Plain:
+class PlainTorchSide:
     """A process of plain torch on each host."""
 
     workers = 2
 
-    def __init__(self, asked: Mapping[str, Any], nurseries: Nurseries, place: Path) -> None:
+    def __init__(self, asked: Mapping[str, Any], nurseries: ForkServers, place: Path) -> None:
         self._place = place
         self._engines = [LocalEngine(it, name=str(place), logs=place / "logs") for it in nurseries]
         for rank, engine in enumerate(self._engines):
             engine.start([Seat(number=rank)], PLAIN, [json.dumps({**asked, "reports": str(place)})])
 
     @property
-    def rows(self) -> dict[str, list[Step]]:
+    def rows(self) -> dict[str, list[StepRow]]:
         return {path.stem: _read(path) for path in self._place.glob("*.rows")}
 
     def tick(self) -> None:
@@ -154,9 +154,9 @@ def _pids(engines: Sequence[LocalEngine]) -> list[int]:
     return [pid for engine in engines for seat in engine.seats if (pid := engine.pid(seat))]
 
 
-def _read(path: Path) -> list[Step]:
+def _read(path: Path) -> list[StepRow]:
     lines = path.read_text().split("\n")[:-1]  # the last may be half a line
-    return [Step(float(t), int(samples)) for t, samples in map(str.split, lines)]
+    return [StepRow(float(t), int(samples)) for t, samples in map(str.split, lines)]
 
 
 ALONE, BUSY, MEETING, RIVAL = "alone", "alone, a busy wire", "in step", "ddp"
@@ -164,17 +164,17 @@ ALONE, BUSY, MEETING, RIVAL = "alone", "alone, a busy wire", "in step", "ddp"
 
 
 def sides(
-    model: str, data: Path, codecs: Sequence[str], locals_: Sequence[str], nurseries: Nurseries
+    model: str, data: Path, codecs: Sequence[str], locals_: Sequence[str], nurseries: ForkServers
 ) -> dict[str, Start]:
     """All of them by name."""
 
     def plain(*, talk: bool = False, traffic: bool = False, meet: bool = False) -> Start:
         asked = {"model": model, "data": str(data), "talk": talk, "traffic": traffic, "meet": meet}
-        return lambda place: Plain(asked, nurseries, place)
+        return lambda place: PlainTorchSide(asked, nurseries, place)
 
     def shoal(**changes: Any) -> Start:
         engine = {"kind": "local", "listen": ADDRESSES[0], "balance": False, "patience_s": 5}  # not long without us
-        return lambda place: Shoal(job(model, data, engine=engine, **changes), nurseries, place)
+        return lambda place: ShoalSide(job(model, data, engine=engine, **changes), nurseries, place)
 
     def server(staleness: str, codec: str) -> Start:
         return shoal(sync={"kind": "server", "staleness": _number(staleness)}, codec=CODECS[codec])
@@ -201,6 +201,6 @@ def _number(staleness: str) -> int | str:
     return staleness if staleness == "inf" else int(staleness)
 
 
-def stale(side: str) -> bool:
+def has_staleness(side: str) -> bool:
     """Do the bits of this side depend on who is faster?"""
     return side.startswith("server") and not side.startswith(f"server, {EXACT}")

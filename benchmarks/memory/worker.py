@@ -16,12 +16,12 @@ from torch.nn import functional
 
 from benchmarks.overhead.models import GPT
 from shoal.data.batch import Batch
-from shoal.parallel.replica import Replica
-from shoal.parallel.shard.grid import Grid
-from shoal.parallel.shard.make import Sharding, hold
-from shoal.parallel.shard.replica import ShardedReplica
-from shoal.spec.shard import FsdpShard, PipelineShard, TensorShard
-from shoal.train.heap import keep_memory
+from shoal.lanes.replica import Replica
+from shoal.sharding.build import ActiveShardingConfig, build_sharded_model
+from shoal.sharding.device_mesh import ShardMesh
+from shoal.sharding.replica import ShardedReplica
+from shoal.spec.sharding import FsdpConfig, PipelineParallelConfig, TensorParallelConfig
+from shoal.train.malloc import keep_freed_memory
 
 EVERY_S = 0.002
 PAGE = 4096
@@ -33,7 +33,7 @@ def private_bytes() -> int:
     return (int(resident) - int(shared)) * PAGE
 
 
-class Peak(threading.Thread):
+class PeakMemory(threading.Thread):
     """Looks again and again, so that nothing that lasts a few milliseconds is missed."""
 
     def __init__(self) -> None:
@@ -61,24 +61,24 @@ def replica_of(kind: str, rank: int, size: int, store: str, make: Any, example: 
     if kind == "one":
         model = make()
         return Replica(model, optimizer(model.parameters()), loss, seed=0)
-    grid = Grid(FileStore(store, size), rank=rank, size=size, ways=size)
-    shards: dict[str, Sharding] = {
-        "fsdp": FsdpShard(kind="fsdp"),
-        "tensor": TensorShard(kind="tensor"),
-        "pipeline": PipelineShard(kind="pipeline", microbatches=size),
+    grid = ShardMesh(FileStore(store, size), rank=rank, world_size=size, replica_size=size)
+    shards: dict[str, ActiveShardingConfig] = {
+        "fsdp": FsdpConfig(kind="fsdp"),
+        "tensor": TensorParallelConfig(kind="tensor"),
+        "pipeline": PipelineParallelConfig(kind="pipeline", microbatches=size),
     }
-    cut, held = hold(shards[kind], grid, make, loss=loss, example=example)
-    return ShardedReplica(cut, held, optimizer(held.bare.parameters()), loss, seed=0)
+    cut, held = build_sharded_model(shards[kind], grid, make, loss=loss, example=example)
+    return ShardedReplica(cut, held, optimizer(held.param_module.parameters()), loss, seed=0)
 
 
 def main() -> None:
     kind, rank, size, store, told = sys.argv[1:]
     shape = json.loads(told)
-    keep_memory()  # as every worker does; who holds a part gives it back after all
+    keep_freed_memory()  # as every worker does; who holds a part gives it back after all
     torch.set_num_threads(1)
     samples, steps = shape.pop("samples"), shape.pop("steps")
     vocabulary, context = shape["vocabulary"], shape["context"]
-    peak = Peak()
+    peak = PeakMemory()
     torch.manual_seed(0)
     # With fsdp each worker has samples of its own, with the others all work on the same.
     share = 1 / int(size) if kind == "fsdp" else 1.0
@@ -90,7 +90,7 @@ def main() -> None:
     losses = []
     began = time.perf_counter()
     for step in range(steps):
-        replica.begin()
+        replica.begin_step()
         total = replica.forward_backward(step, 0, batch(vocabulary, context, samples, step), share=share)
         losses.append(float(replica.apply(step, total)))
         del total

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median, ratio
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.store import CheckpointStore
 
 TENSORS = 24
 SAVES = 10
@@ -42,7 +42,7 @@ def change(state: dict[str, Any], *, half: bool = False) -> None:
 def stalls(state: dict[str, Any], bench: Bench) -> list[Row]:
     bench.say(f"checkpoint: stall, {bench.repeats} turns")
     place = bench.scratch / "shoal"
-    store = Store(place, job_sha256=None, keep=2)
+    store = CheckpointStore(place, job_sha256=None, keep=2)
     save_with_shoal(store, state)  # the memory for copies is reserved once
     variants: dict[str, Callable[[], Numbers]] = {
         "shoal": functools.partial(save_with_shoal, store, state),
@@ -69,7 +69,7 @@ def stalls(state: dict[str, Any], bench: Bench) -> list[Row]:
 _steps = iter(range(1, 1 << 30))
 
 
-def save_with_shoal(store: Store, state: dict[str, Any]) -> Numbers:
+def save_with_shoal(store: CheckpointStore, state: dict[str, Any]) -> Numbers:
     change(state)
     start, start_cpu = time.perf_counter(), time.process_time()
     store.save(next(_steps), state)
@@ -98,7 +98,7 @@ def stored(state: dict[str, Any], bench: Bench) -> list[Row]:
     bench.say(f"checkpoint: {SAVES} of a half-frozen model")
     frozen = list(state["model"])[: TENSORS // 2]
     half = {"model": state["model"], "optimizer": {n: m for n, m in state["optimizer"].items() if n not in frozen}}
-    store = Store(bench.scratch / "shoal", job_sha256=None, keep=SAVES)
+    store = CheckpointStore(bench.scratch / "shoal", job_sha256=None, keep=SAVES)
     for _ in range(SAVES):
         change(half, half=True)
         store.save(next(_steps), half)

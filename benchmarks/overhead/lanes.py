@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from benchmarks.overhead.loop import STEPS, shoal_loop
-from benchmarks.overhead.runs import BATCH, open_nursery
+from benchmarks.overhead.runs import BATCH, open_fork_server
 from benchmarks.overhead.side_by_side import Bench, Row, in_turns, median, ratio
 
 LANES = (1, 2, 4, 8)
@@ -13,7 +13,7 @@ LANES = (1, 2, 4, 8)
 
 def measure(bench: Bench) -> list[Row]:
     rows = []
-    with open_nursery() as nursery:
+    with open_fork_server() as nursery:
         for model, most in STEPS.items():
             steps = most // (20 if bench.quick else 2)
             bench.say(f"lanes: {model}, {steps} steps, {bench.repeats} turns")

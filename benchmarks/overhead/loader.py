@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median, ratio
-from shoal.data.deal import make_dealer
-from shoal.data.feed import Feed
+from shoal.data.batch_loader import BatchLoader
+from shoal.data.make_sampler import make_sampler
 from shoal.data.source import open_source
-from shoal.spec.data import NpzSource, ParquetSource, RandomDeal
+from shoal.spec.data import NpzSourceConfig, ParquetSourceConfig, RandomSamplerConfig
 
 BATCH, WIDTH, GROUP_ROWS = 256, 128, 8192
 Batches = Iterable[Any]
@@ -35,14 +35,16 @@ def measure(bench: Bench) -> list[Row]:
     memory = bench.scratch / "memory.npz"
     write_arrays(memory, rows)
     held: dict[str, Callable[[], Batches]] = {
-        "shoal feed": functools.partial(from_feed, NpzSource(kind="npz", path=str(memory))),
+        "shoal feed": functools.partial(from_batch_loader, NpzSourceConfig(kind="npz", path=str(memory))),
         "DataLoader": functools.partial(arrays_loader, memory, 0),
         "DataLoader, 2 workers": functools.partial(arrays_loader, memory, 2),
     }
     table = bench.scratch / "table.parquet"
     size_bytes = write_table(table, (200 if bench.quick else 2000) << 20)
     streamed: dict[str, Callable[[], Batches]] = {
-        "shoal feed": functools.partial(from_feed, ParquetSource(kind="parquet", path=str(table), target="y")),
+        "shoal feed": functools.partial(
+            from_batch_loader, ParquetSourceConfig(kind="parquet", path=str(table), target="y")
+        ),
         "DataLoader": functools.partial(table_loader, table, 0),
         "DataLoader, 2 workers": functools.partial(table_loader, table, 2),
     }
@@ -87,7 +89,7 @@ def one_pass(batches: Batches) -> Numbers:
     torch.set_num_threads(1)
     iterator = iter(batches)
     next(iterator)
-    with Memory() as memory:
+    with MemoryMonitor() as memory:
         start, start_cpu = time.perf_counter(), cpu_s()
         for _ in iterator:
             pass
@@ -105,10 +107,10 @@ def cpu_s() -> float:
     return sum(own[:4]) + sum(float(t.user + t.system) for t in alive)
 
 
-class Memory:
+class MemoryMonitor:
     """Samples the memory of this process and its children, pages of files not counted, twenty times a second."""
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> MemoryMonitor:
         self.seen = [self._now()]
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -136,13 +138,15 @@ class Memory:
 # ---- the loaders ----
 
 
-def from_feed(spec: Any) -> Iterator[Any]:
+def from_batch_loader(spec: Any) -> Iterator[Any]:
     """Shoal: one epoch, shuffled, one lane."""
     source = open_source(spec, base_dir=".")
     ids = np.arange(len(source), dtype=np.int64)
-    dealer = make_dealer(RandomDeal(), ids=ids, lanes=1, batch_size=BATCH, seed=0, drop_last=False, source=source)
-    feed = Feed(source, dealer, seed=0, lanes=1)
-    feed.carry([0], 0)
+    dealer = make_sampler(
+        RandomSamplerConfig(), ids=ids, lanes=1, batch_size=BATCH, seed=0, drop_last=False, source=source
+    )
+    feed = BatchLoader(source, dealer, seed=0, lanes=1)
+    feed.set_lanes([0], 0)
     yield from (feed.get(step, 0) for step in range(dealer.steps_per_epoch))
     feed.close()
 
@@ -156,10 +160,10 @@ def arrays_loader(path: Path, workers: int) -> Batches:
 
 def table_loader(path: Path, workers: int) -> Batches:
     """torch: an IterableDataset over row groups in random order, each shuffled by itself."""
-    return DataLoader(Groups(path), batch_size=None, num_workers=workers)
+    return DataLoader(RowGroupDataset(path), batch_size=None, num_workers=workers)
 
 
-class Groups(IterableDataset[Any]):
+class RowGroupDataset(IterableDataset[Any]):
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -6,9 +6,9 @@ import functools
 import json
 from typing import Any
 
-from benchmarks.overhead.runs import BATCH, job, open_nursery, plain_run, shoal_run
+from benchmarks.overhead.runs import BATCH, job, open_fork_server, plain_run, shoal_run
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median, ratio
-from shoal.fleet.engines.local import Nursery
+from shoal.fleet.engines.local import ForkServer
 
 STEPS = {"mlp": 2500, "cnn": 150, "gpt": 60}
 PLAIN = {
@@ -21,11 +21,11 @@ FASTEST = "plain, tensors, fused"
 
 
 def measure(bench: Bench) -> list[Row]:
-    with open_nursery() as nursery:
+    with open_fork_server() as nursery:
         return [row for model in STEPS for row in compare(model, bench, nursery)]
 
 
-def compare(model: str, bench: Bench, nursery: Nursery) -> list[Row]:
+def compare(model: str, bench: Bench, nursery: ForkServer) -> list[Row]:
     """One model. `of fastest` is samples/s as a part of the fastest plain loop's, by wall and by processor time."""
     steps = STEPS[model] // (10 if bench.quick else 1)
     bench.say(f"loop: {model}, {steps} steps, {bench.repeats} turns")
@@ -44,14 +44,14 @@ def compare(model: str, bench: Bench, nursery: Nursery) -> list[Row]:
     ]
 
 
-def plain_loop(model: str, steps: int, how: dict[str, Any], bench: Bench, nursery: Nursery) -> Numbers:
+def plain_loop(model: str, steps: int, how: dict[str, Any], bench: Bench, nursery: ForkServer) -> Numbers:
     window = window_of(steps, bench)
     asked = {**how, "model": model, "data": str(bench.data), "batch_size": BATCH[model]}
     plain_run({**asked, "window": window, "steps": window["last"] + 1}, bench.scratch / "logs", nursery)
     return report(bench)
 
 
-def shoal_loop(model: str, steps: int, bench: Bench, nursery: Nursery, *, lanes: int = 1) -> Numbers:
+def shoal_loop(model: str, steps: int, bench: Bench, nursery: ForkServer, *, lanes: int = 1) -> Numbers:
     window = window_of(steps, bench, calls=lanes)
     plain_job = job(model, bench.data, steps=window["last"] // lanes + 1, window=window, lanes=lanes)
     shoal_run(plain_job, bench.scratch / "runs", nursery)

@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.overhead.samples import IMAGES, LABELS, TEXT
 from benchmarks.report import environment
-from shoal.fleet.engines.local import LocalEngine, Nursery
-from shoal.jobs import drive
-from shoal.jobs.run import make_nursery
+from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.jobs import executor
+from shoal.jobs.run_driver import make_fork_server
 from shoal.spec.load import make_job
 from shoal.spec.receipt import Receipt
 from shoal.spec.view import Seat
@@ -21,10 +21,10 @@ BATCH = {"mlp": 128, "cnn": 128, "gpt": 12}
 PLAIN = "benchmarks.overhead.plain"
 
 
-def open_nursery() -> Nursery:
+def open_fork_server() -> ForkServer:
     """One nursery for all sides: the same imports, environment and number of threads."""
     os.environ.update(environment())  # a nursery does not look into the current directory
-    return make_nursery(1, modules=[PLAIN])
+    return make_fork_server(1, modules=[PLAIN])
 
 
 def job(model: str, data: Path, *, steps: int, window: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
@@ -44,14 +44,16 @@ def job(model: str, data: Path, *, steps: int, window: Mapping[str, Any], **chan
     }
 
 
-def shoal_run(plain_job: dict[str, Any], runs: Path, nursery: Nursery, look: drive.Look | None = None) -> Receipt:
-    outcome = drive.run(make_job(plain_job), runs=runs, look=look, nursery=nursery)
-    if isinstance(outcome, drive.Summary) or outcome.receipt is None:
+def shoal_run(
+    plain_job: dict[str, Any], runs: Path, nursery: ForkServer, on_event: executor.OnEvent | None = None
+) -> Receipt:
+    outcome = executor.run(make_job(plain_job), runs=runs, on_event=on_event, fork_server=nursery)
+    if isinstance(outcome, executor.FoldsResult) or outcome.receipt is None:
         raise outcome.error or RuntimeError(f"the run is {outcome.status}")
     return outcome.receipt
 
 
-def plain_run(asked: dict[str, Any], logs: Path, nursery: Nursery) -> None:
+def plain_run(asked: dict[str, Any], logs: Path, nursery: ForkServer) -> None:
     engine = LocalEngine(nursery, name="plain", logs=logs)
     engine.start([Seat(number=0)], PLAIN, [json.dumps(asked)])
     while not (exits := engine.poll(1.0)):

@@ -15,7 +15,7 @@ import yaml
 from benchmarks.overhead import models
 from benchmarks.overhead.runs import job
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median, ratio
-from shoal.events import read
+from shoal.events import read_events
 
 MODEL = {"name": f"{models.__file__}:mlp"}
 
@@ -65,7 +65,7 @@ def shoal_command(bench: Bench) -> Numbers:
     shoal = shutil.which("shoal", path=os.path.dirname(sys.executable)) or "shoal"
     began = time.time()
     timed_command([shoal, "run", str(path), "--quiet", "--runs", str(runs)])
-    at: dict[str, Any] = {event.kind: event.t for event in read(runs / "mlp-1" / "events.jsonl")}
+    at: dict[str, Any] = {event.kind: event.t for event in read_events(runs / "mlp-1" / "events.jsonl")}
     shutil.rmtree(runs)
     return {
         "the driver stands": at["run_started"] - began,

@@ -24,27 +24,27 @@ from benchmarks.links import measure
 from benchmarks.links.hosts import Hosts, two_hosts
 from benchmarks.links.models import BATCH, USUAL, job
 from benchmarks.links.samples import prepare
-from benchmarks.links.sides import CODECS, Nurseries, open_nursery, sides
-from shoal.events import Event, Picture
-from shoal.fleet.engines.local import Nursery
-from shoal.jobs import directory, planning
-from shoal.jobs.run import Run
-from shoal.plan.costs.facts import Choice, Host, Machine
+from benchmarks.links.sides import CODECS, ForkServers, open_fork_server, sides
+from shoal.events import Event, RunState
+from shoal.fleet.engines.local import ForkServer
+from shoal.jobs import planner, run_dir
+from shoal.jobs.run_driver import RunDriver
+from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_link, read_measured
+from shoal.plan.costs.model import Cluster, HostResources, RunChoice
 from shoal.plan.costs.predict import predict
-from shoal.plan.costs.reading import Wanted, read_link, read_machine, read_measured
 from shoal.spec.load import make_job
 
 PARTS = ("host", "links")
-HERE: Mapping[str, Choice] = {
-    "1 worker": Choice(),
-    "2 workers": Choice(workers=2),
-    "2 workers, bf16": Choice(workers=2, codec="bf16"),
-    "2 workers, int8": Choice(workers=2, codec="int8"),
-    "2 workers, 1 server": Choice(workers=2, sync="server", servers=1),
+HERE: Mapping[str, RunChoice] = {
+    "1 worker": RunChoice(),
+    "2 workers": RunChoice(workers=2),
+    "2 workers, bf16": RunChoice(workers=2, codec="bf16"),
+    "2 workers, int8": RunChoice(workers=2, codec="int8"),
+    "2 workers, 1 server": RunChoice(workers=2, sync="server", servers=1),
 }
-BETWEEN: Mapping[str, Choice] = {
-    **{f"lanes, {codec}": Choice(workers=2, hosts=2, codec=codec) for codec in ("none", "bf16", "int8", "topk")},
-    "server, 0, none": Choice(workers=2, hosts=2, sync="server", servers=1),
+BETWEEN: Mapping[str, RunChoice] = {
+    **{f"lanes, {codec}": RunChoice(workers=2, hosts=2, codec=codec) for codec in ("none", "bf16", "int8", "topk")},
+    "server, 0, none": RunChoice(workers=2, hosts=2, sync="server", servers=1),
 }
 LATENCY_S = 30e-6  # of a pair of virtual wires
 
@@ -56,53 +56,55 @@ class Bench:
     rounds: int
     window_s: float
 
-    def host(self, model: str, nursery: Nursery) -> list[dict[str, Any]]:
+    def host(self, model: str, nursery: ForkServer) -> list[dict[str, Any]]:
         going = {name: partial(self._steps_per_s, model, it, nursery) for name, it in HERE.items()}
-        wanted = Wanted(LATENCY_S, 125e6)
+        wanted = PlanRequest(LATENCY_S, 125e6)
         return self._compare(model, HERE, going, wanted, nursery, lambda machine: machine)
 
-    def links(self, model: str, mbit: float, hosts: Hosts, nurseries: Nurseries) -> list[dict[str, Any]]:
+    def links(self, model: str, mbit: float, hosts: Hosts, nurseries: ForkServers) -> list[dict[str, Any]]:
         starts = sides(model, self.data, list(CODECS), (), nurseries)
         asked: dict[str, Any] = {"mbit": mbit, "window_s": self.window_s, "batch": BATCH[model]}
         going = {
             name: lambda name=name: measure.speed(starts[name], hosts, self.scratch, **asked)["steps/s"]
             for name in BETWEEN
         }
-        wanted = Wanted(LATENCY_S, mbit * 125e3, hosts=2)
+        wanted = PlanRequest(LATENCY_S, mbit * 125e3, hosts=2)
         return self._compare(model, BETWEEN, going, wanted, nurseries[0], _halved)
 
     def _compare(
         self,
         model: str,
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, RunChoice],
         going: Mapping[str, Callable[[], float]],
-        wanted: Wanted,
-        nursery: Nursery,
-        there: Callable[[Machine], Machine],
+        wanted: PlanRequest,
+        nursery: ForkServer,
+        there: Callable[[Cluster], Cluster],
     ) -> list[dict[str, Any]]:
         said: dict[str, list[float]] = {name: [] for name in choices}
         true: dict[str, list[float]] = {name: [] for name in choices}
         for _ in range(self.rounds):
-            facts = planning.measure(make_job(dict(job(model, self.data))), nursery=nursery)
+            facts = planner.measure(make_job(dict(job(model, self.data))), fork_server=nursery)
             measured, link = read_measured(facts), read_link(facts, wanted)
-            machine = there(read_machine(facts, wanted))
+            machine = there(read_cluster(facts, wanted))
             for name, choice in choices.items():
                 said[name].append(1 / predict(choice, measured, machine, link).step_s)
                 true[name].append(going[name]())
         return list(rows(said, true))
 
-    def _steps_per_s(self, model: str, choice: Choice, nursery: Nursery) -> float:
+    def _steps_per_s(self, model: str, choice: RunChoice, nursery: ForkServer) -> float:
         """Of a whole run, from the moment on when all its workers train."""
         sync = {"kind": "server", "servers": choice.servers} if choice.servers else "lanes"
         plain = job(model, self.data, workers=choice.workers, sync=sync, codec=CODECS[choice.codec])
         made = make_job(dict(plain))
         seen: list[tuple[float, int]] = []
 
-        def look(event: Event, picture: Picture) -> None:
+        def look(event: Event, picture: RunState) -> None:
             if event.kind == "step" and event.who == "worker-0":
                 seen.append((event.t, int(event.step or 0)))
 
-        with contextlib.closing(Run(made, directory.create(made, self.scratch / "runs"), nursery, watch=look)) as run:
+        with contextlib.closing(
+            RunDriver(made, run_dir.create(made, self.scratch / "runs"), nursery, on_event=look)
+        ) as run:
             run.start()
             while not seen:
                 run.tick(0.05)
@@ -127,10 +129,10 @@ def rows(said: Mapping[str, Sequence[float]], true: Mapping[str, Sequence[float]
         }
 
 
-def _halved(machine: Machine) -> Machine:
+def _halved(machine: Cluster) -> Cluster:
     """The two hosts have the cores of one, and slow each other down as its workers would."""
     host = machine.hosts[0]
-    half = Host(max(host.cores // 2, 1), host.memory_bytes / 2, speed=1 / machine.crowding)
+    half = HostResources(max(host.cores // 2, 1), host.memory_bytes / 2, speed=1 / machine.crowding)
     return replace(machine, hosts=(half, half))
 
 
@@ -149,14 +151,14 @@ def main() -> None:
 def _parts(bench: Bench, asked: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     parts = asked.parts or PARTS
     if "host" in parts:
-        with open_nursery() as nursery:
+        with open_fork_server() as nursery:
             for model in asked.models:
                 yield f"{model}: one host", bench.host(model, nursery)
     if "links" in parts:
         with two_hosts() as hosts, contextlib.ExitStack() as stack:
-            with hosts.on_the_far_one():
-                far = stack.enter_context(open_nursery())
-            nurseries = stack.enter_context(open_nursery()), far
+            with hosts.on_remote():
+                far = stack.enter_context(open_fork_server())
+            nurseries = stack.enter_context(open_fork_server()), far
             for model in asked.models:
                 for mbit in asked.links:
                     yield f"{model}: {mbit:g} Mbit/s", bench.links(model, mbit, hosts, nurseries)

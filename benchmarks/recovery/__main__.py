@@ -56,16 +56,16 @@ def torchft(workload: Workload, *, python: str, hook: str = "torchft") -> Job:
 def shoal(workload: Workload, *, python: str) -> Job:
     """The command line, with the defaults. In the end it is stopped, and the checkpoint must hold what it claims."""
     from benchmarks.recovery.shoal_job import write_job
-    from benchmarks.undisturbed import same_weights
-    from shoal.jobs import wishes
-    from shoal.spec.paths import RunPaths
+    from benchmarks.reference_run import same_weights
+    from shoal.jobs import commands
+    from shoal.spec.run_paths import RunPaths
 
     job, runs = write_job(workload), Path(workload.directory, "runs")
     driver = _spawn(workload, "shoal", [sys.executable, "-m", "shoal", "run", job, "--quiet", "--runs", runs])
     paths = RunPaths.at(runs / "recovery-1")
 
     def prove() -> bool:
-        wishes.stop(paths)
+        commands.stop(paths)
         driver.wait()
         return same_weights(job, paths)
 

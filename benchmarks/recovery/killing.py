@@ -127,7 +127,7 @@ class Killer:
         kills: list[Kill] = []
         failure = ""
         while len(kills) < most and not failure:
-            job.wait(lambda: False, timeout_s=self.dice.uniform(*PAUSE_S))
+            job.wait(lambda: False, timeout_s=self.rng.uniform(*PAUSE_S))
             around = len(job.commits) - WARM_STEPS  # judging a kill by all rows would take time from those measured
             kill, pid = self._kill(job)
             kills.append(kill)
@@ -137,7 +137,7 @@ class Killer:
         return Trace(job.commits, kills, failure)
 
     def _kill(self, job: Job) -> tuple[Kill, int]:
-        victim = self.dice.choice(sorted(job.newest.items()))[1]
+        victim = self.rng.choice(sorted(job.newest.items()))[1]
         now = time.time()
         os.kill(victim.pid, signal.SIGKILL)
         job.wait(lambda: True, timeout_s=LOOK_S)  # rows that were written before the kill

@@ -11,10 +11,10 @@ import numpy as np
 import yaml
 from torch import nn
 
-from benchmarks.recovery.workload import Rows, Workload
+from benchmarks.recovery.workload import CommitLog, Workload
 from shoal import Event
-from shoal.data.assemble import assemble
-from shoal.data.deal import Dealer, make_dealer
+from shoal.data.datasets import open_datasets
+from shoal.data.make_sampler import LaneSampler, make_sampler
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 
@@ -23,7 +23,7 @@ def model(workload: str) -> nn.Module:
     return Workload.from_text(workload).model()
 
 
-class Teller:
+class CommitLogger:
     """One row per committed step, with the samples that the dealer gives to all lanes of that step.
 
     A committed step is everybody's: its row says what the step holds, also where whoever computed a part of it was
@@ -33,16 +33,16 @@ class Teller:
 
     def __init__(self, workload: str) -> None:
         self._workload = Workload.from_text(workload)
-        self._dealer = dealer(load_job(job_file(self._workload), check_names=False))
-        self._rows: Rows | None = None
+        self._sampler = make_job_sampler(load_job(job_file(self._workload), check_names=False))
+        self._rows: CommitLog | None = None
 
     def watch(self, event: Event) -> None:
         if event.kind == "step" and event.step is not None:
             if self._rows is None:
-                self._rows = Rows(self._workload, self._place())
-            self._rows.add(event.step - 1, step_ids(self._dealer, event.step - 1))
+                self._rows = CommitLog(self._workload, self._free_slot())
+            self._rows.add(event.step - 1, step_ids(self._sampler, event.step - 1))
 
-    def _place(self) -> int:
+    def _free_slot(self) -> int:
         for place in range(100):
             lock = os.open(Path(self._workload.directory, f"place-{place}"), os.O_WRONLY | os.O_CREAT)
             try:
@@ -54,10 +54,10 @@ class Teller:
         raise RuntimeError("no place is free")
 
 
-def dealer(job: Job) -> Dealer:
+def make_job_sampler(job: Job) -> LaneSampler:
     """Who deals the job's samples, made as a worker makes it."""
-    data = assemble(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=Path(job.base_dir, "cache"))
-    return make_dealer(
+    data = open_datasets(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=Path(job.base_dir, "cache"))
+    return make_sampler(
         job.data.deal,
         ids=data.train.ids,
         lanes=job.lane_count,
@@ -68,7 +68,7 @@ def dealer(job: Job) -> Dealer:
     )
 
 
-def step_ids(dealer: Dealer, step: int) -> list[int]:
+def step_ids(dealer: LaneSampler, step: int) -> list[int]:
     """The samples of a step, over all lanes."""
     return [int(sample) for lane in range(dealer.lanes) for sample in dealer.ids(step, lane)]
 

@@ -55,7 +55,7 @@ class Workload:
         return torch.nn.Sequential(*layers)
 
 
-class Rows:
+class CommitLog:
     """One line per committed step of one worker. A line is one write, so that `kill -9` leaves it whole or out."""
 
     def __init__(self, workload: Workload, worker: int) -> None:

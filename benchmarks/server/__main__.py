@@ -13,10 +13,10 @@ from rich.console import Console
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median
 from benchmarks.report import keep, table, take_names
 from benchmarks.server.setting import Setting
-from benchmarks.server.sides import Side, standing
+from benchmarks.server.sides import Side, ready_sides
 
 LIMIT, BOTH = "bare sockets", "bare sockets, both ways at once"
-CROWDS = (1, 2, 4)
+PROCESS_COUNTS = (1, 2, 4)
 LINKS = (1000.0,)
 ROUNDS = 20
 
@@ -59,8 +59,8 @@ def apart(rivals_python: str | None) -> dict[str, Sides]:
 def crowd(rivals_python: str | None) -> dict[str, Sides]:
     """More workers, more servers. The limit has as many pairs as there are workers."""
     found: dict[str, Sides] = {}
-    for workers in CROWDS:
-        for servers in CROWDS:
+    for workers in PROCESS_COUNTS:
+        for servers in PROCESS_COUNTS:
             wanted = dict(shoal(way, "SGD", workers=workers, servers=servers) for way in ("tcp", "shm"))
             if servers > 1:
                 wanted |= [shoal("tcp", "SGD", workers=workers, servers=servers, backups=1)]
@@ -106,7 +106,7 @@ def main() -> None:
 
 def compare(sides: Sides, *, turns: int) -> list[Row]:
     """GB/s count what is pushed and pulled. `of limit` is the ratio of GB/s to that of bare sockets."""
-    with standing({name: start for name, (_, start) in sides.items()}) as there:
+    with ready_sides({name: start for name, (_, start) in sides.items()}) as there:
         found = in_turns({name: partial(side.measure, ROUNDS) for name, side in there.items()}, turns)
     base = found.get(LIMIT)
     return [_row(name, sides[name][0], numbers, base) for name, numbers in found.items()]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.server.setting import Setting
-from shoal.parallel.lane_sum import LaneSum
-from shoal.parallel.replica import Replica
+from shoal.lanes.lane_sum import LaneSum
+from shoal.lanes.replica import Replica
 
 LAYERS = 10
 

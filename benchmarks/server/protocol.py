@@ -14,11 +14,11 @@ def serve(make_rounds: Callable[[int], list[float]]) -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed must not look like an answer
     make_rounds(3)  # pages that are touched for the first time, connections that find their speed
-    _tell(said, [])
+    _reply(said, [])
     for line in sys.stdin:
         if not int(line):
             return
-        _tell(said, make_rounds(int(line)))
+        _reply(said, make_rounds(int(line)))
 
 
 def timed(rounds: int, act: Callable[[], object]) -> list[float]:
@@ -30,5 +30,5 @@ def timed(rounds: int, act: Callable[[], object]) -> list[float]:
     return times
 
 
-def _tell(said: object, times: list[float]) -> None:
+def _reply(said: object, times: list[float]) -> None:
     print(json.dumps(times), file=said, flush=True)  # type: ignore[call-overload]

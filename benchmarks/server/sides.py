@@ -26,29 +26,29 @@ class Side:
         self._module = module
 
     def wait_until_ready(self) -> None:
-        self._hear()
+        self._receive()
 
     def measure(self, rounds: int) -> Numbers:
         """The median round, the mean one, and the processor time per round of all processes together."""
         before = self._cpu_s()
-        self._say(rounds)
-        times = self._hear()
+        self._send(rounds)
+        times = self._receive()
         cpu_s = (self._cpu_s() - before) / rounds
         return {"wall_s": statistics.median(times), "mean_s": statistics.mean(times), "cpu_s": cpu_s}
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._say(0)
+            self._send(0)
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _say(self, rounds: int) -> None:
+    def _send(self, rounds: int) -> None:
         assert self._process.stdin
         print(rounds, file=self._process.stdin, flush=True)
 
-    def _hear(self) -> list[float]:
+    def _receive(self) -> list[float]:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
@@ -69,7 +69,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 @contextlib.contextmanager
-def standing(wanted: Mapping[str, Callable[[], Side]]) -> Iterator[dict[str, Side]]:
+def ready_sides(wanted: Mapping[str, Callable[[], Side]]) -> Iterator[dict[str, Side]]:
     """All of these, ready; they start one after the other, for starting is work."""
     with contextlib.ExitStack() as stack:
         sides = {}

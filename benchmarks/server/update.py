@@ -10,26 +10,28 @@ import torch
 from benchmarks.server import model
 from benchmarks.server.protocol import serve, timed
 from benchmarks.server.setting import Setting
-from shoal.parallel.server.chunks import groups_of, hyper_of, scatter
-from shoal.parallel.server.shard import Shard
-from shoal.spec.table import Table, pieces
+from shoal.paramserver.chunk_state import chunk_state_from_replica, group_hyperparameters, param_group_indices
+from shoal.paramserver.chunk_store import ChunkStore
+from shoal.spec.chunk_table import ChunkTable, build_pieces
 from shoal.spec.view import Address
 
 
 def main() -> None:
     setting = Setting.from_text(sys.argv[1])
     replica = model.replica(setting)
-    layout, hyper = replica.layout, hyper_of(replica.optimizer)
+    layout, hyper = replica.layout, group_hyperparameters(replica.optimizer)
     kind = type(replica.optimizer)
-    shard = Shard(layout, optimizer=kind, groups=groups_of(replica), hyper=hyper, lanes=1)
-    shard.put(0, shard.chunks, scatter(replica, layout, 0, shard.chunks))
+    shard = ChunkStore(layout, optimizer=kind, groups=param_group_indices(replica), hyper=hyper, lanes=1)
+    shard.write_state(0, shard.chunk_count, chunk_state_from_replica(replica, layout, 0, shard.chunk_count))
     shard.sums.tensor[: layout.tail].view(torch.float32).normal_()
     shard.sums.tensor[layout.tail :] = 0
-    chains = [[0]] * shard.chunks
+    chains = [[0]] * shard.chunk_count
     address = Address(host="nobody", port=1)
-    table = Table(number=1, cuts=layout.cuts, chains=chains, filling=[[]] * len(chains), addresses={0: address})
-    ranges = [(piece.first, piece.last) for piece in pieces(table)]
-    shard.arrange(ranges)
+    table = ChunkTable(
+        number=1, cuts=layout.chunk_offsets, chains=chains, filling=[[]] * len(chains), addresses={0: address}
+    )
+    ranges = [(piece.first_chunk, piece.end_chunk) for piece in build_pieces(table)]
+    shard.set_pieces(ranges)
 
     def once() -> None:
         for first, last in ranges:

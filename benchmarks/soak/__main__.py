@@ -23,12 +23,12 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks.reference_run import reference_weights, saved_weights
 from benchmarks.report import RESULTS, environment, machine
-from benchmarks.undisturbed import saved_weights, undisturbed
 from shoal.errors import ShoalError
-from shoal.events import Picture, Reader
-from shoal.jobs import wishes
-from shoal.spec.paths import RunPaths
+from shoal.events import EventReader, RunState
+from shoal.jobs import commands
+from shoal.spec.run_paths import RunPaths
 
 HERE = Path(__file__).parent
 PAUSE_S = 0.02
@@ -63,30 +63,30 @@ class Soak:
             stderr=self.log,
         )
         self.paths = RunPaths.at(scratch / "runs" / "soak-1")
-        self.picture = Picture()
+        self.state = RunState()
         self.events: collections.Counter[str] = collections.Counter()
         self.faults: collections.Counter[str] = collections.Counter()
-        self._reader = Reader(self.paths.events)
-        self._dice = random.Random(seed)
+        self._reader = EventReader(self.paths.events)
+        self._rng = random.Random(seed)
         self._workers = workers
 
-    def look(self) -> None:
-        for event in self._reader.new():
-            self.picture.add(event)
+    def poll_events(self) -> None:
+        for event in self._reader.read_new():
+            self.state.apply(event)
             self.events[event.kind] += 1
 
     def disturb(self) -> str:
         """One of the four, at random."""
-        self.look()
-        kind = self._dice.choice(["kill", "kill", "freeze", "join", "leave"])
+        self.poll_events()
+        kind = self._rng.choice(["kill", "kill", "freeze", "join", "leave"])
         try:
             if kind in ("kill", "freeze"):
-                worker = self._dice.choice(self.picture.training)
+                worker = self._rng.choice(self.state.training_workers)
                 os.kill(worker.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
                 kind = f"{kind} {worker.name}"
             else:
                 self._workers = max(2, min(self._workers + (1 if kind == "join" else -1), 5))
-                wishes.scale(self.paths, self._workers)
+                commands.scale(self.paths, self._workers)
         except (ProcessLookupError, IndexError, ShoalError) as missed:
             return f"{kind} failed: {missed}"
         self.faults[kind.split()[0]] += 1
@@ -94,12 +94,12 @@ class Soak:
 
     def counts(self) -> dict[str, Any]:
         """What the whole tree of processes uses now."""
-        self.look()
+        self.poll_events()
         driver = _used(self.driver)
-        known = {worker.pid for worker in self.picture.training}
+        known = {worker.pid for worker in self.state.training_workers}
         workers = [_used(psutil.Process(pid)) for pid in known if psutil.pid_exists(pid)]
         return {
-            "step": self.picture.step,
+            "step": self.state.step,
             "driver": driver,
             "processes": len(self.driver.children(recursive=True)),
             "workers": len(workers),
@@ -144,20 +144,20 @@ def main() -> None:
 
 def soak(scratch: Path, asked: argparse.Namespace) -> dict[str, Any]:
     one = Soak(scratch, workers=asked.workers, seed=asked.seed)
-    while not one.picture.training:
+    while not one.state.training_workers:
         time.sleep(0.2)
-        one.look()
+        one.poll_events()
         assert one.driver.poll() is None, (scratch / "log").read_text()
     until, samples = time.monotonic() + 60 * asked.minutes, []
     while time.monotonic() < until and one.driver.poll() is None:
         time.sleep(asked.every)
         samples.append(one.counts())
-        print(f"step {one.picture.step}, {samples[-1]['workers']} workers: {one.disturb()}", flush=True)
+        print(f"step {one.state.step}, {samples[-1]['workers']} workers: {one.disturb()}", flush=True)
     alive = one.driver.poll() is None
     if alive:
-        wishes.stop(one.paths)
+        commands.stop(one.paths)
         one.driver.wait()
-    one.look()
+    one.poll_events()
     step, weights = saved_weights(one.paths)
     keys = [
         "driver_rss_mb",
@@ -175,11 +175,11 @@ def soak(scratch: Path, asked: argparse.Namespace) -> dict[str, Any]:
         "steps": step,
         "faults": dict(one.faults),
         "put_out": one.events["put_out"],
-        "deaths": one.picture.deaths,
-        "views": one.picture.views,
+        "deaths": one.state.deaths,
+        "views": one.state.views,
         "back_to_a_checkpoint": one.events["resumed"],
         "quarters": {key: quarters(samples, key) for key in keys},
-        "same_weights": undisturbed(scratch / "job.yaml", steps=step, runs=scratch / "runs") == weights,
+        "same_weights": reference_weights(scratch / "job.yaml", steps=step, runs=scratch / "runs") == weights,
     }
 
 

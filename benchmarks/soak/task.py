@@ -12,7 +12,7 @@ from shoal import Batch, Task
 PAUSE_S = float(os.environ.get("SOAK_PAUSE_S", "0"))
 
 
-class Slowly(Task):  # type: ignore[misc]
+class SleepingTask(Task):  # type: ignore[misc]
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
 

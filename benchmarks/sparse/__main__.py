@@ -17,16 +17,16 @@ from rich import print as show
 
 from benchmarks import report
 from benchmarks.sparse.model import IDS
-from shoal.events import Event, Picture
-from shoal.jobs import drive
-from shoal.jobs.run import Outcome
+from shoal.events import Event, RunState
+from shoal.jobs import executor
+from shoal.jobs.run_driver import RunResult
 from shoal.spec.load import make_job
-from shoal.spec.paths import RunPaths
+from shoal.spec.run_paths import RunPaths
 
 BATCH = 2048
 
 
-class Watch:
+class RunWatch:
     """When steps were done, and how much memory servers have."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Watch:
         self.steps: list[tuple[int, float]] = []
         self.rss: dict[str, int] = {}
 
-    def __call__(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+    def __call__(self, paths: RunPaths, event: Event, picture: RunState) -> None:
         if event.kind == "server_started":
             self.servers[event["server"]] = psutil.Process(event["pid"])
         elif event.kind == "step" and event.step is not None:
@@ -44,7 +44,7 @@ class Watch:
 
 
 def measure(rows: int, dim: int, servers: int, workers: int, passes: int, place: Path) -> dict[str, Any]:
-    watch = Watch()
+    watch = RunWatch()
     args = {"rows": rows, "dim": dim}
     job = make_job(
         {
@@ -70,8 +70,8 @@ def measure(rows: int, dim: int, servers: int, workers: int, passes: int, place:
         },
         base_dir=str(place),
     )
-    outcome = drive.run(job, runs=place / "runs", look=watch)
-    if not isinstance(outcome, Outcome) or outcome.receipt is None:
+    outcome = executor.run(job, runs=place / "runs", on_event=watch)
+    if not isinstance(outcome, RunResult) or outcome.receipt is None:
         raise RuntimeError(str(outcome))
     a_pass = -(-(rows // IDS) // BATCH)
     return {

@@ -11,13 +11,13 @@ from shoal import SparseTable
 IDS = 64
 
 
-def numbers(rows: int) -> TensorDataset:
+def row_ids(rows: int) -> TensorDataset:
     """Samples of 64 row numbers; all together they are all rows, in a scattered order."""
     ids = torch.arange(rows // IDS * IDS) * 7919 % rows
     return TensorDataset(ids.reshape(-1, IDS), torch.zeros(rows // IDS))
 
 
-class Rows(nn.Module):
+class EmbeddingSum(nn.Module):
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
         self.table = SparseTable(rows, dim)

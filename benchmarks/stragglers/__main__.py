@@ -20,13 +20,13 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.links.quality import SMOOTH_STEPS, Curve, smooth
 from benchmarks.links.samples import prepare
-from benchmarks.overhead.runs import job, open_nursery
+from benchmarks.overhead.runs import job, open_fork_server
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
-from benchmarks.unequal.slowed import Slowed
-from shoal.events import Event, Picture
-from shoal.fleet.engines.local import Nursery
-from shoal.jobs import directory
-from shoal.jobs.run import Run
+from benchmarks.unequal.cpu_throttle import CpuThrottle
+from shoal.events import Event, RunState
+from shoal.fleet.engines.local import ForkServer
+from shoal.jobs import run_dir
+from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job
 
 WORKERS, SERVERS = 3, 2
@@ -54,21 +54,21 @@ SIDES: Mapping[str, dict[str, Any]] = {
 
 
 @dataclass
-class Watch:
+class LossWatch:
     """Slows the last worker when all have joined, and notes who lost how much when."""
 
     slow: int
     joined: dict[str, int] = field(default_factory=dict)
     told: list[tuple[float, float, int]] = field(default_factory=list)
-    slowed: Slowed | None = None
+    slowed: CpuThrottle | None = None
     began_t: float = 0.0
 
-    def look(self, event: Event, picture: Picture) -> None:
+    def on_event(self, event: Event, picture: RunState) -> None:
         if event.kind == "joined" and self.slowed is None:
             self.joined[event.who] = picture.worker(event.who).pid
             if len(self.joined) == WORKERS:
                 self.began_t = time.time()
-                self.slowed = Slowed(self.joined[max(self.joined)], self.slow)
+                self.slowed = CpuThrottle(self.joined[max(self.joined)], self.slow)
                 self.slowed.start()
         if event.kind == "step" and self.slowed:
             self.told.append((event.t, event["loss"], event["samples"]))
@@ -80,47 +80,47 @@ class Watch:
     def samples_per_s(self) -> float:
         return sum(samples for _, _, samples in self.told) / (self.told[-1][0] - self.began_t)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self.slowed:
-            self.slowed.end()
+            self.slowed.stop()
 
 
 @dataclass(frozen=True)
-class Race:
+class Comparison:
     data: Path
     scratch: Path
-    nursery: Nursery
+    nursery: ForkServer
     slow: int
     loss: float = 0.0
 
-    def run(self, side: str) -> Numbers:
+    def measure(self, side: str) -> Numbers:
         """Seconds from the moment when one became slow until the loss is there. One that takes too long counts as
         what it took until it was given up."""
-        watch = Watch(self.slow)
-        going = self._started(watch.look, workers=WORKERS, **SIDES[side])
+        watch = LossWatch(self.slow)
+        going = self._started(watch.on_event, workers=WORKERS, **SIDES[side])
         deadline = time.monotonic() + MOST_S
         try:
             while (seconds := watch.reached(self.loss)) is None and time.monotonic() < deadline:
                 if outcome := going.tick(0.1):
                     raise outcome.error or RuntimeError(f"the run is {outcome.status}")
         finally:
-            watch.end()
+            watch.stop()
             going.close()
         return {"seconds": seconds or MOST_S, "samples/s": watch.samples_per_s()}
 
     def target(self, steps: int) -> float:
         """The loss that one worker, which nobody slows, has after so many steps."""
         curve = Curve(BATCH)
-        going = self._started(curve.look, steps=steps, workers=1)
+        going = self._started(curve.on_event, steps=steps, workers=1)
         while going.tick(0.1) is None:
             pass
         return list(curve.smooth())[-1][1]
 
-    def _started(self, look: Callable[[Event, Picture], None], **changes: Any) -> Run:
+    def _started(self, look: Callable[[Event, RunState], None], **changes: Any) -> RunDriver:
         asked = {"steps": 10**6, "lanes": MANY, "batch_size": BATCH, "checkpoint": {"every": "never"}, **changes}
         plain = {**job("cnn", self.data, window={}, **asked), "model": "benchmarks.overhead.models:cnn"}
         made = make_job(plain)
-        going = Run(made, directory.create(made, self.scratch / "runs"), self.nursery, watch=look)
+        going = RunDriver(made, run_dir.create(made, self.scratch / "runs"), self.nursery, on_event=look)
         going.start()
         return going
 
@@ -134,17 +134,17 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a directory with MNIST's IDX files")
     parser.add_argument("--quick", action="store_true", help="few steps, one turn, nothing written: does it work?")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_nursery() as nursery:
-        race = Race(prepare(asked.data, Path(scratch, "data")), Path(scratch), nursery, asked.slow)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as nursery:
+        race = Comparison(prepare(asked.data, Path(scratch, "data")), Path(scratch), nursery, asked.slow)
         loss = race.target(40 if asked.quick else asked.steps)
-        rows = compare(Race(race.data, race.scratch, nursery, asked.slow, loss), asked.side, asked.rounds)
+        rows = compare(Comparison(race.data, race.scratch, nursery, asked.slow, loss), asked.side, asked.rounds)
         Console(width=140).print(report.table(f"stragglers: seconds to a loss of {loss:.3f}", rows))
         if not (asked.quick or asked.side):
             report.keep("stragglers", "cnn", {"loss": loss, "slow": asked.slow, "rows": rows})
 
 
-def compare(race: Race, chosen: list[str] | None, rounds: int) -> list[Row]:
-    sides = {name: partial(race.run, name) for name in SIDES if not chosen or name.startswith(tuple(chosen))}
+def compare(race: Comparison, chosen: list[str] | None, rounds: int) -> list[Row]:
+    sides = {name: partial(race.measure, name) for name in SIDES if not chosen or name.startswith(tuple(chosen))}
     found = in_turns(sides, rounds)
     return [
         {

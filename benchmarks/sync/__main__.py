@@ -14,25 +14,25 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.overhead.loop import STEPS
-from benchmarks.overhead.runs import BATCH, open_nursery
+from benchmarks.overhead.runs import BATCH, open_fork_server
 from benchmarks.overhead.samples import gather as gather_samples
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median
 from benchmarks.sync import ddp, lanes
 from benchmarks.sync.stopwatch import gather
-from shoal.fleet.engines.local import Nursery
+from shoal.fleet.engines.local import ForkServer
 
 RIVAL = "ddp"
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """One model on all sides, with the same global batch, steps and threads."""
 
     model: str
     steps: int
     workers: int
     bench: Bench
-    nursery: Nursery
+    nursery: ForkServer
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def plain(self, workers: int) -> Numbers:
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps, two turns, nothing written: does it work?")
     asked = parser.parse_args()
     console = Console()
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_nursery() as nursery:
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as nursery:
         data = gather_samples(asked.data, Path(scratch, "data"))
         bench = Bench(Path(scratch), data, repeats=2 if asked.quick else 7, quick=asked.quick, say=console.print)
         for model in asked.models or STEPS:
@@ -93,11 +93,11 @@ def main() -> None:
                 report.keep("sync", model, {"rows": rows})
 
 
-def compare(model: str, workers: int, sides: list[str], bench: Bench, nursery: Nursery) -> list[Row]:
+def compare(model: str, workers: int, sides: list[str], bench: Bench, nursery: ForkServer) -> list[Row]:
     """`of ddp` is the ratio of the median steps per second to DDP's: 1 is as fast."""
     steps = STEPS[model] // (20 if bench.quick else 1)
     bench.say(f"sync: {model}, {workers} workers, {steps} steps, {bench.repeats} turns")
-    contest = Contest(model, steps, workers, bench, nursery)
+    contest = Comparison(model, steps, workers, bench, nursery)
     found = in_turns({name: side for name, side in contest.sides().items() if name in sides}, bench.repeats)
     return [
         {

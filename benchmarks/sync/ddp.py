@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.overhead.plain import Pair, arrays, train
 from benchmarks.overhead.runs import BATCH
 from benchmarks.sync.stopwatch import steps_to_run, timed
-from shoal.fleet.engines.local import LocalEngine, Nursery
+from shoal.fleet.engines.local import ForkServer, LocalEngine
 from shoal.spec.view import Seat
 
 ENTRY = "benchmarks.sync.ddp"
 
 
-def run(asked: dict[str, Any], logs: Path, nursery: Nursery) -> None:
+def run(asked: dict[str, Any], logs: Path, nursery: ForkServer) -> None:
     """The driver's side: as many processes as asked for, from the nursery of Shoal's own workers, until all ended."""
     engine = LocalEngine(nursery, name=f"ddp-{asked['reports']}", logs=logs)
     try:

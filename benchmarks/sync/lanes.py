@@ -6,11 +6,11 @@ from pathlib import Path
 
 from benchmarks.overhead.runs import job, shoal_run
 from benchmarks.sync.stopwatch import steps_to_run
-from shoal.fleet.engines.local import Nursery
+from shoal.fleet.engines.local import ForkServer
 
 
 def run(
-    model: str, data: Path, *, steps: int, workers: int, lanes: int, reports: Path, runs: Path, nursery: Nursery
+    model: str, data: Path, *, steps: int, workers: int, lanes: int, reports: Path, runs: Path, nursery: ForkServer
 ) -> None:
     """`workers` must divide `lanes`: a worker then makes the same number of forward passes in every step."""
     if lanes % workers:

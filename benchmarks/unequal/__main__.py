@@ -16,53 +16,53 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.overhead.models import MODELS
-from benchmarks.overhead.runs import job, open_nursery, shoal_run
+from benchmarks.overhead.runs import job, open_fork_server, shoal_run
 from benchmarks.overhead.samples import gather
-from benchmarks.unequal.slowed import Slowed
-from shoal.events import Event, Picture
-from shoal.fleet.engines.local import Nursery
-from shoal.spec.paths import RunPaths
+from benchmarks.unequal.cpu_throttle import CpuThrottle
+from shoal.events import Event, RunState
+from shoal.fleet.engines.local import ForkServer
+from shoal.spec.run_paths import RunPaths
 
-SETTLE_S = 6.0
+REBALANCE_S = 6.0
 STEPS = {"mlp": 6000, "cnn": 400, "gpt": 500}
 
 
-class Watch:
+class ThroughputWatch:
     """Slows worker-1 as soon as it trains, and notes when steps were committed."""
 
     def __init__(self, times: int) -> None:
         self.times = times
         self.began = 0.0
         self.seen: list[tuple[float, int]] = []
-        self.slowed: Slowed | None = None
+        self.slowed: CpuThrottle | None = None
 
-    def __call__(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+    def __call__(self, paths: RunPaths, event: Event, picture: RunState) -> None:
         if event.kind == "joined" and event.who == "worker-1" and self.slowed is None:
             self.began = time.monotonic()
-            self.slowed = Slowed(picture.worker("worker-1").pid, self.times)
+            self.slowed = CpuThrottle(picture.worker("worker-1").pid, self.times)
             self.slowed.start()
         if event.kind == "step" and event.who == "worker-0" and self.slowed:
             self.seen.append((time.monotonic() - self.began, int(event.step or 0)))
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self.slowed:
-            self.slowed.end()
+            self.slowed.stop()
 
     def steps_per_s(self) -> float:
         """After lanes had time to settle."""
-        late = [(t, step) for t, step in self.seen if t > SETTLE_S]
+        late = [(t, step) for t, step in self.seen if t > REBALANCE_S]
         return (late[-1][1] - late[0][1]) / (late[-1][0] - late[0][0])
 
 
-def measure(model: str, data: Path, scratch: Path, nursery: Nursery, *, balance: bool, slow: int) -> dict[str, Any]:
-    watch = Watch(slow)
+def measure(model: str, data: Path, scratch: Path, nursery: ForkServer, *, balance: bool, slow: int) -> dict[str, Any]:
+    watch = ThroughputWatch(slow)
     engine = {"kind": "local", "balance": balance}
     plain = job(model, data, steps=STEPS[model], window={}, lanes=8, workers=2, engine=engine)
     plain["model"] = f"benchmarks.overhead.models:{MODELS[model].__name__}"
     try:
         receipt = shoal_run(plain, scratch / "runs", nursery, watch)
     finally:
-        watch.end()
+        watch.stop()
     return {
         "steps/s": watch.steps_per_s(),
         "weights": receipt.weights_sha256,
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=3, help="how many times slower one of the two workers is")
     asked = parser.parse_args()
     sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_nursery() as nursery:
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as nursery:
         data = gather(None, Path(scratch) / "data")
         for turn in range(asked.rounds):
             for balance in (True, False) if turn % 2 else (False, True):

@@ -22,7 +22,7 @@ _PLACES = {
     "resume": "shoal.api",
     "load": "shoal.api",
     "Task": "shoal.train.task",
-    "SparseTable": "shoal.parallel.sparse.module",
+    "SparseTable": "shoal.paramserver.sparse.embedding",
     "Batch": "shoal.data.batch",
     "Event": "shoal.events",
     "ShoalError": "shoal.errors",

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import error
-from shoal.jobs import catalogue, directory, drive
-from shoal.jobs.drive import Look, Summary
-from shoal.jobs.run import Outcome
+from shoal.jobs import executor, run_dir, run_index
+from shoal.jobs.executor import FoldsResult, OnEvent
+from shoal.jobs.run_driver import RunResult
 from shoal.spec.job import Job
 from shoal.spec.load import check_job, load_job
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def run(
-    job: Job | str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: Look | None = None
-) -> Outcome | Summary:
+    job: Job | str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: OnEvent | None = None
+) -> RunResult | FoldsResult:
     """Run a job (an object, or the path of a job file) and wait for its end.
 
     `look(paths, event, picture)` is called for everything that happens. A failed job raises its error.
     """
-    _not_in_a_worker()
+    _refuse_in_worker()
     checked = check_job(job) if isinstance(job, Job) else load_job(Path(job))
-    return _raised(drive.run(checked, runs=Path(runs), look=look))
+    return _raise_if_failed(executor.run(checked, runs=Path(runs), on_event=look))
 
 
 def resume(
@@ -36,40 +36,42 @@ def resume(
     *,
     sets: Sequence[str] = (),
     runs: str | os.PathLike[str] = "runs",
-    look: Look | None = None,
-) -> Outcome | Summary:
+    look: OnEvent | None = None,
+) -> RunResult | FoldsResult:
     """Go on with a run that was broken off. `sets` change how: `["shard=none", "workers=1"]`."""
-    _not_in_a_worker()
-    return _raised(drive.resume(directory.find(str(run), Path(runs)), sets=sets, look=look))
+    _refuse_in_worker()
+    return _raise_if_failed(executor.resume(run_dir.find(str(run), Path(runs)), overrides=sets, on_event=look))
 
 
 def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", best: bool = False) -> nn.Module:
     """The trained model of a run, in evaluation mode, on the CPU."""
     from shoal.checkpoint.export import load_weights
-    from shoal.parallel.sparse.loaded import bind_saved
-    from shoal.parallel.sparse.module import tables_of
+    from shoal.paramserver.sparse.embedding import sparse_tables
+    from shoal.paramserver.sparse.offline import bind_checkpoint_rows
     from shoal.train.model import build_task
 
-    paths = directory.find(str(run), Path(runs))
+    paths = run_dir.find(str(run), Path(runs))
     job = load_job(paths.job, check_names=False)
     model = build_task(job).model()
-    model.load_state_dict(load_weights(catalogue.weights_of(paths, job, best=best)))
-    if tables := tables_of(model):
-        bind_saved(tables, catalogue.checkpoint_of(paths, job, best=best), seed=job.seed)
+    model.load_state_dict(load_weights(run_index.find_weights(paths, job, best=best)))
+    if tables := sparse_tables(model):
+        bind_checkpoint_rows(tables, run_index.find_checkpoint(paths, job, best=best), seed=job.seed)
     return model.eval()
 
 
-def _raised(outcome: Outcome | Summary) -> Outcome | Summary:
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome
+def _raise_if_failed(result: RunResult | FoldsResult) -> RunResult | FoldsResult:
+    if result.error is not None:
+        raise result.error
+    return result
 
 
-def _not_in_a_worker() -> None:
+def _refuse_in_worker() -> None:
     """A worker imports the user's script; without a guard the script would start the job again, for ever."""
     main: Any = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name.startswith(("shoal.fleet.", "shoal.train.")):  # forked by a nursery, or not
+    if spec is not None and spec.name.startswith(
+        ("shoal.fleet.", "shoal.train.", "shoal.paramserver.")
+    ):  # forked by a nursery, or not
         raise error(
             "SH608",
             "the script that a worker imports starts a run itself",

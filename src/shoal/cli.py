@@ -14,8 +14,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shoal.jobs.drive import Summary
-    from shoal.jobs.run import Outcome
+    from shoal.jobs.executor import FoldsResult
+    from shoal.jobs.run_driver import RunResult
     from shoal.spec.job import Job
 
 app = typer.Typer(
@@ -37,7 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Rows of JSON for scripts."
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the receipt.")]
 
 RUNS = Path("runs")
-NOTHING: list[str] = []
+NO_OVERRIDES: list[str] = []
 
 
 @app.callback(invoke_without_command=True)
@@ -53,7 +53,7 @@ def options(version: Annotated[bool, typer.Option("--version", help="Show the ve
 @app.command()
 def run(
     job: JobFile,
-    sets: Sets = NOTHING,
+    sets: Sets = NO_OVERRIDES,
     workers: Annotated[str, typer.Option(help="2, or 1..8 for elastic.")] = "",
     listen: Annotated[str, typer.Option(help="The address of this machine where others may join.")] = "",
     runs: Runs = RUNS,
@@ -61,48 +61,48 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Train: run a job, show its progress, print the receipt."""
-    from shoal.jobs import drive
+    from shoal.jobs import executor
     from shoal.terminal import hints, reports
-    from shoal.terminal.live import display
+    from shoal.terminal.live import make_display
 
     asked = {"workers": workers, "engine.listen": listen}
     checked = _load(job, [*sets, *(f"{field}={value}" for field, value in asked.items() if value)])
-    if workers and not (quiet or as_json) and (hint := hints.other_lanes(checked, job, sets)):
-        reports.lines(_console(), hint)
+    if workers and not (quiet or as_json) and (hint := hints.lanes_hint(checked, job, sets)):
+        reports.print_lines(_console(), hint)
     if checked.sync.kind == "auto" and not (quiet or as_json):
-        reports.lines(_console(), "planning: the job is measured for some seconds")
-    with display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
-        outcome = drive.run(checked, runs=runs, look=shown.look)
-    _end(outcome, as_json=as_json)
+        reports.print_lines(_console(), "planning: the job is measured for some seconds")
+    with make_display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
+        outcome = executor.run(checked, runs=runs, on_event=shown.on_event)
+    _print_and_exit(outcome, as_json=as_json)
 
 
 @app.command()
 def resume(
-    run: RunName, sets: Sets = NOTHING, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False
+    run: RunName, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False
 ) -> None:
     """Go on with a run after a crash, Ctrl-C or reboot."""
-    from shoal.jobs import directory, drive
-    from shoal.terminal.live import display
+    from shoal.jobs import executor, run_dir
+    from shoal.terminal.live import make_display
 
-    paths = directory.find(run, runs)
-    with display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
-        outcome = drive.resume(paths, sets=sets, look=shown.look)
-    _end(outcome, as_json=as_json)
+    paths = run_dir.find(run, runs)
+    with make_display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
+        outcome = executor.resume(paths, overrides=sets, on_event=shown.on_event)
+    _print_and_exit(outcome, as_json=as_json)
 
 
 @app.command()
-def check(job: JobFile, sets: Sets = NOTHING, runs: Runs = RUNS, as_json: AsJson = False) -> None:
+def check(job: JobFile, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """Is the job right? Reads the file, opens the data, makes one step on one batch."""
-    from shoal.jobs import directory
-    from shoal.jobs.ask import ask
+    from shoal.jobs import run_dir
+    from shoal.jobs.probes import run_probe
     from shoal.terminal import reports
 
-    checked = directory.with_its_start(_load(job, sets), runs)
-    answer = ask("check", checked)
+    checked = run_dir.resolve_init_from(_load(job, sets), runs)
+    answer = run_probe("check", checked)
     if as_json:
         print(json.dumps(answer))
         return
-    reports.check(_console(), answer)
+    reports.print_check(_console(), answer)
     _console().print("[green]The job is right.[/green]")
 
 
@@ -115,52 +115,52 @@ def plan(
     latency: Annotated[str, typer.Option(help="One way between them: 200us, 1ms.")] = "200us",
     speeds: Annotated[str, typer.Option(help="Of each machine, this one first: 1,0.25.", show_default=False)] = "",
     every: Annotated[bool, typer.Option("--all", help="Every way that was looked at.")] = False,
-    sets: Sets = NOTHING,
+    sets: Sets = NO_OVERRIDES,
     runs: Runs = RUNS,
     as_json: AsJson = False,
 ) -> None:
     """How to run a job: measures it here, and predicts what workers, servers, codecs and threads would do."""
-    from shoal.jobs import directory, planning
-    from shoal.plan.costs import amounts
-    from shoal.plan.costs.reading import Wanted
-    from shoal.terminal import hints, plans, reports
+    from shoal.jobs import planner, run_dir
+    from shoal.plan.costs import units
+    from shoal.plan.costs.inputs import PlanRequest
+    from shoal.terminal import hints, plan_report, reports
 
-    checked = _load_for(job, sets, workers)
-    if workers and not as_json and (hint := hints.other_lanes(checked, job, sets)):
-        reports.lines(_console(), hint)
-    each = amounts.speeds(speeds, where="--speeds", hosts=hosts) if speeds else ()
-    wanted = Wanted(
-        amounts.seconds(latency, where="--latency"),
-        amounts.bytes_per_s(link, where="--link"),
+    checked = _load_for_workers(job, sets, workers)
+    if workers and not as_json and (hint := hints.lanes_hint(checked, job, sets)):
+        reports.print_lines(_console(), hint)
+    each = units.parse_speeds(speeds, where="--speeds", hosts=hosts) if speeds else ()
+    wanted = PlanRequest(
+        units.parse_seconds(latency, where="--latency"),
+        units.parse_bytes_per_s(link, where="--link"),
         hosts=len(each) or hosts or 1,
         most=workers or 0,
         speeds=each,
     )
-    planned = planning.plan(directory.with_its_start(checked, runs), wanted)
+    planned = planner.plan(run_dir.resolve_init_from(checked, runs), wanted)
     if as_json:
-        print(json.dumps(planned.as_data()))
+        print(json.dumps(planned.to_json_data()))
     else:
         command = shlex.join(["shoal", "run", str(job), *(word for one in sets for word in ("--set", one))])
-        plans.show(_console(), planned, command=command, every=every)
+        plan_report.print_plan(_console(), planned, command=command, show_all=every)
 
 
 @app.command()
 def split(
     job: JobFile,
-    sets: Sets = NOTHING,
+    sets: Sets = NO_OVERRIDES,
     export: Annotated[Path | None, typer.Option(help="Write the split to Parquet in this directory.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What the split looks like: sizes, balance, leaks."""
-    from shoal.jobs.ask import ask
+    from shoal.jobs.probes import run_probe
     from shoal.terminal import splits
 
     checked = _load(job, sets)
-    answer = ask("split", checked, export=str(export.resolve()) if export else None)
+    answer = run_probe("split", checked, export=str(export.resolve()) if export else None)
     if as_json:
         print(json.dumps(answer))
     else:
-        splits.show(_console(), answer)
+        splits.print_split(_console(), answer)
 
 
 @app.command()
@@ -175,63 +175,63 @@ def evaluate(
 ) -> None:
     """Metrics of a run on a part of its data, or on any other data."""
     from shoal.errors import error
-    from shoal.jobs import catalogue, directory
-    from shoal.jobs.ask import ask
+    from shoal.jobs import run_dir, run_index
+    from shoal.jobs.probes import run_probe
     from shoal.spec.load import load_job
-    from shoal.terminal import words
+    from shoal.terminal import formatting
 
-    paths = directory.find(run, runs)
+    paths = run_dir.find(run, runs)
     if paths.folds:
         one = f"{paths.name}/{paths.folds[0].name}"
         raise error("SH606", f"'{paths.name}' has folds", where=run, fix=f"Name one of them, such as {one}.")
     job = load_job(paths.job, check_names=False)
-    weights, rows = (find(paths, job, best=best) for find in (catalogue.weights_of, catalogue.checkpoint_of))
-    other = catalogue.other_source(job, data, target)
-    answer = ask("evaluate", job, weights=weights, rows=rows, part=part or None, source=other)
+    weights, rows = (find(paths, job, best=best) for find in (run_index.find_weights, run_index.find_checkpoint))
+    other = run_index.source_override(job, data, target)
+    answer = run_probe("evaluate", job, weights=weights, rows=rows, part=part or None, source=other)
     if as_json:
         print(json.dumps(answer))
         return
     for name, metrics in answer["metrics"].items():
-        print(f"{name} ({words.count(answer['samples'][name])} samples): {words.metrics(metrics)}")
+        print(f"{name} ({formatting.count(answer['samples'][name])} samples): {formatting.metrics(metrics)}")
 
 
 @app.command(name="runs")
 def list_runs(runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs."""
-    from shoal.jobs import catalogue
+    from shoal.jobs import run_index
     from shoal.terminal import reports
 
-    rows = catalogue.every(runs)
+    rows = run_index.list_summaries(runs)
     if as_json:
         print(json.dumps(rows))
     else:
-        reports.runs(_console(), rows)
+        reports.print_runs(_console(), rows)
 
 
 @app.command()
 def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """A run: its state, its curves, its receipt."""
-    from shoal.jobs import catalogue, directory, drive
+    from shoal.jobs import executor, run_dir, run_index
     from shoal.terminal import reports
 
-    paths = directory.find(run, runs)
+    paths = run_dir.find(run, runs)
     console = _console()
     if as_json:
         receipt = json.loads(paths.receipt.read_text()) if paths.receipt.is_file() else None
-        print(json.dumps({**catalogue.summary(paths), "receipt": receipt}))
+        print(json.dumps({**run_index.run_summary(paths), "receipt": receipt}))
         return
     if paths.folds:
-        done = [(one, catalogue.receipt_of(one)) for one in paths.folds]
-        reports.folds(console, [r for _, r in done if r])
+        done = [(one, run_index.read_receipt(one)) for one in paths.folds]
+        reports.print_folds(console, [r for _, r in done if r])
         for one, receipt in done:
             if receipt is None:
-                reports.show(console, drive.picture_of(one), width=console.width)
+                reports.print_run(console, executor.load_run_state(one), width=console.width)
         return
-    reports.show(console, drive.picture_of(paths), width=console.width)
-    found = catalogue.receipt_of(paths)
+    reports.print_run(console, executor.load_run_state(paths), width=console.width)
+    found = run_index.read_receipt(paths)
     if found:
         console.print()
-        reports.receipt(console, found)
+        reports.print_receipt(console, found)
 
 
 @app.command()
@@ -241,14 +241,14 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Runs side by side: what differs in the jobs, and in the results."""
-    from shoal.jobs import catalogue, directory
+    from shoal.jobs import run_dir, run_index
     from shoal.terminal import reports
 
-    columns = [(name, catalogue.column(directory.find(name, runs))) for name in names]
+    columns = [(name, run_index.comparison_column(run_dir.find(name, runs))) for name in names]
     if as_json:
         print(json.dumps(dict(columns)))
     else:
-        reports.compare(_console(), columns)
+        reports.print_comparison(_console(), columns)
 
 
 @app.command()
@@ -259,12 +259,12 @@ def scale(
     runs: Runs = RUNS,
 ) -> None:
     """More or fewer workers or servers for a run that goes on."""
-    from shoal.jobs import directory, wishes
+    from shoal.jobs import commands, run_dir
     from shoal.terminal import reports
 
-    answer = wishes.scale(directory.find(run, runs), workers, servers=servers)
+    answer = commands.scale(run_dir.find(run, runs), workers, servers=servers)
     wanted = [f"{answer.wanted} workers"] + ([f"{answer.servers_wanted} servers"] if answer.servers_wanted else [])
-    reports.lines(_console(), f"{' and '.join(wanted)} are wanted", *answer.notes)
+    reports.print_lines(_console(), f"{' and '.join(wanted)} are wanted", *answer.notes)
 
 
 @app.command()
@@ -274,33 +274,33 @@ def drain(
     runs: Runs = RUNS,
 ) -> None:
     """Let a worker or server go, without loss, and wait until it has left."""
-    from shoal.jobs import directory, wishes
+    from shoal.jobs import commands, run_dir
     from shoal.terminal import reports
 
-    paths = directory.find(run, runs)
-    seat, answer = wishes.drain(paths, who)
+    paths = run_dir.find(run, runs)
+    seat, answer = commands.drain(paths, who)
     wanted = answer.wanted if seat.role == "worker" else answer.servers_wanted
-    reports.lines(_console(), f"{seat.name} is asked to leave; {wanted} {seat.role}s are wanted from now on")
-    went = wishes.departure(paths, seat)
-    reports.lines(_console(), f"{seat.name} {went}" if went else "the run ended first")
+    reports.print_lines(_console(), f"{seat.name} is asked to leave; {wanted} {seat.role}s are wanted from now on")
+    went = commands.wait_for_departure(paths, seat)
+    reports.print_lines(_console(), f"{seat.name} {went}" if went else "the run ended first")
 
 
 @app.command()
 def stop(run: RunName, runs: Runs = RUNS) -> None:
     """Let a run save and end; `shoal resume` goes on with it."""
-    from shoal.jobs import directory, wishes
+    from shoal.jobs import commands, run_dir
     from shoal.terminal import reports
 
-    paths = directory.find(run, runs)
-    reports.stopped(_console(), paths.name, wishes.stop(paths), folds=bool(paths.folds))
+    paths = run_dir.find(run, runs)
+    reports.print_stopped(_console(), paths.name, commands.stop(paths), folds=bool(paths.folds))
 
 
 @app.command()
 def token(run: RunName, runs: Runs = RUNS) -> None:
     """Print a run's token: whoever has it can join the run."""
-    from shoal.jobs import directory, wishes
+    from shoal.jobs import commands, run_dir
 
-    print(wishes.token(directory.find(run, runs)))
+    print(commands.read_token(run_dir.find(run, runs)))
 
 
 @app.command()
@@ -315,11 +315,11 @@ def join(
     tls: Annotated[Path | None, typer.Option(help="cert.pem, key.pem and ca.pem, if the job has engine.tls.")] = None,
 ) -> None:
     """Work for a run that another machine drives."""
-    from shoal.jobs.join import join
+    from shoal.jobs.agent import join
     from shoal.terminal import reports
 
     console = _console()
-    show = partial(reports.lines, console)
+    show = partial(reports.print_lines, console)
     code = join(where, token, base_dir=directory, workers=workers, tls_dir=tls, show=show)
     sys.exit(code)
 
@@ -329,23 +329,23 @@ def verify(
     job: JobFile,
     workers: Annotated[str, typer.Option(help="Numbers of workers to compare.")] = "1,2,3",
     steps: Annotated[int, typer.Option(help="So many steps instead of the job's own.", show_default=False)] = 0,
-    sets: Sets = NOTHING,
+    sets: Sets = NO_OVERRIDES,
     runs: Runs = RUNS,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Same weights on any number of workers? Runs the job with each; names the tensor where they part."""
-    from shoal.jobs.verify import numbers, verify
-    from shoal.terminal import verdicts
-    from shoal.terminal.live import display
+    from shoal.jobs.verify import parse_worker_counts, verify
+    from shoal.terminal import proofs
+    from shoal.terminal.live import make_display
 
-    wanted = numbers(workers)
+    wanted = parse_worker_counts(workers)
     checked = _load(job, [*sets, *([f"steps={steps}", "epochs=null"] if steps else [])])
-    with display(_console(), as_json=False, quiet=quiet or as_json) as shown:
-        verdict = verify(checked, wanted, runs=runs, look=shown.look)
+    with make_display(_console(), as_json=False, quiet=quiet or as_json) as shown:
+        verdict = verify(checked, wanted, runs=runs, on_event=shown.on_event)
     if verdict.stopped is not None:
-        _end(verdict.stopped, as_json=as_json)
-    verdicts.verify(_console(), verdict, as_json=as_json)
+        _print_and_exit(verdict.stopped, as_json=as_json)
+    proofs.print_verify(_console(), verdict, as_json=as_json)
     sys.exit(0 if verdict.same else 1)
 
 
@@ -361,46 +361,46 @@ def chaos(
     plan: Annotated[Path | None, typer.Option(help="A file of faults instead: kill worker 2 at step 7")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Workers to begin with.", show_default=False)] = 0,
     against: Annotated[str, typer.Option(help="A finished run of the same job, instead of running it first.")] = "",
-    sets: Sets = NOTHING,
+    sets: Sets = NO_OVERRIDES,
     runs: Runs = RUNS,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Kill, freeze, slow and add workers on purpose, kill servers: are the weights those of the undisturbed run?"""
-    from shoal.jobs import catalogue
+    from shoal.jobs import run_index
     from shoal.jobs.chaos import chaos
-    from shoal.plan import faults
-    from shoal.terminal import verdicts
-    from shoal.terminal.live import display
+    from shoal.plan import fault_plan
+    from shoal.terminal import proofs
+    from shoal.terminal.live import make_display
 
-    numbers: dict[faults.Kind, int] = {
+    numbers: dict[fault_plan.FaultKind, int] = {
         "kill": kills, "freeze": freezes, "slow": slow, "join": joins, "kill server": server_kills,
     }  # fmt: skip
-    with display(_console(), as_json=False, quiet=quiet or as_json) as shown:
+    with make_display(_console(), as_json=False, quiet=quiet or as_json) as shown:
         verdict = chaos(
             _load(job, sets),
-            faults.read(plan) if plan else numbers,
+            fault_plan.read_fault_plan(plan) if plan else numbers,
             workers=workers or None,
             seed=seed,
-            against=catalogue.finished(against, runs) if against else None,
+            against=run_index.require_receipt(against, runs) if against else None,
             runs=runs,
-            look=shown.look,
+            on_event=shown.on_event,
         )
     if verdict.outcome.receipt is None:
-        _end(verdict.outcome, as_json=as_json)
-    verdicts.chaos(_console(), verdict, as_json=as_json)
+        _print_and_exit(verdict.outcome, as_json=as_json)
+    proofs.print_chaos(_console(), verdict, as_json=as_json)
     sys.exit(0 if verdict.same else 1)
 
 
-def _load_for(path: Path, sets: list[str], workers: int | None) -> Job:
+def _load_for_workers(path: Path, sets: list[str], workers: int | None) -> Job:
     """For up to so many workers, or, where replicas must be whole, for so many."""
-    from shoal.errors import Problems
+    from shoal.errors import ErrorGroup
 
     if not workers:
         return _load(path, sets)
     try:
         return _load(path, [*sets, f"workers=1..{workers}"])
-    except Problems:
+    except ErrorGroup:
         return _load(path, [*sets, f"workers={workers}"])
 
 
@@ -416,11 +416,11 @@ def _console(to_stderr: bool = False) -> Console:
     return Console(stderr=to_stderr)
 
 
-def _end(outcome: Outcome | Summary, *, as_json: bool) -> NoReturn:
+def _print_and_exit(result: RunResult | FoldsResult, *, as_json: bool) -> NoReturn:
     """Print how it ended, and leave with the exit code that says so."""
-    from shoal.terminal import endings
+    from shoal.terminal import exit_status
 
-    sys.exit(endings.tell(outcome, _console(), _console(True), as_json=as_json))
+    sys.exit(exit_status.print_result(result, _console(), _console(True), as_json=as_json))
 
 
 def main() -> NoReturn:
@@ -432,7 +432,7 @@ def main() -> NoReturn:
     except ShoalError as failure:
         from shoal.terminal import reports
 
-        reports.failure(_console(True), failure)
+        reports.print_error(_console(True), failure)
         sys.exit(failure.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -162,7 +162,7 @@ class ShoalError(Exception):
         """The same error with a better place."""
         return type(self)(self.code, self.message, where=where, fix=self.fix)
 
-    def to_row(self) -> dict[str, str]:
+    def to_fields(self) -> dict[str, str]:
         return {"code": self.code, "message": self.message, "where": self.where, "fix": self.fix}
 
 
@@ -196,7 +196,7 @@ class RunError(ShoalError):
     exit_code = EXIT_RUN
 
 
-class Problems(ShoalError):  # noqa: N818 - it is several errors
+class ErrorGroup(ShoalError):  # noqa: N818 - it is several errors
     """Several errors at once; the job file is checked whole before anything is told."""
 
     def __init__(self, errors: Sequence[ShoalError]) -> None:
@@ -220,17 +220,19 @@ def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalEr
     return _FAMILIES[code[2]](code, message, where=where, fix=fix)
 
 
-def from_row(row: Mapping[str, Any]) -> ShoalError:
+def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
     """The error that another process told of."""
-    return error(row["code"], str(row["message"]), where=str(row.get("where", "")), fix=str(row.get("fix", "")))
+    return error(
+        fields["code"], str(fields["message"]), where=str(fields.get("where", "")), fix=str(fields.get("fix", ""))
+    )
 
 
-def each(failure: ShoalError) -> list[ShoalError]:
+def single_errors(failure: ShoalError) -> list[ShoalError]:
     """The single errors in it."""
-    return failure.errors if isinstance(failure, Problems) else [failure]
+    return failure.errors if isinstance(failure, ErrorGroup) else [failure]
 
 
-def nearest(word: str, allowed: Iterable[str]) -> str:
+def closest_name(word: str, allowed: Iterable[str]) -> str:
     """The allowed word that was probably meant, or ''; large and small letters are the same here."""
     by_folded = {name.casefold(): name for name in allowed}
     found = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
@@ -240,13 +242,13 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 def did_you_mean(word: str, allowed: Iterable[str], *, most: int = 30) -> str:
     """A fix: the nearest name, then what is allowed."""
     names = sorted(set(allowed))
-    close = nearest(word, names)
+    close = closest_name(word, names)
     shown = ", ".join(names[:most]) + (", …" if len(names) > most else "")
     hint = f"Did you mean '{close}'? " if close else ""
     return f"{hint}Allowed: {shown}." if names else hint.strip()
 
 
-def page() -> str:
+def render_docs() -> str:
     """docs/errors.md."""
     groups = {"1": "The job file", "2": "Names", "3": "Data and splits", "4": "Training", "5": "Checkpoints",
               "6": "Runs and processes", "7": "Servers for other programs"}  # fmt: skip
@@ -270,4 +272,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(render_docs(), end="")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from benchmarks.links import quality
 from benchmarks.links.hosts import ADDRESSES, two_hosts
-from benchmarks.links.measure import least_told, whole
+from benchmarks.links.measure import fewest_reported, whole_periods
 from benchmarks.links.quality import Curve, smooth
-from benchmarks.links.samples import babble
-from benchmarks.links.sides import CODECS, Step, stale
+from benchmarks.links.samples import markov_text
+from benchmarks.links.sides import CODECS, StepRow, has_staleness
 
 
 def namespace():
@@ -50,23 +50,23 @@ def test_a_kept_curve_is_as_good():
 
 def test_whole_periods_are_counted_with_their_agreement():
     """What a worker tells by itself at the last step of a period comes before all have agreed."""
-    inner = [Step(t=float(i), samples=1, step=i, inner=True) for i in range(1, 13)]
-    rows = sorted([*inner, *(Step(t=i + 0.5, samples=0, step=i) for i in (4, 8, 12))], key=lambda row: row.t)
-    found = whole(rows, 2.0, 4)
+    inner = [StepRow(t=float(i), samples=1, step=i, inner=True) for i in range(1, 13)]
+    rows = sorted([*inner, *(StepRow(t=i + 0.5, samples=0, step=i) for i in (4, 8, 12))], key=lambda row: row.t)
+    found = whole_periods(rows, 2.0, 4)
     assert (found[0].t, found[-1].t) == (4.5, 12.5)
     assert sum(row.samples for row in found[1:]) == 8
-    assert whole(rows[:11], 2.0, 4)[-1].t == 8.5, "the third has not been agreed on yet"
-    assert [row.t for row in whole(rows[:6], 2.0, 4, first=True)] == [3.0, 4.0, 4.5]
+    assert whole_periods(rows[:11], 2.0, 4)[-1].t == 8.5, "the third has not been agreed on yet"
+    assert [row.t for row in whole_periods(rows[:6], 2.0, 4, first=True)] == [3.0, 4.0, 4.5]
 
 
 def test_who_has_no_lanes_is_not_waited_for():
-    assert least_told([3, 2]) == 2
-    assert least_told([3, 0]) == 0
-    assert least_told([10, 0]) == 10
+    assert fewest_reported([3, 2]) == 2
+    assert fewest_reported([3, 0]) == 0
+    assert fewest_reported([10, 0]) == 10
 
 
 def test_generated_text_can_be_learned():
-    text = babble(np.random.default_rng(0), 50_000)
+    text = markov_text(np.random.default_rng(0), 50_000)
     pairs = text[:-1] * 1000 + text[1:]
     following = {pair: len(set(text[2:][pairs[:-1] == pair])) for pair in np.unique(pairs)[:20]}
     assert max(following.values()) <= 8
@@ -81,7 +81,7 @@ def test_only_servers_that_wait_for_nobody_depend_on_the_link():
         "server, 4, none",
         "server, inf, none",
     ]
-    assert [name for name in names if stale(name)] == ["server, 4, none", "server, inf, none"]
+    assert [name for name in names if has_staleness(name)] == ["server, 4, none", "server, inf, none"]
 
 
 @pytest.mark.root
@@ -89,7 +89,7 @@ def test_two_hosts_reach_each_other_over_a_wire_that_counts_and_are_gone_afterwa
     home = namespace()
     with two_hosts() as hosts:
         near = namespace()
-        with hosts.on_the_far_one():
+        with hosts.on_remote():
             far = namespace()
             listener = socket.create_server((ADDRESSES[1], 0))
         assert len({home, near, far}) == 3

@@ -2,9 +2,9 @@
 
 from benchmarks.planner.__main__ import BETWEEN, HERE, _halved, rows
 
-from shoal.plan.costs.facts import Host, Machine
+from shoal.plan.costs.model import Cluster, HostResources
 from shoal.plan.costs.predict import predict
-from tests.plan.costs_cases import FAST, LARGE
+from tests.plan.cost_model_cases import FAST_LINK, LARGE_MODEL
 
 
 def test_what_was_said_is_compared_within_a_turn():
@@ -16,10 +16,10 @@ def test_what_was_said_is_compared_within_a_turn():
 
 
 def test_two_hosts_on_one_machine_have_its_cores():
-    machine = Machine((Host(4, 8e9),) * 2, round_s=1e-3, add_bytes_s=1e9, crowding=1.25)
-    assert _halved(machine).hosts == (Host(2, 4e9, speed=0.8),) * 2
+    machine = Cluster((HostResources(4, 8e9),) * 2, round_s=1e-3, add_bytes_s=1e9, crowding=1.25)
+    assert _halved(machine).hosts == (HostResources(2, 4e9, speed=0.8),) * 2
 
 
 def test_every_side_can_be_predicted():
-    machine = Machine((Host(4, 8e9),) * 2, round_s=1e-3, add_bytes_s=1e9)
-    assert all(predict(it, LARGE, machine, FAST).step_s > 0 for it in (*HERE.values(), *BETWEEN.values()))
+    machine = Cluster((HostResources(4, 8e9),) * 2, round_s=1e-3, add_bytes_s=1e9)
+    assert all(predict(it, LARGE_MODEL, machine, FAST_LINK).step_s > 0 for it in (*HERE.values(), *BETWEEN.values()))

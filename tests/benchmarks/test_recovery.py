@@ -16,7 +16,7 @@ from benchmarks.recovery.measure import (
     step_s,
     summary,
 )
-from benchmarks.recovery.workload import Rows, Workload
+from benchmarks.recovery.workload import CommitLog, Workload
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -142,7 +142,7 @@ def test_rows_that_tell_what_weights_should_hold_count_only_with_a_proof(proven,
 
 def test_shoal_tells_every_sample_of_a_step_once(tmp_path):
     workload = Workload(str(tmp_path), workers=3, batch_size=20, samples=240)
-    dealer = shoal_job.dealer(load_job(shoal_job.write_job(workload)))
+    dealer = shoal_job.make_job_sampler(load_job(shoal_job.write_job(workload)))
     epoch = [shoal_job.step_ids(dealer, step) for step in range(workload.steps_per_epoch)]
     assert {len(ids) for ids in epoch} == {60}
     assert sorted(itertools.chain(*epoch)) == list(range(240))
@@ -155,7 +155,7 @@ def test_a_summary_without_any_recovery():
 
 def test_rows_are_read_as_they_come_and_only_whole(tmp_path):
     workload = Workload(str(tmp_path), workers=2)
-    tail, rows = Tail(workload), Rows(workload, 1)
+    tail, rows = Tail(workload), CommitLog(workload, 1)
     assert tail.new() == []
     rows.add(0, [3, 4])
     with (tmp_path / "rows-1.jsonl").open("ab") as file:

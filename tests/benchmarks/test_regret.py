@@ -7,11 +7,11 @@ from benchmarks.links import regret
 from benchmarks.links.hosts import two_hosts
 from benchmarks.links.regret import SIDES, Cell, measured_link, predictions, regrets, rows
 
-from shoal.plan.costs.facts import CodecTime
-from tests.plan.costs_cases import CODECS, FAST, LARGE, SLOW, machine
+from shoal.plan.costs.model import CodecTime
+from tests.plan.cost_model_cases import CODECS, FAST_LINK, LARGE_MODEL, SLOW_LINK, machine
 
 PLANNED = {"choice": "lanes, bf16", "said": dict.fromkeys(SIDES, 5.0)}
-ENCODED = replace(LARGE, codecs=CODECS | {"int4": CodecTime({"kind": "int4", "block": 64}, 0.01, 0.005)})
+ENCODED = replace(LARGE_MODEL, codecs=CODECS | {"int4": CodecTime({"kind": "int4", "block": 64}, 0.01, 0.005)})
 
 
 def test_cells_have_names():
@@ -65,7 +65,7 @@ def test_who_was_close_and_the_choice_have_another_turn():
 
 
 def test_every_side_is_predicted_and_a_slow_host_is_never_faster():
-    for link in (FAST, SLOW):
+    for link in (FAST_LINK, SLOW_LINK):
         equal, slow = (predictions(SIDES, ENCODED, machine(), link, times) for times in (1, 3))
         assert list(equal) == list(SIDES)
         assert all(0 < equal[name].step_s <= slow[name].step_s for name in SIDES)

@@ -32,6 +32,6 @@ def test_the_slowest_counts_and_all_must_report(tmp_path):
         stopwatch.gather(tmp_path, workers=3)
 
 
-def test_lanes_that_cannot_be_dealt_evenly_are_refused(tmp_path):
+def test_lanes_that_cannot_be_split_evenly_are_refused(tmp_path):
     with pytest.raises(ValueError, match="evenly"):
-        lanes.run("mlp", tmp_path, steps=1, workers=2, lanes=3, reports=tmp_path, runs=tmp_path, nursery=None)
+        lanes.run("mlp", tmp_path, steps=1, workers=2, lanes=3, reports=tmp_path, runs=tmp_path, fork_server=None)

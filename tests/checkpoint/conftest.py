@@ -4,14 +4,14 @@ import uuid
 
 import pytest
 
-from .states import Told
+from .states import EventRecorder
 
 
 @pytest.fixture(params=["local", "memory"])
-def place(request, tmp_path):
+def store_path(request, tmp_path):
     return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
 
 
 @pytest.fixture
-def told():
-    return Told()
+def recorder():
+    return EventRecorder()

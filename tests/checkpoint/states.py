@@ -9,19 +9,19 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.checkpoint.raw import CODES, bytes_of
+from shoal.checkpoint.tensor_bytes import DTYPE_CODES, bytes_of
 
 
-def same(a: Any, b: Any) -> bool:
+def bit_equal(a: Any, b: Any) -> bool:
     """Equal types, orders, values and bits; NaN is itself."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape) and bytes_of(a) == bytes_of(b)
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(bit_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(bit_equal, a, b))
     if isinstance(a, float) and math.isnan(a):
         return math.isnan(b)
     return bool(a == b) and str(a) == str(b)  # str tells 0.0 from -0.0
@@ -37,23 +37,23 @@ def training_state(step: int) -> dict[str, Any]:
     }
 
 
-class Told:
-    """Remembers what a store told."""
+class EventRecorder:
+    """Remembers what a store recorder."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
 
     def __call__(self, kind: str, /, **fields: Any) -> None:
-        self.rows.append((kind, fields))
+        self.events.append((kind, fields))
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for told, fields in self.rows if told == kind]
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for recorder, fields in self.events if recorder == kind]
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
     """Any dtype and bits; 0-dimensional, empty, transposed and strided ones too."""
-    dtype = draw(st.sampled_from(sorted(CODES, key=str)))
+    dtype = draw(st.sampled_from(sorted(DTYPE_CODES, key=str)))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     raw = draw(st.binary(min_size=1, max_size=16))
     size = math.prod(shape) * dtype.itemsize

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from shoal.checkpoint.files import open_files
 from shoal.checkpoint.manifest import list_manifests
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.store import CheckpointStore
 
-from .states import Told, training_state
-
-
-def make(path, told=None, **options) -> Store:
-    return Store(path, **{"job_sha256": "job", "every": ("steps", 1), "tell": told or Told(), **options})
+from .states import EventRecorder, training_state
 
 
-def save(store: Store, step: int, **options) -> None:
+def make_store(path, recorder=None, **options) -> CheckpointStore:
+    return CheckpointStore(
+        path, **{"job_sha256": "job", "every": ("steps", 1), "tell": recorder or EventRecorder(), **options}
+    )
+
+
+def save_and_wait(store: CheckpointStore, step: int, **options) -> None:
     store.save(step, training_state(step), **options)
     store.wait()
 
 
-def blobs(path) -> dict[str, int]:
+def blob_sizes(path) -> dict[str, int]:
     return open_files(path).sizes("blobs")
 
 
-def steps(path, name="") -> list[int]:
+def saved_steps(path, name="") -> list[int]:
     return [m.step for m in list_manifests(path, name=name)]

@@ -14,11 +14,11 @@ import pytest
 
 from shoal.checkpoint.files import open_files
 from shoal.checkpoint.manifest import list_manifests
-from shoal.checkpoint.store import Store
-from shoal.checkpoint.writer import sweep
+from shoal.checkpoint.store import CheckpointStore
+from shoal.checkpoint.writer import sweep_blobs
 
-from . import saver
-from .states import same
+from . import saver_process as saver
+from .states import bit_equal
 
 KILLS = 15
 
@@ -44,7 +44,7 @@ def start(process, *words) -> int:
 
 
 def last_saved(process, *, pid: int, saves: int, within_s: float) -> int:
-    """Let some saves and a part of the next go by, kill, and give the last step that was told as saved."""
+    """Let some saves and a part of the next go by, kill, and give the last step that was recorder as saved."""
     step = -1
     for _ in range(saves):
         kind, value = process.stdout.readline().split()
@@ -64,12 +64,12 @@ def test_no_moment_to_kill_a_save_loses_a_checkpoint(tmp_path, savers):
     first = 1
     for _ in range(KILLS):
         pid = start(savers, "kill", tmp_path, first)
-        told = last_saved(savers, pid=pid, saves=chance.randint(1, 3), within_s=chance.uniform(0, 0.02))
-        manifest, state = Store(tmp_path, job_sha256="job").load_latest()
-        assert manifest.step >= told, "a save that was told as done must survive"
-        assert same(state, saver.state(manifest.step))
+        recorder = last_saved(savers, pid=pid, saves=chance.randint(1, 3), within_s=chance.uniform(0, 0.02))
+        manifest, state = CheckpointStore(tmp_path, job_sha256="job").load_latest()
+        assert manifest.step >= recorder, "a save that was recorder as done must survive"
+        assert bit_equal(state, saver.state(manifest.step))
         first = manifest.step + 1
-    store = Store(tmp_path, job_sha256="job", keep=1)
+    store = CheckpointStore(tmp_path, job_sha256="job", keep=1)
     store.save(first, saver.state(first))
     store.wait()
     assert sorted(open_files(tmp_path).sizes()) == sorted(
@@ -85,7 +85,7 @@ def test_two_processes_share_blobs_and_never_sweep_each_others(tmp_path, savers)
         line = savers.stdout.readline()
         ends += [line.split()] if line.startswith("end") else []
     assert sorted(ends) == [["end", "fold-0"], ["end", "fold-1"]]
-    assert sweep(open_files(tmp_path))
+    assert sweep_blobs(open_files(tmp_path))
     needed = {
         digest for name in ("fold-0", "fold-1") for m in list_manifests(tmp_path, name=name) for digest in m.blobs
     }

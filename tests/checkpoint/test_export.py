@@ -7,12 +7,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from shoal.checkpoint.digest import weights_sha256
 from shoal.checkpoint.export import export_model, load_weights
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.sha256 import weights_sha256
+from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import CheckpointError
 
-from .states import Told, same
+from .states import EventRecorder, bit_equal
 
 
 class Tied(nn.Module):
@@ -52,8 +52,10 @@ class Remembering(Branching):
 
 
 def export(directory, model, inputs=None, *, program=False, told=None):
-    told = told or Told()
-    return export_model(directory, model, info={"model": "x:Tied"}, example_inputs=inputs, program=program, tell=told)
+    recorder = told or EventRecorder()
+    return export_model(
+        directory, model, info={"model": "x:Tied"}, example_inputs=inputs, program=program, emit=recorder
+    )
 
 
 def test_weights_are_written_whole_and_described(tmp_path):
@@ -62,7 +64,7 @@ def test_weights_are_written_whole_and_described(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.json", "model.safetensors"]
     weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert Tied().load_state_dict(weights).missing_keys == []
-    assert all(same(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(bit_equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     assert content == json.loads((tmp_path / "model.json").read_text())
     assert content["weights_sha256"] == weights_sha256(model.state_dict())
     assert content["model"] == "x:Tied"
@@ -72,10 +74,10 @@ def test_weights_are_written_whole_and_described(tmp_path):
 
 
 def test_the_program_runs_with_any_batch_and_leaves_the_model_as_it_was(tmp_path):
-    model, told = Tied(), Told()
+    model, recorder = Tied(), EventRecorder()
     model.norm.eval()
-    content = export(tmp_path, model, (torch.tensor([0, 1, 2]),), program=True, told=told)
-    assert told.rows == []
+    content = export(tmp_path, model, (torch.tensor([0, 1, 2]),), program=True, told=recorder)
+    assert recorder.events == []
     assert content["program"] == "model.pt2"
     assert (model.training, model.drop.training, model.norm.training) == (True, True, False)
     program = torch.export.load(tmp_path / "model.pt2").module()
@@ -85,10 +87,10 @@ def test_the_program_runs_with_any_batch_and_leaves_the_model_as_it_was(tmp_path
 
 @pytest.mark.parametrize("inputs", [(torch.ones(3, 2),), None, ("text",)])
 def test_a_model_that_cannot_be_a_program_is_told_and_no_failure(tmp_path, inputs):
-    told = Told()
+    recorder = EventRecorder()
     (tmp_path / "model.pt2").write_text("of an earlier model")
-    content = export(tmp_path, Branching(), inputs, program=True, told=told)
-    ((kind, row),) = told.rows
+    content = export(tmp_path, Branching(), inputs, program=True, told=recorder)
+    ((kind, row),) = recorder.events
     assert (kind, row["what"]) == ("export_skipped", "model.pt2")
     assert row["reason"]
     assert "\n" not in row["reason"]
@@ -97,9 +99,9 @@ def test_a_model_that_cannot_be_a_program_is_told_and_no_failure(tmp_path, input
 
 
 def test_what_is_not_a_tensor_is_left_out_and_told(tmp_path):
-    told = Told()
-    assert export(tmp_path, Remembering(), told=told)["left_out"] == ["_extra_state"]
-    assert told.of("export_skipped")
+    recorder = EventRecorder()
+    assert export(tmp_path, Remembering(), told=recorder)["left_out"] == ["_extra_state"]
+    assert recorder.of_kind("export_skipped")
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
@@ -114,7 +116,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
 @pytest.fixture
 def run(tmp_path):
     """A run's directory with checkpoints at steps 1 and 2."""
-    store = Store(tmp_path / "checkpoints", job_sha256="job")
+    store = CheckpointStore(tmp_path / "checkpoints", job_sha256="job")
     for step in (1, 2):
         model = {"w": torch.full((3,), float(step)), "big": torch.full((20_000,), float(step))}
         store.save(step, {"model": model, "optimizer": {0: torch.ones(30_000)}})
@@ -166,7 +168,7 @@ def test_what_holds_no_weights(run, tmp_path):
         with pytest.raises(CheckpointError) as caught:
             load_weights(tmp_path / path)
         assert caught.value.code == code, path
-    other = Store(run / "checkpoints", job_sha256="job", name="fold-1")
+    other = CheckpointStore(run / "checkpoints", job_sha256="job", name="fold-1")
     other.save(5, {"weights": torch.ones(2)})
     other.close()
     with pytest.raises(CheckpointError, match="several runs share it: fold-1, manifests"):

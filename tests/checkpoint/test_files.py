@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from shoal.checkpoint.files import LocalFiles, RemoteFiles, open_files, replacing
+from shoal.checkpoint.files import LocalFiles, RemoteFiles, atomic_replace, open_files
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -38,7 +38,7 @@ def test_what_fails_half_way_leaves_nothing_and_the_old_in_place(tmp_path):
     (tmp_path / "x").write_text("old")
 
     def fail() -> None:
-        with replacing(tmp_path / "x") as temp:
+        with atomic_replace(tmp_path / "x") as temp:
             temp.write_text("half")
             raise KeyError
 
@@ -50,9 +50,9 @@ def test_what_fails_half_way_leaves_nothing_and_the_old_in_place(tmp_path):
 
 def test_a_sweep_and_a_save_exclude_each_other_and_saves_do_not(tmp_path):
     one, two = LocalFiles(str(tmp_path)), LocalFiles(str(tmp_path))
-    with one.saving(), two.saving(), two.sweeping() as alone:
+    with one.save_lock(), two.save_lock(), two.sweep_lock() as alone:
         assert not alone
-    with one.sweeping() as alone, two.sweeping() as too:
+    with one.sweep_lock() as alone, two.sweep_lock() as too:
         assert (alone, too) == (True, False)
 
 
@@ -60,13 +60,13 @@ def test_a_process_forked_during_a_save_does_not_keep_its_lock(tmp_path):
     """Loader processes are forked at any time and live on."""
     files = LocalFiles(str(tmp_path))
     ready, go = os.pipe()
-    with files.saving():
+    with files.save_lock():
         pid = os.fork()
         if pid == 0:
             os.read(ready, 1)
             os._exit(0)
     try:
-        with files.sweeping() as alone:
+        with files.sweep_lock() as alone:
             assert alone
     finally:
         os.write(go, b"!")

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.manifest import Manifest, TensorRef, list_manifests, newest, parse, to_drop
+from shoal.checkpoint.manifest import (
+    Manifest,
+    TensorRef,
+    list_manifests,
+    newest_manifest,
+    parse_manifest,
+    steps_to_delete,
+)
 from shoal.errors import CheckpointError
 
 DIGEST = hashlib.sha256(b"blob").hexdigest()
@@ -36,11 +43,11 @@ def forged(**changes) -> bytes:
 @pytest.mark.parametrize("metric", [None, 0.25, -0.0, float("inf"), float("-inf")])
 def test_a_manifest_comes_back(metric):
     manifest = replace(MANIFEST, metric=metric)
-    assert parse(manifest.dump()) == manifest
+    assert parse_manifest(manifest.dump()) == manifest
 
 
 def test_a_metric_that_is_no_number_comes_back():
-    assert str(parse(replace(MANIFEST, metric=float("nan")).dump()).metric) == "nan"
+    assert str(parse_manifest(replace(MANIFEST, metric=float("nan")).dump()).metric) == "nan"
 
 
 @given(st.integers(0, len(MANIFEST.dump()) - 1), st.integers(0, 7))
@@ -48,27 +55,27 @@ def test_no_flipped_bit_goes_unseen(position, bit):
     raw = bytearray(MANIFEST.dump())
     raw[position] ^= 1 << bit
     with pytest.raises(CheckpointError) as caught:
-        parse(bytes(raw))
+        parse_manifest(bytes(raw))
     assert caught.value.code in ("SH502", "SH507")
 
 
 @given(st.integers(0, len(MANIFEST.dump()) - 1))
 def test_a_truncated_manifest_is_damaged(length):
     with pytest.raises(CheckpointError) as caught:
-        parse(MANIFEST.dump()[:length])
+        parse_manifest(MANIFEST.dump()[:length])
     assert caught.value.code == "SH502"
 
 
 @given(st.binary(max_size=50) | st.text(max_size=50).map(str.encode))
 def test_garbage_is_damaged(raw):
     with pytest.raises(CheckpointError) as caught:
-        parse(raw)
+        parse_manifest(raw)
     assert caught.value.code == "SH502"
 
 
 def test_an_edited_manifest_is_damaged():
     with pytest.raises(CheckpointError, match="checksum does not match"):
-        parse(MANIFEST.dump().replace(b'"step":7', b'"step":8'))
+        parse_manifest(MANIFEST.dump().replace(b'"step":7', b'"step":8'))
 
 
 @pytest.mark.parametrize(
@@ -84,22 +91,22 @@ def test_an_edited_manifest_is_damaged():
     ],
 )  # fmt: skip
 def test_a_hostile_manifest_with_a_right_checksum_is_damaged(changes):
-    assert parse(forged()) == MANIFEST
+    assert parse_manifest(forged()) == MANIFEST
     with pytest.raises(CheckpointError) as caught:
-        parse(forged(**changes))
+        parse_manifest(forged(**changes))
     assert caught.value.code == "SH502"
 
 
 @pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b'{"format":1,"body":NaN}'])
 def test_json_that_hurts_parsers_is_damaged(raw):
     with pytest.raises(CheckpointError) as caught:
-        parse(raw)
+        parse_manifest(raw)
     assert caught.value.code == "SH502"
 
 
 def test_a_newer_format_is_not_called_damaged():
     with pytest.raises(CheckpointError) as caught:
-        parse(replace(MANIFEST, format=2).dump())
+        parse_manifest(replace(MANIFEST, format=2).dump())
     assert caught.value.code == "SH507"
 
 
@@ -118,7 +125,7 @@ def test_a_newer_format_is_not_called_damaged():
     ],
 )
 def test_what_retention_drops(metas, keep, keep_best, sign, dropped):
-    assert to_drop(reversed(metas), keep, keep_best, sign) == dropped
+    assert steps_to_delete(reversed(metas), keep, keep_best, sign) == dropped
 
 
 def test_the_driver_lists_manifests_without_torch(tmp_path):
@@ -130,8 +137,8 @@ def test_the_driver_lists_manifests_without_torch(tmp_path):
     (tmp_path / "fold-1" / f"{30:012d}.json").write_bytes(MANIFEST.dump())  # of another step
     (tmp_path / "fold-1" / "notes.txt").write_text("not one")
     assert [m.step for m in list_manifests(tmp_path, name="fold-1")] == [12, 3]
-    assert newest(tmp_path, name="fold-1").step == 12
-    assert newest(tmp_path) is None
+    assert newest_manifest(tmp_path, name="fold-1").step == 12
+    assert newest_manifest(tmp_path) is None
     assert list_manifests(tmp_path / "nowhere") == []
     code = "import sys, shoal.checkpoint.manifest; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

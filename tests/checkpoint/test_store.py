@@ -8,11 +8,11 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import CheckpointError
 
-from .states import same, states, training_state
-from .stores import blobs, make, save, steps
+from .states import bit_equal, states, training_state
+from .stores import blob_sizes, make_store, save_and_wait, saved_steps
 
 # ---- round trips ----
 
@@ -20,47 +20,47 @@ from .stores import blobs, make, save, steps
 @given(states)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_state_comes_back_exactly(tmp_path, state):
-    store = make(tmp_path, keep=1)
+    store = make_store(tmp_path, keep=1)
     store.save(1, {"it": state, "again": [state]})
     store.wait()
-    _, loaded = make(tmp_path).load(1)
-    assert same(loaded, {"it": state, "again": [state]})
+    _, loaded = make_store(tmp_path).load(1)
+    assert bit_equal(loaded, {"it": state, "again": [state]})
     store.close()
 
 
-def test_save_and_load(place, told):
-    store = make(place, told)
+def test_save_and_load(store_path, recorder):
+    store = make_store(store_path, recorder)
     assert store.latest() is None
     assert store.load_latest() is None
     store.save(3, training_state(3), metric=0.5, info={"epoch": 2})
     store.wait()
-    manifest, state = make(place).load_latest()
+    manifest, state = make_store(store_path).load_latest()
     assert (manifest.step, manifest.metric, manifest.info) == (3, 0.5, {"epoch": 2})
-    assert same(state, training_state(3))
+    assert bit_equal(state, training_state(3))
     assert store.latest() == manifest
-    (row,) = told.of("saved")
-    assert row["size_bytes"] == manifest.size_bytes == sum(blobs(place).values())
+    (row,) = recorder.of("saved")
+    assert row["size_bytes"] == manifest.size_bytes == sum(blob_sizes(store_path).values())
     assert row["written_bytes"] > row["size_bytes"]
     with pytest.raises(CheckpointError, match="SH501"):
         store.load(4)
 
 
 def test_one_section_is_loaded_alone(tmp_path):
-    store = make(tmp_path)
-    save(store, 3)
-    for path in blobs(tmp_path):  # the optimizer's blob is not needed
+    store = make_store(tmp_path)
+    save_and_wait(store, 3)
+    for path in blob_sizes(tmp_path):  # the optimizer's blob is not needed
         if (tmp_path / path).stat().st_size < 1000:
             (tmp_path / path).unlink()
     _, model = store.load(3, section="model")
-    assert same(model, training_state(3)["model"])
+    assert bit_equal(model, training_state(3)["model"])
 
 
-def test_loaded_tensors_are_the_callers_own(place):
+def test_loaded_tensors_are_the_callers_own(store_path):
     shared = torch.ones(40_000)
-    store = make(place)
+    store = make_store(store_path)
     store.save(1, {"a": shared, "b": shared, "view": shared[:3], "equal": shared.clone()})
     store.wait()
-    assert len(blobs(place)) == 2  # the three equal ones are stored once
+    assert len(blob_sizes(store_path)) == 2  # the three equal ones are stored once
     _, state = store.load(1)
     state["a"].zero_()
     assert state["b"].sum() == state["equal"].sum() == 40_000
@@ -69,7 +69,7 @@ def test_loaded_tensors_are_the_callers_own(place):
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     weight = torch.zeros(100_000)
-    store = make(tmp_path, keep=9)
+    store = make_store(tmp_path, keep=9)
     for step in range(1, 6):
         weight.fill_(step)
         store.save(step, {"w": weight, "tied": weight})
@@ -82,7 +82,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
 
 
 def test_buffers_follow_a_state_that_changes(tmp_path):
-    store = make(tmp_path)
+    store = make_store(tmp_path)
     tied = torch.ones(3)
     for state in (
         {"a": tied, "b": tied},
@@ -92,13 +92,13 @@ def test_buffers_follow_a_state_that_changes(tmp_path):
     ):
         store.save(1, state)
         store.wait()
-        assert same(store.load(1)[1], state)
+        assert bit_equal(store.load(1)[1], state)
 
 
 def test_blobs_are_safetensors_files(tmp_path):
-    save(make(tmp_path), 3)
+    save_and_wait(make_store(tmp_path), 3)
     found = {}
-    for path in blobs(tmp_path):
+    for path in blob_sizes(tmp_path):
         found |= safetensors.torch.load_file(tmp_path / path)
     assert sorted(found) == ["/optimizer/state/0/exp", "/optimizer/state/0/step", "tensor"]
     assert found["/optimizer/state/0/step"] == 3
@@ -107,19 +107,19 @@ def test_blobs_are_safetensors_files(tmp_path):
 # ---- when ----
 
 
-def test_the_store_saves_when_it_is_time(tmp_path, told):
+def test_the_store_saves_when_it_is_time(tmp_path, recorder):
     now = [0.0]
-    store = make(tmp_path, told, every=("seconds", 10), keep=99, clock=lambda: now[0])
+    store = make_store(tmp_path, recorder, every=("seconds", 10), keep=99, clock=lambda: now[0])
     for step in range(1, 40):
         now[0] = float(step)
         store.maybe_save(step, lambda step=step: training_state(step))
         store.wait()
-    assert steps(tmp_path) == [31, 21, 11]
+    assert saved_steps(tmp_path) == [31, 21, 11]
 
 
 def test_auto_saves_first_after_two_seconds(tmp_path):
     now = [100.0]
-    store = make(tmp_path, every=("auto", 0), clock=lambda: now[0])
+    store = make_store(tmp_path, every=("auto", 0), clock=lambda: now[0])
     asked = []
     for step in range(1, 50):
         now[0] += 0.125
@@ -129,13 +129,13 @@ def test_auto_saves_first_after_two_seconds(tmp_path):
 
 
 def test_the_state_is_asked_for_only_when_it_is_time(tmp_path):
-    store = make(tmp_path, every=("never", 0))
+    store = make_store(tmp_path, every=("never", 0))
     assert not store.maybe_save(1, lambda: pytest.fail("asked"))
     assert store.maybe_save(1, lambda: {"a": 1}, force=True)
 
 
-def test_a_step_is_saved_once_until_its_metric_is_known(tmp_path, told):
-    store = make(tmp_path, told)
+def test_a_step_is_saved_once_until_its_metric_is_known(tmp_path, recorder):
+    store = make_store(tmp_path, recorder)
     assert store.maybe_save(1, lambda: training_state(1))
     assert not store.maybe_save(1, lambda: training_state(1), force=True)
     store.wait()
@@ -143,11 +143,11 @@ def test_a_step_is_saved_once_until_its_metric_is_known(tmp_path, told):
     assert store.maybe_save(1, lambda: training_state(1), metric=0.5, force=True)
     store.wait()
     assert store.latest().metric == 0.5
-    assert told.of("saved")[1]["written_bytes"] < 5_000  # only the manifest is new
+    assert recorder.of("saved")[1]["written_bytes"] < 5_000  # only the manifest is new
 
 
 @contextmanager
-def held_back(store: Store):
+def held_back(store: CheckpointStore):
     """The disk is slow: writing waits for the end of the block."""
     gate, write = threading.Event(), store._files.write
     store._files.write = lambda *args: (gate.wait(), write(*args))
@@ -156,22 +156,22 @@ def held_back(store: Store):
     store._files.write = write
 
 
-def test_a_save_that_comes_too_soon_is_skipped_and_a_forced_one_waits(tmp_path, told):
-    store = make(tmp_path, told, every=("steps", 2), keep=9)
+def test_a_save_that_comes_too_soon_is_skipped_and_a_forced_one_waits(tmp_path, recorder):
+    store = make_store(tmp_path, recorder, every=("steps", 2), keep=9)
     with held_back(store) as gate:
         assert store.maybe_save(2, lambda: training_state(2))
         assert not store.maybe_save(3, lambda: training_state(3))
         assert not store.maybe_save(4, lambda: training_state(4))
-        assert told.rows == [("save_skipped", {"step": 4})]
+        assert recorder.rows == [("save_skipped", {"step": 4})]
         threading.Timer(0.02, gate.set).start()
         assert store.maybe_save(5, lambda: training_state(5), force=True)
     store.wait()
-    assert steps(tmp_path) == [5, 2]
-    assert [row["step"] for row in told.of("saved")] == [2, 5]
+    assert saved_steps(tmp_path) == [5, 2]
+    assert [row["step"] for row in recorder.of("saved")] == [2, 5]
 
 
 def test_what_cannot_be_saved_is_raised_at_once(tmp_path):
-    store = make(tmp_path)
+    store = make_store(tmp_path)
     with pytest.raises(CheckpointError, match=r"SH506 state/model/w"):
         store.maybe_save(1, lambda: {"model": {"w": b"bytes"}})
     with pytest.raises(CheckpointError, match="SH506 info"):

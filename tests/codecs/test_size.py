@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.codecs.size import cut, memory_floats, size_bytes, within
+from shoal.codecs.size import matrix_segments, residual_floats, shapes_within, size_bytes
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6)
 
@@ -33,19 +33,19 @@ def test_a_million_values(settings, expected):
     assert size_bytes(settings, 1_000_000, shapes=[(1000, 1000)]) == expected
 
 
-def test_memory():
-    assert memory_floats({"kind": "none"}, 100) == 0
-    assert memory_floats({"kind": "topk", "keep": 0.1, "momentum": 0.9}, 100) == 200
-    assert memory_floats({"kind": "lowrank", "rank": 1}, 100, shapes=[(10, 10)]) == 110
+def test_residual_floats():
+    assert residual_floats({"kind": "none"}, 100) == 0
+    assert residual_floats({"kind": "topk", "keep": 0.1, "momentum": 0.9}, 100) == 200
+    assert residual_floats({"kind": "lowrank", "rank": 1}, 100, shapes=[(10, 10)]) == 110
 
 
 @given(SHAPES, st.integers(1, 4))
 def test_parts_lie_side_by_side_and_never_send_more(shapes, rank):
     count = sum(map(prod, shapes))
-    parts = cut(shapes, rank, count)
+    parts = matrix_segments(shapes, rank, count)
     assert [part.start for part in parts] == [0, *(part.stop for part in parts)][: len(parts)]
     assert sum(part.count for part in parts) == count
-    assert all(part.floats < part.count for part in parts if part.rank)
+    assert all(part.sent_floats < part.count for part in parts if part.rank)
     assert not any(not a.rank and not b.rank for a, b in itertools.pairwise(parts))
 
 
@@ -54,23 +54,23 @@ def test_pieces_hold_what_the_whole_holds(shapes, data):
     """However it is cut."""
     count = sum(map(prod, shapes))
     cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=4))})
-    found = [list(within(shapes, a, b)) for a, b in itertools.pairwise(cuts)]
+    found = [list(shapes_within(shapes, a, b)) for a, b in itertools.pairwise(cuts)]
     assert [sum(map(prod, piece)) for piece in found] == [b - a for a, b in itertools.pairwise(cuts)]
     whole = [shape if len(shape) > 1 else (prod(shape),) for shape in shapes if prod(shape)]
-    assert list(within(shapes, 0, count)) == whole
+    assert list(shapes_within(shapes, 0, count)) == whole
 
 
 def test_a_cut_matrix_keeps_its_whole_rows():
-    assert list(within([(4, 10), (7,)], 5, 43)) == [(5,), (3, 10), (3,)]
-    assert list(within([(4, 10), (7,)], 5, 33)) == [(5,), (2, 10), (3,)]
-    assert list(within([(4, 10)], 12, 18)) == [(6,)]
-    assert list(within([(4, 10)], 12, 25)) == [(13,)]
-    assert list(within([(4, 5, 2)], 10, 40)) == [(3, 5, 2)]
+    assert list(shapes_within([(4, 10), (7,)], 5, 43)) == [(5,), (3, 10), (3,)]
+    assert list(shapes_within([(4, 10), (7,)], 5, 33)) == [(5,), (2, 10), (3,)]
+    assert list(shapes_within([(4, 10)], 12, 18)) == [(6,)]
+    assert list(shapes_within([(4, 10)], 12, 25)) == [(13,)]
+    assert list(shapes_within([(4, 5, 2)], 10, 40)) == [(3, 5, 2)]
 
 
-def test_shapes_must_fill_the_stretch():
+def test_shapes_must_fill_the_buffer():
     with pytest.raises(ValueError, match="hold 6 values, the stretch 7"):
-        cut([(2, 3)], 1, 7)
+        matrix_segments([(2, 3)], 1, 7)
 
 
 def test_planners_need_no_torch():

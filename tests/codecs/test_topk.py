@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.codecs import topk
-from shoal.codecs.make import make
-from shoal.codecs.memory import Memory
-from shoal.codecs.scratch import Scratch
-from shoal.codecs.size import kept
-from tests.codecs.bodies import DGC, TOPK, decoded, encoded, stretches, there_and_back
+from shoal.codecs.make import make_codec
+from shoal.codecs.residual import Residual
+from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.size import topk_count
+from tests.codecs.codec_cases import DGC, TOPK, decoded, encoded, gradients, round_trip
 
 
 def largest_by_sorting(values, k):
@@ -23,12 +23,12 @@ def largest_by_sorting(values, k):
 
 
 @settings(max_examples=30, deadline=None)
-@given(values=stretches(st.integers(1, 2000)), share=st.floats(0, 1), samples=st.sampled_from([16, 100, 1 << 14]))
+@given(values=gradients(st.integers(1, 2000)), share=st.floats(0, 1), samples=st.sampled_from([16, 100, 1 << 14]))
 def test_the_k_largest(values, share, samples):
     k = max(1, round(share * values.numel()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topk, "SAMPLES", samples)
-        found = topk.largest(values, k, Scratch())
+        found = topk.topk_indices(values, k, ScratchBuffers())
     assert found.tolist() == largest_by_sorting(values, k)
 
 
@@ -50,23 +50,23 @@ def test_the_k_largest(values, share, samples):
 def test_samples_that_mislead(values, samples, monkeypatch):
     monkeypatch.setattr(topk, "SAMPLES", samples)
     for k in (1, 50, len(values) - 1, len(values)):
-        assert topk.largest(values, k, Scratch()).tolist() == largest_by_sorting(values, k)
+        assert topk.topk_indices(values, k, ScratchBuffers()).tolist() == largest_by_sorting(values, k)
 
 
 def test_many_values():
     values = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
-    found = topk.largest(values, 3000, Scratch())
+    found = topk.topk_indices(values, 3000, ScratchBuffers())
     assert found.tolist() == values.abs().topk(3000).indices.sort().values.tolist()
 
 
 def test_what_is_sent_is_exact_and_the_rest_is_zero():
     values = torch.tensor([0.5, -3.0, 0.0, 2.0, -0.25])
-    assert there_and_back(make({"kind": "topk", "keep": 0.4}), values).tolist() == [0.0, -3.0, 0.0, 2.0, 0.0]
+    assert round_trip(make_codec({"kind": "topk", "keep": 0.4}), values).tolist() == [0.0, -3.0, 0.0, 2.0, 0.0]
 
 
 def test_what_is_not_finite_is_sent_and_forgotten():
-    codec, memory = make({"kind": "topk", "keep": 0.4}), Memory(5)
-    before, after = memory.part()
+    codec, memory = make_codec({"kind": "topk", "keep": 0.4}), Residual(5)
+    before, after = memory.before_and_after()
     values = torch.tensor([1.0, math.nan, 2.0, 3.0, -math.inf])
     data = encoded(codec, values, before=before, after=after)
     assert decoded(codec, data, 5).tolist() == pytest.approx([0.0, math.nan, 0.0, 0.0, -math.inf], nan_ok=True)
@@ -74,41 +74,41 @@ def test_what_is_not_finite_is_sent_and_forgotten():
 
 
 def test_everything_is_sent_sooner_or_later():
-    codec, memory, got = make({"kind": "topk", "keep": 0.1}), Memory(40), torch.zeros(40)
+    codec, memory, got = make_codec({"kind": "topk", "keep": 0.1}), Residual(40), torch.zeros(40)
     values = torch.arange(1.0, 41.0)
     for step in range(200):
-        before, after = memory.part()
+        before, after = memory.before_and_after()
         codec.decode(encoded(codec, values if step < 50 else values * 0, before=before, after=after), got, add=True)
-        memory.settle()
+        memory.commit()
     assert torch.equal(got, 50 * values)
 
 
 def test_momentum_is_that_of_deep_gradient_compression():
     """Against its formulas, written out plainly."""
-    codec, memory, count = make(DGC), Memory(600), 300
+    codec, memory, count = make_codec(DGC), Residual(600), 300
     draws = torch.Generator().manual_seed(0)
     velocity, waiting = torch.zeros(count), torch.zeros(count)
     for _ in range(6):
         values = torch.randn(count, generator=draws)
         velocity = velocity * 0.9 + values
         waiting = waiting + velocity
-        chosen = waiting.abs().topk(kept(count, 0.1)).indices
+        chosen = waiting.abs().topk(topk_count(count, 0.1)).indices
         expected = torch.zeros(count).index_copy(0, chosen, waiting[chosen])
         waiting[chosen], velocity[chosen] = 0.0, 0.0
-        before, after = memory.part()
+        before, after = memory.before_and_after()
         assert torch.equal(decoded(codec, encoded(codec, values, before=before, after=after), count), expected)
-        memory.settle()
+        memory.commit()
         assert torch.equal(memory.state()["memory"], torch.cat([waiting, velocity]))
 
 
 def test_how_many_are_kept():
-    assert [kept(count, 0.01) for count in (0, 1, 149, 151, 10_000)] == [0, 1, 1, 2, 100]
-    assert kept(7, 1.0) == 7
-    assert make(TOPK).size_bytes(10_000_000) == 800_000
+    assert [topk_count(count, 0.01) for count in (0, 1, 149, 151, 10_000)] == [0, 1, 1, 2, 100]
+    assert topk_count(7, 1.0) == 7
+    assert make_codec(TOPK).size_bytes(10_000_000) == 800_000
 
 
-def test_a_place_outside_the_stretch_is_refused():
-    codec = make({"kind": "topk", "keep": 0.5})
+def test_an_index_outside_the_buffer_is_refused():
+    codec = make_codec({"kind": "topk", "keep": 0.5})
     data = encoded(codec, torch.ones(4))
     data.view(torch.int32)[0] = 4
     with pytest.raises(IndexError):

@@ -11,7 +11,7 @@ from shoal.data.batch import Batch
 )
 def test_parts_have_every_sample_once_and_in_order(size, count, sizes):
     rows, table = torch.arange(size * 2).view(size, 2), torch.arange(7)
-    parts = Batch(({"rows": rows, "table": table},), [rows[:, 0], "word"], size).parts(count)
+    parts = Batch(({"rows": rows, "table": table},), [rows[:, 0], "word"], size).chunk(count)
     assert [part.size for part in parts] == sizes
     assert torch.equal(torch.cat([part.inputs[0]["rows"] for part in parts]), rows)
     assert torch.equal(torch.cat([part.target[0] for part in parts]), rows[:, 0])

@@ -11,15 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data import digest
+from shoal.data import sample_hash
 from shoal.data.batch import Batch
-from shoal.data.digest import digest_rows, digest_values
 from shoal.data.leaks import find_leaks
-from shoal.data.report import export, report
-from shoal.data.split import Parts, split
-from shoal.spec.data import GroupedSplit, HoldoutSplit, NoSplit, StratifiedSplit, TimeSeriesSplit
+from shoal.data.report import export_split, split_report
+from shoal.data.sample_hash import hash_samples, hash_values
+from shoal.data.split import SplitIds, split
+from shoal.spec.data import (
+    GroupedSplitConfig,
+    HoldoutSplitConfig,
+    NoSplitConfig,
+    StratifiedSplitConfig,
+    TimeSeriesSplitConfig,
+)
 
-from .tables import Table
+from .memory_source import MemorySource
 
 
 def ids(*numbers):
@@ -30,10 +36,10 @@ def ids(*numbers):
 def test_identical_rows_are_found_and_no_others(rows, data):
     where = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows))))
     x, target = (np.array([row[i] for row in rows], dtype=np.float32) for i in (0, 1))
-    parts = Parts(*(np.flatnonzero(where == part) for part in range(3)))
-    leaks = find_leaks(parts, Table(len(rows), x=x[:, None], target=target), NoSplit(), most=1000)
+    parts = SplitIds(*(np.flatnonzero(where == part) for part in range(3)))
+    leaks = find_leaks(parts, MemorySource(len(rows), x=x[:, None], target=target), NoSplitConfig(), max_pairs=1000)
     found = {(leak.left, leak.right): leak for leak in leaks}
-    named = parts.named()
+    named = parts.by_name()
     for left, right in (("train", "validation"), ("train", "test"), ("validation", "test")):
         known = {rows[i] for i in named[left]}
         doubles = [i for i in named[right] if rows[i] in known]
@@ -46,39 +52,39 @@ def test_identical_rows_are_found_and_no_others(rows, data):
 
 def test_the_target_counts():
     x = np.zeros((2, 3), dtype=np.float32)
-    same, other = (Table(2, x=x, target=np.array(target)) for target in ([1, 1], [1, 2]))
-    assert find_leaks(Parts(ids(0), ids(1)), same, NoSplit())
-    assert not find_leaks(Parts(ids(0), ids(1)), other, NoSplit())
+    same, other = (MemorySource(2, x=x, target=np.array(target)) for target in ([1, 1], [1, 2]))
+    assert find_leaks(SplitIds(ids(0), ids(1)), same, NoSplitConfig())
+    assert not find_leaks(SplitIds(ids(0), ids(1)), other, NoSplitConfig())
 
 
 def test_groups_on_both_sides():
-    source = Table(6, user=np.array(list("aabbcc"), dtype=object))
-    (leak,) = find_leaks(Parts(ids(0, 1, 2), ids(3, 4, 5)), source, GroupedSplit(kind="grouped", by="user"))
+    source = MemorySource(6, user=np.array(list("aabbcc"), dtype=object))
+    (leak,) = find_leaks(SplitIds(ids(0, 1, 2), ids(3, 4, 5)), source, GroupedSplitConfig(kind="grouped", by="user"))
     assert (leak.kind, leak.count, leak.pairs) == ("group", 1, ((2, 3),))
     assert "'user'" in str(leak)
-    held = HoldoutSplit(kind="holdout", group="user")
-    assert not find_leaks(Parts(ids(0, 1), ids(2, 3)), source, held)
+    held = HoldoutSplitConfig(kind="holdout", group="user")
+    assert not find_leaks(SplitIds(ids(0, 1), ids(2, 3)), source, held)
 
 
 def test_times_on_both_sides():
-    source = Table(6, t=np.array([1.0, 2, 3, 3, 2, 4]))
-    spec = TimeSeriesSplit(kind="timeseries", by="t")
-    (leak,) = find_leaks(Parts(ids(0, 1, 2), ids(3, 4, 5)), source, spec)
+    source = MemorySource(6, t=np.array([1.0, 2, 3, 3, 2, 4]))
+    spec = TimeSeriesSplitConfig(kind="timeseries", by="t")
+    (leak,) = find_leaks(SplitIds(ids(0, 1, 2), ids(3, 4, 5)), source, spec)
     assert (leak.kind, leak.count, leak.pairs) == ("time", 2, ((2, 3), (2, 4)))
-    assert not find_leaks(Parts(ids(0, 1, 2), ids(5)), source, spec)
-    assert find_leaks(Parts(ids(0, 5), ids(1)), source, TimeSeriesSplit(kind="timeseries"))
+    assert not find_leaks(SplitIds(ids(0, 1, 2), ids(5)), source, spec)
+    assert find_leaks(SplitIds(ids(0, 5), ids(1)), source, TimeSeriesSplitConfig(kind="timeseries"))
 
 
 def test_only_some_are_named():
-    source = Table(40, x=np.zeros(40))
-    (leak,) = find_leaks(Parts(np.arange(20), np.arange(20, 40)), source, NoSplit(), most=4)
+    source = MemorySource(40, x=np.zeros(40))
+    (leak,) = find_leaks(SplitIds(np.arange(20), np.arange(20, 40)), source, NoSplitConfig(), max_pairs=4)
     assert (leak.count, len(leak.pairs)) == (20, 4)
     assert str(leak).startswith("20 samples of validation are identical to samples of train: 20 (like 0)")
     assert str(leak).endswith("…")
 
 
 def test_a_bootstrap_does_not_leak_into_itself():
-    assert not find_leaks(Parts(ids(1, 1, 1), ids(0, 2)), Table(3), NoSplit())
+    assert not find_leaks(SplitIds(ids(1, 1, 1), ids(0, 2)), MemorySource(3), NoSplitConfig())
 
 
 # ---- digests ----
@@ -86,34 +92,34 @@ def test_a_bootstrap_does_not_leak_into_itself():
 
 @given(st.integers(1, 40), st.integers(1, 400))
 def test_chunks_do_not_matter(width, n):
-    source = Table(n, x=np.arange(n * width, dtype=np.float32).reshape(n, width), target=np.arange(n) % 2)
-    whole = digest_rows(source, np.arange(n))
+    source = MemorySource(n, x=np.arange(n * width, dtype=np.float32).reshape(n, width), target=np.arange(n) % 2)
+    whole = hash_samples(source, np.arange(n))
     assert len(np.unique(whole)) == n
-    assert np.array_equal(digest_rows(source, np.arange(n)[::-1]), whole[::-1])
+    assert np.array_equal(hash_samples(source, np.arange(n)[::-1]), whole[::-1])
 
 
 def test_reads_a_bounded_number_of_bytes(monkeypatch):
-    monkeypatch.setattr(digest, "_CHUNK_BYTES", 4000)
+    monkeypatch.setattr(sample_hash, "_CHUNK_BYTES", 4000)
     taken = []
 
-    class Watched(Table):
+    class Watched(MemorySource):
         def take(self, ids):
             taken.append(len(ids))
             return super().take(ids)
 
-    digest_rows(Watched(500, x=np.zeros((500, 100))), np.arange(500))
+    hash_samples(Watched(500, x=np.zeros((500, 100))), np.arange(500))
     assert max(taken[1:]) == 5
     assert sum(taken) == 500
 
 
 def test_samples_of_any_make():
-    class Nested(Table):
+    class Nested(MemorySource):
         def take(self, ids):
             words = [f"w{i % 4}" for i in ids]
             numbers = torch.from_numpy(ids % 3)
             return Batch(({"a": numbers.bfloat16(), "b": [numbers.bool(), words]},), None, len(ids))
 
-    digests = digest_rows(Nested(24), np.arange(24))
+    digests = hash_samples(Nested(24), np.arange(24))
     assert len(np.unique(digests)) == 12
     assert np.array_equal(digests[:12], digests[12:])
 
@@ -129,18 +135,18 @@ def test_samples_of_any_make():
     ],
 )
 def test_digests_of_values(values):
-    digests = digest_values(values)
+    digests = hash_values(values)
     assert len(np.unique(digests)) == 50
-    assert np.array_equal(digest_values(values[[3, 3, 7]]), digests[[3, 3, 7]])
+    assert np.array_equal(hash_values(values[[3, 3, 7]]), digests[[3, 3, 7]])
 
 
 # ---- the report and the file ----
 
 
 def test_a_report_of_classes():
-    source = Table(30, x=np.arange(30.0), target=np.arange(30) % 3)
-    spec = StratifiedSplit(kind="stratified", folds=2)
-    told = report(source, {fold: split(spec, source, seed=0, fold=fold) for fold in range(2)}, spec)
+    source = MemorySource(30, x=np.arange(30.0), target=np.arange(30) % 3)
+    spec = StratifiedSplitConfig(kind="stratified", folds=2)
+    told = split_report(source, {fold: split(spec, source, seed=0, fold=fold) for fold in range(2)}, spec)
     assert json.loads(json.dumps(told)) is not None
     part = told["folds"][1]["parts"]["validation"]
     assert (part["size"], part["share"]) == (15, 0.5)
@@ -151,9 +157,9 @@ def test_a_report_of_classes():
 
 def test_a_report_of_numbers_and_times():
     days = np.arange("2024-01-01", "2024-01-31", dtype="datetime64[D]")
-    source = Table(30, x=np.zeros(30), target=np.arange(30) / 2, day=days)
-    spec = TimeSeriesSplit(kind="timeseries", folds=2, by="day")
-    told = json.loads(json.dumps(report(source, {0: split(spec, source, seed=0)}, spec)))
+    source = MemorySource(30, x=np.zeros(30), target=np.arange(30) / 2, day=days)
+    spec = TimeSeriesSplitConfig(kind="timeseries", folds=2, by="day")
+    told = json.loads(json.dumps(split_report(source, {0: split(spec, source, seed=0)}, spec)))
     train = told["folds"][0]["parts"]["train"]
     assert train["time"] == ["2024-01-01", "2024-01-10"]
     assert train["target"]["mean"] == 2.25
@@ -162,9 +168,9 @@ def test_a_report_of_numbers_and_times():
 
 
 def test_a_report_without_target_tells_groups_and_leaks():
-    source = Table(4, x=np.zeros(4), user=np.array([1, 1, 2, 2]))
-    spec = GroupedSplit(kind="grouped", by="user", folds=2)
-    told = json.loads(json.dumps(report(source, {0: Parts(ids(0, 1), ids(2, 3))}, spec)))
+    source = MemorySource(4, x=np.zeros(4), user=np.array([1, 1, 2, 2]))
+    spec = GroupedSplitConfig(kind="grouped", by="user", folds=2)
+    told = json.loads(json.dumps(split_report(source, {0: SplitIds(ids(0, 1), ids(2, 3))}, spec)))
     assert told["folds"][0]["parts"]["train"] == {"size": 2, "share": 0.5, "groups": 1}
     assert told["folds"][0]["leaks"][0]["kind"] == "rows"
 
@@ -172,9 +178,9 @@ def test_a_report_without_target_tells_groups_and_leaks():
 def test_the_split_as_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.data.report._CHUNK_ROWS", 3)
     words = np.array([f"w{i}" for i in range(10)], dtype=object)
-    source = Table(10, word=words, part=np.arange(10) / 2, mixed=np.array([1, "a"] * 5, dtype=object))
-    folds = {0: Parts(np.arange(8), ids(8, 9)), 1: Parts(ids(1, 1, 3), ids(0))}
-    path = export(folds, source, tmp_path / "out")
+    source = MemorySource(10, word=words, part=np.arange(10) / 2, mixed=np.array([1, "a"] * 5, dtype=object))
+    folds = {0: SplitIds(np.arange(8), ids(8, 9)), 1: SplitIds(ids(1, 1, 3), ids(0))}
+    path = export_split(folds, source, tmp_path / "out")
     rows = pq.read_table(path).to_pylist()
     assert [p.name for p in path.parent.iterdir()] == ["split.parquet"]
     assert len(rows) == 14
@@ -183,6 +189,6 @@ def test_the_split_as_a_file(tmp_path, monkeypatch):
 
 
 def test_a_source_without_columns_brings_its_target(tmp_path):
-    source = Table(3, target=np.array([[1, 2], [3, 4], [5, 6]]))
-    rows = pq.read_table(export({0: Parts(np.arange(3))}, source, tmp_path)).to_pylist()
+    source = MemorySource(3, target=np.array([[1, 2], [3, 4], [5, 6]]))
+    rows = pq.read_table(export_split({0: SplitIds(np.arange(3))}, source, tmp_path)).to_pylist()
     assert rows[1] == {"fold": 0, "part": "train", "id": 1, "target": [3, 4]}

@@ -11,7 +11,7 @@ from PIL import Image
 
 from shoal.data.sources import array_files, text
 from shoal.errors import ShoalError
-from tests.data.opening import failure, opened
+from tests.data.source_helpers import open_failure, open_spec
 
 # ---- npy and npz ----
 
@@ -39,11 +39,11 @@ def test_arrays_of_every_type(tmp_path, dtype, wanted, kind, held_bytes, monkeyp
     if kind == "npy":
         np.save(tmp_path / "x.npy", x)
         np.save(tmp_path / "y.npy", y)
-        source = opened(tmp_path, kind="npy", path="x.npy", target="y.npy")
+        source = open_spec(tmp_path, kind="npy", path="x.npy", target="y.npy")
     else:
         save = np.savez if kind == "npz" else np.savez_compressed
         save(tmp_path / "a.npz", x=x, y=y, group=np.arange(6) % 2)
-        source = opened(tmp_path, kind="npz", path="a.npz")
+        source = open_spec(tmp_path, kind="npz", path="a.npz")
         assert source.column("group").tolist() == [0, 1] * 3
     if dtype != ">f4":
         assert source.in_memory == (kind == "compressed" or held_bytes > 0)
@@ -58,7 +58,7 @@ def test_arrays_of_every_type(tmp_path, dtype, wanted, kind, held_bytes, monkeyp
 def test_fortran_order_and_several_inputs(tmp_path):
     a = np.asfortranarray(np.arange(12, dtype=np.float32).reshape(4, 3))
     np.savez(tmp_path / "a.npz", a=a, b=np.ones((4, 2), np.float32))
-    source = opened(tmp_path, kind="npz", path="a.npz", inputs=["a", "b"], target=None)
+    source = open_spec(tmp_path, kind="npz", path="a.npz", inputs=["a", "b"], target=None)
     batch = source.take(np.array([2, 1]))
     assert batch.inputs[0].tolist() == a[[2, 1]].tolist()
     assert batch.inputs[1].shape == (2, 2)
@@ -70,18 +70,18 @@ def test_bad_rows_of_arrays(tmp_path, save):
     x = np.ones((5, 2), np.float32)
     x[3, 1] = np.nan
     save(tmp_path / "a.npz", x=x, y=np.arange(5))
-    wrong = failure(tmp_path, kind="npz", path="a.npz")
+    wrong = open_failure(tmp_path, kind="npz", path="a.npz")
     assert wrong.code == "SH305"
     assert "row 3" in wrong.message
-    source = opened(tmp_path, on_bad_row="skip", kind="npz", path="a.npz")
-    assert source.skipped == 1
+    source = open_spec(tmp_path, on_bad_row="skip", kind="npz", path="a.npz")
+    assert source.skipped_rows == 1
     assert source.take(np.arange(4)).target.tolist() == [0, 1, 2, 4]
     assert source.column("y").tolist() == source.column("target").tolist() == [0, 1, 2, 4]
 
 
 def test_errors_of_array_files(tmp_path):
     def code(**spec):
-        return failure(tmp_path, **spec).code
+        return open_failure(tmp_path, **spec).code
 
     np.save(tmp_path / "x.npy", np.ones((3, 2)))
     np.save(tmp_path / "y.npy", np.ones(4))
@@ -105,7 +105,7 @@ def test_errors_of_array_files(tmp_path):
     assert code(kind="npz", path="x.npy") == "SH307"
     assert code(kind="npz", path="a.npz", inputs="images") == "SH303"
     with pytest.raises(ShoalError, match="SH303"):
-        opened(tmp_path, kind="npy", path="x.npy").column("target")
+        open_spec(tmp_path, kind="npy", path="x.npy").column("target")
 
 
 # ---- idx ----
@@ -121,7 +121,7 @@ def test_idx(tmp_path, packed):
     write = gzip.compress if packed else bytes
     (tmp_path / "images").write_bytes(write(idx(images, 8)))
     (tmp_path / "labels").write_bytes(write(idx(np.array([7, 8, 9], np.uint8), 8)))
-    source = opened(tmp_path, kind="idx", path="images", target="labels")
+    source = open_spec(tmp_path, kind="idx", path="images", target="labels")
     assert source.in_memory
     batch = source.take(np.array([2, 0]))
     assert batch.inputs[0].shape == (2, 1, 4, 5)
@@ -150,8 +150,8 @@ def test_errors_of_idx(tmp_path):
         "gz": "SH307",
         "none": "SH302",
     }.items():
-        assert failure(tmp_path, kind="idx", path=name).code == code, name
-    assert failure(tmp_path, kind="idx", path="images", target="labels").code == "SH306"
+        assert open_failure(tmp_path, kind="idx", path=name).code == code, name
+    assert open_failure(tmp_path, kind="idx", path="images", target="labels").code == "SH306"
 
 
 # ---- scikit-learn ----
@@ -166,7 +166,7 @@ def test_errors_of_idx(tmp_path):
     ],
 )
 def test_builtin_sets(tmp_path, name, shape, dtype):
-    source = opened(tmp_path, kind="sklearn", name=name)
+    source = open_spec(tmp_path, kind="sklearn", name=name)
     batch = source.take(np.arange(len(source)))
     assert batch.inputs[0].shape == shape
     assert batch.inputs[0].dtype == torch.float32
@@ -188,7 +188,7 @@ def test_images(tmp_path):
     for name in ("dog/1.png", "cat/1.png", "cat/2.PNG"):
         paint(tmp_path, name)
     (tmp_path / "pictures" / "notes.txt").write_text("not an image")
-    source = opened(tmp_path, kind="images", path="pictures")
+    source = open_spec(tmp_path, kind="images", path="pictures")
     assert source.classes == ("cat", "dog")
     assert source.per_sample
     batch = source.take(np.array([2, 0]))
@@ -197,30 +197,30 @@ def test_images(tmp_path):
     assert torch.allclose(batch.inputs[0][0, :, 0, 0], torch.tensor([1, 0, 0.2]))
     assert source.column("class").tolist() == ["cat", "cat", "dog"]
     assert source.column("size").min() > 0
-    grey = opened(tmp_path, kind="images", path="pictures", channels=1, size=[8, 6])
+    grey = open_spec(tmp_path, kind="images", path="pictures", channels=1, size=[8, 6])
     assert grey.take(np.array([1])).inputs[0].shape == (1, 1, 8, 6)
 
 
 def test_errors_of_images(tmp_path, monkeypatch):
     paint(tmp_path, "a/1.png")
     paint(tmp_path, "b/2.png", size=(5, 5))
-    wrong = failure(tmp_path, kind="images", path="pictures")
+    wrong = open_failure(tmp_path, kind="images", path="pictures")
     assert wrong.code == "SH306"
     assert "size" in wrong.fix
     assert wrong.where.endswith("2.png")
     (tmp_path / "pictures" / "a" / "3.png").write_text("broken")
-    wrong = failure(tmp_path, kind="images", path="pictures", size=[2, 2])
+    wrong = open_failure(tmp_path, kind="images", path="pictures", size=[2, 2])
     assert wrong.code == "SH307"
     assert wrong.where.endswith("3.png")
-    source = opened(tmp_path, on_bad_row="skip", kind="images", path="pictures", size=[2, 2])
-    assert (len(source), source.skipped) == (2, 1)
+    source = open_spec(tmp_path, on_bad_row="skip", kind="images", path="pictures", size=[2, 2])
+    assert (len(source), source.skipped_rows) == (2, 1)
     assert source.take(np.arange(2)).target.tolist() == [0, 1]
     paint(tmp_path, "../other/c/1.png")
-    assert failure(tmp_path, kind="images", path="other", like=source).code == "SH310"
+    assert open_failure(tmp_path, kind="images", path="other", like=source).code == "SH310"
     (tmp_path / "nothing").mkdir()
-    assert failure(tmp_path, kind="images", path="nothing").code == "SH301"
+    assert open_failure(tmp_path, kind="images", path="nothing").code == "SH301"
     monkeypatch.setitem(sys.modules, "PIL", None)
-    wrong = failure(tmp_path, kind="images", path="pictures")
+    wrong = open_failure(tmp_path, kind="images", path="pictures")
     assert wrong.code == "SH207"
     assert "shoal[images]" in wrong.fix
 
@@ -238,7 +238,7 @@ def storage(request, monkeypatch):
 
 def test_characters(tmp_path, storage):
     (tmp_path / "a.txt").write_text("hällo wörld\n", encoding="utf-8")
-    source = opened(tmp_path, kind="text", path="a.txt", context=4)
+    source = open_spec(tmp_path, kind="text", path="a.txt", context=4)
     words = source.vocabulary
     assert words == tuple(sorted(set("hällo wörld\n")))
     assert len(source) == 2
@@ -249,13 +249,13 @@ def test_characters(tmp_path, storage):
     assert shifted == [" wör", "ällo"]
     assert batch.inputs[0].dtype == torch.int64
     assert source.column("size").tolist() == [4, 4]
-    close = opened(tmp_path, kind="text", path="a.txt", context=4, stride=1)
+    close = open_spec(tmp_path, kind="text", path="a.txt", context=4, stride=1)
     assert len(close) == 8
 
 
 def test_bytes(tmp_path, storage):
     (tmp_path / "a.txt").write_bytes(bytes(range(250, 256)) + b"\0")
-    source = opened(tmp_path, kind="text", path="a.txt", context=3, level="byte")
+    source = open_spec(tmp_path, kind="text", path="a.txt", context=3, level="byte")
     assert source.take(np.array([1])).inputs[0].tolist() == [[253, 254, 255]]
     assert source.take(np.array([1])).target.tolist() == [[254, 255, 0]]
 
@@ -264,17 +264,17 @@ def test_text_of_validation_has_the_tokens_of_training(tmp_path, storage):
     (tmp_path / "a.txt").write_text("abcdef")
     (tmp_path / "b.txt").write_text("fed")
     (tmp_path / "c.txt").write_text("fez")
-    train = opened(tmp_path, kind="text", path="a.txt", context=2)
-    valid = opened(tmp_path, kind="text", path="b.txt", context=2, like=train)
+    train = open_spec(tmp_path, kind="text", path="a.txt", context=2)
+    valid = open_spec(tmp_path, kind="text", path="b.txt", context=2, like=train)
     assert valid.take(np.array([0])).inputs[0].tolist() == [[5, 4]]
-    assert failure(tmp_path, kind="text", path="c.txt", context=2, like=train).code == "SH310"
+    assert open_failure(tmp_path, kind="text", path="c.txt", context=2, like=train).code == "SH310"
 
 
 def test_errors_of_text(tmp_path, storage):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
-    wrong = failure(tmp_path, kind="text", path="a.txt", context=2)
+    wrong = open_failure(tmp_path, kind="text", path="a.txt", context=2)
     assert wrong.code == "SH307"
     assert "UTF-8" in wrong.message
-    assert failure(tmp_path, kind="text", path="a.txt", context=100, level="byte").code == "SH306"
+    assert open_failure(tmp_path, kind="text", path="a.txt", context=100, level="byte").code == "SH306"
     (tmp_path / "none.txt").write_bytes(b"")
-    assert failure(tmp_path, kind="text", path="none.txt").code == "SH302"
+    assert open_failure(tmp_path, kind="text", path="none.txt").code == "SH302"

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.errors import ShoalError
-from tests.data.opening import opened
+from tests.data.source_helpers import open_spec
 
 pytest.importorskip("aiohttp")
 
@@ -43,9 +43,9 @@ def test_every_kind_of_file_comes_over_http(site, tmp_path):
     (folder / "t.csv").write_text("a,b,y\n" + rows + "\n")
     pq.write_table(pa.table({"a": x[:, 0], "b": x[:, 1], "y": y}), folder / "t.parquet")
     sources = [
-        opened(tmp_path, kind="npy", path=f"{address}/x.npy", target=f"{address}/y.npy"),
-        opened(tmp_path, kind="csv", path=f"{address}/t.csv", target="y"),
-        opened(tmp_path, kind="parquet", path=f"{address}/t.parquet", target="y"),
+        open_spec(tmp_path, kind="npy", path=f"{address}/x.npy", target=f"{address}/y.npy"),
+        open_spec(tmp_path, kind="csv", path=f"{address}/t.csv", target="y"),
+        open_spec(tmp_path, kind="parquet", path=f"{address}/t.parquet", target="y"),
     ]
     ids = np.array([7, 0, 3])
     for source in sources:
@@ -57,8 +57,8 @@ def test_every_kind_of_file_comes_over_http(site, tmp_path):
 def test_a_missing_page_and_a_dead_server_are_told(site, tmp_path):
     _, address = site
     with pytest.raises(ShoalError) as caught:
-        opened(tmp_path, kind="csv", path=f"{address}/no.csv", target="y")
+        open_spec(tmp_path, kind="csv", path=f"{address}/no.csv", target="y")
     assert caught.value.code == "SH301"
     with pytest.raises(ShoalError) as caught:
-        opened(tmp_path, kind="csv", path="http://127.0.0.1:9/no.csv", target="y")
+        open_spec(tmp_path, kind="csv", path="http://127.0.0.1:9/no.csv", target="y")
     assert caught.value.code == "SH308"

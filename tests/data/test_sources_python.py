@@ -8,7 +8,7 @@ import torch
 
 from shoal.data.source import open_source
 from shoal.errors import ShoalError
-from shoal.spec.data import PythonSource
+from shoal.spec.data import PythonSourceConfig
 
 CODE = """
 import torch
@@ -89,7 +89,7 @@ def opened(tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(CODE))
 
     def opened(name, **args):
-        spec = PythonSource(kind="python", factory={"name": f"mine.py:{name}", "args": args})
+        spec = PythonSourceConfig(kind="python", factory={"name": f"mine.py:{name}", "args": args})
         return open_source(spec, base_dir=str(tmp_path))
 
     return opened

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from shoal.data import files
-from shoal.data.cache import cached
+from shoal.data.cache import cached_directory
 from shoal.errors import ShoalError
-from tests.data.opening import opened
+from tests.data.source_helpers import open_spec
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def memory():
 
 def code(tmp_path, **spec):
     with pytest.raises(ShoalError) as caught:
-        opened(tmp_path, **spec)
+        open_spec(tmp_path, **spec)
     return caught.value.code
 
 
@@ -34,7 +34,7 @@ def test_csv_directory_and_glob(memory, tmp_path):
     memory.pipe("/d/1.csv", b"x,y\n1,0\n")
     memory.pipe("/d/2.csv", b"x,y\n2,1\n")
     for path in ("memory://d", "memory://d/*.csv"):
-        source = opened(tmp_path, kind="csv", path=path, target="y")
+        source = open_spec(tmp_path, kind="csv", path=path, target="y")
         assert source.take(np.arange(2)).inputs[0].tolist() == [[1], [2]]
 
 
@@ -47,10 +47,10 @@ def test_a_remote_file_is_copied_once_and_again_when_it_changes(memory, tmp_path
     told = []
     put(np.ones((2, 3)))
     for _ in range(2):
-        assert len(opened(tmp_path, tell=told.append, kind="npy", path="memory://x.npy")) == 2
+        assert len(open_spec(tmp_path, tell=told.append, kind="npy", path="memory://x.npy")) == 2
     assert len(told) == 1
     put(np.ones((4, 3)))
-    assert len(opened(tmp_path, tell=told.append, kind="npy", path="memory://x.npy")) == 4
+    assert len(open_spec(tmp_path, tell=told.append, kind="npy", path="memory://x.npy")) == 4
     assert len(told) == 2
 
 
@@ -58,7 +58,7 @@ def test_parquet_is_read_in_place(memory, tmp_path):
     raw = io.BytesIO()
     pq.write_table(pa.table({"x": [1.0, 2.0], "y": [0, 1]}), raw)
     memory.pipe("/a.parquet", raw.getvalue())
-    source = opened(tmp_path, kind="parquet", path="memory://a.parquet", target="y")
+    source = open_spec(tmp_path, kind="parquet", path="memory://a.parquet", target="y")
     assert source.take(np.array([1])).inputs[0].tolist() == [[2]]
     assert not (tmp_path / "cache").exists()
 
@@ -68,16 +68,16 @@ def test_images_and_text(memory, tmp_path):
     Image.new("RGB", (2, 2)).save(raw, "png")
     memory.pipe("/p/cat/1.png", raw.getvalue())
     memory.pipe("/a.txt", b"hello")
-    assert opened(tmp_path, kind="images", path="memory://p").take(np.array([0])).size == 1
-    assert len(opened(tmp_path, kind="text", path="memory://a.txt", context=2)) == 2
+    assert open_spec(tmp_path, kind="images", path="memory://p").take(np.array([0])).size == 1
+    assert len(open_spec(tmp_path, kind="text", path="memory://a.txt", context=2)) == 2
 
 
 def test_file_urls_are_local_files(tmp_path):
     (tmp_path / "a.csv").write_text("x\n1\n")
-    assert len(opened(tmp_path, kind="csv", path=f"file://{tmp_path}/a.csv")) == 1
+    assert len(open_spec(tmp_path, kind="csv", path=f"file://{tmp_path}/a.csv")) == 1
     assert not (tmp_path / "cache").exists()
     with pytest.raises(ShoalError, match=r"Did you mean 'a\.csv'"):
-        opened(tmp_path, kind="csv", path=f"file://{tmp_path}/b.csv")
+        open_spec(tmp_path, kind="csv", path=f"file://{tmp_path}/b.csv")
 
 
 def test_errors(memory, tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_file_system", no_package)
     with pytest.raises(ShoalError, match=r"SH207.*shoal\[s3\]"):
-        opened(tmp_path, kind="csv", path="s3://bucket/a.csv")
+        open_spec(tmp_path, kind="csv", path="s3://bucket/a.csv")
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(memory, tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_copy_that_breaks_off_leaves_nothing(memory, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(memory), "get_file", breaks)
         assert code(tmp_path, kind="csv", path="memory://a.csv") == "SH308"
-    assert len(opened(tmp_path, kind="csv", path="memory://a.csv")) == 1
+    assert len(open_spec(tmp_path, kind="csv", path="memory://a.csv")) == 1
 
 
 def test_the_cache_is_made_by_one_of_many(tmp_path):
@@ -125,7 +125,7 @@ def test_the_cache_is_made_by_one_of_many(tmp_path):
         (directory / "done").write_text("yes")
 
     got = []
-    threads = [threading.Thread(target=lambda: got.append(cached(tmp_path, ["k"], make))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: got.append(cached_directory(tmp_path, ["k"], make))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -138,4 +138,4 @@ def test_the_cache_is_made_by_one_of_many(tmp_path):
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(ShoalError, match="SH313"):
-        cached(tmp_path / "cache", ["k"], lambda directory: None)
+        cached_directory(tmp_path / "cache", ["k"], lambda directory: None)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.sources import csv_table, parquet_table
-from tests.data.opening import everything, failure, opened
+from tests.data.source_helpers import open_failure, open_spec, read_all
 
 
 @pytest.fixture(params=["memory", "cache"])
@@ -32,7 +32,7 @@ def test_csv_columns_and_types(tmp_path, storage):
     (tmp_path / "a.csv").write_text(
         "id,x,when,y,word\n" + "".join(f"{i},{i / 2},2024-01-{i:02d},{i % 3},w{i}\n" for i in range(1, 21))
     )
-    source = opened(tmp_path, kind="csv", path="a.csv", inputs=["x", "id"], target="y")
+    source = open_spec(tmp_path, kind="csv", path="a.csv", inputs=["x", "id"], target="y")
     assert source.in_memory == (storage == "memory")
     assert len(source) == 20
     batch = source.take(np.array([4, 0, 4]))
@@ -49,8 +49,8 @@ def test_csv_columns_and_types(tmp_path, storage):
 
 def test_csv_default_inputs_are_the_numbers_but_the_target(tmp_path, storage):
     (tmp_path / "a.csv").write_text("a,when,b,flag,y\n1,2024-01-01,0.5,true,cat\n2,2024-01-02,1e3,false,ant\n")
-    source = opened(tmp_path, kind="csv", path="a.csv", target="y")
-    batch = everything(source)
+    source = open_spec(tmp_path, kind="csv", path="a.csv", target="y")
+    batch = read_all(source)
     assert batch.inputs[0].tolist() == [[1, 0.5, 1], [2, 1000, 0]]
     assert source.classes == ("ant", "cat")
     assert batch.target.tolist() == [1, 0]
@@ -69,8 +69,8 @@ def test_csv_default_inputs_are_the_numbers_but_the_target(tmp_path, storage):
 )
 def test_csv_targets(tmp_path, storage, target_as, target, wanted, dtype):
     (tmp_path / "a.csv").write_text("x,n,f,m\n1,3,0.5,1\n1,10,2,2\n1,3,1,3\n")
-    source = opened(tmp_path, kind="csv", path="a.csv", inputs="x", target=target, target_as=target_as)
-    batch = everything(source)
+    source = open_spec(tmp_path, kind="csv", path="a.csv", inputs="x", target=target, target_as=target_as)
+    batch = read_all(source)
     assert batch.inputs[0].shape == (3, 1)
     assert batch.target.tolist() == wanted
     assert str(batch.target.dtype) == dtype
@@ -83,21 +83,21 @@ def test_csv_glob_directory_gzip_and_other_dialects(tmp_path, storage):
         file.write("y;x\n1;2\n")  # the columns in another order
     (tmp_path / "d" / "_SUCCESS").write_text("")
     for path in ("d", "d/*.csv*"):
-        source = opened(tmp_path, kind="csv", path=path, target="y", delimiter=";")
-        assert everything(source).inputs[0].tolist() == [[1], [2]]
+        source = open_spec(tmp_path, kind="csv", path=path, target="y", delimiter=";")
+        assert read_all(source).inputs[0].tolist() == [[1], [2]]
     (tmp_path / "bare.csv").write_text("1,2\n3,4\n")
-    source = opened(tmp_path, kind="csv", path="bare.csv", header=False, target="f1")
-    assert everything(source).target.tolist() == [2, 4]
+    source = open_spec(tmp_path, kind="csv", path="bare.csv", header=False, target="f1")
+    assert read_all(source).target.tolist() == [2, 4]
 
 
 def test_validation_data_gets_the_classes_of_the_training_data(tmp_path, storage):
     (tmp_path / "train.csv").write_text("x,y\n1,ant\n2,bee\n3,cat\n")
     (tmp_path / "valid.csv").write_text("x,y\n1,cat\n2,bee\n")
     (tmp_path / "other.csv").write_text("x,y\n1,cat\n2,dog\n")
-    train = opened(tmp_path, kind="csv", path="train.csv", target="y")
-    valid = opened(tmp_path, kind="csv", path="valid.csv", target="y", like=train)
-    assert everything(valid).target.tolist() == [2, 1]
-    wrong = failure(tmp_path, kind="csv", path="other.csv", target="y", like=train)
+    train = open_spec(tmp_path, kind="csv", path="train.csv", target="y")
+    valid = open_spec(tmp_path, kind="csv", path="valid.csv", target="y", like=train)
+    assert read_all(valid).target.tolist() == [2, 1]
+    wrong = open_failure(tmp_path, kind="csv", path="other.csv", target="y", like=train)
     assert wrong.code == "SH310"
     assert "dog" in wrong.message
     assert wrong.where.endswith("other.csv:3")
@@ -121,15 +121,15 @@ def test_csv_bad_rows_fail_with_their_line_or_are_counted(tmp_path, storage, nam
     text, code, where = BROKEN[name]
     (tmp_path / "a.csv").write_text(text)
     spec = {"kind": "csv", "path": "a.csv", "inputs": "x", "target": "y"}
-    wrong = failure(tmp_path, **spec)
+    wrong = open_failure(tmp_path, **spec)
     assert wrong.code == code
     assert wrong.where.endswith(where)
     assert wrong.fix
-    source = opened(tmp_path, on_bad_row="skip", **spec)
-    assert source.skipped == 1
-    assert len(everything(source).target) == len(source) == len(source.column("x")) == 2 - (name == "too many fields")
-    again = opened(tmp_path, on_bad_row="skip", **spec)
-    assert again.skipped == 1
+    source = open_spec(tmp_path, on_bad_row="skip", **spec)
+    assert source.skipped_rows == 1
+    assert len(read_all(source).target) == len(source) == len(source.column("x")) == 2 - (name == "too many fields")
+    again = open_spec(tmp_path, on_bad_row="skip", **spec)
+    assert again.skipped_rows == 1
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_csv_bad_rows_fail_with_their_line_or_are_counted(tmp_path, storage, nam
 )
 def test_csv_errors(tmp_path, storage, text, spec, code, says):
     (tmp_path / "a.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-    wrong = failure(tmp_path, kind="csv", path="a.csv", **spec)
+    wrong = open_failure(tmp_path, kind="csv", path="a.csv", **spec)
     assert wrong.code == code
     assert says in wrong.message
     assert "a.csv" in wrong.where
@@ -157,12 +157,12 @@ def test_csv_errors(tmp_path, storage, text, spec, code, says):
 
 def test_a_file_that_is_not_there(tmp_path):
     (tmp_path / "train.csv").write_text("x\n1\n")
-    wrong = failure(tmp_path, kind="csv", path="trian.csv")
+    wrong = open_failure(tmp_path, kind="csv", path="trian.csv")
     assert wrong.code == "SH301"
     assert "train.csv" in wrong.fix
-    assert "does not exist" in failure(tmp_path, kind="csv", path="nowhere/a.csv").message
-    assert failure(tmp_path, kind="csv", path="*.tsv").code == "SH301"
-    assert "price" in failure(tmp_path, kind="csv", path="train.csv", inputs="price").message
+    assert "does not exist" in open_failure(tmp_path, kind="csv", path="nowhere/a.csv").message
+    assert open_failure(tmp_path, kind="csv", path="*.tsv").code == "SH301"
+    assert "price" in open_failure(tmp_path, kind="csv", path="train.csv", inputs="price").message
 
 
 def test_a_changed_file_is_read_again(tmp_path, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_changed_file_is_read_again(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
 
     def read():
-        return everything(opened(tmp_path, kind="csv", path=str(path), tell=told.append)).inputs[0].tolist()
+        return read_all(open_spec(tmp_path, kind="csv", path=str(path), tell=told.append)).inputs[0].tolist()
 
     path.write_text("x\n1\n")
     assert read() == read() == [[1]]
@@ -189,8 +189,8 @@ numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 def test_csv_gives_back_what_was_written(tmp_path_factory, rows):
     tmp_path = tmp_path_factory.mktemp("csv")
     (tmp_path / "a.csv").write_text("a,b\n" + "".join(f"{a!r},{b!r}\n" for a, b in rows))
-    source = opened(tmp_path, kind="csv", path="a.csv", inputs=["a", "b"])
-    assert np.array_equal(everything(source).inputs[0].numpy(), np.array(rows, dtype=np.float32))
+    source = open_spec(tmp_path, kind="csv", path="a.csv", inputs=["a", "b"])
+    assert np.array_equal(read_all(source).inputs[0].numpy(), np.array(rows, dtype=np.float32))
 
 
 # ---- Parquet ----
@@ -221,7 +221,7 @@ def test_parquet_types_blocks_and_order(tmp_path, way):
             "when": pa.array(np.arange(n).astype("datetime64[s]")),
         },
     )
-    source = opened(tmp_path, kind="parquet", path="a.parquet", target="word")
+    source = open_spec(tmp_path, kind="parquet", path="a.parquet", target="word")
     assert (source.blocks is not None) == (way == "groups")
     if way == "groups":
         assert source.blocks.tolist() == [0, 4, 8]
@@ -241,8 +241,8 @@ def test_parquet_files_of_a_directory_and_lists(tmp_path, way):
     for part in range(2):
         lists = [[part, i, 7] for i in range(3)]
         write(tmp_path / "d" / f"{part}.parquet", {"tokens": lists, "y": [part + 0.5] * 3}, rows=2)
-    source = opened(tmp_path, kind="parquet", path="d", inputs="tokens", target="y")
-    batch = everything(source)
+    source = open_spec(tmp_path, kind="parquet", path="d", inputs="tokens", target="y")
+    batch = read_all(source)
     assert batch.inputs[0].tolist() == [[p, i, 7] for p in range(2) for i in range(3)]
     assert str(batch.inputs[0].dtype) == "torch.int64"
     assert batch.target.tolist() == [0.5] * 3 + [1.5] * 3
@@ -251,18 +251,18 @@ def test_parquet_files_of_a_directory_and_lists(tmp_path, way):
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_parquet_bad_values_fail_with_their_place_or_are_counted(tmp_path, way, value):
     write(tmp_path / "a.parquet", {"x": [0.0, 1, 2, 3, 4, value, 6, 7, 8], "y": list(range(9))})
-    wrong = failure(tmp_path, kind="parquet", path="a.parquet", target="y")
+    wrong = open_failure(tmp_path, kind="parquet", path="a.parquet", target="y")
     assert wrong.code == "SH305"
     assert wrong.where.endswith("a.parquet, row group 1, row 1")
-    source = opened(tmp_path, on_bad_row="skip", kind="parquet", path="a.parquet", target="y")
-    assert source.skipped == 1
-    assert everything(source).target.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
+    source = open_spec(tmp_path, on_bad_row="skip", kind="parquet", path="a.parquet", target="y")
+    assert source.skipped_rows == 1
+    assert read_all(source).target.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
     assert source.column("y").tolist() == source.column("target").tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
 
 
 def test_parquet_errors(tmp_path, way):
     def code(name, **spec):
-        return failure(tmp_path, kind="parquet", path=name, **spec).code
+        return open_failure(tmp_path, kind="parquet", path=name, **spec).code
 
     write(tmp_path / "a.parquet", {"x": [1.0], "t": ["a"]})
     write(tmp_path / "none.parquet", {"x": pa.array([], pa.float64())})

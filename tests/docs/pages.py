@@ -22,7 +22,7 @@ class Block:
     marks: tuple[str, ...]
 
     @property
-    def runs(self) -> bool:
+    def is_executed(self) -> bool:
         return "run" in self.marks
 
     @property

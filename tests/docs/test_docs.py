@@ -26,12 +26,12 @@ SMALLEST = {
 
 
 @pytest.fixture
-def folder(tmp_path, nursery, monkeypatch):
-    """A place with the demo's files, where workers come from the tests' nursery: no import of torch per command."""
+def folder(tmp_path, fork_server, monkeypatch):
+    """The demo's files, where workers come from the tests' fork server: no import of torch per command."""
     for file in (ROOT / "examples" / "digits").iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
-    monkeypatch.setattr("shoal.jobs.run.make_nursery", lambda *_, **__: contextlib.nullcontext(nursery))
+    monkeypatch.setattr("shoal.jobs.run_driver.make_nursery", lambda *_, **__: contextlib.nullcontext(fork_server))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -48,7 +48,7 @@ def play(block: Block, folder, monkeypatch):
     name = block.file or "block.py"
     if block.file or block.language == "python":
         (folder / name).write_text(block.text)
-    if not block.runs:
+    if not block.is_executed:
         return
     if block.language == "yaml":
         (folder / "block.yaml").write_text(block.text)
@@ -61,7 +61,7 @@ def play(block: Block, folder, monkeypatch):
             shoal(line, monkeypatch)
 
 
-MARKED = [page for page in PAGES if page.name != "README.md" and any(b.runs for b in blocks(page))]
+MARKED = [page for page in PAGES if page.name != "README.md" and any(b.is_executed for b in blocks(page))]
 
 
 @pytest.mark.parametrize("page", MARKED, ids=lambda page: page.name)
@@ -76,7 +76,9 @@ def _lies_in(module, folder):
     return str(getattr(module, "__file__", None) or "").startswith(str(folder))
 
 
-PIECES = [(page, block) for page in PAGES for block in blocks(page) if block.language == "yaml" and not block.runs]
+PIECES = [
+    (page, block) for page in PAGES for block in blocks(page) if block.language == "yaml" and not block.is_executed
+]
 
 
 @pytest.mark.parametrize(("page", "block"), PIECES, ids=lambda x: getattr(x, "name", ""))

@@ -14,10 +14,10 @@ import shoal
 from shoal.data.source import open_source
 from shoal.data.split import split
 from shoal.errors import ShoalError
-from shoal.jobs import directory, drive
-from shoal.jobs.ask import ask
+from shoal.jobs import executor, run_dir
+from shoal.jobs.probes import run_probe
 from shoal.spec.load import load_job
-from tests.examples import made_up
+from tests.examples import synthetic_data
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
@@ -25,19 +25,19 @@ PROGRAMS = sorted(EXAMPLES.glob("*/*.py"))
 
 
 @pytest.fixture
-def place(tmp_path):
+def job_dir(tmp_path):
     """A copy of the examples, without data that somebody may have put there."""
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("data", "__pycache__"))
     return tmp_path / "examples"
 
 
 @pytest.fixture
-def run(place, nursery):
+def run(job_dir, fork_server):
     """Run a job file of the copy with some fields changed."""
 
     def go(file, *changes):
-        job = load_job(place / file, overrides=["export=[]", *changes])
-        outcome = drive.run(job, runs=place / "runs", nursery=nursery)
+        job = load_job(job_dir / file, overrides=["export=[]", *changes])
+        outcome = executor.run(job, runs=job_dir / "runs", fork_server=fork_server)
         assert outcome.error is None, outcome.error
         assert outcome.status == "finished"
         return outcome
@@ -46,12 +46,12 @@ def run(place, nursery):
 
 
 @pytest.fixture
-def script(place, monkeypatch, capsys):
+def script(job_dir, monkeypatch, capsys):
     """What a script prints that is called as on the command line."""
 
     def go(file, *words):
-        monkeypatch.setattr(sys, "argv", [file, *words, "--runs", str(place / "runs")])
-        runpy.run_path(str(place / file), run_name="__main__")
+        monkeypatch.setattr(sys, "argv", [file, *words, "--runs", str(job_dir / "runs")])
+        runpy.run_path(str(job_dir / file), run_name="__main__")
         return capsys.readouterr().out
 
     return go
@@ -64,15 +64,15 @@ def test_digits(run):
     assert run("digits/job.yaml", "epochs=12").receipt.metrics["accuracy"] >= 0.97
 
 
-def test_mnist(run, place):
-    made_up.mnist(place / "mnist" / "data")
+def test_mnist(run, job_dir):
+    synthetic_data.mnist(job_dir / "mnist" / "data")
     receipt = run("mnist/job.yaml", "epochs=8", "model.args.width=4").receipt
     assert receipt.metrics["test/accuracy"] >= 0.9
     assert receipt.exact
 
 
-def test_gpt(run, script, place):
-    made_up.text(place / "gpt" / "data" / "input.txt")
+def test_gpt(run, script, job_dir):
+    synthetic_data.text(job_dir / "gpt" / "data" / "input.txt")
     small = ["model.args.context=16", "model.args.width=32", "model.args.layers=1", "data.source.context=16"]
     metrics = run("gpt/job.yaml", *small, "steps=150", "evaluate.every_steps=150").receipt.metrics
     assert metrics["perplexity"] < 4
@@ -80,8 +80,8 @@ def test_gpt(run, script, place):
     assert written == "To be, or not to be, that\n"
 
 
-def test_ett(run, place):
-    made_up.hourly(place / "ett" / "data" / "ETTh1.csv", rows=500)
+def test_ett(run, job_dir):
+    synthetic_data.hourly(job_dir / "ett" / "data" / "ETTh1.csv", rows=500)
     sizes = [f"{where}.args.{name}" for where in ("model", "data.source.factory") for name in ("past=24", "ahead=6")]
     summary = run("ett/job.yaml", *sizes, "data.split.gap=30", "batch_size=32", "epochs=6")
     assert len(summary.folds) == 4
@@ -90,9 +90,9 @@ def test_ett(run, place):
     assert deviation > 0
 
 
-def test_no_row_of_ett_is_on_both_sides(place):
-    made_up.hourly(place / "ett" / "data" / "ETTh1.csv", rows=1200)
-    job = load_job(place / "ett" / "job.yaml")
+def test_no_row_of_ett_is_on_both_sides(job_dir):
+    synthetic_data.hourly(job_dir / "ett" / "data" / "ETTh1.csv", rows=1200)
+    job = load_job(job_dir / "ett" / "job.yaml")
     source = open_source(job.data.source, base_dir=job.base_dir)
     length = job.model.args["past"] + job.model.args["ahead"]
     assert len(source) == 1200 - length + 1
@@ -105,19 +105,19 @@ def test_no_row_of_ett_is_on_both_sides(place):
     assert ends == sorted(set(ends))
 
 
-def test_tabular(run, place):
+def test_tabular(run, job_dir):
     summary = run("tabular/job.yaml", "epochs=5")
     assert len(summary.folds) == 5
     mean, deviation = summary.metrics["accuracy"]
     assert mean > 0.94
     assert 0 < deviation < 0.05
     with pytest.raises(ShoalError, match="tabular-1/fold-0 to fold-4"):
-        shoal.load("tabular-1", runs=place / "runs")
-    assert not shoal.load("tabular-1/fold-0", runs=place / "runs").training
+        shoal.load("tabular-1", runs=job_dir / "runs")
+    assert not shoal.load("tabular-1/fold-0", runs=job_dir / "runs").training
 
 
-def test_tabular_from_a_file(run, place):
-    made_up.table(place / "tabular" / "table.csv")
+def test_tabular_from_a_file(run, job_dir):
+    synthetic_data.table(job_dir / "tabular" / "table.csv")
     source = "data.source={kind: csv, path: table.csv, target: diagnosis}"
     assert run("tabular/job.yaml", source, "data.split.fold=0", "epochs=5").receipt.metrics["accuracy"] > 0.9
 
@@ -133,10 +133,10 @@ def test_clicks(run):
     assert metrics["auc"] > 0.75
 
 
-def test_transfer(run, script, place, nursery):
+def test_transfer(run, script, job_dir, fork_server):
     run("transfer/backbone.yaml", "epochs=4")
-    job = directory.with_its_start(load_job(place / "transfer" / "job.yaml"), place / "runs")
-    facts = ask("check", job, nursery=nursery)
+    job = run_dir.resolve_init_from(load_job(job_dir / "transfer" / "job.yaml"), job_dir / "runs")
+    facts = run_probe("check", job, fork_server=fork_server)
     assert 0 < facts["trainable"] < facts["parameters"]
     assert run("transfer/job.yaml").receipt.metrics["accuracy"] > 0.8
     lines = script("transfer/changed.py").splitlines()
@@ -153,12 +153,12 @@ def test_transfer_without_its_backbone(run):
     assert (caught.value.code, caught.value.where) == ("SH601", "init_from.path")
 
 
-def test_script(place):
-    command = [sys.executable, str(place / "script" / "train.py")]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120)
+def test_script(job_dir):
+    command = [sys.executable, str(job_dir / "script" / "train.py")]
+    done = subprocess.run(command, cwd=job_dir, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert float(re.findall(r"accuracy (\S+)", done.stdout)[-1]) > 0.95
-    receipt = directory.find("script-1", place / "runs").receipt.read_text()
+    receipt = run_dir.find("script-1", job_dir / "runs").receipt.read_text()
     assert re.search(r"weights (\w{64})", done.stdout)[1] in receipt
 
 
@@ -193,10 +193,10 @@ def keras():
 
 @pytest.mark.keras
 @pytest.mark.parametrize("words", [["--kill"], ["--staleness=inf", "--data=mnist"]], ids=["killed", "asynchronous"])
-def test_servers_keras(words, keras, place):
-    made_up.mnist(place / "mnist-files")
-    words = [word.replace("=mnist", f"={place / 'mnist-files'}") for word in words]
-    command = [keras, str(place / "servers-keras" / "train.py"), f"--python={sys.executable}", "--steps=120", *words]
+def test_servers_keras(words, keras, job_dir):
+    synthetic_data.mnist(job_dir / "mnist-files")
+    words = [word.replace("=mnist", f"={job_dir / 'mnist-files'}") for word in words]
+    command = [keras, str(job_dir / "servers-keras" / "train.py"), f"--python={sys.executable}", "--steps=120", *words]
     environment = os.environ | {"PYTHONPATH": str(Path(shoal.__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr

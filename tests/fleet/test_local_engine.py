@@ -8,7 +8,7 @@ import threading
 import psutil
 import pytest
 
-from shoal.fleet.engines.local import LocalEngine, Nursery
+from shoal.fleet.engines.local import ForkServer, LocalEngine
 from shoal.spec.view import Seat
 
 ENTRY = """
@@ -25,15 +25,15 @@ def main():
 
 
 @pytest.fixture
-def nursery(tmp_path):
+def fork_server(tmp_path):
     (tmp_path / "seat_entry.py").write_text(ENTRY)
-    with Nursery(os.environ | {"PYTHONPATH": str(tmp_path)}, ["seat_entry"]) as made:
+    with ForkServer(os.environ | {"PYTHONPATH": str(tmp_path)}, ["seat_entry"]) as made:
         yield made
 
 
 @pytest.fixture
-def engine(nursery, tmp_path):
-    return LocalEngine(nursery, name="a", logs=tmp_path / "logs")
+def engine(fork_server, tmp_path):
+    return LocalEngine(fork_server, name="a", logs=tmp_path / "logs")
 
 
 def exits(engine, number):
@@ -51,8 +51,8 @@ def test_each_seat_is_reported_once_with_its_code(engine):
     assert engine.poll(0) == []
 
 
-def test_a_nursery_that_cannot_start_is_an_exit(tmp_path, capfd):
-    with Nursery(os.environ, ["no_such_module"]) as broken:
+def test_a_fork_server_that_cannot_start_is_an_exit(tmp_path, capfd):
+    with ForkServer(os.environ, ["no_such_module"]) as broken:
         engine = LocalEngine(broken, name="a", logs=tmp_path / "logs")
         engine.start([Seat(number=0)], "seat_entry", ["0"])
         assert exits(engine, 1) == {0: 1}
@@ -62,18 +62,18 @@ def test_a_nursery_that_cannot_start_is_an_exit(tmp_path, capfd):
 def test_files_in_the_users_directory_stand_in_for_no_module(tmp_path, monkeypatch):
     (tmp_path / "decimal.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
-    with Nursery(os.environ, ["decimal"]) as nursery:
-        engine = LocalEngine(nursery, name="a", logs=tmp_path / "logs")
+    with ForkServer(os.environ, ["decimal"]) as fork_server:
+        engine = LocalEngine(fork_server, name="a", logs=tmp_path / "logs")
         engine.start([Seat(number=0)], "decimal", [])
         assert exits(engine, 1) == {0: 1}, "it was forked, and found no main()"
 
 
-def test_engines_in_threads_share_a_nursery(nursery, tmp_path):
+def test_engines_in_threads_share_a_fork_server(fork_server, tmp_path):
     """What one hears may be meant for another, and none waits for what another has heard."""
     most, left = 12, {}
 
     def live(name):
-        engine = LocalEngine(nursery, name=name, logs=tmp_path / name)
+        engine = LocalEngine(fork_server, name=name, logs=tmp_path / name)
         for number in range(most):
             engine.start([Seat(number=number)], "seat_entry", [str(number)])
             assert exits(engine, 1) == {number: number}
@@ -109,8 +109,8 @@ def test_stop_ends_the_seat_that_is_named(engine):
     assert engine.poll(0) == []
 
 
-def test_engines_that_share_a_nursery_do_not_mix_up_their_seats(nursery, tmp_path):
-    one, two = (LocalEngine(nursery, name=n, logs=tmp_path / n) for n in "ab")
+def test_engines_that_share_a_fork_server_do_not_mix_up_their_seats(fork_server, tmp_path):
+    one, two = (LocalEngine(fork_server, name=n, logs=tmp_path / n) for n in "ab")
     one.start([Seat(number=0)], "seat_entry", ["1"])
     two.start([Seat(number=0)], "seat_entry", ["2"])
     assert exits(two, 1) == {0: 2}
@@ -119,29 +119,29 @@ def test_engines_that_share_a_nursery_do_not_mix_up_their_seats(nursery, tmp_pat
 
 def test_nothing_is_left_after_close(tmp_path):
     (tmp_path / "seat_entry.py").write_text(ENTRY)
-    nursery = Nursery(os.environ | {"PYTHONPATH": str(tmp_path)}, ["seat_entry"])
-    engine = LocalEngine(nursery, name="a", logs=tmp_path / "logs")
+    fork_server = ForkServer(os.environ | {"PYTHONPATH": str(tmp_path)}, ["seat_entry"])
+    engine = LocalEngine(fork_server, name="a", logs=tmp_path / "logs")
     engine.start([Seat(number=0)], "seat_entry", ["wait"])
-    pids = [engine.pid(0), nursery._process.pid]
-    nursery.close()
+    pids = [engine.pid(0), fork_server._process.pid]
+    fork_server.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_workers_outlive_a_killed_nursery_and_are_watched_still(engine, nursery):
+def test_workers_outlive_a_killed_fork_server_and_are_watched_still(engine, fork_server):
     engine.start([Seat(number=0), Seat(number=1)], "seat_entry", ["wait"])
     workers = [psutil.Process(engine.pid(seat)) for seat in (0, 1)]
-    os.kill(nursery._process.pid, signal.SIGKILL)
+    os.kill(fork_server._process.pid, signal.SIGKILL)
     assert engine.poll(0.5) == []
     assert all(worker.is_running() for worker in workers)
     workers[0].kill()
     assert exits(engine, 1) == {0: -9}
     engine.stop([1])
     assert exits(engine, 1) == {1: -9}
-    engine.start([Seat(number=2)], "seat_entry", ["7"])  # by another nursery
+    engine.start([Seat(number=2)], "seat_entry", ["7"])  # by another fork_server
     assert exits(engine, 1) == {2: 7}
 
 
-def test_a_process_of_an_earlier_driver_is_adopted(engine, nursery):
+def test_a_process_of_an_earlier_driver_is_adopted(engine, fork_server):
     with subprocess.Popen(["sleep", "1000"]) as left_behind:
         engine.adopt(5, left_behind.pid)
         assert engine.seats == [5]
@@ -152,8 +152,8 @@ def test_a_process_of_an_earlier_driver_is_adopted(engine, nursery):
     assert exits(engine, 1) == {6: -9}
 
 
-def test_output_and_environment_are_the_seats_own(nursery, tmp_path):
-    engine = LocalEngine(nursery, name="a", logs=tmp_path / "logs", environment={"COLOUR": "blue"})
+def test_output_and_environment_are_the_seats_own(fork_server, tmp_path):
+    engine = LocalEngine(fork_server, name="a", logs=tmp_path / "logs", environment={"COLOUR": "blue"})
     engine.start([Seat(number=0)], "seat_entry", ["0"])
     exits(engine, 1)
     assert (tmp_path / "logs" / "worker-0.log").read_text() == "hello 0 blue\n"

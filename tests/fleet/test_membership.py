@@ -1,4 +1,4 @@
-"""One contract, every body: within one process, over sockets, and over sockets to another process."""
+"""One contract, every membership: within one process, over sockets, and over sockets to another process."""
 
 import contextlib
 import json
@@ -9,16 +9,16 @@ import types
 
 import pytest
 
-from shoal.fleet.membership import MemoryMembership
-from shoal.fleet.tie import Tie
+from shoal.fleet.control_client import ControlClient
+from shoal.fleet.membership import InMemoryMembership
+from shoal.net.handshake import new_token
 from shoal.spec.view import Address, View
-from shoal.wire.handshake import new_token
-from tests.fleet.drivers import LONG_S, Driver
+from tests.fleet.fake_driver import TIMEOUT_S, FakeDriver
 
 WORKER = """
 import json, sys
-from shoal.fleet.contact import Contact
-from shoal.fleet.tie import Tie
+from shoal.fleet.driver_address import Contact
+from shoal.fleet.control_client import Tie
 
 contact = Contact(*json.loads(sys.stdin.readline()))
 marks = []
@@ -32,36 +32,36 @@ tie.close()
 """
 
 
-class Memory:
+class InProcess:
     def __init__(self):
-        self.worker = MemoryMembership()
+        self.worker = InMemoryMembership()
         self.publish = self.worker.publish
 
     def close(self):
         pass
 
 
-class Sockets:
+class OverSockets:
     """The driver's end is played by a thread; `publish` returns when the worker has the view."""
 
     def __init__(self):
-        self.driver = Driver(new_token())
+        self.driver = FakeDriver(new_token())
         self.worker = self.open_worker()
 
     def open_worker(self):
         def mark(fields):
-            tie.say("mark")
+            tie.send("mark")
 
-        tie = Tie(lambda: self.driver.contact, lambda: {"seat": 0}, beat=dict, on_welcome=mark)
-        tie.connect(LONG_S)
+        tie = ControlClient(lambda: self.driver.contact, lambda: {"seat": 0}, heartbeat=dict, on_welcome=mark)
+        tie.connect(TIMEOUT_S)
         return tie
 
     def publish(self, view):
-        marks = len(self.driver.heard("mark", self.marks))
+        marks = len(self.driver.wait_for("mark", self.marks))
         self.driver.publish(view)
         for caller in self.driver.callers:
             self.driver.control.send(caller, "welcome")
-        self.driver.heard("mark", marks + 1)
+        self.driver.wait_for("mark", marks + 1)
         self.published += 1
 
     published = 0
@@ -75,7 +75,7 @@ class Sockets:
         self.driver.close()
 
 
-class Process(Sockets):
+class OverSocketsToProcess(OverSockets):
     """The worker's end is in a process of its own, and is asked over a pipe."""
 
     def open_worker(self):
@@ -98,19 +98,19 @@ class Process(Sockets):
         self.process.stdin.flush()
 
     def close(self):
-        self.process.communicate(timeout=LONG_S)
+        self.process.communicate(timeout=TIMEOUT_S)
         self.driver.close()
 
 
-@pytest.fixture(params=[Memory, Sockets, Process])
-def body(request):
+@pytest.fixture(params=[InProcess, OverSockets, OverSocketsToProcess])
+def membership(request):
     with contextlib.closing(request.param()) as made:
         yield made
 
 
-def test_a_worker_gets_the_view_that_has_it(body):
-    body.publish(View(number=1, carries={1: [0]}))
-    assert body.worker.wait(0, after=0, position=0, timeout_s=0) is None
+def test_a_worker_gets_the_view_that_has_it(membership):
+    membership.publish(View(number=1, carries={1: [0]}))
+    assert membership.worker.wait(0, after=0, position=0, timeout_s=0) is None
     view = View(
         number=2,
         carries={0: [0, 1], 4: [2]},
@@ -119,39 +119,41 @@ def test_a_worker_gets_the_view_that_has_it(body):
         source=4,
         saver=0,
     )
-    body.publish(view)
-    assert body.worker.wait(0, after=0, position=0, timeout_s=0) == view
+    membership.publish(view)
+    assert membership.worker.wait(0, after=0, position=0, timeout_s=0) == view
 
 
-def test_only_newer_views_count(body):
-    assert not body.worker.newer(0)
-    body.publish(View(number=5, carries={0: [0]}))
-    body.publish(View(number=4, carries={0: [1]}))
-    assert body.worker.wait(0, after=0, position=0, timeout_s=0).number == 5
-    assert body.worker.wait(0, after=5, position=0, timeout_s=0) is None
-    assert body.worker.newer(4)
-    assert not body.worker.newer(5)
+def test_only_newer_views_count(membership):
+    assert not membership.worker.newer(0)
+    membership.publish(View(number=5, carries={0: [0]}))
+    membership.publish(View(number=4, carries={0: [1]}))
+    assert membership.worker.wait(0, after=0, position=0, timeout_s=0).number == 5
+    assert membership.worker.wait(0, after=5, position=0, timeout_s=0) is None
+    assert membership.worker.newer(4)
+    assert not membership.worker.newer(5)
 
 
-def test_a_view_that_does_not_concern_us_is_newer_but_not_waited_for(body):
-    body.publish(View(number=1, carries={0: [0]}))
-    body.publish(View(number=2, carries={1: [0]}, leave=[3], loads=4))
-    assert body.worker.newer(1)
-    assert body.worker.wait(0, after=0, position=0, timeout_s=0) is None
+def test_a_view_that_does_not_concern_us_is_newer_but_not_waited_for(membership):
+    membership.publish(View(number=1, carries={0: [0]}))
+    membership.publish(View(number=2, carries={1: [0]}, leave=[3], loads=4))
+    assert membership.worker.newer(1)
+    assert membership.worker.wait(0, after=0, position=0, timeout_s=0) is None
     for seat in (1, 3, 4):
-        assert body.worker.wait(seat, after=1, position=0, timeout_s=0).number == 2
+        assert membership.worker.wait(seat, after=1, position=0, timeout_s=0).number == 2
 
 
 @pytest.mark.parametrize("asked", [{"stop": "interrupted"}, {"halt": "boundary"}, {"halt": "now"}])
-def test_some_views_concern_everybody(body, asked):
-    body.publish(View(number=1, **asked))
-    assert body.worker.wait(7, after=0, position=0, timeout_s=0) == View(number=1, **asked)
+def test_some_views_concern_everybody(membership, asked):
+    membership.publish(View(number=1, **asked))
+    assert membership.worker.wait(7, after=0, position=0, timeout_s=0) == View(number=1, **asked)
 
 
-def test_a_waiting_worker_is_woken(body):
+def test_a_waiting_worker_is_woken(membership):
     got = []
-    waiting = threading.Thread(target=lambda: got.append(body.worker.wait(0, after=1, position=0, timeout_s=LONG_S)))
+    waiting = threading.Thread(
+        target=lambda: got.append(membership.worker.wait(0, after=1, position=0, timeout_s=TIMEOUT_S))
+    )
     waiting.start()
-    body.publish(View(number=2, carries={0: [0]}))
-    waiting.join(timeout=LONG_S)
+    membership.publish(View(number=2, carries={0: [0]}))
+    waiting.join(timeout=TIMEOUT_S)
     assert got[0].number == 2

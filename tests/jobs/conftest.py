@@ -2,27 +2,27 @@ import shutil
 
 import pytest
 
-from shoal.jobs.run import make_nursery
-from tests.jobs.disturbed import in_time
+from shoal.jobs.run_driver import make_fork_server
+from tests.jobs.fault_injection import time_limit
 
 
 @pytest.fixture
-def soon():
+def limited_time():
     """A minute, for tests that would otherwise wait for ever."""
-    with in_time(60):
+    with time_limit(60):
         yield
 
 
 @pytest.fixture
-def elsewhere(place, tmp_path_factory):
+def copied_job_dir(job_dir, tmp_path_factory):
     """A copy of the job's files, as another machine would have it."""
     there = tmp_path_factory.mktemp("elsewhere") / "copy"
-    shutil.copytree(place, there, ignore=shutil.ignore_patterns("runs"))
+    shutil.copytree(job_dir, there, ignore=shutil.ignore_patterns("runs"))
     return there
 
 
 @pytest.fixture(scope="module")
-def their_nursery(cache):
-    """A nursery belongs to one thread; the run's driver has the other."""
-    with make_nursery(1, modules=["torchmetrics", "sklearn.datasets", "sklearn.model_selection"]) as made:
+def second_fork_server(cache):
+    """A fork_server belongs to one thread; the run's driver has the other."""
+    with make_fork_server(1, modules=["torchmetrics", "sklearn.datasets", "sklearn.model_selection"]) as made:
         yield made

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from tests.conftest import MLP, long
+from tests.conftest import MLP, long_only
 
 
 def shoal(*words, cwd):
@@ -15,9 +15,9 @@ def shoal(*words, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
-def write(place, job=MLP, name="job.yaml", **changes):
-    (place / name).write_text(yaml.safe_dump(job | changes))
-    return place / name
+def write(job_dir, job=MLP, name="job.yaml", **changes):
+    (job_dir / name).write_text(yaml.safe_dump(job | changes))
+    return job_dir / name
 
 
 def test_help_is_quick_and_does_not_load_torch():
@@ -34,79 +34,79 @@ def test_help_is_quick_and_does_not_load_torch():
 
 
 @pytest.mark.long
-def test_the_driver_never_loads_torch(place):
-    write(place, steps=3)
+def test_the_driver_never_loads_torch(job_dir):
+    write(job_dir, steps=3)
     program = (
         "import sys, pathlib\nfrom shoal.cli import app\n"
         "for words in (['run', 'job.yaml', '-q'], ['check', 'job.yaml'], ['runs'], ['show', 'last']):\n"
         "    try:\n        app(words)\n    except SystemExit as end:\n        assert not end.code, words\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=place, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], cwd=job_dir, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_from_a_job_file_to_a_model_and_all_the_questions(place):
-    write(place, best={"metric": "accuracy"})
-    done = shoal("run", "job.yaml", cwd=place)
+def test_from_a_job_file_to_a_model_and_all_the_questions(job_dir):
+    write(job_dir, best={"metric": "accuracy"})
+    done = shoal("run", "job.yaml", cwd=job_dir)
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout
     assert "sha256" in done.stdout
-    (place / "runs" / "mlp-1" / "receipt.json").read_text()
+    (job_dir / "runs" / "mlp-1" / "receipt.json").read_text()
 
-    again = shoal("run", "job.yaml", "--json", "--set", "optimizer.args.lr=0.01", cwd=place)
+    again = shoal("run", "job.yaml", "--json", "--set", "optimizer.args.lr=0.01", cwd=job_dir)
     rows = [json.loads(line) for line in again.stdout.splitlines()]
     assert rows[0]["kind"] == "run_started"
     assert rows[-1]["kind"] == "receipt"
     assert {"built", "step", "evaluated", "finished"} <= {row["kind"] for row in rows}
 
-    listed = json.loads(shoal("runs", "--json", cwd=place).stdout)
+    listed = json.loads(shoal("runs", "--json", cwd=job_dir).stdout)
     assert [(r["run"], r["status"]) for r in listed] == [("mlp-1", "finished"), ("mlp-2", "finished")]
-    shown = shoal("show", "mlp-1", cwd=place).stdout
+    shown = shoal("show", "mlp-1", cwd=job_dir).stdout
     assert "training loss" in shown
     assert "⠀" in shown
-    compared = shoal("compare", "mlp-1", "mlp-2", cwd=place).stdout
+    compared = shoal("compare", "mlp-1", "mlp-2", cwd=job_dir).stdout
     assert "optimizer.args.lr" in compared
     assert "batch_size" not in compared
-    measured = json.loads(shoal("evaluate", "mlp-1", "--json", cwd=place).stdout)
-    receipt = json.loads((place / "runs" / "mlp-1" / "receipt.json").read_text())
+    measured = json.loads(shoal("evaluate", "mlp-1", "--json", cwd=job_dir).stdout)
+    receipt = json.loads((job_dir / "runs" / "mlp-1" / "receipt.json").read_text())
     assert measured["metrics"]["validation"] == receipt["metrics"]
-    best = json.loads(shoal("evaluate", "mlp-1", "--best", "--json", cwd=place).stdout)
+    best = json.loads(shoal("evaluate", "mlp-1", "--best", "--json", cwd=job_dir).stdout)
     assert best["metrics"]["validation"]["accuracy"] == receipt["best"]["accuracy"]
 
-    ended = shoal("resume", "mlp-1", cwd=place)
+    ended = shoal("resume", "mlp-1", cwd=job_dir)
     assert (ended.returncode, "SH604" in ended.stderr) == (6, True)
 
 
 @pytest.mark.long
-def test_the_resolved_job_can_be_run_again(place):
-    write(place, steps=5)
-    first = shoal("run", "job.yaml", "-q", "--set", "seed=4", cwd=place)
+def test_the_resolved_job_can_be_run_again(job_dir):
+    write(job_dir, steps=5)
+    first = shoal("run", "job.yaml", "-q", "--set", "seed=4", cwd=job_dir)
     assert first.returncode == 0, first.stderr
-    second = shoal("run", "runs/mlp-1/job.yaml", "-q", cwd=place)
+    second = shoal("run", "runs/mlp-1/job.yaml", "-q", cwd=job_dir)
     assert second.returncode == 0, second.stderr
-    receipts = [json.loads((place / "runs" / f"mlp-{n}" / "receipt.json").read_text()) for n in (1, 2)]
+    receipts = [json.loads((job_dir / "runs" / f"mlp-{n}" / "receipt.json").read_text()) for n in (1, 2)]
     assert receipts[0]["weights_sha256"] == receipts[1]["weights_sha256"]
     assert receipts[0]["job_sha256"] == receipts[1]["job_sha256"]
 
 
 @pytest.mark.long
-def test_other_data_can_be_evaluated(place):
+def test_other_data_can_be_evaluated(job_dir):
     rows = "\n".join(f"{i % 7},{i % 3},{i % 2}" for i in range(60))
-    (place / "a.csv").write_text("u,v,y\n" + rows + "\n")
-    (place / "b.csv").write_text("u,v,y\n" + rows[: rows.index("\n", 100)] + "\n")
+    (job_dir / "a.csv").write_text("u,v,y\n" + rows + "\n")
+    (job_dir / "b.csv").write_text("u,v,y\n" + rows[: rows.index("\n", 100)] + "\n")
     source = {"kind": "csv", "path": "a.csv", "target": "y"}
     write(
-        place,
+        job_dir,
         model={"name": "models.py:mlp", "args": {"inputs": 2, "classes": 2}},
         steps=5,
         evaluate={},
         data={"source": source},
     )
-    assert shoal("run", "job.yaml", "-q", cwd=place).returncode == 0
-    answer = json.loads(shoal("evaluate", "last", "--data", "b.csv", "--json", cwd=place).stdout)
+    assert shoal("run", "job.yaml", "-q", cwd=job_dir).returncode == 0
+    answer = json.loads(shoal("evaluate", "last", "--data", "b.csv", "--json", cwd=job_dir).stdout)
     assert answer["samples"]["data"] < 60
-    missing = shoal("evaluate", "last", "--data", "c.csv", cwd=place)
+    missing = shoal("evaluate", "last", "--data", "c.csv", cwd=job_dir)
     assert (missing.returncode, "SH301" in missing.stderr) == (3, True)
 
 
@@ -116,35 +116,35 @@ def test_other_data_can_be_evaluated(place):
         ({"epoch": 3}, "SH103 job.yaml:", 2),
         ({"evaluate": {}, "data": {"source": {"kind": "csv", "path": "nowhere.csv"}}}, "SH301", 3),
         ({"model": {"name": "models.py:Broken"}}, "SH401", 4),
-        *long(({"model": {"name": "models.py:Sinks"}}, "SH403", 4)),
+        *long_only(({"model": {"name": "models.py:Sinks"}}, "SH403", 4)),
     ],
 )
-def test_mistakes_have_exit_codes_and_no_traceback(place, changes, words, code):
-    write(place, **changes)
-    done = shoal("run", "job.yaml", cwd=place)
+def test_mistakes_have_exit_codes_and_no_traceback(job_dir, changes, words, code):
+    write(job_dir, **changes)
+    done = shoal("run", "job.yaml", cwd=job_dir)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "→" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_what_a_worker_prints_is_shown(place):
-    (place / "chatty.py").write_text(
+def test_what_a_worker_prints_is_shown(job_dir):
+    (job_dir / "chatty.py").write_text(
         "from models import mlp\ndef net():\n    print('hello from the model')\n    return mlp(64, 10)\n"
     )
-    write(place, model="chatty.py:net", steps=3)
-    assert "hello from the model" in shoal("run", "job.yaml", cwd=place).stdout
+    write(job_dir, model="chatty.py:net", steps=3)
+    assert "hello from the model" in shoal("run", "job.yaml", cwd=job_dir).stdout
 
 
-def test_unknown_runs_and_bad_words(place):
-    done = shoal("show", "nope", cwd=place)
+def test_unknown_runs_and_bad_words(job_dir):
+    done = shoal("show", "nope", cwd=job_dir)
     assert (done.returncode, "SH601" in done.stderr) == (6, True)
-    assert shoal("run", cwd=place).returncode == 2
-    assert shoal("swim", cwd=place).returncode == 2
+    assert shoal("run", cwd=job_dir).returncode == 2
+    assert shoal("swim", cwd=job_dir).returncode == 2
 
 
-def test_a_script_without_a_guard_does_not_start_itself_again(run, place):
-    (place / "script.py").write_text("import shoal\nfrom models import mlp\n\nshoal.run('job.yaml')\n")
+def test_a_script_without_a_guard_does_not_start_itself_again(run, job_dir):
+    (job_dir / "script.py").write_text("import shoal\nfrom models import mlp\n\nshoal.run('job.yaml')\n")
     outcome = run(MLP, model={"name": "script.py:mlp", "args": {"inputs": 64, "classes": 10}})
     assert "SH608" in outcome.error.message
     assert "script.py:4" in outcome.error.where

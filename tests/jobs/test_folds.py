@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from shoal.checkpoint.manifest import list_manifests
-from shoal.jobs.ask import ask
+from shoal.jobs.probes import run_probe
 from shoal.spec.load import make_job
 from tests.conftest import MLP
 
@@ -37,9 +37,9 @@ def test_a_fold_is_the_same_as_the_run_of_that_fold_alone(run):
     assert run(FOLDS, data=data).receipt.weights_sha256 == run(FOLDS).folds[1].receipt.weights_sha256
 
 
-def test_a_job_with_folds_is_resumed_where_it_broke_off(run, resume, place):
+def test_a_job_with_folds_is_resumed_where_it_broke_off(run, resume, job_dir):
     undisturbed = run(FOLDS)
-    kill = {"name": "faults.py:KillAt", "args": {"steps": [5], "marks": str(place)}}
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [5], "marks": str(job_dir)}}
     broken = run(FOLDS, watch=[kill], engine={"kind": "local", "restarts": 0})
     assert broken.status == "failed"
     assert len(broken.folds) == 1
@@ -76,22 +76,22 @@ def test_every_kind_of_folds_runs(run, split):
     assert len(summary.folds) == split["folds"]
 
 
-def test_the_split_is_described_and_exported(place, nursery):
+def test_the_split_is_described_and_exported(job_dir, fork_server):
     import pyarrow.parquet as pq
 
-    job = make_job(FOLDS, base_dir=str(place))
-    answer = ask("split", job, nursery=nursery, export=str(place / "out"))
+    job = make_job(FOLDS, base_dir=str(job_dir))
+    answer = run_probe("split", job, fork_server=fork_server, export=str(job_dir / "out"))
     folds = answer["report"]["folds"]
     assert [f["parts"]["validation"]["size"] for f in folds] == [599, 599, 599]
-    table = pq.read_table(place / "out" / "split.parquet")
+    table = pq.read_table(job_dir / "out" / "split.parquet")
     assert table.num_rows == 3 * 1797
     assert {"fold", "part", "id"} <= set(table.column_names)
 
 
-def test_leaks_are_named(place, run, nursery):
+def test_leaks_are_named(job_dir, run, fork_server):
     rows = "".join(f"{i},{i % 2}\n" for i in range(40))
-    (place / "a.csv").write_text("u,y\n" + rows + rows)
-    (place / "b.csv").write_text("u,y\n" + "3,1\n500,1\n")
+    (job_dir / "a.csv").write_text("u,y\n" + rows + rows)
+    (job_dir / "b.csv").write_text("u,y\n" + "3,1\n500,1\n")
     data = {"source": {"kind": "csv", "path": "a.csv", "target": "y"}, "split": {"kind": "holdout"}, "leaks": "fail"}
     model = {"name": "models.py:mlp", "args": {"inputs": 1, "classes": 2}}
     outcome = run(MLP, data=data, model=model, steps=2)
@@ -99,5 +99,5 @@ def test_leaks_are_named(place, run, nursery):
     assert "identical" in outcome.error.message
     other = {**data, "split": "none", "validation": {"kind": "csv", "path": "b.csv", "target": "y"}}
     assert run(MLP, data=other, model=model, steps=2).error.code == "SH353"
-    job = make_job(MLP | {"data": other, "model": model}, base_dir=str(place))
-    assert "identical" in ask("split", job, nursery=nursery)["leaks_between_sources"][0]
+    job = make_job(MLP | {"data": other, "model": model}, base_dir=str(job_dir))
+    assert "identical" in run_probe("split", job, fork_server=fork_server)["leaks_between_sources"][0]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.jobs.disturbed import JOBS, assert_same, calm, in_time
-from tests.jobs.test_servers import GENTLE, Killer, server
+from tests.jobs.fault_injection import JOBS, assert_same, reference_receipt, time_limit
+from tests.jobs.test_parameter_servers import GENTLE, ServerKiller, server_sync
 
 CODECS = {
     "bf16": {"kind": "bf16"},
@@ -15,25 +15,25 @@ CODECS = {
 
 
 @pytest.fixture(autouse=True)
-def soon():
-    with in_time(120):
+def limited_time():
+    with time_limit(120):
         yield
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_bits_of_lanes_with_the_same_codec(codec, run):
     job = JOBS["cnn"] | {"codec": CODECS[codec]}
-    assert_same(run(job, workers=2, sync=server(2)), calm(run, job))
+    assert_same(run(job, workers=2, sync=server_sync(2)), reference_receipt(run, job))
 
 
 def test_servers_die_and_nothing_is_lost(run):
     job = JOBS["mlp"] | {"codec": CODECS["topk"], "steps": 100}
-    assert_same(run(job, workers=2, sync=server(3), look=Killer(20, 60)), calm(run, job))
+    assert_same(run(job, workers=2, sync=server_sync(3), look=ServerKiller(20, 60)), reference_receipt(run, job))
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk"])
 def test_lanes_that_go_their_own_way(codec, run):
-    job = GENTLE | {"codec": CODECS[codec], "steps": 100, "sync": server(2, 1, 4)}
+    job = GENTLE | {"codec": CODECS[codec], "steps": 100, "sync": server_sync(2, 1, 4)}
     outcome = run(job, workers=3)
     assert outcome.status == "finished", outcome.error
     assert outcome.receipt.metrics["accuracy"] > 0.7

@@ -6,61 +6,69 @@ import json
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.fleet.contact import read_contact
-from shoal.jobs import harbour, helm, wishes
-from shoal.jobs import join as joining
+from shoal.fleet.driver_address import read_driver_address
+from shoal.jobs import agent as joining
+from shoal.jobs import commands, server_group, worker_group
+from shoal.net import handshake, tls
+from shoal.net.handshake import TlsError
+from shoal.net.listener import connect_host
 from shoal.spec.view import Address
-from shoal.wire import handshake, tls
-from shoal.wire.door import call_host
-from shoal.wire.handshake import TlsError
 from tests.conftest import MLP
-from tests.jobs.disturbed import JOBS, assert_same, calm, fired, in_time, rows, script
-from tests.jobs.driven import driven
-from tests.jobs.test_join import ENDLESS, LONG
-from tests.wire.authority import Authority, needs_openssl
-from tests.wire.relay import Relay
+from tests.jobs.background_run import background_run
+from tests.jobs.fault_injection import (
+    JOBS,
+    assert_same,
+    events_of_kind,
+    fault_script,
+    fired_faults,
+    reference_receipt,
+    time_limit,
+)
+from tests.jobs.test_agent import ENDLESS, LONG
+from tests.net.certificate_authority import CertificateAuthority, needs_openssl
+from tests.net.recording_proxy import RecordingProxy
 
 pytestmark = needs_openssl
 
 
 @pytest.fixture(autouse=True)
-def soon():
-    with in_time(120):
+def limited_time():
+    with time_limit(120):
         yield
-    tls.use(None)
+    tls.configure(None)
 
 
 @pytest.fixture
 def certificates(tmp_path_factory):
-    return Authority(tmp_path_factory.mktemp("authority") / "ours").member("member")
+    return CertificateAuthority(tmp_path_factory.mktemp("authority") / "ours").issue("member")
 
 
-class Far:
-    """In the place of `Address`: everybody seems to be on a host of its own, behind a relay."""
+class ProxiedAddress:
+    """In the job_dir of `Address`: everybody seems to be on a host of its own, behind a relay."""
 
     def __init__(self):
-        self.relays = {}
+        self.proxies = {}
 
     def model_validate(self, said):
         address = Address.model_validate(said)
-        if address.port not in self.relays:
-            self.relays[address.port] = Relay((address.host, address.port))
-        return address.model_copy(update={"host_id": "far", "unix": "", "port": self.relays[address.port].address[1]})
+        if address.port not in self.proxies:
+            self.proxies[address.port] = RecordingProxy((address.host, address.port))
+        return address.model_copy(update={"host_id": "far", "unix": "", "port": self.proxies[address.port].address[1]})
 
     @property
-    def tape(self):
-        return b"".join(relay.tape for relay in self.relays.values())
+    def recorded(self):
+        return b"".join(relay.tape for relay in self.proxies.values())
 
     def close(self):
-        for relay in self.relays.values():
+        for relay in self.proxies.values():
             relay.close()
 
 
 @pytest.fixture
-def far(monkeypatch):
-    with contextlib.closing(Far()) as made:
-        monkeypatch.setattr(helm, "Address", made)
-        monkeypatch.setattr(harbour, "Address", made)
+def proxied(monkeypatch):
+    with contextlib.closing(ProxiedAddress()) as made:
+        monkeypatch.setattr(worker_group, "Address", made)
+        monkeypatch.setattr(server_group, "Address", made)
         yield made
 
 
@@ -69,37 +77,37 @@ SYNCS = {"lanes": {"kind": "lanes"}, "server": {"kind": "server", "servers": 2, 
 
 @pytest.mark.parametrize("encrypted", [True, False])
 @pytest.mark.parametrize("sync", SYNCS)
-def test_the_same_bits_and_nothing_to_read_on_the_way(run, far, certificates, sync, encrypted):
+def test_the_same_bits_and_nothing_to_read_on_the_way(run, proxied, certificates, sync, encrypted):
     engine = {"tls": str(certificates)} if encrypted else {}
     outcome = run(JOBS["mlp"], workers=2, sync=SYNCS[sync], engine=engine)
-    assert_same(outcome, calm(run, JOBS["mlp"]))
-    assert not rows(outcome, "worker_died")
-    tape = far.tape
+    assert_same(outcome, reference_receipt(run, JOBS["mlp"]))
+    assert not events_of_kind(outcome, "worker_died")
+    tape = proxied.tape
     assert len(tape) > 100_000, "everything went through the relays"
     assert {handshake.MAGIC in tape, b"purpose" in tape} == {not encrypted}
 
 
-def test_a_killed_worker_is_missed_at_once(run, far, place, certificates):
+def test_a_killed_worker_is_missed_at_once(run, proxied, job_dir, certificates):
     line = "kill worker 1 at step 7 in exchange"
     job = JOBS["gpt"]
-    outcome = run(job, workers=3, watch=script(place, line), engine={"tls": str(certificates)})
-    assert_same(outcome, calm(run, job))
-    assert fired(place) == {line}
-    assert not rows(outcome, "put_out"), "nobody had to be suspected"
+    outcome = run(job, workers=3, watch=fault_script(job_dir, line), engine={"tls": str(certificates)})
+    assert_same(outcome, reference_receipt(run, job))
+    assert fired_faults(job_dir) == {line}
+    assert not events_of_kind(outcome, "put_out"), "nobody had to be suspected"
 
 
 @pytest.mark.long
 def test_users_and_joiners_come_in_with_certificates_alone(
     run,
-    place,
-    elsewhere,
-    their_nursery,
+    job_dir,
+    copied_job_dir,
+    second_fork_server,
     certificates,
     tmp_path_factory,
 ):
-    ready = place / "ready"
+    ready = job_dir / "ready"
     watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.2, "until": str(ready)}}]
-    stranger = Authority(tmp_path_factory.mktemp("others") / "theirs").member("member")
+    stranger = CertificateAuthority(tmp_path_factory.mktemp("others") / "theirs").issue("member")
     said = []
 
     def join(directory):
@@ -108,50 +116,52 @@ def test_users_and_joiners_come_in_with_certificates_alone(
             if "trains from step" in text:
                 ready.touch()
 
-        token = wishes.token(it.paths)
-        return joining.join(it.address, token, base_dir=elsewhere, tls_dir=directory, show=show, nursery=their_nursery)
+        token = commands.read_token(it.paths)
+        return joining.join(
+            it.address, token, base_dir=copied_job_dir, tls_dir=directory, show=show, fork_server=second_fork_server
+        )
 
-    with driven(run, MLP, watch=watch, engine={"tls": str(certificates)}, **LONG) as it:
-        it.trains(1)
+    with background_run(run, MLP, watch=watch, engine={"tls": str(certificates)}, **LONG) as it:
+        it.wait_for_workers(1)
         with pytest.raises(ShoalError, match=r"SH620 127.*it uses TLS, and we do not"):
             join(None)
         with pytest.raises(ShoalError, match=r"SH620 127.*its certificate is not accepted"):
             join(stranger)
         with pytest.raises(ShoalError, match=r"SH619 --tls.*cert\.pem"):
-            join(place)
-        assert wishes.scale(it.paths, 1).wanted == 1
+            join(job_dir)
+        assert commands.scale(it.paths, 1).wanted == 1
         assert join(certificates) == 0, said
     receipt = it.outcome.result().receipt
     assert receipt.carried["worker-1"].samples > 0
-    assert receipt.weights_sha256 == calm(run, MLP, **LONG).weights_sha256
+    assert receipt.weights_sha256 == reference_receipt(run, MLP, **LONG).weights_sha256
 
 
-def test_certificates_at_a_run_without_tls(run, certificates, their_nursery):
-    with driven(run, MLP, **ENDLESS) as it:
-        it.trains(1)
+def test_certificates_at_a_run_without_tls(run, certificates, second_fork_server):
+    with background_run(run, MLP, **ENDLESS) as it:
+        it.wait_for_workers(1)
         with pytest.raises(ShoalError, match=r"SH620 127.*it does not use TLS, and we do"):
             joining.join(
                 it.address,
-                wishes.token(it.paths),
+                commands.read_token(it.paths),
                 base_dir=".",
                 tls_dir=certificates,
                 show=print,
-                nursery=their_nursery,
+                fork_server=second_fork_server,
             )
-        wishes.stop(it.paths)
+        commands.stop(it.paths)
     assert it.outcome.result().status == "stopped"
 
 
 def test_a_plain_caller_costs_a_run_nothing(run, certificates):
     def look(paths, event, picture):
         if event.kind == "joined" and not asked:
-            contact = read_contact(paths.control)
-            tls.use(None)  # this process has its door open already
+            contact = read_driver_address(paths.control)
+            tls.configure(None)  # this process has its door open already
             with pytest.raises(TlsError, match="it uses TLS"):
-                call_host(contact.host, contact.port, contact.token, json.dumps({"role": "user"}).encode())
+                connect_host(contact.host, contact.port, contact.token, json.dumps({"role": "user"}).encode())
             asked.append(1)
 
     asked = []
     outcome = run(JOBS["mlp"], workers=2, engine={"tls": str(certificates)}, look=look)
-    assert_same(outcome, calm(run, JOBS["mlp"]))
+    assert_same(outcome, reference_receipt(run, JOBS["mlp"]))
     assert asked

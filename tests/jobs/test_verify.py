@@ -17,10 +17,10 @@ UNEVEN = MLP | {"name": "uneven", "model": {"name": "uneven.py:Uneven", "args": 
 
 
 @pytest.fixture
-def command(place, nursery, monkeypatch, capsys):
+def command(job_dir, fork_server, monkeypatch, capsys):
     """`shoal` in this process: its exit code and what it printed."""
-    monkeypatch.setattr("shoal.jobs.run.make_nursery", lambda *_, **__: contextlib.nullcontext(nursery))
-    monkeypatch.chdir(place)
+    monkeypatch.setattr("shoal.jobs.run_driver.make_nursery", lambda *_, **__: contextlib.nullcontext(fork_server))
+    monkeypatch.chdir(job_dir)
 
     def go(*words):
         monkeypatch.setattr(sys, "argv", ["shoal", *map(str, words)])
@@ -31,8 +31,8 @@ def command(place, nursery, monkeypatch, capsys):
     return go
 
 
-def test_an_exact_job_is_the_same_everywhere(place, command):
-    (place / "job.yaml").write_text(yaml.safe_dump(MLP))
+def test_an_exact_job_is_the_same_everywhere(job_dir, command):
+    (job_dir / "job.yaml").write_text(yaml.safe_dump(MLP))
     code, said = command("verify", "job.yaml", "--workers", "1,2,4", "--steps", "15", "--json")
     assert code == 0, said.err
     verdict = json.loads(said.out)
@@ -43,48 +43,48 @@ def test_an_exact_job_is_the_same_everywhere(place, command):
     assert len({row["state_sha256"] for row in verdict["runs"]}) == 1
 
 
-def test_a_job_that_depends_on_the_worker_is_found_out(place, command):
-    (place / "job.yaml").write_text(yaml.safe_dump(UNEVEN))
+def test_a_job_that_depends_on_the_worker_is_found_out(job_dir, command):
+    (job_dir / "job.yaml").write_text(yaml.safe_dump(UNEVEN))
     code, said = command("verify", "job.yaml", "--workers", "1,2")
     assert code == 1
     assert "The weights differ." in said.out
     assert "They part at step 6, in 2 of 8 tensors: model/extra, optimizer/state/0/momentum_buffer" in said.out
 
 
-def test_who_is_the_same_and_where_the_others_part(place, nursery):
-    job = make_job(UNEVEN, base_dir=str(place))
-    verdict = verify.verify(job, [1, 1, 3], runs=place / "runs", nursery=nursery)
+def test_who_is_the_same_and_where_the_others_part(job_dir, fork_server):
+    job = make_job(UNEVEN, base_dir=str(job_dir))
+    verdict = verify.verify(job, [1, 1, 3], runs=job_dir / "runs", fork_server=fork_server)
     first, again, other = [receipt.weights_sha256 for _, receipt in verdict.receipts]
     assert first == again != other
     assert not verdict.same
-    assert verdict.parting.runs == ("uneven-verify-4", "uneven-verify-5")
-    assert (verdict.parting.step, verdict.parting.tensors[0]) == (6, "model/extra")
+    assert verdict.divergence.runs == ("uneven-verify-4", "uneven-verify-5")
+    assert (verdict.divergence.step, verdict.divergence.tensors[0]) == (6, "model/extra")
 
 
-def test_lanes_are_settled_once_for_all_numbers(place):
-    job = make_job({k: v for k, v in MLP.items() if k != "lanes"}, base_dir=str(place))
-    fixed = verify.fixed(job, most=5, purpose="verify")
+def test_lanes_are_resolved_once_for_all_worker_counts(job_dir):
+    job = make_job({k: v for k, v in MLP.items() if k != "lanes"}, base_dir=str(job_dir))
+    fixed = verify.pin_job(job, max_workers=5, purpose="verify")
     assert fixed.lane_count == 5
     assert {verify.with_workers(fixed, n).sha256() for n in (1, 2, 5)} == {fixed.sha256()}
     with pytest.raises(ShoalError, match=r"SH107.*6 workers but 4 lanes"):
-        verify.fixed(make_job(MLP, base_dir=str(place)), most=6, purpose="verify")
+        verify.pin_job(make_job(MLP, base_dir=str(job_dir)), max_workers=6, purpose="verify")
 
 
-def test_a_long_name_stays_a_name(place):
-    job = make_job(MLP | {"name": "x" * 64}, base_dir=str(place))
-    assert len(verify.fixed(job, most=1, purpose="verify").name) == 64
+def test_a_long_name_stays_a_name(job_dir):
+    job = make_job(MLP | {"name": "x" * 64}, base_dir=str(job_dir))
+    assert len(verify.pin_job(job, max_workers=1, purpose="verify").name) == 64
 
 
-def test_folds_are_verified_one_at_a_time(place):
-    job = make_job(MLP | {"data": MLP["data"] | {"split": {"kind": "kfold", "folds": 3}}}, base_dir=str(place))
+def test_folds_are_verified_one_at_a_time(job_dir):
+    job = make_job(MLP | {"data": MLP["data"] | {"split": {"kind": "kfold", "folds": 3}}}, base_dir=str(job_dir))
     with pytest.raises(ShoalError, match=r"SH614.*data\.split\.fold=0"):
-        verify.fixed(job, most=2, purpose="verify")
+        verify.pin_job(job, max_workers=2, purpose="verify")
 
 
 @pytest.mark.parametrize("text", ["", "2", "1,x", "1,0", "1,,2", "1,99999"])
 def test_bad_numbers_are_told(text):
     with pytest.raises(ShoalError, match=r"SH609"):
-        verify.numbers(text)
+        verify.parse_worker_counts(text)
 
 
 def test_the_first_difference():

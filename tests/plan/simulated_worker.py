@@ -12,50 +12,50 @@ from typing import TYPE_CHECKING
 from shoal.spec.view import View
 
 if TYPE_CHECKING:
-    from tests.plan.crew_at_random import Driver, World
+    from tests.plan.membership_simulation import MembershipSimulation, SimulatedDriver
 
 
-class Broken(AssertionError):
+class InvariantViolation(AssertionError):
     pass
 
 
-def must(holds, what):
+def require(holds, message):
     if not holds:
-        raise Broken(what)
+        raise InvariantViolation(message)
 
 
 @dataclass(eq=False)
-class Mesh:
+class SimulatedGroup:
     """The members of one training view: who has come, who has laid down what, who left the others alone."""
 
     view: View
-    workers: dict[int, Worker]
-    here: set[int] = field(default_factory=set)
-    laid: dict[int, dict[int, bool]] = field(default_factory=dict)
+    workers: dict[int, SimulatedWorker]
+    arrived: set[int] = field(default_factory=set)
+    contributions: dict[int, dict[int, bool]] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
 
-    def broken(self):
+    def is_broken(self):
         return bool(self.left) or not all(worker.alive for worker in self.workers.values())
 
 
 @dataclass(eq=False)
-class Wire:
+class SimulatedConnection:
     """A connection between a worker and a driver."""
 
-    worker: Worker
-    driver: Driver
-    up: deque = field(default_factory=deque)
-    down: deque = field(default_factory=deque)
+    worker: SimulatedWorker
+    driver: SimulatedDriver
+    to_driver: deque = field(default_factory=deque)
+    to_worker: deque = field(default_factory=deque)
     welcomed: bool = False
     closed: bool = False
     seat: int | None = None
 
 
 @dataclass(eq=False)
-class Worker:
+class SimulatedWorker:
     """Follows the protocol: its thread waits, catches up, meets, trains, follows, loads; its tie hears the driver."""
 
-    world: World
+    simulation: MembershipSimulation
     local: bool
     seat: int | None
     position: int | None
@@ -64,33 +64,35 @@ class Worker:
     terminated: bool = False
     stage: str = "building"
     number: int = 0
-    seen: View | None = None
+    newest_view: View | None = None
     aborted: int = 0
     moved_to: int | None = None
-    mesh: Mesh | None = None
-    laid: bool = False
-    source: Worker | None = None
-    fed: bool = False
-    moves: bool = False  # it may have followed others further than it said
-    wire: Wire | None = None
+    group: SimulatedGroup | None = None
+    contributed: bool = False
+    source: SimulatedWorker | None = None
+    has_state: bool = False
+    may_be_ahead: bool = False  # it may have followed others further than it said
+    connection: SimulatedConnection | None = None
     outbox: deque = field(default_factory=deque)
 
     # ---- the tie ----
 
     def connect(self):
-        driver = self.world.driver
-        if driver is None or (self.wire and not self.wire.closed and self.wire.driver is driver):
+        driver = self.simulation.driver
+        if driver is None or (self.connection and not self.connection.closed and self.connection.driver is driver):
             return
-        self.wire = Wire(self, driver)
-        driver.wires.append(self.wire)
+        self.connection = SimulatedConnection(self, driver)
+        driver.connections.append(self.connection)
         training = self.stage not in ("building", "waiting")
-        self.wire.up.append(("here", self.moved_to or self.seat, self.seen.number if self.seen else 0, training))
+        self.connection.to_driver.append(
+            ("here", self.moved_to or self.seat, self.newest_view.number if self.newest_view else 0, training)
+        )
 
-    def hear(self):
-        wire = self.wire
-        if not wire or wire.closed or not wire.down:
+    def receive(self):
+        wire = self.connection
+        if not wire or wire.closed or not wire.to_worker:
             return
-        kind, value = wire.down.popleft()
+        kind, value = wire.to_worker.popleft()
         if kind == "welcome":
             if self.seat is None:
                 self.seat = value
@@ -98,72 +100,72 @@ class Worker:
                 self.moved_to, self.aborted = value, max(self.aborted, self.number)
             wire.welcomed = True
             if self.stage == "waiting":
-                self.say()
-        elif self.seen is None or value.number > self.seen.number:
-            self.seen = value
+                self.report_position()
+        elif self.newest_view is None or value.number > self.newest_view.number:
+            self.newest_view = value
             if value.halt == "now":
                 self.aborted = max(self.aborted, value.number - 1)
 
-    def say(self):
+    def report_position(self):
         """Where it stands. What nobody took yet waits for the next driver."""
-        if self.wire and self.wire.welcomed and not self.wire.closed:
+        if self.connection and self.connection.welcomed and not self.connection.closed:
             self.outbox.append(("stands", self.number, self.position))
 
     def flush(self):
-        wire = self.wire
+        wire = self.connection
         if wire and wire.welcomed and not wire.closed:
-            wire.up.extend(self.outbox)
+            wire.to_driver.extend(self.outbox)
             self.outbox.clear()
 
     # ---- the thread ----
 
-    def act(self):
+    def run_stage(self):
         getattr(self, f"_{self.stage}")()
 
     def _wait(self):
-        self.stage, self.laid = "waiting", False
-        self.say()
+        self.stage, self.contributed = "waiting", False
+        self.report_position()
 
-    def _fail(self):
-        self.mesh.left.add(self.seat)
+    def _leave_group(self):
+        self.group.left.add(self.seat)
         self._wait()
 
     def _building(self):
-        if self.wire and self.wire.welcomed:
+        if self.connection and self.connection.welcomed:
             self._wait()
 
     def _waiting(self):
         if self.moved_to is not None:
             self.seat, self.moved_to = self.moved_to, None
-        view = self.seen
+        view = self.newest_view
         if view and view.number > self.number and view.concerns(self.seat):
-            self._take(view)
-        elif self.terminated and self.world.driver is None:
-            self.end()
-        elif self.world.chance(0.3):
-            self.say()
+            self._adopt_view(view)
+        elif self.terminated and self.simulation.driver is None:
+            self.die()
+        elif self.simulation.happens(0.3):
+            self.report_position()
 
-    def _take(self, view):
+    def _adopt_view(self, view):
         self.number = view.number
-        if self.mesh:
-            self.mesh.left.add(self.seat)
+        if self.group:
+            self.group.left.add(self.seat)
         if self.seat in view.leave or view.stop:
             if view.saver == self.seat:
-                self.world.checkpoint = max(self.world.checkpoint, self.position)
-            self.end()
+                self.simulation.checkpoint = max(self.simulation.checkpoint, self.position)
+            self.die()
         elif view.loads == self.seat:
             self.stage = "loading"
         elif self.seat in view.followers:
-            self.stage, self.fed = "following", False
-            self.source = self.world.driver_knows(view.source)
+            self.stage, self.has_state = "following", False
+            self.source = self.simulation.worker_at(view.source)
         elif self.seat in view.carries:
-            self.mesh, self.laid = self.world.meshes[id(view)], False
+            self.group, self.contributed = self.simulation.meshes[id(view)], False
             self.stage = "catching"
         else:
             self._wait()
 
     def _loading(self):
-        self.position = self.world.checkpoint
+        self.position = self.simulation.checkpoint
         self._wait()
 
     def _following(self):
@@ -171,75 +173,77 @@ class Worker:
         if source is None or not source.alive:
             self.source = None
             self._wait()
-        elif self.seen.number > self.number:
+        elif self.newest_view.number > self.number:
             self._wait()
-        elif not self.fed:
-            if source.stage == "training" and not source.laid:
-                self.position, self.fed = source.position, True
+        elif not self.has_state:
+            if source.stage == "training" and not source.contributed:
+                self.position, self.has_state = source.position, True
         elif self.position < source.position:
             self.position += 1
-            self.moves = True
+            self.may_be_ahead = True
         else:
-            self.say()
+            self.report_position()
 
     def _catching(self):
-        view, source = self.mesh.view, self.source
+        view, source = self.group.view, self.source
         if self.position == view.position:
-            self._meet()
-        elif source and self.fed and source.alive and (self.position or 0) < view.position <= source.position:
+            self._enter_group()
+        elif source and self.has_state and source.alive and (self.position or 0) < view.position <= source.position:
             self.position = view.position
         elif view.source is None or view.source == self.seat:
-            self._fail()
+            self._leave_group()
         else:
-            self.source, self.fed, holder = None, False, self.mesh.workers[view.source]
-            if holder.alive and not holder.frozen and holder.mesh is self.mesh and holder.stage == "meeting":
+            self.source, self.has_state, holder = None, False, self.group.workers[view.source]
+            if holder.alive and not holder.frozen and holder.group is self.group and holder.stage == "meeting":
                 self.position = holder.position
-            elif self.aborted >= view.number or not holder.alive or holder.number > view.number or self.mesh.left:
-                self._fail()
+            elif self.aborted >= view.number or not holder.alive or holder.number > view.number or self.group.left:
+                self._leave_group()
 
-    def _meet(self):
-        self.mesh.here.add(self.seat)
+    def _enter_group(self):
+        self.group.arrived.add(self.seat)
         self.stage = "meeting"
 
     def _meeting(self):
-        mesh = self.mesh
+        mesh = self.group
         given_up = self.aborted >= mesh.view.number
-        all_here = mesh.here >= set(mesh.view.carries)
-        if given_up or (mesh.broken() and (not all_here or self.world.chance(0.5))):
-            self._fail()
+        all_here = mesh.arrived >= set(mesh.view.carries)
+        if given_up or (mesh.is_broken() and (not all_here or self.simulation.happens(0.5))):
+            self._leave_group()
         elif all_here:
-            must(self.position == mesh.view.position, "who enters a view does not hold what it starts from")
-            must(not self.laid, "a step was begun before the view")
-            self.stage, self.moves = "training", False
+            require(self.position == mesh.view.position, "who enters a view does not hold what it starts from")
+            require(not self.contributed, "a step was begun before the view")
+            self.stage, self.may_be_ahead = "training", False
 
     def _training(self):
-        mesh, alone = self.mesh, len(self.mesh.view.carries) == 1
+        mesh, alone = self.group, len(self.group.view.carries) == 1
         given_up = self.aborted >= mesh.view.number
-        laid = mesh.laid.setdefault(self.position, {})
-        if not self.laid:
-            halt = self.seen.number > self.number or (self.terminated and self.world.driver is None)
-            if given_up or (mesh.broken() and self.world.chance(0.5)):
-                self._fail()
+        laid = mesh.contributions.setdefault(self.position, {})
+        if not self.contributed:
+            halt = self.newest_view.number > self.number or (self.terminated and self.simulation.driver is None)
+            if given_up or (mesh.is_broken() and self.simulation.happens(0.5)):
+                self._leave_group()
             elif halt and alone:
                 self._wait()
             else:
-                laid[self.seat], self.laid = halt, True
-        elif laid.keys() == mesh.view.carries.keys() and not ((given_up or mesh.broken()) and self.world.chance(0.3)):
+                laid[self.seat], self.contributed = halt, True
+        elif laid.keys() == mesh.view.carries.keys() and not (
+            (given_up or mesh.is_broken()) and self.simulation.happens(0.3)
+        ):
             self._commit(any(laid.values()))
-        elif given_up or mesh.broken():
-            self._fail()
+        elif given_up or mesh.is_broken():
+            self._leave_group()
 
     def _commit(self, halt):
         self.position += 1
-        self.laid = False
-        self.world.commits += 1
-        if self.mesh.view.saver == self.seat and self.world.chance(0.2):
-            self.world.checkpoint = max(self.world.checkpoint, self.position)
+        self.contributed = False
+        self.simulation.commits += 1
+        if self.group.view.saver == self.seat and self.simulation.happens(0.2):
+            self.simulation.checkpoint = max(self.simulation.checkpoint, self.position)
         if halt:
             self._wait()
 
-    def end(self):
+    def die(self):
         """The process is gone."""
         self.alive = False
-        if self.wire and not self.wire.closed:
-            self.wire.up.append(("lost",))
+        if self.connection and not self.connection.closed:
+            self.connection.to_driver.append(("lost",))

@@ -1,4 +1,4 @@
-"""Servers forked from the tests' nursery, and workers as processes of their own."""
+"""Servers forked from the tests' fork_server, and workers as processes of their own."""
 
 import contextlib
 import os
@@ -10,26 +10,26 @@ import numpy as np
 import pytest
 
 import shoal.server
-from shoal.events import read
+from shoal.events import read_events
 
 WORKER = Path(__file__).parent / "worker.py"
-ONE = {"name": "SGD", "args": {"lr": 1.0}}
+SGD_LR_1 = {"name": "SGD", "args": {"lr": 1.0}}
 
 
-def zeros():
+def zero_values():
     """Three keys of two kinds, in several chunks."""
     return {"w": np.zeros((200, 80), np.float32), "b": np.zeros(5), "c": np.zeros((), np.float32)}
 
 
 @pytest.fixture
-def start(nursery, monkeypatch, tmp_path):
+def start(fork_server, monkeypatch, tmp_path):
     """`shoal.server.start` without an import of torch for each test; events lie in `events` of the directory."""
-    monkeypatch.setattr("shoal.jobs.run.make_nursery", lambda *_, **__: contextlib.nullcontext(nursery))
+    monkeypatch.setattr("shoal.jobs.run_driver.make_fork_server", lambda *_, **__: contextlib.nullcontext(fork_server))
     with contextlib.ExitStack() as open_:
 
-        def go(values=None, *, optimizer=ONE, from_=None, **options):
-            values = zeros() if values is None and from_ is None else values
-            optimizer = None if from_ is not None and optimizer is ONE else optimizer
+        def go(values=None, *, optimizer=SGD_LR_1, from_=None, **options):
+            values = zero_values() if values is None and from_ is None else values
+            optimizer = None if from_ is not None and optimizer is SGD_LR_1 else optimizer
             directory = tmp_path / f"servers-{len(list(tmp_path.iterdir()))}"
             made = shoal.server.start(values, optimizer=optimizer, from_=from_, directory=directory, **options)
             return open_.enter_context(made)
@@ -55,22 +55,26 @@ def worker():
         process.stdout.close()
 
 
-def rows(servers, kind):
-    return [event for event in read(servers.directory / "events.jsonl") if event.kind == kind]
+def events_of_kind(servers, kind):
+    return [event for event in read_events(servers.directory / "events.jsonl") if event.kind == kind]
 
 
-def lost(servers, worker):
+def worker_losses(servers, worker):
     """How often this worker went."""
-    return sum(event["message"] == f"worker {worker} is gone" for event in rows(servers, "note"))
+    return sum(event["message"] == f"worker {worker} is gone" for event in events_of_kind(servers, "note"))
 
 
-def living(servers):
+def server_pids(servers):
     """Process ids of the servers, by name."""
-    gone = {event["server"] for event in rows(servers, "server_died")}
-    return {event["server"]: event["pid"] for event in rows(servers, "server_started") if event["server"] not in gone}
+    gone = {event["server"] for event in events_of_kind(servers, "server_died")}
+    return {
+        event["server"]: event["pid"]
+        for event in events_of_kind(servers, "server_started")
+        if event["server"] not in gone
+    }
 
 
-def said(process, word):
+def read_word(process, word):
     """The next line that begins with this word, without it."""
     for line in process.stdout:
         if line.split()[:1] == [word]:

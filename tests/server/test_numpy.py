@@ -11,15 +11,15 @@ import pytest
 
 import shoal.server
 from shoal.errors import ShoalError
-from shoal.server import tender
-from tests.conftest import long
-from tests.jobs.disturbed import in_time
-from tests.server.conftest import living, lost, rows, said, zeros
+from shoal.server import supervisor
+from tests.conftest import long_only
+from tests.jobs.fault_injection import time_limit
+from tests.server.conftest import events_of_kind, read_word, server_pids, worker_losses, zero_values
 
 
 @pytest.fixture(autouse=True)
-def soon():
-    with in_time(120):
+def limited_time():
+    with time_limit(120):
         yield
 
 
@@ -27,7 +27,7 @@ def connect(servers, worker=0, **options):
     return shoal.server.connect(servers.address, token=servers.token, worker=worker, **options)
 
 
-def minus(values, by=1):
+def negative_gradients(values, by=1):
     return {name: np.full_like(value, -by) for name, value in values.items()}
 
 
@@ -37,9 +37,9 @@ def counts(values):
     return number
 
 
-def whole(servers, copies):
+def fully_replicated(servers, copies):
     """Has every chunk as many copies as it should?"""
-    tables = rows(servers, "table")
+    tables = events_of_kind(servers, "table")
     return bool(tables) and tables[-1]["copies"] == copies
 
 
@@ -66,9 +66,9 @@ def test_what_comes_back_is_ones_own(start):
     servers = start()
     with connect(servers) as client:
         first = client.pull()
-        client.push(minus(first))
+        client.push(negative_gradients(first))
         assert counts(first) == 0
-        assert client.push(minus(first), out=first) is first
+        assert client.push(negative_gradients(first), out=first) is first
         assert counts(first) == 2
 
 
@@ -76,13 +76,13 @@ def test_a_step_counts_once(start):
     servers = start()
     with connect(servers) as client:
         for _ in range(3):
-            client.push(minus(zeros()))
-        assert counts(client.push(minus(zeros()), step=1)) == 3  # it was applied long ago
+            client.push(negative_gradients(zero_values()))
+        assert counts(client.push(negative_gradients(zero_values()), step=1)) == 3  # it was applied long ago
         assert client.step == 3
         with pytest.raises(ShoalError, match="step 5 is pushed where step 3 is next") as caught:
-            client.push(minus(zeros()), step=5)
+            client.push(negative_gradients(zero_values()), step=5)
         assert caught.value.code == "SH706"
-        assert counts(client.push(minus(zeros()), lr=0.5)) == 3.5
+        assert counts(client.push(negative_gradients(zero_values()), lr=0.5)) == 3.5
 
 
 def test_the_same_as_adam_of_torch(start):
@@ -107,26 +107,26 @@ def test_nothing_of_torch_in_a_worker(start, worker):
     servers = start(workers=2, servers=2)
     both = [worker(servers, number, 20) for number in range(2)]
     for process in both:
-        assert said(process, "values") == ["20.0", "20.0", "False"]
+        assert read_word(process, "values") == ["20.0", "20.0", "False"]
     command = "import shoal.server, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("staleness", [0, *long(3), "inf"])
+@pytest.mark.parametrize("staleness", [0, *long_only(3), "inf"])
 def test_counters_through_deaths_of_servers(staleness, start, worker):
     steps = 400
     servers = start(workers=2, servers=3, backups=1, staleness=staleness)
     both = [worker(servers, number, steps) for number in range(2)]
     for at in (60, 180, 300):
-        until(lambda: whole(servers, 2))
-        while int(said(both[0], "did")[0]) < at:
+        until(lambda: fully_replicated(servers, 2))
+        while int(read_word(both[0], "did")[0]) < at:
             pass
-        os.kill(sorted(living(servers).values())[at % 3], signal.SIGKILL)
+        os.kill(sorted(server_pids(servers).values())[at % 3], signal.SIGKILL)
     for process in both:
-        said(process, "values")
+        read_word(process, "values")
         assert process.wait() == 0
     assert counts(servers.pull()) == steps
-    assert len(rows(servers, "server_died")) == 3
+    assert len(events_of_kind(servers, "server_died")) == 3
 
 
 def test_together_means_the_mean_of_all(start):
@@ -135,7 +135,7 @@ def test_together_means_the_mean_of_all(start):
     found = {}
 
     def push(client):
-        found[client.worker] = client.push(minus(zeros(), by=3 * client.worker))
+        found[client.worker] = client.push(negative_gradients(zero_values(), by=3 * client.worker))
 
     threads = [threading.Thread(target=push, args=(client,)) for client in clients]
     for thread in threads:
@@ -151,18 +151,18 @@ def test_a_new_process_goes_on_where_a_dead_worker_was(start, worker):
     servers = start(workers=2)
     other = worker(servers, 1, 50)
     dead = worker(servers, 0, 50)
-    while int(said(dead, "did")[0]) < 20:
+    while int(read_word(dead, "did")[0]) < 20:
         pass
     dead.kill()
     dead.wait()
-    until(lambda: lost(servers, 0))
+    until(lambda: worker_losses(servers, 0))
     heir = worker(servers, 0, 0)
-    at = int(said(heir, "at")[0])
+    at = int(read_word(heir, "at")[0])
     assert heir.wait() == 0
     assert at >= 20
-    until(lambda: lost(servers, 0) == 2)
+    until(lambda: worker_losses(servers, 0) == 2)
     heir = worker(servers, 0, 50 - at)
-    assert said(heir, "values")[:2] == said(other, "values")[:2] == ["50.0", "50.0"]
+    assert read_word(heir, "values")[:2] == read_word(other, "values")[:2] == ["50.0", "50.0"]
 
 
 # ---- staleness ----
@@ -172,12 +172,12 @@ def test_nobody_gets_too_far_ahead(start):
     servers = start(workers=2, staleness=2)
     with connect(servers, 0, timeout_s=1) as fast, connect(servers, 1) as slow:
         for _ in range(2):
-            fast.push(minus(zeros()))
+            fast.push(negative_gradients(zero_values()))
         with pytest.raises(ShoalError, match="no answer in 1 s") as caught:
-            fast.push(minus(zeros()))
+            fast.push(negative_gradients(zero_values()))
         assert caught.value.code == "SH707"
-        slow.push(minus(zeros()))
-        fast.push(minus(zeros()))  # the same step again: it was applied once
+        slow.push(negative_gradients(zero_values()))
+        fast.push(negative_gradients(zero_values()))  # the same step again: it was applied once
         assert (fast.step, slow.step) == (3, 1)
         assert counts(servers.pull()) == 2
 
@@ -187,35 +187,35 @@ def test_nobody_waits_for_one_that_is_gone(how, start, worker):
     servers = start(workers=2, staleness=2)
     gone = worker(servers, 1, 1 if how == "lost" else 0)
     if how == "lost":
-        said(gone, "did")
+        read_word(gone, "did")
         gone.kill()
     else:
-        said(gone, "at")
+        read_word(gone, "at")
         servers.leave(1)
     with connect(servers, 0) as client:
         for _ in range(30):
-            client.push(minus(zeros()))
-        until(lambda: lost(servers, 1))
+            client.push(negative_gradients(zero_values()))
+        until(lambda: worker_losses(servers, 1))
         with connect(servers, 1) as back:
             assert back.step == 30  # beside the slowest of those who are here
-            back.push(minus(zeros()))
-            client.push(minus(zeros()))
+            back.push(negative_gradients(zero_values()))
+            client.push(negative_gradients(zero_values()))
 
 
 def test_a_frozen_worker_is_given_up_and_comes_back(start, worker, monkeypatch):
-    monkeypatch.setattr(tender, "SILENT_S", 1.0)
+    monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
     servers = start(workers=2, staleness=2)
     frozen = worker(servers, 1, 40)
     with connect(servers, 0) as client:
         for _ in range(10):
-            client.push(minus(zeros()))
+            client.push(negative_gradients(zero_values()))
         frozen.send_signal(signal.SIGSTOP)
         while client.step < 60:
-            client.push(minus(zeros()))
+            client.push(negative_gradients(zero_values()))
         frozen.send_signal(signal.SIGCONT)
         while client.step < 100 and frozen.poll() is None:
-            client.push(minus(zeros()))
-    assert said(frozen, "values")
+            client.push(negative_gradients(zero_values()))
+    assert read_word(frozen, "values")
     assert frozen.wait() == 0
     assert counts(servers.pull()) == (client.step + 40) / 2
 
@@ -223,9 +223,9 @@ def test_a_frozen_worker_is_given_up_and_comes_back(start, worker, monkeypatch):
 def test_one_that_has_not_come_yet_is_waited_for(start):
     servers = start(workers=2, staleness=1)
     with connect(servers, 0, timeout_s=0.5) as client:
-        client.push(minus(zeros()))
+        client.push(negative_gradients(zero_values()))
         with pytest.raises(ShoalError, match="not connected: worker 1"):
-            client.push(minus(zeros()))
+            client.push(negative_gradients(zero_values()))
 
 
 # ---- what is kept ----
@@ -235,7 +235,7 @@ def test_one_that_has_not_come_yet_is_waited_for(start):
 def test_saved_and_gone_on_with(staleness, start, tmp_path):
     adam = {"name": "Adam", "args": {"lr": 0.1}}
     grads = [
-        {name: np.random.default_rng(i).normal(size=v.shape).astype(v.dtype) for name, v in zeros().items()}
+        {name: np.random.default_rng(i).normal(size=v.shape).astype(v.dtype) for name, v in zero_values().items()}
         for i in range(6)
     ]
     servers = start(optimizer=adam, servers=2, staleness=staleness)
@@ -257,12 +257,12 @@ def test_saved_and_gone_on_with(staleness, start, tmp_path):
 def test_servers_come_and_go(start, worker):
     servers = start(workers=1, servers=1)
     process = worker(servers, 0, 300)
-    said(process, "did")
+    read_word(process, "did")
     servers.scale(3)
-    until(lambda: len(rows(servers, "table")[-1]["servers"]) == 3)
+    until(lambda: len(events_of_kind(servers, "table")[-1]["servers"]) == 3)
     servers.scale(2)
-    until(lambda: len(living(servers)) - len(rows(servers, "server_left")) == 2)
-    assert said(process, "values")[:2] == ["300.0", "300.0"]
+    until(lambda: len(server_pids(servers)) - len(events_of_kind(servers, "server_left")) == 2)
+    assert read_word(process, "values")[:2] == ["300.0", "300.0"]
 
 
 # ---- ends ----
@@ -270,14 +270,14 @@ def test_servers_come_and_go(start, worker):
 
 def push_for_ever(client):
     while True:
-        client.push(minus(zeros()))
+        client.push(negative_gradients(zero_values()))
 
 
 def test_without_a_backup_a_death_is_told(start):
     servers = start(servers=2, backups=0)
     with connect(servers) as client:
-        client.push(minus(zeros()))
-        os.kill(next(iter(living(servers).values())), signal.SIGKILL)
+        client.push(negative_gradients(zero_values()))
+        os.kill(next(iter(server_pids(servers).values())), signal.SIGKILL)
         with pytest.raises(ShoalError, match="lost") as caught:
             push_for_ever(client)
         assert caught.value.code == "SH703"
@@ -292,7 +292,7 @@ def test_closing_ends_those_who_wait(start):
 
         def push():
             try:
-                client.push(minus(zeros()))
+                client.push(negative_gradients(zero_values()))
             except ShoalError as failure:
                 failures.append(failure.code)
 
@@ -310,7 +310,7 @@ def test_closing_ends_those_who_wait(start):
 
 def test_gradients_that_do_not_fit(start):
     servers = start()
-    good = minus(zeros())
+    good = negative_gradients(zero_values())
     wrong = {
         "no gradient of 'b'": {k: v for k, v in good.items() if k != "b"},
         "a gradient of 'ww'": good | {"ww": good["w"]},

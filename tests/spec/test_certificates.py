@@ -5,22 +5,22 @@ import shutil
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.spec.certificates import certificates_of, read_certificates
+from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.load import load_job, make_job, save_job
 from tests.conftest import MLP
-from tests.wire.authority import Authority, needs_openssl
+from tests.net.certificate_authority import CertificateAuthority, needs_openssl
 
 pytestmark = needs_openssl
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):
-    return Authority(tmp_path_factory.mktemp("authority") / "ours")
+    return CertificateAuthority(tmp_path_factory.mktemp("authority") / "ours")
 
 
 @pytest.fixture(scope="module")
 def member(authority):
-    return authority.member("member")
+    return authority.issue("member")
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def files(member, tmp_path):
 
 def told(directory):
     with pytest.raises(ShoalError) as failure:
-        read_certificates(directory, where="engine.tls")
+        load_tls_contexts(directory, where="engine.tls")
     assert (failure.value.code, failure.value.where) == ("SH619", "engine.tls")
     assert failure.value.fix
     return failure.value.message
 
 
 def test_good_files(files):
-    read_certificates(files, where="engine.tls")
+    load_tls_contexts(files, where="engine.tls")
 
 
 @pytest.mark.parametrize("name", ["cert.pem", "key.pem", "ca.pem"])
@@ -54,16 +54,16 @@ def test_a_file_with_something_else_is_named(files, name):
 
 
 def test_a_key_of_another_certificate(files, authority):
-    shutil.copy(authority.member("other") / "key.pem", files)
+    shutil.copy(authority.issue("other") / "key.pem", files)
     assert told(files) == f"{files / 'key.pem'} is not the key of cert.pem"
 
 
 def test_an_expired_certificate(authority):
-    assert "certificate has expired" in told(authority.member("late", days=-1))
+    assert "certificate has expired" in told(authority.issue("late", days=-1))
 
 
 def test_a_certificate_of_another_authority(files, tmp_path):
-    shutil.copy(Authority(tmp_path / "theirs").place / "ca.pem", files)
+    shutil.copy(CertificateAuthority(tmp_path / "theirs").directory / "ca.pem", files)
     assert "cert.pem is not accepted by those who trust ca.pem: unable to get local issuer" in told(files)
 
 
@@ -76,7 +76,7 @@ def test_it_is_checked_with_the_job_and_its_path_starts_there(files, place):
     data = MLP | {"engine": {"tls": "tls"}}
     job = make_job(data, base_dir=place)
     assert job.engine.tls == str(files)
-    assert certificates_of(job)
+    assert tls_contexts_for(job)
     (files / "ca.pem").unlink()
     with pytest.raises(ShoalError, match=r"SH619 engine\.tls.*ca\.pem"):
         make_job(data, base_dir=place)
@@ -86,7 +86,7 @@ def test_it_is_checked_with_the_job_and_its_path_starts_there(files, place):
 
 def test_what_is_trained_does_not_depend_on_it(files, place):
     plain, encrypted = (make_job(MLP | {"engine": engine}, base_dir=place) for engine in ({}, {"tls": "tls"}))
-    assert certificates_of(plain) is None
+    assert tls_contexts_for(plain) is None
     assert plain.sha256() == encrypted.sha256()
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import ShoalError, each
+from shoal.errors import ShoalError, single_errors
 from shoal.spec import Job, Ref, check_job, load_job, make_job, save_job
-from shoal.spec.document import parse_document, parse_value, write_value
+from shoal.spec.yaml_document import parse_document, parse_value, write_value
 
 JOB = """\
 model: net.py:Net
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 def failure(call: Any, *args: Any, **kwargs: Any) -> ShoalError:
     with pytest.raises(ShoalError) as caught:
         call(*args, **kwargs)
-    (problem,) = each(caught.value)
+    (problem,) = single_errors(caught.value)
     return problem
 
 

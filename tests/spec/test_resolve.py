@@ -16,8 +16,8 @@ from shoal.spec import (
     METRIC_ALIASES,
     Ref,
     build_ref,
-    expand,
-    find_ref,
+    check_ref,
+    expand_alias,
     import_ref,
     metric_name,
     ref_of,
@@ -86,13 +86,13 @@ def failure(call: Callable[..., Any], *args: Any, **kwargs: Any) -> ShoalError:
 @pytest.mark.parametrize("name", DEFINED)
 @pytest.mark.parametrize("module", ["net.py", "net"])
 def test_every_way_to_define_a_name_is_seen(folder: Path, module: str, name: str) -> None:
-    find_ref(f"{module}:{name}", base_dir=folder)
+    check_ref(f"{module}:{name}", base_dir=folder)
 
 
 @pytest.mark.parametrize("name", ["inner", "width", "Inner", "collections", "OrderedDict", "path", "json"])
 @pytest.mark.parametrize("module", ["net.py", "net"])
 def test_what_is_not_at_the_top_level_is_not_there(folder: Path, module: str, name: str) -> None:
-    problem = failure(find_ref, f"{module}:{name}", base_dir=folder)
+    problem = failure(check_ref, f"{module}:{name}", base_dir=folder)
     assert problem.code == "SH202"
     assert "Allowed: Net" in problem.fix
 
@@ -109,8 +109,8 @@ def test_what_is_not_at_the_top_level_is_not_there(folder: Path, module: str, na
 )  # fmt: skip
 def test_short_names_of_the_installed_packages(field: str, good: list[str], bad: str, nearest: str) -> None:
     for name in good:
-        find_ref(expand(Ref(name=name), field=field), base_dir=".", default_modules=DEFAULT_MODULES[field])
-    problem = failure(find_ref, bad, base_dir=".", default_modules=DEFAULT_MODULES[field])
+        check_ref(expand_alias(Ref(name=name), field=field), base_dir=".", default_modules=DEFAULT_MODULES[field])
+    problem = failure(check_ref, bad, base_dir=".", default_modules=DEFAULT_MODULES[field])
     assert problem.code == "SH202"
     assert nearest in problem.fix
 
@@ -118,20 +118,20 @@ def test_short_names_of_the_installed_packages(field: str, good: list[str], bad:
 def test_looking_executes_nothing(folder: Path) -> None:
     write(folder, "pkg/__init__.py", "raise SystemExit('executed')")
     write(folder, "pkg/deep/mod.py", "raise SystemExit('executed')\nclass A: ...\n")
-    find_ref("pkg.deep.mod:A", base_dir=folder)
-    find_ref("pkg/deep/mod.py:A", base_dir=folder)
+    check_ref("pkg.deep.mod:A", base_dir=folder)
+    check_ref("pkg/deep/mod.py:A", base_dir=folder)
 
 
 def test_modules_that_make_names_as_they_run_are_trusted(folder: Path) -> None:
     write(folder, "lazy.py", "def __getattr__(name): ...\n")
     write(folder, "dynamic.py", "for n in 'abc':\n    globals()[n] = n\n")
     for name in ("lazy:anything", "dynamic.py:a", "math:sqrt", "_json:make_scanner", "os:getcwd"):
-        find_ref(name, base_dir=folder)
+        check_ref(name, base_dir=folder)
 
 
 def test_a_directory_does_not_hide_an_installed_package(folder: Path) -> None:
     (folder / "json").mkdir()
-    find_ref("json:loads", base_dir=folder)
+    check_ref("json:loads", base_dir=folder)
 
 
 def test_star_imports_are_followed_through_packages(folder: Path) -> None:
@@ -139,19 +139,19 @@ def test_star_imports_are_followed_through_packages(folder: Path) -> None:
     write(folder, "pkg/a.py", "from ..pkg.b import *\n__all__ = ['x']\n__all__ += ['y']\n")
     write(folder, "pkg/b.py", "from pkg.a import *\nz = 1\n")
     for name in "xyz":
-        find_ref(f"pkg:{name}", base_dir=folder)
+        check_ref(f"pkg:{name}", base_dir=folder)
 
 
 def test_a_star_import_in_a_circle_ends(folder: Path) -> None:
     write(folder, "one.py", "from two import *\n")
     write(folder, "two.py", "from one import *\n")
-    find_ref("one:x", base_dir=folder)  # too deep to be sure, so it is left to the import
+    check_ref("one:x", base_dir=folder)  # too deep to be sure, so it is left to the import
 
 
 def test_a_changed_file_is_read_again(folder: Path) -> None:
-    failure(find_ref, "siblings.py:later", base_dir=folder)
+    failure(check_ref, "siblings.py:later", base_dir=folder)
     write(folder, "siblings.py", "later = 1\n")
-    find_ref("siblings.py:later", base_dir=folder)
+    check_ref("siblings.py:later", base_dir=folder)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
     ],
 )
 def test_names_that_lead_nowhere(folder: Path, name: str, code: str, words: str) -> None:
-    problem = failure(find_ref, name, base_dir=folder)
+    problem = failure(check_ref, name, base_dir=folder)
     assert problem.code == code
     assert words in f"{problem.message} {problem.fix}"
 
 
-@pytest.mark.parametrize("look", [find_ref, import_ref])
+@pytest.mark.parametrize("look", [check_ref, import_ref])
 @pytest.mark.parametrize("name", ["bad.py:f", "bad:f"])
 def test_a_syntax_error_is_told_with_its_line(folder: Path, look: Callable[..., Any], name: str) -> None:
     write(folder, "bad.py", "x = 1\n\ndef f(:\n")
@@ -310,12 +310,12 @@ def test_code_without_a_signature_is_called_all_the_same() -> None:
 
 
 def test_aliases_keep_the_users_arguments() -> None:
-    assert expand(Ref(name="rmse"), field="metrics").args == {"squared": False}
-    assert expand(Ref(name="rmse", args={"num_outputs": 2}), field="metrics") == Ref(
+    assert expand_alias(Ref(name="rmse"), field="metrics").args == {"squared": False}
+    assert expand_alias(Ref(name="rmse", args={"num_outputs": 2}), field="metrics") == Ref(
         name="torchmetrics:MeanSquaredError", args={"squared": False, "num_outputs": 2}
     )
-    assert expand(Ref(name="rmse"), field="loss") == Ref(name="rmse")
-    assert expand(Ref(name="tensorboard"), field="watch").name == "shoal.train.watch:TensorBoard"
+    assert expand_alias(Ref(name="rmse"), field="loss") == Ref(name="rmse")
+    assert expand_alias(Ref(name="tensorboard"), field="watch").name == "shoal.train.watchers:TensorBoard"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.spec.files import check_files
-from shoal.spec.job import ELEMENTWISE, Job
+from shoal.spec.job import ELEMENTWISE_OPTIMIZERS, Job
 from shoal.spec.rules import check_rules, has_validation
 
 SOURCE = {"kind": "csv", "path": "rows.csv"}
@@ -120,11 +120,11 @@ def test_two_servers_back_each_other_unless_one_says_otherwise() -> None:
 )
 def test_staleness_is_a_number_or_infinite(said: Any, kept: Any, bound: float) -> None:
     sync = served(staleness=said).sync
-    assert (sync.staleness, sync.bound, bool(sync.inexact)) == (kept, bound, said != 0)
+    assert (sync.staleness, sync.staleness_bound, bool(sync.inexact_reason)) == (kept, bound, said != 0)
     assert Job.model_validate(served(staleness=said).dump()).sync == sync
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, "torch.optim:SGD", "torch.optim.adamw:AdamW"])
+@pytest.mark.parametrize("name", [*ELEMENTWISE_OPTIMIZERS, "torch.optim:SGD", "torch.optim.adamw:AdamW"])
 def test_optimizers_that_servers_can_use(name: str) -> None:
     assert found(job(sync="server", optimizer=name)) == []
 

@@ -4,10 +4,10 @@ import io
 
 from rich.console import Console
 
-from shoal.events import Event, fold
-from shoal.spec.receipt import Carried, Receipt
+from shoal.events import Event, replay
+from shoal.spec.receipt import Receipt, WorkerContribution
 from shoal.terminal import reports
-from shoal.terminal.live import LiveDisplay, _panel, how_to_join, remark
+from shoal.terminal.live import LiveDisplay, _panel, event_line, join_hint
 
 
 def told(*rows):
@@ -39,7 +39,7 @@ def printed(something, width=120):
 
 
 def test_each_worker_that_is_there_has_a_line():
-    lines = [" ".join(line.split()) for line in printed(_panel(fold(EVENTS))).splitlines()]
+    lines = [" ".join(line.split()) for line in printed(_panel(replay(EVENTS))).splitlines()]
     assert "worker-0 training lanes 0-1 step 7 100 samples/s saves here" in lines
     assert "worker-1 training lanes 2-3 step 6 300 samples/s there" in lines
     assert not any("worker-2" in line for line in lines)
@@ -47,10 +47,10 @@ def test_each_worker_that_is_there_has_a_line():
 
 
 def remarks(events):
-    picture, found = fold([]), []
+    picture, found = replay([]), []
     for event in events:
-        picture.add(event)
-        if text := remark(event, picture):
+        picture.apply(event)
+        if text := event_line(event, picture):
             found.append(text)
     return found
 
@@ -80,16 +80,16 @@ def test_views_without_a_reason_are_not_shown():
 
 def test_how_to_join_is_shown_where_others_can():
     line = "join with: SHOAL_TOKEN=$(shoal token mlp-1) shoal join 10.0.0.5:4000"
-    assert remarks(EVENTS)[0] == line == how_to_join("mlp-1", "10.0.0.5:4000")
-    assert how_to_join("a-1", "[fe80::1]:4000").endswith("shoal join [fe80::1]:4000")
-    assert how_to_join("mlp-1", "10.0.0.5:4000", tls=True) == line + " --tls DIR"
+    assert remarks(EVENTS)[0] == line == join_hint("mlp-1", "10.0.0.5:4000")
+    assert join_hint("a-1", "[fe80::1]:4000").endswith("shoal join [fe80::1]:4000")
+    assert join_hint("mlp-1", "10.0.0.5:4000", tls=True) == line + " --tls DIR"
     for near in ("127.0.0.1:4000", "127.0.0.2:1", "[::1]:4000", ""):
-        assert how_to_join("a-1", near) == ""
+        assert join_hint("a-1", near) == ""
 
 
 def test_the_live_display_survives_hundreds_of_workers():
     rows = [(f"worker-{n}", "joined", 0, {"view": 1, "lanes": [n], "saves": n == 0}) for n in range(300)]
-    picture = fold(told(*rows))
+    picture = replay(told(*rows))
     shown = printed(_panel(picture))
     assert "and 284 more" in shown
     assert len(shown.splitlines()) < 30
@@ -123,7 +123,7 @@ SERVERS = told(
 
 
 def test_servers_are_shown_and_what_they_hold():
-    picture = fold([*EVENTS, *SERVERS])
+    picture = replay([*EVENTS, *SERVERS])
     lines = [" ".join(line.split()) for line in printed(_panel(picture)).splitlines()]
     assert "server-3 serving 4.0 kB primary 0 B backup 30 pushes, 5.0 kB in, 7.0 kB out here" in lines
     assert "server-5 filling 0 B primary 0 B backup, 4.0 kB on the way" in lines
@@ -131,10 +131,10 @@ def test_servers_are_shown_and_what_they_hold():
     summary = "table 2, 1 of 2 servers serve, 1 died, 1 failovers, staleness 1.50 on average, 4 at most"
     assert f"{summary}, 4.0 kB saved by the codec" in lines
     console = Console(file=io.StringIO(), width=160)
-    reports.show(console, picture, width=160)
+    reports.print_run(console, picture, width=160)
     assert summary in console.file.getvalue()
     assert "server-3  serving" in console.file.getvalue()
-    assert (picture.most_servers, picture.server_deaths, picture.deaths) == (2, 1, 1)
+    assert (picture.peak_servers, picture.server_deaths, picture.deaths) == (2, 1, 1)
 
 
 def test_of_servers_only_what_matters_has_a_line():
@@ -142,13 +142,16 @@ def test_of_servers_only_what_matters_has_a_line():
 
 
 def test_the_receipt_says_who_carried_how_much():
-    carried = {f"worker-{n}": Carried(host="here", lanes=[n], steps=10, samples=10 * n, work_s=1.5) for n in range(20)}
+    carried = {
+        f"worker-{n}": WorkerContribution(host="here", lanes=[n], steps=10, samples=10 * n, work_s=1.5)
+        for n in range(20)
+    }
     receipt = Receipt(
         run="a-1", job_sha256="", exact=True, weights_sha256="", state_sha256="", steps=10, epochs=1.0,
         samples_seen=1900, parameters=5, workers=20, lanes=20, carried=carried,
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=120)
-    reports.receipt(console, receipt)
+    reports.print_receipt(console, receipt)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert "worker-19 10% 190 samples 10 steps 1.5 s of work here" in lines
     assert "8 others 15% 280 samples" in lines
@@ -160,7 +163,7 @@ def test_the_receipt_says_what_became_of_the_servers():
         parameters=5, workers=1, lanes=1, servers=2, server_deaths_survived=1, staleness_mean=1.25, staleness_max=4,
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=120)
-    reports.receipt(console, receipt)
+    reports.print_receipt(console, receipt)
     assert "2 servers, 1 death survived, staleness 1.25 on average, 4 at most" in console.file.getvalue()
 
 

@@ -13,7 +13,7 @@ def hint(folder, asked, **written):
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump({name: value for name, value in (MLP | written).items() if value is not None}))
     job = load_job(path, overrides=[f"workers={asked}"], check_names=False)
-    return hints.other_lanes(job, path, [])
+    return hints.lanes_hint(job, path, [])
 
 
 @pytest.mark.parametrize(

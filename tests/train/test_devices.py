@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.errors import TrainError
-from shoal.train.devices import pick_device, take_device, take_place
+from shoal.train.devices import claim_device, claim_slot, pick_device
 
 TAKE = """
 import sys
@@ -18,13 +18,13 @@ sys.stdin.read()
 """
 
 
-class Taker:
+class DeviceHolder:
     def __init__(self, directory, places):
         command = [sys.executable, "-c", TAKE, str(directory), str(places)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @property
-    def place(self):
+    def job_dir(self):
         return int(self.process.stdout.readline())
 
     def die(self):
@@ -36,10 +36,10 @@ def test_places_are_taken_evenly_and_are_free_when_somebody_dies(tmp_path):
     takers = []
     try:
         for expected in (0, 1, 0):
-            takers.append(Taker(tmp_path / "gpus", 2))
+            takers.append(DeviceHolder(tmp_path / "gpus", 2))
             assert takers[-1].place == expected
         takers[1].die()
-        assert take_place(tmp_path / "gpus", 2) == 1
+        assert claim_slot(tmp_path / "gpus", 2) == 1
     finally:
         for taker in takers:
             taker.die()
@@ -47,6 +47,6 @@ def test_places_are_taken_evenly_and_are_free_when_somebody_dies(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu():
-    assert take_device("auto") == pick_device("auto") == torch.device("cpu")
+    assert claim_device("auto") == pick_device("auto") == torch.device("cpu")
     with pytest.raises(TrainError, match=r"SH411 device: there is no device 'cuda:1' here"):
-        take_device("cuda:1")
+        claim_device("cuda:1")

@@ -10,14 +10,14 @@ from sklearn.metrics import roc_auc_score
 
 import shoal
 from shoal.checkpoint.manifest import list_manifests
-from shoal.events import read
-from shoal.jobs.catalogue import receipt_of
-from shoal.spec.data import Data
+from shoal.events import read_events
+from shoal.jobs.run_index import read_receipt
+from shoal.spec.data import DataConfig
 from tests.conftest import CNN, GPT, MLP
 
 
 def events(outcome, kind):
-    return [e for e in read(outcome.paths.events) if e.kind == kind]
+    return [e for e in read_events(outcome.paths.events) if e.kind == kind]
 
 
 def test_the_receipt_tells_what_was_done(run):
@@ -37,7 +37,7 @@ def test_lanes_change_speed_and_randomness_but_not_what_is_learnt(run):
     assert one.metrics["loss"] == pytest.approx(eight.metrics["loss"], rel=1e-4)
 
 
-def test_metrics_over_lanes_are_those_of_the_whole(run, place):
+def test_metrics_over_lanes_are_those_of_the_whole(run, job_dir):
     data = {"source": {"kind": "sklearn", "name": "breast_cancer"}, "split": {"kind": "holdout"}}
     job = MLP | {
         "model": {"name": "models.py:mlp", "args": {"inputs": 30, "classes": 1}},
@@ -48,9 +48,11 @@ def test_metrics_over_lanes_are_those_of_the_whole(run, place):
         "steps": 20,
     }
     outcome = run(job, optimizer={"name": "SGD", "args": {"lr": 1e-5}})
-    from shoal.data.assemble import assemble
+    from shoal.data.datasets import open_datasets
 
-    held = assemble(Data.model_validate(data), seed=0, base_dir=str(place), cache_dir=place).others["validation"]
+    held = open_datasets(DataConfig.model_validate(data), seed=0, base_dir=str(job_dir), cache_dir=job_dir).held_out[
+        "validation"
+    ]
     batch = held.source.take(held.ids)
     with torch.no_grad():
         scores = shoal.load(outcome.paths.root)(*batch.inputs).squeeze(-1)
@@ -81,13 +83,13 @@ def test_bf16_is_exact_too(run, job):
     assert run(job, **few).receipt.weights_sha256 == run(job, **few).receipt.weights_sha256
 
 
-def test_early_stopping_stops_at_the_same_step_after_a_kill(run, place):
+def test_early_stopping_stops_at_the_same_step_after_a_kill(run, job_dir):
     impatient = {"stop_early": {"metric": "loss", "patience": 2}, "steps": 2000, "evaluate": {"every_steps": 5},
                  "optimizer": {"name": "SGD", "args": {"lr": 0.5}}}  # fmt: skip
     undisturbed = run(MLP, **impatient).receipt
     assert undisturbed.steps < 2000
     assert "has not improved" in undisturbed.stopped
-    kill = {"name": "faults.py:KillAt", "args": {"steps": [undisturbed.steps - 3], "marks": str(place)}}
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [undisturbed.steps - 3], "marks": str(job_dir)}}
     again = run(MLP, watch=[kill], checkpoint={"every": "1 steps"}, **impatient).receipt
     assert again.deaths_survived == 1
     assert (again.steps, again.weights_sha256) == (undisturbed.steps, undisturbed.weights_sha256)
@@ -105,8 +107,8 @@ def test_a_schedule_per_epoch(run):
     assert events(outcome, "step")[-1]["lr"] == pytest.approx(0.05 * 0.5**2)
 
 
-def test_watchers_see_every_step_and_may_stop(run, place):
-    seen = place / "seen.txt"
+def test_watchers_see_every_step_and_may_stop(run, job_dir):
+    seen = job_dir / "seen.txt"
     watch = [
         {"name": "models.py:Steps", "args": {"path": str(seen)}},
         {"name": "models.py:StopAt", "args": {"step": 17}},
@@ -131,16 +133,16 @@ def test_a_checkpoint_has_the_metric_of_its_own_step_or_none(run):
 
 def test_a_metric_that_is_not_a_number_spoils_nothing(run):
     outcome = run(MLP, metrics=["models.py:Undefined"], best={"metric": "Undefined", "mode": "max"})
-    assert math.isnan(receipt_of(outcome.paths).metrics["Undefined"])
+    assert math.isnan(read_receipt(outcome.paths).metrics["Undefined"])
     with pytest.raises(shoal.ShoalError, match="SH606"):
         shoal.load(outcome.paths.root, best=True)
     summary = run(MLP, metrics=["models.py:Undefined"], data=MLP["data"] | {"split": {"kind": "kfold", "folds": 2}})
     assert math.isnan(summary.metrics["Undefined"][1])
 
 
-def test_evaluation_loads_as_the_job_says(run, place):
+def test_evaluation_loads_as_the_job_says(run, job_dir):
     """A dataset that must not be forked is not."""
-    (place / "held.py").write_text(
+    (job_dir / "held.py").write_text(
         "import os, torch\nhere = os.getpid()\n"
         "class Held(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 40\n"
@@ -221,14 +223,14 @@ def test_starting_from_another_run(run):
     assert by_name.receipt.weights_sha256 == second.receipt.weights_sha256
 
 
-def test_weights_that_do_not_fit(run, place):
+def test_weights_that_do_not_fit(run, job_dir):
     first = run(MLP)
     wider = {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 7}}
     init = {"path": str(first.paths.model)}
     strict = run(MLP, model=wider, init_from=init, metrics=[], data=MLP["data"] | {"split": "none"}, evaluate={})
     assert strict.error.code == "SH406"
     assert "'3.bias' is [10] in the file and [7] in the model" in strict.error.message
-    safetensors.torch.save_file({"x": torch.zeros(1)}, place / "other.safetensors")
+    safetensors.torch.save_file({"x": torch.zeros(1)}, job_dir / "other.safetensors")
     none = run(MLP, init_from={"path": "other.safetensors", "strict": False})
     assert none.error.code == "SH406"
 
@@ -236,10 +238,10 @@ def test_weights_that_do_not_fit(run, place):
 @pytest.mark.parametrize(
     "deal", [{"kind": "hash", "by": "id"}, {"kind": "balanced", "by": "size"}, {"kind": "random", "shuffle": False}]
 )
-def test_every_way_of_dealing_trains_exactly(run, place, deal):
+def test_every_way_of_dealing_trains_exactly(run, job_dir, deal):
     data = MLP["data"] | {"deal": deal}
     undisturbed = run(MLP, data=data).receipt
-    kill = {"name": "faults.py:KillAt", "args": {"steps": [11, 31], "marks": str(place)}}
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [11, 31], "marks": str(job_dir)}}
     again = run(MLP, data=data, watch=[kill], checkpoint={"every": "7 steps"}).receipt
     assert again.weights_sha256 == undisturbed.weights_sha256
 

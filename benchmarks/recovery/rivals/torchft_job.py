@@ -32,7 +32,7 @@ from torchft import (  # type: ignore[import-not-found,unused-ignore]
 )
 from torchft.checkpointing.pg_transport import PGTransport  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.recovery.workload import Rows, Workload, save_atomically
+from benchmarks.recovery.workload import CommitLog, Workload, save_atomically
 
 REPLICA = int(os.environ["REPLICA_GROUP_ID"])
 
@@ -91,7 +91,7 @@ def load(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimiz
 
 def train(workload: Workload, manager: Any, model: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
     inputs, targets = workload.images()
-    rows = Rows(workload, REPLICA)
+    rows = CommitLog(workload, REPLICA)
     criterion = nn.CrossEntropyLoss()
     ids: list[int] = []
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from benchmarks.recovery.workload import Rows, Workload, save_atomically
+from benchmarks.recovery.workload import CommitLog, Workload, save_atomically
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def resume(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimize
 
 def train(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, *, start: int) -> None:
     inputs, targets = workload.images()
-    rows = Rows(workload, dist.get_rank())
+    rows = CommitLog(workload, dist.get_rank())
     criterion = nn.CrossEntropyLoss()
     for step, ids in zip(itertools.count(start), batches(workload, start), strict=False):
         optimizer.zero_grad()

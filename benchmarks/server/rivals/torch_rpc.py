@@ -17,7 +17,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
-from benchmarks.server import crew
+from benchmarks.server import processes
 from benchmarks.server.protocol import serve, timed
 from benchmarks.server.setting import Setting
 
@@ -58,12 +58,12 @@ def push(grad: Tensor) -> Future[Tensor]:
 
 def main() -> None:
     setting = Setting.from_text(sys.argv[1])
-    crew.prepare()
+    processes.prepare()
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         meeting = f"file://{scratch}/meeting"
         for i in range(setting.servers):
-            crew.start(_serve, i, meeting, setting)
-        serve(crew.rounds_of([crew.start(_work, i, meeting, setting) for i in range(setting.workers)]))
+            processes.start(_serve, i, meeting, setting)
+        serve(processes.lockstep_rounds([processes.start(_work, i, meeting, setting) for i in range(setting.workers)]))
 
 
 def _enter(name: str, rank: int, meeting: str, setting: Setting) -> None:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import TensorRef
-from shoal.checkpoint.raw import CODES, DTYPES, bytes_of
+from shoal.checkpoint.tensor_bytes import DTYPE_CODES, DTYPES, bytes_of
 from shoal.errors import ShoalError, error
 
 LARGE_BYTES = 64 << 10
-LONE_KEY = "tensor"
+SINGLE_TENSOR_KEY = "tensor"
 
-Spec = tuple[str, tuple[int, ...]]
+TensorSpec = tuple[str, tuple[int, ...]]
 """safetensors' word for the dtype, and the shape."""
 
 
@@ -38,63 +38,63 @@ class Blob:
     chunks: tuple[memoryview | bytes, ...]
 
 
-def encode(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> Blob:
+def encode_blob(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> Blob:
     """A safetensors file. Its chunks look into the tensors' memory: leave that alone until it is written."""
-    specs = {key: spec_of(tensor) for key, tensor in tensors.items()}
-    chunks: list[memoryview | bytes] = [header(specs, metadata=metadata)]
-    chunks += [bytes_of(tensors[key]) for key in in_order(specs)]
+    specs = {key: tensor_spec(tensor) for key, tensor in tensors.items()}
+    chunks: list[memoryview | bytes] = [safetensors_header(specs, metadata=metadata)]
+    chunks += [bytes_of(tensors[key]) for key in safetensors_order(specs)]
     sha256 = hashlib.sha256()
     for chunk in chunks:
         sha256.update(chunk)
     return Blob(sha256.hexdigest(), sum(len(chunk) for chunk in chunks), tuple(chunks))
 
 
-def pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Blob], dict[str, TensorRef]]:
+def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Blob], dict[str, TensorRef]]:
     """The blobs, by digest, that hold a state's tensors, and where each tensor is."""
     blobs: dict[str, Blob] = {}
     refs: dict[str, TensorRef] = {}
-    for group in _groups(tensors):
+    for group in _blob_groups(tensors):
         # A lone tensor's key is not its name: equal tensors are one blob whatever they are called.
-        keys = {name: LONE_KEY if len(group) == 1 else name for name in group}
-        blob = encode({keys[name]: tensors[name] for name in group})
+        keys = {name: SINGLE_TENSOR_KEY if len(group) == 1 else name for name in group}
+        blob = encode_blob({keys[name]: tensors[name] for name in group})
         blobs[blob.digest] = blob
         for name in group:
-            refs[name] = TensorRef(blob.digest, keys[name], *spec_of(tensors[name]))
+            refs[name] = TensorRef(blob.digest, keys[name], *tensor_spec(tensors[name]))
     return blobs, refs
 
 
-def decode(file: BinaryIO, specs: Mapping[str, Spec], *, digest: str, where: str = "") -> dict[str, Tensor]:
+def decode_blob(file: BinaryIO, specs: Mapping[str, TensorSpec], *, digest: str, where: str = "") -> dict[str, Tensor]:
     """The tensors of a blob that must hold exactly these. SH502 unless every bit is right.
 
     Allocates no more than the file is long.
     """
     start = _expected_header(specs, where=where)
-    size_bytes = len(start) + sum(_size(spec) for spec in specs.values())
+    size_bytes = len(start) + sum(_size_bytes(spec) for spec in specs.values())
     if (found := file.seek(0, 2)) != size_bytes:
-        raise _damaged(f"it is {found} bytes long instead of {size_bytes}", where)
+        raise _damaged_error(f"it is {found} bytes long instead of {size_bytes}", where)
     file.seek(0)
     if file.read(len(start)) != start:
-        raise _damaged("its header is not the one expected", where)
+        raise _damaged_error("its header is not the one expected", where)
     sha256 = hashlib.sha256(start)
     tensors = {}
-    for key in in_order(specs):
+    for key in safetensors_order(specs):
         tensors[key] = _empty(specs[key], where=where)
         view = bytes_of(tensors[key])
         if file.readinto(view) != len(view):  # type: ignore[attr-defined]
-            raise _damaged("it ends too early", where)
+            raise _damaged_error("it ends too early", where)
         sha256.update(view)
     if sha256.hexdigest() != digest:
-        raise _damaged("its content does not match its SHA-256", where)
+        raise _damaged_error("its content does not match its SHA-256", where)
     return tensors
 
 
-def header(specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None) -> bytes:
+def safetensors_header(specs: Mapping[str, TensorSpec], *, metadata: Mapping[str, str] | None = None) -> bytes:
     """The start of a safetensors file: a length, and a JSON table, padded so that the data is aligned."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
-    for key in in_order(specs):
+    for key in safetensors_order(specs):
         code, shape = specs[key]
-        end = begin + _size(specs[key])
+        end = begin + _size_bytes(specs[key])
         table[key] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
@@ -102,11 +102,11 @@ def header(specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = No
     return len(text).to_bytes(8, "little") + text
 
 
-def spec_of(tensor: Tensor) -> Spec:
-    return CODES[tensor.dtype], tuple(tensor.shape)
+def tensor_spec(tensor: Tensor) -> TensorSpec:
+    return DTYPE_CODES[tensor.dtype], tuple(tensor.shape)
 
 
-def _groups(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+def _blob_groups(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """Names that share a blob: a large tensor has its own, small ones go by the first part of their names."""
     alone = [[name] for name, tensor in tensors.items() if tensor.nbytes >= LARGE_BYTES]
     sections: dict[str, list[str]] = defaultdict(list)
@@ -116,28 +116,28 @@ def _groups(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     return alone + list(sections.values())
 
 
-def in_order(specs: Mapping[str, Spec]) -> list[str]:
+def safetensors_order(specs: Mapping[str, TensorSpec]) -> list[str]:
     """As safetensors itself does: wide types first, so that every tensor is aligned to its type."""
     return sorted(specs, key=lambda key: (-DTYPES[specs[key][0]].itemsize, key))
 
 
-def _size(spec: Spec) -> int:
+def _size_bytes(spec: TensorSpec) -> int:
     return DTYPES[spec[0]].itemsize * math.prod(spec[1])
 
 
-def _expected_header(specs: Mapping[str, Spec], *, where: str) -> bytes:
+def _expected_header(specs: Mapping[str, TensorSpec], *, where: str) -> bytes:
     unknown = [code for code, _ in specs.values() if code not in DTYPES]
     if unknown:
-        raise _damaged(f"unknown dtype {unknown[0]!r}", where)
-    return header(specs)
+        raise _damaged_error(f"unknown dtype {unknown[0]!r}", where)
+    return safetensors_header(specs)
 
 
-def _empty(spec: Spec, *, where: str) -> Tensor:
+def _empty(spec: TensorSpec, *, where: str) -> Tensor:
     try:
         return torch.empty(spec[1], dtype=DTYPES[spec[0]])
     except (RuntimeError, TypeError, ValueError, OverflowError) as problem:
-        raise _damaged(f"no tensor has the shape {spec[1]}", where) from problem
+        raise _damaged_error(f"no tensor has the shape {spec[1]}", where) from problem
 
 
-def _damaged(reason: str, where: str) -> ShoalError:
+def _damaged_error(reason: str, where: str) -> ShoalError:
     return error("SH502", f"the blob is damaged: {reason}", where=where)

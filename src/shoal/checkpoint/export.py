@@ -18,22 +18,22 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from shoal.checkpoint.blobs import encode, header, in_order
-from shoal.checkpoint.digest import weights_sha256
-from shoal.checkpoint.files import open_files, replacing
-from shoal.checkpoint.manifest import step_of
-from shoal.checkpoint.pieces import NAMES, PIECES, Assembled, saved_in
-from shoal.checkpoint.raw import bytes_of, why_not
-from shoal.checkpoint.store import Store, Tell
-from shoal.checkpoint.tree import State
+from shoal.checkpoint.blobs import encode_blob, safetensors_header, safetensors_order
+from shoal.checkpoint.files import atomic_replace, open_files
+from shoal.checkpoint.manifest import step_from_path
+from shoal.checkpoint.sha256 import weights_sha256
+from shoal.checkpoint.sharded_files import NAMES_SECTION, PIECES_SECTION, AssembledTensors, open_pieces
+from shoal.checkpoint.state_tree import State
+from shoal.checkpoint.store import CheckpointStore, EmitEvent
+from shoal.checkpoint.tensor_bytes import bytes_of, unsaveable_reason
 from shoal.errors import error
 
 WEIGHTS = "model.safetensors"
 PROGRAM = "model.pt2"
-INFO = "model.json"
-MODEL = "model"
+MODEL_INFO = "model.json"
+MODEL_SECTION = "model"
 """The section of a checkpoint's state that holds the weights by name."""
-WHAT_TO_GIVE = "Give a run, a checkpoint or a .safetensors file."
+FIX_NO_WEIGHTS = "Give a run, a checkpoint or a .safetensors file."
 
 
 def export_model(
@@ -43,7 +43,7 @@ def export_model(
     info: Mapping[str, Any],
     example_inputs: tuple[Any, ...] | None,
     program: bool,
-    tell: Tell,
+    emit: EmitEvent,
 ) -> dict[str, Any]:
     """Write model.safetensors, model.json (also returned) and, if wanted and possible, model.pt2.
 
@@ -51,37 +51,42 @@ def export_model(
     `export_skipped` for what cannot be exported; SH503 if the files cannot be written.
     """
     target = Path(directory)
-    weights, left_out = _weights(model)
+    weights, left_out = _plain_weights(model)
     try:
-        (target / INFO).unlink(missing_ok=True)
+        (target / MODEL_INFO).unlink(missing_ok=True)
         (target / PROGRAM).unlink(missing_ok=True)
-        _write(target / WEIGHTS, encode(weights, metadata={"format": "pt"}).chunks)
-        exported = program and _export_program(target / PROGRAM, model, example_inputs, tell=tell)
+        _write(target / WEIGHTS, encode_blob(weights, metadata={"format": "pt"}).chunks)
+        exported = program and _export_program(target / PROGRAM, model, example_inputs, emit=emit)
         content = {**info, **_description(weights), "program": PROGRAM if exported else None}
         if left_out:
             content["left_out"] = left_out
-            tell("export_skipped", what=WEIGHTS, reason=f"not plain tensors: {', '.join(left_out)}")
-        _write(target / INFO, [json.dumps(content, indent=2, default=str).encode()])
+            emit("export_skipped", what=WEIGHTS, reason=f"not plain tensors: {', '.join(left_out)}")
+        _write(target / MODEL_INFO, [json.dumps(content, indent=2, default=str).encode()])
     except OSError as problem:
         raise error("SH503", f"the model could not be written: {problem}", where=str(target)) from problem
     return content
 
 
-def export_pieces(
-    directory: str | os.PathLike[str], weights: Assembled, *, info: Mapping[str, Any], program: bool, tell: Tell
+def export_sharded_model(
+    directory: str | os.PathLike[str],
+    weights: AssembledTensors,
+    *,
+    info: Mapping[str, Any],
+    program: bool,
+    emit: EmitEvent,
 ) -> dict[str, Any]:
     """The same of a model that nobody holds, tensor by tensor."""
     target = Path(directory)
     specs = {name: weights.spec(name) for name in weights}
-    chunks = (bytes_of(weights[name]) for name in in_order(specs))
+    chunks = (bytes_of(weights[name]) for name in safetensors_order(specs))
     try:
-        (target / INFO).unlink(missing_ok=True)
+        (target / MODEL_INFO).unlink(missing_ok=True)
         (target / PROGRAM).unlink(missing_ok=True)
-        _write(target / WEIGHTS, chain([header(specs, metadata={"format": "pt"})], chunks))
+        _write(target / WEIGHTS, chain([safetensors_header(specs, metadata={"format": "pt"})], chunks))
         if program:
-            tell("export_skipped", what=PROGRAM, reason="the model is spread over workers")
+            emit("export_skipped", what=PROGRAM, reason="the model is spread over workers")
         content = {**info, **_description(weights), "program": None}
-        _write(target / INFO, [json.dumps(content, indent=2, default=str).encode()])
+        _write(target / MODEL_INFO, [json.dumps(content, indent=2, default=str).encode()])
     except OSError as problem:
         raise error("SH503", f"the model could not be written: {problem}", where=str(target)) from problem
     return content
@@ -99,34 +104,34 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
     """The same for who cannot hold all of them: each is read when it is asked for, where that can be."""
     where = os.fspath(path)
-    if (step := step_of(where)) is not None:
+    if (step := step_from_path(where)) is not None:
         return _from_manifest(where, step)
     if "://" in where:
         return _from_url(where)
     if Path(where).is_file():
-        return _File(where)
+        return _SafetensorsFile(where)
     root = Path(where)
     for file in (root / WEIGHTS, root / "model" / WEIGHTS):
         if file.is_file():
-            return _File(str(file))
+            return _SafetensorsFile(str(file))
     for store in (root, root / "checkpoints"):
         if (store / "blobs").is_dir():
             return _from_store(store)
-    raise error("SH501", "no weights here", where=where, fix=WHAT_TO_GIVE)
+    raise error("SH501", "no weights here", where=where, fix=FIX_NO_WEIGHTS)
 
 
 # ---- writing ----
 
 
-def _weights(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+def _plain_weights(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
     """The state dict's plain tensors, tied ones under each name; and the names of what else it has."""
     state = model.state_dict()
-    weights = {n: t for n, t in state.items() if isinstance(t, Tensor) and not why_not(t)}
+    weights = {n: t for n, t in state.items() if isinstance(t, Tensor) and not unsaveable_reason(t)}
     return weights, [name for name in state if name not in weights]
 
 
 def _write(target: Path, chunks: Iterable[memoryview | bytes]) -> None:
-    with replacing(target) as temp, temp.open("wb") as file:
+    with atomic_replace(target) as temp, temp.open("wb") as file:
         file.writelines(chunks)
 
 
@@ -139,18 +144,18 @@ def _description(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, ...] | None, *, tell: Tell) -> bool:
+def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, ...] | None, *, emit: EmitEvent) -> bool:
     """Any failure of torch.export is told: the weights are what counts, and they are written."""
     try:
         if not example_inputs:
             raise ValueError("there are no example inputs")
-        with _evaluating(model), torch.no_grad():
+        with _eval_mode(model), torch.no_grad():
             program = torch.export.export(model, example_inputs, dynamic_shapes=_batch_dims(example_inputs))
-        with replacing(target) as temp:
+        with atomic_replace(target) as temp:
             torch.export.save(program, temp)
     except Exception as problem:
         reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
-        tell("export_skipped", what=PROGRAM, reason=reason)
+        emit("export_skipped", what=PROGRAM, reason=reason)
         return False
     return True
 
@@ -162,7 +167,7 @@ def _batch_dims(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Every module in evaluation mode, and afterwards in the mode it had."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -176,7 +181,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 # ---- reading ----
 
 
-class _File(Mapping[str, Tensor]):
+class _SafetensorsFile(Mapping[str, Tensor]):
     """A safetensors file of this machine."""
 
     def __init__(self, where: str) -> None:
@@ -200,21 +205,21 @@ class _File(Mapping[str, Tensor]):
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
-        with _reading(self._where), safetensors.safe_open(self._where, framework="pt") as file:
+        with _wrap_read_errors(self._where), safetensors.safe_open(self._where, framework="pt") as file:
             yield file
 
 
 def _from_url(where: str) -> dict[str, Tensor]:
-    with _reading(where), fsspec.open(where, "rb") as file:
+    with _wrap_read_errors(where), fsspec.open(where, "rb") as file:
         return safetensors.torch.load(file.read())
 
 
 @contextmanager
-def _reading(where: str) -> Iterator[None]:
+def _wrap_read_errors(where: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise error("SH501", "there is no such file", where=where, fix=WHAT_TO_GIVE) from None
+        raise error("SH501", "there is no such file", where=where, fix=FIX_NO_WEIGHTS) from None
     except (SafetensorError, OSError, ValueError, KeyError) as problem:
         raise error("SH505", f"not a safetensors file: {problem}", where=where) from None
 
@@ -222,28 +227,28 @@ def _reading(where: str) -> Iterator[None]:
 def _from_manifest(where: str, step: int) -> Mapping[str, Tensor]:
     directory = where.rpartition("/")[0]
     root, _, name = directory.rpartition("/")
-    store = Store(root or ".", job_sha256=None, name=name)
+    store = CheckpointStore(root or ".", job_sha256=None, name=name)
     return _weights_at(store, step, where=where)
 
 
-def _weights_at(store: Store, step: int, *, where: str) -> Mapping[str, Tensor]:
-    names = store.load(step, section=NAMES)[1]
+def _weights_at(store: CheckpointStore, step: int, *, where: str) -> Mapping[str, Tensor]:
+    names = store.load(step, section=NAMES_SECTION)[1]
     if names is not None:
-        saved = saved_in(store.files, {PIECES: store.load(step, section=PIECES)[1]})
-        return Assembled(saved, {name: f"/model/{first}" for name, first in names.items()})
-    return _model_section(store.load(step, section=MODEL)[1], where=where)
+        saved = open_pieces(store.files, {PIECES_SECTION: store.load(step, section=PIECES_SECTION)[1]})
+        return AssembledTensors(saved, {name: f"/model/{first}" for name, first in names.items()})
+    return _model_section(store.load(step, section=MODEL_SECTION)[1], where=where)
 
 
 def _from_store(root: Path) -> Mapping[str, Tensor]:
     files = open_files(root)
-    names = sorted({path.split("/")[0] for path in files.sizes() if step_of(path) is not None})
+    names = sorted({path.split("/")[0] for path in files.sizes() if step_from_path(path) is not None})
     if len(names) > 1:
         fix = f"Give one of their manifests, such as {root / names[0]}/<step>.json."
         raise error("SH501", f"several runs share it: {', '.join(names)}", where=str(root), fix=fix)
-    store = Store(root, job_sha256=None, name=names[0]) if names else None
-    found = store.load_latest(section=MODEL) if store else None
+    store = CheckpointStore(root, job_sha256=None, name=names[0]) if names else None
+    found = store.load_latest(section=MODEL_SECTION) if store else None
     if store is None or found is None:
-        raise error("SH501", "no checkpoint here is whole", where=str(root), fix=WHAT_TO_GIVE)
+        raise error("SH501", "no checkpoint here is whole", where=str(root), fix=FIX_NO_WEIGHTS)
     if found[1] is None:
         return _weights_at(store, found[0].step, where=str(root))
     return _model_section(found[1], where=str(root))
@@ -251,5 +256,5 @@ def _from_store(root: Path) -> Mapping[str, Tensor]:
 
 def _model_section(section: State, *, where: str) -> dict[str, Tensor]:
     if not isinstance(section, dict):
-        raise error("SH501", f"the checkpoint has no section '{MODEL}'", where=where, fix=WHAT_TO_GIVE)
+        raise error("SH501", f"the checkpoint has no section '{MODEL_SECTION}'", where=where, fix=FIX_NO_WEIGHTS)
     return {name: tensor for name, tensor in section.items() if isinstance(tensor, Tensor)}

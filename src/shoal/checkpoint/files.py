@@ -16,16 +16,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-TEMP = ".tmp-"
-LOCK = ".lock"
-GRACE_S = 3600.0
+TEMP_PREFIX = ".tmp-"
+LOCK_FILE = ".lock"
+SWEEP_GRACE_S = 3600.0
 
 
-class Files(Protocol):
+class CheckpointFiles(Protocol):
     """What a store needs of a place. Failures are OSErrors."""
 
     where: str
-    locks: bool
+    has_locks: bool
     """Whether `saving` keeps the sweeps of other processes out. If not, only its age protects a file."""
 
     def open(self, path: str) -> BinaryIO: ...
@@ -39,20 +39,20 @@ class Files(Protocol):
     def sizes(self, under: str = "") -> dict[str, int]:
         """Every file below `under` with its size in bytes; empty if there is no such directory."""
 
-    def saving(self) -> AbstractContextManager[None]:
+    def save_lock(self) -> AbstractContextManager[None]:
         """Held while a save relies on files that it found; many may hold it."""
 
-    def sweeping(self) -> AbstractContextManager[bool]:
+    def sweep_lock(self) -> AbstractContextManager[bool]:
         """False if somebody is saving: then remove nothing."""
 
-    def stale(self, path: str) -> bool:
+    def is_stale(self, path: str) -> bool:
         """Within `sweeping`: no save that is under way can rely on this file."""
 
 
 class LocalFiles:
     """A directory of this machine. What was written survives a power cut."""
 
-    locks = True
+    has_locks = True
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -62,7 +62,7 @@ class LocalFiles:
         return (self._root / path).open("rb")
 
     def write(self, path: str, chunks: Iterable[memoryview | bytes]) -> None:
-        with replacing(self._root / path) as temp, temp.open("wb") as file:
+        with atomic_replace(self._root / path) as temp, temp.open("wb") as file:
             file.writelines(chunks)
 
     def remove(self, path: str) -> None:
@@ -73,23 +73,23 @@ class LocalFiles:
         return {file.relative_to(self._root).as_posix(): size for file, size in _walk(top)}
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def save_lock(self) -> Iterator[None]:
         with self._locked(fcntl.LOCK_SH):
             yield
 
     @contextlib.contextmanager
-    def sweeping(self) -> Iterator[bool]:
+    def sweep_lock(self) -> Iterator[bool]:
         with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB) as alone:
             yield alone
 
-    def stale(self, path: str) -> bool:
+    def is_stale(self, path: str) -> bool:
         return True
 
     @contextlib.contextmanager
     def _locked(self, mode: int) -> Iterator[bool]:
         """Where the filesystem knows no locks, saves go on and nobody ever sweeps."""
         make_directory(self._root)
-        with (self._root / LOCK).open("ab") as file:
+        with (self._root / LOCK_FILE).open("ab") as file:
             try:
                 fcntl.flock(file, mode)
             except OSError:
@@ -109,9 +109,9 @@ class RemoteFiles:
     has put all that it relies on within that time, or finds it in a manifest of its own.
     """
 
-    locks = False
+    has_locks = False
 
-    def __init__(self, where: str, *, grace_s: float = GRACE_S) -> None:
+    def __init__(self, where: str, *, grace_s: float = SWEEP_GRACE_S) -> None:
         import fsspec
 
         self.where = where
@@ -119,64 +119,64 @@ class RemoteFiles:
         self._grace_s = grace_s
 
     def open(self, path: str) -> BinaryIO:
-        return io.BytesIO(self._fs.cat_file(self._full(path)))
+        return io.BytesIO(self._fs.cat_file(self._full_path(path)))
 
     def write(self, path: str, chunks: Iterable[memoryview | bytes]) -> None:
-        full = self._full(path)
+        full = self._full_path(path)
         self._fs.makedirs(full.rsplit("/", 1)[0], exist_ok=True)
         self._fs.pipe_file(full, b"".join(chunks))
 
     def remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._full(path))
+            self._fs.rm_file(self._full_path(path))
 
     def sizes(self, under: str = "") -> dict[str, int]:
         self._fs.invalidate_cache()
         try:
-            found: dict[str, dict[str, Any]] = self._fs.find(self._full(under), detail=True)
+            found: dict[str, dict[str, Any]] = self._fs.find(self._full_path(under), detail=True)
         except FileNotFoundError:
             return {}
         start = len(self._root.rstrip("/")) + 1
         return {full[start:]: int(entry["size"]) for full, entry in found.items()}
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def save_lock(self) -> Iterator[None]:
         yield
 
     @contextlib.contextmanager
-    def sweeping(self) -> Iterator[bool]:
+    def sweep_lock(self) -> Iterator[bool]:
         yield True
 
-    def stale(self, path: str) -> bool:
+    def is_stale(self, path: str) -> bool:
         try:
-            changed = self._fs.modified(self._full(path)).timestamp()
+            changed = self._fs.modified(self._full_path(path)).timestamp()
         except (NotImplementedError, FileNotFoundError):
             return False
         return bool(time.time() - changed >= self._grace_s)
 
-    def _full(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}".rstrip("/")
 
 
-def open_files(where: str | os.PathLike[str]) -> Files:
+def open_files(where: str | os.PathLike[str]) -> CheckpointFiles:
     """The files at a local path or a URL. Nothing is made until something is written."""
     text = os.fspath(where).removeprefix("file://")
     return RemoteFiles(text) if "://" in text else LocalFiles(text)
 
 
 @contextlib.contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def atomic_replace(target: Path) -> Iterator[Path]:
     """A path to write to. It replaces `target` when the block ends well, and is removed otherwise."""
     make_directory(target.parent)
-    temp = target.with_name(f"{TEMP}{secrets.token_hex(6)}-{target.name}")
+    temp = target.with_name(f"{TEMP_PREFIX}{secrets.token_hex(6)}-{target.name}")
     try:
         yield temp
-        _sync(temp)
+        _fsync(temp)
         temp.replace(target)
     except BaseException:
         temp.unlink(missing_ok=True)
         raise
-    _sync(target.parent)
+    _fsync(target.parent)
 
 
 def make_directory(path: Path) -> None:
@@ -184,14 +184,14 @@ def make_directory(path: Path) -> None:
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
-        _sync(path.parent)
+        _fsync(path.parent)
 
 
 def is_temp(path: str) -> bool:
-    return path.rsplit("/", 1)[-1].startswith(TEMP)
+    return path.rsplit("/", 1)[-1].startswith(TEMP_PREFIX)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

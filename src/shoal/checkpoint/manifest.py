@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.checkpoint.files import Files, open_files
+from shoal.checkpoint.files import CheckpointFiles, open_files
 from shoal.errors import CheckpointError, error
 
 FORMAT = 1
 DEFAULT_NAME = "manifests"
-MOST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 256 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"(\d{12,})\.json")
@@ -62,7 +62,7 @@ class Manifest:
             "step": self.step,
             "created": self.created,
             "job_sha256": self.job_sha256,
-            "metric": _metric_out(self.metric),
+            "metric": _metric_to_json(self.metric),
             "info": dict(self.info),
             "tree": self.tree,
             "blobs": dict(self.blobs),
@@ -71,13 +71,13 @@ class Manifest:
         return _canonical({"format": self.format, "sha256": _checksum(body), "body": body})
 
 
-def parse(raw: bytes, *, where: str = "") -> Manifest:
+def parse_manifest(raw: bytes, *, where: str = "") -> Manifest:
     """The manifest in a file's bytes. SH502 says what is wrong with them, SH507 that they are too new."""
     try:
         document = json.loads(raw)
         if not isinstance(document, dict):
             raise ValueError("it is not a JSON object")
-        version = _integer(document.get("format"), "format")
+        version = _parse_integer(document.get("format"), "format")
         if version > FORMAT:
             raise error("SH507", f"format {version}, known up to {FORMAT}", where=where)
         if version < 1:
@@ -90,7 +90,9 @@ def parse(raw: bytes, *, where: str = "") -> Manifest:
         raise error("SH502", f"the manifest is damaged: {_reason(problem)}", where=where) from None
 
 
-def to_drop(metas: Iterable[tuple[int, float | None]], keep: int, keep_best: int, sign: int) -> list[int]:
+def steps_to_delete(
+    metas: Iterable[tuple[int, float | None]], keep: int, keep_best: int, metric_sign: int
+) -> list[int]:
     """Which of the (step, metric) to drop: all but the newest `keep` and the best `keep_best`.
 
     `sign` is 1 if a larger metric is better, -1 if a smaller one is. Of equals the earlier counts as better.
@@ -98,7 +100,7 @@ def to_drop(metas: Iterable[tuple[int, float | None]], keep: int, keep_best: int
     metas = sorted(metas, reverse=True)
     newest = {step for step, _ in metas[:keep]}
     measured = [(m, step) for step, m in metas if m is not None and not math.isnan(m)]
-    measured.sort(key=lambda pair: (-sign * pair[0], pair[1]))
+    measured.sort(key=lambda pair: (-metric_sign * pair[0], pair[1]))
     best = {step for _, step in measured[:keep_best]}
     return sorted(step for step, _ in metas if step not in newest | best)
 
@@ -121,35 +123,35 @@ def blob_path(digest: str) -> str:
     return f"blobs/{digest[:2]}/{digest}"
 
 
-def step_of(path: str) -> int | None:
+def step_from_path(path: str) -> int | None:
     """The step of a manifest's path; None if it is not one."""
     directory, _, file = path.rpartition("/")
     match = _FILE.fullmatch(file)
     return int(match[1]) if match and directory and not directory.startswith("blobs") else None
 
 
-def steps_in(files: Files, directory: str) -> list[int]:
+def steps_in(files: CheckpointFiles, directory: str) -> list[int]:
     """The steps that have a manifest, newest first; it may yet be a damaged one."""
-    found = (step_of(path) for path in files.sizes(directory))
+    found = (step_from_path(path) for path in files.sizes(directory))
     return sorted((step for step in found if step is not None), reverse=True)
 
 
-def read_manifest(files: Files, path: str) -> Manifest:
+def read_manifest(files: CheckpointFiles, path: str) -> Manifest:
     """SH501 if it is not there, SH502 if it is damaged."""
     where = f"{files.where.rstrip('/')}/{path}"
     try:
         with files.open(path) as file:
-            size_bytes = min(file.seek(0, 2), MOST_BYTES + 1)  # Python makes room for as much as one asks for
+            size_bytes = min(file.seek(0, 2), MAX_MANIFEST_BYTES + 1)  # Python makes room for as much as one asks for
             file.seek(0)
             raw = file.read(size_bytes)
     except FileNotFoundError:
         raise error("SH501", "there is no such checkpoint", where=where) from None
     except OSError as problem:
         raise error("SH502", f"the manifest cannot be read: {problem}", where=where) from problem
-    if len(raw) > MOST_BYTES:
-        raise error("SH502", f"the manifest is damaged: it is larger than {MOST_BYTES} bytes", where=where)
-    manifest = parse(raw, where=where)
-    if manifest.step != step_of(path):
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise error("SH502", f"the manifest is damaged: it is larger than {MAX_MANIFEST_BYTES} bytes", where=where)
+    manifest = parse_manifest(raw, where=where)
+    if manifest.step != step_from_path(path):
         raise error("SH502", f"the manifest is damaged: it is of step {manifest.step}", where=where)
     return manifest
 
@@ -166,7 +168,7 @@ def list_manifests(path: str | os.PathLike[str], *, name: str = "") -> list[Mani
     return found
 
 
-def newest(path: str | os.PathLike[str], *, name: str = "") -> Manifest | None:
+def newest_manifest(path: str | os.PathLike[str], *, name: str = "") -> Manifest | None:
     """The undamaged manifest with the highest step. Blobs are not looked at."""
     files, directory = open_files(path), manifest_directory(name)
     for step in steps_in(files, directory):
@@ -181,13 +183,13 @@ def newest(path: str | os.PathLike[str], *, name: str = "") -> Manifest | None:
 
 
 def _from_body(body: Any) -> Manifest:
-    blobs = {_digest(digest): _integer(size, "blobs") for digest, size in dict(body["blobs"]).items()}
-    tensors = {name: _tensor(value, blobs) for name, value in dict(body["tensors"]).items()}
+    blobs = {_parse_digest(digest): _parse_integer(size, "blobs") for digest, size in dict(body["blobs"]).items()}
+    tensors = {name: _parse_tensor(value, blobs) for name, value in dict(body["tensors"]).items()}
     job, info = body["job_sha256"], body["info"]
     if not isinstance(job, str | None) or not isinstance(info, dict):
         raise ValueError("job_sha256 or info is of the wrong type")
     return Manifest(
-        step=_integer(body["step"], "step"),
+        step=_parse_integer(body["step"], "step"),
         created=float(body["created"]),
         job_sha256=job,
         metric=None if body["metric"] is None else float(body["metric"]),
@@ -198,26 +200,26 @@ def _from_body(body: Any) -> Manifest:
     )
 
 
-def _tensor(value: Any, blobs: Mapping[str, int]) -> TensorRef:
+def _parse_tensor(value: Any, blobs: Mapping[str, int]) -> TensorRef:
     blob, key, dtype, shape = value
     if blob not in blobs or not isinstance(key, str) or not isinstance(dtype, str):
         raise ValueError("a tensor refers to a blob that is not listed")
-    return TensorRef(blob, key, dtype, tuple(_integer(size, "shape") for size in shape))
+    return TensorRef(blob, key, dtype, tuple(_parse_integer(size, "shape") for size in shape))
 
 
-def _digest(text: str) -> str:
+def _parse_digest(text: str) -> str:
     if not _DIGEST.fullmatch(text):
         raise ValueError("a blob's name is not a SHA-256")
     return text
 
 
-def _integer(value: Any, what: str) -> int:
+def _parse_integer(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{what} is not a whole number")
     return value
 
 
-def _metric_out(metric: float | None) -> float | str | None:
+def _metric_to_json(metric: float | None) -> float | str | None:
     """JSON has no word for infinities and NaN: they are written as text."""
     return metric if metric is None or math.isfinite(metric) else str(float(metric))
 

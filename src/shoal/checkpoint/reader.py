@@ -6,14 +6,14 @@ from collections import defaultdict
 
 from torch import Tensor
 
-from shoal.checkpoint.blobs import Spec, decode
-from shoal.checkpoint.files import Files
+from shoal.checkpoint.blobs import TensorSpec, decode_blob
+from shoal.checkpoint.files import CheckpointFiles
 from shoal.checkpoint.manifest import Manifest, blob_path
-from shoal.checkpoint.tree import State, child, tensor_names, unflatten
+from shoal.checkpoint.state_tree import State, subtree, tensor_names, unflatten
 from shoal.errors import error
 
 
-def read_state(files: Files, manifest: Manifest, *, section: str = "") -> State:
+def read_state(files: CheckpointFiles, manifest: Manifest, *, section: str = "") -> State:
     """The state of a checkpoint, or one section of it (`loop`, or one within another: `optimizer/param_groups`); only
     the blobs that this needs are read.
 
@@ -21,12 +21,12 @@ def read_state(files: Files, manifest: Manifest, *, section: str = "") -> State:
     """
     skeleton = manifest.tree
     for key in section.split("/") if section else ():
-        skeleton = child(skeleton, key)
+        skeleton = subtree(skeleton, key)
     tensors = _read_tensors(files, manifest, set(tensor_names(skeleton)))
     return unflatten(tensors, skeleton)
 
 
-def missing_blob(files: Files, manifest: Manifest) -> str:
+def missing_blob_reason(files: CheckpointFiles, manifest: Manifest) -> str:
     """What is wrong with a checkpoint at a glance, without reading its blobs; '' if nothing is."""
     present = files.sizes("blobs")
     for digest, size in manifest.blobs.items():
@@ -38,17 +38,17 @@ def missing_blob(files: Files, manifest: Manifest) -> str:
     return ""
 
 
-def _read_tensors(files: Files, manifest: Manifest, wanted: set[str]) -> dict[str, Tensor]:
+def _read_tensors(files: CheckpointFiles, manifest: Manifest, wanted: set[str]) -> dict[str, Tensor]:
     if unknown := wanted - manifest.tensors.keys():
         raise error("SH502", f"the manifest does not list the tensor {min(unknown)!r}", where=files.where)
-    specs: dict[str, dict[str, Spec]] = defaultdict(dict)
-    users: dict[str, list[str]] = defaultdict(list)
+    specs: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+    wanted_by_blob: dict[str, list[str]] = defaultdict(list)
     for name, ref in manifest.tensors.items():
         specs[ref.blob][ref.key] = (ref.dtype, ref.shape)
         if name in wanted:
-            users[ref.blob].append(name)
+            wanted_by_blob[ref.blob].append(name)
     tensors: dict[str, Tensor] = {}
-    for digest, names in users.items():
+    for digest, names in wanted_by_blob.items():
         content = _read_blob(files, digest, specs[digest])
         taken = set()
         for name in names:
@@ -59,12 +59,12 @@ def _read_tensors(files: Files, manifest: Manifest, wanted: set[str]) -> dict[st
     return tensors
 
 
-def _read_blob(files: Files, digest: str, specs: dict[str, Spec]) -> dict[str, Tensor]:
+def _read_blob(files: CheckpointFiles, digest: str, specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
     path = blob_path(digest)
     where = f"{files.where.rstrip('/')}/{path}"
     try:
         with files.open(path) as file:
-            return decode(file, specs, digest=digest, where=where)
+            return decode_blob(file, specs, digest=digest, where=where)
     except FileNotFoundError:
         raise error("SH502", "the blob is missing", where=where) from None
     except OSError as problem:

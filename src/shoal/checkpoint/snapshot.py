@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.tree import Skeleton
+from shoal.checkpoint.state_tree import Skeleton
 
-_ALIGNED = 64
+_ALIGNMENT_BYTES = 64
 
-Layout = dict[str, tuple[torch.dtype, torch.Size]]
+BufferLayout = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 @dataclass(frozen=True)
@@ -27,43 +27,43 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     tree: Skeleton
     info: Mapping[str, Any] = field(default_factory=dict)
-    others: Mapping[str, int] = field(default_factory=dict)
+    external_blobs: Mapping[str, int] = field(default_factory=dict)
 
 
 class HostBuffers:
     """Memory for one snapshot. It is kept, since the page faults of fresh memory cost more than the copy."""
 
     def __init__(self) -> None:
-        self._layout: Layout = {}
+        self._layout: BufferLayout = {}
         self._buffers: dict[str, Tensor] = {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Contiguous copies on the host, good until the next call. Tied tensors are copied once."""
         first: dict[tuple[Any, ...], str] = {}
-        owner = {name: first.setdefault(_memory(tensor), name) for name, tensor in tensors.items()}
+        owner = {name: first.setdefault(_memory_identity(tensor), name) for name, tensor in tensors.items()}
         self._reserve({name: (tensors[name].dtype, tensors[name].shape) for name in first.values()})
         for name, buffer in self._buffers.items():
             buffer.copy_(tensors[name].detach())
         return {name: self._buffers[owner[name]] for name in tensors}
 
-    def _reserve(self, layout: Layout) -> None:
+    def _reserve(self, layout: BufferLayout) -> None:
         if layout != self._layout:
             self._layout, self._buffers = {}, {}  # the old memory goes before the new comes
             self._buffers = _allocate(layout)
             self._layout = layout
 
 
-def _allocate(layout: Layout) -> dict[str, Tensor]:
+def _allocate(layout: BufferLayout) -> dict[str, Tensor]:
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in layout.items()}
-    memory = torch.frombuffer(_pages(sum(map(_rounded, sizes.values()))), dtype=torch.uint8)
+    memory = torch.frombuffer(_allocate_pages(sum(map(_aligned, sizes.values()))), dtype=torch.uint8)
     buffers, start = {}, 0
     for name, (dtype, shape) in layout.items():
         buffers[name] = memory[start : start + sizes[name]].view(dtype).reshape(shape)
-        start += _rounded(sizes[name])
+        start += _aligned(sizes[name])
     return buffers
 
 
-def _pages(size_bytes: int) -> mmap.mmap:
+def _allocate_pages(size_bytes: int) -> mmap.mmap:
     """Huge pages where there are any: the first save is then two to three times shorter."""
     memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -71,11 +71,11 @@ def _pages(size_bytes: int) -> mmap.mmap:
     return memory
 
 
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNED) * _ALIGNED
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_identity(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for two tensors only if they are the same view of the same memory."""
     place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     return (*place, tensor.is_conj(), tensor.is_neg())

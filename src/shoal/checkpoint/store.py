@@ -11,27 +11,27 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
-from shoal.checkpoint.files import Files, open_files
-from shoal.checkpoint.interval import Every, Moment, decide
+from shoal.checkpoint.files import CheckpointFiles, open_files
 from shoal.checkpoint.manifest import Manifest, manifest_directory, manifest_path, read_manifest, steps_in
-from shoal.checkpoint.reader import missing_blob, read_state
+from shoal.checkpoint.reader import missing_blob_reason, read_state
+from shoal.checkpoint.save_policy import SaveInterval, SaveTiming, decide_save
 from shoal.checkpoint.snapshot import HostBuffers, Snapshot
-from shoal.checkpoint.tree import State, flatten
-from shoal.checkpoint.writer import Outcome, Retention, Writer
+from shoal.checkpoint.state_tree import State, flatten
+from shoal.checkpoint.writer import CheckpointWriter, RetentionPolicy, SaveResult
 from shoal.errors import CheckpointError, ShoalError, error
 
 
-class Tell(Protocol):
+class EmitEvent(Protocol):
     """Called with what happened, always on the thread that calls the store."""
 
     def __call__(self, kind: str, /, **fields: Any) -> object: ...
 
 
-def _silent(kind: str, /, **fields: Any) -> None:
+def _no_emit(kind: str, /, **fields: Any) -> None:
     """Nobody listens."""
 
 
-class Store:
+class CheckpointStore:
     """The checkpoints of one run at a local path or fsspec URL. Used by one thread.
 
     Several stores, of this or other processes, may share a path and its blobs under different names. A save
@@ -46,11 +46,11 @@ class Store:
         path: str | os.PathLike[str],
         *,
         job_sha256: str | None,
-        every: Every = ("auto", 0),
+        every: SaveInterval = ("auto", 0),
         keep: int = 2,
         keep_best: int = 1,
-        sign: int = -1,
-        tell: Tell = _silent,
+        metric_sign: int = -1,
+        emit: EmitEvent = _no_emit,
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,23 +58,23 @@ class Store:
         self._directory = manifest_directory(name)
         self._job_sha256 = job_sha256
         self._every = every
-        self._tell = tell
+        self._emit = emit
         self._clock = clock
-        retention = Retention(keep=keep, keep_best=keep_best, sign=sign)
-        self._writer = Writer(self._files, self._directory, job_sha256=job_sha256, retention=retention)
+        retention = RetentionPolicy(keep=keep, keep_best=keep_best, metric_sign=metric_sign)
+        self._writer = CheckpointWriter(self._files, self._directory, job_sha256=job_sha256, retention=retention)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-save")
         self._buffers = HostBuffers()
-        self._pending: Future[Outcome] | None = None
-        self._newest: tuple[int, float | None] | None = None
+        self._pending: Future[SaveResult] | None = None
+        self._last_saved: tuple[int, float | None] | None = None
         self._failure: ShoalError | None = None
         self._begun_s: float | None = None
-        self._last_s = 0.0
-        self._last_step = 0
-        self._cost_s: float | None = None
-        self._spent_s = 0.0
+        self._last_save_s = 0.0
+        self._last_save_step = 0
+        self._last_cost_s: float | None = None
+        self._total_cost_s = 0.0
 
     @property
-    def files(self) -> Files:
+    def files(self) -> CheckpointFiles:
         """For those who write parts of a checkpoint by themselves, or read them."""
         return self._files
 
@@ -88,7 +88,7 @@ class Store:
         metric: float | None = None,
         info: Mapping[str, Any] | None = None,
         force: bool = False,
-        others: Callable[[], Mapping[str, int]] | None = None,
+        external_blobs: Callable[[], Mapping[str, int]] | None = None,
     ) -> bool:
         """Call after every step; saves if it is time, or if forced (also where `every` is never).
 
@@ -96,50 +96,55 @@ class Store:
         `others` gives the blobs (and their sizes) that other processes have written to this store while the state was
         made: they belong to the checkpoint.
         """
-        self._collect()
-        now_s = self._begin(step)
-        if self._newest is not None and self._newest[0] == step and metric in (None, self._newest[1]):
+        self._collect_result()
+        now_s = self._start_clock(step)
+        if self._last_saved is not None and self._last_saved[0] == step and metric in (None, self._last_saved[1]):
             return False
-        if not force and not self._due(step, now_s):
+        if not force and not self._is_due(step, now_s):
             return False
-        self._save(step, state_fn, metric=metric, info=info, others=others)
+        self._save(step, state_fn, metric=metric, info=info, external_blobs=external_blobs)
         return True
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Is it time to save this step? For those who save together, and must know it of each other."""
-        self._collect()
-        return self._due(step, self._begin(step))
+        self._collect_result()
+        return self._is_due(step, self._start_clock(step))
 
-    def save_with(
-        self, step: int, state_fn: Callable[[], State], *, metric: float | None, others: Callable[[], Mapping[str, int]]
+    def save_sharded(
+        self,
+        step: int,
+        state_fn: Callable[[], State],
+        *,
+        metric: float | None,
+        external_blobs: Callable[[], Mapping[str, int]],
     ) -> None:
         """Begin a save now, after the one under way, to which others bring their parts: see `maybe_save`."""
-        self._begin(step)
-        self._save(step, state_fn, metric=metric, info=None, others=others)
+        self._start_clock(step)
+        self._save(step, state_fn, metric=metric, info=None, external_blobs=external_blobs)
 
-    def _due(self, step: int, now_s: float) -> bool:
-        decision = decide(self._every, self._moment(step, now_s))
+    def _is_due(self, step: int, now_s: float) -> bool:
+        decision = decide_save(self._every, self._timing(step, now_s))
         if decision == "skip":
-            self._tell("save_skipped", step=step)
-            self._last_step, self._last_s = step, now_s
+            self._emit("save_skipped", step=step)
+            self._last_save_step, self._last_save_s = step, now_s
         return decision == "save"
 
     def save(
         self, step: int, state: State, *, metric: float | None = None, info: Mapping[str, Any] | None = None
     ) -> None:
         """Begin a save now, after the one under way. SH506 if the state holds what cannot be saved."""
-        self._begin(step)
+        self._start_clock(step)
         self._save(step, lambda: state, metric=metric, info=info)
 
     def wait(self) -> None:
         """Until nothing is being written. SH503 if the last save failed."""
-        self._join()
+        self._wait_for_save()
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
         """Finish what is being written. The store can still load, but no longer save."""
-        self._join()
+        self._wait_for_save()
         self._thread.shutdown()
 
     def _save(
@@ -149,115 +154,115 @@ class Store:
         *,
         metric: float | None,
         info: Mapping[str, Any] | None,
-        others: Callable[[], Mapping[str, int]] | None = None,
+        external_blobs: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
-        self._join()
+        self._wait_for_save()
         begun_s = self._clock()
-        plain_info = _plain(info)
+        plain_info = _json_copy(info)
         try:
             with ExitStack() as stack:
-                if others is not None:  # nobody must sweep away what has no manifest yet
-                    stack.enter_context(self._files.saving())
+                if external_blobs is not None:  # nobody must sweep away what has no manifest yet
+                    stack.enter_context(self._files.save_lock())
                 tensors, tree = flatten(state_fn())
-                theirs = dict(others()) if others is not None else {}
-                held = stack.pop_all()
+                written_elsewhere = dict(external_blobs()) if external_blobs is not None else {}
+                save_lock = stack.pop_all()
         except (OSError, CheckpointError) as problem:
             if isinstance(problem, CheckpointError) and problem.code != "SH503":
                 raise
-            self._settle(Outcome(step, metric, reason=_reason(problem)))
+            self._record_result(SaveResult(step, metric, reason=_reason(problem)))
             return
-        self._newest = (step, metric)
-        self._last_step, self._last_s = step, begun_s
+        self._last_saved = (step, metric)
+        self._last_save_step, self._last_save_s = step, begun_s
         try:
             copies = self._buffers.fill(tensors)
         except (RuntimeError, MemoryError, OSError) as problem:
-            held.close()
-            self._settle(Outcome(step, metric, reason=f"no memory for a copy of the state: {problem}"))
+            save_lock.close()
+            self._record_result(SaveResult(step, metric, reason=f"no memory for a copy of the state: {problem}"))
             return
-        snapshot = Snapshot(step, metric, copies, tree, plain_info, theirs)
+        snapshot = Snapshot(step, metric, copies, tree, plain_info, written_elsewhere)
         stall_s = self._clock() - begun_s
-        self._pending = self._thread.submit(_written, self._writer, snapshot, stall_s, held)
+        self._pending = self._thread.submit(_write_snapshot, self._writer, snapshot, stall_s, save_lock)
 
-    def _begin(self, step: int) -> float:
+    def _start_clock(self, step: int) -> float:
         """The time now. The first call starts the clock of the interval."""
         now_s = self._clock()
         if self._begun_s is None:
-            self._begun_s = self._last_s = now_s
-            self._last_step = step - 1
+            self._begun_s = self._last_save_s = now_s
+            self._last_save_step = step - 1
         return now_s
 
-    def _moment(self, step: int, now_s: float) -> Moment:
-        return Moment(
+    def _timing(self, step: int, now_s: float) -> SaveTiming:
+        return SaveTiming(
             step=step,
-            last_step=self._last_step,
+            last_step=self._last_save_step,
             elapsed_s=now_s - (self._begun_s or 0.0),
-            since_s=now_s - self._last_s,
-            cost_s=self._cost_s,
-            spent_s=self._spent_s,
+            since_s=now_s - self._last_save_s,
+            cost_s=self._last_cost_s,
+            spent_s=self._total_cost_s,
             busy=self._pending is not None,
         )
 
-    def _join(self) -> None:
+    def _wait_for_save(self) -> None:
         if self._pending is not None:
             self._pending.exception()
-            self._collect()
+            self._collect_result()
 
-    def _collect(self) -> None:
+    def _collect_result(self) -> None:
         if self._pending is not None and self._pending.done():
             pending, self._pending = self._pending, None
-            self._settle(pending.result())
+            self._record_result(pending.result())
 
-    def _settle(self, outcome: Outcome) -> None:
-        self._cost_s = outcome.stall_s + outcome.cpu_s
-        self._spent_s += self._cost_s
-        if outcome.reason:
-            self._newest = None
-            self._failure = error("SH503", f"step {outcome.step}: {outcome.reason}", where=self._files.where)
-            self._tell("save_failed", step=outcome.step, reason=outcome.reason)
+    def _record_result(self, result: SaveResult) -> None:
+        self._last_cost_s = result.stall_s + result.cpu_s
+        self._total_cost_s += self._last_cost_s
+        if result.reason:
+            self._last_saved = None
+            self._failure = error("SH503", f"step {result.step}: {result.reason}", where=self._files.where)
+            self._emit("save_failed", step=result.step, reason=result.reason)
         else:
             self._failure = None
-            self._tell(
+            self._emit(
                 "saved",
-                step=outcome.step,
-                size_bytes=outcome.size_bytes,
-                written_bytes=outcome.written_bytes,
-                stall_s=outcome.stall_s,
-                write_s=outcome.write_s,
+                step=result.step,
+                size_bytes=result.size_bytes,
+                written_bytes=result.written_bytes,
+                stall_s=result.stall_s,
+                write_s=result.write_s,
             )
-        if outcome.untidy:
-            self._tell("cleanup_failed", step=outcome.step, reason=outcome.untidy)
+        if result.untidy:
+            self._emit("cleanup_failed", step=result.step, reason=result.untidy)
 
     # ---- loading ----
 
     def latest(self) -> Manifest | None:
         """The newest checkpoint that looks whole: a sound manifest, every blob there in the right size."""
-        return next(self.candidates(), None)
+        return next(self.intact_manifests(), None)
 
-    def candidates(self) -> Iterator[Manifest]:
+    def intact_manifests(self) -> Iterator[Manifest]:
         """All checkpoints that look whole, newest first."""
         for step in self._steps():
             try:
                 manifest = self._manifest(step)
-                if reason := missing_blob(self._files, manifest):
+                if reason := missing_blob_reason(self._files, manifest):
                     raise error("SH502", reason, where=self._files.where)
             except CheckpointError as problem:
-                self._tell_invalid(step, problem)
+                self._report_invalid(step, problem)
             else:
                 yield manifest
 
-    def pass_over(self, step: int, reason: str) -> None:
+    def mark_damaged(self, step: int, reason: str) -> None:
         """Somebody found it damaged after all."""
         self._writer.damaged.add(step)
-        self._tell("checkpoint_invalid", step=step, reason=reason)
+        self._emit("checkpoint_invalid", step=step, reason=reason)
 
     def load(self, step: int, *, section: str = "") -> tuple[Manifest, State]:
         """The state of a step, or one section of it (None if it has no such section).
 
         SH501 if there is none, SH502 if it is damaged, SH504 if it belongs to another job.
         """
-        self._join()
+        self._wait_for_save()
         manifest = self._manifest(step)
-        if not section and (reason := missing_blob(self._files, manifest)):
+        if not section and (reason := missing_blob_reason(self._files, manifest)):
             raise error("SH502", reason, where=self._files.where)
         return manifest, read_state(self._files, manifest, section=section)
 
@@ -267,11 +272,11 @@ class Store:
             try:
                 return self.load(step, section=section)
             except CheckpointError as problem:
-                self._tell_invalid(step, problem)
+                self._report_invalid(step, problem)
         return None
 
     def _steps(self) -> list[int]:
-        self._join()
+        self._wait_for_save()
         try:
             return steps_in(self._files, self._directory)
         except OSError as problem:
@@ -286,24 +291,24 @@ class Store:
             raise error("SH504", "it was written by another job, or the job was changed since", where=where)
         return manifest
 
-    def _tell_invalid(self, step: int, problem: CheckpointError) -> None:
+    def _report_invalid(self, step: int, problem: CheckpointError) -> None:
         """Go on to an older one if this one is damaged; that it is not ours the caller must know."""
         if problem.code not in ("SH501", "SH502"):
             raise problem
         if not isinstance(problem.__cause__, OSError):  # what could not be read now may be sound
             self._writer.damaged.add(step)
-        self._tell("checkpoint_invalid", step=step, reason=f"{problem.where}: {problem.message}")
+        self._emit("checkpoint_invalid", step=step, reason=f"{problem.where}: {problem.message}")
 
 
-def _written(writer: Writer, snapshot: Snapshot, stall_s: float, held: ExitStack) -> Outcome:
-    return replace(writer.write(snapshot, written=held.close), stall_s=stall_s)
+def _write_snapshot(writer: CheckpointWriter, snapshot: Snapshot, stall_s: float, save_lock: ExitStack) -> SaveResult:
+    return replace(writer.write(snapshot, on_written=save_lock.close), stall_s=stall_s)
 
 
 def _reason(problem: Exception) -> str:
     return problem.message if isinstance(problem, CheckpointError) else str(problem)
 
 
-def _plain(info: Mapping[str, Any] | None) -> dict[str, Any]:
+def _json_copy(info: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of the info as JSON has it."""
     try:
         return dict(json.loads(json.dumps(dict(info or {}), allow_nan=False)))

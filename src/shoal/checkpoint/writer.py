@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shoal.checkpoint.blobs import Blob, pack
-from shoal.checkpoint.files import Files, is_temp
+from shoal.checkpoint.blobs import Blob, pack_tensors
+from shoal.checkpoint.files import CheckpointFiles, is_temp
 from shoal.checkpoint.manifest import (
     Manifest,
     blob_path,
     manifest_path,
     read_manifest,
-    step_of,
+    step_from_path,
     steps_in,
-    to_drop,
+    steps_to_delete,
 )
 from shoal.checkpoint.snapshot import Snapshot
 from shoal.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """How a save went. `reason` says why it failed; `untidy`, why old files could not be removed."""
 
     step: int
@@ -38,69 +38,71 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Retention:
+class RetentionPolicy:
     """How many of the newest and of the best checkpoints stay."""
 
     keep: int
     keep_best: int
-    sign: int
+    metric_sign: int
 
 
-class Writer:
+class CheckpointWriter:
     """Writes the checkpoints of one name. Called by one thread at a time."""
 
-    def __init__(self, files: Files, directory: str, *, job_sha256: str | None, retention: Retention) -> None:
+    def __init__(
+        self, files: CheckpointFiles, directory: str, *, job_sha256: str | None, retention: RetentionPolicy
+    ) -> None:
         self._files = files
         self._directory = directory
         self._job_sha256 = job_sha256
         self._retention = retention
-        self._sound: set[str] = set()
-        self._littered = True
+        self._verified: set[str] = set()
+        self._needs_sweep = True
         self.damaged: set[int] = set()
         """Steps that cannot be loaded: they do not count as kept, and go with the next save that succeeds."""
 
-    def write(self, snapshot: Snapshot, *, written: Callable[[], None] = lambda: None) -> Outcome:
+    def write(self, snapshot: Snapshot, *, on_written: Callable[[], None] = lambda: None) -> SaveResult:
         """Never raises: whatever goes wrong with a save is told, and training goes on. Calls `written` when all
         files are there, or will not be."""
         begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
-        outcome = Outcome(snapshot.step, snapshot.metric)
+        result = SaveResult(snapshot.step, snapshot.metric)
         try:
-            outcome = self._write(snapshot, outcome)
+            result = self._write(snapshot, result)
         except Exception as problem:
-            outcome = replace(outcome, reason=_reason(problem))
-            self._littered = True
-        written()
+            result = replace(result, reason=_reason(problem))
+            self._needs_sweep = True
+        on_written()
         try:
-            self._tidy(snapshot.step, saved=not outcome.reason)
+            self._clean_up(snapshot.step, saved=not result.reason)
         except Exception as problem:
-            outcome = replace(outcome, untidy=_reason(problem))
+            result = replace(result, untidy=_reason(problem))
         took_s, took_cpu_s = time.perf_counter() - begun_s, time.thread_time() - begun_cpu_s
-        return replace(outcome, write_s=took_s, cpu_s=took_cpu_s)
+        return replace(result, write_s=took_s, cpu_s=took_cpu_s)
 
-    def _write(self, snapshot: Snapshot, outcome: Outcome) -> Outcome:
-        blobs, refs = pack(snapshot.tensors)
+    def _write(self, snapshot: Snapshot, result: SaveResult) -> SaveResult:
+        blobs, refs = pack_tensors(snapshot.tensors)
         manifest = Manifest(
             step=snapshot.step,
             created=time.time(),
             job_sha256=self._job_sha256,
             metric=snapshot.metric,
             tree=snapshot.tree,
-            blobs={digest: blob.size_bytes for digest, blob in blobs.items()} | dict(snapshot.others),
+            blobs={digest: blob.size_bytes for digest, blob in blobs.items()} | dict(snapshot.external_blobs),
             tensors=refs,
             info=snapshot.info,
         )
         raw = manifest.dump()
-        with self._files.saving():
+        with self._files.save_lock():
             present = self._files.sizes("blobs")
-            new = [blob for blob in blobs.values() if not self._stored(blob, present)]
+            new = [blob for blob in blobs.values() if not self._is_stored(blob, present)]
             for blob in new:
                 self._files.write(blob_path(blob.digest), blob.chunks)
             self._files.write(manifest_path(self._directory, snapshot.step), [raw])
-        self._sound |= blobs.keys()
-        written = sum(blob.size_bytes for blob in new) + sum(snapshot.others.values()) + len(raw)
-        return replace(outcome, size_bytes=manifest.size_bytes, written_bytes=written)
+        self._verified |= blobs.keys()
+        written = sum(blob.size_bytes for blob in new) + sum(snapshot.external_blobs.values()) + len(raw)
+        return replace(result, size_bytes=manifest.size_bytes, written_bytes=written)
 
-    def _stored(self, blob: Blob, present: dict[str, int]) -> bool:
+    def _is_stored(self, blob: Blob, present: dict[str, int]) -> bool:
         """A blob that is there need not be sound: one that this process has not seen to be is read once.
 
         Where nothing keeps other processes from sweeping, it is written again instead, which makes it young.
@@ -108,36 +110,36 @@ class Writer:
         path = blob_path(blob.digest)
         if present.get(path) != blob.size_bytes:
             return False
-        return blob.digest in self._sound or (self._files.locks and self._is_sound(path, blob.digest))
+        return blob.digest in self._verified or (self._files.has_locks and self._verify(path, blob.digest))
 
-    def _is_sound(self, path: str, digest: str) -> bool:
+    def _verify(self, path: str, digest: str) -> bool:
         try:
             with self._files.open(path) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest() == digest  # type: ignore[arg-type]
         except OSError:
             return False
 
-    def _tidy(self, step: int, *, saved: bool) -> None:
+    def _clean_up(self, step: int, *, saved: bool) -> None:
         if saved:
-            self._retire(step)
-        if self._littered:
-            self._littered = not sweep(self._files)
+            self._delete_old(step)
+        if self._needs_sweep:
+            self._needs_sweep = not sweep_blobs(self._files)
 
-    def _retire(self, step: int) -> None:
+    def _delete_old(self, step: int) -> None:
         """Drop the manifests that retention does not keep; the one just written stays whatever its step."""
         self.damaged.discard(step)
-        manifests, broken = self._manifests()
+        manifests, broken = self._read_manifests()
         rule = self._retention
         metas = [(m.step, m.metric) for m in manifests.values()]
-        drop = {*to_drop(metas, rule.keep, rule.keep_best, rule.sign), *broken} - {step}
+        drop = {*steps_to_delete(metas, rule.keep, rule.keep_best, rule.metric_sign), *broken} - {step}
         for old in drop:
             self._files.remove(manifest_path(self._directory, old))
-        self._littered = self._littered or bool(drop)
+        self._needs_sweep = self._needs_sweep or bool(drop)
         self.damaged.clear()
         # Only what a manifest of ours refers to is safe from the sweeps of others.
-        self._sound &= {digest for old, m in manifests.items() if old not in drop for digest in m.blobs}
+        self._verified &= {digest for old, m in manifests.items() if old not in drop for digest in m.blobs}
 
-    def _manifests(self) -> tuple[dict[int, Manifest], set[int]]:
+    def _read_manifests(self) -> tuple[dict[int, Manifest], set[int]]:
         """Our manifests by step, and the steps whose checkpoints are known to be damaged."""
         sound: dict[int, Manifest] = {}
         broken = set()
@@ -152,28 +154,28 @@ class Writer:
         return {step: m for step, m in sound.items() if step not in broken}, broken
 
 
-def sweep(files: Files) -> bool:
+def sweep_blobs(files: CheckpointFiles) -> bool:
     """Remove the blobs that no manifest of any name refers to, and what crashed saves left.
 
     False if something remains for next time, because somebody is saving or it is too young.
     """
-    with files.sweeping() as alone:
+    with files.sweep_lock() as alone:
         if not alone:
             return False
         present = files.sizes()
-        needed = _needed(files, present)
+        needed = _referenced_blobs(files, present)
         litter = [p for p in present if is_temp(p) or (p.startswith("blobs/") and p not in needed)]
-        stale = [path for path in litter if files.stale(path)]
+        stale = [path for path in litter if files.is_stale(path)]
         for path in stale:
             files.remove(path)
         return len(stale) == len(litter)
 
 
-def _needed(files: Files, present: dict[str, int]) -> set[str]:
+def _referenced_blobs(files: CheckpointFiles, present: dict[str, int]) -> set[str]:
     """The blobs that manifests refer to. A damaged one needs none; an unreadable one stops the sweep."""
     needed: set[str] = set()
     for path in present:
-        if step_of(path) is None:
+        if step_from_path(path) is None:
             continue
         try:
             needed |= {blob_path(digest) for digest in read_manifest(files, path).blobs}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.codecs.piecewise import Piecewise
-from shoal.codecs.scratch import Scratch
+from shoal.codecs.blockwise import BlockwiseCodec
+from shoal.codecs.scratch import ScratchBuffers
 
 
-class Cast(Piecewise):
+class Cast(BlockwiseCodec):
     """Each value in another type, rounded to the nearest. What is too large for it becomes infinite: never hidden."""
 
-    def __init__(self, dtype: torch.dtype, scratch: Scratch) -> None:
+    def __init__(self, dtype: torch.dtype, scratch: ScratchBuffers) -> None:
         super().__init__(scratch)
         self._dtype = dtype
         self.exact = dtype == torch.float32
@@ -20,14 +20,14 @@ class Cast(Piecewise):
     def size_bytes(self, count: int) -> int:
         return count * self._dtype.itemsize
 
-    def memory_floats(self, count: int) -> int:
+    def residual_floats(self, count: int) -> int:
         return 0 if self.exact else count
 
-    def _split(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
+    def _sections(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
         return (data.view(self._dtype),)
 
-    def _write(self, values: Tensor, parts: tuple[Tensor, ...], start: int) -> None:
-        parts[0][start : start + values.numel()].copy_(values)
+    def _encode_piece(self, values: Tensor, sections: tuple[Tensor, ...], start: int) -> None:
+        sections[0][start : start + values.numel()].copy_(values)
 
-    def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
-        out.copy_(parts[0][start : start + out.numel()])
+    def _decode_piece(self, sections: tuple[Tensor, ...], start: int, out: Tensor) -> None:
+        out.copy_(sections[0][start : start + out.numel()])

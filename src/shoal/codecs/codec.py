@@ -26,17 +26,17 @@ class Codec(Protocol):
         """No bit changes."""
 
     @property
-    def remembers(self) -> bool:
+    def needs_residual(self) -> bool:
         """It sends so little that what was lost must be added to the next values, or training goes astray."""
 
     @property
-    def adds(self) -> bool:
+    def adds_residual(self) -> bool:
         """What was lost is added to the next values as it is, and nothing else is done to them."""
 
     def size_bytes(self, count: int) -> int:
         """What `count` values take: known before, whatever they are."""
 
-    def memory_floats(self, count: int) -> int:
+    def residual_floats(self, count: int) -> int:
         """How long `before` and `after` are. The first `count` are what was lost."""
 
     def encode(
@@ -44,9 +44,9 @@ class Codec(Protocol):
         values: Tensor,
         out: Tensor,
         *,
-        before: Tensor | None = None,
-        after: Tensor | None = None,
-        back: Tensor | None = None,
+        residual_in: Tensor | None = None,
+        residual_out: Tensor | None = None,
+        decoded: Tensor | None = None,
     ) -> None:
         """Fill `out`, exactly `size_bytes` long.
 
@@ -63,24 +63,29 @@ class Codec(Protocol):
 
 
 def check_encode(
-    codec: Codec, values: Tensor, out: Tensor, before: Tensor | None, after: Tensor | None, back: Tensor | None
+    codec: Codec,
+    values: Tensor,
+    out: Tensor,
+    residual_in: Tensor | None,
+    residual_out: Tensor | None,
+    decoded: Tensor | None,
 ) -> int:
     """The number of values, if everything fits."""
     count = _check_floats(values, "values")
     _check_bytes(out, codec.size_bytes(count))
-    if back is not None and _check_floats(back, "back") != count:
-        raise ValueError(f"`back` holds {back.numel()} values instead of {count}")
-    if before is not None and after is None:
+    if decoded is not None and _check_floats(decoded, "back") != count:
+        raise ValueError(f"`back` holds {decoded.numel()} values instead of {count}")
+    if residual_in is not None and residual_out is None:
         raise ValueError("there is a memory from before, and no room for the next one")
-    for name, memory in (("before", before), ("after", after)):
-        if memory is not None and _check_floats(memory, name) != codec.memory_floats(count):
-            raise ValueError(f"`{name}` holds {memory.numel()} values instead of {codec.memory_floats(count)}")
+    for name, residual in (("before", residual_in), ("after", residual_out)):
+        if residual is not None and _check_floats(residual, name) != codec.residual_floats(count):
+            raise ValueError(f"`{name}` holds {residual.numel()} values instead of {codec.residual_floats(count)}")
     return count
 
 
-def summed(values: Tensor, after: Tensor) -> bool:
+def shares_memory(values: Tensor, residual_out: Tensor) -> bool:
     """Do the values lie in `after`?"""
-    return values.data_ptr() == after.data_ptr()
+    return values.data_ptr() == residual_out.data_ptr()
 
 
 def check_decode(codec: Codec, data: Tensor, out: Tensor) -> int:

@@ -5,54 +5,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.codecs.piecewise import Piecewise
-from shoal.codecs.scratch import Scratch
-from shoal.codecs.size import FLOAT, blocks
+from shoal.codecs.blockwise import BlockwiseCodec
+from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.size import FLOAT_BYTES, block_count
 
-MOST = 127
-TINY = 2.0**-120  # below, 127 / scale would not be finite
+MAX_INT = 127
+MIN_SCALE = 2.0**-120  # below, 127 / scale would not be finite
 # Added to a small number, this leaves the nearest whole number in the low bits of the sum: rounding for one addition,
 # and without float's conversion to int, which gives anything for what is not finite.
-ROUND = 1.5 * 2**23
+ROUNDING_OFFSET = 1.5 * 2**23
 
 
-class Int8(Piecewise):
+class Int8(BlockwiseCodec):
     """A block's largest value becomes ±127; nothing is off by more than 1/254 of it.
 
     A block whose largest value is below 2**-120 becomes zeros. A block that holds a value that is not finite has a
     scale that is not finite, and all of it decodes to values that are not.
     """
 
-    def __init__(self, block: int, scratch: Scratch) -> None:
+    def __init__(self, block: int, scratch: ScratchBuffers) -> None:
         super().__init__(scratch)
-        self.width = block
+        self.alignment = block
 
     def size_bytes(self, count: int) -> int:
-        return FLOAT * blocks(count, self.width) + count
+        return FLOAT_BYTES * block_count(count, self.alignment) + count
 
-    def _split(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
-        end = FLOAT * blocks(count, self.width)
+    def _sections(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
+        end = FLOAT_BYTES * block_count(count, self.alignment)
         return data[:end].view(torch.float32), data[end:].view(torch.int8)
 
-    def _write(self, values: Tensor, parts: tuple[Tensor, ...], start: int) -> None:
-        rows = self._rows(values)
-        scales, numbers = self._of(parts, start, rows)
-        room = self._scratch.take("rounding", values.numel(), torch.float32, values.device)
+    def _encode_piece(self, values: Tensor, sections: tuple[Tensor, ...], start: int) -> None:
+        rows = self._block_rows(values)
+        scales, numbers = self._section_slices(sections, start, rows)
+        room = self._scratch.get("rounding", values.numel(), torch.float32, values.device)
         largest = torch.amax(torch.abs(rows, out=room.view_as(rows)), 1, out=scales)
-        largest.mul_(largest >= TINY)
-        factors = self._scratch.take("factors", len(rows), torch.float32, values.device)
-        torch.reciprocal(largest, out=factors).mul_(MOST)
+        largest.mul_(largest >= MIN_SCALE)
+        factors = self._scratch.get("factors", len(rows), torch.float32, values.device)
+        torch.reciprocal(largest, out=factors).mul_(MAX_INT)
         torch.mul(rows, factors[:, None], out=room.view_as(rows))
-        scales.div_(MOST)
-        numbers.copy_(room.add_(ROUND).view(torch.int32))
+        scales.div_(MAX_INT)
+        numbers.copy_(room.add_(ROUNDING_OFFSET).view(torch.int32))
 
-    def _read(self, parts: tuple[Tensor, ...], start: int, out: Tensor) -> None:
-        rows = self._rows(out)
-        scales, numbers = self._of(parts, start, rows)
+    def _decode_piece(self, sections: tuple[Tensor, ...], start: int, out: Tensor) -> None:
+        rows = self._block_rows(out)
+        scales, numbers = self._section_slices(sections, start, rows)
         out.copy_(numbers)
         rows.mul_(scales[:, None])
 
-    def _of(self, parts: tuple[Tensor, ...], start: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        scales, numbers = parts
-        first = start // self.width
+    def _section_slices(self, sections: tuple[Tensor, ...], start: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        scales, numbers = sections
+        first = start // self.alignment
         return scales[first : first + len(rows)], numbers[start : start + rows.numel()]

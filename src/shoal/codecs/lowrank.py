@@ -8,38 +8,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.codecs.codec import check_decode, check_encode, summed
-from shoal.codecs.piecewise import pieces
-from shoal.codecs.scratch import Scratch
-from shoal.codecs.size import FLOAT, Part, Shape, cut
+from shoal.codecs.blockwise import pieces
+from shoal.codecs.codec import check_decode, check_encode, shares_memory
+from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.size import FLOAT_BYTES, MatrixSegment, Shape, matrix_segments
 
 ALIGNED_ROWS = 16  # so many rows of floats, of any length, end at a multiple of 64 bytes
-SMALLEST = 2.0**-126
+MIN_NORM = 2.0**-126
 
 
 @dataclass(frozen=True)
 class _Slot:
     """A part of the stretch, where it begins in what is sent, and where its Q lies in the memory."""
 
-    part: Part
-    sent: int
-    start: int
+    segment: MatrixSegment
+    sent_start: int
+    q_start: int
 
-    def of(self, stretch: Tensor) -> Tensor:
-        return stretch[self.part.start : self.part.stop].view(self.part.rows, self.part.columns)
+    def matrix(self, flat: Tensor) -> Tensor:
+        return flat[self.segment.start : self.segment.stop].view(self.segment.rows, self.segment.columns)
 
-    def whole(self, sent: Tensor) -> Tensor:
-        return sent[self.sent : self.sent + self.part.floats].view(self.part.rows, -1)
+    def uncompressed(self, sent: Tensor) -> Tensor:
+        return sent[self.sent_start : self.sent_start + self.segment.sent_floats].view(self.segment.rows, -1)
 
     def p(self, sent: Tensor) -> Tensor:
-        return sent[self.sent : self.sent + self.part.rows * self.part.rank].view(-1, self.part.rank)
+        return sent[self.sent_start : self.sent_start + self.segment.rows * self.segment.rank].view(
+            -1, self.segment.rank
+        )
 
     def q(self, sent: Tensor) -> Tensor:
-        after_p = self.sent + self.part.rows * self.part.rank
-        return sent[after_p : self.sent + self.part.floats].view(self.part.rank, -1)
+        after_p = self.sent_start + self.segment.rows * self.segment.rank
+        return sent[after_p : self.sent_start + self.segment.sent_floats].view(self.segment.rank, -1)
 
-    def warm(self, memory: Tensor) -> Tensor:
-        return memory[self.start : self.start + self.part.columns * self.part.rank].view(self.part.rank, -1)
+    def previous_q(self, residual: Tensor) -> Tensor:
+        return residual[self.q_start : self.q_start + self.segment.columns * self.segment.rank].view(
+            self.segment.rank, -1
+        )
 
 
 class LowRank:
@@ -54,114 +58,116 @@ class LowRank:
     """
 
     exact = False
-    remembers = True
-    adds = True
+    needs_residual = True
+    adds_residual = True
 
-    def __init__(self, rank: int, shapes: Sequence[Shape], scratch: Scratch) -> None:
+    def __init__(self, rank: int, shapes: Sequence[Shape], scratch: ScratchBuffers) -> None:
         self._scratch = scratch
-        self._first: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._initial_factors: dict[tuple[int, int, torch.device], Tensor] = {}
         self._slots: list[_Slot] = []
         self._count = sum(map(_size, shapes))
-        self._sent, self._memory = 0, self._count
-        for part in cut(shapes, rank, self._count):
-            self._slots.append(_Slot(part, self._sent, self._memory))
-            self._sent += part.floats
-            self._memory += part.columns * part.rank
+        self._sent_floats, self._residual_floats = 0, self._count
+        for part in matrix_segments(shapes, rank, self._count):
+            self._slots.append(_Slot(part, self._sent_floats, self._residual_floats))
+            self._sent_floats += part.sent_floats
+            self._residual_floats += part.columns * part.rank
 
     def size_bytes(self, count: int) -> int:
-        self._check(count)
-        return FLOAT * self._sent
+        self._check_count(count)
+        return FLOAT_BYTES * self._sent_floats
 
-    def memory_floats(self, count: int) -> int:
-        self._check(count)
-        return self._memory
+    def residual_floats(self, count: int) -> int:
+        self._check_count(count)
+        return self._residual_floats
 
     def encode(
         self,
         values: Tensor,
         out: Tensor,
         *,
-        before: Tensor | None = None,
-        after: Tensor | None = None,
-        back: Tensor | None = None,
+        residual_in: Tensor | None = None,
+        residual_out: Tensor | None = None,
+        decoded: Tensor | None = None,
     ) -> None:
-        count = check_encode(self, values, out, before, after, back)
+        count = check_encode(self, values, out, residual_in, residual_out, decoded)
         sent = out.view(torch.float32)
-        if after is not None and not summed(values, after):
-            room = after[:count]
-            values = room.copy_(values) if before is None else torch.add(values, before[:count], out=room)
+        if residual_out is not None and not shares_memory(values, residual_out):
+            room = residual_out[:count]
+            values = room.copy_(values) if residual_in is None else torch.add(values, residual_in[:count], out=room)
         for slot in self._slots:
-            matrix = slot.of(values)
-            if slot.part.rank:
-                p, q = _factors(matrix, self._start(slot, before, matrix.device))
+            matrix = slot.matrix(values)
+            if slot.segment.rank:
+                p, q = _power_iteration(matrix, self._initial_q(slot, residual_in, matrix.device))
                 slot.p(sent).copy_(p)
                 slot.q(sent).copy_(q)
-                if after is not None:
-                    slot.warm(after).copy_(q)
-                if after is not None or back is not None:
+                if residual_out is not None:
+                    slot.previous_q(residual_out).copy_(q)
+                if residual_out is not None or decoded is not None:
                     for rows, product in self._products(slot, sent):
-                        if after is not None:
+                        if residual_out is not None:
                             matrix[rows].sub_(product)
-                        if back is not None:
-                            slot.of(back)[rows].copy_(product)
+                        if decoded is not None:
+                            slot.matrix(decoded)[rows].copy_(product)
             else:
-                slot.whole(sent).copy_(matrix)
-                if back is not None:
-                    slot.of(back).copy_(matrix)
-                if after is not None:
+                slot.uncompressed(sent).copy_(matrix)
+                if decoded is not None:
+                    slot.matrix(decoded).copy_(matrix)
+                if residual_out is not None:
                     matrix.zero_()
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         check_decode(self, data, out)
         sent = data.view(torch.float32)
         for slot in self._slots:
-            if slot.part.rank:
+            if slot.segment.rank:
                 for rows, product in self._products(slot, sent):
-                    into = slot.of(out)[rows]
+                    into = slot.matrix(out)[rows]
                     into.add_(product) if add else into.copy_(product)
             elif add:
-                slot.of(out).add_(slot.whole(sent))
+                slot.matrix(out).add_(slot.uncompressed(sent))
             else:
-                slot.of(out).copy_(slot.whole(sent))
+                slot.matrix(out).copy_(slot.uncompressed(sent))
 
     def _products(self, slot: _Slot, sent: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Some rows at a time, from and into memory of our own: bits must not depend on where bytes happen to lie."""
-        p, q = self._own("p", slot.p(sent)), self._own("q", slot.q(sent))
-        columns = slot.part.columns
-        for start, stop in pieces(slot.part.rows * columns, columns * ALIGNED_ROWS, sent.device):
+        p, q = self._aligned_copy("p", slot.p(sent)), self._aligned_copy("q", slot.q(sent))
+        columns = slot.segment.columns
+        for start, stop in pieces(slot.segment.rows * columns, columns * ALIGNED_ROWS, sent.device):
             rows = slice(start // columns, stop // columns)
-            room = self._scratch.take("product", stop - start, torch.float32, sent.device).view(-1, columns)
+            room = self._scratch.get("product", stop - start, torch.float32, sent.device).view(-1, columns)
             yield rows, torch.mm(p[rows], q, out=room)
 
-    def _own(self, name: str, matrix: Tensor) -> Tensor:
-        return self._scratch.take(name, matrix.numel(), torch.float32, matrix.device).view_as(matrix).copy_(matrix)
+    def _aligned_copy(self, name: str, matrix: Tensor) -> Tensor:
+        return self._scratch.get(name, matrix.numel(), torch.float32, matrix.device).view_as(matrix).copy_(matrix)
 
-    def _start(self, slot: _Slot, before: Tensor | None, device: torch.device) -> Tensor:
+    def _initial_q(self, slot: _Slot, residual_in: Tensor | None, device: torch.device) -> Tensor:
         """The last Q with rows of size 1. A row that is zero or not finite leads nowhere and starts anew."""
-        key = (slot.part.columns, slot.part.rank, device)
-        if key not in self._first:
-            self._first[key] = scattered(slot.part.columns * slot.part.rank, device).view(slot.part.rank, -1)
-        if before is None:
-            return self._first[key]
-        last = slot.warm(before)
+        key = (slot.segment.columns, slot.segment.rank, device)
+        if key not in self._initial_factors:
+            self._initial_factors[key] = hash_uniform(slot.segment.columns * slot.segment.rank, device).view(
+                slot.segment.rank, -1
+            )
+        if residual_in is None:
+            return self._initial_factors[key]
+        last = slot.previous_q(residual_in)
         size = last.abs().amax(1, keepdim=True)
-        return torch.where((size >= SMALLEST) & size.isfinite(), last / size, self._first[key])
+        return torch.where((size >= MIN_NORM) & size.isfinite(), last / size, self._initial_factors[key])
 
-    def _check(self, count: int) -> None:
+    def _check_count(self, count: int) -> None:
         if count != self._count:
             raise ValueError(f"the shapes hold {self._count} values, the stretch {count}")
 
 
-def _factors(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def _power_iteration(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """P with orthonormal columns, and Q, so that P Q is the matrix seen along P. Thin matrices lie so that BLAS is
     quick with them: measured, up to ten times."""
     along = torch.mm(matrix, start.T)
-    along.div_(along.abs().amax(0).clamp_min(SMALLEST))  # squares of what is very large or small stay finite
+    along.div_(along.abs().amax(0).clamp_min(MIN_NORM))  # squares of what is very large or small stay finite
     p = torch.linalg.qr(along).Q
     return p, torch.mm(p.T, matrix)
 
 
-def scattered(count: int, device: torch.device) -> Tensor:
+def hash_uniform(count: int, device: torch.device) -> Tensor:
     """Numbers in -1..1 without a pattern: a hash of their position."""
     it = torch.arange(1, count + 1, device=device)
     for _ in range(2):

@@ -9,35 +9,37 @@ import torch
 
 from shoal.codecs.cast import Cast
 from shoal.codecs.codec import Codec
-from shoal.codecs.digits import INT3, INT4, Digits
 from shoal.codecs.int8 import Int8
 from shoal.codecs.lowrank import LowRank
-from shoal.codecs.scratch import Scratch
-from shoal.codecs.sign import Sign
+from shoal.codecs.packed_int import INT3, INT4, PackedInt
+from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.sign import SignBits
 from shoal.codecs.size import Shape
 from shoal.codecs.topk import TopK
 
-CASTS = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CAST_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make(settings: Mapping[str, Any], *, shapes: Sequence[Shape] = (), scratch: Scratch | None = None) -> Codec:
+def make_codec(
+    settings: Mapping[str, Any], *, shapes: Sequence[Shape] = (), scratch: ScratchBuffers | None = None
+) -> Codec:
     """`settings` is the section as plain data. One codec serves stretches of any length, but for `lowrank`: that one is
     for a stretch that holds tensors of these `shapes` one after the other (`size.within` gives those of a piece).
 
     Codecs that are used by the same thread may share their scratch memory.
     """
-    scratch = scratch or Scratch()
+    scratch = scratch or ScratchBuffers()
     kind = settings["kind"]
-    if kind in CASTS:
-        return Cast(CASTS[kind], scratch)
+    if kind in CAST_DTYPES:
+        return Cast(CAST_DTYPES[kind], scratch)
     if kind == "int8":
         return Int8(settings["block"], scratch)
     if kind == "int4":
-        return Digits(INT4, settings["block"], scratch)
+        return PackedInt(INT4, settings["block"], scratch)
     if kind == "int3":
-        return Digits(INT3, settings["block"], scratch)
+        return PackedInt(INT3, settings["block"], scratch)
     if kind == "sign":
-        return Sign(scratch)
+        return SignBits(scratch)
     if kind == "topk":
         return TopK(settings["keep"], settings.get("momentum"), scratch)
     if kind == "lowrank":

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 
-class Scratch:
+class ScratchBuffers:
     """Gives the same memory whenever the same name is asked for. For one thread."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
-    def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def get(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """`count` elements that hold anything; valid until the name is asked for again."""
         key = (name, dtype, device)
-        kept = self._kept.get(key)
+        kept = self._buffers.get(key)
         if kept is None or kept.numel() < count:
-            kept = self._kept[key] = torch.empty(count, dtype=dtype, device=device)
+            kept = self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
         return kept[:count]

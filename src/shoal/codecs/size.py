@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-FLOAT = 4
+FLOAT_BYTES = 4
 SIGN_BLOCK = 1024
 Shape = Sequence[int]
 
@@ -19,25 +19,25 @@ def size_bytes(settings: Mapping[str, Any], count: int, *, shapes: Iterable[Shap
     """What `count` float32 values take when they are sent. `lowrank` needs the shapes of what lies in the stretch."""
     kind = settings["kind"]
     if kind == "none":
-        return FLOAT * count
+        return FLOAT_BYTES * count
     if kind in ("bf16", "fp16"):
         return 2 * count
     if kind == "int8":
-        return FLOAT * blocks(count, settings["block"]) + count
+        return FLOAT_BYTES * block_count(count, settings["block"]) + count
     if kind == "int4":
-        return FLOAT * blocks(count, settings["block"]) + blocks(count, 2)
+        return FLOAT_BYTES * block_count(count, settings["block"]) + block_count(count, 2)
     if kind == "int3":
-        return FLOAT * blocks(count, settings["block"]) + 2 * blocks(count, 5)
+        return FLOAT_BYTES * block_count(count, settings["block"]) + 2 * block_count(count, 5)
     if kind == "sign":
-        return FLOAT * blocks(count, SIGN_BLOCK) + blocks(count, 8)
+        return FLOAT_BYTES * block_count(count, SIGN_BLOCK) + block_count(count, 8)
     if kind == "topk":
-        return 2 * FLOAT * kept(count, settings["keep"])
+        return 2 * FLOAT_BYTES * topk_count(count, settings["keep"])
     if kind == "lowrank":
-        return FLOAT * sum(part.floats for part in cut(shapes, settings["rank"], count))
+        return FLOAT_BYTES * sum(part.sent_floats for part in matrix_segments(shapes, settings["rank"], count))
     raise ValueError(f"there is no codec '{kind}'")
 
 
-def memory_floats(settings: Mapping[str, Any], count: int, *, shapes: Iterable[Shape] = ()) -> int:
+def residual_floats(settings: Mapping[str, Any], count: int, *, shapes: Iterable[Shape] = ()) -> int:
     """How many float32 values one contributor carries from step to step: what was not sent, and more in some."""
     kind = settings["kind"]
     if kind == "none":
@@ -45,21 +45,21 @@ def memory_floats(settings: Mapping[str, Any], count: int, *, shapes: Iterable[S
     if kind == "topk" and settings.get("momentum"):
         return 2 * count
     if kind == "lowrank":
-        return count + sum(part.columns * part.rank for part in cut(shapes, settings["rank"], count))
+        return count + sum(part.columns * part.rank for part in matrix_segments(shapes, settings["rank"], count))
     return count
 
 
-def blocks(count: int, block: int) -> int:
+def block_count(count: int, block: int) -> int:
     return -(-count // block)
 
 
-def kept(count: int, keep: float) -> int:
+def topk_count(count: int, keep: float) -> int:
     """How many values top-k sends: at least one of any."""
     return min(count, max(1, round(count * keep)))
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixSegment:
     """A run of values in a stretch: a matrix that is sent as two thin ones, or (rank 0) values sent as they are."""
 
     start: int
@@ -76,46 +76,46 @@ class Part:
         return self.start + self.count
 
     @property
-    def floats(self) -> int:
+    def sent_floats(self) -> int:
         """How many it sends."""
         return self.rank * (self.rows + self.columns) if self.rank else self.count
 
 
-def cut(shapes: Iterable[Shape], rank: int, count: int) -> list[Part]:
+def matrix_segments(shapes: Iterable[Shape], rank: int, count: int) -> list[MatrixSegment]:
     """The parts of a stretch that holds tensors of these shapes one after the other.
 
     A tensor is a matrix with a row for each index of its first dimension. It is sent as it is where two thin matrices
     of this rank would not be fewer numbers; neighbours of that kind become one part.
     """
-    parts: list[Part] = []
-    place = 0
+    segments: list[MatrixSegment] = []
+    offset = 0
     for shape in shapes:
         size = prod(shape)
         rows = shape[0] if len(shape) > 1 and size else 1
-        matrix = Part(place, rows, size // rows, rank)
-        if matrix.floats < size:
-            parts.append(matrix)
+        matrix = MatrixSegment(offset, rows, size // rows, rank)
+        if matrix.sent_floats < size:
+            segments.append(matrix)
         elif size:
-            start = parts.pop().start if parts and not parts[-1].rank else place
-            parts.append(Part(start, 1, place + size - start))
-        place += size
-    if place != count:
-        raise ValueError(f"the shapes hold {place} values, the stretch {count}")
-    return parts
+            start = segments.pop().start if segments and not segments[-1].rank else offset
+            segments.append(MatrixSegment(start, 1, offset + size - start))
+        offset += size
+    if offset != count:
+        raise ValueError(f"the shapes hold {offset} values, the stretch {count}")
+    return segments
 
 
-def within(shapes: Iterable[Shape], start: int, stop: int) -> Iterator[Shape]:
+def shapes_within(shapes: Iterable[Shape], start: int, stop: int) -> Iterator[Shape]:
     """The shapes in a piece [start, stop) of the stretch: a matrix that is cut keeps its whole rows as a matrix."""
-    place = 0
+    offset = 0
     for shape in shapes:
         size = prod(shape)
-        first, last = max(start, place), min(stop, place + size)
+        first, last = max(start, offset), min(stop, offset + size)
         if first < last:
-            yield from _slice(shape, first - place, last - place)
-        place += size
+            yield from _slice_shape(shape, first - offset, last - offset)
+        offset += size
 
 
-def _slice(shape: Shape, first: int, last: int) -> Iterator[Shape]:
+def _slice_shape(shape: Shape, first: int, last: int) -> Iterator[Shape]:
     row = prod(shape[1:])
     above, below = -first % row, last % row
     rows = (last - first - above - below) // row

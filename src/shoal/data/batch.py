@@ -20,36 +20,38 @@ class Batch:
     size: int
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin(self) -> Batch:
         """In page-locked memory, from where `to(..., non_blocking=True)` copies beside the computation."""
-        return self._each(Tensor.pin_memory)
+        return self._map_tensors(Tensor.pin_memory)
 
-    def parts(self, count: int) -> list[Batch]:
+    def chunk(self, count: int) -> list[Batch]:
         """The samples in so many batches, in order, or in as many as there are samples. What has not one row for each
         sample goes into all of them."""
         count = max(min(count, self.size), 1)
         cuts = [self.size * i // count for i in range(count + 1)]
-        return [self._between(first, last) for first, last in pairwise(cuts)]
+        return [self._slice(first, last) for first, last in pairwise(cuts)]
 
-    def _between(self, first: int, last: int) -> Batch:
+    def _slice(self, first: int, last: int) -> Batch:
         def act(tensor: Tensor) -> Tensor:
             return tensor[first:last] if tensor.dim() and len(tensor) == self.size else tensor
 
-        return Batch(tuple(_map(value, act) for value in self.inputs), _map(self.target, act), last - first)
+        return Batch(
+            tuple(_map_nested(value, act) for value in self.inputs), _map_nested(self.target, act), last - first
+        )
 
-    def _each(self, act: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(tuple(_map(value, act) for value in self.inputs), _map(self.target, act), self.size)
+    def _map_tensors(self, act: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(tuple(_map_nested(value, act) for value in self.inputs), _map_nested(self.target, act), self.size)
 
 
-def _map(value: Any, act: Callable[[Tensor], Tensor]) -> Any:
+def _map_nested(value: Any, act: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return act(value)
     if isinstance(value, dict):
-        return {key: _map(part, act) for key, part in value.items()}
+        return {key: _map_nested(part, act) for key, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(part, act) for part in value))
+        return type(value)(*(_map_nested(part, act) for part in value))
     if isinstance(value, list | tuple):
-        return type(value)(_map(part, act) for part in value)
+        return type(value)(_map_nested(part, act) for part in value)
     return value

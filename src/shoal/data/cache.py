@@ -18,12 +18,12 @@ import numpy as np
 from shoal.errors import error
 
 _FORMAT = 1
-KEPT_S = 30 * 24 * 3600
+MAX_UNUSED_S = 30 * 24 * 3600
 SMALL_BYTES = 64 << 20
 """Up to here data is rather held in memory than mapped."""
 
 
-def cached(cache_dir: Path, key: list[Any], make: Callable[[Path], None]) -> Path:
+def cached_directory(cache_dir: Path, key: list[Any], make: Callable[[Path], None]) -> Path:
     """The directory that `make` filled for this key, now or at any time before.
 
     Of several processes one makes it and the others wait. A directory under its final name is complete.
@@ -37,17 +37,17 @@ def cached(cache_dir: Path, key: list[Any], make: Callable[[Path], None]) -> Pat
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f"{name}.lock"):
             if not final.exists():
-                _sweep(cache_dir)
+                _remove_unused(cache_dir)
                 _fill(final, make)
     except OSError as failure:
         raise error("SH313", f"{failure}", where=str(cache_dir)) from failure
     return final
 
 
-def _sweep(cache_dir: Path) -> None:
+def _remove_unused(cache_dir: Path) -> None:
     """Forget what nobody used for a month. A process that still maps such a file keeps it until it ends."""
     for old in cache_dir.iterdir():
-        if old.is_dir() and old.suffix != ".part" and time.time() - old.stat().st_mtime > KEPT_S:
+        if old.is_dir() and old.suffix != ".part" and time.time() - old.stat().st_mtime > MAX_UNUSED_S:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -76,15 +76,15 @@ class NpyWriter:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb")  # noqa: SIM115  (closed by __exit__)
         self._dtype: np.dtype[Any] | None = None
-        self._row: tuple[int, ...] = ()
-        self._rows = 0
+        self._row_shape: tuple[int, ...] = ()
+        self._row_count = 0
 
     def append(self, rows: np.ndarray[Any, Any]) -> None:
         if self._dtype is None:
-            self._dtype, self._row = rows.dtype, rows.shape[1:]
-            self._head()
+            self._dtype, self._row_shape = rows.dtype, rows.shape[1:]
+            self._write_header()
         self._file.write(np.ascontiguousarray(rows).data)
-        self._rows += len(rows)
+        self._row_count += len(rows)
 
     def __enter__(self) -> NpyWriter:
         return self
@@ -92,9 +92,9 @@ class NpyWriter:
     def __exit__(self, *failure: object) -> None:
         with self._file:
             if self._dtype is not None and failure[0] is None:
-                self._head()
+                self._write_header()
 
-    def _head(self) -> None:
+    def _write_header(self) -> None:
         """numpy leaves room for the first axis to grow, so that the header can be written again in place."""
         assert self._dtype is not None
         self._file.seek(0)
@@ -103,6 +103,6 @@ class NpyWriter:
             {
                 "descr": np.lib.format.dtype_to_descr(self._dtype),
                 "fortran_order": False,
-                "shape": (self._rows, *self._row),
+                "shape": (self._row_count, *self._row_shape),
             },
         )

@@ -8,24 +8,24 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from shoal.data.digest import Digests, codes, digest_rows
-from shoal.data.needs import column
-from shoal.data.order import Ids
-from shoal.data.source import Source
-from shoal.data.split import Parts
-from shoal.data.times import as_times
+from shoal.data.permutation import Ids
+from shoal.data.sample_hash import Hashes, category_codes, hash_samples
+from shoal.data.source import DataSource
+from shoal.data.split import SplitIds
+from shoal.data.split_columns import split_column
+from shoal.data.time_order import parse_times
 from shoal.spec import data as spec_of
 
 SHOWN = 3
 
 
-class Side(Protocol):
+class SplitLike(Protocol):
     """A part that may come from a source of its own."""
 
     @property
     def name(self) -> str: ...
     @property
-    def source(self) -> Source: ...
+    def source(self) -> DataSource: ...
     @property
     def ids(self) -> Ids: ...
 
@@ -52,82 +52,91 @@ class Leak:
 
 
 def find_leaks(
-    parts: Parts, source: Source, spec: spec_of.Split, *, most: int = 10, digests: Digests | None = None
+    split_ids: SplitIds,
+    source: DataSource,
+    spec: spec_of.SplitConfig,
+    *,
+    max_pairs: int = 10,
+    hashes: Hashes | None = None,
 ) -> list[Leak]:
     """Identical samples, groups and times on both sides, at most one `Leak` of each kind for two parts.
 
     `digests` of all samples (`digest_rows`) may be given, so that several folds are read only once.
     """
-    sides = {name: np.unique(ids) for name, ids in parts.named().items() if len(ids)}
+    sides = {name: np.unique(ids) for name, ids in split_ids.by_name().items() if len(ids)}
     if len(sides) < 2:
         return []
-    if digests is None:
-        digests = _digests_of(sides, source)
-    leaks = _shared(sides, digests, "rows", "are identical to samples of", most)
+    if hashes is None:
+        hashes = _hash_sides(sides, source)
+    leaks = _find_shared(sides, hashes, "rows", "are identical to samples of", max_pairs)
     by = group_column(spec)
     if by is not None:
-        groups = codes(column(source, by, field="by"))[1]
-        leaks += _shared(sides, groups.view(np.uint64), "group", f"have a '{by}' that is also in", most)
-    return leaks + _looks_ahead(sides, source, spec, most)
+        groups = category_codes(split_column(source, by, field="by"))[1]
+        leaks += _find_shared(sides, groups.view(np.uint64), "group", f"have a '{by}' that is also in", max_pairs)
+    return leaks + _find_lookahead(sides, source, spec, max_pairs)
 
 
-def group_column(spec: spec_of.Split) -> str | None:
+def group_column(spec: spec_of.SplitConfig) -> str | None:
     """The column whose groups the split keeps together."""
-    if isinstance(spec, spec_of.GroupedSplit):
+    if isinstance(spec, spec_of.GroupedSplitConfig):
         return spec.by
-    return spec.group if isinstance(spec, spec_of.HoldoutSplit) else None
+    return spec.group if isinstance(spec, spec_of.HoldoutSplitConfig) else None
 
 
-def time_column(spec: spec_of.Split) -> str | None:
+def time_column(spec: spec_of.SplitConfig) -> str | None:
     """The column by which the split goes forward; 'id' where that is the order of rows."""
-    if isinstance(spec, spec_of.TimeSeriesSplit | spec_of.WindowsSplit):
+    if isinstance(spec, spec_of.TimeSeriesSplitConfig | spec_of.WindowsSplitConfig):
         return spec.by or "id"
     return None
 
 
-def _digests_of(sides: dict[str, Ids], source: Source) -> Digests:
+def _hash_sides(sides: dict[str, Ids], source: DataSource) -> Hashes:
     ids = np.unique(np.concatenate(list(sides.values())))
     digests = np.zeros(len(source), dtype=np.uint64)
-    digests[ids] = digest_rows(source, ids)
+    digests[ids] = hash_samples(source, ids)
     return digests
 
 
-def _shared(sides: dict[str, Ids], marks: Digests, kind: Literal["rows", "group"], what: str, most: int) -> list[Leak]:
+def _find_shared(
+    sides: dict[str, Ids], keys: Hashes, kind: Literal["rows", "group"], what: str, max_pairs: int
+) -> list[Leak]:
     """A leak for each two parts with a mark in common."""
     leaks = []
     for left, right in combinations(sides, 2):
-        count, pairs = _pairs((sides[left], marks[sides[left]]), (sides[right], marks[sides[right]]), most)
+        count, pairs = _match_pairs((sides[left], keys[sides[left]]), (sides[right], keys[sides[right]]), max_pairs)
         if count:
             leaks.append(Leak(kind, left, right, what, count, pairs))
     return leaks
 
 
-def _pairs(left: tuple[Ids, Digests], right: tuple[Ids, Digests], most: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+def _match_pairs(
+    left: tuple[Ids, Hashes], right: tuple[Ids, Hashes], max_pairs: int
+) -> tuple[int, tuple[tuple[int, int], ...]]:
     """How many on the right have a mark of the left, and some of them with their like."""
     known, first = np.unique(left[1], return_index=True)
     place = np.searchsorted(known, right[1]).clip(max=len(known) - 1)
     like = np.flatnonzero(known[place] == right[1])
-    some = like[:most]
+    some = like[:max_pairs]
     return len(like), tuple(zip(left[0][first[place[some]]].tolist(), right[0][some].tolist(), strict=True))
 
 
-def find_doubles(left: Side, right: Side, *, most: int = 10) -> list[Leak]:
+def find_duplicates(left: SplitLike, right: SplitLike, *, max_pairs: int = 10) -> list[Leak]:
     """Identical samples in parts of two different sources."""
-    marked = [(side.ids, digest_rows(side.source, side.ids)) for side in (left, right)]
-    count, pairs = _pairs(marked[0], marked[1], most)
+    marked = [(side.ids, hash_samples(side.source, side.ids)) for side in (left, right)]
+    count, pairs = _match_pairs(marked[0], marked[1], max_pairs)
     return [Leak("rows", left.name, right.name, "are identical to samples of", count, pairs)] if count else []
 
 
-def _looks_ahead(sides: dict[str, Ids], source: Source, spec: spec_of.Split, most: int) -> list[Leak]:
+def _find_lookahead(sides: dict[str, Ids], source: DataSource, spec: spec_of.SplitConfig, max_pairs: int) -> list[Leak]:
     by = time_column(spec)
     if by is None or not {"train", "validation"} <= sides.keys():
         return []
-    times = as_times(column(source, by, field="by"), by)
+    times = parse_times(split_column(source, by, field="by"), by)
     train, validation = sides["train"], sides["validation"]
     latest = train[times[train].argmax()]
     early = validation[times[validation] <= times[latest]]
     if not early.size:
         return []
-    pairs = tuple((int(latest), int(row)) for row in early[:most])
+    pairs = tuple((int(latest), int(row)) for row in early[:max_pairs])
     what = f"are not later in '{by}' than all of"
     return [Leak("time", "train", "validation", what, len(early), pairs)]

@@ -12,65 +12,67 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.digest import codes, digest_rows
 from shoal.data.leaks import find_leaks, group_column, time_column
-from shoal.data.needs import column
-from shoal.data.order import Ids
-from shoal.data.source import SPECIAL, Source
-from shoal.data.split import Parts
-from shoal.data.times import as_times
+from shoal.data.permutation import Ids
+from shoal.data.sample_hash import category_codes, hash_samples
+from shoal.data.source import BUILTIN_COLUMNS, DataSource
+from shoal.data.split import SplitIds
+from shoal.data.split_columns import split_column
+from shoal.data.time_order import parse_times
 from shoal.errors import DataError
 from shoal.spec import data as spec_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MOST_CLASSES = 50
+MAX_CLASSES = 50
 _CHUNK_ROWS = 1 << 16
-_OWN = ("fold", "part", "id")
+_RESERVED_COLUMNS = ("fold", "part", "id")
 
 
-def report(source: Source, parts_by_fold: Mapping[int, Parts], spec: spec_of.Split) -> dict[str, Any]:
+def split_report(
+    source: DataSource, splits_by_fold: Mapping[int, SplitIds], spec: spec_of.SplitConfig
+) -> dict[str, Any]:
     """Per fold and part: sizes, balance of classes or spread of the target, times, groups; and the leaks."""
-    digests = digest_rows(source, np.arange(len(source)))
-    look = _Look(source, spec)
+    digests = hash_samples(source, np.arange(len(source)))
+    statistics = _SplitStatistics(source, spec)
     folds = [
         {
             "fold": fold,
-            "parts": {name: look.part(ids) for name, ids in parts.named().items() if len(ids)},
-            "leaks": [asdict(leak) | {"text": str(leak)} for leak in find_leaks(parts, source, spec, digests=digests)],
+            "parts": {name: statistics.describe(ids) for name, ids in parts.by_name().items() if len(ids)},
+            "leaks": [asdict(leak) | {"text": str(leak)} for leak in find_leaks(parts, source, spec, hashes=digests)],
         }
-        for fold, parts in parts_by_fold.items()
+        for fold, parts in splits_by_fold.items()
     ]
     return {"kind": spec.kind, "samples": len(source), "folds": folds}
 
 
-class _Look:
+class _SplitStatistics:
     """The columns that a report is about, read once."""
 
-    def __init__(self, source: Source, spec: spec_of.Split) -> None:
+    def __init__(self, source: DataSource, spec: spec_of.SplitConfig) -> None:
         self._n = len(source)
         self._target = _target(source)
         self._classes = _classes(self._target)
         by, group = time_column(spec), group_column(spec)
-        self._times = None if by is None else as_times(column(source, by, field="by"), by)
-        self._groups = None if group is None else codes(column(source, group, field="group"))[1]
+        self._times = None if by is None else parse_times(split_column(source, by, field="by"), by)
+        self._groups = None if group is None else category_codes(split_column(source, group, field="group"))[1]
 
-    def part(self, ids: Ids) -> dict[str, Any]:
+    def describe(self, ids: Ids) -> dict[str, Any]:
         out: dict[str, Any] = {"size": len(ids), "share": len(ids) / self._n}
         if self._classes is not None:
-            out["classes"] = _balance(*self._classes, ids)
+            out["classes"] = _class_balance(*self._classes, ids)
         elif self._target is not None and self._target.dtype.kind in "iuf":
-            out["target"] = _spread(self._target[ids].astype(np.float64))
+            out["target"] = _target_statistics(self._target[ids].astype(np.float64))
         if self._times is not None:
             times = self._times[ids]
-            out["time"] = [_plain(times.min()), _plain(times.max())]
+            out["time"] = [_plain_time(times.min()), _plain_time(times.max())]
         if self._groups is not None:
             out["groups"] = len(np.unique(self._groups[ids]))
         return out
 
 
-def _target(source: Source) -> NDArray[Any] | None:
+def _target(source: DataSource) -> NDArray[Any] | None:
     try:
         return source.column("target")
     except DataError:  # not every source has one
@@ -80,29 +82,29 @@ def _target(source: Source) -> NDArray[Any] | None:
 def _classes(target: NDArray[Any] | None) -> tuple[list[Any], Ids] | None:
     if target is None or target.ndim != 1 or target.dtype.kind == "f":
         return None
-    kinds, numbers = codes(target)
-    return (kinds, numbers) if len(kinds) <= MOST_CLASSES else None
+    kinds, numbers = category_codes(target)
+    return (kinds, numbers) if len(kinds) <= MAX_CLASSES else None
 
 
-def _balance(kinds: list[Any], numbers: Ids, ids: Ids) -> dict[str, dict[str, float]]:
+def _class_balance(kinds: list[Any], numbers: Ids, ids: Ids) -> dict[str, dict[str, float]]:
     counts = np.bincount(numbers[ids], minlength=len(kinds)).tolist()
     return {str(kind): {"count": count, "share": count / len(ids)} for kind, count in zip(kinds, counts, strict=True)}
 
 
-def _spread(values: NDArray[np.float64]) -> dict[str, float]:
+def _target_statistics(values: NDArray[np.float64]) -> dict[str, float]:
     marks = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
     names = ("min", "q25", "median", "q75", "max")
     return {"mean": float(values.mean()), "std": float(values.std()), **dict(zip(names, marks, strict=True))}
 
 
-def _plain(time: Any) -> Any:
+def _plain_time(time: Any) -> Any:
     return str(time) if isinstance(time, np.datetime64) else time.item()
 
 
 # ---- the split as a file ----
 
 
-def export(parts_by_fold: Mapping[int, Parts], source: Source, directory: str | Path) -> Path:
+def export_split(splits_by_fold: Mapping[int, SplitIds], source: DataSource, directory: str | Path) -> Path:
     """Write `split.parquet`: fold, part, id, and the source's columns. Returns its path.
 
     Holds one column of the source and some ten thousand rows in memory, however large the source is.
@@ -113,7 +115,7 @@ def export(parts_by_fold: Mapping[int, Parts], source: Source, directory: str | 
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory) as scratch:
         columns = _map_columns(source, Path(scratch))
-        tables = _chunks(parts_by_fold, columns)
+        tables = _tables(splits_by_fold, columns)
         first = next(tables)
         with pq.ParquetWriter(path, first.schema) as writer:
             for table in chain([first], tables):
@@ -121,11 +123,11 @@ def export(parts_by_fold: Mapping[int, Parts], source: Source, directory: str | 
     return path
 
 
-def _chunks(parts_by_fold: Mapping[int, Parts], columns: dict[str, pa.ChunkedArray]) -> Iterator[pa.Table]:
+def _tables(splits_by_fold: Mapping[int, SplitIds], columns: dict[str, pa.ChunkedArray]) -> Iterator[pa.Table]:
     import pyarrow as pa
 
-    for fold, parts in parts_by_fold.items():
-        for name, ids in parts.named().items():
+    for fold, parts in splits_by_fold.items():
+        for name, ids in parts.by_name().items():
             for start in range(0, len(ids), _CHUNK_ROWS):
                 chunk = pa.array(ids[start : start + _CHUNK_ROWS])
                 own = {
@@ -135,22 +137,24 @@ def _chunks(parts_by_fold: Mapping[int, Parts], columns: dict[str, pa.ChunkedArr
                 yield pa.table({**own, "id": chunk, **{key: column.take(chunk) for key, column in columns.items()}})
 
 
-def _map_columns(source: Source, scratch: Path) -> dict[str, pa.ChunkedArray]:
+def _map_columns(source: DataSource, scratch: Path) -> dict[str, pa.ChunkedArray]:
     """The source's columns, mapped from files: read one by one, they need not fit in memory together."""
     import pyarrow as pa
 
-    names = [name for name in source.columns() if name not in SPECIAL]
+    names = [name for name in source.columns() if name not in BUILTIN_COLUMNS]
     mapped = {}
     for number, name in enumerate(names or (["target"] if _target(source) is not None else [])):
         file = str(scratch / f"{number}.arrow")
-        table = pa.table({name: _arrow(source.column(name))})
+        table = pa.table({name: _to_arrow(source.column(name))})
         with pa.OSFile(file, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
-        mapped[f"data.{name}" if name in _OWN else name] = pa.ipc.open_file(pa.memory_map(file)).read_all().column(0)
+        mapped[f"data.{name}" if name in _RESERVED_COLUMNS else name] = (
+            pa.ipc.open_file(pa.memory_map(file)).read_all().column(0)
+        )
     return mapped
 
 
-def _arrow(values: NDArray[Any]) -> pa.Array:
+def _to_arrow(values: NDArray[Any]) -> pa.Array:
     import pyarrow as pa
 
     try:

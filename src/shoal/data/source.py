@@ -13,15 +13,15 @@ import numpy.typing as npt
 from shoal.data.batch import Batch
 from shoal.errors import did_you_mean, error
 from shoal.spec import data as spec_of
-from shoal.spec.paths import cache_directory
+from shoal.spec.run_paths import cache_directory
 
 Ids = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
-Tell = Callable[[str], object]
-SPECIAL = ("id", "size", "target")
+Notify = Callable[[str], object]
+BUILTIN_COLUMNS = ("id", "size", "target")
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Samples by number. Nothing changes after opening: `take` may be called in any thread, and in a fork."""
 
     blocks: Ids | None = None
@@ -30,7 +30,7 @@ class Source(Protocol):
     """`take` costs no more than an index into a tensor: loading ahead would only cost time."""
     per_sample: bool = False
     """Python code makes each sample and may draw from global generators: processes help, threads do not."""
-    skipped: int = 0
+    skipped_rows: int = 0
     """Bad rows that were left out."""
     classes: tuple[Any, ...] | None = None
     """What the class numbers (or tokens) stand for, where the source has numbered them."""
@@ -47,7 +47,7 @@ class Source(Protocol):
 
     def columns(self) -> list[str]:
         """The names that `column` knows."""
-        return list(dict.fromkeys((*SPECIAL, *self.own_columns())))
+        return list(dict.fromkeys((*BUILTIN_COLUMNS, *self.own_columns())))
 
     def column(self, name: str) -> Array:
         """One value per sample. Every source knows `target` (as numbers), and by default `id` and `size`."""
@@ -76,7 +76,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Opening:
+class SourceOptions:
     """How sources are opened: where relative paths start, what to do with bad rows, where caches go.
 
     `classes` are those of another source (the training data) that this one must number in the same way.
@@ -85,72 +85,72 @@ class Opening:
     base_dir: str
     on_bad_row: Literal["fail", "skip"]
     cache_dir: Path
-    tell: Tell
+    notify: Notify
     classes: tuple[Any, ...] | None = None
 
     @property
-    def skip(self) -> bool:
+    def skip_bad_rows(self) -> bool:
         return self.on_bad_row == "skip"
 
 
-def silent(_: str) -> None:
+def no_notify(_: str) -> None:
     """Tells nobody."""
 
 
 def open_source(
-    spec: spec_of.Source,
+    spec: spec_of.SourceConfig,
     *,
     base_dir: str,
     on_bad_row: Literal["fail", "skip"] = "fail",
     cache_dir: str | None = None,
-    tell: Tell = silent,
-    like: Source | None = None,
-) -> Source:
+    notify: Notify = no_notify,
+    training_source: DataSource | None = None,
+) -> DataSource:
     """The source that a spec describes.
 
     `like` is the training source when validation or test data is opened: classes and tokens get its numbers.
     """
     cache = Path(cache_dir) if cache_dir else cache_directory()
-    classes = like.classes if like is not None else None
-    return _open(spec, Opening(base_dir, on_bad_row, cache, tell, classes))
+    classes = training_source.classes if training_source is not None else None
+    return _open(spec, SourceOptions(base_dir, on_bad_row, cache, notify, classes))
 
 
-def _open(spec: spec_of.Source, opening: Opening) -> Source:
+def _open(spec: spec_of.SourceConfig, options: SourceOptions) -> DataSource:
     # Imported when used: a job on arrays needs neither pyarrow nor scikit-learn nor Pillow.
     match spec:
-        case spec_of.CsvSource():
+        case spec_of.CsvSourceConfig():
             from shoal.data.sources.csv_table import open_csv
 
-            return open_csv(spec, opening)
-        case spec_of.ParquetSource():
+            return open_csv(spec, options)
+        case spec_of.ParquetSourceConfig():
             from shoal.data.sources.parquet_table import open_parquet
 
-            return open_parquet(spec, opening)
-        case spec_of.NpySource():
+            return open_parquet(spec, options)
+        case spec_of.NpySourceConfig():
             from shoal.data.sources.array_files import open_npy
 
-            return open_npy(spec, opening)
-        case spec_of.NpzSource():
+            return open_npy(spec, options)
+        case spec_of.NpzSourceConfig():
             from shoal.data.sources.array_files import open_npz
 
-            return open_npz(spec, opening)
-        case spec_of.IdxSource():
+            return open_npz(spec, options)
+        case spec_of.IdxSourceConfig():
             from shoal.data.sources.idx import open_idx
 
-            return open_idx(spec, opening)
-        case spec_of.ImagesSource():
-            from shoal.data.sources.images import Images
+            return open_idx(spec, options)
+        case spec_of.ImagesSourceConfig():
+            from shoal.data.sources.images import ImageFolderSource
 
-            return Images(spec, opening)
-        case spec_of.TextSource():
+            return ImageFolderSource(spec, options)
+        case spec_of.TextSourceConfig():
             from shoal.data.sources.text import open_text
 
-            return open_text(spec, opening)
-        case spec_of.PythonSource():
+            return open_text(spec, options)
+        case spec_of.PythonSourceConfig():
             from shoal.data.sources.dataset import open_python
 
-            return open_python(spec, opening)
-        case spec_of.SklearnSource():
+            return open_python(spec, options)
+        case spec_of.SklearnSourceConfig():
             from shoal.data.sources.builtin import open_sklearn
 
             return open_sklearn(spec)

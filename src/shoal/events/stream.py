@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LONGEST_ROW_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Event:
         return json.dumps(row | self.fields, separators=(",", ":"), default=str).encode() + b"\n"
 
 
-def parse(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
     """The event in a line, or None if the line is damaged."""
     try:
         row = json.loads(line)
@@ -51,7 +51,7 @@ def parse(line: bytes) -> Event | None:
         return None
 
 
-class Stream:
+class EventWriter:
     """Appends events to a file. Rows wait in memory for at most `flush_s` (checked at the next emit).
 
     Owned by one process; not safe for several threads.
@@ -59,12 +59,12 @@ class Stream:
 
     def __init__(self, path: Path, who: str, *, flush_s: float = 0.1) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._begin(who, flush_s, lambda rows: os.write(fd, b"".join(rows)), close=lambda: os.close(fd))
-        if _ends_in_half_a_line(fd):
+        self._initialise(who, flush_s, lambda rows: os.write(fd, b"".join(rows)), close=lambda: os.close(fd))
+        if _ends_mid_line(fd):
             self._pending.append(b"\n")
 
     @classmethod
-    def through(cls, write: Callable[[bytes], object], who: str, *, flush_s: float = 0.1) -> Stream:
+    def to_callback(cls, write: Callable[[bytes], object], who: str, *, flush_s: float = 0.1) -> EventWriter:
         """A stream that gives its lines to a function, one at a time, for a writer that cannot reach the file."""
 
         def write_each(rows: list[bytes]) -> None:
@@ -72,10 +72,10 @@ class Stream:
                 write(row)
 
         stream = cls.__new__(cls)
-        stream._begin(who, flush_s, write_each, close=lambda: None)
+        stream._initialise(who, flush_s, write_each, close=lambda: None)
         return stream
 
-    def _begin(
+    def _initialise(
         self, who: str, flush_s: float, write: Callable[[list[bytes]], object], *, close: Callable[[], None]
     ) -> None:
         self.who = who
@@ -92,7 +92,7 @@ class Stream:
             self.flush()
         return event
 
-    def pass_on(self, event: Event) -> None:
+    def append(self, event: Event) -> None:
         """What somebody else tells, as it is."""
         self._pending.append(event.to_line())
         self.flush()
@@ -108,25 +108,25 @@ class Stream:
         self._close()
 
 
-def _ends_in_half_a_line(fd: int) -> bool:
+def _ends_mid_line(fd: int) -> bool:
     size = os.fstat(fd).st_size
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
-class Lines:
+class LineTail:
     """Whole lines of a growing file: at each call of `new`, what came since. Never blocks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._rest = b""
+        self._partial = b""
 
-    def skip(self) -> None:
+    def skip_existing(self) -> None:
         """Pass over what is there already."""
         with contextlib.suppress(FileNotFoundError):
             self._offset = self._path.stat().st_size
 
-    def raw(self) -> list[bytes]:
+    def read_new_bytes(self) -> list[bytes]:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -134,30 +134,30 @@ class Lines:
         except FileNotFoundError:
             return []
         self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[-LONGEST_ROW_BYTES:]
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._partial = self._partial[-MAX_LINE_BYTES:]
         return lines
 
-    def new(self) -> list[str]:
-        return [line.decode(errors="replace") for line in self.raw()]
+    def read_new(self) -> list[str]:
+        return [line.decode(errors="replace") for line in self.read_new_bytes()]
 
 
-class Reader:
+class EventReader:
     """Reads a stream from its beginning and, at each call of `new`, what came since. Never blocks."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
-        self.damaged = 0
+        self._lines = LineTail(path)
+        self.damaged_lines = 0
 
-    def new(self) -> Iterator[Event]:
-        for line in filter(None, self._lines.raw()):
-            event = parse(line)
+    def read_new(self) -> Iterator[Event]:
+        for line in filter(None, self._lines.read_new_bytes()):
+            event = parse_event(line)
             if event is None:
-                self.damaged += 1
+                self.damaged_lines += 1
             else:
                 yield event
 
 
-def read(path: Path) -> Iterator[Event]:
+def read_events(path: Path) -> Iterator[Event]:
     """All whole events of a stream."""
-    return Reader(path).new()
+    return EventReader(path).read_new()

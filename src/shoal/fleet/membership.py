@@ -2,7 +2,7 @@
 
 Contract of every body: views only grow in number; `wait` returns the newest view if it has a number above `after`
 and concerns the seat, and else waits for one that does; `newer` is cheap enough for every step.
-`shoal.fleet.tie` is the body that real workers use.
+`shoal.fleet.control_client` is the body that real workers use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Membership(Protocol):
         """Is there a view above this number? Local, no network."""
 
 
-class MemoryMembership:
+class InMemoryMembership:
     """Views within one process; the honest fake that every other body is compared with."""
 
     def __init__(self) -> None:

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import error
-from shoal.fleet.engines.local import Nursery
-from shoal.jobs import drive
-from shoal.jobs.drive import Look
-from shoal.jobs.run import Outcome, borrowed
-from shoal.jobs.settling import settle
-from shoal.spec.job import MOST_WORKERS, Job, Workers
+from shoal.fleet.engines.local import ForkServer
+from shoal.jobs import executor
+from shoal.jobs.executor import OnEvent
+from shoal.jobs.resolve_auto import resolve_auto
+from shoal.jobs.run_driver import RunResult, fork_server_for
+from shoal.spec.job import MOST_WORKERS, Job, WorkersConfig
 from shoal.spec.load import check_job
-from shoal.spec.paths import RunPaths
 from shoal.spec.receipt import Receipt
+from shoal.spec.run_paths import RunPaths
 
-Trace = Mapping[int, Mapping[str, str]]
+StepDigests = Mapping[int, Mapping[str, str]]
 """Steps to tensors to digests."""
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where two runs part: the first step after which their states differ, and which tensors do, in the state's order.
 
     Step 0: they did not part when they were run again, so that it is not the number of workers that counts.
@@ -32,23 +32,23 @@ class Parting:
     runs: tuple[str, str]
     step: int = 0
     tensors: tuple[str, ...] = ()
-    of: int = 0
+    tensor_count: int = 0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What each number of workers gave. `stopped` holds a run that did not finish; nothing is known then."""
 
     receipts: list[tuple[int, Receipt]]
-    parting: Parting | None = None
-    stopped: Outcome | None = None
+    divergence: Divergence | None = None
+    stopped: RunResult | None = None
 
     @property
     def same(self) -> bool:
-        return len({_result(receipt) for _, receipt in self.receipts}) == 1
+        return len({_digests(receipt) for _, receipt in self.receipts}) == 1
 
 
-def numbers(text: str) -> list[int]:
+def parse_worker_counts(text: str) -> list[int]:
     """`1,2,3` as numbers of workers."""
     words = [word.strip() for word in text.split(",")]
     found = [int(word) for word in words if word.isdecimal() and 1 <= int(word) <= MOST_WORKERS]
@@ -59,79 +59,91 @@ def numbers(text: str) -> list[int]:
 
 
 def verify(
-    job: Job, workers: Sequence[int], *, runs: Path, look: Look | None = None, nursery: Nursery | None = None
-) -> Verdict:
+    job: Job,
+    workers: Sequence[int],
+    *,
+    runs: Path,
+    on_event: OnEvent | None = None,
+    fork_server: ForkServer | None = None,
+) -> VerifyResult:
     """Run the job with each number of workers; where results differ, find the step and the tensor."""
-    job = fixed(settle(job, nursery=nursery)[0], most=max(workers), purpose="verify")
-    if job.ways > 1 and len(set(workers)) > 1:
+    job = pin_job(resolve_auto(job, fork_server=fork_server)[0], max_workers=max(workers), purpose="verify")
+    if job.workers_per_replica > 1 and len(set(workers)) > 1:
         message = "a model that is spread over other workers gives other bits: `shard` is not exact"
         fix = "Ask whether one layout repeats (--workers 2,2), or --set shard=none."
         raise error("SH110", message, where="shard", fix=fix)
-    with borrowed(nursery, job) as mine:
+    with fork_server_for(fork_server, job) as mine:
         done: list[tuple[int, Receipt]] = []
         for number in workers:
-            outcome = run_with(number, job, runs=runs, look=look, nursery=mine)
+            outcome = run_with_workers(number, job, runs=runs, on_event=on_event, fork_server=mine)
             if outcome.receipt is None:
-                return Verdict(done, stopped=outcome)
+                return VerifyResult(done, stopped=outcome)
             done.append((number, outcome.receipt))
         first, receipt = done[0]
-        other = next((number for number, one in done if _result(one) != _result(receipt)), None)
-        if other is None or job.ways > 1:
-            return Verdict(done)
-        traced = [run_with(number, job, runs=runs, look=look, nursery=mine, trace=True) for number in (first, other)]
+        other = next((number for number, one in done if _digests(one) != _digests(receipt)), None)
+        if other is None or job.workers_per_replica > 1:
+            return VerifyResult(done)
+        traced = [
+            run_with_workers(number, job, runs=runs, on_event=on_event, fork_server=mine, trace=True)
+            for number in (first, other)
+        ]
         stopped = next((outcome for outcome in traced if outcome.receipt is None), None)
-        return Verdict(done, None if stopped else _parting(*(outcome.paths for outcome in traced)), stopped)
+        return VerifyResult(
+            done, None if stopped else _find_divergence(*(outcome.paths for outcome in traced)), stopped
+        )
 
 
-def fixed(job: Job, *, most: int, purpose: str) -> Job:
+def pin_job(job: Job, *, max_workers: int, purpose: str) -> Job:
     """The job with everything settled that its result depends on, so that only the workers differ from run to run."""
     if job.fold_count > 1:
         fix = "Choose one fold: --set data.split.fold=0"
         raise error("SH614", f"the job has {job.fold_count} folds", where="data.split", fix=fix)
-    lanes = job.lanes or min(max(job.workers.most, most), job.batch_size)
-    if most > lanes:
-        fix = f"Ask for at most {lanes} workers, or --set lanes={most}."
-        raise error("SH107", f"{most} workers but {lanes} lanes", where="--workers", fix=fix)
+    lanes = job.lanes or min(max(job.workers.most, max_workers), job.batch_size)
+    if max_workers > lanes:
+        fix = f"Ask for at most {lanes} workers, or --set lanes={max_workers}."
+        raise error("SH107", f"{max_workers} workers but {lanes} lanes", where="--workers", fix=fix)
     name = f"{job.name[: 63 - len(purpose)]}-{purpose}"
     return check_job(job.model_copy(update={"name": name, "lanes": lanes, "export": []}), check_names=False)
 
 
 def with_workers(job: Job, number: int) -> Job:
-    return job.model_copy(update={"workers": Workers(least=number, most=number)})
+    return job.model_copy(update={"workers": WorkersConfig(least=number, most=number)})
 
 
 def with_steps(job: Job, steps: int) -> Job:
     return job.model_copy(update={"steps": steps, "epochs": None})
 
 
-def run_with(
-    workers: int, job: Job, *, runs: Path, look: Look | None, nursery: Nursery, trace: bool = False
-) -> Outcome:
+def run_with_workers(
+    workers: int, job: Job, *, runs: Path, on_event: OnEvent | None, fork_server: ForkServer, trace: bool = False
+) -> RunResult:
     """The job with so many workers. Raises what went wrong; a run that was stopped has no receipt."""
-    outcome = drive.run(with_workers(job, workers), runs=runs, look=look, nursery=nursery, trace=trace)
-    assert isinstance(outcome, Outcome)
+    outcome = executor.run(
+        with_workers(job, workers), runs=runs, on_event=on_event, fork_server=fork_server, trace=trace
+    )
+    assert isinstance(outcome, RunResult)
     if outcome.error is not None:
         raise outcome.error
     return outcome
 
 
-def _result(receipt: Receipt) -> tuple[str, str]:
+def _digests(receipt: Receipt) -> tuple[str, str]:
     return receipt.weights_sha256, receipt.state_sha256
 
 
-def _parting(one: RunPaths, other: RunPaths) -> Parting:
+def _find_divergence(one: RunPaths, other: RunPaths) -> Divergence:
     left, right = read_trace(one.trace), read_trace(other.trace)
     step, tensors = first_difference(left, right)
-    return Parting((one.name, other.name), step, tuple(tensors), len(left.get(step, {})))
+    return Divergence((one.name, other.name), step, tuple(tensors), len(left.get(step, {})))
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> StepDigests:
     """A step that stands there twice was computed again; the later row counts."""
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     return {row["step"]: row["tensors"] for row in rows}
 
 
-def first_difference(left: Trace, right: Trace) -> tuple[int, list[str]]:
+def first_difference(left: StepDigests, right: StepDigests) -> tuple[int, list[str]]:
     """The first step after which something differs, and what; (0, []) if nothing does."""
     for step in sorted({*left, *right}):
         here, there = left.get(step, {}), right.get(step, {})

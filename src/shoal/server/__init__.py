@@ -13,6 +13,6 @@ Whoever starts the servers watches and replaces them; a worker does not see that
 from __future__ import annotations
 
 from shoal.server.client import Client, connect
-from shoal.server.servers import Servers, start
+from shoal.server.start import Servers, start
 
 __all__ = ["Client", "Servers", "connect", "start"]

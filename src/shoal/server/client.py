@@ -16,19 +16,19 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.errors import ShoalError, error
-from shoal.fleet.contact import Contact
-from shoal.fleet.tie import Tie
-from shoal.parallel.links.memory import Arena, Memory
-from shoal.parallel.server.client import Client as Lines
-from shoal.parallel.server.client import Entry, Errand, RefusedError
-from shoal.parallel.server.errands import Laid, LanePush, Pull, PullAll, Push
-from shoal.server import holding
-from shoal.server.flat import Arrays, Flat
-from shoal.server.terms import PATIENCE_S, TRAINING_VIEW, ServerTerms, write_into
+from shoal.fleet.control_client import ControlClient
+from shoal.fleet.driver_address import DriverAddress
+from shoal.net.handshake import LinkError, TokenError
+from shoal.net.listener import connect_host
+from shoal.paramserver.client import ParameterServerClient as Lines
+from shoal.paramserver.client import RefusedError, Request, ViewEntry
+from shoal.paramserver.requests import CopiedPush, LanePush, Pull, PullState, Push
+from shoal.server import snapshot
+from shoal.server.config import PATIENCE_S, TRAINING_VIEW, StandaloneServerConfig, copy_gradients
+from shoal.server.numpy_layout import Arrays, NumpyLayout
 from shoal.spec.view import View
-from shoal.wire.door import call_host
-from shoal.wire.handshake import LinkError, TokenError
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 WELCOME_S = 10.0
@@ -40,11 +40,11 @@ def connect(address: str, *, worker: int, token: str | None = None, timeout_s: f
     The token is that of the environment (SHOAL_TOKEN) if none is given. A call that has no answer after `timeout_s`
     raises SH707; None waits for ever, as a worker does that must wait for others.
     """
-    contact = _contact(address, token or os.environ.get(TOKEN_VARIABLE, ""))
-    _knock(contact)
+    contact = _parse_address(address, token or os.environ.get(TOKEN_VARIABLE, ""))
+    _probe_address(contact)
     client = Client(contact, worker, timeout_s=timeout_s)
     try:
-        client._come()
+        client._connect()
     except BaseException:
         client.close()
         raise
@@ -54,52 +54,52 @@ def connect(address: str, *, worker: int, token: str | None = None, timeout_s: f
 class Client:
     """Made by `connect`; used by one thread at a time. `step` is the step that the next push is for."""
 
-    def __init__(self, contact: Contact, worker: int, *, timeout_s: float | None) -> None:
+    def __init__(self, driver_address: DriverAddress, worker: int, *, timeout_s: float | None) -> None:
         self.worker = worker
         self.step = 0
-        self._contact = contact
+        self._driver_address = driver_address
         self._timeout_s = timeout_s
-        self._until_s: float | None = None
-        self._end: ShoalError | None = None
+        self._deadline_s: float | None = None
+        self._fatal_error: ShoalError | None = None
         self._view: View | None = None
-        self._inside = False
-        self._away = False
-        self._present: list[int] = []
-        self._one_at_a_time = threading.Lock()
-        self._lines = Lines(worker, contact.token, aborted=lambda: self._trouble() is not None)
-        self._tie = Tie(
-            self._find,
+        self._entered = False
+        self._rejoining = False
+        self._present_workers: list[int] = []
+        self._lock = threading.Lock()
+        self._server_client = Lines(worker, driver_address.token, aborted=lambda: self._current_error() is not None)
+        self._control_client = ControlClient(
+            self._locate_driver,
             self._hello,
-            beat=self._beat,
-            on_view=self._see,
-            on_table=self._lines.learn,
-            on_welcome=self._be_welcomed,
+            heartbeat=self._heartbeat,
+            on_view=self._on_view,
+            on_chunk_table=self._server_client.set_chunk_table,
+            on_welcome=self._on_welcome,
         )
 
-    def _come(self) -> None:
-        welcome = self._tie.connect(WELCOME_S)
-        if self._end:
-            raise self._end
-        self._terms = ServerTerms.model_validate(welcome["terms"])
-        self._flat = Flat(self._terms.like)
-        self._arena = Arena(self._flat.size_bytes)
-        self._rooms = self._flat.views(self._arena.memory.raw)
-        self._memory = Memory.private(self._flat.size_bytes)
-        self._values = self._flat.views(self._memory.raw)
-        with self._alone():
-            self._enter()
+    def _connect(self) -> None:
+        welcome = self._control_client.connect(WELCOME_S)
+        if self._fatal_error:
+            raise self._fatal_error
+        self._config = StandaloneServerConfig.model_validate(welcome["terms"])
+        self._layout = NumpyLayout(self._config.like)
+        self._push_memory = SharedMemory(self._layout.size_bytes)
+        self._gradient_views = self._layout.views(self._push_memory.buffer.raw)
+        self._value_memory = ByteBuffer.private(self._layout.size_bytes)
+        self._value_views = self._layout.views(self._value_memory.raw)
+        with self._exclusive_call():
+            self._enter_servers()
 
     # ---- for users ----
 
     @property
     def workers(self) -> int:
-        return self._terms.workers
+        return self._config.workers
 
     def pull(self, *, out: Arrays | None = None) -> Arrays:
         """The newest values, as arrays of one's own; or copied into the arrays of `out`."""
-        with self._alone():
-            self._run(Pull(self._flat, self._memory))
-            return self._given(out)
+        with self._exclusive_call():
+            self._run(Pull(self._layout, self._value_memory))
+            return self._copy_values(out)
 
     def push(
         self,
@@ -115,29 +115,29 @@ class Client:
         A `step` before `self.step` has been applied already: the values are returned and nothing else happens. `lr`
         takes the place of the optimizer's; with staleness 0 all workers should give the same.
         """
-        with self._alone():
-            if self._away:
-                self._enter()
-            write_into(self._rooms, gradients, divisor=self.workers if self._terms.together else 1)
+        with self._exclusive_call():
+            if self._rejoining:
+                self._enter_servers()
+            copy_gradients(self._gradient_views, gradients, divisor=self.workers if self._config.synchronous else 1)
             wanted = self.step if step is None else step
             if wanted > self.step:
                 raise error("SH706", f"step {wanted} is pushed where step {self.step} is next")
-            self._run(Pull(self._flat, self._memory) if wanted < self.step else self._push(wanted, lr))
+            self._run(Pull(self._layout, self._value_memory) if wanted < self.step else self._push_request(wanted, lr))
             self.step = max(self.step, wanted + 1)
-            return self._given(out)
+            return self._copy_values(out)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Values, optimizer state and steps in one safetensors file, for `start(from_=...)`. With staleness 0, between
         two pushes of this worker, it is exactly one step; else workers go on while it is gathered."""
-        with self._alone():
-            found = pulled(self._run, self._flat, together=self._terms.together)
-        holding.save(found, path, optimizer=self._terms.optimizer.model_dump())
+        with self._exclusive_call():
+            found = pull_snapshot(self._run, self._layout, synchronous=self._config.synchronous)
+        snapshot.save(found, path, optimizer=self._config.optimizer.model_dump())
 
     def close(self) -> None:
         """Leave: where staleness is above 0, others do not wait for this worker any more."""
-        self._tie.close()
-        self._lines.close()
-        if (arena := getattr(self, "_arena", None)) is not None:
+        self._control_client.close()
+        self._server_client.close()
+        if (arena := getattr(self, "_push_memory", None)) is not None:
             arena.close()
 
     def __enter__(self) -> Client:
@@ -151,119 +151,121 @@ class Client:
     # ---- errands ----
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive_call(self) -> Iterator[None]:
         """The time for an answer begins now."""
-        if not self._one_at_a_time.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise error("SH706", "two threads use one client", fix="Let one thread of a worker push and pull.")
         try:
-            self._until_s = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+            self._deadline_s = None if self._timeout_s is None else time.monotonic() + self._timeout_s
             yield
         finally:
-            self._until_s = None
-            self._one_at_a_time.release()
+            self._deadline_s = None
+            self._lock.release()
 
-    def _run(self, errand: Errand) -> None:
-        with self._told():
-            self._lines.run(errand)
+    def _run(self, request: Request) -> None:
+        with self._translate_errors():
+            self._server_client.run(request)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except RefusedError as failure:
             raise error("SH706", f"a server refuses: {failure}") from failure
         except LinkError as failure:
-            self._lines.hang_up()
-            raise (self._trouble() or error("SH703", str(failure))) from failure
+            self._server_client.disconnect_all()
+            raise (self._current_error() or error("SH703", str(failure))) from failure
 
-    def _push(self, step: int, lr: float | None, *, empty: bool = False) -> Errand:
-        hyper, partials = self._terms.hyper(lr), Laid(self._arena.memory, self._flat)
-        if self._terms.together:
-            return Push(self._flat, self._memory, partials, step, filled=1, flags_sent=0, hyper=hyper)
+    def _push_request(self, step: int, lr: float | None, *, empty: bool = False) -> Request:
+        hyper, partials = self._config.encode_hyperparameters(lr), CopiedPush(self._push_memory.buffer, self._layout)
+        if self._config.synchronous:
+            return Push(self._layout, self._value_memory, partials, step, filled_mask=1, request_flags=0, hyper=hyper)
         share = 1 / self.workers
-        return LanePush(self._flat, self._memory, partials, step, 0, self.worker, share, hyper, empty)
+        return LanePush(self._layout, self._value_memory, partials, step, 0, self.worker, share, hyper, empty)
 
-    def _given(self, out: Arrays | None) -> Arrays:
+    def _copy_values(self, out: Arrays | None) -> Arrays:
         if out is None:
-            return {name: value.copy() for name, value in self._values.items()}
-        for name, value in self._values.items():
+            return {name: value.copy() for name, value in self._value_views.items()}
+        for name, value in self._value_views.items():
             out[name][...] = value
         return out
 
-    def _enter(self) -> None:
+    def _enter_servers(self) -> None:
         """Be let in by the servers, at the step that they say. Who was away goes on beside the slowest."""
-        self._lines.hang_up()
-        away, self._away = self._away, False
-        words = {"carries": self._terms.carries, "model": self._terms.model}
-        entry = Entry(TRAINING_VIEW, words, self._arena)
+        self._server_client.disconnect_all()
+        away, self._rejoining = self._rejoining, False
+        words = {"carries": self._config.carries, "model": self._config.model}
+        entry = ViewEntry(TRAINING_VIEW, words, self._push_memory)
         entry.ready = True  # whoever started the servers has set what they hold
-        with self._told():
-            clocks = self._lines.enter(entry)
-        self.step = clocks[0] if self._terms.together else clocks[self.worker]
-        if away and not self._terms.together:
-            self._leap(min((clocks[other] for other in self._present), default=0))
-        self._inside = True
-        self._tie.say("in")
+        with self._translate_errors():
+            clocks = self._server_client.enter(entry)
+        self.step = clocks[0] if self._config.synchronous else clocks[self.worker]
+        if away and not self._config.synchronous:
+            self._skip_to(min((clocks[other] for other in self._present_workers), default=0))
+        self._entered = True
+        self._control_client.send("in")
 
-    def _leap(self, step: int) -> None:
+    def _skip_to(self, step: int) -> None:
         """Go on at this step, if it is ahead: nobody should wait for all that was missed."""
         if step > self.step:
-            self._run(self._push(step - 1, None, empty=True))
+            self._run(self._push_request(step - 1, None, empty=True))
             self.step = step
 
     # ---- in the tie's thread ----
 
-    def _find(self) -> Contact:
-        if self._tie.alone_s > PATIENCE_S:
-            self._end = error("SH703", f"nobody answers at {self._contact.host}:{self._contact.port} any more")
-        self._lines.wake()
-        return self._contact
+    def _locate_driver(self) -> DriverAddress:
+        if self._control_client.driver_silence_s > PATIENCE_S:
+            self._fatal_error = error(
+                "SH703", f"nobody answers at {self._driver_address.host}:{self._driver_address.port} any more"
+            )
+        self._server_client.wake()
+        return self._driver_address
 
     def _hello(self) -> dict[str, Any]:
         me = {"worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
-        return {"role": "client", **me, "in": self._inside}
+        return {"role": "client", **me, "in": self._entered}
 
-    def _be_welcomed(self, fields: dict[str, Any]) -> None:
+    def _on_welcome(self, fields: dict[str, Any]) -> None:
         if refused := str(fields.get("refused", "")):
-            self._end = error("SH704", refused)
-            self._lines.wake()
-        self._present = [int(worker) for worker in fields.get("present", [])]
-        self._away = self._away or bool(fields.get("away"))
+            self._fatal_error = error("SH704", refused)
+            self._server_client.wake()
+        self._present_workers = [int(worker) for worker in fields.get("present", [])]
+        self._rejoining = self._rejoining or bool(fields.get("away"))
 
-    def _see(self, view: View) -> None:
+    def _on_view(self, view: View) -> None:
         self._view = view
         if view.stop:
-            self._end = error("SH703", view.stop)
-            self._lines.wake()
+            self._fatal_error = error("SH703", view.stop)
+            self._server_client.wake()
 
-    def _beat(self) -> dict[str, Any]:
-        if self._until_s is not None and time.monotonic() > self._until_s:
-            self._lines.wake()
+    def _heartbeat(self) -> dict[str, Any]:
+        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            self._server_client.wake()
         return {"step": self.step}
 
-    def _trouble(self) -> ShoalError | None:
-        until_s = self._until_s
-        if self._end is None and until_s is not None and time.monotonic() > until_s:
-            return error("SH707", f"no answer in {self._timeout_s:g} s{self._missing()}")
-        return self._end
+    def _current_error(self) -> ShoalError | None:
+        until_s = self._deadline_s
+        if self._fatal_error is None and until_s is not None and time.monotonic() > until_s:
+            return error("SH707", f"no answer in {self._timeout_s:g} s{self._missing_workers()}")
+        return self._fatal_error
 
-    def _missing(self) -> str:
+    def _missing_workers(self) -> str:
         """Who is not connected."""
         here = self._view.carries if self._view else range(self.workers)
         gone = [str(worker) for worker in range(self.workers) if worker not in here]
         return f"; not connected: worker {', '.join(gone)}" if gone else ""
 
 
-def pulled(run: Any, flat: Flat, *, together: bool) -> holding.Holding:
+def pull_snapshot(run: Any, layout: NumpyLayout, *, synchronous: bool) -> snapshot.ServerSnapshot:
     """All that servers hold. If the table changes on the way, parts overlap and are asked for again."""
-    pull = PullAll()
-    while not pull.whole(len(flat.cuts) - 1):
-        pull = PullAll()
+    pull = PullState()
+    while not pull.is_complete(len(layout.cuts) - 1):
+        pull = PullState()
         run(pull)
-    return holding.gathered(flat, pull.found, together=together)
+    return snapshot.snapshot_from_chunks(layout, pull.replies, synchronous=synchronous)
 
 
-def _contact(address: str, token: str) -> Contact:
+def _parse_address(address: str, token: str) -> DriverAddress:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise error(
@@ -271,15 +273,17 @@ def _contact(address: str, token: str) -> Contact:
         )
     if not token:
         raise error("SH615", "there is no token", fix=f"Give token=, or set {TOKEN_VARIABLE}.")
-    return Contact(host.strip("[]"), int(port), token)
+    return DriverAddress(host.strip("[]"), int(port), token)
 
 
-def _knock(contact: Contact) -> None:
+def _probe_address(driver_address: DriverAddress) -> None:
     """Say at once what is wrong with an address or a token."""
     try:
-        call_host(contact.host, contact.port, contact.token, json.dumps({"role": "knock"}).encode()).close()
+        connect_host(
+            driver_address.host, driver_address.port, driver_address.token, json.dumps({"role": "knock"}).encode()
+        ).close()
     except TokenError as failure:
         fix = "Give the `token` of the servers that were started."
-        raise error("SH615", "the servers have another token", where=contact.host, fix=fix) from failure
+        raise error("SH615", "the servers have another token", where=driver_address.host, fix=fix) from failure
     except LinkError as failure:
         raise error("SH610", str(failure), fix="See that the servers run, and can be reached from here.") from failure

@@ -3,11 +3,11 @@
 from shoal.spec.base import Ref, Spec
 from shoal.spec.job import Job
 from shoal.spec.load import check_job, load_job, make_job, save_job
-from shoal.spec.names import DEFAULT_MODULES, METRIC_ALIASES, WATCH_ALIASES, expand, metric_name, metric_names
-from shoal.spec.paths import RunPaths
+from shoal.spec.names import DEFAULT_MODULES, METRIC_ALIASES, WATCH_ALIASES, expand_alias, metric_name, metric_names
 from shoal.spec.receipt import Receipt
-from shoal.spec.resolve import build_ref, find_ref, import_ref, ref_of
+from shoal.spec.resolve import build_ref, check_ref, import_ref, ref_of
 from shoal.spec.rules import has_validation
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat, View
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "View",
     "build_ref",
     "check_job",
-    "expand",
-    "find_ref",
+    "check_ref",
+    "expand_alias",
     "has_validation",
     "import_ref",
     "load_job",

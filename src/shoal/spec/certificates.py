@@ -8,38 +8,38 @@ from typing import NamedTuple
 
 from shoal.errors import ShoalError, error
 from shoal.spec.job import Job
-from shoal.spec.nearby import nearby
+from shoal.spec.suggest_path import suggest_path
 
-FILES = ("cert.pem", "key.pem", "ca.pem")
+CERTIFICATE_FILES = ("cert.pem", "key.pem", "ca.pem")
 
 
-class Certificates(NamedTuple):
+class TlsContexts(NamedTuple):
     """As contexts of TLS 1.3 for both ends of a connection. Either end shows its certificate, and wants one that the
     same authority signed; names and addresses in it are not looked at, for workers come from anywhere."""
 
-    serving: ssl.SSLContext
-    calling: ssl.SSLContext
+    server_context: ssl.SSLContext
+    client_context: ssl.SSLContext
 
 
-def certificates_of(job: Job) -> Certificates | None:
+def tls_contexts_for(job: Job) -> TlsContexts | None:
     """None if the job does not use TLS. SH619 if it cannot."""
     if job.engine.tls is None:
         return None
-    return read_certificates(Path(job.base_dir) / Path(job.engine.tls).expanduser(), where="engine.tls")
+    return load_tls_contexts(Path(job.base_dir) / Path(job.engine.tls).expanduser(), where="engine.tls")
 
 
-def read_certificates(directory: Path, *, where: str) -> Certificates:
+def load_tls_contexts(directory: Path, *, where: str) -> TlsContexts:
     """Checked as far as one can alone: a peer with the same files would accept us, as caller and as called."""
-    for name in FILES:
+    for name in CERTIFICATE_FILES:
         if not (directory / name).is_file():
-            fix = nearby(directory / name) or f"Put {', '.join(FILES)} there."
+            fix = suggest_path(directory / name) or f"Put {', '.join(CERTIFICATE_FILES)} there."
             raise error("SH619", f"no such file: {directory / name}", where=where, fix=fix)
-    made = Certificates(
+    made = TlsContexts(
         _context(directory, ssl.PROTOCOL_TLS_SERVER, where=where),
         _context(directory, ssl.PROTOCOL_TLS_CLIENT, where=where),
     )
     try:
-        _talk_to_itself(made)
+        _self_handshake(made)
     except ssl.SSLCertVerificationError as failure:
         message = f"{directory / 'cert.pem'} is not accepted by those who trust ca.pem: {failure.verify_message}"
         raise error("SH619", message, where=where) from failure
@@ -55,11 +55,11 @@ def _context(directory: Path, protocol: int, *, where: str) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # nobody resumes a session, and a caller that never reads would not take them
-    certificate, key, authority = (directory / name for name in FILES)
+    certificate, key, authority = (directory / name for name in CERTIFICATE_FILES)
     try:
         context.load_cert_chain(certificate, key, password="")  # else it would ask on the terminal
     except (OSError, ValueError) as failure:
-        raise _unfit(certificate, key, failure).at(where) from failure
+        raise _certificate_error(certificate, key, failure).at(where) from failure
     try:
         context.load_verify_locations(authority)
     except (OSError, ValueError) as failure:
@@ -67,7 +67,7 @@ def _context(directory: Path, protocol: int, *, where: str) -> ssl.SSLContext:
     return context
 
 
-def _unfit(certificate: Path, key: Path, failure: Exception) -> ShoalError:
+def _certificate_error(certificate: Path, key: Path, failure: Exception) -> ShoalError:
     if "KEY_VALUES_MISMATCH" in str(failure):
         return error("SH619", f"{key} is not the key of {certificate.name}")
     return error("SH619", f"{certificate} and {key.name} (without a password) cannot be read: {_reason(failure)}")
@@ -77,10 +77,13 @@ def _reason(failure: Exception) -> str:
     return getattr(failure, "reason", None) or getattr(failure, "strerror", None) or str(failure)
 
 
-def _talk_to_itself(made: Certificates) -> None:
+def _self_handshake(contexts: TlsContexts) -> None:
     """A handshake in memory."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [made.calling.wrap_bio(back, there), made.serving.wrap_bio(there, back, server_side=True)]
+    ends = [
+        contexts.client_context.wrap_bio(back, there),
+        contexts.server_context.wrap_bio(there, back, server_side=True),
+    ]
     while ends:
         try:
             ends[0].do_handshake()

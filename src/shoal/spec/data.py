@@ -16,7 +16,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 # ---- sources: one class per kind, told apart by `kind` ----
 
 
-class CsvSource(Spec):
+class CsvSourceConfig(Spec):
     """Rows of text. `path` is a file, a glob, a directory or a URL; large ones are read once into a cache.
 
     `inputs` default to all columns of numbers but the target. Whole numbers in the target are classes as they
@@ -32,7 +32,7 @@ class CsvSource(Spec):
     header: bool = True
 
 
-class ParquetSource(Spec):
+class ParquetSourceConfig(Spec):
     """Rows in row groups, read group by group and shuffled in blocks; fields as for csv."""
 
     kind: Literal["parquet"]
@@ -42,7 +42,7 @@ class ParquetSource(Spec):
     target_as: TargetAs = "auto"
 
 
-class NpySource(Spec):
+class NpySourceConfig(Spec):
     """One array per file, memory-mapped: `path` holds the inputs, `target` the labels.
 
     Floats and bytes become float32 as they are, other whole numbers int64 (tokens, classes).
@@ -53,7 +53,7 @@ class NpySource(Spec):
     target: str | None = None
 
 
-class NpzSource(Spec):
+class NpzSourceConfig(Spec):
     """Named arrays in one file: `inputs` and `target` are their names; types as for npy."""
 
     kind: Literal["npz"]
@@ -62,7 +62,7 @@ class NpzSource(Spec):
     target: str | None = "y"
 
 
-class IdxSource(Spec):
+class IdxSourceConfig(Spec):
     """MNIST's format, plain or gzipped: `path` the images, `target` the labels. Pixels become floats in 0..1."""
 
     kind: Literal["idx"]
@@ -70,7 +70,7 @@ class IdxSource(Spec):
     target: str | None = None
 
 
-class ImagesSource(Spec):
+class ImagesSourceConfig(Spec):
     """A folder with one sub-folder of images per class. `size` (height, width) is needed where images differ."""
 
     kind: Literal["images"]
@@ -79,7 +79,7 @@ class ImagesSource(Spec):
     channels: Literal[1, 3] = 3
 
 
-class TextSource(Spec):
+class TextSourceConfig(Spec):
     """Text for a language model: sample i is `context` tokens, its target the same shifted by one."""
 
     kind: Literal["text"]
@@ -89,30 +89,30 @@ class TextSource(Spec):
     level: Literal["char", "byte"] = "char"
 
 
-class PythonSource(Spec):
+class PythonSourceConfig(Spec):
     """A function or class that gives a torch Dataset with a length."""
 
     kind: Literal["python"]
     factory: Ref
 
 
-class SklearnSource(Spec):
+class SklearnSourceConfig(Spec):
     """scikit-learn's built-in sets, by the name of their loader: digits, iris, wine, breast_cancer, diabetes."""
 
     kind: Literal["sklearn"]
     name: Literal["digits", "iris", "wine", "breast_cancer", "diabetes"]
 
 
-Source = Annotated[
-    CsvSource
-    | ParquetSource
-    | NpySource
-    | NpzSource
-    | IdxSource
-    | ImagesSource
-    | TextSource
-    | PythonSource
-    | SklearnSource,
+SourceConfig = Annotated[
+    CsvSourceConfig
+    | ParquetSourceConfig
+    | NpySourceConfig
+    | NpzSourceConfig
+    | IdxSourceConfig
+    | ImagesSourceConfig
+    | TextSourceConfig
+    | PythonSourceConfig
+    | SklearnSourceConfig,
     Field(discriminator="kind"),
 ]
 
@@ -120,13 +120,13 @@ Source = Annotated[
 # ---- splits: which samples train, which validate, which test ----
 
 
-class NoSplit(Spec):
+class NoSplitConfig(Spec):
     """Everything trains."""
 
     kind: Literal["none"] = "none"
 
 
-class HoldoutSplit(Spec):
+class HoldoutSplitConfig(Spec):
     """One cut. `stratify` keeps the balance of a column (the target if true); `group` keeps groups together.
 
     Without `shuffle` the order of rows is kept: the first rows train, the last ones test.
@@ -140,7 +140,7 @@ class HoldoutSplit(Spec):
     shuffle: bool = True
 
     @model_validator(mode="after")
-    def _possible(self) -> HoldoutSplit:
+    def _check_fractions(self) -> HoldoutSplitConfig:
         if self.validation + self.test >= 1:
             raise ValueError("validation and test leave nothing to train: their sum must be below 1")
         if self.stratify and self.group:
@@ -150,7 +150,7 @@ class HoldoutSplit(Spec):
         return self
 
 
-class FoldSplit(Spec):
+class FoldSplitConfig(Spec):
     """What all splits with several folds have: `fold` picks one of them, otherwise the job runs them all."""
 
     folds: Annotated[int, Field(ge=2)] = 5
@@ -164,26 +164,26 @@ class FoldSplit(Spec):
         return self
 
 
-class KFoldSplit(FoldSplit):
+class KFoldSplitConfig(FoldSplitConfig):
     kind: Literal["kfold"]
     shuffle: bool = True
 
 
-class StratifiedSplit(FoldSplit):
+class StratifiedSplitConfig(FoldSplitConfig):
     """K folds with the same balance of a column, the target if none is named."""
 
     kind: Literal["stratified"]
     by: str | None = None
 
 
-class GroupedSplit(FoldSplit):
+class GroupedSplitConfig(FoldSplitConfig):
     """K folds; a group never stands on both sides."""
 
     kind: Literal["grouped"]
     by: str
 
 
-class TimeSeriesSplit(FoldSplit):
+class TimeSeriesSplitConfig(FoldSplitConfig):
     """Folds that go forward in time. `by` is the time column (the order of rows if none).
 
     `gap` rows between training and validation stay unused. `size` is the number of rows that train in a
@@ -197,20 +197,20 @@ class TimeSeriesSplit(FoldSplit):
     size: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _size_slides(self) -> TimeSeriesSplit:
+    def _size_slides(self) -> TimeSeriesSplitConfig:
         if self.size is not None and self.window == "expanding":
             raise ValueError("size is for window: sliding; an expanding window has all rows before the cut")
         return self
 
 
-class BootstrapSplit(FoldSplit):
+class BootstrapSplitConfig(FoldSplitConfig):
     """Draws with replacement, `size` times the number of rows; what was not drawn (out of bag) validates."""
 
     kind: Literal["bootstrap"]
     size: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class WindowsSplit(FoldSplit):
+class WindowsSplitConfig(FoldSplitConfig):
     """Overlapping windows over the order of rows or of `by`; the last `validation` part of each validates.
 
     `folds` windows of one length cover all rows; neighbours share the part `overlap`. Rows of the same time
@@ -224,7 +224,7 @@ class WindowsSplit(FoldSplit):
     gap: NonNegativeInt = 0
 
 
-class ColumnSplit(Spec):
+class ColumnSplitConfig(Spec):
     """A column of the data says: `train`, `validation`, `test`, or the values given here.
 
     Rows with a value of `ignore` are left out; a value that stands nowhere is an error.
@@ -238,7 +238,7 @@ class ColumnSplit(Spec):
     ignore: list[Any] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _each_value_once(self) -> ColumnSplit:
+    def _each_value_once(self) -> ColumnSplitConfig:
         values = [*self.train, *self.validation, *self.test, *self.ignore]
         doubles = [value for i, value in enumerate(values) if value in values[:i]]
         if doubles:
@@ -246,16 +246,16 @@ class ColumnSplit(Spec):
         return self
 
 
-Split = Annotated[
-    NoSplit
-    | HoldoutSplit
-    | KFoldSplit
-    | StratifiedSplit
-    | GroupedSplit
-    | TimeSeriesSplit
-    | BootstrapSplit
-    | WindowsSplit
-    | ColumnSplit,
+SplitConfig = Annotated[
+    NoSplitConfig
+    | HoldoutSplitConfig
+    | KFoldSplitConfig
+    | StratifiedSplitConfig
+    | GroupedSplitConfig
+    | TimeSeriesSplitConfig
+    | BootstrapSplitConfig
+    | WindowsSplitConfig
+    | ColumnSplitConfig,
     Field(discriminator="kind"),
 ]
 
@@ -263,7 +263,7 @@ Split = Annotated[
 # ---- dealing: which sample goes to which lane ----
 
 
-class ShuffledDeal(Spec):
+class ShuffledSamplerConfig(Spec):
     """What all dealings have. A source stored in blocks (Parquet's row groups) is shuffled within windows of
     `open_blocks` random blocks, so that only these need be open at once."""
 
@@ -271,13 +271,13 @@ class ShuffledDeal(Spec):
     open_blocks: PositiveInt = 8
 
 
-class RandomDeal(ShuffledDeal):
+class RandomSamplerConfig(ShuffledSamplerConfig):
     """Each step's batch in `lanes` parts of the same size."""
 
     kind: Literal["random"] = "random"
 
 
-class HashDeal(ShuffledDeal):
+class HashSamplerConfig(ShuffledSamplerConfig):
     """Consistent hashing of a key (the sample's number if none is named).
 
     A sample stays with its lane in every epoch, and a changed number of lanes moves few.
@@ -287,36 +287,36 @@ class HashDeal(ShuffledDeal):
     by: str | None = None
 
 
-class BalancedDeal(ShuffledDeal):
+class BalancedSamplerConfig(ShuffledSamplerConfig):
     """Each lane gets about the same sum of `by`: a column, a .npy file of costs, or the sample's size."""
 
     kind: Literal["balanced"]
     by: str = "size"
 
 
-Deal = Annotated[RandomDeal | HashDeal | BalancedDeal, Field(discriminator="kind")]
+SamplerConfig = Annotated[RandomSamplerConfig | HashSamplerConfig | BalancedSamplerConfig, Field(discriminator="kind")]
 
 
-class Loader(Spec):
+class LoaderConfig(Spec):
     """`workers`: processes that load ahead (0: none, auto: as the source needs); `prefetch`: steps ahead."""
 
     workers: NonNegativeInt | Literal["auto"] = "auto"
     prefetch: PositiveInt = 2
 
 
-class Data(Spec):
+class DataConfig(Spec):
     """What to learn from. `validation` and `test` name sources of their own instead of a split."""
 
-    source: Source
-    validation: Source | None = None
-    test: Source | None = None
-    split: Split = Field(default_factory=NoSplit)
-    deal: Deal = Field(default_factory=RandomDeal)
+    source: SourceConfig
+    validation: SourceConfig | None = None
+    test: SourceConfig | None = None
+    split: SplitConfig = Field(default_factory=NoSplitConfig)
+    deal: SamplerConfig = Field(default_factory=RandomSamplerConfig)
     augment: Ref | None = None
     transform: Ref | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
     leaks: Literal["fail", "warn", "ignore"] = "warn"
-    loader: Loader = Field(default_factory=Loader)
+    loader: LoaderConfig = Field(default_factory=LoaderConfig)
 
     @model_validator(mode="before")
     @classmethod

@@ -14,7 +14,7 @@ from shoal.spec import schema
 from shoal.spec.base import Ref, Spec
 
 # Words of other tools at the top of a job, and where their meaning stands here.
-_ELSEWHERE = {
+_NAMES_IN_OTHER_TOOLS = {
     "lr": "optimizer.args.lr",
     "learning_rate": "optimizer.args.lr",
     "weight_decay": "optimizer.args.weight_decay",
@@ -32,7 +32,7 @@ _ELSEWHERE = {
 
 
 @dataclass(frozen=True)
-class Fault:
+class FieldProblem:
     """One pydantic error, with its place found in the models.
 
     `place` is the field as the user wrote it, without pydantic's tags of unions; `kind` its type; `section`
@@ -41,27 +41,27 @@ class Fault:
     """
 
     code: str
-    place: str
-    kind: Any
+    path: str
+    expected_type: Any
     section: Any
-    others: Mapping[str, type[Spec]]
+    alternatives: Mapping[str, type[Spec]]
     value: Any
     context: Mapping[str, Any]
-    union: str | None
+    union_path: str | None
 
     @property
-    def field(self) -> str:
-        return self.place.rpartition(".")[2]
+    def field_name(self) -> str:
+        return self.path.rpartition(".")[2]
 
     @property
-    def around(self) -> str:
-        return self.place.rpartition(".")[0]
+    def parent_path(self) -> str:
+        return self.path.rpartition(".")[0]
 
 
 def explain(failure: ValidationError, *, model: type[Spec]) -> list[ShoalError]:
     """Every problem once. `where` of each is the field."""
-    faults = [_fault(raw, model) for raw in failure.errors(include_url=False)]
-    told = {f.place: _tell(f) for f in reversed(list(_deepest(faults)))}
+    faults = [_locate(raw, model) for raw in failure.errors(include_url=False)]
+    told = {f.path: _as_shoal_error(f) for f in reversed(list(_deepest(faults)))}
     return list(reversed(told.values()))
 
 
@@ -70,12 +70,12 @@ def stray_booleans(data: Mapping[str, Any], *, model: type[Spec]) -> list[ShoalE
     numbers = (int, float)
     return [
         _wrong_type(place, kinds, value)
-        for place, kinds, value in schema.leaves(model, dict(data))
-        if isinstance(value, bool) and kinds and all(schema.bare(k) in numbers for k in kinds)
+        for place, kinds, value in schema.leaf_values(model, dict(data))
+        if isinstance(value, bool) and kinds and all(schema.strip_annotated(k) in numbers for k in kinds)
     ]
 
 
-def _fault(raw: Mapping[str, Any], model: type[Spec]) -> Fault:
+def _locate(raw: Mapping[str, Any], model: type[Spec]) -> FieldProblem:
     """Follow pydantic's location through the models; tags and labels of unions are no part of the place."""
     place: list[str] = []
     kind: Any = model
@@ -84,135 +84,140 @@ def _fault(raw: Mapping[str, Any], model: type[Spec]) -> Fault:
     others: Mapping[str, type[Spec]] = {}
     union = None
     for step in raw["loc"]:
-        alternatives = schema.members(kind)
+        alternatives = schema.union_members(kind)
         if len(alternatives) > 1:
-            sections = schema.kinds(alternatives)
+            sections = schema.sections_by_kind(alternatives)
             union = union if sections else ".".join(place)
-            kind = sections.get(str(step)) or _labelled(alternatives, str(step))
+            kind = sections.get(str(step)) or _alternative_by_label(alternatives, str(step))
             continue
-        section, kind = alternatives[0], schema.child(alternatives[0], step)
+        section, kind = alternatives[0], schema.child_type(alternatives[0], step)
         others, sections = sections, {}
         place.append(str(step))
-    return Fault(
+    return FieldProblem(
         code=raw["type"],
-        place=".".join(place),
-        kind=kind,
+        path=".".join(place),
+        expected_type=kind,
         section=section,
-        others=others,
+        alternatives=others,
         value=raw["input"],
         context=raw.get("ctx", {}),
-        union=union,
+        union_path=union,
     )
 
 
-def _labelled(alternatives: list[Any], label: str) -> Any:
+def _alternative_by_label(alternatives: list[Any], label: str) -> Any:
     """The alternative that pydantic calls `list[str]`, `str`, `constrained-int` and the like."""
     word = label.partition("[")[0].rpartition("-")[2]
-    return next((a for a in alternatives if word in str(schema.bare(a)).lower()), Any)
+    return next((a for a in alternatives if word in str(schema.strip_annotated(a)).lower()), Any)
 
 
-def _deepest(faults: list[Fault]) -> Iterator[Fault]:
+def _deepest(faults: list[FieldProblem]) -> Iterator[FieldProblem]:
     """Of a plain union's faults the one that got furthest, or one for the union as a whole."""
     for fault in faults:
-        inside = any(f.union == fault.union and f.place != fault.union for f in faults)
-        if fault.union is None or fault.place != fault.union or not inside:
+        inside = any(f.union_path == fault.union_path and f.path != fault.union_path for f in faults)
+        if fault.union_path is None or fault.path != fault.union_path or not inside:
             yield fault
 
 
-def _tell(fault: Fault) -> ShoalError:
-    if fault.union == fault.place:
+def _as_shoal_error(fault: FieldProblem) -> ShoalError:
+    if fault.union_path == fault.path:
         return _whole_union(fault)
-    for types, tell in _TELLERS:
+    for types, tell in _HANDLERS:
         if fault.code in types:
             return tell(fault)
     if fault.code.endswith(("_type", "_parsing", "_from_float")):
-        is_name = fault.field == "name" and _is_ref(fault.section)
-        return _wrong_type(fault.place, fault.section if is_name else fault.kind, fault.value)
+        is_name = fault.field_name == "name" and _is_ref(fault.section)
+        return _wrong_type(fault.path, fault.section if is_name else fault.expected_type, fault.value)
     return _out_of_range(fault)
 
 
 def _is_ref(section: Any) -> bool:
-    return schema.is_section(section) and issubclass(schema.bare(section), Ref)
+    return schema.is_section(section) and issubclass(schema.strip_annotated(section), Ref)
 
 
-def _whole_union(fault: Fault) -> ShoalError:
-    union = schema.child(fault.section, fault.field)
-    return _wrong_type(fault.place, union, fault.value)
+def _whole_union(fault: FieldProblem) -> ShoalError:
+    union = schema.child_type(fault.section, fault.field_name)
+    return _wrong_type(fault.path, union, fault.value)
 
 
-def _unknown(fault: Fault) -> ShoalError:
-    name, section = fault.field, schema.bare(fault.section)
-    inside = f" in `{fault.around}`" if fault.around else ""
+def _unknown_field(fault: FieldProblem) -> ShoalError:
+    name, section = fault.field_name, schema.strip_annotated(fault.section)
+    inside = f" in `{fault.parent_path}`" if fault.parent_path else ""
     fix = did_you_mean(name, section.model_fields)
     if _is_ref(section):
         inside += ", which takes a name and its arguments"
-        fix = f"Arguments stand under `args`: {fault.around}.args.{name}. {fix}"
-    elif takers := [kind for kind, other in fault.others.items() if name in other.model_fields]:
+        fix = f"Arguments stand under `args`: {fault.parent_path}.args.{name}. {fix}"
+    elif takers := [kind for kind, other in fault.alternatives.items() if name in other.model_fields]:
         fix = f"'{name}' is for kind {', '.join(takers)}. {fix}"
-    elif not fault.around and name in _ELSEWHERE:
-        fix = f"Write {_ELSEWHERE[name]}."
-    return error("SH103", f"unknown field '{name}'{inside}", where=fault.place, fix=fix)
+    elif not fault.parent_path and name in _NAMES_IN_OTHER_TOOLS:
+        fix = f"Write {_NAMES_IN_OTHER_TOOLS[name]}."
+    return error("SH103", f"unknown field '{name}'{inside}", where=fault.path, fix=fix)
 
 
-def _missing(fault: Fault) -> ShoalError:
-    message = f"the field '{fault.field}' is missing" + (f" in `{fault.around}`" if fault.around else "")
-    fix = f"Add `{fault.field}:` with {schema.expected(fault.kind)}."
-    return error("SH104", message, where=fault.place, fix=fix)
+def _missing_field(fault: FieldProblem) -> ShoalError:
+    message = f"the field '{fault.field_name}' is missing" + (f" in `{fault.parent_path}`" if fault.parent_path else "")
+    fix = f"Add `{fault.field_name}:` with {schema.describe_type(fault.expected_type)}."
+    return error("SH104", message, where=fault.path, fix=fix)
 
 
-def _no_kind(fault: Fault) -> ShoalError:
-    names = schema.kinds(schema.members(fault.kind))
+def _missing_kind(fault: FieldProblem) -> ShoalError:
+    names = schema.sections_by_kind(schema.union_members(fault.expected_type))
     fix = f"Add `kind:` with one of {', '.join(names)}."
-    return error("SH104", f"`{fault.place}` does not say its kind", where=f"{fault.place}.kind", fix=fix)
+    return error("SH104", f"`{fault.path}` does not say its kind", where=f"{fault.path}.kind", fix=fix)
 
 
-def _bad_kind(fault: Fault) -> ShoalError:
-    names, word = schema.kinds(schema.members(fault.kind)), str(fault.context["tag"])
-    message = f"`{fault.place}` has no kind '{word}'"
-    return error("SH106", message, where=f"{fault.place}.kind", fix=did_you_mean(word, names))
+def _unknown_kind(fault: FieldProblem) -> ShoalError:
+    names, word = schema.sections_by_kind(schema.union_members(fault.expected_type)), str(fault.context["tag"])
+    message = f"`{fault.path}` has no kind '{word}'"
+    return error("SH106", message, where=f"{fault.path}.kind", fix=did_you_mean(word, names))
 
 
-def _bad_choice(fault: Fault) -> ShoalError:
-    allowed = list(map(str, schema.choices(fault.kind)))
-    message = f"{schema.found(fault.value)} is not among the choices"
-    return error("SH106", message, where=fault.place, fix=did_you_mean(str(fault.value), allowed))
+def _invalid_choice(fault: FieldProblem) -> ShoalError:
+    allowed = list(map(str, schema.literal_values(fault.expected_type)))
+    message = f"{schema.describe_value(fault.value)} is not among the choices"
+    return error("SH106", message, where=fault.path, fix=did_you_mean(str(fault.value), allowed))
 
 
 def _wrong_type(place: str, kind: Any, value: Any) -> ShoalError:
-    wanted = " or ".join(map(schema.expected, kind)) if isinstance(kind, list) else schema.expected(kind)
+    wanted = " or ".join(map(schema.describe_type, kind)) if isinstance(kind, list) else schema.describe_type(kind)
     fix = f"Write {wanted}."
-    if isinstance(value, bool | int | float) and str in map(schema.bare, schema.members(kind)):
+    if isinstance(value, bool | int | float) and str in map(schema.strip_annotated, schema.union_members(kind)):
         fix = "Put the text in quotes."
-    return error("SH105", f"expected {wanted}, found {schema.found(value)}", where=place, fix=fix)
+    return error("SH105", f"expected {wanted}, found {schema.describe_value(value)}", where=place, fix=fix)
 
 
-def _out_of_range(fault: Fault) -> ShoalError:
+def _out_of_range(fault: FieldProblem) -> ShoalError:
     """A bound was broken; the type's own words say which."""
-    wanted = _BREACHES.get(fault.code, schema.expected(fault.kind)).format(**fault.context)
-    message = f"expected {wanted}, found {schema.found(fault.value)}"
-    return error("SH106", message, where=fault.place, fix=f"Write {wanted}.")
+    wanted = _BOUND_WORDS.get(fault.code, schema.describe_type(fault.expected_type)).format(**fault.context)
+    message = f"expected {wanted}, found {schema.describe_value(fault.value)}"
+    return error("SH106", message, where=fault.path, fix=f"Write {wanted}.")
 
 
-def _own_words(fault: Fault) -> ShoalError:
+def _from_own_validator(fault: FieldProblem) -> ShoalError:
     """A validator of ours refused the value, in words for the user: "write …", or what is the matter."""
     words = str(fault.context["error"])
     if isinstance(fault.value, dict):
-        place = _blamed(words, fault)
+        place = _first_named_field(words, fault)
         return error("SH107", words, where=place, fix=f"Change `{place}`.")
     if words.startswith("write "):
-        message = f"{schema.found(fault.value)} is not allowed here"
-        return error("SH106", message, where=fault.place, fix=f"W{words[1:]}.")
-    return error("SH106", words, where=fault.place, fix=f"Change `{fault.place}`.")
+        message = f"{schema.describe_value(fault.value)} is not allowed here"
+        return error("SH106", message, where=fault.path, fix=f"W{words[1:]}.")
+    return error("SH106", words, where=fault.path, fix=f"Change `{fault.path}`.")
 
 
-def _blamed(words: str, fault: Fault) -> str:
+def _first_named_field(words: str, fault: FieldProblem) -> str:
     """The first field of a section that the words about it name, or the section."""
-    fields = {f for m in schema.members(fault.kind) if schema.is_section(m) for f in schema.bare(m).model_fields}
+    fields = {
+        f
+        for m in schema.union_members(fault.expected_type)
+        if schema.is_section(m)
+        for f in schema.strip_annotated(m).model_fields
+    }
     named = next((word for word in re.findall(r"\w+", words) if word in fields), "")
-    return f"{fault.place}.{named}".strip(".") if named else fault.place
+    return f"{fault.path}.{named}".strip(".") if named else fault.path
 
 
-_BREACHES = {
+_BOUND_WORDS = {
     "string_too_short": "text with at least {min_length} character(s)",
     "string_too_long": "text with at most {max_length} character(s)",
     "too_short": "a list of at least {min_length}",
@@ -221,11 +226,11 @@ _BREACHES = {
     "string_pattern_mismatch": "text that matches {pattern}",
 }
 
-_TELLERS = (
-    (("extra_forbidden",), _unknown),
-    (("missing",), _missing),
-    (("union_tag_not_found",), _no_kind),
-    (("union_tag_invalid",), _bad_kind),
-    (("literal_error",), _bad_choice),
-    (("value_error", "assertion_error"), _own_words),
+_HANDLERS = (
+    (("extra_forbidden",), _unknown_field),
+    (("missing",), _missing_field),
+    (("union_tag_not_found",), _missing_kind),
+    (("union_tag_invalid",), _unknown_kind),
+    (("literal_error",), _invalid_choice),
+    (("value_error", "assertion_error"), _from_own_validator),
 )

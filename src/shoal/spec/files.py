@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.errors import ShoalError, error
-from shoal.spec.certificates import certificates_of
-from shoal.spec.data import BalancedDeal, IdxSource, NpySource, PythonSource, Source
+from shoal.spec.certificates import tls_contexts_for
+from shoal.spec.data import BalancedSamplerConfig, IdxSourceConfig, NpySourceConfig, PythonSourceConfig, SourceConfig
 from shoal.spec.job import Job
-from shoal.spec.nearby import nearby
+from shoal.spec.suggest_path import suggest_path
 
 
 def check_files(job: Job) -> list[ShoalError]:
@@ -19,8 +19,8 @@ def check_files(job: Job) -> list[ShoalError]:
     if not base.is_dir():
         return [error("SH301", f"there is no directory {base}", where="base_dir")]
     missing = [
-        error("SH301", f"no such file: {path}", where=field, fix=nearby(base / path))
-        for field, path in _paths(job)
+        error("SH301", f"no such file: {path}", where=field, fix=suggest_path(base / path))
+        for field, path in _named_paths(job)
         if "://" not in path and not _exists(base / path)
     ]
     return missing + _check_certificates(job)
@@ -28,29 +28,29 @@ def check_files(job: Job) -> list[ShoalError]:
 
 def _check_certificates(job: Job) -> list[ShoalError]:
     try:
-        certificates_of(job)
+        tls_contexts_for(job)
     except ShoalError as failure:
         return [failure]
     return []
 
 
-def _paths(job: Job) -> Iterator[tuple[str, str]]:
+def _named_paths(job: Job) -> Iterator[tuple[str, str]]:
     data = job.data
     for part, source in (("source", data.source), ("validation", data.validation), ("test", data.test)):
         if source is not None:
-            yield from ((f"data.{part}.{field}", path) for field, path in _of_source(source))
-    if isinstance(data.deal, BalancedDeal) and data.deal.by.endswith(".npy"):
+            yield from ((f"data.{part}.{field}", path) for field, path in _source_paths(source))
+    if isinstance(data.deal, BalancedSamplerConfig) and data.deal.by.endswith(".npy"):
         yield "data.deal.by", data.deal.by
     # A bare word may be the name of a run, which only the one who keeps the runs can look up.
     if job.init_from and job.init_from.path and ("/" in job.init_from.path or "." in job.init_from.path):
         yield "init_from.path", job.init_from.path
 
 
-def _of_source(source: Source) -> Iterator[tuple[str, str]]:
+def _source_paths(source: SourceConfig) -> Iterator[tuple[str, str]]:
     path = getattr(source, "path", None)
-    if path is not None and not isinstance(source, PythonSource):
+    if path is not None and not isinstance(source, PythonSourceConfig):
         yield "path", path
-    if isinstance(source, NpySource | IdxSource) and source.target:
+    if isinstance(source, NpySourceConfig | IdxSourceConfig) and source.target:
         yield "target", source.target
 
 

@@ -19,26 +19,26 @@ from pydantic import (
 )
 
 from shoal.spec.base import Ref, Spec
-from shoal.spec.data import Data, FoldSplit
-from shoal.spec.shard import NoShard, Shard
+from shoal.spec.data import DataConfig, FoldSplitConfig
+from shoal.spec.sharding import NoShardingConfig, ShardingConfig
 
 MOST_WORKERS = 1024
 
 
-class Group(Spec):
+class ParamGroupConfig(Spec):
     """Parameters whose names match get arguments of their own: `{match: "head.*", args: {lr: 0.01}}`."""
 
     match: str
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-class Optimizer(Ref):
+class OptimizerConfig(Ref):
     """A torch optimizer by name; `groups` are tried in order, the first match counts."""
 
-    groups: list[Group] = Field(default_factory=list)
+    groups: list[ParamGroupConfig] = Field(default_factory=list)
 
 
-class Schedule(Ref):
+class LRScheduleConfig(Ref):
     """A torch learning-rate scheduler, stepped every step or every epoch.
 
     In `args`, the words `steps` and `epochs` stand for the job's totals: `{T_max: steps}`.
@@ -47,14 +47,14 @@ class Schedule(Ref):
     every: Literal["step", "epoch"] = "step"
 
 
-class Clip(Spec):
+class ClipConfig(Spec):
     """Gradients are clipped after they were reduced: by their total norm, or value by value."""
 
     norm: PositiveFloat | None = None
     value: PositiveFloat | None = None
 
 
-class Evaluate(Spec):
+class EvaluationConfig(Spec):
     """When the validation part is measured: every n epochs or steps, and always at the end."""
 
     every_epochs: PositiveInt | None = None
@@ -62,7 +62,7 @@ class Evaluate(Spec):
     batch_size: PositiveInt | None = None
 
 
-class Checkpoint(Spec):
+class CheckpointConfig(Spec):
     """When to save, what to keep, where. `every`: auto, '100 steps', '5 minutes', '30 seconds' or never."""
 
     every: str = "auto"
@@ -90,7 +90,7 @@ class Checkpoint(Spec):
 _INTERVAL = re.compile(r"(?=.*[1-9])(\d+|\d+\.\d+(?! step)) (step|second|minute|hour)s?")
 
 
-class Monitor(Spec):
+class MonitorConfig(Spec):
     """Which metric tells the better model. `mode` auto: min for losses and errors, max for the rest."""
 
     metric: str = "loss"
@@ -104,14 +104,14 @@ class Monitor(Spec):
         return -1 if re.search(r"loss|error|mae|mse|rmse|perplexity", self.metric.lower()) else 1
 
 
-class StopEarly(Monitor):
+class EarlyStoppingConfig(MonitorConfig):
     """Stop when the monitored metric did not get better for `patience` evaluations."""
 
     patience: PositiveInt = 3
     min_delta: NonNegativeFloat = 0.0
 
 
-class InitFrom(Spec):
+class InitFromConfig(Spec):
     """Start from weights: a run, a checkpoint or a .safetensors file.
 
     `freeze` and `unfreeze` are name patterns, applied in this order. `rename` maps prefixes of the file's
@@ -125,7 +125,7 @@ class InitFrom(Spec):
     strict: bool = True
 
 
-class Workers(Spec):
+class WorkersConfig(Spec):
     """How many workers: `2`, or `1..8` for elastic. In a job, `auto` stands for one to as many as there are lanes."""
 
     least: PositiveInt = 1
@@ -141,12 +141,12 @@ class Workers(Spec):
             if not match:
                 raise ValueError("write a number of workers (2) or a range (1..8), or auto in a job with `lanes`")
             return {"least": int(match[1]), "most": int(match[2] or match[1])}
-        if not isinstance(value, dict | Workers):
+        if not isinstance(value, dict | WorkersConfig):
             raise ValueError("write a number of workers (2) or a range (1..8)")
         return value
 
     @model_validator(mode="after")
-    def _ordered(self) -> Workers:
+    def _ordered(self) -> WorkersConfig:
         if self.least > self.most:
             raise ValueError(f"write the smaller number first: {self.most}..{self.least}")
         if self.most > MOST_WORKERS:
@@ -154,26 +154,26 @@ class Workers(Spec):
         return self
 
 
-class LanesSync(Spec):
+class LanesSyncConfig(Spec):
     """Exact synchronous training: the same bits on any number of workers."""
 
     kind: Literal["lanes"] = "lanes"
-    inexact: ClassVar[str] = ""
+    inexact_reason: ClassVar[str] = ""
 
 
-class DdpSync(Spec):
+class DdpSyncConfig(Spec):
     """Gradients are averaged by torch's own all-reduce. `backend` auto: nccl on CUDA, else gloo."""
 
     kind: Literal["ddp"]
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    inexact: ClassVar[str] = "the order of additions depends on the workers"
+    inexact_reason: ClassVar[str] = "the order of additions depends on the workers"
 
 
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
+ELEMENTWISE_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
 """The optimizers of torch that treat every element by itself, and a part of a tensor as they treat the whole."""
 
 
-class ServerSync(Spec):
+class ServerSyncConfig(Spec):
     """Servers hold the parameters in chunks, each on a primary and its `backups`, and apply what workers push.
 
     `staleness`: how many steps a lane may be ahead of the slowest. 0 is exact, inf asynchronous; above 0 gradients
@@ -188,30 +188,30 @@ class ServerSync(Spec):
     placement: Literal["table", "ring"] = "table"
 
     @property
-    def inexact(self) -> str:
+    def inexact_reason(self) -> str:
         return "servers apply gradients in the order in which they come" if self.staleness else ""
 
     @property
-    def bound(self) -> float:
+    def staleness_bound(self) -> float:
         """`staleness` as a number."""
         return math.inf if self.staleness == "inf" else self.staleness
 
     @model_validator(mode="before")
     @classmethod
-    def _backed(cls, value: Any) -> Any:
+    def _default_backups(cls, value: Any) -> Any:
         """Where there are two servers, one death should cost nothing."""
         several = isinstance(value, dict) and isinstance(value.get("servers"), int) and value["servers"] > 1
         return {"backups": 1, **value} if several else value
 
     @field_validator("staleness", mode="before")
     @classmethod
-    def _infinite(cls, value: Any) -> Any:
+    def _normalise_infinity(cls, value: Any) -> Any:
         if isinstance(value, bool):
             raise ValueError("write a whole number of at least 0, or inf")
         return "inf" if value == math.inf else value  # YAML has a number for it: .inf
 
 
-class LocalSync(Spec):
+class LocalSgdSyncConfig(Spec):
     """Every lane trains by itself for `every` steps; then all agree on the mean of what they did, and go on from there.
 
     `outer`: how they go along that mean: `average` to it, `nesterov` with a rate and a momentum, as DiLoCo does.
@@ -225,66 +225,69 @@ class LocalSync(Spec):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     settle: PositiveInt = 8
     fragments: PositiveInt = 4
-    inexact: ClassVar[str] = ""
+    inexact_reason: ClassVar[str] = ""
 
 
-class AutoSync(Spec):
+class AutoSyncConfig(Spec):
     """The driver plans when it starts: the run's own job has what it took instead, and how many workers."""
 
     kind: Literal["auto"]
-    inexact: ClassVar[str] = ""
+    inexact_reason: ClassVar[str] = ""
 
 
-Sync = Annotated[LanesSync | LocalSync | ServerSync | DdpSync | AutoSync, Field(discriminator="kind")]
+SyncConfig = Annotated[
+    LanesSyncConfig | LocalSgdSyncConfig | ServerSyncConfig | DdpSyncConfig | AutoSyncConfig,
+    Field(discriminator="kind"),
+]
 """`inexact` says why another number of workers gives other bits, or nothing."""
 
 
-class NoCodec(Spec):
+class NoCodecConfig(Spec):
     """Values are sent as they are."""
 
     kind: Literal["none"] = "none"
 
 
-class Bf16Codec(Spec):
+class Bf16CodecConfig(Spec):
     """Half the bytes: float32's range with 8 bits of precision."""
 
     kind: Literal["bf16"]
 
 
-class Fp16Codec(Spec):
+class Fp16CodecConfig(Spec):
     """Half the bytes: 11 bits of precision, and nothing beyond 65504."""
 
     kind: Literal["fp16"]
 
 
-class Int8Codec(Spec):
+class Int8CodecConfig(Spec):
     """A quarter of the bytes: whole numbers, with a scale for every `block` values."""
 
     kind: Literal["int8"]
     block: Annotated[int, Field(ge=8, le=65536)] = 256
 
 
-class Int4Codec(Spec):
+class Int4CodecConfig(Spec):
     """A seventh of the bytes: as int8 with numbers of -7..7; what is lost is added to the next values."""
 
     kind: Literal["int4"]
     block: Annotated[int, Field(ge=8, le=65536)] = 64
 
 
-class Int3Codec(Spec):
+class Int3CodecConfig(Spec):
     """A tenth of the bytes: numbers of -3..3; what is lost is added to the next values."""
 
     kind: Literal["int3"]
     block: Annotated[int, Field(ge=8, le=65536)] = 256
 
 
-class SignCodec(Spec):
+class SignCodecConfig(Spec):
     """One bit per value, with a scale per block; what is lost is added to the next values."""
 
     kind: Literal["sign"]
 
 
-class TopKCodec(Spec):
+class TopKCodecConfig(Spec):
     """The largest values alone; the others wait until they have grown. `momentum` makes them grow as velocities do."""
 
     kind: Literal["topk"]
@@ -292,20 +295,28 @@ class TopKCodec(Spec):
     momentum: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
-class LowRankCodec(Spec):
+class LowRankCodecConfig(Spec):
     """Matrices as products of two thin ones; what is lost is added to the next values."""
 
     kind: Literal["lowrank"]
     rank: PositiveInt = 4
 
 
-Codec = Annotated[
-    NoCodec | Bf16Codec | Fp16Codec | Int8Codec | Int4Codec | Int3Codec | SignCodec | TopKCodec | LowRankCodec,
+CodecConfig = Annotated[
+    NoCodecConfig
+    | Bf16CodecConfig
+    | Fp16CodecConfig
+    | Int8CodecConfig
+    | Int4CodecConfig
+    | Int3CodecConfig
+    | SignCodecConfig
+    | TopKCodecConfig
+    | LowRankCodecConfig,
     Field(discriminator="kind"),
 ]
 
 
-class LocalEngine(Spec):
+class LocalEngineConfig(Spec):
     """Processes on this machine. `restarts`: how often all workers may die, or one before it can train.
 
     `patience_s`: how long workers whose driver died wait for another before they save and leave.
@@ -321,20 +332,20 @@ class LocalEngine(Spec):
     tls: str | None = None
 
 
-class Faults(Spec):
+class FaultInjectionConfig(Spec):
     """Made on purpose, to see what they do: before each step a worker pauses so long, with this probability."""
 
     pause_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
     pause_s: NonNegativeFloat = 0.1
 
 
-class Planning(Spec):
+class PlanConfig(Spec):
     """What `shoal plan` and `sync: auto` may choose although the result is another one then."""
 
     allow: list[Literal["codecs", "local", "staleness", "threads"]] = Field(default_factory=list)
 
 
-_SHORT = ("sync", "codec", "shard", "engine")
+_SHORT_FORM_FIELDS = ("sync", "codec", "shard", "engine")
 
 
 class Job(Spec):
@@ -347,35 +358,35 @@ class Job(Spec):
     loss: Ref | None = None
     metrics: list[Ref] = Field(default_factory=list)
     task: Ref | None = None
-    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(name="AdamW"))
-    schedule: Schedule | None = None
-    init_from: InitFrom | None = None
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(name="AdamW"))
+    schedule: LRScheduleConfig | None = None
+    init_from: InitFromConfig | None = None
 
-    data: Data
+    data: DataConfig
     batch_size: PositiveInt = 32
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     drop_last: bool = False
-    clip: Clip | None = None
+    clip: ClipConfig | None = None
     precision: Literal["float32", "bf16"] = "float32"
 
     lanes: PositiveInt | None = None
-    workers: Workers = Field(default_factory=Workers)
+    workers: WorkersConfig = Field(default_factory=WorkersConfig)
     threads: PositiveInt = 1
     device: str = "auto"
-    sync: Sync = Field(default_factory=LanesSync)
-    codec: Codec = Field(default_factory=NoCodec)
-    shard: Shard = Field(default_factory=NoShard)
-    engine: LocalEngine = Field(default_factory=LocalEngine)
-    plan: Planning = Field(default_factory=Planning)
+    sync: SyncConfig = Field(default_factory=LanesSyncConfig)
+    codec: CodecConfig = Field(default_factory=NoCodecConfig)
+    shard: ShardingConfig = Field(default_factory=NoShardingConfig)
+    engine: LocalEngineConfig = Field(default_factory=LocalEngineConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
 
-    evaluate: Evaluate = Field(default_factory=Evaluate)
-    best: Monitor = Field(default_factory=Monitor)
-    stop_early: StopEarly | None = None
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    best: MonitorConfig = Field(default_factory=MonitorConfig)
+    stop_early: EarlyStoppingConfig | None = None
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     export: list[Literal["program"]] = Field(default=["program"])
     watch: list[Ref] = Field(default_factory=list)
-    faults: Faults = Field(default_factory=Faults)
+    faults: FaultInjectionConfig = Field(default_factory=FaultInjectionConfig)
 
     base_dir: str = "."
 
@@ -388,7 +399,7 @@ class Job(Spec):
         """
         if not isinstance(value, dict):
             return value
-        value = {k: {"kind": v} if k in _SHORT and isinstance(v, str) else v for k, v in value.items()}
+        value = {k: {"kind": v} if k in _SHORT_FORM_FIELDS and isinstance(v, str) else v for k, v in value.items()}
         if isinstance(value.get("metrics"), str):
             value["metrics"] = [value["metrics"]]
         undecided = value.get("sync") == {"kind": "auto"} and value.get("workers") is None
@@ -398,7 +409,7 @@ class Job(Spec):
 
     @field_validator("name")
     @classmethod
-    def _fit_for_a_directory(cls, name: str) -> str:
+    def _valid_directory_name(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
             raise ValueError("write at most 64 letters, digits, '.', '_' and '-', the first a letter or digit")
         return name
@@ -409,36 +420,36 @@ class Job(Spec):
         return self.lanes or self.workers.most
 
     @property
-    def ways(self) -> int:
+    def workers_per_replica(self) -> int:
         """Over how many workers one replica of the model is spread."""
-        return 1 if isinstance(self.shard, NoShard) else self.shard.ways or self.workers.most
+        return 1 if isinstance(self.shard, NoShardingConfig) else self.shard.ways or self.workers.most
 
     @property
-    def inexact(self) -> str:
+    def inexact_reason(self) -> str:
         """Why another number of workers gives other bits, or nothing."""
-        return self.sync.inexact if isinstance(self.shard, NoShard) else self.shard.inexact
+        return self.sync.inexact_reason if isinstance(self.shard, NoShardingConfig) else self.shard.inexact_reason
 
     @property
     def fold_count(self) -> int:
         """How many runs this job makes: its folds, or 1."""
         split = self.data.split
-        return split.folds if isinstance(split, FoldSplit) and split.fold is None else 1
+        return split.folds if isinstance(split, FoldSplitConfig) and split.fold is None else 1
 
     def dump(self) -> dict[str, Any]:
         """As plain data, without what was left at its default where that is None."""
         return self.model_dump(mode="json", exclude_none=True)
 
-    def trunk_sha256(self) -> str:
+    def resume_compatibility_sha256(self) -> str:
         """The identity of what can go on from each other's checkpoints: however the model is spread."""
-        return self.model_copy(update={"shard": NoShard(), "lanes": self.lane_count}).sha256()
+        return self.model_copy(update={"shard": NoShardingConfig(), "lanes": self.lane_count}).sha256()
 
     def sha256(self) -> str:
         """The identity of what the job produces: how it is run (workers, servers, engine) is no part of it."""
         how = {"name", "workers", "engine", "plan", "checkpoint", "watch", "export", "faults", "base_dir"}
         body = self.model_dump(mode="json", exclude=how)
-        if isinstance(self.sync, ServerSync):
+        if isinstance(self.sync, ServerSyncConfig):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})
-            body["sync"] = stale if self.sync.inexact else LanesSync().model_dump()
+            body["sync"] = stale if self.sync.inexact_reason else LanesSyncConfig().model_dump()
         body["lanes"] = self.lane_count
         if self.shard.kind == "none":
             del body["shard"]

@@ -8,17 +8,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.errors import Problems, ShoalError
-from shoal.spec.document import read_document, write_value
+from shoal.errors import ErrorGroup, ShoalError
 from shoal.spec.explain import explain, stray_booleans
 from shoal.spec.files import check_files
 from shoal.spec.job import Job
 from shoal.spec.names import check_names as check_all_names
-from shoal.spec.overrides import override
-from shoal.spec.paths import write_atomically
+from shoal.spec.overrides import apply_overrides
 from shoal.spec.rules import check_rules
+from shoal.spec.run_paths import write_atomically
+from shoal.spec.yaml_document import read_document, write_value
 
-Where = Callable[[str], str]
+LocateField = Callable[[str], str]
 
 
 def load_job(path: str | Path, *, overrides: Sequence[str] = (), check_names: bool = True) -> Job:
@@ -26,36 +26,36 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = (), check_names: bo
 
     `check_names: False` leaves out what depends on this machine: the names and files that the job refers to.
     """
-    document = override(read_document(path), overrides, model=Job)
-    job = _build(document.data, folder=Path(path).parent, where=document.where)
+    document = apply_overrides(read_document(path), overrides, model=Job)
+    job = _validate(document.data, folder=Path(path).parent, where=document.where)
     return check_job(job, where=document.where, check_names=check_names)
 
 
 def make_job(data: Mapping[str, Any], *, base_dir: str | Path = ".", check_names: bool = True) -> Job:
     """A checked job from plain data, with the same errors as a file's; `where` is the field alone."""
-    job = _build(dict(data), folder=Path(base_dir), where=str)
+    job = _validate(dict(data), folder=Path(base_dir), where=str)
     return check_job(job, check_names=check_names)
 
 
-def check_job(job: Job, *, where: Where = str, check_names: bool = True) -> Job:
+def check_job(job: Job, *, where: LocateField = str, check_names: bool = True) -> Job:
     """Check what one field cannot know alone: rules between fields, names, files. Raises `Problems`.
 
     Gives the job with an absolute `base_dir`; a relative one starts at the current directory.
     """
-    job = _settled(job)
+    job = _with_absolute_paths(job)
     problems = check_rules(job)
     if check_names:
         problems += check_all_names(job) + check_files(job)
-    _raise(problems, where)
+    _raise_problems(problems, where)
     return job
 
 
 def save_job(job: Job, path: str | Path) -> None:
     """Write the job so that `load_job` reads an equal one from anywhere: its paths start where they did."""
-    write_atomically(Path(path), write_value(_settled(job).dump()))
+    write_atomically(Path(path), write_value(_with_absolute_paths(job).dump()))
 
 
-def _settled(job: Job) -> Job:
+def _with_absolute_paths(job: Job) -> Job:
     """With absolute paths: a run may be resumed from any directory, and must find its checkpoints there."""
     base = Path(job.base_dir).resolve()
     where = job.checkpoint.path
@@ -71,14 +71,14 @@ def _settled(job: Job) -> Job:
     )
 
 
-def _build(data: dict[str, Any], *, folder: Path, where: Where) -> Job:
+def _validate(data: dict[str, Any], *, folder: Path, where: LocateField) -> Job:
     data = {**data, "base_dir": _base_dir(folder, data.get("base_dir"))}
     try:
         job = Job.model_validate(data)
     except ValidationError as failure:
-        _raise([*explain(failure, model=Job), *stray_booleans(data, model=Job)], where)
+        _raise_problems([*explain(failure, model=Job), *stray_booleans(data, model=Job)], where)
         raise
-    _raise(stray_booleans(data, model=Job), where)
+    _raise_problems(stray_booleans(data, model=Job), where)
     return job
 
 
@@ -86,7 +86,7 @@ def _base_dir(folder: Path, written: Any) -> Any:
     return str(folder.joinpath(written or "").resolve()) if isinstance(written, str | None) else written
 
 
-def _raise(problems: Sequence[ShoalError], where: Where) -> None:
+def _raise_problems(problems: Sequence[ShoalError], where: LocateField) -> None:
     placed = [problem.at(where(problem.where)) for problem in problems]
     if placed:
-        raise Problems(list({str(problem): problem for problem in placed}.values()))
+        raise ErrorGroup(list({str(problem): problem for problem in placed}.values()))

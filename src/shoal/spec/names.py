@@ -8,7 +8,7 @@ from typing import Any
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.base import Ref, Spec
 from shoal.spec.job import Job
-from shoal.spec.resolve import find_ref
+from shoal.spec.resolve import check_ref
 
 DEFAULT_MODULES: Mapping[str, Sequence[str]] = {
     "optimizer": ("torch.optim",),
@@ -35,12 +35,12 @@ METRIC_ALIASES: Mapping[str, Ref] = {
     "perplexity": Ref(name="torchmetrics.text:Perplexity"),
 }
 
-WATCH_ALIASES: Mapping[str, Ref] = {"tensorboard": Ref(name="shoal.train.watch:TensorBoard")}
+WATCH_ALIASES: Mapping[str, Ref] = {"tensorboard": Ref(name="shoal.train.watchers:TensorBoard")}
 
 _ALIASES = {"metrics": METRIC_ALIASES, "watch": WATCH_ALIASES}
 
 
-def expand(ref: Ref, *, field: str) -> Ref:
+def expand_alias(ref: Ref, *, field: str) -> Ref:
     """The reference that an alias of a field stands for, with the user's arguments over its own."""
     alias = _ALIASES.get(field, {}).get(ref.name)
     return ref if alias is None else Ref(name=alias.name, args={**alias.args, **ref.args})
@@ -60,35 +60,35 @@ def metric_names(refs: Sequence[Ref]) -> list[str]:
     return names
 
 
-def refs(job: Job) -> Iterator[tuple[str, str, Ref]]:
+def iter_refs(job: Job) -> Iterator[tuple[str, str, Ref]]:
     """Every reference in a job: its place (`metrics.0`), its field (`metrics`), and itself."""
-    yield from _refs(job, "", "")
+    yield from _iter_refs(job, "", "")
 
 
-def _refs(value: Any, place: str, field: str) -> Iterator[tuple[str, str, Ref]]:
+def _iter_refs(value: Any, place: str, field: str) -> Iterator[tuple[str, str, Ref]]:
     if isinstance(value, Ref):
         yield place, field, value
     elif isinstance(value, Spec):
         for key in type(value).model_fields:
-            yield from _refs(getattr(value, key), f"{place}.{key}" if place else key, key)
+            yield from _iter_refs(getattr(value, key), f"{place}.{key}" if place else key, key)
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            yield from _refs(item, f"{place}.{i}", field)
+            yield from _iter_refs(item, f"{place}.{i}", field)
 
 
 def check_names(job: Job) -> list[ShoalError]:
     """The names that lead nowhere; nothing is imported. `where` of each is the field."""
     found = []
-    for place, field, ref in refs(job):
+    for place, field, ref in iter_refs(job):
         modules = DEFAULT_MODULES.get(field, ())
         try:
-            find_ref(expand(ref, field=field), base_dir=job.base_dir, default_modules=modules)
+            check_ref(expand_alias(ref, field=field), base_dir=job.base_dir, default_modules=modules)
         except ShoalError as problem:
-            found.append(_in_job(problem, place, field, ref))
+            found.append(_located_in_job(problem, place, field, ref))
     return found
 
 
-def _in_job(problem: ShoalError, place: str, field: str, ref: Ref) -> ShoalError:
+def _located_in_job(problem: ShoalError, place: str, field: str, ref: Ref) -> ShoalError:
     """The same problem, seen from the job file; the place in the user's code moves into the message."""
     message = f"{problem.where}: {problem.message}" if problem.where else problem.message
     short = ref.name.isidentifier() and field in _ALIASES

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from shoal.spec.base import Spec
 
 
-class Carried(Spec):
+class WorkerContribution(Spec):
     """What one worker did: `lanes` are those it carried last."""
 
     host: str = ""
@@ -52,7 +52,7 @@ class Receipt(Spec):
     staleness_mean: float = 0.0
     staleness_max: int = 0
     views: int = 0
-    carried: dict[str, Carried] = Field(default_factory=dict)
+    carried: dict[str, WorkerContribution] = Field(default_factory=dict)
     stopped: str = ""
     compute_s: float = 0.0
     data_s: float = 0.0
@@ -71,16 +71,16 @@ class Receipt(Spec):
     platform: dict[str, str] = Field(default_factory=dict)
 
 
-def spread(receipts: Sequence[Receipt]) -> dict[str, tuple[float, float]]:
+def metrics_mean_and_std(receipts: Sequence[Receipt]) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation of each metric over the folds of a job."""
     found: dict[str, list[float]] = {}
     for receipt in receipts:
         for name, value in receipt.metrics.items():
             found.setdefault(name, []).append(value)
-    return {name: (statistics.fmean(v), _deviation(v)) for name, v in found.items()}
+    return {name: (statistics.fmean(v), _standard_deviation(v)) for name, v in found.items()}
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _standard_deviation(values: Sequence[float]) -> float:
     if not all(map(math.isfinite, values)):
         return math.nan  # statistics would raise
     return statistics.stdev(values) if len(values) > 1 else 0.0

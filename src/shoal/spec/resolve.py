@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError, did_you_mean, error, nearest
-from shoal.spec import static
+from shoal.errors import ShoalError, closest_name, did_you_mean, error
+from shoal.spec import static_names
 from shoal.spec.base import Ref
-from shoal.spec.nearby import nearby
+from shoal.spec.suggest_path import suggest_path
 
 USER_PACKAGE = "shoal_user"
 MOST_NAMES = 30
@@ -33,7 +33,7 @@ _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 
 
 @dataclass(frozen=True)
-class Name:
+class ParsedRef:
     """A reference taken apart: from a file, from a module, or (neither) a short name."""
 
     text: str
@@ -42,21 +42,21 @@ class Name:
     module: str = ""
 
 
-def parse_name(ref: Ref | str) -> Name:
+def parse_ref(ref: Ref | str) -> ParsedRef:
     """Take a reference apart; SH203 if it is not written as one."""
     text = ref.name if isinstance(ref, Ref) else ref
     place, colon, attrs = text.rpartition(":")
     if colon and re.fullmatch(_DOTTED, attrs):
         if place.endswith(".py"):
-            return Name(text, tuple(attrs.split(".")), file=place)
+            return ParsedRef(text, tuple(attrs.split(".")), file=place)
         if re.fullmatch(_DOTTED, place):
-            return Name(text, tuple(attrs.split(".")), module=place)
+            return ParsedRef(text, tuple(attrs.split(".")), module=place)
     if not colon and re.fullmatch(r"[A-Za-z_]\w*", text):
-        return Name(text, (text,))
-    raise error("SH203", f"'{text}' is not written as module:name", fix=_respell(text))
+        return ParsedRef(text, (text,))
+    raise error("SH203", f"'{text}' is not written as module:name", fix=_suggest_spelling(text))
 
 
-def _respell(text: str) -> str:
+def _suggest_spelling(text: str) -> str:
     """What was probably meant by a name that is badly written."""
     guesses = (
         (r"(.+\.py)", r"\1:name, with the class or function that the file defines"),
@@ -74,62 +74,62 @@ def _respell(text: str) -> str:
 # ---- looking, without importing ----
 
 
-def find_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence[str] = ()) -> None:
+def check_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence[str] = ()) -> None:
     """Check that a name exists by reading source code; nothing is imported or executed.
 
     Raises SH201 (no such module or file), SH202 (no such name in it), SH203 (badly written) or SH204 (the
     source does not parse). Where a module may make names as it runs, they are accepted.
     """
-    name, base = parse_name(ref), str(Path(base_dir).resolve())
+    name, base = parse_ref(ref), str(Path(base_dir).resolve())
     if name.file:
-        _find_in([_file_outline(name, base)], name, place=name.file)
+        _check_defined([_file_outline(name, base)], name, place=name.file)
     elif name.module:
         inner = f"{name.module}.{name.attrs[0]}"
-        if len(name.attrs) == 1 or static.find_module(inner, first=base) is None:
-            _find_in([_module_outline(name.module, base)], name, place=name.module)
+        if len(name.attrs) == 1 or static_names.find_module(inner, first=base) is None:
+            _check_defined([_module_outline(name.module, base)], name, place=name.module)
     else:
-        modules = _defaults(name, default_modules)
-        _find_in([_module_outline(m, base) for m in modules], name, place=" or ".join(modules))
+        modules = _modules_of_short_name(name, default_modules)
+        _check_defined([_module_outline(m, base) for m in modules], name, place=" or ".join(modules))
 
 
-def _defaults(name: Name, default_modules: Sequence[str]) -> Sequence[str]:
+def _modules_of_short_name(name: ParsedRef, default_modules: Sequence[str]) -> Sequence[str]:
     if default_modules:
         return default_modules
     message = f"'{name.text}' is a short name, and this field has none"
     raise error("SH203", message, fix=f"Write file.py:{name.text} or package.module:{name.text}.")
 
 
-def _file_outline(name: Name, base: str) -> static.Outline:
+def _file_outline(name: ParsedRef, base: str) -> static_names.ModuleNames:
     path = _user_file(name, base)
     try:
-        return static.names_in(path, first=base)
+        return static_names.names_in_file(path, first=base)
     except (SyntaxError, ValueError, OSError) as failure:
-        raise _unreadable(failure, path) from None
+        raise _source_error(failure, path) from None
 
 
-def _user_file(name: Name, base: str) -> Path:
+def _user_file(name: ParsedRef, base: str) -> Path:
     path = Path(base, name.file)
     if path.is_file():
         return path
-    raise error("SH201", f"no such file: {name.file}", fix=nearby(path, suffixes=(".py",)))
+    raise error("SH201", f"no such file: {name.file}", fix=suggest_path(path, suffixes=(".py",)))
 
 
-def _module_outline(module: str, base: str) -> static.Outline:
-    spec = static.find_module(module, first=base)
+def _module_outline(module: str, base: str) -> static_names.ModuleNames:
+    spec = static_names.find_module(module, first=base)
     if spec is None:
-        raise _no_module(module, base)
+        raise _missing_module_error(module, base)
     try:
-        return static.names_of(spec, first=base)
+        return static_names.names_of_module(spec, first=base)
     except (SyntaxError, ValueError, OSError) as failure:
-        raise _unreadable(failure, Path(spec.origin or module)) from None
+        raise _source_error(failure, Path(spec.origin or module)) from None
 
 
-def _no_module(module: str, base: str) -> ShoalError:
+def _missing_module_error(module: str, base: str) -> ShoalError:
     """The error for the first part of a dotted name that is not there."""
     parts = module.split(".")
     prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    missing = next((p for p in prefixes if static.find_module(p, first=base) is None), module)
-    close = nearest(missing, static.siblings(missing, first=base))
+    missing = next((p for p in prefixes if static_names.find_module(p, first=base) is None), module)
+    close = closest_name(missing, static_names.siblings(missing, first=base))
     hint = f"Did you mean '{close}'? " if close else ""
     message = f"no module named '{missing}'"
     if "." in missing:
@@ -137,7 +137,7 @@ def _no_module(module: str, base: str) -> ShoalError:
     return error("SH201", message, fix=f"{hint}Install the package, or put {missing}.py beside the job file.")
 
 
-def _unreadable(failure: Exception, path: Path) -> ShoalError:
+def _source_error(failure: Exception, path: Path) -> ShoalError:
     if isinstance(failure, SyntaxError):
         text = f": `{failure.text.strip()}`" if failure.text else ""
         where = f"{path}:{failure.lineno or 1}"
@@ -145,13 +145,13 @@ def _unreadable(failure: Exception, path: Path) -> ShoalError:
     return error("SH204", f"cannot be read: {failure}", where=str(path))
 
 
-def _find_in(outlines: Sequence[static.Outline], name: Name, *, place: str) -> None:
-    if not any(o.open or name.attrs[0] in o.names for o in outlines):
+def _check_defined(outlines: Sequence[static_names.ModuleNames], name: ParsedRef, *, place: str) -> None:
+    if not any(o.is_dynamic or name.attrs[0] in o.names for o in outlines):
         exported = [n for o in outlines for n in o.exported]
-        raise _no_name(name.attrs[0], exported, place=place)
+        raise _missing_name_error(name.attrs[0], exported, place=place)
 
 
-def _no_name(word: str, names: Sequence[str], *, place: str) -> ShoalError:
+def _missing_name_error(word: str, names: Sequence[str], *, place: str) -> ShoalError:
     if len(names) > MOST_NAMES:
         names = difflib.get_close_matches(word, names, n=10, cutoff=0.3)
     return error("SH202", f"{place} has no '{word}'", fix=did_you_mean(word, names))
@@ -165,24 +165,24 @@ def import_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequenc
 
     A file becomes one module, however often it is named. Raises SH201 to SH204; `where` is the user's line.
     """
-    name, base = parse_name(ref), str(Path(base_dir).resolve())
+    name, base = parse_ref(ref), str(Path(base_dir).resolve())
     if base not in sys.path:
         sys.path.insert(0, base)
     if name.file:
         return _attribute(_load_file(_user_file(name, base)), name)
     if name.module:
         return _attribute(_load_module(name.module, base), name)
-    modules = [_load_module(m, base) for m in _defaults(name, default_modules)]
+    modules = [_load_module(m, base) for m in _modules_of_short_name(name, default_modules)]
     home = next((m for m in modules if hasattr(m, name.text)), modules[0])
     return _attribute(home, name)
 
 
-def _attribute(module: types.ModuleType, name: Name) -> Any:
+def _attribute(module: types.ModuleType, name: ParsedRef) -> Any:
     found: Any = module
     for i, attr in enumerate(name.attrs):
         if not hasattr(found, attr):
             place = ".".join([name.file or name.module or module.__name__, *name.attrs[:i]])
-            raise _no_name(attr, [n for n in dir(found) if not n.startswith("_")], place=place)
+            raise _missing_name_error(attr, [n for n in dir(found) if not n.startswith("_")], place=place)
         found = getattr(found, attr)
     return found
 
@@ -192,10 +192,10 @@ def _load_module(module: str, base: str) -> types.ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as failure:
         if failure.name and f"{module}.".startswith(f"{failure.name}."):
-            raise _no_module(module, base) from None
-        raise _failed("SH204", failure, f"importing {module}") from failure
+            raise _missing_module_error(module, base) from None
+        raise _user_code_error("SH204", failure, f"importing {module}") from failure
     except (Exception, SystemExit) as failure:
-        raise _failed("SH204", failure, f"importing {module}") from failure
+        raise _user_code_error("SH204", failure, f"importing {module}") from failure
 
 
 def _load_file(path: Path) -> types.ModuleType:
@@ -214,7 +214,7 @@ def _load_file(path: Path) -> types.ModuleType:
         del sys.modules[full]
         if not isinstance(failure, Exception | SystemExit):
             raise
-        raise _failed("SH204", failure, f"importing {path.name}", place=str(path)) from failure
+        raise _user_code_error("SH204", failure, f"importing {path.name}", place=str(path)) from failure
     return module
 
 
@@ -228,10 +228,10 @@ def _package_of(folder: Path) -> str:
     return name
 
 
-def _failed(code: str, failure: BaseException, doing: str, *, place: str = "") -> ShoalError:
+def _user_code_error(code: str, failure: BaseException, doing: str, *, place: str = "") -> ShoalError:
     """The user's code raised: its own words, at its own line."""
     if isinstance(failure, SyntaxError):
-        return _unreadable(failure, Path(failure.filename or place))
+        return _source_error(failure, Path(failure.filename or place))
     fix = ""
     if isinstance(failure, ModuleNotFoundError) and USER_PACKAGE not in str(failure):
         fix = f"Install the package {failure.name}, or mend the import."
@@ -244,12 +244,12 @@ def _failed(code: str, failure: BaseException, doing: str, *, place: str = "") -
 def user_line(failure: BaseException) -> str:
     """`file:line` of the innermost frame in the user's own code, or ''."""
     for frame in reversed(traceback.extract_tb(failure.__traceback__)):
-        if not frame.filename.startswith(("<", *_foreign())):
+        if not frame.filename.startswith(("<", *_library_paths())):
             return f"{frame.filename}:{frame.lineno}"
     return ""
 
 
-def _foreign() -> list[str]:
+def _library_paths() -> list[str]:
     """Where code lives that is not the user's: Python's own, installed packages, this package."""
     paths = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     return [*paths, str(Path(__file__).parent.parent)]
@@ -275,7 +275,7 @@ def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Se
     except ShoalError:
         raise
     except Exception as failure:
-        raise _failed("SH208", failure, f"calling {ref.name}") from failure
+        raise _user_code_error("SH208", failure, f"calling {ref.name}") from failure
 
 
 def _check_arguments(name: str, made: Any, leading: int, arguments: Mapping[str, Any]) -> None:
@@ -315,7 +315,7 @@ def ref_of(thing: Any, *, base_dir: str | Path | None = None) -> str:
     if not isinstance(thing, type | types.FunctionType | types.BuiltinFunctionType):
         raise error("SH608", f"{_article(type(thing).__name__)} object is neither a class nor a function")
     name, module = thing.__qualname__, sys.modules.get(thing.__module__)
-    if "<" in name or module is None or _reached(module, name) is not thing:
+    if "<" in name or module is None or _lookup(module, name) is not thing:
         raise error("SH608", f"'{name}' is defined inside another function, or under another name")
     spec = getattr(module, "__spec__", None)
     file = getattr(module, "__file__", None)
@@ -332,10 +332,10 @@ def _is_users_file(module: str, file: str) -> bool:
     """A script, or a lone file beside it, which a worker would not find on its own sys.path."""
     if module == "__main__" or module.startswith(f"{USER_PACKAGE}."):
         return True
-    return "." not in module and file.endswith(".py") and not file.startswith(tuple(_foreign()))
+    return "." not in module and file.endswith(".py") and not file.startswith(tuple(_library_paths()))
 
 
-def _reached(module: types.ModuleType, name: str) -> Any:
+def _lookup(module: types.ModuleType, name: str) -> Any:
     found: Any = module
     for attr in name.split("."):
         found = getattr(found, attr, None)

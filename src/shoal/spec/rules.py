@@ -11,10 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.errors import ShoalError, did_you_mean, error
-from shoal.spec.data import ColumnSplit, HoldoutSplit, NoSplit
-from shoal.spec.job import ELEMENTWISE, Evaluate, Job, LocalSync, Monitor, ServerSync
-from shoal.spec.names import metric_name, metric_names, refs
-from shoal.spec.shard import NoShard, PipelineShard
+from shoal.spec.data import ColumnSplitConfig, HoldoutSplitConfig, NoSplitConfig
+from shoal.spec.job import (
+    ELEMENTWISE_OPTIMIZERS,
+    EvaluationConfig,
+    Job,
+    LocalSgdSyncConfig,
+    MonitorConfig,
+    ServerSyncConfig,
+)
+from shoal.spec.names import iter_refs, metric_name, metric_names
+from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 
 MOST_ENCODED_LANES = 256
 
@@ -31,14 +38,14 @@ def has_validation(job: Job) -> bool:
     split = job.data.split
     if job.data.validation is not None:
         return True
-    if isinstance(split, HoldoutSplit):
+    if isinstance(split, HoldoutSplitConfig):
         return split.validation > 0
-    if isinstance(split, ColumnSplit):
+    if isinstance(split, ColumnSplitConfig):
         return bool(split.validation)
-    return not isinstance(split, NoSplit)
+    return not isinstance(split, NoSplitConfig)
 
 
-def _length(job: Job) -> list[ShoalError]:
+def _training_length(job: Job) -> list[ShoalError]:
     if job.epochs is None and job.steps is None:
         fix = "Add `epochs:` (passes over the data) or `steps:` (updates of the weights)."
         return [error("SH104", "the job does not say how long to train", where="epochs", fix=fix)]
@@ -85,7 +92,7 @@ def _plain_arguments(job: Job) -> list[ShoalError]:
     groups = [(f"optimizer.groups.{i}", group.args) for i, group in enumerate(job.optimizer.groups)]
     return [
         error("SH105", "the arguments are not plain data", where=f"{place}.args", fix=fix)
-        for place, args in [*((place, ref.args) for place, _, ref in refs(job)), *groups]
+        for place, args in [*((place, ref.args) for place, _, ref in iter_refs(job)), *groups]
         if not _is_plain(args)
     ]
 
@@ -112,8 +119,8 @@ def _clip(job: Job) -> list[ShoalError]:
 
 def _lanes(job: Job) -> list[ShoalError]:
     lanes, least = job.lane_count, job.workers.least
-    if not isinstance(job.shard, NoShard):
-        least //= job.ways  # those who hold a replica together may carry the same lanes
+    if not isinstance(job.shard, NoShardingConfig):
+        least //= job.workers_per_replica  # those who hold a replica together may carry the same lanes
     field = "workers" if job.lanes is None else "lanes"
     found = []
     if lanes > job.batch_size:
@@ -144,10 +151,10 @@ def _codec(job: Job) -> list[ShoalError]:
 
 def _split_or_validation(job: Job) -> list[ShoalError]:
     data, found = job.data, []
-    if data.validation is not None and not isinstance(data.split, NoSplit):
+    if data.validation is not None and not isinstance(data.split, NoSplitConfig):
         message = "`data.validation` and `data.split` both say what validates"
         found.append(error("SH107", message, where="data.split", fix="Keep one of the two."))
-    if data.test is not None and isinstance(data.split, HoldoutSplit) and data.split.test > 0:
+    if data.test is not None and isinstance(data.split, HoldoutSplitConfig) and data.split.test > 0:
         message = "`data.test` and `data.split.test` both say what tests"
         found.append(error("SH107", message, where="data.split.test", fix="Keep one of the two."))
     return found
@@ -166,8 +173,8 @@ def _needs_validation(job: Job) -> list[ShoalError]:
         return []
     asks = {
         "stop_early": job.stop_early is not None,
-        "best": job.best != Monitor(),
-        "evaluate": job.evaluate != Evaluate(batch_size=job.evaluate.batch_size),
+        "best": job.best != MonitorConfig(),
+        "evaluate": job.evaluate != EvaluationConfig(batch_size=job.evaluate.batch_size),
     }
     message = "`{}` needs validation samples and the job keeps none"
     fix = "Add `data.split` (for example holdout) or `data.validation`, or remove `{}`."
@@ -178,7 +185,7 @@ def _needs_validation(job: Job) -> list[ShoalError]:
     ]
 
 
-def _monitored(job: Job) -> list[ShoalError]:
+def _monitored_metrics(job: Job) -> list[ShoalError]:
     """A task brings metrics that only the worker knows; without one the names are all here."""
     if job.task is not None:
         return []
@@ -194,7 +201,7 @@ def _monitored(job: Job) -> list[ShoalError]:
     ]  # fmt: skip
 
 
-def _loss_is_taken(job: Job) -> list[ShoalError]:
+def _metric_named_loss(job: Job) -> list[ShoalError]:
     fix = "Rename the class or function."
     return [
         error("SH107", "a metric named 'loss' would hide the loss", where=f"metrics.{i}.name", fix=fix)
@@ -237,55 +244,59 @@ def _listen(job: Job) -> list[ShoalError]:
     return [error("SH106", f"'{where}' is not one address of this machine", where="engine.listen", fix=fix)]
 
 
-def _encrypted(job: Job) -> list[ShoalError]:
-    if job.engine.tls is None or (job.sync.kind != "ddp" and isinstance(job.shard, NoShard)):
+def _tls_supported(job: Job) -> list[ShoalError]:
+    if job.engine.tls is None or (job.sync.kind != "ddp" and isinstance(job.shard, NoShardingConfig)):
         return []
     message = "torch's own all-reduce cannot be encrypted"
     fix = "Use another sync and no shard, or remove `engine.tls` and use a tunnel (WireGuard) between the machines."
     return [error("SH110", message, where="engine.tls", fix=fix)]
 
 
-def _outer(job: Job) -> list[ShoalError]:
+def _outer_optimizer(job: Job) -> list[ShoalError]:
     """Numbers that nobody uses would mislead."""
     sync = job.sync
-    if not isinstance(sync, LocalSync) or sync.outer != "average":
+    if not isinstance(sync, LocalSgdSyncConfig) or sync.outer != "average":
         return []
     fix = "Remove it, or use `outer: nesterov`."
-    unused = [name for name in ("lr", "momentum") if getattr(sync, name) != LocalSync.model_fields[name].default]
+    unused = [
+        name for name in ("lr", "momentum") if getattr(sync, name) != LocalSgdSyncConfig.model_fields[name].default
+    ]
     return [error("SH107", f"`outer: average` has no {name}", where=f"sync.{name}", fix=fix) for name in unused]
 
 
-def _servers(job: Job) -> list[ShoalError]:
+def _server_copies(job: Job) -> list[ShoalError]:
     sync = job.sync
-    if not isinstance(sync, ServerSync) or sync.backups < sync.servers:
+    if not isinstance(sync, ServerSyncConfig) or sync.backups < sync.servers:
         return []
     message = f"{sync.servers} {'server' if sync.servers == 1 else 'servers'} cannot hold {sync.backups + 1} copies"
     fix = f"Set `servers` to at least {sync.backups + 1}, or `backups` to at most {sync.servers - 1}."
     return [error("SH107", message, where="sync.backups", fix=fix)]
 
 
-def _optimizer_of_parts(job: Job) -> list[ShoalError]:
+def _elementwise_optimizer(job: Job) -> list[ShoalError]:
     """Servers, and workers with `shard`, update parts of tensors."""
     module, _, name = job.optimizer.name.rpartition(":")
-    elementwise = name in ELEMENTWISE and f"{module or 'torch.optim'}.".startswith("torch.optim.")
-    whole = not isinstance(job.sync, ServerSync) and isinstance(job.shard, NoShard)
+    elementwise = name in ELEMENTWISE_OPTIMIZERS and f"{module or 'torch.optim'}.".startswith("torch.optim.")
+    whole = not isinstance(job.sync, ServerSyncConfig) and isinstance(job.shard, NoShardingConfig)
     if whole or elementwise:
         return []
-    holders, instead = ("servers", "`sync: lanes`") if isinstance(job.shard, NoShard) else ("workers", "`shard: none`")
+    holders, instead = (
+        ("servers", "`sync: lanes`") if isinstance(job.shard, NoShardingConfig) else ("workers", "`shard: none`")
+    )
     message = f"{holders} hold parts of tensors, and '{job.optimizer.name}' may need whole ones"
-    fix = f"Use one of {', '.join(ELEMENTWISE)}; or {instead}, which takes any."
+    fix = f"Use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}; or {instead}, which takes any."
     return [error("SH110", message, where="optimizer.name", fix=fix)]
 
 
 def _shard(job: Job) -> list[ShoalError]:
     """What no sharded job can do."""
-    if isinstance(job.shard, NoShard):
+    if isinstance(job.shard, NoShardingConfig):
         return []
     found = []
     if job.device not in ("auto", "cpu"):
         fix = "Use `device: cpu`, or remove `shard`."
         found.append(error("SH110", f"shards live on the CPU, not on '{job.device}'", where="device", fix=fix))
-    if isinstance(job.shard, PipelineShard) and job.precision != "float32":
+    if isinstance(job.shard, PipelineParallelConfig) and job.precision != "float32":
         message = "a stretch of a pipeline cannot foresee what another sends in a precision of its own"
         fix = "Use `precision: float32`, or `shard: fsdp`."
         found.append(error("SH110", message, where="precision", fix=fix))
@@ -301,14 +312,14 @@ def _shard(job: Job) -> list[ShoalError]:
     if job.codec.kind != "none":
         message = f"shards of gradients are sent as they are, not by `codec: {job.codec.kind}`"
         found.append(error("SH110", message, where="codec", fix="Remove `codec` or `shard`."))
-    return found + _shard_ways(job)
+    return found + _whole_replicas(job)
 
 
-def _shard_ways(job: Job) -> list[ShoalError]:
+def _whole_replicas(job: Job) -> list[ShoalError]:
     """Replicas are whole: so many workers as hold one, or a multiple."""
     least, most, shard = job.workers.least, job.workers.most, job.shard
-    assert not isinstance(shard, NoShard)
-    ways = job.ways
+    assert not isinstance(shard, NoShardingConfig)
+    ways = job.workers_per_replica
     found = []
     if ways < 2:
         fix = "Ask for two workers or more, or remove `shard`."
@@ -317,7 +328,7 @@ def _shard_ways(job: Job) -> list[ShoalError]:
         message = f"{least if least % ways else most} workers do not make whole replicas of {ways}"
         fix = f"Ask for a multiple of {ways} workers, or change `shard.ways`."
         found.append(error("SH107", message, where="shard.ways", fix=fix))
-    if isinstance(shard, PipelineShard) and shard.cuts != "auto" and len(shard.cuts) != ways - 1:
+    if isinstance(shard, PipelineParallelConfig) and shard.cuts != "auto" and len(shard.cuts) != ways - 1:
         message = f"{len(shard.cuts)} cuts make {len(shard.cuts) + 1} stretches, not {ways}"
         fix = f"Name {ways - 1} modules, or write `cuts: auto`."
         found.append(error("SH107", message, where="shard.cuts", fix=fix))
@@ -325,7 +336,7 @@ def _shard_ways(job: Job) -> list[ShoalError]:
 
 
 RULES: tuple[Rule, ...] = (
-    _length,
+    _training_length,
     _what_is_trained,
     _learning_rate,
     _plain_arguments,
@@ -335,14 +346,14 @@ RULES: tuple[Rule, ...] = (
     _split_or_validation,
     _evaluate,
     _needs_validation,
-    _monitored,
-    _loss_is_taken,
+    _monitored_metrics,
+    _metric_named_loss,
     _device,
     _init_from,
     _listen,
-    _encrypted,
-    _outer,
-    _servers,
-    _optimizer_of_parts,
+    _tls_supported,
+    _outer_optimizer,
+    _server_copies,
+    _elementwise_optimizer,
     _shard,
 )

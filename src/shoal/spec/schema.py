@@ -11,46 +11,51 @@ from pydantic.fields import FieldInfo
 from shoal.spec.base import Ref, Spec
 
 
-def members(kind: Any) -> list[Any]:
+def union_members(kind: Any) -> list[Any]:
     """The alternatives of a type, without None; one for a type that is no union."""
     if isinstance(kind, FieldInfo):
         bounded = Annotated[kind.annotation, *kind.metadata] if kind.metadata else kind.annotation
-        return members(bounded)
+        return union_members(bounded)
     if get_origin(kind) in (Union, types.UnionType):
-        return [m for part in get_args(kind) for m in members(part) if m is not type(None)]
+        return [m for part in get_args(kind) for m in union_members(part) if m is not type(None)]
     if get_origin(kind) is Annotated:
         inner = get_args(kind)[0]
-        return members(inner) if get_origin(inner) in (Union, types.UnionType) else [kind]
+        return union_members(inner) if get_origin(inner) in (Union, types.UnionType) else [kind]
     return [kind]
 
 
-def bare(kind: Any) -> Any:
+def strip_annotated(kind: Any) -> Any:
     """The type without its bounds."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def is_section(kind: Any) -> bool:
-    return isinstance(bare(kind), type) and issubclass(bare(kind), Spec)
+    return isinstance(strip_annotated(kind), type) and issubclass(strip_annotated(kind), Spec)
 
 
-def kinds(alternatives: list[Any]) -> dict[str, type[Spec]]:
+def sections_by_kind(alternatives: list[Any]) -> dict[str, type[Spec]]:
     """The sections that `kind` tells apart, by its value; {} where nothing does."""
     found = {}
     for section in alternatives:
         if not is_section(section) or "kind" not in section.model_fields:
             return {}
-        found.update(dict.fromkeys(map(str, choices(section.model_fields["kind"])), section))
+        found.update(dict.fromkeys(map(str, literal_values(section.model_fields["kind"])), section))
     return found
 
 
-def choices(kind: Any) -> list[Any]:
+def literal_values(kind: Any) -> list[Any]:
     """The values that a type with fixed choices allows."""
-    return [c for m in members(kind) if get_origin(bare(m)) is Literal for c in get_args(bare(m))]
+    return [
+        c
+        for m in union_members(kind)
+        if get_origin(strip_annotated(m)) is Literal
+        for c in get_args(strip_annotated(m))
+    ]
 
 
-def child(kind: Any, key: str | int) -> Any:
+def child_type(kind: Any, key: str | int) -> Any:
     """The type of what stands in a section, list or mapping under a key; Any where nobody knows."""
-    kind = bare(kind)
+    kind = strip_annotated(kind)
     if is_section(kind):
         return kind.model_fields.get(key, Any)
     args = get_args(kind)
@@ -63,70 +68,70 @@ def child(kind: Any, key: str | int) -> Any:
     return Any
 
 
-def alternative(alternatives: list[Any], value: Any) -> Any:
+def matching_alternative(alternatives: list[Any], value: Any) -> Any:
     """The alternative that a value was probably written for."""
-    sections = kinds(alternatives)
+    sections = sections_by_kind(alternatives)
     if sections and isinstance(value, dict):
         return sections.get(str(value.get("kind")), Any)
     if len(alternatives) == 1:
         return alternatives[0]
-    fits = is_section if isinstance(value, dict) else lambda kind: get_origin(bare(kind)) in (list, tuple)
+    fits = is_section if isinstance(value, dict) else lambda kind: get_origin(strip_annotated(kind)) in (list, tuple)
     return next(filter(fits, alternatives), Any)
 
 
-def leaves(kind: Any, value: Any, place: str = "") -> Iterator[tuple[str, list[Any], Any]]:
+def leaf_values(kind: Any, value: Any, place: str = "") -> Iterator[tuple[str, list[Any], Any]]:
     """Each single value of plain data with its field and the types that it may have."""
     if isinstance(value, dict | list):
-        inner = alternative(members(kind), value)
+        inner = matching_alternative(union_members(kind), value)
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(child(inner, key), item, f"{place}.{key}" if place else str(key))
+            yield from leaf_values(child_type(inner, key), item, f"{place}.{key}" if place else str(key))
     else:
-        yield place, members(kind), value
+        yield place, union_members(kind), value
 
 
-_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-_BOUNDS = {"gt": "above {:g}", "ge": "of at least {:g}", "lt": "below {:g}", "le": "of at most {:g}"}
+_TYPE_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_BOUND_WORDS = {"gt": "above {:g}", "ge": "of at least {:g}", "lt": "below {:g}", "le": "of at most {:g}"}
 
 
-def expected(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """In plain words what a field takes: "a whole number above 0"."""
-    alternatives = members(kind)
-    if len(alternatives) > 1 and (sections := kinds(alternatives)):
+    alternatives = union_members(kind)
+    if len(alternatives) > 1 and (sections := sections_by_kind(alternatives)):
         return f"a section with `kind: {' | '.join(sections)}`"
-    return " or ".join(dict.fromkeys(_one(m) for m in alternatives))
+    return " or ".join(dict.fromkeys(_describe_one(m) for m in alternatives))
 
 
-def _one(kind: Any) -> str:
-    inner = bare(kind)
+def _describe_one(kind: Any) -> str:
+    inner = strip_annotated(kind)
     if get_origin(inner) is Literal:
         return " or ".join(map(str, get_args(inner)))
     if get_origin(inner) is list:
-        return f"a list (each item: {expected(get_args(inner)[0])})"
+        return f"a list (each item: {describe_type(get_args(inner)[0])})"
     if get_origin(inner) is tuple:
-        return f"a list of {len(get_args(inner))} (each: {expected(get_args(inner)[0])})"
+        return f"a list of {len(get_args(inner))} (each: {describe_type(get_args(inner)[0])})"
     if get_origin(inner) is dict:
         return "a section of `name: value` lines"
     if is_section(inner):
-        return _section(inner)
-    limits = [limit for m in get_args(kind)[1:] for limit in _limits(m)] if inner is not kind else []
-    return " ".join([_WORDS.get(inner, "a value"), " and ".join(limits)]).strip()
+        return _describe_section(inner)
+    limits = [limit for m in get_args(kind)[1:] for limit in _describe_bounds(m)] if inner is not kind else []
+    return " ".join([_TYPE_WORDS.get(inner, "a value"), " and ".join(limits)]).strip()
 
 
-def _section(kind: type[Spec]) -> str:
+def _describe_section(kind: type[Spec]) -> str:
     if issubclass(kind, Ref):
         return "a name (package.module:name or file.py:name), or a section with `name` and `args`"
     return f"a section with the fields {', '.join(kind.model_fields)}"
 
 
-def _limits(bound: Any) -> list[str]:
+def _describe_bounds(bound: Any) -> list[str]:
     """The words of a bound; pydantic keeps some inside a FieldInfo."""
     if isinstance(bound, FieldInfo):
-        return [word for m in bound.metadata for word in _limits(m)]
-    values = {name: getattr(bound, name, None) for name in _BOUNDS}
-    return [_BOUNDS[name].format(value) for name, value in values.items() if value is not None]
+        return [word for m in bound.metadata for word in _describe_bounds(m)]
+    values = {name: getattr(bound, name, None) for name in _BOUND_WORDS}
+    return [_BOUND_WORDS[name].format(value) for name, value in values.items() if value is not None]
 
 
-def found(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """In plain words what stands there instead."""
     if value is None:
         return "nothing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 _MASK = (1 << 64) - 1
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """A 64-bit number that depends on all the numbers and their order (splitmix64, chained)."""
     state = len(numbers)
     for number in numbers:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from shoal.terminal.words import number
+from shoal.terminal.formatting import number
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.errors import Problems
+from shoal.errors import ErrorGroup
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 
 
-def other_lanes(job: Job, path: Path, sets: Sequence[str]) -> str:
+def lanes_hint(job: Job, path: Path, overrides: Sequence[str]) -> str:
     """For a job of this file that was given other workers: where it has no `lanes` they follow, and the result with
     them. '' where the result is that of the file."""
     if job.lanes is not None:
         return ""
     try:
-        written = load_job(path, overrides=sets, check_names=False)
-    except Problems:  # with its own workers it is no job at all
+        written = load_job(path, overrides=overrides, check_names=False)
+    except ErrorGroup:  # with its own workers it is no job at all
         return ""
     now, before = job.lane_count, written.lane_count
     if now == before:

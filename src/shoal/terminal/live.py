@@ -16,14 +16,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.events import Event, Picture
-from shoal.spec.paths import RunPaths
-from shoal.terminal import servers, words
+from shoal.events import Event, RunState
+from shoal.spec.run_paths import RunPaths
+from shoal.terminal import formatting, servers
 
-PLAIN_EVERY_S = 2.0
-MOST_WORKERS = 16
+LINE_INTERVAL_S = 2.0
+MAX_WORKERS_SHOWN = 16
 GONE = ("dead", "left", "finished", "failed")
-_TOLD = {
+_SILENT_KINDS = {
     "saved",
     "step",
     "built",
@@ -48,22 +48,22 @@ class Display(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+    def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
         """Called for every event of every run."""
 
 
-def display(console: Console, *, as_json: bool, quiet: bool = False) -> Display:
+def make_display(console: Console, *, as_json: bool, quiet: bool = False) -> Display:
     if as_json:
-        return Rows()
+        return JsonDisplay()
     if quiet:
-        return Silent()
-    return LiveDisplay(console) if console.is_terminal else Lines(console)
+        return SilentDisplay()
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-class Silent:
+class SilentDisplay:
     """Shows nothing."""
 
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> SilentDisplay:
         return self
 
     def __exit__(
@@ -71,48 +71,48 @@ class Silent:
     ) -> None:
         pass
 
-    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+    def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
         pass
 
 
-class Rows(Silent):
+class JsonDisplay(SilentDisplay):
     """Every event as a line of JSON on standard output."""
 
-    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
+    def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
         row = json.loads(event.to_line())
         sys.stdout.write(json.dumps({"run": paths.name, **row}) + "\n")
         sys.stdout.flush()
 
 
-def remark(event: Event, picture: Picture) -> str:
+def event_line(event: Event, state: RunState) -> str:
     """What is worth a line of its own; '' for the rest."""
-    if event.kind == "built" and event.who == picture.built_by:
-        parts = ", ".join(f"{words.count(n)} {name}" for name, n in event["samples"].items())
+    if event.kind == "built" and event.who == state.built_by:
+        parts = ", ".join(f"{formatting.count(n)} {name}" for name, n in event["samples"].items())
         skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
         known = event.get("parameters")  # not where a model is never whole
         return (
-            f"{f'{words.count(known)} parameters, ' if known else ''}samples: {parts}{skipped}; "
-            f"{words.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
+            f"{f'{formatting.count(known)} parameters, ' if known else ''}samples: {parts}{skipped}; "
+            f"{formatting.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
         )
     if event.kind == "evaluated" and not event.get("again"):
         name = "" if event["part"] == "validation" else f" on {event['part']}"
-        return f"step {event.step}: evaluated{name}: {words.metrics(event['metrics'])}"
+        return f"step {event.step}: evaluated{name}: {formatting.metrics(event['metrics'])}"
     if event.kind == "run_started":
-        return how_to_join(str(event["run"]), str(event.get("listens", "")), tls=bool(event.get("tls")))
+        return join_hint(str(event["run"]), str(event.get("listens", "")), tls=bool(event.get("tls")))
     if event.kind == "printed":
         return str(event["text"])
     if event.kind == "view":
         return "" if event["why"] == "finished" else str(event["why"])
     if event.kind == "left":
         return "" if event["why"] == "finished" else f"{event.who} left at step {event.step} ({event['why']})"
-    if event.kind == "note" and picture.echo:
+    if event.kind == "note" and state.last_note_is_repeat:
         return ""
-    if event.kind in _TOLD or event.get("again") or (event.kind == "servers_wanted" and not event["why"]):
+    if event.kind in _SILENT_KINDS or event.get("again") or (event.kind == "servers_wanted" and not event["why"]):
         return ""
-    return picture.notes[-1] if picture.notes else ""
+    return state.notes[-1] if state.notes else ""
 
 
-def how_to_join(run: str, address: str, *, tls: bool = False) -> str:
+def join_hint(run: str, address: str, *, tls: bool = False) -> str:
     """Where others may join, and how; '' where nobody else can reach the run."""
     host = address.rpartition(":")[0].strip("[]")
     if not host or host == "localhost" or ipaddress.ip_address(host).is_loopback:
@@ -120,7 +120,7 @@ def how_to_join(run: str, address: str, *, tls: bool = False) -> str:
     return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}" + (" --tls DIR" if tls else "")
 
 
-class Pace:
+class RateLimiter:
     """Says whether it is time again: evaluations of short epochs would flood the screen."""
 
     def __init__(self, every_s: float) -> None:
@@ -135,27 +135,27 @@ class Pace:
         return True
 
 
-class Lines(Silent):
+class PlainDisplay(SilentDisplay):
     """For logs and pipes: a line for what matters, and one every two seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._pace = Pace(PLAIN_EVERY_S)
+        self._rate_limiter = RateLimiter(LINE_INTERVAL_S)
 
-    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
-        if event.kind in ("step", "evaluated") and not self._pace.allows(paths, event.kind):
+    def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
+        if event.kind in ("step", "evaluated") and not self._rate_limiter.allows(paths, event.kind):
             return
-        text = progress(picture) if event.kind == "step" else remark(event, picture)
+        text = progress_line(state) if event.kind == "step" else event_line(event, state)
         if text:
-            name = paths.name if paths.whole is paths else f"{paths.whole.name}/{paths.name}"
+            name = paths.name if paths.parent_run is paths else f"{paths.parent_run.name}/{paths.name}"
             self._console.print(f"{name}: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def progress(p: Picture) -> str:
-    loss, speed = words.number(p.loss), words.count(p.samples_per_s)
+def progress_line(p: RunState) -> str:
+    loss, speed = formatting.number(p.loss), formatting.count(p.samples_per_s)
     return (
         f"step {p.step}/{p.steps_total}  epoch {p.epoch:.2f}  loss {loss}  {speed} samples/s  "
-        f"ETA {words.seconds(p.eta_s)}"
+        f"ETA {formatting.seconds(p.eta_s)}"
     )
 
 
@@ -164,8 +164,8 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._pictures: dict[str, Picture] = {}
-        self._pace = Pace(PLAIN_EVERY_S)
+        self._states: dict[str, RunState] = {}
+        self._rate_limiter = RateLimiter(LINE_INTERVAL_S)
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
     def __enter__(self) -> LiveDisplay:
@@ -177,21 +177,21 @@ class LiveDisplay:
     ) -> None:
         self._live.stop()
 
-    def look(self, paths: RunPaths, event: Event, picture: Picture) -> None:
-        self._pictures[paths.name] = picture
-        quiet = event.kind == "evaluated" and not self._pace.allows(paths, event.kind)
-        text = "" if quiet else remark(event, picture)
+    def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
+        self._states[paths.name] = state
+        quiet = event.kind == "evaluated" and not self._rate_limiter.allows(paths, event.kind)
+        text = "" if quiet else event_line(event, state)
         if text:
             self._live.console.print(Text(f"{paths.name}: ", style="dim") + Text(text), soft_wrap=True)
         if event.kind in ("run_ended", "finished"):
             self._live.refresh()
 
     def _render(self) -> Group:
-        shown = [p for p in self._pictures.values() if p.status in ("starting", "training")]
-        return Group(*(_panel(p) for p in shown or list(self._pictures.values())[-1:]))
+        shown = [p for p in self._states.values() if p.status in ("starting", "training")]
+        return Group(*(_panel(p) for p in shown or list(self._states.values())[-1:]))
 
 
-def _panel(p: Picture) -> Table:
+def _panel(p: RunState) -> Table:
     table = Table.grid(padding=(0, 2), expand=False)
     bar = ProgressBar(total=max(p.steps_total, 1), completed=p.step, width=36, pulse=not p.steps_total)
     table.add_row(
@@ -199,32 +199,32 @@ def _panel(p: Picture) -> Table:
         bar,
         f"{p.step}/{p.steps_total or '?'}",
         f"epoch {p.epoch:.2f}",
-        f"loss {words.number(p.loss)}",
-        f"{words.count(p.samples_per_s)} samples/s",
-        f"ETA {words.seconds(p.eta_s)}",
+        f"loss {formatting.number(p.loss)}",
+        f"{formatting.count(p.samples_per_s)} samples/s",
+        f"ETA {formatting.seconds(p.eta_s)}",
     )
     whole = Table.grid()
     whole.add_row(table)
     if p.metrics:
-        whole.add_row(Text("  " + words.metrics(p.metrics), style="cyan"))
-    whole.add_row(_crew(p))
+        whole.add_row(Text("  " + formatting.metrics(p.metrics), style="cyan"))
+    whole.add_row(_worker_table(p))
     if p.servers:
         whole.add_row(Text("  " + servers.summary(p), style="dim"))
-        whole.add_row(servers.lines(p))
+        whole.add_row(servers.server_table(p))
     return whole
 
 
-def _crew(p: Picture) -> Table:
+def _worker_table(p: RunState) -> Table:
     """Who is there, and how many were."""
     table = Table.grid(padding=(0, 2), pad_edge=True)
     here = [worker for worker in p.workers.values() if worker.state not in GONE]
-    for worker in here[:MOST_WORKERS]:
+    for worker in here[:MAX_WORKERS_SHOWN]:
         lanes = f"lanes {_ranges(worker.lanes)}" if worker.state == "training" else ""
-        speed = f"{words.count(worker.samples_per_s)} samples/s" if worker.samples_per_s else ""
-        saves = "saves" if worker.saves and worker.state == "training" and len(here) > 1 else ""
+        speed = f"{formatting.count(worker.samples_per_s)} samples/s" if worker.samples_per_s else ""
+        saves = "saves" if worker.is_saver and worker.state == "training" and len(here) > 1 else ""
         table.add_row(worker.name, worker.state, lanes, f"step {worker.step}", speed, saves, worker.host, style="dim")
-    if len(here) > MOST_WORKERS:
-        table.add_row(f"and {len(here) - MOST_WORKERS} more", style="dim")
+    if len(here) > MAX_WORKERS_SHOWN:
+        table.add_row(f"and {len(here) - MAX_WORKERS_SHOWN} more", style="dim")
     return table
 
 

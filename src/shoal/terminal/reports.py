@@ -9,58 +9,66 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.errors import ShoalError, each
-from shoal.events import Picture
-from shoal.spec.receipt import Receipt, spread
-from shoal.terminal import planned, servers, words
+from shoal.errors import ShoalError, single_errors
+from shoal.events import RunState
+from shoal.spec.receipt import Receipt, metrics_mean_and_std
+from shoal.terminal import formatting, plan, servers
 from shoal.terminal.curve import draw
 
-MOST_SHARES = 12
-_SPENT = ("compute", "data", "exchange", "waiting", "saving", "evaluation", "recovery")
+MAX_SHARES = 12
+_TIME_NAMES = ("compute", "data", "exchange", "waiting", "saving", "evaluation", "recovery")
 
 
-def receipt(console: Console, r: Receipt) -> None:
+def print_receipt(console: Console, r: Receipt) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_row("run", Text(r.run, style="bold") + (f" (stopped: {r.stopped})" if r.stopped else ""))
     table.add_row("exact", f"{'yes' if r.exact else 'no'} ({r.why})")
     table.add_row("sha256", r.weights_sha256)
     trained = {"steps": r.steps, "samples": r.samples_seen, "parameters": r.parameters}
-    table.add_row("trained", f"{r.epochs:g} epochs, " + ", ".join(f"{words.count(n)} {w}" for w, n in trained.items()))
+    table.add_row(
+        "trained", f"{r.epochs:g} epochs, " + ", ".join(f"{formatting.count(n)} {w}" for w, n in trained.items())
+    )
     carried = [plural(r.workers, "worker"), plural(r.lanes, "lane"), plural(r.starts, "start")]
     table.add_row("carried by", f"{', '.join(carried)}, {plural(r.deaths_survived, 'death')} survived")
     if len(r.carried) > 1:
-        table.add_row("", _shares(r))
+        table.add_row("", _worker_shares(r))
     if r.servers:
-        table.add_row("served by", _servers(r))
-    spent = [f"{name} {words.seconds(getattr(r, name + '_s'))}" for name in _SPENT if getattr(r, name + "_s") >= 0.0005]
-    table.add_row("time", f"{words.seconds(r.total_s)}: {', '.join(spent)}")
-    table.add_row("speed", f"{words.count(r.samples_per_s)} samples/s")
-    instead = f" (instead of {words.size(r.bytes_plain)})" if r.bytes_plain > r.bytes_sent else ""
-    table.add_row("bytes", f"{words.size(r.bytes_sent)} sent{instead}, {words.size(r.bytes_saved)} saved")
+        table.add_row("served by", _server_summary(r))
+    spent = [
+        f"{name} {formatting.seconds(getattr(r, name + '_s'))}"
+        for name in _TIME_NAMES
+        if getattr(r, name + "_s") >= 0.0005
+    ]
+    table.add_row("time", f"{formatting.seconds(r.total_s)}: {', '.join(spent)}")
+    table.add_row("speed", f"{formatting.count(r.samples_per_s)} samples/s")
+    instead = f" (instead of {formatting.size(r.bytes_plain)})" if r.bytes_plain > r.bytes_sent else ""
+    table.add_row("bytes", f"{formatting.size(r.bytes_sent)} sent{instead}, {formatting.size(r.bytes_saved)} saved")
     if r.metrics:
-        table.add_row("metrics", words.metrics(r.metrics))
+        table.add_row("metrics", formatting.metrics(r.metrics))
     if r.best:
         (name, value), step = next((k, v) for k, v in r.best.items() if k != "step"), r.best.get("step", 0)
-        table.add_row("best", f"{name} {words.number(value)} at step {step:.0f}")
+        table.add_row("best", f"{name} {formatting.number(value)} at step {step:.0f}")
     console.print(table)
 
 
-def _shares(r: Receipt) -> Table:
+def _worker_shares(r: Receipt) -> Table:
     """Who carried how much."""
     table = Table.grid(padding=(0, 2))
     whole = sum(one.samples for one in r.carried.values()) or 1
     shown = sorted(r.carried.items(), key=lambda pair: -pair[1].samples)
-    for name, one in shown[:MOST_SHARES]:
+    for name, one in shown[:MAX_SHARES]:
         share = f"{one.samples / whole:.0%}"
-        counts = f"{words.count(one.samples)} samples", f"{words.count(one.steps)} steps"
-        table.add_row(name, share, *counts, f"{words.seconds(one.work_s)} of work", one.host, style="dim")
-    if rest := shown[MOST_SHARES:]:
+        counts = f"{formatting.count(one.samples)} samples", f"{formatting.count(one.steps)} steps"
+        table.add_row(name, share, *counts, f"{formatting.seconds(one.work_s)} of work", one.host, style="dim")
+    if rest := shown[MAX_SHARES:]:
         samples = sum(one.samples for _, one in rest)
-        table.add_row(f"{len(rest)} others", f"{samples / whole:.0%}", f"{words.count(samples)} samples", style="dim")
+        table.add_row(
+            f"{len(rest)} others", f"{samples / whole:.0%}", f"{formatting.count(samples)} samples", style="dim"
+        )
     return table
 
 
-def _servers(r: Receipt) -> str:
+def _server_summary(r: Receipt) -> str:
     facts = [plural(r.servers, "server"), f"{plural(r.server_deaths_survived, 'death')} survived"]
     if r.staleness_max:
         facts.append(f"staleness {r.staleness_mean:.2f} on average, {r.staleness_max} at most")
@@ -71,89 +79,87 @@ def plural(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
-def folds(console: Console, receipts: Sequence[Receipt]) -> None:
+def print_folds(console: Console, receipts: Sequence[Receipt]) -> None:
     """One column per metric, one row per fold, and the mean."""
-    merged = spread(receipts)
+    merged = metrics_mean_and_std(receipts)
     table = Table("fold", *merged, "steps", "weights", box=None, pad_edge=False)
     for r in receipts:
-        values = (words.number(r.metrics.get(name)) for name in merged)
-        table.add_row(r.run.removeprefix("fold-"), *values, words.count(r.steps), r.weights_sha256[:12])
-    means = (f"{words.number(mean)} ± {words.number(std)}" for mean, std in merged.values())
+        values = (formatting.number(r.metrics.get(name)) for name in merged)
+        table.add_row(r.run.removeprefix("fold-"), *values, formatting.count(r.steps), r.weights_sha256[:12])
+    means = (f"{formatting.number(mean)} ± {formatting.number(std)}" for mean, std in merged.values())
     table.add_row("mean", *means, "", "", style="bold")
     console.print(table)
 
 
-def failure(console: Console, error: ShoalError) -> None:
+def print_error(console: Console, error: ShoalError) -> None:
     """Errors as a person reads them: what, where, what to do."""
-    for one in each(error):
+    for one in single_errors(error):
         place = f"{one.where}: " if one.where else ""
         console.print(Text.assemble((f"{one.code} ", "bold red"), (place, "bold"), one.message), soft_wrap=True)
         console.print(Text(f"      → {one.fix}", style="green"), soft_wrap=True)
 
 
-def lines(console: Console, *texts: str) -> None:
+def print_lines(console: Console, *texts: str) -> None:
     for text in texts:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def stopped(console: Console, name: str, picture: Picture, *, folds: bool) -> None:
+def print_stopped(console: Console, name: str, state: RunState, *, folds: bool) -> None:
     """How a run that was asked to stop ended."""
-    if picture.status == "finished":
-        lines(console, f"{name} finished before it could be stopped")
+    if state.status == "finished":
+        print_lines(console, f"{name} finished before it could be stopped")
         return
-    saved = "nothing was saved yet" if picture.saved_step is None else f"saved at step {picture.saved_step}"
-    lines(console, f"{name}: {picture.status}{'' if folds else f'; {saved}'}. Go on with: shoal resume {name}")
+    saved = "nothing was saved yet" if state.saved_step is None else f"saved at step {state.saved_step}"
+    print_lines(console, f"{name}: {state.status}{'' if folds else f'; {saved}'}. Go on with: shoal resume {name}")
 
 
-def show(console: Console, picture: Picture, *, width: int) -> None:
+def print_run(console: Console, state: RunState, *, width: int) -> None:
     """A run in progress or in the past."""
     console.print(
         Text.assemble(
-            (picture.run, "bold"),
-            f"  {picture.status}  step {picture.step}/{picture.steps_total}  epoch {picture.epoch:.2f}",
+            (state.run, "bold"),
+            f"  {state.status}  step {state.step}/{state.steps_total}  epoch {state.epoch:.2f}",
         )
     )
-    if picture.layout:
-        console.print(f"  {picture.layout}", highlight=False, soft_wrap=True)
-    if picture.metrics:
-        console.print("  " + words.metrics(picture.metrics), highlight=False)
-    if picture.servers:
-        console.print(f"  {servers.summary(picture)}", highlight=False, soft_wrap=True)
-        if picture.serving:
-            console.print(servers.lines(picture))
-    lines(console, *(f"  {line}" for line in planned.lines(picture)))
-    told = [note for note in picture.notes if not note.startswith("plan: ")]
+    if state.layout:
+        console.print(f"  {state.layout}", highlight=False, soft_wrap=True)
+    if state.metrics:
+        console.print("  " + formatting.metrics(state.metrics), highlight=False)
+    if state.servers:
+        console.print(f"  {servers.summary(state)}", highlight=False, soft_wrap=True)
+        if state.serving_servers:
+            console.print(servers.server_table(state))
+    print_lines(console, *(f"  {line}" for line in plan.plan_lines(state)))
+    told = [note for note in state.notes if not note.startswith("plan: ")]
     for note in told[-8:]:
         console.print(Text(f"  {note}", style="yellow"), soft_wrap=True)
-    for name, curve in _chosen(picture):
+    for name, curve in _shown_curves(state):
         console.print(Text(f"\n{name}", style="bold"))
         for line in draw(curve.steps, curve.values, width=min(width - 14, 72), height=8):
             console.print(line, highlight=False, markup=False, no_wrap=True)
 
 
-def _chosen(picture: Picture) -> list[tuple[str, Any]]:
-    names: list[str] = [n for n in ("loss", "validation/loss") if n in picture.curves]
-    names += [n for n in picture.curves if n.startswith("validation/") and n != "validation/loss"][:2]
-    return [
-        (n if n != "loss" else "training loss", picture.curves[n]) for n in names if len(picture.curves[n].steps) > 1
-    ]
+def _shown_curves(state: RunState) -> list[tuple[str, Any]]:
+    names: list[str] = [n for n in ("loss", "validation/loss") if n in state.curves]
+    names += [n for n in state.curves if n.startswith("validation/") and n != "validation/loss"][:2]
+    return [(n if n != "loss" else "training loss", state.curves[n]) for n in names if len(state.curves[n].steps) > 1]
 
 
-def runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+def print_runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table("run", "status", "step", "metrics", "started", "weights", box=None, pad_edge=False)
     for row in rows:
         table.add_row(
             row["run"],
             row["status"],
             f"{row['step']}/{row['steps']}" if row["steps"] else "–",
-            words.metrics(row["metrics"]),
+            formatting.metrics(row["metrics"]),
             row["started"],
             row["weights_sha256"][:12],
         )
     console.print(table)
 
 
-def compare(console: Console, columns: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def print_comparison(console: Console, columns: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Runs side by side: what differs in the jobs, then the results."""
     table = Table("", *(name for name, _ in columns), box=None, pad_edge=False)
     for key in dict.fromkeys(k for _, values in columns for k in values):
@@ -169,26 +175,27 @@ def compare(console: Console, columns: Sequence[tuple[str, Mapping[str, Any]]]) 
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
-    return words.number(value) if isinstance(value, float) else str(value)
+    return formatting.number(value) if isinstance(value, float) else str(value)
 
 
-def facts(console: Console, rows: Mapping[str, str]) -> None:
+def print_fields(console: Console, fields: Mapping[str, str]) -> None:
     table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
+    for name, value in fields.items():
         table.add_row(name, value)
     console.print(table)
 
 
-def check(console: Console, c: Mapping[str, Any]) -> None:
+def print_check(console: Console, c: Mapping[str, Any]) -> None:
     """What `shoal check` found."""
-    memory = ", ".join(f"{name} {words.size(c[f'{name}_bytes'])}" for name in ("weights", "gradient", "optimizer"))
+    memory = ", ".join(f"{name} {formatting.size(c[f'{name}_bytes'])}" for name in ("weights", "gradient", "optimizer"))
+    parameters, trainable = formatting.count(c["parameters"]), formatting.count(c["trainable"])
     skipped = f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""
     rows = {
-        "samples": ", ".join(f"{words.count(n)} {name}" for name, n in c["samples"].items()) + skipped,
+        "samples": ", ".join(f"{formatting.count(n)} {name}" for name, n in c["samples"].items()) + skipped,
         "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",
-        "model": f"{words.count(c['parameters'])} parameters ({words.count(c['trainable'])} train), {c['device']}",
-        "memory": f"{memory}; the process {words.size(c['peak_bytes'])} at its peak",
-        "steps": f"{words.count(c['steps'])}, {words.count(c['steps_per_epoch'])} in an epoch",
-        "first step": f"{words.seconds(c['step_s'])}, loss {words.number(c['loss'])}",
+        "model": f"{parameters} parameters ({trainable} train), {c['device']}",
+        "memory": f"{memory}; the process {formatting.size(c['peak_bytes'])} at its peak",
+        "steps": f"{formatting.count(c['steps'])}, {formatting.count(c['steps_per_epoch'])} in an epoch",
+        "first step": f"{formatting.seconds(c['step_s'])}, loss {formatting.number(c['loss'])}",
     }
-    facts(console, rows | ({"metrics": words.metrics(c["metrics"])} if c["metrics"] else {}))
+    print_fields(console, rows | ({"metrics": formatting.metrics(c["metrics"])} if c["metrics"] else {}))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from shoal.collectives.transport.endpoint import host_id
 from shoal.errors import error
-from shoal.parallel.links.endpoint import host_id
-from shoal.spec.paths import cache_directory
+from shoal.spec.run_paths import cache_directory
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -26,29 +26,29 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
-def take_device(wanted: str) -> torch.device:
+def claim_device(wanted: str) -> torch.device:
     """The same for a worker: where the job does not say which GPU, the one that fewest others have, as long as this
     process lives."""
     device = pick_device(wanted)
     if device.type != "cuda":
         return device
     if device.index is None:
-        device = torch.device("cuda", take_place(cache_directory() / "gpus" / host_id(), torch.cuda.device_count()))
+        device = torch.device("cuda", claim_slot(cache_directory() / "gpus" / host_id(), torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 
 
-def take_place(directory: Path, places: int) -> int:
+def claim_slot(directory: Path, slots: int) -> int:
     """One of so many, each of which is taken once before one is taken twice. The lock is never let go of: the system
     does that when the process ends, however it ends."""
     directory.mkdir(parents=True, exist_ok=True)
-    for turn in itertools.count():
-        for place in range(places):
-            lock = os.open(directory / f"{place}.{turn}", os.O_RDWR | os.O_CREAT, 0o600)
+    for layer in itertools.count():
+        for slot in range(slots):
+            lock = os.open(directory / f"{slot}.{layer}", os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(lock)
             else:
-                return place
+                return slot
     raise AssertionError

@@ -13,62 +13,62 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.checkpoint.pieces import PIECES, saved_in
-from shoal.checkpoint.store import Store
-from shoal.data.dealers import Dealer
-from shoal.data.feed import Feed
+from shoal.checkpoint.sharded_files import PIECES_SECTION, open_pieces
+from shoal.checkpoint.store import CheckpointStore
+from shoal.collectives.peer_services import PeerServices
+from shoal.data.batch_loader import BatchLoader
+from shoal.data.samplers import LaneSampler
 from shoal.errors import ShoalError, error
 from shoal.fleet.membership import Membership
-from shoal.parallel.local.pace import Pace
-from shoal.parallel.local.replica import LocalReplica
-from shoal.parallel.peers import Peers
-from shoal.parallel.replica import LaneSum, Replica, Taker
-from shoal.parallel.shard.held import load_whole, whole_state
-from shoal.parallel.sync.base import Committed, Discarded, Sync
-from shoal.parallel.sync.grid import GridSync
-from shoal.parallel.sync.lanes import LanesSync
-from shoal.parallel.tree import TreeSum
+from shoal.lanes.reduction_tree import TreeSum
+from shoal.lanes.replica import GradientSink, LaneSum, Replica
+from shoal.net.handshake import LinkError
+from shoal.sharding.build_replica import ShardedReplicaBuilder
+from shoal.sharding.local_state import load_unsharded, unsharded_state
 from shoal.spec.view import View, position_of
-from shoal.train.blame import translate
-from shoal.train.evaluate import Evaluator
-from shoal.train.forming import Mould
-from shoal.train.pulse import Pulse
-from shoal.train.rounds import Rounds
-from shoal.train.shards import Shards
+from shoal.strategies.base import Committed, Discarded, GradientSync
+from shoal.strategies.local_sgd.replica import LocalReplica
+from shoal.strategies.local_sgd.schedule import SyncSchedule
+from shoal.strategies.local_sgd.step import LocalSgdStep
+from shoal.strategies.replicated import OrderedAllReduceSync
+from shoal.strategies.sharded import ShardedStrategy
+from shoal.strategies.sharded_commit import ShardedSync
+from shoal.train.activity import Activity
+from shoal.train.evaluation import Evaluator
+from shoal.train.reporting import Reporter, StepStats
 from shoal.train.task import Task
-from shoal.train.telling import Progress, Teller
-from shoal.train.watch import Best
-from shoal.wire.handshake import LinkError
+from shoal.train.user_errors import as_shoal_error
+from shoal.train.watchers import BestMetric
 
-STATE_OVER_MODEL = 8
+MAX_STATE_TO_MODEL_RATIO = 8
 STATE_SPARE_BYTES = 1 << 28
-PARTS = ("validation", "test", "end")
+GATHER_LABELS = ("validation", "test", "end")
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainSchedule:
     """How far the job goes and when it looks up."""
 
     steps: int
     evaluate_every: int
     lanes: int
-    pace: Pace = field(default_factory=Pace)
+    sync_schedule: SyncSchedule = field(default_factory=SyncSchedule)
     fragments: int = 1
     keep_best: bool = True
     pause_probability: float = 0.0
     pause_s: float = 0.0
 
-    def after(self, step: int) -> int:
+    def next_commit(self, step: int) -> int:
         """Where the next commit leads."""
-        return self.pace.after(step, steps=self.steps)
+        return self.sync_schedule.next_sync(step, steps=self.steps)
 
-    def pauses(self, seat: int, step: int) -> bool:
+    def pauses_at(self, seat: int, step: int) -> bool:
         """Made on purpose, and alike whenever it is tried."""
-        return self.pause_probability > 0 and _chance(seat, step) < self.pause_probability
+        return self.pause_probability > 0 and _pause_draw(seat, step) < self.pause_probability
 
 
 @dataclass(frozen=True)
-class Ending:
+class LoopResult:
     """Why the loop came back: `finished`, or left early because of `why`."""
 
     step: int
@@ -85,212 +85,216 @@ class Loop:
 
     def __init__(
         self,
-        course: Course,
+        train_schedule: TrainSchedule,
         *,
         replica: Replica,
-        dealer: Dealer,
-        feed: Feed,
-        sync: Sync,
-        peers: Peers,
-        store: Store,
+        sampler: LaneSampler,
+        batches: BatchLoader,
+        sync: GradientSync,
+        peers: PeerServices,
+        store: CheckpointStore,
         membership: Membership,
-        teller: Teller,
-        progress: Progress,
-        pulse: Pulse,
+        reporter: Reporter,
+        stats: StepStats,
+        activity: Activity,
         evaluator: Evaluator,
-        parts: dict[str, Any],
+        splits: dict[str, Any],
         task: Task,
-        best: Best,
-        holds: bool,
-        conclude: Callable[[Loop, str], None],
-        asked_to_leave: Callable[[], str],
-        mould: Mould | None = None,
+        best: BestMetric,
+        has_state: bool,
+        on_finish: Callable[[Loop, str], None],
+        leave_reason: Callable[[], str],
+        replica_builder: ShardedReplicaBuilder | None = None,
     ) -> None:
-        self.course = course
+        self.train_schedule = train_schedule
         self.replica = replica
-        self.dealer = dealer
-        self.feed = feed
+        self.sampler = sampler
+        self.batches = batches
         self.sync = sync
         self.peers = peers
         self.store = store
         self.membership = membership
-        self.teller = teller
-        self.progress = progress
-        self.pulse = pulse
+        self.reporter = reporter
+        self.stats = stats
+        self.activity = activity
         self.evaluator = evaluator
-        self.parts = parts
+        self.splits = splits
         self.task = task
         self.best = best
-        self.holds = holds
-        self.conclude = conclude
-        self.asked_to_leave = asked_to_leave
+        self.has_state = has_state
+        self.on_finish = on_finish
+        self.leave_reason = leave_reason
         self.step = 0
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
-        self.measured_at: int | None = None
+        self.evaluated_at: int | None = None
         self.view = View(number=1)
         self.seat = -1
-        self.sealed = ""
+        self.external_sha256 = ""
         self.lanes: list[int] = []
-        self.rounds = None
-        if isinstance(replica, LocalReplica) and isinstance(sync, LanesSync):
-            self.rounds = Rounds(self, replica, sync)
-        self.shards = Shards(self, sync, mould) if mould and isinstance(sync, GridSync) else None
+        self.local_sgd = None
+        if isinstance(replica, LocalReplica) and isinstance(sync, OrderedAllReduceSync):
+            self.local_sgd = LocalSgdStep(self, replica, sync)
+        self.sharded = (
+            ShardedStrategy(self, sync, replica_builder) if replica_builder and isinstance(sync, ShardedSync) else None
+        )
         """Where this worker holds a part of the model; then there is no replica yet."""
-        self.sync.tap = peers.feeder.total
-        self.teller.leads = False  # until a view says so
+        self.sync.on_total = peers.state_publisher.publish_total
+        self.reporter.is_leader = False  # until a view says so
 
     # ---- steps ----
 
     @property
     def position(self) -> int | None:
-        return position_of(self.step, evaluated=self.measured_at == self.step) if self.holds else None
+        return position_of(self.step, evaluated=self.evaluated_at == self.step) if self.has_state else None
 
     @property
-    def saved(self) -> bool:
+    def is_saved(self) -> bool:
         """Do others who read the newest checkpoint have all that this worker has?"""
-        return self.shards is not None and self.shards.saved
+        return self.sharded is not None and self.sharded.is_saved
 
-    def take_up(self, view: View, seat: int) -> None:
+    def adopt_view(self, view: View, seat: int) -> None:
         """From now on this view counts."""
-        follows = self.seat == seat and not self.teller.leads and view.saver == seat
+        follows = self.seat == seat and not self.reporter.is_leader and view.saver == seat
         self.view, self.seat = view, seat
         self.lanes = sorted(view.carries[seat])
         self.step = self.sync.first_step(self.step, self.lanes)
-        self.teller.leads = view.saver == seat
-        self.feed.carry(self.lanes, self.step)
-        self.progress.restart()
-        self.teller.tell("joined", step=self.step, view=view.number, lanes=self.lanes, saves=self.teller.leads)
+        self.reporter.is_leader = view.saver == seat
+        self.batches.set_lanes(self.lanes, self.step)
+        self.stats.restart_clock()
+        self.reporter.report(
+            "joined", step=self.step, view=view.number, lanes=self.lanes, saves=self.reporter.is_leader
+        )
         if follows:
-            self._repeat()
+            self._report_evaluation_again()
 
-    def _repeat(self) -> None:
+    def _report_evaluation_again(self) -> None:
         """Whoever led before may have died when all knew what was measured, and before it was told."""
-        stream, step, best = self.teller.stream, self.measured_at, self.best
+        stream, step, best = self.reporter.stream, self.evaluated_at, self.best
         if step is not None:
             stream.emit("evaluated", step=step, part="validation", metrics=self.metrics, again=True)
             if best.step == step:
                 stream.emit("best", step=step, metric=best.monitor.metric, value=best.value, again=True)
-                if self.course.keep_best and step == self.step and not self.shards:
+                if self.train_schedule.keep_best and step == self.step and not self.sharded:
                     self.save(force=True)
 
-    def train(self) -> Ending | str:
+    def train(self) -> LoopResult | str:
         """Steps until there is nothing left to do, or a newer view; then why, or '' where it was agreed upon."""
-        feeder = self.peers.feeder
+        feeder = self.peers.state_publisher
         while True:
             if feeder.active:
-                feeder.begin(self.state)
+                feeder.start_subscribers(self.state)
             outcome = self._evaluate_if_due()
             if isinstance(outcome, Discarded):
                 return outcome.why
-            if self.over:
-                return self._finale()
-            if self.course.pauses(self.seat, self.step):
-                self.pulse.enter("pause", self.step)
-                time.sleep(self.course.pause_s)
-            halt = self._halts()
-            if halt and (len(self.view.carries) == 1 or not self.sync.together):
+            if self.finished:
+                return self._finish()
+            if self.train_schedule.pauses_at(self.seat, self.step):
+                self.activity.begin("pause", self.step)
+                time.sleep(self.train_schedule.pause_s)
+            halt = self._must_halt()
+            if halt and (len(self.view.carries) == 1 or not self.sync.lockstep):
                 return ""
-            committed = self._one_step(halt)
+            committed = self._run_step(halt)
             if isinstance(committed, Discarded):
                 return committed.why
-            self._after(committed)
+            self._record_and_save(committed)
             if committed.halt:
-                return self.shards.part() if self.shards else ""
+                return self.sharded.save_before_leaving() if self.sharded else ""
 
-    def _halts(self) -> bool:
+    def _must_halt(self) -> bool:
         """Must the next boundary be the last of this view?"""
-        return self.membership.newer(self.view.number) or bool(self.asked_to_leave())
+        return self.membership.newer(self.view.number) or bool(self.leave_reason())
 
     @property
-    def over(self) -> bool:
-        return self.step >= self.course.steps or bool(self.teller.stop)
+    def finished(self) -> bool:
+        return self.step >= self.train_schedule.steps or bool(self.reporter.stop_reason)
 
-    def _one_step(self, halt: bool) -> Committed | Discarded:
+    def _run_step(self, halt: bool) -> Committed | Discarded:
         clock = time.perf_counter
-        sums = self.sync.sums()
-        remembered = copy.deepcopy(self.task.state()) if len(self.view.carries) > 1 else None
+        sums = self.sync.begin_step()
+        task_state = copy.deepcopy(self.task.state()) if len(self.view.carries) > 1 else None
         began = clock()
-        self.replica.begin()
+        self.replica.begin_step()
         try:
-            if self.rounds:
-                self.rounds.compute(sums)
-                halt = halt or self._halts()  # that took a while
-            elif self.shards:
-                self.shards.turns.compute(sums)
+            if self.local_sgd:
+                self.local_sgd.compute(sums)
+                halt = halt or self._must_halt()  # that took a while
+            elif self.sharded:
+                self.sharded.compute.run_lanes(sums)
             else:
                 self._compute(sums, halt)
         except LinkError as failure:  # rows of sparse tables could not be had, or fragments
             outcome: Committed | Discarded = Discarded(str(failure))
         else:
             t0 = clock()
-            if not self.rounds and not self.shards:
-                self.pulse.lane_took((t0 - began) / len(self.lanes))
-            self.pulse.enter("exchange", self.step)
+            if not self.local_sgd and not self.sharded:
+                self.activity.record_lane_time((t0 - began) / len(self.lanes))
+            self.activity.begin("exchange", self.step)
             outcome = self._commit(sums, halt)
-            self._account(outcome, clock() - t0)
+            self._record_times(outcome, clock() - t0)
         if isinstance(outcome, Discarded):
-            self.replica.undo()
-            if self.rounds:
-                self.peers.feeder.reset()  # fragments that were told do not count
-            if remembered is not None:
-                self.task.load_state(remembered)
+            self.replica.undo_step()
+            if self.local_sgd:
+                self.peers.state_publisher.drop_subscribers()  # fragments that were told do not count
+            if task_state is not None:
+                self.task.load_state(task_state)
         return outcome
 
     def _compute(self, sums: TreeSum[LaneSum], halt: bool) -> None:
         """My lanes, in order."""
         clock = time.perf_counter
-        total = self.dealer.total(self.step)
-        for lane in [lane for lane in self.lanes if self.sync.wants(self.step, lane)]:
+        total = self.sampler.batch_samples(self.step)
+        for lane in [lane for lane in self.lanes if self.sync.needs_lane(self.step, lane)]:
             t0 = clock()
-            self.pulse.enter("data", self.step)
-            batch = self.feed.get(self.step, lane)
-            self.pulse.enter("compute", self.step)
+            self.activity.begin("data", self.step)
+            batch = self.batches.get(self.step, lane)
+            self.activity.begin("compute", self.step)
             t1 = clock()
-            self.progress.spent("data_s", t1 - t0)
+            self.stats.add_time("data_s", t1 - t0)
             if batch is not None:
-                self.progress.computed(batch.size)
-            taker = None
+                self.stats.add_samples(batch.size)
+            sink = None
             if batch is not None and lane == self.lanes[-1]:
-                taker = self.sync.ahead(self.replica, self.step, sums, lane, halt=halt)
-            share = self.sync.share(lane, batch.size if batch else 0, total)
-            sums.lane(lane, None if batch is None else self._lane(lane, batch, share, taker))
-            self.progress.spent("compute_s", clock() - t1)
+                sink = self.sync.gradient_sink(self.replica, self.step, sums, lane, halt=halt)
+            share = self.sync.lane_weight(lane, batch.size if batch else 0, total)
+            sums.push_lane(lane, None if batch is None else self._forward_backward(lane, batch, share, sink))
+            self.stats.add_time("compute_s", clock() - t1)
 
-    def _account(self, outcome: Committed | Discarded, seconds: float) -> None:
+    def _record_times(self, outcome: Committed | Discarded, seconds: float) -> None:
         if isinstance(outcome, Discarded):
-            self.progress.spent("recovery_s", seconds)
+            self.stats.add_time("recovery_s", seconds)
             return
-        self.progress.spent("waiting_s", outcome.waited_s)
-        self.progress.spent("exchange_s", outcome.exchange_s)
-        self.progress.spent("compute_s", seconds - outcome.waited_s - outcome.exchange_s)
+        self.stats.add_time("waiting_s", outcome.waited_s)
+        self.stats.add_time("exchange_s", outcome.exchange_s)
+        self.stats.add_time("compute_s", seconds - outcome.waited_s - outcome.exchange_s)
 
-    def _lane(self, lane: int, batch: Any, share: float, taker: Taker | None) -> LaneSum:
-        with self._blaming(self.step, lane):
-            return self.replica.forward_backward(self.step, lane, self._here(batch), share=share, taker=taker)
+    def _forward_backward(self, lane: int, batch: Any, share: float, sink: GradientSink | None) -> LaneSum:
+        with self._wrap_user_errors(self.step, lane):
+            return self.replica.forward_backward(self.step, lane, self._to_device(batch), share=share, sink=sink)
 
-    def inner(self, step: int, lane: int, batch: Any) -> float:
+    def inner_step(self, step: int, lane: int, batch: Any) -> float:
         """A step that a lane makes by itself. Returns its loss."""
         assert isinstance(self.replica, LocalReplica)
-        with self._blaming(step, lane):
-            loss = float(self.replica.train(step, lane, self._here(batch), size=batch.size))
+        with self._wrap_user_errors(step, lane):
+            loss = float(self.replica.inner_step(step, lane, self._to_device(batch), size=batch.size))
         if not math.isfinite(loss):
             raise error("SH403", f"the loss of lane {lane} is {loss} at step {step + 1}", where=f"worker-{self.seat}")
         return loss
 
-    def _here(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any) -> Any:
         """Batches are made on the CPU."""
         device = self.replica.device
         return batch if device.type == "cpu" else batch.to(device)
 
     @contextlib.contextmanager
-    def _blaming(self, step: int, lane: int) -> Iterator[None]:
+    def _wrap_user_errors(self, step: int, lane: int) -> Iterator[None]:
         try:
             yield
         except (ShoalError, LinkError):
             raise
         except Exception as failure:
-            raise translate(failure, "SH401", f"step {step}, lane {lane}") from failure
+            raise as_shoal_error(failure, "SH401", f"step {step}, lane {lane}") from failure
 
     def _commit(self, sums: TreeSum[LaneSum], halt: bool) -> Committed | Discarded:
         try:
@@ -298,25 +302,25 @@ class Loop:
         except ShoalError:
             raise
         except Exception as failure:
-            raise translate(failure, "SH413", f"step {self.step}") from failure
+            raise as_shoal_error(failure, "SH413", f"step {self.step}") from failure
 
-    def _after(self, committed: Committed) -> None:
+    def _record_and_save(self, committed: Committed) -> None:
         """The step counts: look at it and save. Where an evaluation is due, the save comes after it."""
-        self.counted(committed)
-        if not self._due():
+        self.record_commit(committed)
+        if not self._evaluation_due():
             self.save()
 
-    def counted(self, committed: Committed) -> None:
-        samples = self.count(committed.loss)
-        self.pulse.enter("telling", self.step)
+    def record_commit(self, committed: Committed) -> None:
+        samples = self.advance_step(committed.loss)
+        self.activity.begin("telling", self.step)
         lr = self.replica.lr
-        self.progress.sent(committed.bytes_sent, committed.bytes_plain)
-        self.progress.step(self.step, loss=self.loss, lr=lr, samples=samples)
+        self.stats.add_bytes(committed.bytes_sent, committed.bytes_plain)
+        self.stats.record_step(self.step, loss=self.loss, lr=lr, samples=samples)
 
-    def count(self, loss: Tensor) -> int:
+    def advance_step(self, loss: Tensor) -> int:
         """One commit more; returns how many samples it had."""
-        after = self.course.after(self.step)
-        samples = sum(map(self.dealer.total, range(self.step, after)))
+        after = self.train_schedule.next_commit(self.step)
+        samples = sum(map(self.sampler.batch_samples, range(self.step, after)))
         self.step = after
         self.loss = float(loss)
         if not math.isfinite(self.loss):
@@ -325,34 +329,36 @@ class Loop:
 
     def flush(self) -> None:
         """Tell all steps so far."""
-        self.progress.flush(self.step, loss=self.loss, lr=self.replica.lr)
+        self.stats.flush(self.step, loss=self.loss, lr=self.replica.lr)
 
     def save(self, *, force: bool = False) -> None:
         """One worker saves for all; with shards, all do."""
-        if self.shards:
-            self.shards.save(force=force)
-        elif self.teller.leads:
-            self.pulse.enter("saving", self.step)
+        if self.sharded:
+            self.sharded.save(force=force)
+        elif self.reporter.is_leader:
+            self.activity.begin("saving", self.step)
             with contextlib.suppress(LinkError):  # then the next step finds out, and a new view follows
                 others = self.sync.blobs if self.replica.tables else None
-                metric = self.best.at(self.step)
-                self.store.maybe_save(self.step, self._whole_state, metric=metric, force=force, others=others)
+                metric = self.best.value_at(self.step)
+                self.store.maybe_save(
+                    self.step, self._checkpoint_state, metric=metric, force=force, external_blobs=others
+                )
 
     # ---- evaluation ----
 
-    def _due(self) -> bool:
+    def _evaluation_due(self) -> bool:
         """Must the validation part be measured before the next step? Once and no more: schedules learn from it."""
-        at_a_mark = self.course.pace.crosses(self.step, self.course.evaluate_every)
-        return "validation" in self.parts and self.measured_at != self.step and (at_a_mark or self.over)
+        at_a_mark = self.train_schedule.sync_schedule.crossed_multiple_of(self.step, self.train_schedule.evaluate_every)
+        return "validation" in self.splits and self.evaluated_at != self.step and (at_a_mark or self.finished)
 
     def _evaluate_if_due(self) -> Discarded | None:
-        if not self._due():
+        if not self._evaluation_due():
             return None
         metrics = self.evaluate("validation")
         if isinstance(metrics, Discarded):
             return metrics
-        self.learn_from(metrics)
-        self.peers.feeder.note({"kind": "evaluated", "metrics": metrics})
+        self.record_evaluation(metrics)
+        self.peers.state_publisher.publish({"kind": "evaluated", "metrics": metrics})
         self.save()
         return None
 
@@ -360,128 +366,130 @@ class Loop:
         """A part of the data, by all members together."""
         self.flush()
         began = time.perf_counter()
-        self.pulse.enter("exchange", self.step)
-        if isinstance(outcome := self.sync.settle(self.replica, 4 * self.step + 3), Discarded):
+        self.activity.begin("exchange", self.step)
+        if isinstance(outcome := self.sync.barrier(self.replica, 4 * self.step + 3), Discarded):
             return outcome
         try:
-            metrics = self._measured(name)
+            metrics = self._evaluate_split(name)
         except LinkError as failure:
             metrics = Discarded(str(failure))
         if isinstance(metrics, Discarded):
             return metrics
         seconds = round(time.perf_counter() - began, 6)
-        self.teller.tell_once("evaluated", step=self.step, part=name, metrics=metrics, evaluation_s=seconds)
-        self.progress.restart()
+        self.reporter.report_from_leader("evaluated", step=self.step, part=name, metrics=metrics, evaluation_s=seconds)
+        self.stats.restart_clock()
         return metrics
 
-    def _measured(self, name: str) -> dict[str, float] | Discarded:
-        if self.shards:
-            return self.shards.turns.evaluate(self.parts[name], PARTS.index(name))
-        return self.evaluator.share(
+    def _evaluate_split(self, name: str) -> dict[str, float] | Discarded:
+        if self.sharded:
+            return self.sharded.compute.evaluate(self.splits[name], GATHER_LABELS.index(name))
+        return self.evaluator.evaluate_distributed(
             self.replica,
-            self.parts[name],
+            self.splits[name],
             lanes=self.lanes,
             gather=lambda content: self._gather(name, content),
-            given_up=self.sync.aborted,
-            each=lambda: self.pulse.enter("evaluation", self.step),
+            is_aborted=self.sync.aborted,
+            on_chunk=lambda: self.activity.begin("evaluation", self.step),
         )
 
     def _gather(self, name: str, content: bytes) -> dict[int, bytes] | Discarded:
-        self.pulse.enter("exchange", self.step)
-        return self.sync.gather(4 * self.step + PARTS.index(name), content)
+        self.activity.begin("exchange", self.step)
+        return self.sync.gather(4 * self.step + GATHER_LABELS.index(name), content)
 
-    def learn_from(self, metrics: dict[str, float]) -> None:
+    def record_evaluation(self, metrics: dict[str, float]) -> None:
         """What the validation part says at this step."""
-        self.metrics, self.measured_at = metrics, self.step
-        if self.replica.waits_for_metric:
+        self.metrics, self.evaluated_at = metrics, self.step
+        if self.replica.schedule_needs_metric:
             self.replica.schedule.step(metrics[self.best.monitor.metric])
         if self.best.improved:
-            self.teller.tell_once("best", step=self.step, metric=self.best.monitor.metric, value=self.best.value)
-            if self.course.keep_best:
+            self.reporter.report_from_leader(
+                "best", step=self.step, metric=self.best.monitor.metric, value=self.best.value
+            )
+            if self.train_schedule.keep_best:
                 self.save(force=True)
 
     # ---- the end ----
 
-    def _finale(self) -> Ending | str:
+    def _finish(self) -> LoopResult | str:
         """Measure the test part together; one concludes, and the others stay until it has. May be repeated."""
         self.flush()
-        if "test" in self.parts and isinstance(outcome := self.evaluate("test"), Discarded):
+        if "test" in self.splits and isinstance(outcome := self.evaluate("test"), Discarded):
             return outcome.why
-        if isinstance(settled := self.sync.settle(self.replica, 4 * self.step + 3), Discarded):
+        if isinstance(settled := self.sync.barrier(self.replica, 4 * self.step + 3), Discarded):
             return settled.why
-        if self.shards and (why := self.shards.save(force=True)):
+        if self.sharded and (why := self.sharded.save(force=True)):
             return why
-        if self.teller.leads:
-            self.pulse.enter("export", self.step)
-            if isinstance(completed := self.sync.complete(self.replica, self.step), Discarded):
+        if self.reporter.is_leader:
+            self.activity.begin("export", self.step)
+            if isinstance(completed := self.sync.pull_state(self.replica, self.step), Discarded):
                 return completed.why
-            if isinstance(sealed := self.sync.seal(), Discarded):
+            if isinstance(sealed := self.sync.external_sha256(), Discarded):
                 return sealed.why
-            self.sealed = sealed
-            self.conclude(self, self.teller.stop)
+            self.external_sha256 = sealed
+            self.on_finish(self, self.reporter.stop_reason)
         ended = self._gather("end", b"")
-        if isinstance(ended, Discarded) and not self.teller.leads:
+        if isinstance(ended, Discarded) and not self.reporter.is_leader:
             return ended.why
-        return Ending(self.step, finished=True, why=self.teller.stop)
+        return LoopResult(self.step, finished=True, why=self.reporter.stop_reason)
 
-    def leave(self, why: str) -> Ending:
+    def leave(self, why: str) -> LoopResult:
         self.flush()
-        if self.holds:
-            if not self.shards:  # alone it cannot, and what could be saved was
+        if self.has_state:
+            if not self.sharded:  # alone it cannot, and what could be saved was
                 self.save(force=True)
             self.store.wait()
-        self.teller.tell("left", step=self.step, why=why)
-        return Ending(self.step, finished=False, why=why)
+        self.reporter.report("left", step=self.step, why=why)
+        return LoopResult(self.step, finished=False, why=why)
 
     # ---- state ----
 
     @property
-    def most_bytes(self) -> int:
+    def max_state_bytes(self) -> int:
         """What a peer may send at once."""
         size: int = sum(t.numel() * t.element_size() for t in self.replica.model.state_dict().values())
-        return STATE_OVER_MODEL * size + STATE_SPARE_BYTES
+        return MAX_STATE_TO_MODEL_RATIO * size + STATE_SPARE_BYTES
 
-    def _whole_state(self) -> dict[str, Any]:
+    def _checkpoint_state(self) -> dict[str, Any]:
         """For a checkpoint: with what only the members together have, or servers."""
-        if isinstance(outcome := self.sync.complete(self.replica, self.step), Discarded):
+        if isinstance(outcome := self.sync.pull_state(self.replica, self.step), Discarded):
             raise LinkError(outcome.why)
         state = self.state()
         return {**state, "loop": {**state["loop"], "sync": self.sync.state()}}
 
     def state(self) -> dict[str, Any]:
         """What must survive: after loading it, training goes on as if nothing had happened."""
-        return {**self.replica.state(), "loop": self.state_of_loop()}
+        return {**self.replica.state(), "loop": self.loop_state()}
 
-    def state_of_loop(self) -> dict[str, Any]:
+    def loop_state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "stop": self.teller.stop,
+            "stop": self.reporter.stop_reason,
             "metrics": self.metrics,
-            "measured_at": self.measured_at,
+            "measured_at": self.evaluated_at,
             "task": self.task.state(),
-            "watch": self.teller.state(),
+            "watch": self.reporter.state(),
             "sync": None,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Of one process, or of many that held the model together."""
-        self.peers.feeder.reset()
-        if PIECES in state:
-            load_whole(self.replica, saved_in(self.store.files, state))
-            state = whole_state(self.replica, state)
+        self.peers.state_publisher.drop_subscribers()
+        if PIECES_SECTION in state:
+            load_unsharded(self.replica, open_pieces(self.store.files, state))
+            state = unsharded_state(self.replica, state)
         self.replica.load_state(state)
-        self.load_loop(state["loop"])
-        self.holds = True
+        self.load_loop_state(state["loop"])
+        self.has_state = True
 
-    def load_loop(self, loop: dict[str, Any]) -> None:
+    def load_loop_state(self, loop: dict[str, Any]) -> None:
         self.task.load_state(loop["task"])
-        self.teller.load_state(loop["watch"])
-        self.teller.stop = loop["stop"]
-        self.metrics, self.measured_at = loop["metrics"], loop["measured_at"]
+        self.reporter.load_state(loop["watch"])
+        self.reporter.stop_reason = loop["stop"]
+        self.metrics, self.evaluated_at = loop["metrics"], loop["measured_at"]
         self.step = loop["step"]
         if loop["sync"] is not None:
             self.sync.load_state(self.step, loop["sync"])
 
 
-def _chance(seat: int, step: int) -> float:
+def _pause_draw(seat: int, step: int) -> float:
     return random.Random(f"{seat} {step}").random()  # noqa: S311

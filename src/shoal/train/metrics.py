@@ -11,12 +11,12 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, error
 from shoal.spec.base import Ref
-from shoal.spec.names import DEFAULT_MODULES, expand, metric_names
+from shoal.spec.names import DEFAULT_MODULES, expand_alias, metric_names
 from shoal.spec.resolve import build_ref
-from shoal.train.blame import first_line
-from shoal.train.task import agree
+from shoal.train.task import align_shapes
+from shoal.train.user_errors import first_line
 
-CLASSIFIERS = {
+CLASSIFICATION_METRICS = {
     "accuracy",
     "precision",
     "recall",
@@ -34,9 +34,9 @@ def build_metrics(refs: Sequence[Ref], example: tuple[Any, Any] | None, *, base_
     """torchmetrics objects by name. Short names of classification metrics learn their task from the example."""
     built: dict[str, Any] = {}
     for number, (name, ref) in enumerate(zip(metric_names(refs), refs, strict=True)):
-        full = expand(ref, field="metrics")
-        if ref.name in CLASSIFIERS and "task" not in full.args and example is not None:
-            full = Ref(name=full.name, args=_classification(example) | full.args)
+        full = expand_alias(ref, field="metrics")
+        if ref.name in CLASSIFICATION_METRICS and "task" not in full.args and example is not None:
+            full = Ref(name=full.name, args=_classification_args(example) | full.args)
         try:
             built[name] = build_ref(full, base_dir=base_dir, default_modules=DEFAULT_MODULES["metrics"])
         except ShoalError as failure:
@@ -44,8 +44,8 @@ def build_metrics(refs: Sequence[Ref], example: tuple[Any, Any] | None, *, base_
     return built
 
 
-def _classification(example: tuple[Any, Any]) -> dict[str, Any]:
-    prediction, target = agree(*example)
+def _classification_args(example: tuple[Any, Any]) -> dict[str, Any]:
+    prediction, target = align_shapes(*example)
     if not isinstance(prediction, Tensor) or prediction.shape == getattr(target, "shape", None):
         return {"task": "binary"}
     return {"task": "multiclass", "num_classes": int(prediction.shape[1])}
@@ -64,14 +64,14 @@ def are_logits(prediction: Any, known: bool | None) -> bool:
     return bool(((prediction < 0) | (prediction > 1)).any())
 
 
-def probabilities(prediction: Tensor, target: Any) -> Tensor:
+def to_probabilities(prediction: Tensor, target: Any) -> Tensor:
     """In float64, where large logits do not all become 1: metrics that rank would see ties."""
     prediction = prediction.double()
     same = prediction.shape == getattr(target, "shape", None)
     return prediction.sigmoid() if same or prediction.dim() < 2 else prediction.softmax(1)
 
 
-class Accumulator:
+class MetricAccumulator:
     """Loss and metrics of one lane's part of an evaluation."""
 
     def __init__(self, metrics: Mapping[str, Any], *, logits: bool) -> None:
@@ -88,46 +88,46 @@ class Accumulator:
             "metrics": {
                 name: [
                     {"updates": part._update_count, "states": {key: getattr(part, key) for key in part._defaults}}
-                    for part in _parts(metric)
+                    for part in _stateful_metrics(metric)
                 ]
                 for name, metric in self.metrics.items()
             },
         }
 
-    def like(self, state: Mapping[str, Any]) -> Accumulator:
+    def with_state(self, state: Mapping[str, Any]) -> MetricAccumulator:
         """One of the same kind that holds what another process found."""
-        other = Accumulator(self.metrics, logits=self._logits)
+        other = MetricAccumulator(self.metrics, logits=self._logits)
         other.loss, other.count = state["loss"], state["count"]
         for name, metric in other.metrics.items():
-            for part, known in zip(_parts(metric), state["metrics"][name], strict=True):
+            for part, known in zip(_stateful_metrics(metric), state["metrics"][name], strict=True):
                 part._update_count, part._computed = known["updates"], None
                 for key, value in known["states"].items():
-                    setattr(part, key, _on(part.device, value))
+                    setattr(part, key, _to_device(part.device, value))
         return other
 
-    def add(self, loss: Any, output: Any, batch: Any) -> None:
+    def update(self, loss: Any, output: Any, batch: Any) -> None:
         total, count = loss if isinstance(loss, tuple) else (loss * batch.size, batch.size)
         self.loss += torch.as_tensor(total, device="cpu").double()
         self.count += torch.as_tensor(count, device="cpu").double()
         if not self.metrics:
             return
-        raw, target = agree(output, batch.target)
+        raw, target = align_shapes(output, batch.target)
         if isinstance(raw, Tensor) and raw.is_floating_point():
             raw = raw.float()
-        target = _whole(raw, target, batch.target)
-        chances = probabilities(raw, target) if self._logits else raw
+        target = _integer_target(raw, target, batch.target)
+        chances = to_probabilities(raw, target) if self._logits else raw
         for name, metric in self.metrics.items():
             try:
-                metric.update(_as_wanted(metric, raw, chances), target)
+                metric.update(_prediction_for(metric, raw, chances), target)
             except (ValueError, RuntimeError, TypeError, IndexError) as failure:
                 raise error("SH408", f"{name}: {first_line(failure)}", where="metrics") from failure
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def _to_device(device: torch.device, value: Any) -> Any:
     return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
 
 
-def _as_wanted(metric: Any, raw: Any, chances: Any) -> Any:
+def _prediction_for(metric: Any, raw: Any, chances: Any) -> Any:
     """Probabilities for what classifies; (n, t, classes) for metrics of text, (n, classes, t) for all others."""
     module = type(metric).__module__
     if module.startswith("torchmetrics.classification"):
@@ -137,13 +137,13 @@ def _as_wanted(metric: Any, raw: Any, chances: Any) -> Any:
     return raw
 
 
-def _whole(prediction: Any, target: Any, original: Any) -> Any:
+def _integer_target(prediction: Any, target: Any, original: Any) -> Any:
     """`agree` turns yes-or-no targets into floats for the loss; metrics want them whole."""
     was_whole = isinstance(original, Tensor) and not original.is_floating_point()
     return original.reshape(prediction.shape) if was_whole and target is not original else target
 
 
-def merge(lanes: Sequence[Accumulator]) -> dict[str, float]:
+def merge_lanes(lanes: Sequence[MetricAccumulator]) -> dict[str, float]:
     """The result over all lanes, added in lane order."""
     loss = sum((lane.loss for lane in lanes), torch.zeros((), dtype=torch.float64))
     count = sum((lane.count for lane in lanes), torch.zeros((), dtype=torch.float64))
@@ -160,12 +160,12 @@ def _merged(metrics: Sequence[Any]) -> Any:
     Its `merge_state` is not used: it refuses some metrics and weighs means by the wrong counts.
     """
     if len(metrics) > 1:
-        for parts in zip(*map(_parts, metrics), strict=True):
-            _merge_part(parts)
+        for parts in zip(*map(_stateful_metrics, metrics), strict=True):
+            _merge_states(parts)
     return metrics[0]
 
 
-def _merge_part(parts: Sequence[Any]) -> None:
+def _merge_states(parts: Sequence[Any]) -> None:
     """All states into the first's."""
     total = parts[0]
     for name, reduce in total._reductions.items():
@@ -177,18 +177,18 @@ def _merge_part(parts: Sequence[Any]) -> None:
             setattr(total, name, reduce(stacked) if reduce else stacked)
 
 
-def by_itself(metric: Any) -> Any:
+def disable_distributed_sync(metric: Any) -> Any:
     """torchmetrics would merge with all processes of torch's group, if there is one, as soon as anybody computes."""
-    for part in _parts(metric):
-        part.distributed_available_fn = _alone
+    for part in _stateful_metrics(metric):
+        part.distributed_available_fn = _not_distributed
     return metric
 
 
-def _alone() -> bool:
+def _not_distributed() -> bool:
     return False
 
 
-def _parts(metric: Any) -> list[Any]:
+def _stateful_metrics(metric: Any) -> list[Any]:
     """The metric and those that it wraps, each with states of its own."""
     return [part for part in metric.modules() if hasattr(part, "_reductions")]
 

@@ -15,13 +15,13 @@ from torch import nn
 from shoal.checkpoint.export import load_weights
 from shoal.errors import did_you_mean, error
 from shoal.spec.base import Ref
-from shoal.spec.job import InitFrom, Job, Optimizer, Schedule
+from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig, OptimizerConfig
 from shoal.spec.names import DEFAULT_MODULES
 from shoal.spec.resolve import build_ref, import_ref
 from shoal.train.metrics import build_metrics
 from shoal.train.task import PlainTask, Task
 
-FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+FUSED_OPTIMIZERS = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 
 def build_task(job: Job) -> Task:
@@ -36,7 +36,7 @@ def build_task(job: Job) -> Task:
                 fix="Derive the class from shoal.Task.",
             )
         return task
-    return plain_task(job, build_model(job))
+    return build_plain_task(job, build_model(job))
 
 
 def build_model(job: Job) -> nn.Module:
@@ -52,17 +52,17 @@ def build_model(job: Job) -> nn.Module:
     return model
 
 
-def plain_task(job: Job, model: nn.Module) -> Task:
+def build_plain_task(job: Job, model: nn.Module) -> Task:
     """Of a job that names model, loss and metrics."""
     assert job.loss is not None
     return PlainTask(
         model,
-        _loss(job.loss, job.base_dir),
+        _build_loss(job.loss, job.base_dir),
         functools.partial(build_metrics, job.metrics, base_dir=job.base_dir),
     )
 
 
-def _loss(ref: Ref, base_dir: str) -> Any:
+def _build_loss(ref: Ref, base_dir: str) -> Any:
     """A loss class is made, a loss function is taken as it is."""
     target = import_ref(ref, base_dir=base_dir, default_modules=DEFAULT_MODULES["loss"])
     if inspect.isclass(target):
@@ -70,28 +70,28 @@ def _loss(ref: Ref, base_dir: str) -> Any:
     return functools.partial(target, **ref.args) if ref.args else target
 
 
-def start_weights(model: nn.Module, init: InitFrom, *, base_dir: str) -> dict[str, Any]:
+def load_initial_weights(model: nn.Module, init: InitFromConfig, *, base_dir: str) -> dict[str, Any]:
     """Load, freeze, unfreeze, in this order. Returns what to tell about it."""
     facts: dict[str, Any] = {}
     if init.path is not None:
         path = init.path if "://" in init.path else str(Path(base_dir) / init.path)
-        facts = _load(model, load_weights(path), init)
-    freeze(model, init)
+        facts = _load_matching(model, load_weights(path), init)
+    set_trainable(model, init)
     return facts
 
 
-def freeze(model: nn.Module, init: InitFrom) -> None:
+def set_trainable(model: nn.Module, init: InitFromConfig) -> None:
     """And unfreeze."""
     names = [name for name, _ in model.named_parameters()]
     for patterns, trains in ((init.freeze, False), (init.unfreeze, True)):
         for pattern in patterns:
-            for name in matching(names, pattern, where="init_from"):
+            for name in match_names(names, pattern, where="init_from"):
                 model.get_parameter(name).requires_grad_(trains)
 
 
-def _load(model: nn.Module, weights: dict[str, torch.Tensor], init: InitFrom) -> dict[str, Any]:
+def _load_matching(model: nn.Module, weights: dict[str, torch.Tensor], init: InitFromConfig) -> dict[str, Any]:
     own = model.state_dict()
-    theirs = {renamed(name, init.rename): tensor for name, tensor in weights.items()}
+    theirs = {rename_prefix(name, init.rename): tensor for name, tensor in weights.items()}
     fits = {n: t for n, t in theirs.items() if n in own and own[n].shape == t.shape}
     missing, left = sorted(set(own) - set(fits)), sorted(set(theirs) - set(fits))
     if init.strict and (missing or left):
@@ -107,14 +107,14 @@ def _load(model: nn.Module, weights: dict[str, torch.Tensor], init: InitFrom) ->
     return {"loaded": len(fits), "missing": missing[:20], "left": left[:20]}
 
 
-def renamed(name: str, prefixes: dict[str, str]) -> str:
+def rename_prefix(name: str, prefixes: dict[str, str]) -> str:
     for old, new in prefixes.items():
         if name.startswith(old):
             return new + name[len(old) :]
     return name
 
 
-def matching(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
+def match_names(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
     """Names that fit the pattern; a pattern without a match is a mistake. `head` stands for `head.*` too."""
     names = list(names)
     found = [n for n in names if fnmatch.fnmatchcase(n, pattern) or n.startswith(pattern + ".")]
@@ -128,15 +128,15 @@ def matching(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
     return found
 
 
-def build_optimizer(spec: Optimizer, model: nn.Module, *, base_dir: str) -> torch.optim.Optimizer:
+def build_optimizer(spec: OptimizerConfig, model: nn.Module, *, base_dir: str) -> torch.optim.Optimizer:
     """The job's optimizer over the trainable parameters; torch's fused kernels where it has them."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise error("SH404", "every parameter is frozen, or the model has none", where="model")
-    groups = [{"params": [trainable[n] for n in names], **args} for names, args in _groups(spec, list(trainable))]
+    groups = [{"params": [trainable[n] for n in names], **args} for names, args in _param_groups(spec, list(trainable))]
     args = dict(spec.args)
     short = spec.name.rpartition(":")[2]
-    if short in FUSED and not {"fused", "foreach", "differentiable"} & set(args):
+    if short in FUSED_OPTIMIZERS and not {"fused", "foreach", "differentiable"} & set(args):
         args["fused"] = all(p.is_floating_point() for p in trainable.values())
     ref = Ref(name=spec.name, args=args)
     made = build_ref(ref, groups, base_dir=base_dir, default_modules=DEFAULT_MODULES["optimizer"])
@@ -145,18 +145,18 @@ def build_optimizer(spec: Optimizer, model: nn.Module, *, base_dir: str) -> torc
     return made
 
 
-def _groups(spec: Optimizer, everything: Sequence[str]) -> list[tuple[list[str], dict[str, Any]]]:
+def _param_groups(spec: OptimizerConfig, everything: Sequence[str]) -> list[tuple[list[str], dict[str, Any]]]:
     """Names and settings of each group, those that no pattern fits first."""
     rest, found = list(everything), []
     for number, group in enumerate(spec.groups):
-        names = [n for n in matching(everything, group.match, where=f"optimizer.groups.{number}") if n in rest]
+        names = [n for n in match_names(everything, group.match, where=f"optimizer.groups.{number}") if n in rest]
         rest = [n for n in rest if n not in names]
         found.append((names, dict(group.args)))
     return [(rest, {}), *found] if rest else found
 
 
-def build_schedule(
-    spec: Schedule | None, optimizer: torch.optim.Optimizer, *, steps: int, epochs: int, base_dir: str
+def build_lr_schedule(
+    spec: LRScheduleConfig | None, optimizer: torch.optim.Optimizer, *, steps: int, epochs: int, base_dir: str
 ) -> Any:
     """The job's schedule. In its arguments the words `steps` and `epochs` are the job's totals."""
     if spec is None:

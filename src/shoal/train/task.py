@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.data.batch import Batch
 from shoal.errors import error
-from shoal.parallel.replica import Loss
+from shoal.lanes.replica import Loss
 
 
 class Task:
@@ -44,7 +44,7 @@ class Task:
         return self.loss(model, batch), self.predict(model, batch)
 
     @property
-    def evaluates_at_once(self) -> bool:
+    def evaluates_in_one_pass(self) -> bool:
         """Does `evaluate` call the model once?"""
         return type(self).evaluate is not Task.evaluate
 
@@ -64,7 +64,7 @@ class Task:
         """Take back what `state` gave."""
 
 
-_TAKE_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
+_LOSSES_ON_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
 
 
 class PlainTask(Task):
@@ -74,8 +74,8 @@ class PlainTask(Task):
         self._model = model
         self._loss = loss
         self._metrics = metrics
-        self._is_torchs = type(loss).__module__.startswith("torch.nn.")
-        self.logits = True if isinstance(loss, _TAKE_LOGITS) else None
+        self._is_torch_loss = type(loss).__module__.startswith("torch.nn.")
+        self.logits = True if isinstance(loss, _LOSSES_ON_LOGITS) else None
 
     def model(self) -> nn.Module:
         return self._model
@@ -86,24 +86,24 @@ class PlainTask(Task):
         return super().to(device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._compare(model(*batch.inputs), batch.target)
+        return self._compute_loss(model(*batch.inputs), batch.target)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         output = model(*batch.inputs)
-        return self._compare(output, batch.target), output
+        return self._compute_loss(output, batch.target), output
 
     def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
         return self._metrics(example) if self._metrics else {}
 
-    def _compare(self, output: Any, target: Any) -> Tensor:
+    def _compute_loss(self, output: Any, target: Any) -> Tensor:
         """torch's own losses get shapes that agree; a loss of the user's gets what the model gave."""
-        if self._is_torchs:
-            output, target = agree(output, target)
+        if self._is_torch_loss:
+            output, target = align_shapes(output, target)
         value: Tensor = self._loss(output, target)
         return value
 
 
-def agree(output: Any, target: Any) -> tuple[Any, Any]:
+def align_shapes(output: Any, target: Any) -> tuple[Any, Any]:
     """Shapes as torch's losses and torchmetrics want them, where only one reading makes sense.
 
     Output (n, 1) beside target (n) would be broadcast to (n, n) without a word: it becomes (n). Classes in the last
@@ -116,13 +116,13 @@ def agree(output: Any, target: Any) -> tuple[Any, Any]:
         if output.shape[-1] == 1:
             output = output.squeeze(-1)
         elif output.dim() > 2 and not target.is_floating_point():
-            output = _classes_second(output, target)
+            output = _move_classes_second(output, target)
     if output.shape == target.shape and output.is_floating_point() and not target.is_floating_point():
         target = target.to(output.dtype)
     return output, target
 
 
-def _classes_second(output: Tensor, target: Tensor) -> Tensor:
+def _move_classes_second(output: Tensor, target: Tensor) -> Tensor:
     """(n, t, c) as (n, c, t). With as many classes as places nobody can tell which is which, and a guess would train
     something else without a word."""
     if output.shape[2:] == target.shape[1:]:

@@ -6,15 +6,15 @@ import hashlib
 import json
 from pathlib import Path
 
-from shoal.checkpoint.raw import bytes_of
-from shoal.checkpoint.tree import flatten
+from shoal.checkpoint.state_tree import flatten
+from shoal.checkpoint.tensor_bytes import bytes_of
 from shoal.events import Event
-from shoal.parallel.replica import Replica
+from shoal.lanes.replica import Replica
 
 DIGEST_BYTES = 8
 
 
-class Trace:
+class StateTrace:
     """A watcher that looks at the weights themselves: one row per step, by the worker that saves."""
 
     alone = True

@@ -24,31 +24,31 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.digest import state_sha256, weights_sha256
-from shoal.checkpoint.export import export_model, export_pieces
-from shoal.errors import EXIT_BUG, ShoalError, each
-from shoal.events import Stream
-from shoal.events.stream import parse
-from shoal.fleet.contact import Contact, read_contact
-from shoal.fleet.tie import Tie
-from shoal.parallel.peers import Peers
-from shoal.parallel.sync.server import ServerSync
-from shoal.spec.certificates import certificates_of, read_certificates
+from shoal.checkpoint.export import export_model, export_sharded_model
+from shoal.checkpoint.sha256 import state_sha256, weights_sha256
+from shoal.collectives.peer_services import PeerServices
+from shoal.errors import EXIT_BUG, ShoalError, single_errors
+from shoal.events import EventWriter
+from shoal.events.stream import parse_event
+from shoal.fleet.control_client import ControlClient
+from shoal.fleet.driver_address import DriverAddress, read_driver_address
+from shoal.net import tls
+from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
+from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
 from shoal.spec.load import load_job, save_job
-from shoal.spec.paths import RunPaths, cache_directory
-from shoal.spec.table import Table
+from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.view import Role, View
-from shoal.train.build import Built, build, build_loop
-from shoal.train.devices import take_device
-from shoal.train.heap import keep_memory
+from shoal.strategies.parameter_server import ParameterServerSync
+from shoal.train.activity import Activity
+from shoal.train.build import BuiltJob, build, build_loop
+from shoal.train.devices import claim_device
+from shoal.train.elastic import ElasticLoop
 from shoal.train.loop import Loop
-from shoal.train.pulse import Pulse
-from shoal.train.voyage import Voyage
-from shoal.wire import tls
+from shoal.train.malloc import keep_freed_memory
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
-WELCOME_S = 30.0
+WELCOME_TIMEOUT_S = 30.0
 
 
 def main() -> None:
@@ -62,20 +62,23 @@ def main() -> None:
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
     if arguments.join:
-        tls.use(read_certificates(arguments.tls, where="--tls") if arguments.tls else None)
-        sys.exit(join(paths, arguments.join, arguments.dir))
+        tls.configure(load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None)
+        sys.exit(run_remote_worker(paths, arguments.join, arguments.dir))
     who = f"worker-{arguments.seat}"
     sys.exit(
-        guarded(Stream(paths.events, who), lambda stream: work(paths, arguments.seat, stream, trace=arguments.trace))
+        run_reporting_errors(
+            EventWriter(paths.events, who),
+            lambda stream: run_local_worker(paths, arguments.seat, stream, trace=arguments.trace),
+        )
     )
 
 
-def guarded(stream: Stream, act: Callable[[Stream], None]) -> int:
+def run_reporting_errors(stream: EventWriter, act: Callable[[EventWriter], None]) -> int:
     """Run it; what goes wrong is told in the stream, and the exit code says whose fault it was."""
     try:
         act(stream)
     except ShoalError as failure:
-        tell_failure(stream, failure)
+        emit_failure(stream, failure)
         traceback.print_exc()
         return failure.exit_code
     except BaseException as failure:
@@ -93,131 +96,146 @@ def guarded(stream: Stream, act: Callable[[Stream], None]) -> int:
     return 0
 
 
-def tell_failure(stream: Stream, failure: ShoalError) -> None:
-    for one in each(failure):
+def emit_failure(stream: EventWriter, failure: ShoalError) -> None:
+    for one in single_errors(failure):
         stream.emit("failed", code=one.code, message=one.message, where=one.where, fix=one.fix)
 
 
 @dataclass
-class Identity:
+class WorkerSession:
     """Who this worker is to its driver. `moved` is called when the driver gives it another seat, `seen` with each
     new view, `placed` with each new table of servers; all in the tie's thread. Every driver is told the `cuts`."""
 
-    contact: Callable[[], Contact | None]
-    peers: Peers
-    pulse: Pulse
-    local: bool
+    driver_address: Callable[[], DriverAddress | None]
+    peers: PeerServices
+    activity: Activity
+    has_run_dir: bool
     seat: int | None = None
     leaving: bool = False
-    moved: Callable[[int], None] = lambda seat: None
-    seen: Callable[[View], None] = lambda view: None
-    placed: Callable[[Table], None] = lambda table: None
-    cuts: list[int] = field(default_factory=list)
+    on_seat_changed: Callable[[int], None] = lambda seat: None
+    on_view: Callable[[View], None] = lambda view: None
+    on_chunk_table: Callable[[ChunkTable], None] = lambda table: None
+    chunk_boundaries: list[int] = field(default_factory=list)
 
-    def tie(self) -> Tie:
-        tie = Tie(
-            self.contact,
-            lambda: self._hello(tie),
-            beat=self._beat,
-            on_view=lambda view: self.seen(view),  # noqa: PLW0108  # it is set later
-            on_table=lambda table: self.placed(table),  # noqa: PLW0108
-            on_welcome=lambda fields: self._welcomed(tie, fields),
+    def make_control_client(self) -> ControlClient:
+        control = ControlClient(
+            self.driver_address,
+            lambda: self._hello(control),
+            heartbeat=self._heartbeat,
+            on_view=lambda view: self.on_view(view),  # noqa: PLW0108  # it is set later
+            on_chunk_table=lambda table: self.on_chunk_table(table),  # noqa: PLW0108
+            on_welcome=lambda fields: self._on_welcome(control, fields),
         )
-        return tie
+        return control
 
-    def _hello(self, tie: Tie) -> dict[str, Any]:
+    def _hello(self, control: ControlClient) -> dict[str, Any]:
         return {
             "role": "worker",
             "seat": self.seat,
-            "local": self.local,
+            "local": self.has_run_dir,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "address": self.peers.endpoint.address.model_dump(),
-            "view": tie.view.number if tie.view else 0,
-            "training": self.pulse.phase not in ("building", "waiting"),
-            "table": tie.table.model_dump(mode="json") if tie.table else None,
+            "view": control.view.number if control.view else 0,
+            "training": self.activity.phase not in ("building", "waiting"),
+            "table": control.chunk_table.model_dump(mode="json") if control.chunk_table else None,
         }
 
-    def _beat(self) -> dict[str, Any]:
-        return self.pulse.beat() | ({"leaving": True} if self.leaving else {}) | self.peers.facts()
+    def _heartbeat(self) -> dict[str, Any]:
+        return self.activity.heartbeat() | ({"leaving": True} if self.leaving else {}) | self.peers.stats()
 
-    def _welcomed(self, tie: Tie, fields: dict[str, Any]) -> None:
-        if self.cuts:
-            tie.say("cuts", cuts=self.cuts)
+    def _on_welcome(self, control: ControlClient, fields: dict[str, Any]) -> None:
+        if self.chunk_boundaries:
+            control.send("cuts", cuts=self.chunk_boundaries)
         seat = int(fields["seat"])
         if self.seat is not None and seat != self.seat:
-            self.moved(seat)
+            self.on_seat_changed(seat)
         self.seat = seat
 
 
-def work(paths: RunPaths, seat: int, stream: Stream, *, trace: bool = False) -> None:
+def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: bool = False) -> None:
     """A worker with the run's directory at hand."""
-    contact = read_contact(paths.control)
-    assert contact is not None, "the driver writes it before it starts workers"
-    latest = partial(read_contact, paths.control)
+    driver_address = read_driver_address(paths.driver_address)
+    assert driver_address is not None, "the driver writes it before it starts workers"
+    latest = partial(read_driver_address, paths.driver_address)
     job = load_job(paths.job, check_names=False)
-    tls.use(certificates_of(job))
-    with seat_taken(paths, seat), meeting(contact, latest, local=True, seat=seat) as (me, tie):
-        tie.connect(WELCOME_S)
-        train(job, paths, me, tie, stream, trace=trace)
+    tls.configure(tls_contexts_for(job))
+    with (
+        hold_seat_lock(paths, seat),
+        open_session(driver_address, latest, has_run_dir=True, seat=seat) as (session, control),
+    ):
+        control.connect(WELCOME_TIMEOUT_S)
+        train(job, paths, session, control, stream, trace=trace)
 
 
-def join(paths: RunPaths, where: str, base_dir: str) -> int:
+def run_remote_worker(paths: RunPaths, driver: str, base_dir: str) -> int:
     """A worker from elsewhere. What it tells is kept in its own directory too, for whoever started it."""
-    host, _, port = where.rpartition(":")
-    contact = Contact(host.strip("[]"), int(port), os.environ.pop(TOKEN_VARIABLE, ""))
-    kept = Stream(paths.events, "worker")
-    with meeting(contact, lambda: contact, local=False, seat=None) as (me, tie):
+    host, _, port = driver.rpartition(":")
+    driver_address = DriverAddress(host.strip("[]"), int(port), os.environ.pop(TOKEN_VARIABLE, ""))
+    own_stream = EventWriter(paths.events, "worker")
+    with open_session(driver_address, lambda: driver_address, has_run_dir=False, seat=None) as (session, control):
         try:
-            welcome = tie.connect(WELCOME_S)
+            welcome = control.connect(WELCOME_TIMEOUT_S)
         except ShoalError as failure:
-            tell_failure(kept, failure)
+            emit_failure(own_stream, failure)
             print(failure, file=sys.stderr)
             return failure.exit_code
-        stream = Stream.through(lambda row: tell_both(tie, kept, row), f"worker-{me.seat}")
+        stream = EventWriter.to_callback(lambda row: emit_to_both(control, own_stream, row), f"worker-{session.seat}")
         job = Job.model_validate(welcome["job"]).model_copy(update={"base_dir": str(Path(base_dir).resolve())})
         save_job(job, paths.job)
-        print(f"joined run {welcome['run']} as worker-{me.seat}", flush=True)
-        code = guarded(stream, lambda stream: train(job, paths, me, tie, stream))
-        tie.say("bye")  # else the driver would take it for dead
+        print(f"joined run {welcome['run']} as worker-{session.seat}", flush=True)
+        code = run_reporting_errors(stream, lambda stream: train(job, paths, session, control, stream))
+        control.send("bye")  # else the driver would take it for dead
         return code
 
 
-def tell_both(tie: Tie, kept: Stream, row: bytes) -> None:
+def emit_to_both(control: ControlClient, own_stream: EventWriter, row: bytes) -> None:
     """Steps are for the driver alone: there is no end to them."""
-    tie.say("event", row=row.decode())
-    event = parse(row)
+    control.send("event", row=row.decode())
+    event = parse_event(row)
     if event is not None and event.kind != "step":
-        kept.pass_on(event)
+        own_stream.append(event)
 
 
 @contextlib.contextmanager
-def meeting(
-    first: Contact, contact: Callable[[], Contact | None], *, local: bool, seat: int | None
-) -> Iterator[tuple[Identity, Tie]]:
+def open_session(
+    initial_address: DriverAddress,
+    driver_address: Callable[[], DriverAddress | None],
+    *,
+    has_run_dir: bool,
+    seat: int | None,
+) -> Iterator[tuple[WorkerSession, ControlClient]]:
     """The two ways out of this process: to the driver, and to the other workers."""
-    peers = Peers(first.token, bind=own_address(first))
-    me = Identity(contact, peers, Pulse(), local, seat)
-    tie = me.tie()
+    peers = PeerServices(initial_address.token, bind=own_address(initial_address))
+    session = WorkerSession(driver_address, peers, Activity(), has_run_dir, seat)
+    control = session.make_control_client()
     try:
-        yield me, tie
+        yield session, control
     finally:
-        tie.close()
+        control.close()
         peers.close()
 
 
-def own_address(contact: Contact) -> str:
+def own_address(driver_address: DriverAddress) -> str:
     """The address of this machine on the way to the driver. Nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(contact.host, contact.port, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(driver_address.host, driver_address.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(address)
         return str(sock.getsockname()[0])
 
 
-def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream, *, trace: bool = False) -> None:
+def train(
+    job: Job,
+    paths: RunPaths,
+    session: WorkerSession,
+    control: ControlClient,
+    stream: EventWriter,
+    *,
+    trace: bool = False,
+) -> None:
     """Build, then go through the loop to the end."""
-    assert me.seat is not None
-    asked_to_leave = listen_for_the_end(me, tie, job.engine.patience_s)
+    assert session.seat is not None
+    leave_reason = install_leave_handler(session, control, job.engine.patience_s)
     prepare_torch(job)
     stream.emit(
         "worker_started",
@@ -226,41 +244,43 @@ def train(job: Job, paths: RunPaths, me: Identity, tie: Tie, stream: Stream, *, 
         threads=job.threads,
         torch=torch.__version__,
     )
-    built = build(job, cache_dir=cache_directory(), tell=stream.emit, pick=take_device)
+    built = build(job, cache_dir=cache_directory(), report=stream.emit, choose_device=claim_device)
     loop = build_loop(
         built,
         paths,
-        membership=tie,
-        peers=me.peers,
+        membership=control,
+        peers=session.peers,
         stream=stream,
-        pulse=me.pulse,
-        holds=me.local and built.mould is None,
-        conclude=lambda loop, why: finish(loop, why, built, paths),
-        asked_to_leave=asked_to_leave,
+        activity=session.activity,
+        has_state=session.has_run_dir and built.replica_builder is None,
+        on_finish=lambda loop, why: finish_run(loop, why, built, paths),
+        leave_reason=leave_reason,
         trace=trace,
     )
-    if isinstance(loop.sync, ServerSync):
-        use_servers(me, tie, loop.sync)
-    voyage = Voyage(loop, tie, seat=me.seat, lock=paths.saving_lock if me.local else None)
-    me.seen, me.moved = voyage.halt, voyage.move
+    if isinstance(loop.sync, ParameterServerSync):
+        connect_to_servers(session, control, loop.sync)
+    elastic = ElasticLoop(
+        loop, control, seat=session.seat, save_lock=paths.saving_lock if session.has_run_dir else None
+    )
+    session.on_view, session.on_seat_changed = elastic.on_view, elastic.on_seat_changed
     try:
-        voyage.run()
+        elastic.run()
     finally:
-        loop.feed.close()
+        loop.batches.close()
         loop.store.close()
 
 
-def use_servers(me: Identity, tie: Tie, sync: ServerSync) -> None:
+def connect_to_servers(session: WorkerSession, control: ControlClient, sync: ParameterServerSync) -> None:
     """Let the driver know what is to be placed, and the sync where it was placed."""
-    me.placed = sync.learn
-    if tie.table is not None:
-        sync.learn(tie.table)
-    me.cuts = sync.cuts
-    tie.say("cuts", cuts=me.cuts)
+    session.on_chunk_table = sync.set_chunk_table
+    if control.chunk_table is not None:
+        sync.set_chunk_table(control.chunk_table)
+    session.chunk_boundaries = sync.chunk_offsets
+    control.send("cuts", cuts=session.chunk_boundaries)
 
 
 @contextlib.contextmanager
-def seat_taken(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator[None]:
+def hold_seat_lock(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator[None]:
     """A lock that lasts as long as this process, so that another driver can see who is still here."""
     with paths.seat_lock(seat, role).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -272,7 +292,7 @@ def seat_taken(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator
 
 def prepare_torch(job: Job) -> None:
     """The same arithmetic everywhere: a fixed number of threads, deterministic kernels."""
-    keep_memory()
+    keep_freed_memory()
     torch.set_num_threads(job.threads)
     if job.threads > 1 or torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -280,39 +300,39 @@ def prepare_torch(job: Job) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def listen_for_the_end(me: Identity, tie: Tie, patience_s: float) -> Callable[[], str]:
+def install_leave_handler(session: WorkerSession, control: ControlClient, patience_s: float) -> Callable[[], str]:
     """Why this worker must leave by itself. SIGTERM, as spot machines send it, is told to the driver, who lets it go
     when others have what it holds; only where there is no driver it leaves at once."""
 
     def terminated(*_: object) -> None:
-        me.leaving = True
+        session.leaving = True
 
     signal.signal(signal.SIGTERM, terminated)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def why() -> str:
-        if me.leaving and tie.alone_s > 0:
+        if session.leaving and control.driver_silence_s > 0:
             return "terminated"
-        return f"no driver came back in {patience_s:g} s" if tie.alone_s > patience_s else ""
+        return f"no driver came back in {patience_s:g} s" if control.driver_silence_s > patience_s else ""
 
     return why
 
 
-def together(sha256: str, sealed: str) -> str:
+def combined_sha256(sha256: str, external_sha256: str) -> str:
     """Of what the replica has, and of what it has not: rows of sparse tables."""
-    return hashlib.sha256(f"{sha256} {sealed}".encode()).hexdigest() if sealed else sha256
+    return hashlib.sha256(f"{sha256} {external_sha256}".encode()).hexdigest() if external_sha256 else sha256
 
 
-def finish(loop: Loop, why: str, built: Built, paths: RunPaths) -> None:
+def finish_run(loop: Loop, why: str, built: BuiltJob, paths: RunPaths) -> None:
     """Save, export, and say so. Every part may be repeated after a crash."""
     loop.save(force=True)
-    model, shards = loop.replica.model, loop.shards
+    model, shards = loop.replica.model, loop.sharded
     if shards:
         loop.store.wait()  # what is exported is what was saved
-    weights = together(weights_sha256(shards.weights() if shards else model.state_dict()), loop.sealed)
-    how: dict[str, Any] = {
+    weights = combined_sha256(weights_sha256(shards.weights() if shards else model.state_dict()), loop.external_sha256)
+    export_options: dict[str, Any] = {
         "program": "program" in built.job.export,
-        "tell": loop.teller.tell,
+        "tell": loop.reporter.report,
         "info": {
             "job": built.job.dump(),
             "step": loop.step,
@@ -322,16 +342,18 @@ def finish(loop: Loop, why: str, built: Built, paths: RunPaths) -> None:
         },
     }
     if shards:
-        export_pieces(paths.model, shards.weights(), **how)
+        export_sharded_model(paths.model, shards.weights(), **export_options)
     else:
-        export_model(paths.model, model, example_inputs=built.example.inputs, **how)
+        export_model(paths.model, model, example_inputs=built.example.inputs, **export_options)
     loop.store.wait()
-    loop.teller.tell(
+    loop.reporter.report(
         "finished",
         step=loop.step,
         weights_sha256=weights,
-        state_sha256=shards.state_sha256() if shards else together(state_sha256(loop.replica.state()), loop.sealed),
-        samples_seen=built.dealer.samples_before(loop.step),
+        state_sha256=shards.state_sha256()
+        if shards
+        else combined_sha256(state_sha256(loop.replica.state()), loop.external_sha256),
+        samples_seen=built.sampler.samples_before(loop.step),
         metrics=loop.metrics,
         stopped=why,
         platform={

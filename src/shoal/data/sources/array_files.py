@@ -12,23 +12,30 @@ import torch
 from torch import Tensor
 
 from shoal.data.files import find_file
-from shoal.data.source import Array, Opening
-from shoal.data.sources.arrays import Arrays, Held, Mapped, Rows, checked, same_length
+from shoal.data.source import Array, SourceOptions
+from shoal.data.sources.arrays import (
+    ArraySource,
+    InMemoryRows,
+    MemoryMappedRows,
+    RowArray,
+    check_same_length,
+    find_good_rows,
+)
 from shoal.errors import did_you_mean, error
-from shoal.spec.data import NpySource, NpzSource
+from shoal.spec.data import NpySourceConfig, NpzSourceConfig
 
 HELD_BYTES = 256 << 20
 
 
-def open_npy(spec: NpySource, opening: Opening) -> Arrays:
-    arrays = {spec.path: _load_npy(find_file(spec.path, opening=opening))}
+def open_npy(spec: NpySourceConfig, options: SourceOptions) -> ArraySource:
+    arrays = {spec.path: _load_npy(find_file(spec.path, options=options))}
     if spec.target is not None:
-        arrays[spec.target] = _load_npy(find_file(spec.target, opening=opening))
-    return from_arrays(arrays, inputs=(spec.path,), target=spec.target, opening=opening)
+        arrays[spec.target] = _load_npy(find_file(spec.target, options=options))
+    return from_arrays(arrays, inputs=(spec.path,), target=spec.target, options=options)
 
 
-def open_npz(spec: NpzSource, opening: Opening) -> Arrays:
-    path = find_file(spec.path, opening=opening)
+def open_npz(spec: NpzSourceConfig, options: SourceOptions) -> ArraySource:
+    path = find_file(spec.path, options=options)
     members = _members(path)
     inputs = (spec.inputs,) if isinstance(spec.inputs, str) else tuple(spec.inputs)
     arrays = {}
@@ -40,7 +47,7 @@ def open_npz(spec: NpzSource, opening: Opening) -> Arrays:
         arrays,
         inputs=inputs,
         target=spec.target,
-        opening=opening,
+        options=options,
         names=tuple(members),
         lookup=lambda name: _load_member(path, members[name]),
     )
@@ -51,40 +58,40 @@ def from_arrays(
     *,
     inputs: tuple[str, ...],
     target: str | None,
-    opening: Opening,
+    options: SourceOptions,
     names: tuple[str, ...] = (),
     lookup: Callable[[str], Array] | None = None,
-) -> Arrays:
+) -> ArraySource:
     """A source of named arrays. Checked now if in memory or if rows may be skipped, else when taken."""
     for name, array in arrays.items():
         _check_type(name, array)
-    same_length({name: len(array) for name, array in arrays.items()})
-    now = {n: a for n, a in arrays.items() if opening.skip or not isinstance(a, np.memmap)}
-    kept = checked(now, skip=opening.skip) if now else None
+    check_same_length({name: len(array) for name, array in arrays.items()})
+    now = {n: a for n, a in arrays.items() if options.skip_bad_rows or not isinstance(a, np.memmap)}
+    kept = find_good_rows(now, skip_bad_rows=options.skip_bad_rows) if now else None
 
     def kept_lookup(name: str) -> Array:
         assert lookup is not None
         column = lookup(name)
-        same_length({inputs[0]: len(arrays[inputs[0]]), name: len(column)})
+        check_same_length({inputs[0]: len(arrays[inputs[0]]), name: len(column)})
         return column if kept is None else column[kept]
 
-    return Arrays(
-        tuple(_rows(name, arrays[name], _input) for name in inputs),
-        None if target is None else _rows(target, arrays[target], _target),
-        kept=kept,
-        skipped=0 if kept is None else len(arrays[inputs[0]]) - len(kept),
+    return ArraySource(
+        tuple(_row_array(name, arrays[name], _input_dtype) for name in inputs),
+        None if target is None else _row_array(target, arrays[target], _target_dtype),
+        good_rows=kept,
+        skipped_rows=0 if kept is None else len(arrays[inputs[0]]) - len(kept),
         names=names,
         lookup=kept_lookup,
     )
 
 
-def _rows(name: str, array: Array, kind: Callable[[np.dtype[Any]], torch.dtype]) -> Rows:
-    wanted = kind(array.dtype)
+def _row_array(name: str, array: Array, dtype_of: Callable[[np.dtype[Any]], torch.dtype]) -> RowArray:
+    wanted = dtype_of(array.dtype)
     if not isinstance(array, np.memmap):
         # Bytes grow to four times their size as floats: they are converted batch by batch.
         small = array.dtype.itemsize < wanted.itemsize and (array.dtype.kind != "u" or array.dtype.itemsize == 1)
-        return Held(array, _cast(wanted)) if small else Held(array.astype(_NUMPY[wanted], copy=False))
-    return Mapped(array, name, None if array.dtype == _NUMPY[wanted] else _cast(wanted))
+        return InMemoryRows(array, _cast(wanted)) if small else InMemoryRows(array.astype(_NUMPY[wanted], copy=False))
+    return MemoryMappedRows(array, name, None if array.dtype == _NUMPY[wanted] else _cast(wanted))
 
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
@@ -97,11 +104,11 @@ def _cast(wanted: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(wanted)
 
 
-def _input(dtype: np.dtype[Any]) -> torch.dtype:
+def _input_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.float32 if dtype.kind in "fb" or dtype.itemsize == 1 else torch.int64
 
 
-def _target(dtype: np.dtype[Any]) -> torch.dtype:
+def _target_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.float32 if dtype.kind == "f" else torch.int64
 
 
@@ -122,15 +129,15 @@ def _load_npy(path: str) -> Array:
         raise error("SH307", f"not an .npy file: {failure}", where=path) from failure
     if not isinstance(array, np.memmap):
         raise error("SH307", "not an .npy file but an archive", where=path, fix="Use source.kind: npz.")
-    return _native(_held_if_small(array))
+    return _native_byte_order(_load_if_small(array))
 
 
-def _held_if_small(array: Array) -> Array:
+def _load_if_small(array: Array) -> Array:
     """What is held needs no loading ahead, and its values are checked before training starts."""
     return np.array(array) if array.nbytes <= HELD_BYTES else array
 
 
-def _native(array: Array) -> Array:
+def _native_byte_order(array: Array) -> Array:
     """torch wants this machine's byte order and rows one after the other."""
     if array.dtype.isnative and (array.flags.c_contiguous or isinstance(array, np.memmap)):
         return array
@@ -148,9 +155,9 @@ def _members(path: str) -> dict[str, zipfile.ZipInfo]:
 def _load_member(path: str, info: zipfile.ZipInfo) -> Array:
     try:
         if info.compress_type == zipfile.ZIP_STORED:
-            return _native(_held_if_small(_map_member(path, info)))
+            return _native_byte_order(_load_if_small(_map_member(path, info)))
         with zipfile.ZipFile(path) as archive, archive.open(info) as file:
-            return _native(np.lib.format.read_array(file, allow_pickle=False))
+            return _native_byte_order(np.lib.format.read_array(file, allow_pickle=False))
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
         raise error("SH307", f"{failure}", where=f"{path}, array '{info.filename}'") from failure
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch
-from shoal.data.source import Array, Ids, Source
+from shoal.data.source import Array, DataSource, Ids
 from shoal.errors import error
 
-_PAGE = 4096
-_FORGET_BYTES = 64 << 20
+_PAGE_BYTES = 4096
+_RELEASE_BYTES = 64 << 20
 _SCAN_BYTES = 16 << 20
 
-Finish = Callable[[Tensor], Tensor]
+ConvertRows = Callable[[Tensor], Tensor]
 
 
-class Rows(Protocol):
+class RowArray(Protocol):
     """One array, row by row."""
 
     dtype: np.dtype[Any]
@@ -34,90 +34,90 @@ class Rows(Protocol):
         ...
 
 
-class Held:
+class InMemoryRows:
     """Rows in memory. `finish` makes the batch's tensor: pixels may stay bytes until they are used."""
 
-    def __init__(self, array: Array, finish: Finish | None = None) -> None:
+    def __init__(self, array: Array, convert: ConvertRows | None = None) -> None:
         self._tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
-        self._finish = finish
+        self._convert = convert
         self.dtype, self.shape = array.dtype, array.shape
 
     def take(self, ids: Ids) -> Tensor:
         rows = self._tensor.index_select(0, torch.from_numpy(ids))
-        return self._finish(rows) if self._finish else rows
+        return self._convert(rows) if self._convert else rows
 
     def raw(self) -> Array:
         return self._tensor.numpy()
 
 
-class Mapped:
+class MemoryMappedRows:
     """Rows of a file in the page cache. Values are checked when they are taken; pages are given back in time.
 
     The kernel would reclaim the pages itself, but until then they count as memory of this process, so that
     a job would look as large as its data to whoever watches or limits it.
     """
 
-    def __init__(self, array: np.memmap[Any, Any], where: str, finish: Finish | None = None) -> None:
+    def __init__(self, array: np.memmap[Any, Any], where: str, convert: ConvertRows | None = None) -> None:
         self._array = array
         self._where = where
-        self._finish = finish
-        self._touched = 0
-        self._row_bytes = max(_PAGE, array[:1].nbytes)
+        self._convert = convert
+        self._touched_bytes = 0
+        self._row_bytes = max(_PAGE_BYTES, array[:1].nbytes)
         self.dtype, self.shape = array.dtype, array.shape
 
     def take(self, ids: Ids) -> Tensor:
         rows = np.asarray(self._array[ids])
-        self._check(rows, ids)
-        self._forget(len(ids))
+        self._check_finite(rows, ids)
+        self._release_pages(len(ids))
         tensor = torch.from_numpy(rows)
-        return self._finish(tensor) if self._finish else tensor
+        return self._convert(tensor) if self._convert else tensor
 
     def raw(self) -> Array:
         return self._array
 
-    def _check(self, rows: Array, ids: Ids) -> None:
+    def _check_finite(self, rows: Array, ids: Ids) -> None:
         if self.dtype.kind == "f" and not np.isfinite(rows).all():
-            raise not_finite(self._where, int(ids[np.flatnonzero(bad_rows(rows))[0]]))
+            raise not_finite_error(self._where, int(ids[np.flatnonzero(bad_rows(rows))[0]]))
 
-    def _forget(self, rows: int) -> None:
-        self._touched += rows * self._row_bytes
-        if self._touched > _FORGET_BYTES:
-            self._touched = 0
+    def _release_pages(self, rows: int) -> None:
+        self._touched_bytes += rows * self._row_bytes
+        if self._touched_bytes > _RELEASE_BYTES:
+            self._touched_bytes = 0
             pages = getattr(self._array, "_mmap", None)
             if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                 pages.madvise(mmap.MADV_DONTNEED)
 
 
-class Arrays(Source):
+class ArraySource(DataSource):
     """Inputs and target as rows; other columns are looked up by name when they are asked for."""
 
     def __init__(
         self,
-        inputs: tuple[Rows, ...],
-        target: Rows | None,
+        inputs: tuple[RowArray, ...],
+        target: RowArray | None,
         *,
-        kept: Ids | None = None,
-        skipped: int = 0,
+        good_rows: Ids | None = None,
+        skipped_rows: int = 0,
         classes: tuple[Any, ...] | None = None,
         names: tuple[str, ...] = (),
         lookup: Callable[[str], Array] | None = None,
     ) -> None:
         self._inputs = inputs
         self._target = target
-        self._kept = kept
+        self._good_rows = good_rows
         self._names = names
         self._lookup = lookup
-        self._size = inputs[0].shape[0] if kept is None else len(kept)
-        self.in_memory = all(isinstance(rows, Held) for rows in (*inputs, target) if rows is not None)
-        self.skipped = skipped
+        self._size = inputs[0].shape[0] if good_rows is None else len(good_rows)
+        self.in_memory = all(isinstance(rows, InMemoryRows) for rows in (*inputs, target) if rows is not None)
+        self.skipped_rows = skipped_rows
         self.classes = classes
 
     def __len__(self) -> int:
         return self._size
 
     def take(self, ids: Ids) -> Batch:
-        if self._kept is not None:
-            ids = self._kept[ids]
+        if self._good_rows is not None:
+            ids = self._good_rows[ids]
         inputs = tuple([rows.take(ids) for rows in self._inputs])
         return Batch(inputs, None if self._target is None else self._target.take(ids), len(ids))
 
@@ -129,7 +129,7 @@ class Arrays(Source):
         if self._target is None:
             raise error("SH303", "the data has no target", fix="Name the target in data.source.target.")
         raw = self._target.raw()
-        return np.asarray(raw if self._kept is None else raw[self._kept])
+        return np.asarray(raw if self._good_rows is None else raw[self._good_rows])
 
     def own_columns(self) -> list[str]:
         return list(self._names)
@@ -144,11 +144,11 @@ def bad_rows(rows: Array) -> Array:
     return np.asarray(~np.isfinite(rows).reshape(len(rows), -1).all(axis=1))
 
 
-def not_finite(where: str, row: int) -> Exception:
+def not_finite_error(where: str, row: int) -> Exception:
     return error("SH305", f"row {row} holds a value that is not a number (NaN) or is infinite", where=where)
 
 
-def checked(arrays: Mapping[str, Array], *, skip: bool) -> Array | None:
+def find_good_rows(arrays: Mapping[str, Array], *, skip_bad_rows: bool) -> Array | None:
     """The numbers of the good rows where there are bad ones and they are skipped; None when all are good.
 
     Goes through the arrays a piece at a time, so that mapped ones may be larger than memory.
@@ -157,23 +157,23 @@ def checked(arrays: Mapping[str, Array], *, skip: bool) -> Array | None:
     for where, array in arrays.items():
         if array.dtype.kind != "f":
             continue
-        for start, rows in _pieces(array):
+        for start, rows in _chunks(array):
             found = bad_rows(rows)
-            if found.any() and not skip:
-                raise not_finite(where, start + int(np.flatnonzero(found)[0]))
+            if found.any() and not skip_bad_rows:
+                raise not_finite_error(where, start + int(np.flatnonzero(found)[0]))
             bad[start : start + len(rows)] |= found
     if bad.all():
         raise error("SH302", "no good row is left", where=next(iter(arrays)))
     return np.flatnonzero(~bad) if bad.any() else None
 
 
-def _pieces(array: Array) -> Iterator[tuple[int, Array]]:
+def _chunks(array: Array) -> Iterator[tuple[int, Array]]:
     rows = max(1, _SCAN_BYTES // max(1, array[:1].nbytes))
     for start in range(0, len(array), rows):
         yield start, array[start : start + rows]
 
 
-def same_length(lengths: Mapping[str, int]) -> None:
+def check_same_length(lengths: Mapping[str, int]) -> None:
     """SH306 where arrays of one set differ in length; SH302 where they are empty."""
     (first, rows), *others = lengths.items()
     for name, length in others:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.data.source import Array
-from shoal.data.sources.arrays import Arrays, Held
-from shoal.spec.data import SklearnSource
+from shoal.data.sources.arrays import ArraySource, InMemoryRows
+from shoal.spec.data import SklearnSourceConfig
 
 
-def open_sklearn(spec: SklearnSource) -> Arrays:
+def open_sklearn(spec: SklearnSourceConfig) -> ArraySource:
     from sklearn import datasets
 
     loaded = getattr(datasets, f"load_{spec.name}")()
@@ -20,9 +20,9 @@ def open_sklearn(spec: SklearnSource) -> Arrays:
     def lookup(name: str) -> Array:
         return inputs[:, names.index(name)]
 
-    return Arrays(
-        (Held(inputs),),
-        Held(target.astype(np.float32 if target.dtype.kind == "f" else np.int64)),
+    return ArraySource(
+        (InMemoryRows(inputs),),
+        InMemoryRows(target.astype(np.float32 if target.dtype.kind == "f" else np.int64)),
         classes=tuple(str(name) for name in loaded.target_names) if "target_names" in loaded else None,
         names=names,
         lookup=lookup,

@@ -18,108 +18,130 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
-from shoal.data.cache import SMALL_BYTES, cached
-from shoal.data.files import File, find_files, local_path
-from shoal.data.source import Array, Opening
-from shoal.data.sources.arrays import Arrays
-from shoal.data.sources.stored import Block, Stored, as_source, hold, load, write
-from shoal.data.sources.table import Kind, Layout, choose, chunks_of, count_numbers, distinct, floats, values
+from shoal.data.cache import SMALL_BYTES, cached_directory
+from shoal.data.files import DataFile, find_files, local_path
+from shoal.data.source import Array, SourceOptions
+from shoal.data.sources.arrays import ArraySource
+from shoal.data.sources.table import (
+    ColumnKind,
+    ColumnLayout,
+    choose_columns,
+    column_chunks,
+    count_numbers,
+    distinct_values,
+    to_float32,
+    to_numpy,
+)
+from shoal.data.sources.table_cache import (
+    LoadedTable,
+    TableBlock,
+    array_source,
+    load_cache,
+    load_in_memory,
+    write_cache,
+)
 from shoal.errors import ShoalError, did_you_mean, error
-from shoal.spec.data import CsvSource
+from shoal.spec.data import CsvSourceConfig
 
 _SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".csv.bz2", ".csv.zst")
-_PACKED = (".gz", ".bz2", ".zst", ".lz4")
-_PACKED_RATIO = 5
+_COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+_COMPRESSION_RATIO = 5
 _BLOCK_BYTES = 1 << 20
 
 
-def open_csv(spec: CsvSource, opening: Opening) -> Arrays:
-    files = find_files(spec.path, opening=opening, suffixes=_SUFFIXES)
-    rows = CsvRows([local_path(file, opening=opening) for file in files], spec, skip=opening.skip)
-    if _unpacked_bytes(files) <= SMALL_BYTES:
-        survey, stored = _hold(rows, spec, opening)
+def open_csv(spec: CsvSourceConfig, options: SourceOptions) -> ArraySource:
+    files = find_files(spec.path, options=options, suffixes=_SUFFIXES)
+    reader = CsvReader([local_path(file, options=options) for file in files], spec, skip_bad_rows=options.skip_bad_rows)
+    if _uncompressed_bytes(files) <= SMALL_BYTES:
+        schema, table = _load_in_memory(reader, spec, options)
     else:
-        survey, stored = _store(rows, spec, opening, key=[file.identity for file in files])
+        schema, table = _load_through_cache(reader, spec, options, key=[file.cache_key for file in files])
 
     def lookup(name: str) -> Array:
-        return _column(chunks_of((block.table for block in rows.blocks([name])), name), survey.kinds[name])
+        return _parse_column(column_chunks((block.table for block in reader.blocks([name])), name), schema.kinds[name])
 
-    return as_source(
-        stored,
-        survey.layout(spec),
+    return array_source(
+        table,
+        schema.layout(spec),
         where=spec.path,
-        skipped=len(stored.bad) + survey.misshapen,
-        names=tuple(rows.names),
+        skipped_rows=len(table.bad_rows) + schema.misshapen,
+        names=tuple(reader.names),
         lookup=lookup,
     )
 
 
 @dataclass(frozen=True)
-class Survey:
+class CsvSchema:
     """What only a look at all rows tells."""
 
-    kinds: dict[str, Kind]
+    kinds: dict[str, ColumnKind]
     classes: tuple[str, ...] | None
     misshapen: int
 
-    def layout(self, spec: CsvSource) -> Layout:
-        layout = choose(spec, self.kinds, where=spec.path)
-        return layout if self.classes is None else layout.numbered(self.classes)
+    def layout(self, spec: CsvSourceConfig) -> ColumnLayout:
+        layout = choose_columns(spec, self.kinds, where=spec.path)
+        return layout if self.classes is None else layout.with_classes(self.classes)
 
 
-def _survey(rows: CsvRows, held: list[Block] | None, spec: CsvSource, opening: Opening) -> Survey:
-    kinds = _kinds(held or rows.blocks(), rows.names)
-    layout = choose(spec, kinds, where=spec.path)
+def _infer_schema(
+    reader: CsvReader, loaded: list[TableBlock] | None, spec: CsvSourceConfig, options: SourceOptions
+) -> CsvSchema:
+    kinds = _column_kinds(loaded or reader.blocks(), reader.names)
+    layout = choose_columns(spec, kinds, where=spec.path)
     classes = None
     if layout.target_type == "class":
         (target,) = layout.targets
-        blocks = held or rows.blocks([target])
-        classes = opening.classes or distinct(chunks_of((block.table for block in blocks), target))
-    return Survey(kinds, classes, rows.misshapen)
+        blocks = loaded or reader.blocks([target])
+        classes = options.classes or distinct_values(column_chunks((block.table for block in blocks), target))
+    return CsvSchema(kinds, classes, reader.malformed_rows)
 
 
-def _hold(rows: CsvRows, spec: CsvSource, opening: Opening) -> tuple[Survey, Stored]:
-    blocks = list(rows.blocks())
-    survey = _survey(rows, blocks, spec, opening)
-    return survey, hold(blocks, survey.layout(spec), skip=opening.skip, where=spec.path)
+def _load_in_memory(reader: CsvReader, spec: CsvSourceConfig, options: SourceOptions) -> tuple[CsvSchema, LoadedTable]:
+    blocks = list(reader.blocks())
+    schema = _infer_schema(reader, blocks, spec, options)
+    return schema, load_in_memory(blocks, schema.layout(spec), skip_bad_rows=options.skip_bad_rows, where=spec.path)
 
 
-def _store(rows: CsvRows, spec: CsvSource, opening: Opening, *, key: list[Any]) -> tuple[Survey, Stored]:
+def _load_through_cache(
+    reader: CsvReader, spec: CsvSourceConfig, options: SourceOptions, *, key: list[Any]
+) -> tuple[CsvSchema, LoadedTable]:
     def make(directory: Path) -> None:
-        opening.tell(f"reading {spec.path} into the cache in {opening.cache_dir}, once")
-        survey = _survey(rows, None, spec, opening)
+        options.notify(f"reading {spec.path} into the cache in {options.cache_dir}, once")
+        survey = _infer_schema(reader, None, spec, options)
         layout = survey.layout(spec)
-        write(directory, rows.blocks(layout.used), layout, skip=opening.skip)
+        write_cache(directory, reader.blocks(layout.columns), layout, skip_bad_rows=options.skip_bad_rows)
         (directory / "survey.json").write_text(json.dumps(asdict(survey)))
 
-    directory = cached(opening.cache_dir, ["csv", key, spec.model_dump(), opening.on_bad_row, opening.classes], make)
+    directory = cached_directory(
+        options.cache_dir, ["csv", key, spec.model_dump(), options.on_bad_row, options.classes], make
+    )
     noted = json.loads((directory / "survey.json").read_text())
     classes = None if noted["classes"] is None else tuple(noted["classes"])
-    survey = Survey(noted["kinds"], classes, noted["misshapen"])
-    return survey, load(directory, survey.layout(spec), where=spec.path)
+    schema = CsvSchema(noted["kinds"], classes, noted["misshapen"])
+    return schema, load_cache(directory, schema.layout(spec), where=spec.path)
 
 
-def _unpacked_bytes(files: list[File]) -> int:
-    return sum(f.size_bytes * (_PACKED_RATIO if f.path.endswith(_PACKED) else 1) for f in files)
+def _uncompressed_bytes(files: list[DataFile]) -> int:
+    return sum(f.size_bytes * (_COMPRESSION_RATIO if f.path.endswith(_COMPRESSED) else 1) for f in files)
 
 
-class CsvRows:
+class CsvReader:
     """The words of some files. `misshapen` counts the rows with a wrong number of fields in the last pass."""
 
-    def __init__(self, paths: Sequence[str], spec: CsvSource, *, skip: bool) -> None:
+    def __init__(self, paths: Sequence[str], spec: CsvSourceConfig, *, skip_bad_rows: bool) -> None:
         self._paths = paths
         self._spec = spec
-        self._skip = skip
-        self.misshapen = 0
+        self._skip_bad_rows = skip_bad_rows
+        self.malformed_rows = 0
         self.names = self._header(paths[0])
 
-    def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
+    def blocks(self, columns: Sequence[str] | None = None) -> Iterator[TableBlock]:
         """All rows, or these columns of them."""
-        self.misshapen = 0
+        self.malformed_rows = 0
         for path in self._paths:
             yield from self._blocks(path, list(columns or self.names))
 
-    def _blocks(self, path: str, columns: list[str]) -> Iterator[Block]:
+    def _blocks(self, path: str, columns: list[str]) -> Iterator[TableBlock]:
         there = self._header(path)
         for name in columns:
             if name not in there:
@@ -128,16 +150,16 @@ class CsvRows:
 
         def on_wrong(row: pa_csv.InvalidRow) -> str:
             wrong.append(row)
-            return "skip" if self._skip else "error"
+            return "skip" if self._skip_bad_rows else "error"
 
         start = 0
         try:
             for table in self._open(path, columns, on_wrong):
-                yield Block(table, lambda row, start=start: self._place(path, start + row))  # type: ignore[misc]
+                yield TableBlock(table, lambda row, start=start: self._locate(path, start + row))  # type: ignore[misc]
                 start += table.num_rows
         except pa.ArrowInvalid as failure:
-            raise self._unreadable(path, failure, wrong) from failure
-        self.misshapen += len(wrong)
+            raise self._read_error(path, failure, wrong) from failure
+        self.malformed_rows += len(wrong)
         if not start:
             raise error("SH302", "no rows", where=path)
 
@@ -158,11 +180,11 @@ class CsvRows:
             ),
         )
 
-    def _unreadable(self, path: str, failure: Exception, wrong: list[pa_csv.InvalidRow]) -> ShoalError:
+    def _read_error(self, path: str, failure: Exception, wrong: list[pa_csv.InvalidRow]) -> ShoalError:
         if wrong:
             row = wrong[-1]
             fields = f"{row.expected_columns} fields expected, {row.actual_columns} found"
-            return error("SH304", fields, where=self._place(path, row.number - 1 - self._spec.header))
+            return error("SH304", fields, where=self._locate(path, row.number - 1 - self._spec.header))
         return error("SH307", str(failure), where=path)
 
     def _header(self, path: str) -> list[str]:
@@ -176,7 +198,7 @@ class CsvRows:
                         fix="Give every column a name of its own.")  # fmt: skip
         return names
 
-    def _place(self, path: str, row: int) -> str:
+    def _locate(self, path: str, row: int) -> str:
         """file:line of a row. Rows and lines differ where fields hold line ends or lines are empty."""
         for number, (line, _) in enumerate(self._records(path)):
             if number == row + self._spec.header:
@@ -197,17 +219,17 @@ class CsvRows:
                 raise error("SH307", str(failure), where=f"{path}:{line}") from failure
 
 
-def _kinds(blocks: Iterable[Block], names: Sequence[str]) -> dict[str, Kind]:
+def _column_kinds(blocks: Iterable[TableBlock], names: Sequence[str]) -> dict[str, ColumnKind]:
     """What most values of each column are."""
     counts = {name: np.zeros(3, dtype=np.int64) for name in names}
     for block in blocks:
         for name in names:
             words = block.table.column(name)
             counts[name] += [len(words) - words.null_count, *count_numbers(words)]
-    return {name: _kind(*count) for name, count in counts.items()}
+    return {name: _column_kind(*count) for name, count in counts.items()}
 
 
-def _kind(words: int, numbers: int, whole: int) -> Kind:
+def _column_kind(words: int, numbers: int, whole: int) -> ColumnKind:
     if not words:
         return "empty"
     if 2 * numbers <= words:
@@ -215,11 +237,11 @@ def _kind(words: int, numbers: int, whole: int) -> Kind:
     return "int" if whole == numbers else "float"
 
 
-def _column(chunks: Iterable[pa.Array], kind: Kind) -> Array:
+def _parse_column(chunks: Iterable[pa.Array], kind: ColumnKind) -> Array:
     """A column for splits and dealing: whole numbers, floats, times, or words."""
     column = pa.chunked_array(list(chunks), type=pa.string()).combine_chunks()
     wanted = {"int": pa.int64(), "float": pa.float64()}.get(kind, pa.timestamp("us"))
     try:
-        return values(column.cast(wanted))
+        return to_numpy(column.cast(wanted))
     except pa.ArrowInvalid:
-        return values(column) if kind == "text" else floats(column)
+        return to_numpy(column) if kind == "text" else to_float32(column)

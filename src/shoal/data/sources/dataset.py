@@ -10,26 +10,26 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.batch import Batch
-from shoal.data.source import Array, Ids, Opening, Source
+from shoal.data.source import Array, DataSource, Ids, SourceOptions
 from shoal.errors import ShoalError, error
 from shoal.spec.base import Ref
-from shoal.spec.data import PythonSource
+from shoal.spec.data import PythonSourceConfig
 from shoal.spec.resolve import build_ref, import_ref, user_line
 
 
-def open_python(spec: PythonSource, opening: Opening) -> Source:
-    dataset = _made(spec.factory, opening.base_dir)
+def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
+    dataset = _build_dataset(spec.factory, options.base_dir)
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise error("SH206", f"'{spec.factory.name}' gives a {type(dataset).__name__}, no dataset",
                     fix="Give a torch Dataset with __len__ and __getitem__.")  # fmt: skip
     if len(dataset) == 0:
         raise error("SH302", "the dataset is empty", where=spec.factory.name)
     if type(dataset) is TensorDataset and len(dataset.tensors) > 1:
-        return Tensors(dataset)
-    return Dataset(dataset)
+        return TensorDatasetSource(dataset)
+    return PythonDatasetSource(dataset)
 
 
-def _made(factory: Ref, base_dir: str) -> Any:
+def _build_dataset(factory: Ref, base_dir: str) -> Any:
     """A class or function is called; a dataset that stands ready in a module is taken."""
     found = import_ref(factory, base_dir=base_dir)
     if hasattr(found, "__getitem__") and not isinstance(found, type) and not factory.args:
@@ -37,7 +37,7 @@ def _made(factory: Ref, base_dir: str) -> Any:
     return build_ref(factory, base_dir=base_dir)
 
 
-class Tensors(Source):
+class TensorDatasetSource(DataSource):
     """A TensorDataset without the detour over single samples."""
 
     def __init__(self, dataset: TensorDataset) -> None:
@@ -58,7 +58,7 @@ class Tensors(Source):
         return self._target.detach().numpy()
 
 
-class Dataset(Source):
+class PythonDatasetSource(DataSource):
     """Samples that Python code makes. (x, y) is input and target, (x1, x2, y) has two inputs; all else is
     one input without a target. Attributes of the dataset with one value per sample are its columns."""
 
@@ -77,9 +77,9 @@ class Dataset(Source):
         try:
             collated = default_collate(samples)
         except Exception as failure:  # torch raises TypeError and RuntimeError, a sample's own types anything
-            raise error("SH306", f"samples {_some(ids)} do not make a batch: {failure}",
+            raise error("SH306", f"samples {_format_ids(ids)} do not make a batch: {failure}",
                         fix="Give samples of one type and shape.") from failure  # fmt: skip
-        inputs, target = _parted(collated, samples[0])
+        inputs, target = _split_target(collated, samples[0])
         return Batch(inputs, target, len(ids))
 
     def sizes(self) -> Array:
@@ -87,8 +87,8 @@ class Dataset(Source):
         own = self._attribute("sizes")
         if own is not None:
             return own
-        each = (_parted(s, s)[0] for i in range(len(self)) for s in self._samples([i]))
-        return np.array([sum(map(_bytes, inputs)) for inputs in each], dtype=np.int64)
+        each = (_split_target(s, s)[0] for i in range(len(self)) for s in self._samples([i]))
+        return np.array([sum(map(_size_bytes, inputs)) for inputs in each], dtype=np.int64)
 
     def targets(self) -> Array:
         """The dataset's own `targets` or `labels`, or those of every sample, which makes them all once."""
@@ -113,7 +113,7 @@ class Dataset(Source):
 
     def _target(self, i: int) -> Any:
         (sample,) = self._samples([i])
-        target = _parted(sample, sample)[1]
+        target = _split_target(sample, sample)[1]
         if target is None:
             raise error("SH303", "the dataset's samples have no target", fix="Give (input, target) pairs.")
         return np.asarray(target)
@@ -124,36 +124,36 @@ class Dataset(Source):
             try:
                 return list(many(ids))
             except Exception as failure:
-                _failed(failure, _some(ids))
+                _raise_sample_error(failure, _format_ids(ids))
         return [self._sample(i) for i in ids]
 
     def _sample(self, i: int) -> Any:
         try:
             return self._dataset[i]
         except Exception as failure:
-            _failed(failure, str(i))
+            _raise_sample_error(failure, str(i))
 
 
-def _failed(failure: Exception, which: str) -> NoReturn:
+def _raise_sample_error(failure: Exception, which: str) -> NoReturn:
     if isinstance(failure, ShoalError):
         raise failure
     message = f"sample {which}: {type(failure).__name__}: {failure}"
     raise error("SH309", message, where=user_line(failure)) from failure
 
 
-def _parted(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
+def _split_target(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
     """Inputs and target. Whether a value is a pair is told by the sample: collating makes lists of tuples."""
     if isinstance(sample, list | tuple) and len(sample) > 1:
         return tuple(value[:-1]), value[-1]
     return (value,), None
 
 
-def _bytes(value: Any) -> int:
+def _size_bytes(value: Any) -> int:
     if isinstance(value, Tensor | np.ndarray):
         return int(value.nbytes)
     return len(value) if hasattr(value, "__len__") else 1
 
 
-def _some(ids: Any) -> str:
+def _format_ids(ids: Any) -> str:
     shown = ", ".join(str(int(i)) for i in ids[:8])
     return f"[{shown}, …]" if len(ids) > 8 else f"[{shown}]"

@@ -11,26 +11,26 @@ import numpy as np
 from torch import Tensor
 
 from shoal.data.files import find_file
-from shoal.data.source import Array, Opening
-from shoal.data.sources.arrays import Arrays, Held, checked, same_length
+from shoal.data.source import Array, SourceOptions
+from shoal.data.sources.arrays import ArraySource, InMemoryRows, check_same_length, find_good_rows
 from shoal.errors import error
-from shoal.spec.data import IdxSource
+from shoal.spec.data import IdxSourceConfig
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
-def open_idx(spec: IdxSource, opening: Opening) -> Arrays:
-    images = read_idx(find_file(spec.path, opening=opening))
-    labels = None if spec.target is None else read_idx(find_file(spec.target, opening=opening))
+def open_idx(spec: IdxSourceConfig, options: SourceOptions) -> ArraySource:
+    images = read_idx(find_file(spec.path, options=options))
+    labels = None if spec.target is None else read_idx(find_file(spec.target, options=options))
     lengths = {spec.path: len(images)}
     if labels is not None and spec.target is not None:
         lengths[spec.target] = len(labels)
-    same_length(lengths)
-    kept = checked({spec.path: images}, skip=opening.skip)
+    check_same_length(lengths)
+    kept = find_good_rows({spec.path: images}, skip_bad_rows=options.skip_bad_rows)
     if kept is not None:
         images, labels = images[kept], None if labels is None else labels[kept]
     skipped = lengths[spec.path] - len(images)
-    return Arrays((_images(images),), None if labels is None else _labels(labels), skipped=skipped)
+    return ArraySource((_image_rows(images),), None if labels is None else _label_rows(labels), skipped_rows=skipped)
 
 
 def read_idx(path: str) -> Array:
@@ -55,17 +55,17 @@ def read_idx(path: str) -> Array:
     return np.frombuffer(raw, dtype, offset=body).reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def _images(images: Array) -> Held:
+def _image_rows(images: Array) -> InMemoryRows:
     if images.ndim == 3:
         images = images[:, None]
     if images.dtype == np.uint8:
-        return Held(images, _pixels)
-    return Held(images.astype(np.float32))
+        return InMemoryRows(images, _scale_pixels)
+    return InMemoryRows(images.astype(np.float32))
 
 
-def _labels(labels: Array) -> Held:
-    return Held(labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64))
+def _label_rows(labels: Array) -> InMemoryRows:
+    return InMemoryRows(labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64))
 
 
-def _pixels(pixels: Tensor) -> Tensor:
+def _scale_pixels(pixels: Tensor) -> Tensor:
     return pixels.float().div_(255)

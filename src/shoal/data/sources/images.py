@@ -9,43 +9,43 @@ import numpy as np
 import torch
 
 from shoal.data.batch import Batch
-from shoal.data.files import File, find_files, local_path
-from shoal.data.source import Array, Ids, Opening, Source
+from shoal.data.files import DataFile, find_files, local_path
+from shoal.data.source import Array, DataSource, Ids, SourceOptions
 from shoal.errors import error
-from shoal.spec.data import ImagesSource
+from shoal.spec.data import ImagesSourceConfig
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
-class Images(Source):
+class ImageFolderSource(DataSource):
     """Pixels as floats in 0..1, shaped (channels, height, width). The class is the name of the folder."""
 
     in_memory = False
     per_sample = True
 
-    def __init__(self, spec: ImagesSource, opening: Opening) -> None:
-        self._pillow = _pillow()
+    def __init__(self, spec: ImagesSourceConfig, options: SourceOptions) -> None:
+        self._pillow = _import_pillow()
         self._mode = "L" if spec.channels == 1 else "RGB"
         self._size = spec.size
-        files = find_files(spec.path.rstrip("/"), opening=opening, suffixes=_SUFFIXES)
-        names = [_folder(file) for file in files]
-        self.classes = opening.classes or tuple(sorted(set(names)))
+        files = find_files(spec.path.rstrip("/"), options=options, suffixes=_SUFFIXES)
+        names = [_class_name(file) for file in files]
+        self.classes = options.classes or tuple(sorted(set(names)))
         self._files = files
-        self._paths = [local_path(file, opening=opening) for file in files]
-        self._labels = _numbers(names, files, self.classes)
-        if opening.skip:
-            self._leave_out_bad()
+        self._paths = [local_path(file, options=options) for file in files]
+        self._labels = _class_numbers(names, files, self.classes)
+        if options.skip_bad_rows:
+            self._skip_unreadable()
         self._first_shape: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def take(self, ids: Ids) -> Batch:
-        images = [self._image(int(i)) for i in ids]
+        images = [self._load_image(int(i)) for i in ids]
         shape = self._expected_shape(images[0])
         for i, image in zip(ids, images, strict=True):
             if image.shape != shape:
-                raise error("SH306", f"an image of {_by(image.shape)} among images of {_by(shape)}",
+                raise error("SH306", f"an image of {_format_shape(image.shape)} among images of {_format_shape(shape)}",
                             where=self._paths[i], fix="Set data.source.size: [height, width].")  # fmt: skip
         pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
         return Batch((pixels.float().div_(255),), torch.from_numpy(self._labels[ids]), len(ids))
@@ -60,17 +60,17 @@ class Images(Source):
         return ["path", "class"]
 
     def own_column(self, name: str) -> Array:
-        return np.array([file.path if name == "path" else _folder(file) for file in self._files], dtype=str)
+        return np.array([file.path if name == "path" else _class_name(file) for file in self._files], dtype=str)
 
     def _expected_shape(self, image: Array) -> tuple[int, ...]:
         """That of the first image, so that the same images fail whatever batch they are in."""
         if self._size is not None:
             return image.shape
         if self._first_shape is None:
-            self._first_shape = self._image(0).shape
+            self._first_shape = self._load_image(0).shape
         return self._first_shape
 
-    def _image(self, i: int) -> Array:
+    def _load_image(self, i: int) -> Array:
         path = self._paths[i]
         try:
             with self._pillow.open(path) as file:
@@ -83,16 +83,16 @@ class Images(Source):
         pixels = np.asarray(image)
         return pixels if pixels.ndim == 3 else pixels[:, :, None]
 
-    def _leave_out_bad(self) -> None:
-        good = [i for i in range(len(self._paths)) if self._readable(i)]
-        self.skipped = len(self._paths) - len(good)
+    def _skip_unreadable(self) -> None:
+        good = [i for i in range(len(self._paths)) if self._is_readable(i)]
+        self.skipped_rows = len(self._paths) - len(good)
         if not good:
             raise error("SH302", "no readable image", where=os.path.dirname(self._paths[0]))
         self._files = [self._files[i] for i in good]
         self._paths = [self._paths[i] for i in good]
         self._labels = self._labels[good]
 
-    def _readable(self, i: int) -> bool:
+    def _is_readable(self, i: int) -> bool:
         try:
             with self._pillow.open(self._paths[i]) as file:
                 file.load()
@@ -101,11 +101,11 @@ class Images(Source):
         return True
 
 
-def _folder(file: File) -> str:
+def _class_name(file: DataFile) -> str:
     return file.path.replace("\\", "/").rsplit("/", 2)[-2]
 
 
-def _numbers(names: list[str], files: list[File], classes: tuple[Any, ...]) -> Array:
+def _class_numbers(names: list[str], files: list[DataFile], classes: tuple[Any, ...]) -> Array:
     number = {name: i for i, name in enumerate(classes)}
     for name, file in zip(names, files, strict=True):
         if name not in number:
@@ -114,11 +114,11 @@ def _numbers(names: list[str], files: list[File], classes: tuple[Any, ...]) -> A
     return np.array([number[name] for name in names], dtype=np.int64)
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return f"{shape[0]}×{shape[1]}"
 
 
-def _pillow() -> Any:
+def _import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as failure:

@@ -10,38 +10,38 @@ import numpy as np
 import torch
 
 from shoal.data.batch import Batch
-from shoal.data.source import Array, Ids, Source
-from shoal.data.sources.parquet_rows import ParquetRows
-from shoal.data.sources.stored import Block, converted
-from shoal.data.sources.table import Converted, Layout, values
+from shoal.data.source import Array, DataSource, Ids
+from shoal.data.sources.parquet_rows import ParquetReader
+from shoal.data.sources.table import ColumnLayout, ConvertedRows, to_numpy
+from shoal.data.sources.table_cache import TableBlock, convert_block
 from shoal.errors import error
 
 # Enough for the windows in which `deal` shuffles, and no more memory than that needs.
-_KEPT_GROUPS = 16
-_LEAST_KEPT_BYTES = 32 << 20
-_MOST_KEPT_BYTES = 256 << 20
+_CACHED_GROUPS = 16
+_MIN_CACHE_BYTES = 32 << 20
+_MAX_CACHE_BYTES = 256 << 20
 
 
-class ParquetGroups(Source):
+class ParquetRowGroupSource(DataSource):
     """`blocks` are the row groups. Values are checked at decoding, or at opening if rows may be skipped."""
 
     in_memory = False
 
-    def __init__(self, table: ParquetRows, layout: Layout, *, skip: bool) -> None:
-        self._table = table
+    def __init__(self, reader: ParquetReader, layout: ColumnLayout, *, skip_bad_rows: bool) -> None:
+        self._reader = reader
         self._layout = layout
-        self._skip = skip
-        self._kept: OrderedDict[int, Converted] = OrderedDict()
-        self._kept_bytes = 0
+        self._skip_bad_rows = skip_bad_rows
+        self._cache: OrderedDict[int, ConvertedRows] = OrderedDict()
+        self._cache_bytes = 0
         self._lock = threading.Lock()
-        self._turns: dict[int, threading.Lock] = {}
-        self._bad = self._survey()
+        self._decode_locks: dict[int, threading.Lock] = {}
+        self._bad_rows = self._find_bad_rows()
         self.classes = layout.classes
-        self.skipped = sum(len(rows) for rows in self._bad.values())
-        ends = np.cumsum([g.rows - len(self._bad.get(i, ())) for i, g in enumerate(table.groups)])
+        self.skipped_rows = sum(len(rows) for rows in self._bad_rows.values())
+        ends = np.cumsum([g.rows - len(self._bad_rows.get(i, ())) for i, g in enumerate(reader.groups)])
         self._size = int(ends[-1])
         if not self._size:
-            raise error("SH302", "no good row", where=table.files[0].path)
+            raise error("SH302", "no good row", where=reader.files[0].path)
         self.blocks = np.concatenate([[0], ends[:-1]]).astype(np.int64)
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class ParquetGroups(Source):
         inputs: Array | None = None
         target: Array | None = None
         for index in np.unique(group_of).tolist():
-            group = self._group(index)
+            group = self._decoded_group(index)
             if inputs is None:
                 inputs = np.empty((len(ids), *group.inputs.shape[1:]), group.inputs.dtype)
                 target = (
@@ -75,7 +75,7 @@ class ParquetGroups(Source):
     def warm(self, ids: Ids) -> None:
         """Decode the row groups of these samples: called beside training, before they are needed."""
         for index in np.unique(self._groups_of(ids)).tolist():
-            self._group(index)
+            self._decoded_group(index)
 
     def sizes(self) -> Array:
         row = self.take(np.zeros(1, dtype=np.int64)).inputs[0]
@@ -85,72 +85,72 @@ class ParquetGroups(Source):
         if self._layout.target_type == "none":
             raise error("SH303", "the data has no target", fix="Name the target in data.source.target.")
         layout = replace(self._layout, inputs=(), tokens=False)
-        parts = [self._decode(i, layout).target for i in range(len(self._table.groups))]
+        parts = [self._decode(i, layout).target for i in range(len(self._reader.groups))]
         return np.concatenate([part for part in parts if part is not None])
 
     def own_columns(self) -> list[str]:
-        return list(self._table.kinds)
+        return list(self._reader.kinds)
 
     def own_column(self, name: str) -> Array:
-        groups = range(len(self._table.groups))
-        columns = [values(self._table.read(i, [name]).column(name)) for i in groups]
-        return np.concatenate([np.delete(column, self._bad.get(i, [])) for i, column in enumerate(columns)])
+        groups = range(len(self._reader.groups))
+        columns = [to_numpy(self._reader.read_group(i, [name]).column(name)) for i in groups]
+        return np.concatenate([np.delete(column, self._bad_rows.get(i, [])) for i, column in enumerate(columns)])
 
-    def _survey(self) -> dict[int, Array]:
+    def _find_bad_rows(self) -> dict[int, Array]:
         """The bad rows of each group; all groups are looked at only if rows may be skipped.
 
         Else a group is decoded here if the file says that values are missing: better now than hours later.
         """
         bad = {}
-        for index in range(len(self._table.groups)):
-            if self._skip or self._table.has_nulls(index, self._layout.used):
-                rows = np.flatnonzero(self._convert(index, self._layout).bad)
+        for index in range(len(self._reader.groups)):
+            if self._skip_bad_rows or self._reader.has_nulls(index, self._layout.columns):
+                rows = np.flatnonzero(self._convert(index, self._layout).bad_rows)
                 if len(rows):
                     bad[index] = rows
         return bad
 
-    def _group(self, index: int) -> Converted:
+    def _decoded_group(self, index: int) -> ConvertedRows:
         """A decoded group. Two threads that want the same one decode it once; others are not held up."""
         with self._lock:
-            group = self._kept.get(index)
+            group = self._cache.get(index)
             if group is not None:
-                self._kept.move_to_end(index)
+                self._cache.move_to_end(index)
                 return group
-            turn = self._turns.setdefault(index, threading.Lock())
-        with turn:
+            decode_lock = self._decode_locks.setdefault(index, threading.Lock())
+        with decode_lock:
             with self._lock:
-                group = self._kept.get(index)
+                group = self._cache.get(index)
             if group is None:
                 group = self._decode(index, self._layout)
-                self._keep(index, group)
+                self._add_to_cache(index, group)
         return group
 
-    def _keep(self, index: int, group: Converted) -> None:
+    def _add_to_cache(self, index: int, group: ConvertedRows) -> None:
         with self._lock:
-            self._turns.pop(index, None)
-            self._kept[index] = group
-            self._kept_bytes += group.inputs.nbytes
-            while self._too_many():
-                _, oldest = self._kept.popitem(last=False)
-                self._kept_bytes -= oldest.inputs.nbytes
+            self._decode_locks.pop(index, None)
+            self._cache[index] = group
+            self._cache_bytes += group.inputs.nbytes
+            while self._cache_is_full():
+                _, oldest = self._cache.popitem(last=False)
+                self._cache_bytes -= oldest.inputs.nbytes
 
-    def _too_many(self) -> bool:
-        most = _LEAST_KEPT_BYTES if len(self._kept) > _KEPT_GROUPS else _MOST_KEPT_BYTES
-        return self._kept_bytes > most and len(self._kept) > 1
+    def _cache_is_full(self) -> bool:
+        most = _MIN_CACHE_BYTES if len(self._cache) > _CACHED_GROUPS else _MAX_CACHE_BYTES
+        return self._cache_bytes > most and len(self._cache) > 1
 
-    def _decode(self, index: int, layout: Layout) -> Converted:
+    def _decode(self, index: int, layout: ColumnLayout) -> ConvertedRows:
         whole = self._convert(index, layout)
-        bad = self._bad.get(index)
+        bad = self._bad_rows.get(index)
         if bad is None:
             return whole
         target = None if whole.target is None else np.delete(whole.target, bad, axis=0)
-        return Converted(np.delete(whole.inputs, bad, axis=0), target, whole.bad)
+        return ConvertedRows(np.delete(whole.inputs, bad, axis=0), target, whole.bad_rows)
 
-    def _convert(self, index: int, layout: Layout) -> Converted:
-        table = self._table.read(index, layout.used)
-        block = Block(table, lambda row: self._table.place(index, row))
-        return converted(block, layout, skip=self._skip)
+    def _convert(self, index: int, layout: ColumnLayout) -> ConvertedRows:
+        table = self._reader.read_group(index, layout.columns)
+        block = TableBlock(table, lambda row: self._reader.locate(index, row))
+        return convert_block(block, layout, skip_bad_rows=self._skip_bad_rows)
 
-    def _check_width(self, inputs: Array, group: Converted) -> None:
+    def _check_width(self, inputs: Array, group: ConvertedRows) -> None:
         if inputs.shape[1:] != group.inputs.shape[1:]:
-            raise error("SH306", "row groups hold lists of different lengths", where=self._table.files[0].path)
+            raise error("SH306", "row groups hold lists of different lengths", where=self._reader.files[0].path)

@@ -10,16 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shoal.data.files import File, reaching
-from shoal.data.sources.stored import Block
-from shoal.data.sources.table import Kind, Layout, is_list, plain
+from shoal.data.files import DataFile, wrap_file_errors
+from shoal.data.sources.table import ColumnKind, ColumnLayout, is_list, to_plain_array
+from shoal.data.sources.table_cache import TableBlock
 from shoal.errors import error
 
-_PIECE_ROWS = 1 << 16
+_BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """A row group of one of the files."""
 
     file: int
@@ -27,57 +27,59 @@ class Group:
     rows: int
 
 
-class ParquetRows:
+class ParquetReader:
     """The files of a table. Nothing stays open, so that threads and forks cannot disturb each other."""
 
-    def __init__(self, files: list[File]) -> None:
+    def __init__(self, files: list[DataFile]) -> None:
         self.files = files
-        self._footers = [_footer(file) for file in files]
+        self._footers = [_read_footer(file) for file in files]
         self._schema = self._footers[0].schema.to_arrow_schema()
         self.groups = [
-            Group(i, g, footer.row_group(g).num_rows)
+            RowGroup(i, g, footer.row_group(g).num_rows)
             for i, footer in enumerate(self._footers)
             for g in range(footer.num_row_groups)
             if footer.row_group(g).num_rows
         ]
         if not self.groups:
             raise error("SH302", "no rows", where=files[0].path)
-        self.kinds: dict[str, Kind] = {field.name: _kind(field.type) for field in self._schema}
-        self.tokens = [f.name for f in self._schema if is_list(f.type) and _kind(f.type.value_type) == "int"]
+        self.kinds: dict[str, ColumnKind] = {field.name: _column_kind(field.type) for field in self._schema}
+        self.token_columns = [
+            f.name for f in self._schema if is_list(f.type) and _column_kind(f.type.value_type) == "int"
+        ]
         self._check_schemas()
 
-    def blocks(self, columns: Sequence[str]) -> Iterator[Block]:
+    def blocks(self, columns: Sequence[str]) -> Iterator[TableBlock]:
         """The rows in pieces of bounded size."""
         for index, group in enumerate(self.groups):
             start = 0
-            with self._file(group) as file:
+            with self._open_group(group) as file:
                 for piece in file.iter_batches(
-                    _PIECE_ROWS, row_groups=[group.number], columns=list(columns), use_threads=False
+                    _BLOCK_ROWS, row_groups=[group.number], columns=list(columns), use_threads=False
                 ):
-                    yield Block(piece, lambda row, i=index, s=start: self.place(i, s + row))  # type: ignore[misc]
+                    yield TableBlock(piece, lambda row, i=index, s=start: self.locate(i, s + row))  # type: ignore[misc]
                     start += piece.num_rows
 
-    def read(self, index: int, columns: Sequence[str]) -> pa.Table:
+    def read_group(self, index: int, columns: Sequence[str]) -> pa.Table:
         group = self.groups[index]
-        with self._file(group) as file:
+        with self._open_group(group) as file:
             return file.read_row_group(group.number, columns=list(columns), use_threads=False)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        chunks = [plain(self.read(i, [name]).column(name)) for i in range(len(self.groups))]
+        chunks = [to_plain_array(self.read_group(i, [name]).column(name)) for i in range(len(self.groups))]
         return pa.chunked_array(chunks)
 
-    def place(self, index: int, row: int) -> str:
+    def locate(self, index: int, row: int) -> str:
         group = self.groups[index]
         return f"{self.files[group.file].path}, row group {group.number}, row {row}"
 
-    def decoded_bytes(self, index: int, layout: Layout) -> int:
+    def decoded_bytes(self, index: int, layout: ColumnLayout) -> int:
         """What a group takes as arrays; a list's length is guessed from its bytes in the file."""
         group = self.groups[index]
         footer = self._footers[group.file].row_group(group.number)
-        lists = {name for name in layout.used if self.kinds[name] == "list"}
+        lists = {name for name in layout.columns if self.kinds[name] == "list"}
         parts = [footer.column(i) for i in range(footer.num_columns)]
         in_file = sum(p.total_uncompressed_size for p in parts if p.path_in_schema.split(".")[0] in lists)
-        return int(in_file + 4 * group.rows * (len(layout.used) - len(lists)))
+        return int(in_file + 4 * group.rows * (len(layout.columns) - len(lists)))
 
     def has_nulls(self, index: int, names: Sequence[str]) -> bool:
         """Whether the file itself says that a value is missing in these columns."""
@@ -87,14 +89,14 @@ class ParquetRows:
         return any(p.statistics.null_count for p in parts if p.path_in_schema in names and p.statistics)
 
     @contextmanager
-    def _file(self, group: Group) -> Iterator[pq.ParquetFile]:
+    def _open_group(self, group: RowGroup) -> Iterator[pq.ParquetFile]:
         file = self.files[group.file]
-        with _reading(file), _opened(file) as raw:
+        with _wrap_read_errors(file), _open(file) as raw:
             yield pq.ParquetFile(raw, metadata=self._footers[group.file], pre_buffer=False)
 
     def _check_schemas(self) -> None:
         for file, footer in zip(self.files, self._footers, strict=True):
-            other = {field.name: _kind(field.type) for field in footer.schema.to_arrow_schema()}
+            other = {field.name: _column_kind(field.type) for field in footer.schema.to_arrow_schema()}
             for name, kind in self.kinds.items():
                 if name not in other:
                     raise error("SH303", f"no column '{name}', which the other files have", where=file.path)
@@ -103,33 +105,33 @@ class ParquetRows:
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[Any]:
-    with reaching(file.path):
+def _open(file: DataFile) -> Iterator[Any]:
+    with wrap_file_errors(file.path):
         raw = open(file.path, "rb") if file.fs is None else file.fs.open(file.path, "rb")  # noqa: SIM115
     with raw:
         yield raw
 
 
 @contextmanager
-def _reading(file: File) -> Iterator[None]:
+def _wrap_read_errors(file: DataFile) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, EOFError) as failure:
         raise error("SH307", f"cannot be read as Parquet: {failure}", where=file.path) from failure
 
 
-def _footer(file: File) -> pq.FileMetaData:
-    with _reading(file), _opened(file) as raw:
+def _read_footer(file: DataFile) -> pq.FileMetaData:
+    with _wrap_read_errors(file), _open(file) as raw:
         return pq.read_metadata(raw)
 
 
-def _kind(kind: pa.DataType) -> Kind:
+def _column_kind(kind: pa.DataType) -> ColumnKind:
     if pa.types.is_dictionary(kind):
-        return _kind(kind.value_type)
+        return _column_kind(kind.value_type)
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         return "int"
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return "float"
     if is_list(kind):
-        return "list" if _kind(kind.value_type) in ("int", "float") else "other"
+        return "list" if _column_kind(kind.value_type) in ("int", "float") else "other"
     return "text" if pa.types.is_string(kind) or pa.types.is_large_string(kind) else "other"

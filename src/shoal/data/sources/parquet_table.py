@@ -5,61 +5,65 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shoal.data.cache import SMALL_BYTES, cached
-from shoal.data.files import find_files, seekable
-from shoal.data.source import Opening, Source
-from shoal.data.sources.parquet_groups import ParquetGroups
-from shoal.data.sources.parquet_rows import ParquetRows
-from shoal.data.sources.stored import Stored, as_source, hold, load, write
-from shoal.data.sources.table import Layout, choose, distinct, plain, values
-from shoal.spec.data import ParquetSource
+from shoal.data.cache import SMALL_BYTES, cached_directory
+from shoal.data.files import ensure_seekable, find_files
+from shoal.data.source import DataSource, SourceOptions
+from shoal.data.sources.parquet_groups import ParquetRowGroupSource
+from shoal.data.sources.parquet_rows import ParquetReader
+from shoal.data.sources.table import ColumnLayout, choose_columns, distinct_values, to_numpy, to_plain_array
+from shoal.data.sources.table_cache import LoadedTable, array_source, load_cache, load_in_memory, write_cache
+from shoal.spec.data import ParquetSourceConfig
 
 _SUFFIXES = (".parquet", ".pq", ".parq")
 _HUGE_GROUP_BYTES = 32 << 20
 
 
-def open_parquet(spec: ParquetSource, opening: Opening) -> Source:
-    files = find_files(spec.path, opening=opening, suffixes=_SUFFIXES)
-    table = ParquetRows([seekable(file, opening=opening) for file in files])
-    layout = choose(spec, table.kinds, tokens=table.tokens, where=spec.path)
-    group_bytes = [table.decoded_bytes(i, layout) for i in range(len(table.groups))]
+def open_parquet(spec: ParquetSourceConfig, options: SourceOptions) -> DataSource:
+    files = find_files(spec.path, options=options, suffixes=_SUFFIXES)
+    reader = ParquetReader([ensure_seekable(file, options=options) for file in files])
+    layout = choose_columns(spec, reader.kinds, token_columns=reader.token_columns, where=spec.path)
+    group_bytes = [reader.decoded_bytes(i, layout) for i in range(len(reader.groups))]
     huge = sum(group_bytes) > SMALL_BYTES and max(group_bytes) > _HUGE_GROUP_BYTES
     if not huge:
-        layout = _numbered(layout, table, opening)
+        layout = _with_classes(layout, reader, options)
         if sum(group_bytes) > SMALL_BYTES:
-            return ParquetGroups(table, layout, skip=opening.skip)
-        stored = hold(table.blocks(layout.used), layout, skip=opening.skip, where=spec.path)
+            return ParquetRowGroupSource(reader, layout, skip_bad_rows=options.skip_bad_rows)
+        loaded = load_in_memory(
+            reader.blocks(layout.columns), layout, skip_bad_rows=options.skip_bad_rows, where=spec.path
+        )
     else:
-        layout, stored = _store(table, layout, spec, opening)
-    return as_source(
-        stored,
+        layout, loaded = _load_through_cache(reader, layout, spec, options)
+    return array_source(
+        loaded,
         layout,
         where=spec.path,
-        skipped=len(stored.bad),
-        names=tuple(table.kinds),
-        lookup=lambda name: values(table.column(name)),
+        skipped_rows=len(loaded.bad_rows),
+        names=tuple(reader.kinds),
+        lookup=lambda name: to_numpy(reader.column(name)),
     )
 
 
-def _numbered(layout: Layout, table: ParquetRows, opening: Opening) -> Layout:
+def _with_classes(layout: ColumnLayout, reader: ParquetReader, options: SourceOptions) -> ColumnLayout:
     """Classes take a pass over the target's column."""
     if layout.target_type != "class":
         return layout
     (target,) = layout.targets
-    pieces = (plain(block.table.column(target)) for block in table.blocks([target]))
-    return layout.numbered(opening.classes or distinct(pieces))
+    pieces = (to_plain_array(block.table.column(target)) for block in reader.blocks([target]))
+    return layout.with_classes(options.classes or distinct_values(pieces))
 
 
-def _store(table: ParquetRows, layout: Layout, spec: ParquetSource, opening: Opening) -> tuple[Layout, Stored]:
+def _load_through_cache(
+    reader: ParquetReader, layout: ColumnLayout, spec: ParquetSourceConfig, options: SourceOptions
+) -> tuple[ColumnLayout, LoadedTable]:
     def make(directory: Path) -> None:
-        opening.tell(f"{spec.path} has huge row groups: reading it into the cache in {opening.cache_dir}, once")
-        numbered = _numbered(layout, table, opening)
-        write(directory, table.blocks(numbered.used), numbered, skip=opening.skip)
+        options.notify(f"{spec.path} has huge row groups: reading it into the cache in {options.cache_dir}, once")
+        numbered = _with_classes(layout, reader, options)
+        write_cache(directory, reader.blocks(numbered.columns), numbered, skip_bad_rows=options.skip_bad_rows)
         (directory / "classes.json").write_text(json.dumps(numbered.classes))
 
-    files = [file.identity for file in table.files]
-    key = ["parquet", files, spec.model_dump(), opening.on_bad_row, opening.classes]
-    directory = cached(opening.cache_dir, key, make)
+    files = [file.cache_key for file in reader.files]
+    key = ["parquet", files, spec.model_dump(), options.on_bad_row, options.classes]
+    directory = cached_directory(options.cache_dir, key, make)
     classes = json.loads((directory / "classes.json").read_text())
-    layout = layout if classes is None else layout.numbered(tuple(classes))
-    return layout, load(directory, layout, where=spec.path)
+    layout = layout if classes is None else layout.with_classes(tuple(classes))
+    return layout, load_cache(directory, layout, where=spec.path)

@@ -13,22 +13,22 @@ import pyarrow.compute as pc
 
 from shoal.data.source import Array
 from shoal.errors import did_you_mean, error
-from shoal.spec.data import CsvSource, ParquetSource
+from shoal.spec.data import CsvSourceConfig, ParquetSourceConfig
 
-Kind = Literal["int", "float", "list", "text", "other", "empty"]
-TableSpec = CsvSource | ParquetSource
-MOST_CLASSES = 1 << 16
+ColumnKind = Literal["int", "float", "list", "text", "other", "empty"]
+TableSpec = CsvSourceConfig | ParquetSourceConfig
+MAX_CLASSES = 1 << 16
 
-_NUMERIC: tuple[Kind, ...] = ("int", "float", "list")
-_TRUTH = re.compile(r"true|false", re.IGNORECASE)
-_PATTERNS = {
+_NUMERIC: tuple[ColumnKind, ...] = ("int", "float", "list")
+_BOOLEAN = re.compile(r"true|false", re.IGNORECASE)
+_NUMBER_PATTERNS = {
     pa.int64(): r"^-?\d{1,18}$",
     pa.float64(): r"(?i)^-?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf|infinity)$",
 }
 
 
 @dataclass(frozen=True)
-class Layout:
+class ColumnLayout:
     """Which columns are inputs and target. `classes` is filled in when the values have been seen."""
 
     inputs: tuple[str, ...]
@@ -39,35 +39,37 @@ class Layout:
     classes: tuple[Any, ...] | None = None
 
     @property
-    def used(self) -> tuple[str, ...]:
+    def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.inputs, *self.targets)))
 
-    def numbered(self, classes: tuple[Any, ...]) -> Layout:
-        if len(classes) > MOST_CLASSES:
+    def with_classes(self, classes: tuple[Any, ...]) -> ColumnLayout:
+        if len(classes) > MAX_CLASSES:
             raise error("SH310", f"the target '{self.targets[0]}' has {len(classes)} different values",
                         fix="Name a column of classes, or set target_as: number.")  # fmt: skip
         return replace(self, classes=classes)
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedRows:
     """A piece of a table as arrays; `bad` marks the rows that cannot be used."""
 
     inputs: Array
     target: Array | None
-    bad: Array
+    bad_rows: Array
 
-    def good(self) -> Converted:
-        if not self.bad.any():
+    def good_rows(self) -> ConvertedRows:
+        if not self.bad_rows.any():
             return self
-        keep = ~self.bad
-        return Converted(self.inputs[keep], None if self.target is None else self.target[keep], self.bad)
+        keep = ~self.bad_rows
+        return ConvertedRows(self.inputs[keep], None if self.target is None else self.target[keep], self.bad_rows)
 
 
 # ---- choosing columns ----
 
 
-def choose(spec: TableSpec, kinds: Mapping[str, Kind], *, tokens: Iterable[str] = (), where: str) -> Layout:
+def choose_columns(
+    spec: TableSpec, kinds: Mapping[str, ColumnKind], *, token_columns: Iterable[str] = (), where: str
+) -> ColumnLayout:
     """The layout that a spec asks for, of columns of these kinds. `tokens` are lists of whole numbers."""
     targets = _names(spec.target)
     if spec.inputs is None:
@@ -82,12 +84,12 @@ def choose(spec: TableSpec, kinds: Mapping[str, Kind], *, tokens: Iterable[str] 
             raise error("SH310", f"the input '{name}' does not hold numbers", where=where)
     if not inputs:
         raise error("SH310", "no column of numbers for the inputs", where=where)
-    return Layout(
+    return ColumnLayout(
         inputs,
         targets,
         _target_type(spec, [kinds[name] for name in targets], where),
         stacked=isinstance(spec.target, list),
-        tokens=len(inputs) == 1 and inputs[0] in set(tokens),
+        tokens=len(inputs) == 1 and inputs[0] in set(token_columns),
     )
 
 
@@ -95,7 +97,7 @@ def _names(columns: str | list[str] | None) -> tuple[str, ...]:
     return () if columns is None else (columns,) if isinstance(columns, str) else tuple(columns)
 
 
-def _target_type(spec: TableSpec, kinds: list[Kind], where: str) -> Literal["int", "float", "class", "none"]:
+def _target_type(spec: TableSpec, kinds: list[ColumnKind], where: str) -> Literal["int", "float", "class", "none"]:
     if not kinds:
         return "none"
     words = any(kind not in ("int", "float", "empty") for kind in kinds)
@@ -108,12 +110,12 @@ def _target_type(spec: TableSpec, kinds: list[Kind], where: str) -> Literal["int
     return "int" if spec.target_as == "auto" and all(kind == "int" for kind in kinds) else "float"
 
 
-def distinct(columns: Iterable[pa.Array]) -> tuple[Any, ...]:
+def distinct_values(columns: Iterable[pa.Array]) -> tuple[Any, ...]:
     """The different values of a column in their order: numbers by value, words by letter."""
     found: set[Any] = set()
     for column in columns:
-        found.update(value for value in pc.unique(plain(column)).to_pylist() if value is not None)
-        if len(found) > MOST_CLASSES:
+        found.update(value for value in pc.unique(to_plain_array(column)).to_pylist() if value is not None)
+        if len(found) > MAX_CLASSES:
             break
     try:
         return tuple(sorted(found, key=float))
@@ -124,77 +126,77 @@ def distinct(columns: Iterable[pa.Array]) -> tuple[Any, ...]:
 # ---- converting values ----
 
 
-def convert(table: pa.Table | pa.RecordBatch, layout: Layout) -> Converted:
+def convert(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> ConvertedRows:
     """Inputs and target of some rows. Values that are missing, unreadable or not finite make a row bad."""
-    inputs = _inputs(table, layout)
+    inputs = _convert_inputs(table, layout)
     bad = np.zeros(table.num_rows, dtype=bool)
     if inputs.dtype.kind == "f":
         bad |= ~np.isfinite(inputs).all(axis=1)
-    target, lost = _target(table, layout)
-    return Converted(inputs, target, bad | lost)
+    target, lost = _convert_target(table, layout)
+    return ConvertedRows(inputs, target, bad | lost)
 
 
-def _inputs(table: pa.Table | pa.RecordBatch, layout: Layout) -> Array:
+def _convert_inputs(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> Array:
     if layout.tokens:
-        return matrix(plain(table.column(layout.inputs[0])), np.dtype(np.int64), layout.inputs[0])
-    columns = [plain(table.column(name)) for name in layout.inputs]
+        return to_matrix(to_plain_array(table.column(layout.inputs[0])), np.dtype(np.int64), layout.inputs[0])
+    columns = [to_plain_array(table.column(name)) for name in layout.inputs]
     if any(is_list(column.type) for column in columns):
         parts = [
-            matrix(column, np.dtype(np.float32), name) if is_list(column.type) else floats(column)[:, None]
+            to_matrix(column, np.dtype(np.float32), name) if is_list(column.type) else to_float32(column)[:, None]
             for name, column in zip(layout.inputs, columns, strict=True)
         ]
         return np.concatenate(parts, axis=1)
     out = np.empty((table.num_rows, len(columns)), dtype=np.float32)
     for i, column in enumerate(columns):
-        out[:, i] = floats(column)
+        out[:, i] = to_float32(column)
     return out
 
 
-def _target(table: pa.Table | pa.RecordBatch, layout: Layout) -> tuple[Array | None, Array]:
+def _convert_target(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> tuple[Array | None, Array]:
     """The target, and the rows that lack one."""
     nothing = np.zeros(table.num_rows, dtype=bool)
     if layout.target_type == "none":
         return None, nothing
-    columns = [plain(table.column(name)) for name in layout.targets]
+    columns = [to_plain_array(table.column(name)) for name in layout.targets]
     if layout.target_type == "float":
-        stack = np.stack([floats(column) for column in columns], axis=1)
+        stack = np.stack([to_float32(column) for column in columns], axis=1)
         lost = ~np.isfinite(stack).all(axis=1)
     else:
-        numbered = [_whole(column, layout) for column in columns]
+        numbered = [_to_integers(column, layout) for column in columns]
         lost = np.any([column.is_null().to_numpy(zero_copy_only=False) for column in numbered], axis=0)
         stack = np.stack([column.fill_null(0).to_numpy() for column in numbered], axis=1)
     return (stack if layout.stacked else np.ascontiguousarray(stack[:, 0])), lost
 
 
-def _whole(column: pa.Array, layout: Layout) -> pa.Array:
+def _to_integers(column: pa.Array, layout: ColumnLayout) -> pa.Array:
     if layout.target_type == "class":
         known = pa.array(list(layout.classes or ()), type=column.type)
         return pc.index_in(column, value_set=known, skip_nulls=True).cast(pa.int64())
-    return _parsed(column, pa.int64()) if _is_text(column.type) else column.cast(pa.int64())
+    return _parse_numbers(column, pa.int64()) if _is_text(column.type) else column.cast(pa.int64())
 
 
-def floats(column: pa.Array) -> Array:
+def to_float32(column: pa.Array) -> Array:
     """As float32; NaN where there is no readable value."""
     if _is_text(column.type):
-        column = _parsed(column, pa.float64())
+        column = _parse_numbers(column, pa.float64())
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.uint8())
     return np.asarray(column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False))
 
 
-def matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
+def to_matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
     """A column of lists of one length as rows."""
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) > 1 or None in lengths:
         raise error("SH306", f"the lists in column '{name}' have different lengths: {sorted(map(str, lengths))[:5]}")
-    flat = plain(column.flatten())
+    flat = to_plain_array(column.flatten())
     if flat.null_count and dtype.kind != "f":
         raise error("SH305", f"a list in column '{name}' has a missing value")
-    values = floats(flat) if dtype.kind == "f" else flat.cast(pa.int64()).to_numpy()
+    values = to_float32(flat) if dtype.kind == "f" else flat.cast(pa.int64()).to_numpy()
     return values.reshape(len(column), -1)
 
 
-def plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+def to_plain_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One array without chunks and dictionaries."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
@@ -203,7 +205,7 @@ def plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column
 
 
-def _parsed(words: pa.Array, wanted: pa.DataType) -> pa.Array:
+def _parse_numbers(words: pa.Array, wanted: pa.DataType) -> pa.Array:
     """Words as numbers, null where they are none; `true` and `false` are 1 and 0."""
     try:
         return words.cast(wanted)
@@ -211,13 +213,13 @@ def _parsed(words: pa.Array, wanted: pa.DataType) -> pa.Array:
         tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(words), r"^\+", "")
         lower = pc.utf8_lower(tidy)
         tidy = pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", tidy))
-        readable = pc.match_substring_regex(tidy, _PATTERNS[wanted])
+        readable = pc.match_substring_regex(tidy, _NUMBER_PATTERNS[wanted])
         return pc.if_else(readable, tidy, pa.scalar(None, tidy.type)).cast(wanted)
 
 
 def count_numbers(words: pa.Array) -> tuple[int, int]:
     """How many of these words are numbers, and how many of those are whole."""
-    numbers, whole = _parsed(words, pa.float64()), _parsed(words, pa.int64())
+    numbers, whole = _parse_numbers(words, pa.float64()), _parse_numbers(words, pa.int64())
     return len(numbers) - numbers.null_count, len(whole) - whole.null_count
 
 
@@ -229,9 +231,9 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def values(column: pa.Array | pa.ChunkedArray) -> Array:
+def to_numpy(column: pa.Array | pa.ChunkedArray) -> Array:
     """Any column as numpy has it: numbers, times as datetime64, words as str."""
-    column = plain(column)
+    column = to_plain_array(column)
     if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())
     if _is_text(column.type):
@@ -244,9 +246,9 @@ def values(column: pa.Array | pa.ChunkedArray) -> Array:
 # ---- what is wrong with a row ----
 
 
-def explain(table: pa.Table | pa.RecordBatch, row: int, layout: Layout) -> tuple[str, str]:
+def explain_bad_row(table: pa.Table | pa.RecordBatch, row: int, layout: ColumnLayout) -> tuple[str, str]:
     """The code and the message for a bad row; slow, and called once."""
-    for name in layout.used:
+    for name in layout.columns:
         value = table.column(name)[row].as_py()
         if value is None:
             return "SH305", f"column '{name}' has no value"
@@ -254,14 +256,14 @@ def explain(table: pa.Table | pa.RecordBatch, row: int, layout: Layout) -> tuple
         if numbered and value not in (layout.classes or ()):
             return "SH310", f"column '{name}': the training data has no class {value!r}"
         if not numbered and not isinstance(value, list):
-            fault = _fault(value, name)
+            fault = _value_problem(value, name)
             if fault:
                 return fault
     return "SH305", "a value is missing, not a number (NaN) or infinite"
 
 
-def _fault(value: Any, name: str) -> tuple[str, str] | None:
-    if isinstance(value, str) and _TRUTH.fullmatch(value.strip()):
+def _value_problem(value: Any, name: str) -> tuple[str, str] | None:
+    if isinstance(value, str) and _BOOLEAN.fullmatch(value.strip()):
         return None
     try:
         number = float(value)
@@ -272,6 +274,6 @@ def _fault(value: Any, name: str) -> tuple[str, str] | None:
     return None
 
 
-def chunks_of(tables: Iterable[pa.Table | pa.RecordBatch], name: str) -> Iterator[pa.Array]:
+def column_chunks(tables: Iterable[pa.Table | pa.RecordBatch], name: str) -> Iterator[pa.Array]:
     """One column of every piece."""
-    return (plain(table.column(name)) for table in tables)
+    return (to_plain_array(table.column(name)) for table in tables)

@@ -10,53 +10,53 @@ import numpy as np
 import torch
 
 from shoal.data.batch import Batch
-from shoal.data.cache import SMALL_BYTES, NpyWriter, cached
+from shoal.data.cache import SMALL_BYTES, NpyWriter, cached_directory
 from shoal.data.files import find_files, local_path
-from shoal.data.source import Array, Ids, Opening, Source
+from shoal.data.source import Array, DataSource, Ids, SourceOptions
 from shoal.errors import error
-from shoal.spec.data import TextSource
+from shoal.spec.data import TextSourceConfig
 
 _CHUNK = 1 << 20
-_BYTES = tuple(range(256))
+_BYTE_VOCABULARY = tuple(range(256))
 
 Vocabulary = tuple[str | int, ...]
 
 
-def open_text(spec: TextSource, opening: Opening) -> Text:
-    files = find_files(spec.path, opening=opening, suffixes=(".txt", ".text", ".md"))
-    paths = [local_path(file, opening=opening) for file in files]
+def open_text(spec: TextSourceConfig, options: SourceOptions) -> TokenWindowSource:
+    files = find_files(spec.path, options=options, suffixes=(".txt", ".text", ".md"))
+    paths = [local_path(file, options=options) for file in files]
     if sum(file.size_bytes for file in files) <= SMALL_BYTES:
-        vocabulary = _vocabulary(paths, spec, opening)
-        return Text(np.concatenate(list(_tokens(paths, vocabulary))), vocabulary, spec)
+        vocabulary = _build_vocabulary(paths, spec, options)
+        return TokenWindowSource(np.concatenate(list(_tokens(paths, vocabulary))), vocabulary, spec)
 
     def make(directory: Path) -> None:
-        opening.tell(f"reading {spec.path} into the cache in {opening.cache_dir}, once")
-        vocabulary = _vocabulary(paths, spec, opening)
+        options.notify(f"reading {spec.path} into the cache in {options.cache_dir}, once")
+        vocabulary = _build_vocabulary(paths, spec, options)
         (directory / "vocabulary.json").write_text(json.dumps(vocabulary))
         with NpyWriter(directory / "tokens.npy") as file:
             for piece in _tokens(paths, vocabulary):
                 file.append(piece)
 
-    key = ["text", [file.identity for file in files], spec.level, opening.classes]
-    directory = cached(opening.cache_dir, key, make)
+    key = ["text", [file.cache_key for file in files], spec.level, options.classes]
+    directory = cached_directory(options.cache_dir, key, make)
     vocabulary = tuple(json.loads((directory / "vocabulary.json").read_text()))
-    return Text(np.load(directory / "tokens.npy", mmap_mode="r"), vocabulary, spec)
+    return TokenWindowSource(np.load(directory / "tokens.npy", mmap_mode="r"), vocabulary, spec)
 
 
-def _vocabulary(paths: list[str], spec: TextSource, opening: Opening) -> Vocabulary:
+def _build_vocabulary(paths: list[str], spec: TextSourceConfig, options: SourceOptions) -> Vocabulary:
     if spec.level == "byte":
-        return _BYTES
-    return opening.classes or tuple(sorted(set().union(*map(set, _characters(paths)))))
+        return _BYTE_VOCABULARY
+    return options.classes or tuple(sorted(set().union(*map(set, _characters(paths)))))
 
 
 def _tokens(paths: list[str], vocabulary: Vocabulary) -> Iterator[Array]:
-    return _bytes(paths) if vocabulary == _BYTES else _encoded(paths, vocabulary)
+    return _byte_tokens(paths) if vocabulary == _BYTE_VOCABULARY else _character_tokens(paths, vocabulary)
 
 
-class Text(Source):
+class TokenWindowSource(DataSource):
     """Sample i is `context` tokens from i·stride on; its target are the same, one further. No padding."""
 
-    def __init__(self, tokens: Array, vocabulary: Vocabulary, spec: TextSource) -> None:
+    def __init__(self, tokens: Array, vocabulary: Vocabulary, spec: TextSourceConfig) -> None:
         self._tokens = tokens
         self._stride = spec.stride or spec.context
         self._window = np.arange(spec.context + 1, dtype=np.int64)
@@ -99,7 +99,7 @@ def _characters(paths: list[str]) -> Iterator[str]:
                             fix="Convert the text to UTF-8, or use level: byte.") from failure  # fmt: skip
 
 
-def _encoded(paths: list[str], vocabulary: Vocabulary) -> Iterator[Array]:
+def _character_tokens(paths: list[str], vocabulary: Vocabulary) -> Iterator[Array]:
     points = np.array([ord(str(letter)) for letter in vocabulary], dtype=np.uint32)
     small = np.uint8 if len(points) <= 256 else np.int32
     for text in _characters(paths):
@@ -113,7 +113,7 @@ def _encoded(paths: list[str], vocabulary: Vocabulary) -> Iterator[Array]:
         yield tokens.astype(small)
 
 
-def _bytes(paths: list[str]) -> Iterator[Array]:
+def _byte_tokens(paths: list[str]) -> Iterator[Array]:
     for path in paths:
         with open(path, "rb") as file:
             for chunk in iter(lambda: file.read(_CHUNK), b""):

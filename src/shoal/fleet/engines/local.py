@@ -17,11 +17,11 @@ from types import TracebackType
 from shoal.fleet.engine import Exit
 from shoal.spec.view import Seat
 
-LOST = -signal.SIGKILL
+UNKNOWN_EXIT_CODE = -signal.SIGKILL
 """The exit code where nobody knows it: of a process that somebody else had started."""
 
 
-class Nursery:
+class ForkServer:
     """The driver's end. Made by whoever drives, shared by its engines, closed by its maker.
 
     `environment` counts from the start of the nursery's Python (threads, hash seed); `modules` are imported once.
@@ -36,16 +36,16 @@ class Nursery:
         self._modules = list(modules)
         self._selector = selectors.DefaultSelector()
         self._pids: dict[str, int | None] = {}
-        self._exits: dict[str, int] = {}
+        self._exit_codes: dict[str, int] = {}
         self._watched: dict[int, str] = {}  # descriptors of processes that are not the nursery's children
         self._lock = threading.RLock()
-        self._open()
+        self._spawn()
 
-    def _open(self) -> None:
+    def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: files in the user's directory must not stand in for modules that torch imports.
-            command = [self._python, "-P", "-m", "shoal.fleet.nursery", str(theirs.fileno()), *self._modules]
+            command = [self._python, "-P", "-m", "shoal.fleet.forkserver_main", str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -55,7 +55,7 @@ class Nursery:
             )
         self._control: socket.socket | None = ours
         self._selector.register(ours, selectors.EVENT_READ)
-        self._rest = b""
+        self._partial = b""
 
     def start(
         self, key: str, entry: str, arguments: Sequence[str], *, logs: Path, environment: Mapping[str, str]
@@ -71,9 +71,9 @@ class Nursery:
         }
         with self._lock:
             if self._control is None:
-                self._open()
+                self._spawn()
             self._pids[key] = None
-            self._order(order)
+            self._send_command(order)
 
     def adopt(self, key: str, pid: int) -> None:
         """Watch a process that an earlier driver left behind."""
@@ -82,7 +82,7 @@ class Nursery:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._gone(key, LOST)
+                self._record_exit(key, UNKNOWN_EXIT_CODE)
                 return
             self._watched[descriptor] = key
             self._selector.register(descriptor, selectors.EVENT_READ)
@@ -93,56 +93,56 @@ class Nursery:
             if adopted is not None:
                 signal.pidfd_send_signal(adopted, signal.SIGKILL)
             elif key in self._pids:
-                self._order({"kill": key})
+                self._send_command({"kill": key})
 
-    def _order(self, order: dict[str, object]) -> None:
+    def _send_command(self, command: dict[str, object]) -> None:
         assert self._control is not None
         try:
-            self._control.sendall(json.dumps(order).encode() + b"\n")
+            self._control.sendall(json.dumps(command).encode() + b"\n")
         except BrokenPipeError:
-            self._lost()
+            self._handle_own_death()
 
     def fileno(self) -> int:
         """For select(): readable when `listen` has something to take in."""
         return self._selector.fileno()
 
-    def listen(self, timeout_s: float) -> None:
+    def poll(self, timeout_s: float) -> None:
         """Take in what happened; waits up to the time given if nothing is known yet."""
-        while ready := self._selector.select(0 if self._exits else timeout_s):
+        while ready := self._selector.select(0 if self._exit_codes else timeout_s):
             with self._lock:
                 for key, _ in ready:
                     if key.fileobj is self._control:
-                        self._hear()
+                        self._read_messages()
                     elif key.fd in self._watched:
-                        self._gone(self._forget(key.fd), LOST)
+                        self._record_exit(self._unwatch(key.fd), UNKNOWN_EXIT_CODE)
             timeout_s = 0
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         assert self._control is not None
         try:
-            data = received(self._control, socket.MSG_DONTWAIT)
+            data = receive_or_empty(self._control, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return  # another thread has heard it
         if not data:
-            self._lost()
+            self._handle_own_death()
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial = (self._partial + data).split(b"\n")
         for row in map(json.loads, lines):
             if "born" in row:
                 self._pids[row["born"]] = row["pid"]
             else:
-                self._gone(row["gone"], row["code"])
+                self._record_exit(row["gone"], row["code"])
 
-    def _gone(self, key: str, code: int) -> None:
+    def _record_exit(self, key: str, code: int) -> None:
         self._pids.pop(key, None)
-        self._exits[key] = code
+        self._exit_codes[key] = code
 
-    def _forget(self, descriptor: int) -> str:
+    def _unwatch(self, descriptor: int) -> str:
         self._selector.unregister(descriptor)
         os.close(descriptor)
         return self._watched.pop(descriptor)
 
-    def _lost(self) -> None:
+    def _handle_own_death(self) -> None:
         """The nursery died. What it had started lives on, and is watched from here."""
         if self._control is None:
             return
@@ -152,18 +152,18 @@ class Nursery:
         code = self._process.wait()
         for key, pid in list(self._pids.items()):
             if pid is None:
-                self._gone(key, code or LOST)
+                self._record_exit(key, code or UNKNOWN_EXIT_CODE)
             elif key not in self._watched.values():
                 self.adopt(key, pid)
 
-    def gone(self, keys: Sequence[str]) -> dict[str, int]:
+    def pop_exit_codes(self, keys: Sequence[str]) -> dict[str, int]:
         """Exit codes of those that ended since the last call."""
-        return {key: self._exits.pop(key) for key in keys if key in self._exits}
+        return {key: self._exit_codes.pop(key) for key in keys if key in self._exit_codes}
 
     def pid(self, key: str) -> int | None:
         """Once it is born."""
         while self._pids.get(key, 0) is None:
-            self.listen(1.0)
+            self.poll(1.0)
         return self._pids.get(key)
 
     def close(self) -> None:
@@ -171,13 +171,13 @@ class Nursery:
         for key in list(self._pids):
             self.kill(key)
         while self._pids:
-            self.listen(1.0)
+            self.poll(1.0)
         if self._control is not None:
             self._control.close()
         self._process.wait()
         self._selector.close()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -186,7 +186,7 @@ class Nursery:
         self.close()
 
 
-def received(control: socket.socket, flags: int = 0) -> bytes:
+def receive_or_empty(control: socket.socket, flags: int = 0) -> bytes:
     """What the other end said; nothing if it is gone, also when it left something unread."""
     try:
         return control.recv(65536, flags)
@@ -199,12 +199,12 @@ class LocalEngine:
     alone, which then asks the workers to leave."""
 
     def __init__(
-        self, nursery: Nursery, *, name: str, logs: Path, environment: Mapping[str, str] | None = None
+        self, fork_server: ForkServer, *, name: str, logs: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._name = name
         self._logs = logs
-        self._environment = nursery.environment if environment is None else dict(environment)
+        self._environment = fork_server.environment if environment is None else dict(environment)
         self._seats: dict[str, int] = {}
 
     def start(self, seats: Sequence[Seat], entry: str, arguments: Sequence[str]) -> None:
@@ -212,7 +212,7 @@ class LocalEngine:
         for seat in seats:
             key = f"{self._name}#{seat.number}"
             self._seats[key] = seat.number
-            self._nursery.start(
+            self._fork_server.start(
                 key,
                 entry,
                 ["--seat", str(seat.number), *arguments],
@@ -224,11 +224,11 @@ class LocalEngine:
         """A process that an earlier driver left behind sits in this seat."""
         key = f"{self._name}#{seat}"
         self._seats[key] = seat
-        self._nursery.adopt(key, pid)
+        self._fork_server.adopt(key, pid)
 
     def fileno(self) -> int:
         """For select(): readable when `poll` may have something."""
-        return self._nursery.fileno()
+        return self._fork_server.fileno()
 
     @property
     def seats(self) -> list[int]:
@@ -236,13 +236,16 @@ class LocalEngine:
         return sorted(self._seats.values())
 
     def poll(self, timeout_s: float) -> list[Exit]:
-        self._nursery.listen(timeout_s)
-        return [Exit(self._seats.pop(key), code) for key, code in self._nursery.gone(list(self._seats)).items()]
+        self._fork_server.poll(timeout_s)
+        return [
+            Exit(self._seats.pop(key), code)
+            for key, code in self._fork_server.pop_exit_codes(list(self._seats)).items()
+        ]
 
     def stop(self, seats: Sequence[int]) -> None:
         for key, number in self._seats.items():
             if number in seats:
-                self._nursery.kill(key)
+                self._fork_server.kill(key)
 
     def close(self) -> None:
         self.stop(list(self._seats.values()))
@@ -251,4 +254,4 @@ class LocalEngine:
 
     def pid(self, seat: int) -> int | None:
         """The process in a seat."""
-        return self._nursery.pid(f"{self._name}#{seat}")
+        return self._fork_server.pid(f"{self._name}#{seat}")

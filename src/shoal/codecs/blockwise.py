@@ -1,0 +1,112 @@
+"""Codecs that treat their values piece by piece, each piece small enough to stay in a core's cache.
+
+That is what makes several passes over the values about as cheap as one, and keeps scratch memory small.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.codecs.codec import check_decode, check_encode, shares_memory
+from shoal.codecs.scratch import ScratchBuffers
+
+PIECE = 1 << 18  # measured: with half of it, starting kernels costs more than caches save
+ACCELERATOR_PIECE = 1 << 24  # accelerators want few and large kernels
+
+
+class BlockwiseCodec(ABC):
+    """The walk over the pieces. What is lost is found by reading back what was written."""
+
+    exact = False
+    needs_residual = False
+    adds_residual = True
+    alignment = 1  # no piece but the last ends within so many values
+
+    def __init__(self, scratch: ScratchBuffers) -> None:
+        self._scratch = scratch
+
+    @abstractmethod
+    def size_bytes(self, count: int) -> int: ...
+
+    @abstractmethod
+    def _sections(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
+        """The parts of the encoded bytes, each as what it holds."""
+
+    @abstractmethod
+    def _encode_piece(self, values: Tensor, sections: tuple[Tensor, ...], start: int) -> None:
+        """Encode the piece that begins at value number `start`."""
+
+    @abstractmethod
+    def _decode_piece(self, sections: tuple[Tensor, ...], start: int, out: Tensor) -> None:
+        """Decode the piece that begins at value number `start`."""
+
+    def _decode_last_piece(self, sections: tuple[Tensor, ...], start: int, out: Tensor) -> None:
+        """Decode the piece that was written just now: the same bits."""
+        self._decode_piece(sections, start, out)
+
+    def residual_floats(self, count: int) -> int:
+        return count
+
+    def encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        *,
+        residual_in: Tensor | None = None,
+        residual_out: Tensor | None = None,
+        decoded: Tensor | None = None,
+    ) -> None:
+        count = check_encode(self, values, out, residual_in, residual_out, decoded)
+        if not self.residual_floats(count):
+            residual_in = residual_out = None
+        in_residual = residual_out is not None and shares_memory(values, residual_out)
+        sections = self._sections(out, count)
+        for start, stop in self._pieces(count, values.device):
+            piece = values[start:stop]
+            if residual_out is not None and not in_residual:
+                left = residual_out[start:stop]
+                piece = (
+                    left.copy_(piece) if residual_in is None else torch.add(piece, residual_in[start:stop], out=left)
+                )
+            self._encode_piece(piece, sections, start)
+            if residual_out is not None or decoded is not None:
+                room = self._float_buffer(piece) if decoded is None else decoded[start:stop]
+                self._decode_last_piece(sections, start, room)
+                if residual_out is not None:
+                    piece.sub_(room)
+
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        count = check_decode(self, data, out)
+        sections = self._sections(data, count)
+        for start, stop in self._pieces(count, out.device):
+            piece = out[start:stop]
+            if not add:
+                self._decode_piece(sections, start, piece)
+                continue
+            decoded = self._float_buffer(piece)
+            self._decode_piece(sections, start, decoded)
+            piece.add_(decoded)
+
+    def _pieces(self, count: int, device: torch.device) -> Iterable[tuple[int, int]]:
+        return pieces(count, self.alignment, device)
+
+    def _float_buffer(self, like: Tensor) -> Tensor:
+        return self._scratch.get("piece", like.numel(), torch.float32, like.device)
+
+    def _block_rows(self, piece: Tensor) -> Tensor:
+        """One row per block. What is left at the end is a piece of its own and one shorter row."""
+        return piece.view(-1, min(self.alignment, piece.numel()))
+
+
+def pieces(count: int, alignment: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Where pieces of whole blocks of this width begin and end; the last may be the rest, less than a block."""
+    most = PIECE if device.type == "cpu" else ACCELERATOR_PIECE
+    step = max(most // alignment, 1) * alignment
+    whole = count // alignment * alignment
+    yield from ((start, min(start + step, whole)) for start in range(0, whole, step))
+    if whole < count:
+        yield whole, count

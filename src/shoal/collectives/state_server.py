@@ -1,0 +1,118 @@
+"""Peers read this worker's state out of its memory while its main thread stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from shoal.checkpoint.state_format import receive_state, send_state
+from shoal.checkpoint.state_tree import State
+from shoal.net.handshake import LinkError
+from shoal.spec.view import Address
+
+MAX_WAIT_S = 10.0
+
+
+class Connect(Protocol):
+    """Connects to a peer's endpoint and greets it; LinkError if that fails."""
+
+    def __call__(self, address: Address, token: str, *, purpose: str, seat: int, view: int) -> socket.socket: ...
+
+
+class StateServer:
+    """`open` and `close` belong to the main thread, `serve` to one thread per caller.
+
+    Between the two the state does not change; before `open` and after `close` nobody reads it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._view = 0  # the newest that the door was opened for
+        self._state: Callable[[], State] | None = None
+        self._readers: set[socket.socket] = set()
+        self.served_bytes = 0
+
+    def open(self, view: int, state: Callable[[], State]) -> None:
+        """Serve the callers of this view, those who wait already too. `state()` is called in their threads.
+
+        A door that is open is closed first.
+        """
+        self.close()
+        with self._changed:
+            self._view, self._state = view, state
+            self._changed.notify_all()
+
+    def close(self, *, timeout_s: float = 0.0) -> None:
+        """Return when nobody reads any more; those who still do when the patience is over are cut off."""
+        with self._changed:
+            self._state = None
+            self._changed.wait_for(lambda: not self._readers, timeout=timeout_s)
+            for sock in self._readers:
+                _shut_down(sock)
+            self._changed.wait_for(lambda: not self._readers)
+
+    def serve(self, sock: socket.socket, hello: Mapping[str, Any]) -> None:
+        """Wait until the door is open for the caller's view, send the state, close the socket.
+
+        A caller of an older view, or who waited too long, gets a closed socket. LinkError if `hello` names no view.
+        """
+        with sock:
+            view = hello.get("view")
+            if type(view) is not int:
+                raise LinkError(f"a caller of view {view!r}")
+            state = self._admit(sock, view)
+            if state is None:
+                return
+            try:
+                with contextlib.suppress(LinkError):  # the caller is gone, or was cut off
+                    self._count_bytes(send_state(sock, state()))
+            finally:
+                self._remove_reader(sock)
+
+    def _admit(self, sock: socket.socket, view: int) -> Callable[[], State] | None:
+        def decided() -> bool:
+            return view < self._view or (view == self._view and self._state is not None)
+
+        with self._changed:
+            if not self._changed.wait_for(decided, timeout=MAX_WAIT_S) or view < self._view:
+                return None
+            self._readers.add(sock)
+            return self._state
+
+    def _count_bytes(self, sent_bytes: int) -> None:
+        with self._changed:
+            self.served_bytes += sent_bytes
+
+    def _remove_reader(self, sock: socket.socket) -> None:
+        """Before the socket is closed: its number may then belong to somebody whom `close` must not cut off."""
+        with self._changed:
+            self._readers.discard(sock)
+            self._changed.notify_all()
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def fetch_state(
+    address: Address,
+    token: str,
+    *,
+    seat: int,
+    view: int,
+    max_bytes: int,
+    connect: Connect,
+    on_connect: Callable[[socket.socket], None] | None = None,
+) -> State:
+    """The state of the peer at an address; LinkError if it cannot be had.
+
+    `opened` is given the socket: another thread that shuts it down ends the wait at once.
+    """
+    with connect(address, token, purpose="state", seat=seat, view=view) as sock:
+        if on_connect is not None:
+            on_connect(sock)
+        return receive_state(sock, max_bytes=max_bytes)

@@ -1,0 +1,89 @@
+"""Randomness that belongs to a batch: whoever makes it, in whatever order, draws the same numbers."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.data.batch import Batch
+from shoal.errors import ShoalError, error
+from shoal.spec.resolve import user_line
+
+
+@contextmanager
+def seeded_rng(seed: int) -> Iterator[None]:
+    """Inside, the global generators of torch, numpy and random start from this number; then as before.
+
+    Only for the one thread that computes: the generators belong to the process.
+    """
+    before = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Inside, torch computes with one thread. The setting is the process's: not for side threads."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Augment:
+    """The user's function: with a generator of its own if it takes one, else on seeded global generators."""
+
+    function: Callable[..., Batch]
+    takes_generator: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Batch]) -> Augment:
+        return cls(function, _takes_generator(function))
+
+    def __call__(self, batch: Batch, seed: int) -> Batch:
+        if self.takes_generator:
+            generator = torch.Generator().manual_seed(seed)
+            return apply_user_function(lambda b: self.function(b, generator=generator), batch, "augment")
+        with seeded_rng(seed):
+            return apply_user_function(self.function, batch, "augment")
+
+
+def apply_user_function(function: Callable[[Batch], Any], batch: Batch, role: str) -> Batch:
+    """What the user's function makes of a batch; its failures as errors at its own line."""
+    try:
+        made = function(batch)
+    except ShoalError:
+        raise
+    except Exception as failure:
+        message = f"{role}: {type(failure).__name__}: {failure}"
+        raise error("SH311", message, where=user_line(failure)) from failure
+    if not isinstance(made, Batch):
+        raise error("SH311", f"{role} gave a {type(made).__name__}", fix="Return a shoal.data.batch.Batch.")
+    return made
+
+
+def _takes_generator(function: Callable[..., Any]) -> bool:
+    try:
+        return "generator" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C, without a signature
+        return False

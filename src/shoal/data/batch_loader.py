@@ -1,0 +1,124 @@
+"""What the training loop asks: the batch of a lane at a step, loaded ahead where that helps.
+
+A batch is a pure function of (seed, step, lane). Threads, processes and the order of requests change when it
+is made, never what it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+
+from shoal.data.augment_rng import Augment
+from shoal.data.batch import Batch
+from shoal.data.prefetch import BatchBuilder, BlockPrefetcher, Prefetcher, Sampler, make_prefetcher
+from shoal.data.source import DataSource, Ids
+from shoal.spec.data import LoaderConfig
+from shoal.spec.seeds import AUGMENT, EVALUATION
+
+
+class BatchLoader:
+    """The batches of a run. Belongs to the training thread; carries all lanes until it is told otherwise."""
+
+    def __init__(
+        self,
+        source: DataSource,
+        sampler: Sampler,
+        *,
+        seed: int,
+        lanes: int,
+        augment: Callable[..., Batch] | None = None,
+        transform: Callable[[Batch], Batch] | None = None,
+        loader: LoaderConfig | None = None,
+    ) -> None:
+        loader = loader or LoaderConfig()
+        builder = BatchBuilder(source, seed, AUGMENT, transform, Augment.of(augment) if augment else None)
+        self._build = builder.build
+        self._sampler = sampler
+        self._prefetcher = make_prefetcher(builder, loader)
+        blocks = source.blocks is not None and sampler.window_steps > 0 and self._prefetcher is None
+        self._block_prefetcher = BlockPrefetcher(source, sampler) if blocks and loader.workers == "auto" else None
+        self._prefetch_steps = loader.prefetch
+        self._lanes: Sequence[int] = range(lanes)
+        self._submitted_until = dict.fromkeys(self._lanes, 0)
+
+    def set_lanes(self, lanes: Sequence[int], step: int) -> None:
+        """From this step on these lanes are mine: load ahead in the order in which I shall ask."""
+        self._lanes = tuple(lanes)
+        self._submitted_until = dict.fromkeys(self._lanes, step)
+        if self._block_prefetcher:
+            self._block_prefetcher.start_at(step)
+        if self._prefetcher:
+            self._prefetcher.cancel()
+            for ahead in range(step, step + self._prefetch_steps + 1):
+                for lane in self._lanes:
+                    self._submit(lane, ahead)
+
+    def get(self, step: int, lane: int) -> Batch | None:
+        """The batch of a lane, None if it has no samples at this step. Any order of requests is right."""
+        if self._prefetcher:
+            self._advance(lane, step)
+            batch = self._prefetcher.result((step, lane))
+            if batch is not None:
+                return batch
+        if self._block_prefetcher:
+            self._block_prefetcher.prefetch(step, self._lanes)
+        ids = self._sampler.ids(step, lane)
+        return self._build((step, lane), ids) if len(ids) else None
+
+    def close(self) -> None:
+        for helper in (self._prefetcher, self._block_prefetcher):
+            if helper:
+                helper.close()
+
+    def _advance(self, lane: int, step: int) -> None:
+        """Each lane by itself: one may be asked for many steps before the next is."""
+        assert self._prefetcher
+        if lane in self._submitted_until and self._submitted_until[lane] <= step + self._prefetch_steps:
+            self._prefetcher.cancel(lane, before=step)
+            for ahead in range(max(step, self._submitted_until[lane]), step + self._prefetch_steps + 1):
+                self._submit(lane, ahead)
+
+    def _submit(self, lane: int, step: int) -> None:
+        assert self._prefetcher
+        ids = self._sampler.ids(step, lane)
+        if len(ids):
+            self._prefetcher.submit((step, lane), ids)
+        self._submitted_until[lane] = step + 1
+
+
+def evaluation_batches(
+    source: DataSource,
+    ids: Ids,
+    *,
+    chunk_size: int,
+    chunks: Iterable[int],
+    transform: Callable[[Batch], Batch] | None = None,
+    loader: LoaderConfig | None = None,
+    seed: int = 0,
+) -> Iterator[tuple[int, Batch]]:
+    """These chunks of the samples, with their numbers: chunk c is ids[c·chunk : (c+1)·chunk]."""
+    loader = loader or LoaderConfig()
+    builder = BatchBuilder(source, seed, EVALUATION, transform)
+    prefetcher = make_prefetcher(builder, loader)
+    wanted = ((c, ids[c * chunk_size : (c + 1) * chunk_size]) for c in chunks if c * chunk_size < len(ids))
+    if prefetcher is None:
+        yield from ((c, builder.build((c,), part)) for c, part in wanted)
+        return
+    with closing(prefetcher):
+        submitted: deque[int] = deque()
+        for c, part in wanted:
+            prefetcher.submit((c,), part)
+            submitted.append(c)
+            if len(submitted) > loader.prefetch:
+                yield _next_result(prefetcher, submitted)
+        while submitted:
+            yield _next_result(prefetcher, submitted)
+
+
+def _next_result(prefetcher: Prefetcher, submitted: deque[int]) -> tuple[int, Batch]:
+    c = submitted.popleft()
+    batch = prefetcher.result((c,))
+    assert batch is not None
+    return c, batch

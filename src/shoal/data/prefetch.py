@@ -1,0 +1,154 @@
+"""How a batch is made, and where: when it is needed, or ahead of that in a thread or in loader processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.data.augment_rng import Augment, apply_user_function, seeded_rng, single_threaded
+from shoal.data.batch import Batch
+from shoal.data.loader_processes import BatchKey, BuildBatch, LoaderPool
+from shoal.data.source import DataSource, Ids
+from shoal.spec.data import LoaderConfig
+from shoal.spec.seeds import derive_seed
+
+_MAX_AUTO_PROCESSES = 2
+_LOAD, _AUGMENT = 0, 1
+
+
+class Sampler(Protocol):
+    """What a feed wants of a dealer."""
+
+    window_steps: int
+
+    def ids(self, step: int, lane: int) -> Ids: ...
+
+
+@dataclass(frozen=True)
+class BatchBuilder:
+    """From sample ids to a batch. The key (step and lane, or chunk) is the only source of chance.
+
+    Code of the user's runs with one thread wherever it runs: with more, sums could come out in another order.
+    """
+
+    source: DataSource
+    seed: int
+    purpose: int
+    transform: Callable[[Batch], Batch] | None = None
+    augment: Augment | None = None
+
+    def build(self, key: BatchKey, ids: Ids) -> Batch:
+        batch = self.load(key, ids)
+        return self.apply_transforms(key, batch) if self.transform or self.augment else batch
+
+    def load(self, key: BatchKey, ids: Ids) -> Batch:
+        if not self.source.per_sample:
+            return self.source.take(ids)
+        with single_threaded(), seeded_rng(derive_seed(self.seed, self.purpose, _LOAD, *key)):
+            return self.source.take(ids)
+
+    def apply_transforms(self, key: BatchKey, batch: Batch) -> Batch:
+        with single_threaded():
+            if self.transform is not None:
+                batch = apply_user_function(self.transform, batch, "transform")
+            if self.augment is not None:
+                batch = self.augment(batch, derive_seed(self.seed, self.purpose, _AUGMENT, *key))
+        return batch
+
+
+class Prefetcher:
+    """Batches asked for before they are needed. Belongs to the thread that asks.
+
+    `start` runs beside that thread (`workers` of them at once), `finish` in it.
+    """
+
+    def __init__(
+        self,
+        load: BuildBatch,
+        finish: Callable[[BatchKey, Batch], Batch] | None,
+        *,
+        workers: int,
+        loader_pool: LoaderPool | None,
+    ) -> None:
+        self._load = load
+        self._finish = finish
+        self._loader_pool = loader_pool
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="load")
+        self._pending: dict[BatchKey, Future[Batch]] = {}
+
+    def submit(self, key: BatchKey, ids: Ids) -> None:
+        self._pending[key] = self._threads.submit(self._load, key, ids)
+
+    def result(self, key: BatchKey) -> Batch | None:
+        """The batch, None if it was not asked for."""
+        future = self._pending.pop(key, None)
+        if future is None:
+            return None
+        batch = future.result()
+        return batch if self._finish is None else self._finish(key, batch)
+
+    def cancel(self, lane: int | None = None, *, before: int = 0) -> None:
+        """Drop what is not wanted any more: everything, or of a lane what belongs to steps before this one."""
+        for key in [key for key in self._pending if lane is None or (key[0] < before and key[1] == lane)]:
+            self._pending.pop(key).cancel()
+
+    def close(self) -> None:
+        self.cancel()
+        if self._loader_pool:
+            self._loader_pool.close()
+        self._threads.shutdown()
+
+
+class BlockPrefetcher:
+    """Looks one window of steps ahead and has the storage blocks that will be needed there decoded, in a thread."""
+
+    STRIDE = 8
+
+    def __init__(self, source: DataSource, sampler: Sampler) -> None:
+        self._source = source
+        self._sampler = copy.copy(sampler)  # its pages are far from those that training reads
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout")
+        self._in_flight: Future[None] | None = None
+        self._next_step = 0
+
+    def prefetch(self, step: int, lanes: Sequence[int]) -> None:
+        """Called at every step; does something at few of them."""
+        if step < self._next_step or (self._in_flight and not self._in_flight.done()):
+            return
+        self._next_step = step + self.STRIDE
+        self._in_flight = self._thread.submit(self._warm, step + self._sampler.window_steps, tuple(lanes))
+
+    def _warm(self, step: int, lanes: Sequence[int]) -> None:
+        for lane in lanes:
+            self._source.warm(self._sampler.ids(step, lane))
+
+    def start_at(self, step: int) -> None:
+        self._next_step = step
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def make_prefetcher(builder: BatchBuilder, loader: LoaderConfig) -> Prefetcher | None:
+    """None where batches are best made when they are needed."""
+    processes = _process_count(builder.source, loader)
+    if processes:
+        loader_pool = LoaderPool(processes, builder.build)
+        return Prefetcher(loader_pool, None, workers=processes, loader_pool=loader_pool)
+    source = builder.source
+    if loader.workers == "auto" and not source.in_memory and not source.per_sample and source.blocks is None:
+        # Reading and decoding let go of Python's lock. The user's functions stay in the asking thread: they
+        # may draw from the global generators, and torch's number of threads is the whole process's.
+        return Prefetcher(builder.load, builder.apply_transforms, workers=1, loader_pool=None)
+    return None
+
+
+def _process_count(source: DataSource, loader: LoaderConfig) -> int:
+    if loader.workers != "auto":
+        return loader.workers
+    spare = len(os.sched_getaffinity(0)) - 1
+    return min(_MAX_AUTO_PROCESSES, spare) if source.per_sample else 0

@@ -1,0 +1,215 @@
+"""The dealers: every sample exactly once per epoch, and each at a place that step and lane alone decide."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.permutation import BlockShuffle, Ids, IndexOrder, Permutation, block_edges
+from shoal.data.sample_hash import Hashes
+from shoal.spec.data import ShuffledSamplerConfig
+from shoal.spec.seeds import derive_seed
+
+PAGE_SAMPLES = 1 << 16
+MAX_STEPS_PER_PAGE = 512
+
+
+class EpochShuffle:
+    """The order of some samples in each epoch."""
+
+    def __init__(self, ids: Ids, *, spec: ShuffledSamplerConfig, blocks: Ids | None, key: int) -> None:
+        in_blocks = spec.shuffle and blocks is not None
+        self._ids = np.sort(ids) if in_blocks else ids
+        self._edges = block_edges(self._ids, blocks) if in_blocks and blocks is not None else None
+        self._spec = spec
+        self._key = key
+        blocks_used = len(self._edges) - 1 if self._edges is not None else 0
+        self.window_samples = len(ids) * spec.open_blocks // blocks_used if blocks_used else 0
+        """About how many samples are shuffled together where storage comes in blocks; 0 where all are."""
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """The samples at positions start..stop-1 of an epoch."""
+        if not self._spec.shuffle:
+            return self._ids[start:stop]
+        return self._ids[self._permutation(epoch)(np.arange(start, min(stop, len(self._ids))))]
+
+    def _permutation(self, epoch: int) -> IndexOrder:
+        key = derive_seed(self._key, epoch)
+        if self._edges is not None:
+            return BlockShuffle(self._edges, open_blocks=self._spec.open_blocks, key=key)
+        return Permutation(len(self._ids), key)
+
+
+class LaneSampler(ABC):
+    """Deals every sample exactly once per epoch, in batches of `batch_size`, each parted among the lanes.
+
+    Steps count from 0 over the whole run. Any step may be asked for at any time, from any thread; steps that
+    follow each other are cheap, since some hundred steps (a page) are computed together and kept.
+    """
+
+    def __init__(self, n: int, *, lanes: int, batch_size: int, drop_last: bool) -> None:
+        self.lanes = lanes
+        self.batch_size = batch_size
+        self.samples_per_epoch = n - n % batch_size if drop_last else n
+        self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
+        self._steps_per_page = max(1, min(PAGE_SAMPLES // batch_size, MAX_STEPS_PER_PAGE))
+        self._pages: dict[tuple[int, int], list[NDArray[Any]]] = {}
+        self.window_steps = 0
+        """For how many steps samples come from the same few storage blocks; 0 if they come from anywhere."""
+
+    def ids(self, step: int, lane: int) -> Ids:
+        """The samples of a lane at a step; the array is the caller's own."""
+        epoch, step = divmod(step, self.steps_per_epoch)
+        number, row = divmod(step, self._steps_per_page)
+        page = self._pages.get((epoch, number))
+        if page is None:
+            page = self._load_page(epoch, number)
+        return self._lane_ids(page, row, lane)
+
+    def batch_samples(self, step: int) -> int:
+        """How many samples all lanes together have at a step."""
+        start = step % self.steps_per_epoch * self.batch_size
+        return min(self.batch_size, self.samples_per_epoch - start)
+
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before this one have."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        return epochs * self.samples_per_epoch + steps * self.batch_size
+
+    def _load_page(self, epoch: int, number: int) -> list[NDArray[Any]]:
+        start = number * self._steps_per_page
+        page = self._compute_page(epoch, start, min(start + self._steps_per_page, self.steps_per_epoch))
+        # One assignment: no thread sees half a change. The page before stays for whoever is behind.
+        self._pages = {**dict(list(self._pages.items())[-1:]), (epoch, number): page}
+        return page
+
+    @abstractmethod
+    def _compute_page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
+        """What `_pick` needs for the steps first..last-1 of an epoch."""
+
+    @abstractmethod
+    def _lane_ids(self, page: list[NDArray[Any]], row: int, lane: int) -> Ids:
+        """The samples of a lane at a step of the page."""
+
+
+class RandomLaneSampler(LaneSampler):
+    """Each batch in contiguous parts; the first lanes have one sample more where it is not even."""
+
+    def __init__(self, shuffle: EpochShuffle, *, lanes: int, batch_size: int, drop_last: bool) -> None:
+        super().__init__(len(shuffle), lanes=lanes, batch_size=batch_size, drop_last=drop_last)
+        self._shuffle = shuffle
+        self.window_steps = -(-shuffle.window_samples // batch_size)
+
+    def _compute_page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
+        return [self._batches(epoch, first, last)]
+
+    def _batches(self, epoch: int, first: int, last: int) -> Ids:
+        stop = min(last * self.batch_size, self.samples_per_epoch)
+        return self._shuffle.ids(epoch, first * self.batch_size, stop)
+
+    def _lane_ids(self, page: list[NDArray[Any]], row: int, lane: int) -> Ids:
+        start = row * self.batch_size
+        size = min(self.batch_size, len(page[0]) - start)
+        share, extra = divmod(size, self.lanes)
+        start += lane * share + min(lane, extra)
+        return page[0][start : start + share + (lane < extra)].copy()
+
+
+class BalancedLaneSampler(RandomLaneSampler):
+    """Each batch parted so that the lanes' costs are about the same.
+
+    The costliest sample left goes to the lane that has least (Graham's LPT: at most 4/3 of the best).
+    """
+
+    def __init__(self, shuffle: EpochShuffle, *, costs: NDArray[np.float64], lanes: int, batch_size: int,
+                 drop_last: bool) -> None:  # fmt: skip
+        super().__init__(shuffle, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
+        # A sample of no cost still counts a little: otherwise all of them would go to one lane.
+        self._costs = np.maximum(costs, costs.max() * 2.0**-20 or 1.0)
+
+    def _compute_page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
+        ids = self._batches(epoch, first, last)
+        costs = np.full((last - first) * self.batch_size, -1.0)
+        costs[: len(ids)] = self._costs[ids]
+        lanes = assign_longest_first(costs.reshape(last - first, self.batch_size), self.lanes).reshape(-1)
+        return [ids, lanes[: len(ids)]]
+
+    def _lane_ids(self, page: list[NDArray[Any]], row: int, lane: int) -> Ids:
+        here = slice(row * self.batch_size, (row + 1) * self.batch_size)
+        batch: Ids = page[0][here]
+        mine: Ids = batch[page[1][here] == lane]
+        return mine
+
+
+def assign_longest_first(costs: NDArray[np.float64], lanes: int) -> NDArray[np.intp]:
+    """The lane of each cost, for every row on its own; ties go to the first sample and the lowest lane.
+
+    Costs below zero are no samples: they come last, so their lanes mean nothing and disturb nothing.
+    """
+    rows = np.arange(len(costs))
+    order = np.argsort(-costs, axis=1, kind="stable")
+    loads = np.zeros((len(costs), lanes))
+    out = np.empty(costs.shape, dtype=np.intp)
+    for column in order.T:
+        lane = loads.argmin(axis=1)
+        loads[rows, lane] += costs[rows, column]
+        out[rows, column] = lane
+    return out
+
+
+class HashLaneSampler(LaneSampler):
+    """Each lane has samples of its own, and in every batch a share of them in proportion.
+
+    The lanes' samples are merged so that any beginning of the merged order holds about the same part of every
+    lane (sample j of n stands at (j + 1/2) / n); batches are cut from that.
+    """
+
+    def __init__(self, shuffles: list[EpochShuffle], *, batch_size: int, drop_last: bool) -> None:
+        sizes = [len(shuffle) for shuffle in shuffles]
+        super().__init__(sum(sizes), lanes=len(shuffles), batch_size=batch_size, drop_last=drop_last)
+        self._shuffles = shuffles
+        self._offsets = self._lane_offsets(sizes)
+
+    def _lane_offsets(self, sizes: list[int]) -> Ids:
+        """How many samples each lane has had before each step; steps + 1 rows."""
+        places = np.concatenate([(np.arange(size) + 0.5) / max(size, 1) for size in sizes])
+        lane = np.repeat(np.arange(self.lanes), sizes)[np.argsort(places, kind="stable")]
+        lane = lane[: self.samples_per_epoch]
+        cell = np.arange(len(lane)) // self.batch_size * self.lanes + lane
+        counts = np.bincount(cell, minlength=self.steps_per_epoch * self.lanes)
+        offsets = np.zeros((self.steps_per_epoch + 1, self.lanes), dtype=np.int64)
+        np.cumsum(counts.reshape(-1, self.lanes), axis=0, out=offsets[1:])
+        return offsets
+
+    def _compute_page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
+        spans = zip(self._shuffles, self._offsets[first], self._offsets[last], strict=True)
+        samples = [shuffle.ids(epoch, int(start), int(stop)) for shuffle, start, stop in spans]
+        return [self._offsets[first : last + 1] - self._offsets[first], *samples]
+
+    def _lane_ids(self, page: list[NDArray[Any]], row: int, lane: int) -> Ids:
+        offsets = page[0]
+        return page[lane + 1][offsets[row, lane] : offsets[row + 1, lane]].copy()
+
+
+def jump_hash(keys: Hashes, lanes: int) -> NDArray[np.int64]:
+    """The lane of each key, by jump consistent hashing (Lamping and Veach).
+
+    The n-th lane takes 1/n of the keys of each lane before; no other key moves.
+    """
+    state = keys.copy()
+    lane = np.zeros(len(keys), dtype=np.int64)
+    there = np.zeros(len(keys), dtype=np.int64)
+    moving = np.arange(len(keys))
+    while moving.size:
+        lane[moving] = there[moving]
+        state[moving] = state[moving] * np.uint64(2862933555777941757) + np.uint64(1)
+        roll = ((state[moving] >> np.uint64(33)) + np.uint64(1)).astype(np.float64)
+        there[moving] = ((lane[moving] + 1) * (2.0**31 / roll)).astype(np.int64)
+        moving = moving[there[moving] < lanes]
+    return lane

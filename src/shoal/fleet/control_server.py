@@ -1,0 +1,136 @@
+"""The driver's end of the control channel: who calls, what they say, and views and tables on their way down.
+
+Rows of JSON over TCP, after a handshake in which both sides prove that they know the run's token.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import error
+from shoal.fleet.connection_thread import ConnectionThread
+from shoal.net.listener import AuthenticatedListener
+from shoal.net.messages import JsonMessage, decode_object, encode_message
+from shoal.net.wakeup import Wakeup
+from shoal.spec.chunk_table import ChunkTable
+from shoal.spec.view import View
+
+MAX_INBOX_BYTES = 64 << 20
+_MESSAGE_OVERHEAD_BYTES = 256
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """What came up from a caller. The first `kind` is "here" with the hello, the last, exactly once, "lost"; a number
+    is never used again."""
+
+    connection: int
+    kind: str
+    fields: dict[str, Any]
+
+
+class ControlServer:
+    """Made and used by one thread, the driver's; none of its methods but `close` waits for anybody. A thread of its
+    own talks to the callers meanwhile, so that they know that the driver lives when it is busy."""
+
+    def __init__(self, token: str, *, listen: str = "127.0.0.1", port: int = 0) -> None:
+        """If somebody else has the port, another is taken: look at `port`."""
+        listener = _listening_socket(listen, port)
+        self.host: str
+        self.port: int
+        self.host, self.port = listener.getsockname()[:2]
+        self._open_connections: set[int] = set()
+        self._inbox: deque[tuple[int, JsonMessage]] = deque()
+        self._received_bytes = 0  # counted by the board's thread
+        self._consumed_bytes = 0  # counted by the driver's
+        self._inbox_ready = Wakeup()
+        self._connection_thread = ConnectionThread(on_message=self._on_message, inbox_full=self._inbox_full)
+        self._listener = AuthenticatedListener([listener], token, self._on_connect)
+
+    @property
+    def refused(self) -> int:
+        """Strangers, and callers that broke the language."""
+        return self._listener.refused + self._connection_thread.protocol_errors
+
+    def fileno(self) -> int:
+        """For select(): readable when there is something to take."""
+        return self._inbox_ready.fileno()
+
+    def receive(self) -> list[ControlMessage]:
+        self._inbox_ready.clear()
+        was_full = self._inbox_full()
+        found = []
+        while self._inbox:
+            number, row = self._inbox.popleft()
+            self._consumed_bytes += row.size_bytes + _MESSAGE_OVERHEAD_BYTES
+            if row.kind == "here":
+                self._open_connections.add(number)
+            if number in self._open_connections:
+                found.append(ControlMessage(number, row.kind, row.fields))
+            if row.kind == "lost":
+                self._open_connections.discard(number)
+        if was_full:
+            self._connection_thread.resume_reading()
+        return found
+
+    def send(self, connection: int, /, kind: str, **fields: Any) -> None:
+        """To a caller that is gone: nothing happens. One that does not read what it is sent is lost after a while."""
+        self._connection_thread.send([connection], encode_message(kind, fields))
+
+    def publish_view(self, view: View, connections: Iterable[int]) -> None:
+        self._connection_thread.send(connections, encode_message("view", {"view": view.model_dump(mode="json")}))
+
+    def publish_chunk_table(self, table: ChunkTable, connections: Iterable[int]) -> None:
+        self._connection_thread.send(connections, encode_message("table", {"table": table.model_dump(mode="json")}))
+
+    def silence_s(self, connection: int) -> float:
+        """Seconds since this caller was last heard, counting only those in which we listened; infinite if gone."""
+        return self._connection_thread.silence_s(connection)
+
+    def drop(self, connection: int) -> None:
+        """Close it; nothing more is told of it, not even that it is lost."""
+        self._open_connections.discard(connection)
+        self._connection_thread.drop(connection)
+
+    def close(self) -> None:
+        """What was sent goes out first; callers that do not read are given a second."""
+        self._listener.close()
+        self._connection_thread.close()
+        self._inbox_ready.close()
+
+    def _on_connect(self, sock: socket.socket, hello: bytes) -> None:
+        self._connection_thread.add(sock, decode_object(hello), len(hello))
+
+    def _on_message(self, number: int, message: JsonMessage) -> None:
+        self._received_bytes += message.size_bytes + _MESSAGE_OVERHEAD_BYTES
+        self._inbox.append((number, message))
+        self._inbox_ready.notify()
+
+    def _inbox_full(self) -> bool:
+        return self._received_bytes - self._consumed_bytes > MAX_INBOX_BYTES
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        try:
+            return _bind(family, (address[0], port, *address[2:]))
+        except OSError as failure:
+            if failure.errno != errno.EADDRINUSE or not port:
+                raise
+            return _bind(family, address)
+    except (OSError, OverflowError, UnicodeError) as failure:
+        raise error("SH611", f"cannot listen on {host} port {port}: {failure}") from failure
+
+
+def _bind(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket:
+    """SO_REUSEADDR is set: a driver that starts again gets its port back at once."""
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)

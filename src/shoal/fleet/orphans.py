@@ -1,0 +1,43 @@
+"""Processes of a run that outlived their driver, found by the locks that they hold."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Role, Seat
+
+_LOCK = re.compile(r"\.seat-(\d+)\.(worker|server)\.lock")
+
+
+@dataclass(frozen=True)
+class Orphan:
+    seat: Seat
+    pid: int
+
+
+def find_orphans(paths: RunPaths) -> list[Orphan]:
+    """Those who still live, by their seats. The locks of those who do not are removed."""
+    found = []
+    for file in paths.root.glob(".seat-*.lock"):
+        named = _LOCK.fullmatch(file.name)
+        if named and (pid := _lock_holder(file)) is not None:
+            found.append(Orphan(Seat(number=int(named[1]), role=cast(Role, named[2])), pid))
+    return sorted(found, key=lambda one: one.seat.number)
+
+
+def _lock_holder(lock: Path) -> int | None:
+    try:
+        with lock.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read() or 0) or None
+        lock.unlink(missing_ok=True)  # its process is gone
+    except FileNotFoundError:
+        pass
+    return None

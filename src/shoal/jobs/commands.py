@@ -1,0 +1,224 @@
+"""What a user asks of a run from another process: one wish to its driver, one answer; then watch it come true."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from shoal.errors import ShoalError, error
+from shoal.events import Event, EventReader, RunState, replay
+from shoal.fleet.driver_address import DriverAddress, read_driver_address
+from shoal.fleet.orphans import Orphan, find_orphans
+from shoal.jobs import run_dir
+from shoal.net import tls
+from shoal.net.handshake import LinkError, TlsError, TokenError
+from shoal.net.listener import connect_host
+from shoal.net.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
+from shoal.spec.certificates import tls_contexts_for
+from shoal.spec.job import MOST_WORKERS, Job
+from shoal.spec.load import load_job
+from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Role, Seat
+
+REPLY_TIMEOUT_S = 10.0
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How things stand after a wish: how many workers and servers are wanted, who is there, and what else is worth
+    saying."""
+
+    wanted: int
+    lanes: int
+    workers: list[int]
+    stopping: str = ""
+    servers_wanted: int = 0
+    servers: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [*(f"worker-{s}" for s in self.workers), *(f"server-{s}" for s in self.servers)]
+
+
+def scale(paths: RunPaths, wanted: int | None = None, *, servers: int | None = None) -> RunStatus:
+    """Another number of workers, or of servers, or both, from now on."""
+    numbers = {who: n for who, n in (("wanted", wanted), ("servers", servers)) if n is not None}
+    if not numbers:
+        raise error("SH609", "no number of workers or servers", fix="Write shoal scale RUN 4, or --servers 2.")
+    for who, number in numbers.items():
+        if not 1 <= number <= MOST_WORKERS:
+            name = "workers" if who == "wanted" else who
+            raise error("SH609", f"{number} {name}", fix=f"Ask for 1 to {MOST_WORKERS}.")
+    job = load_job(_without_folds(paths).job, check_names=False)
+    if servers is not None and job.sync.kind != "server":
+        raise error("SH609", f"'{paths.name}' has no servers: its sync is {job.sync.kind}", where="--servers")
+    answer = _send_command(paths, "scale", **numbers)
+    return replace(answer, notes=[] if wanted is None else _scale_notes(job, wanted, answer.lanes))
+
+
+def _scale_notes(job: Job, wanted: int, lanes: int) -> list[str]:
+    notes = []
+    if wanted > lanes:
+        notes.append(f"there are {lanes} lanes: {wanted - lanes} of {wanted} workers will stand by")
+    limits = job.workers
+    if not limits.least <= wanted <= limits.most:
+        notes.append(f"the job says workers: {limits.least}..{limits.most}; this counts until the run ends")
+    return notes
+
+
+def drain(paths: RunPaths, who: str) -> tuple[Seat, RunStatus]:
+    """Let a worker or server go when others have what it holds: its seat, and how things stand. See `departure`."""
+    seat = _parse_seat(who)
+    answer = _send_command(_without_folds(paths), "drain", seat=seat.number, role=seat.role)
+    if seat.name not in answer.names:
+        names = ", ".join(answer.names) or "none"
+        raise error("SH613", f"'{paths.name}' has no {seat.name} now", where=who, fix=f"It has: {names}.")
+    return seat, answer
+
+
+def wait_for_departure(paths: RunPaths, seat: Seat) -> str:
+    """Waits until one that was asked to go has gone; how it went, or '' if the run ended first."""
+    for event in _follow_events(paths):
+        if event.kind == "left" and event.who == seat.name:
+            return f"left at step {event.step}"
+        if event.kind == "server_left" and event["server"] == seat.name:
+            return "left"
+        if event.kind == f"{seat.role}_died" and event[seat.role] == seat.name:
+            return f"died: {event['reason']}"
+    return ""
+
+
+def stop(paths: RunPaths) -> RunState:
+    """Let everybody save and leave, and wait until the run has ended: the run as it is then."""
+    if paths.folds:
+        _stop_folds(paths)
+    else:
+        _send_command(paths, "stop")
+    picture = replay(_follow_events(paths))
+    if picture.status in ("starting", "training", "created"):
+        picture.status = "broken off"  # its driver was killed meanwhile
+    return picture
+
+
+def _stop_folds(paths: RunPaths) -> None:
+    """One driver drives all folds: whichever of them hears it stops them all."""
+    for one in paths.folds:
+        with contextlib.suppress(ShoalError):
+            _send_command(one, "stop")
+            return
+    raise _not_driven(paths, "none of its folds answers")
+
+
+def read_token(paths: RunPaths) -> str:
+    contact = read_driver_address(_without_folds(paths).driver_address)
+    if contact is None:
+        raise error("SH612", f"'{paths.name}' was never driven: it has no token", where=str(paths.root))
+    return contact.token
+
+
+def fetch_welcome(address: DriverAddress) -> dict[str, Any]:
+    """The driver's welcome. Says quickly what is wrong with an address or a token."""
+    with _connection(address) as rows:
+        return next(rows)
+
+
+# ---- how it is done ----
+
+
+def _without_folds(paths: RunPaths) -> RunPaths:
+    if paths.folds:
+        raise error("SH614", f"'{paths.name}' has folds", fix=f"Name one of them, such as {paths.name}/fold-0.")
+    return paths
+
+
+def _parse_seat(who: str) -> Seat:
+    found = re.fullmatch(r"(?:(worker|server)-)?(\d{1,9})", who)
+    if not found:
+        raise error("SH613", f"'{who}' is not a worker or server", fix="Write worker-2, or 2, or server-3.")
+    return Seat(number=int(found[2]), role=cast(Role, found[1] or "worker"))
+
+
+def _send_command(paths: RunPaths, kind: str, **fields: Any) -> RunStatus:
+    contact = read_driver_address(paths.driver_address)
+    if contact is None or not run_dir.is_driven(paths.parent_run):
+        raise _not_driven(paths)
+    tls.configure(tls_contexts_for(load_job(paths.job, check_names=False)))
+    try:
+        with _connection(contact, encode_message(kind, fields)) as rows:
+            next(rows)
+            answer = RunStatus(**next(rows))
+    except ShoalError as failure:
+        raise _not_driven(paths, failure.message) from failure
+    if answer.stopping and kind != "stop":
+        raise error("SH612", f"'{paths.name}' is ending already ({answer.stopping})", where=str(paths.root))
+    return answer
+
+
+def _not_driven(paths: RunPaths, why: str = "") -> ShoalError:
+    if paths.receipt.is_file():
+        return error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
+    message = f"nobody drives '{paths.name}'" + (f": {why}" if why else "")
+    left = [] if run_dir.is_driven(paths.parent_run) else [f"{s.seat.name} (process {s.pid})" for s in _orphans(paths)]
+    if not left:
+        return error("SH612", message, where=str(paths.root))
+    patience = load_job(paths.job, check_names=False).engine.patience_s
+    message += f"; still there, and waiting {patience:g} s for a driver: {', '.join(left)}"
+    fix = f"`shoal resume {paths.name}` takes them over; without it they save and leave by themselves."
+    return error("SH612", message, where=str(paths.root), fix=fix)
+
+
+def _orphans(paths: RunPaths) -> list[Orphan]:
+    return [survivor for one in paths.folds or [paths] for survivor in find_orphans(one)]
+
+
+@contextlib.contextmanager
+def _connection(address: DriverAddress, *messages: bytes) -> Iterator[Iterator[dict[str, Any]]]:
+    """The fields of the driver's welcome, then of its answers to what was said."""
+    hello = json.dumps({"role": "user"}).encode()
+    try:
+        with connect_host(address.host, address.port, address.token, hello) as sock:
+            sock.settimeout(REPLY_TIMEOUT_S)
+            sock.sendall(b"".join(messages))
+            yield _read_replies(sock)
+    except TokenError as failure:
+        raise error("SH615", f"the driver at {address.host}:{address.port} has another token") from failure
+    except TlsError as failure:
+        raise error("SH620", str(failure), where=f"{address.host}:{address.port}") from failure
+    except (LinkError, OSError) as failure:
+        raise error("SH610", str(failure), where=f"{address.host}:{address.port}") from failure
+
+
+def _read_replies(sock: socket.socket) -> Iterator[dict[str, Any]]:
+    until = time.monotonic() + REPLY_TIMEOUT_S
+    with sock.makefile("rb") as lines:
+        while time.monotonic() < until:
+            line = lines.readline(MAX_MESSAGE_BYTES)
+            if not line:
+                raise LinkError("the driver closed the connection")
+            row = decode_message(line)
+            if row.kind in ("welcome", "answer"):
+                yield row.fields
+    raise LinkError(f"no answer in {REPLY_TIMEOUT_S:g} s")
+
+
+def _follow_events(paths: RunPaths) -> Iterator[Event]:
+    """Everything from the run's beginning on, until this start of it is over."""
+    since = time.time()
+    reader = EventReader(paths.events)
+    while True:
+        driven = run_dir.is_driven(paths.parent_run)
+        for event in reader.read_new():
+            yield event
+            if event.kind == "run_ended" and event.t >= since and paths.parent_run is not paths:
+                return  # its folds may go on
+        if not driven:
+            return
+        time.sleep(POLL_S)

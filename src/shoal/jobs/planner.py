@@ -1,0 +1,136 @@
+"""`shoal plan`: measure a job on this machine, then let `plan.costs` say what each way of running it would take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
+
+from shoal.errors import error
+from shoal.fleet.engines.local import ForkServer
+from shoal.jobs.probes import run_probe
+from shoal.plan.costs import select
+from shoal.plan.costs.inputs import (
+    PlanRequest,
+    job_choice,
+    read_cluster,
+    read_link,
+    read_measured,
+    staleness_setting,
+    sync_section,
+)
+from shoal.plan.costs.model import Cluster, MeasuredJob, NetworkLink, RunChoice
+from shoal.plan.costs.select import PlanCandidate
+from shoal.spec import job as spec
+from shoal.spec.job import Job
+
+WORKERS_PER_CORE = 2
+"""So many are looked at where nobody says how many."""
+
+
+BUSY_LOAD_PER_CORE = 0.5
+"""From this load per core on, measurements are not to be trusted."""
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The plan, and what it was made from; `facts` are the clerk's own words. `follows`: the job's lanes are as many as
+    its workers, so that another number of workers needs the lanes by name to be the same job. `opens`: the job leaves
+    it open how workers agree."""
+
+    plan: select.ExecutionPlan
+    job_choice: RunChoice
+    measured: MeasuredJob
+    machine: Cluster
+    link: NetworkLink
+    load_average: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    lanes_follow_workers: bool = False
+    sync_is_auto: bool = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What else is worth saying."""
+        cores, slow = self.machine.hosts[0].cores, " and ".join(map(str, self.measured.slow_threads))
+        said = {
+            f"{slow} threads per worker were tried: no faster than fewer.": bool(slow),
+            "The job has one lane, which one worker carries. Write `lanes: 8` for more: it is part of the result.":
+                self.measured.lanes == 1,
+            "Other hosts were not asked: they and the link are what --speeds, --link and --latency say.":
+                len(self.machine.hosts) > 1,
+            "Rows of sparse tables are not counted: they come on top.": bool(self.measured.only_servers),
+            f"The machine had other work when this was measured (load {self.load_average:.1f}, {cores} cores): "
+            "plan again when it has none.": self.load_average > BUSY_LOAD_PER_CORE * cores,
+        }  # fmt: skip
+        return [text for text, holds in said.items() if holds]
+
+    def job_overrides(self, choice: RunChoice) -> dict[str, Any]:
+        """The fields of the job that this choice changes, besides `workers`."""
+        its, own = sync_section(choice), sync_section(self.job_choice)
+        found: dict[str, Any] = {"sync": its} if its != own or self.sync_is_auto else {}
+        if self.lanes_follow_workers and (choice.hosts > 1 or choice.workers != self.measured.lanes):
+            found["lanes"] = self.measured.lanes
+        if choice.codec != self.job_choice.codec:
+            found["codec"] = choice.codec
+        if choice.threads != self.job_choice.threads:
+            found["threads"] = choice.threads
+        if choice.shard != self.job_choice.shard:
+            found["shard"] = choice.shard
+        return found
+
+    def to_json_data(self) -> dict[str, Any]:
+        """All of it, fit for JSON."""
+        plan = self.plan
+        return {
+            "pick": self.row_data(plan.pick) if plan.pick else None,
+            "offer": self.row_data(plan.offer) if plan.offer else None,
+            "rows": [self.row_data(row) for row in plan.candidates],
+            "notes": self.notes,
+            "measured": asdict(self.measured),
+            "machine": asdict(self.machine),
+            "link": asdict(self.link),
+            "load": self.load_average,
+        }
+
+    def row_data(self, row: PlanCandidate) -> dict[str, Any]:
+        it = row.prediction
+        totals = {"step_s": it.step_s, "epoch_s": it.epoch_s}
+        needs = {"changes": list(row.changes), "allowed": row.allowed, "reason": row.reason}
+        choice = asdict(it.choice) | {"staleness": staleness_setting(it.choice), "name": it.choice.name}
+        settings = {"workers": it.choice.workers, **self.job_overrides(it.choice)}
+        return asdict(it) | totals | needs | {"choice": choice, "settings": settings}
+
+
+def plan(job: Job, wanted: PlanRequest, *, fork_server: ForkServer | None = None) -> PlanResult:
+    """Asks a process with torch to measure, which takes some seconds."""
+    room = max(job.workers.most, WORKERS_PER_CORE * wanted.hosts * len(os.sched_getaffinity(0)))
+    most = wanted.most or min(max(job.lane_count, job.workers_per_replica), room)
+    if most < wanted.hosts:
+        fix = f"Set `lanes` to at least {wanted.hosts}, or give --workers."
+        raise error("SH107", f"{wanted.hosts} hosts, and {most} workers at most", where="--hosts", fix=fix)
+    load = os.getloadavg()[0]
+    facts = measure(job, fork_server=fork_server)
+    own, measured = job_choice(job), read_measured(facts)
+    machine, link = read_cluster(facts, wanted), read_link(facts, wanted)
+    found = select.make_plan(own, measured, machine, link, least=wanted.least, most=most, allow=job.plan.allow)
+    open_ = {"lanes_follow_workers": job.lanes is None, "sync_is_auto": job.sync.kind == "auto"}
+    return PlanResult(found, own, measured, machine, link, load, facts, **open_)
+
+
+def measure(job: Job, *, fork_server: ForkServer | None = None) -> Mapping[str, Any]:
+    """What the clerk finds out of the job and of this machine."""
+    return run_probe("measure", job, fork_server=fork_server, codecs=_codec_settings(job), threads=_thread_counts(job))
+
+
+def _codec_settings(job: Job) -> list[dict[str, Any]]:
+    """Every codec as a job has it that only names it; the job's own with its own settings."""
+    kinds: list[Any] = [kind for kind in get_args(get_args(spec.CodecConfig)[0]) if kind is not spec.NoCodecConfig]
+    named = [kind(kind=get_args(kind.model_fields["kind"].annotation)[0]) for kind in kinds]
+    return [(job.codec if codec.kind == job.codec.kind else codec).model_dump() for codec in named]
+
+
+def _thread_counts(job: Job) -> list[int]:
+    """The job's own, and powers of two up to the number of cores."""
+    cores = len(os.sched_getaffinity(0))
+    return sorted({job.threads, *(1 << k for k in range(cores.bit_length()))})

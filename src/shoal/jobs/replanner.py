@@ -1,0 +1,223 @@
+"""Beside a run that was planned: is it as expected? If not, a plan is made again; what has no effect on the result is
+done, the rest is told."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shoal.events import Event, EventWriter, RunState
+from shoal.jobs.command_handler import CommandHandler
+from shoal.jobs.plan_file import PlanFile
+from shoal.plan.costs.calibration import CostInputs, ObservedTimes, predict_for_workers
+from shoal.plan.costs.drift import WINDOW, cooldown_over, has_drifted, typical_step_s
+from shoal.plan.costs.inputs import job_choice, read_cluster, read_link, read_measured, slowest_link
+from shoal.plan.costs.model import RunChoice
+from shoal.plan.costs.replan import Replan, replan
+from shoal.plan.costs.serialise import candidate_fields, choice_fields, prediction_fields, round_significant
+from shoal.plan.membership_policy import Member, MembershipPolicy
+from shoal.spec.job import Job
+
+
+class Replanner:
+    """Belongs to the thread that drives. `look` at every event, then `steer` now and then."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan_file: PlanFile,
+        membership: MembershipPolicy,
+        commands: CommandHandler,
+        stream: EventWriter,
+        state: RunState,
+    ) -> None:
+        wanted, facts = plan_file.wanted, plan_file.facts
+        planned = int(plan_file.told["choice"]["workers"])
+        self._user_scaled = planned not in range(job.workers.least, job.workers.most + 1)  # by who resumed it
+        self._setting = CostInputs(read_measured(facts), read_cluster(facts, wanted), read_link(facts, wanted))
+        self._assumed_link = self._setting.link
+        self._job_choice = job_choice(job)
+        self._bounds: dict[str, Any] = {"least": wanted.least, "most": wanted.most, "allow": job.plan.allow}
+        self._membership, self._commands, self._stream = membership, commands, stream
+        self._step_times = StepTimes(
+            self._job_choice.every * self._job_choice.settle if self._job_choice.sync == "local" else 1
+        )
+        self._measured_step_s: dict[tuple[int, int], float] = {}
+        self._expected = dict(plan_file.told["prediction"])
+        self._workers_and_hosts = planned, 1
+        self._view_number = 0
+        self._workers_changed = False  # others came or went, and whether that is good was not looked at yet
+        self._cooldown = Cooldown(len(state.replans))
+        for told in state.replans:  # an earlier driver's
+            self._restore(told)
+
+    def _restore(self, replan: dict[str, Any]) -> None:
+        after = replan["moves"] or replan["choice"]
+        self._measured_step_s[_read_workers_and_hosts(replan["choice"])] = replan["truth"]["step_s"]
+        self._expected, self._workers_and_hosts = dict(replan["expected"]), _read_workers_and_hosts(after)
+        if replan["moves"] and self._workers_and_hosts[1] == 1 and not self._user_scaled:
+            self._membership.wanted_workers = self._workers_and_hosts[0]
+
+    def observe(self, event: Event, state: RunState) -> None:
+        """Rows of the worker that saves tell how long steps take; a new view makes another thing of them."""
+        if event.kind == "joined":
+            self._step_times.clear()
+            self._cooldown.restart(int(event.step or 0))
+        elif event.kind in ("link_measured", "left", "worker_died"):
+            self._setting = replace(self._setting, link=slowest_link(self._assumed_link, state.links.values()))
+        elif event.kind == "step" and state.worker(event.who).is_saver:
+            self._step_times.add(int(event.get("steps", 1)), float(event.get("wall_s", 0.0)))
+
+    def replan_if_needed(self, step: int) -> None:
+        """Compare, and if things have moved away, plan again."""
+        self._reset_on_new_view(step)
+        true_s = self._step_times.typical
+        if true_s is None or not self._cooldown.is_over(step) or self._membership.stop_reason:
+            return
+        truth, now = self._observe(true_s), self._current_choice()
+        if truth is None or now is None:
+            return
+        self._update_expectation(now, truth)
+        if not self._workers_changed and not has_drifted(self._expected["step_s"], true_s):
+            return
+        found = replan(now, self._setting, truth, seen=self._measured_step_s, **self._current_bounds())
+        self._measured_step_s[now.workers, now.hosts] = true_s
+        moves = found.move_to if not self._why_workers_fixed else None
+        self._emit_replan(found, truth, step)
+        self._expected = prediction_fields(moves or found.current)
+        self._workers_changed = False
+        self._cooldown = Cooldown(self._cooldown.replans + 1, step)
+        self._step_times.clear()
+        if moves:
+            self._workers_and_hosts = moves.choice.workers, moves.choice.hosts
+            self._apply_choice(moves.choice)
+
+    def _reset_on_new_view(self, step: int) -> None:
+        """What was seen in another view says nothing of this one."""
+        view = self._membership.view
+        if view and view.number != self._view_number:
+            self._view_number = view.number
+            self._step_times.clear()
+            self._cooldown.restart(step)
+
+    def _current_bounds(self) -> dict[str, Any]:
+        """Where somebody stands by, because all are faster without, one more would do so too."""
+        carrying = self._carrying_members()
+        idle = len(carrying) < len(self._membership.members)
+        return self._bounds | ({"most": sum(m.local for m in carrying)} if idle else {})
+
+    def _update_expectation(self, now: RunChoice, truth: ObservedTimes) -> None:
+        """Others came or went: something else is expected of those who are here now."""
+        if self._workers_and_hosts == (now.workers, now.hosts):
+            return
+        self._workers_and_hosts, self._workers_changed = (now.workers, now.hosts), True
+        self._expected = prediction_fields(predict_for_workers(now, self._setting, truth.workers_per_host))
+
+    def _emit_replan(self, found: Replan, truth: ObservedTimes, step: int) -> None:
+        tied = self._why_workers_fixed if found.move_to else ""
+        moves = None if tied else found.move_to
+        self._stream.emit(
+            "replan",
+            step=step,
+            choice=choice_fields(found.current),
+            prediction=self._expected,
+            truth={
+                "step_s": round_significant(truth.step_s),
+                "lane_s": [list(map(round_significant, there)) for there in truth.lane_s],
+            },
+            expected=prediction_fields(moves or found.current),
+            moves=choice_fields(moves) if moves else None,
+            best=candidate_fields(found.best) if found.best else None,
+            reason=f"{found.why}; nothing is done: {tied}" if tied else found.why,
+        )
+
+    @property
+    def _why_workers_fixed(self) -> str:
+        """Why the number of workers is not changed, or nothing."""
+        if self._commands.user_scaled or self._user_scaled:
+            return "a user chose the number of workers"
+        return "the result depends on them" if self._job_choice.staleness else ""
+
+    def _carrying_members(self) -> list[Member]:
+        view = self._membership.view
+        return (
+            [self._membership.members[seat] for seat in view.carries if seat in self._membership.members]
+            if view
+            else []
+        )
+
+    def _current_choice(self) -> RunChoice | None:
+        """None while somebody goes, or is gone and the others do not know yet."""
+        view, carrying = self._membership.view, self._carrying_members()
+        if not view or len(carrying) < len(view.carries) or any(m.leaving for m in self._membership.members.values()):
+            return None
+        hosts = len({m.address.host_id for m in carrying})
+        return replace(self._job_choice, workers=len(carrying), hosts=hosts)
+
+    def _observe(self, step_s: float) -> ObservedTimes | None:
+        """None while somebody has not been measured, or nobody of ours is there."""
+        by_host: dict[str, list[float]] = {}
+        carrying = sorted(self._carrying_members(), key=lambda m: (not m.local, m.lane_s or 0.0))
+        if not carrying or not carrying[0].local:
+            return None
+        for member in carrying:
+            if not member.lane_s:
+                return None
+            by_host.setdefault(member.address.host_id, []).append(member.lane_s)
+        return ObservedTimes(step_s, tuple(map(tuple, by_host.values())))
+
+    def _apply_choice(self, choice: RunChoice) -> None:
+        """Others' workers all stay or all go; of ours the slowest go first."""
+        here = [m for m in self._carrying_members() if m.local]
+        away = [m for m in self._carrying_members() if not m.local]
+        wanted = choice.workers - (len(away) if choice.hosts > 1 else 0)
+        slow = sorted(here, key=lambda m: -(m.lane_s or 0.0))[: max(len(here) - wanted, 0)]
+        for member in [*slow, *(away if choice.hosts == 1 else [])]:
+            self._membership.drain(member.seat, "planned", replace=False)
+        if wanted > len(here):
+            self._membership.scale(choice.workers)
+
+
+def _read_workers_and_hosts(choice: Mapping[str, Any]) -> tuple[int, int]:
+    return int(choice["workers"]), int(choice["hosts"])
+
+
+class StepTimes:
+    """What steps took lately, in rows of at least `period` steps: who agrees now and then is slower then."""
+
+    def __init__(self, steps_per_sample: int) -> None:
+        self._steps_per_sample = steps_per_sample
+        self._samples: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._steps, self._seconds = 0, 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        self._steps += steps
+        self._seconds += seconds
+        if self._steps >= self._steps_per_sample:
+            self._samples.append((self._steps, self._seconds))
+            self._steps, self._seconds = 0, 0.0
+
+    def clear(self) -> None:
+        self._samples.clear()
+        self._steps, self._seconds = 0, 0.0
+
+    @property
+    def typical(self) -> float | None:
+        return typical_step_s(list(self._samples))
+
+
+class Cooldown:
+    """Since the last of so many looks, or the last view."""
+
+    def __init__(self, replans: int, step: int = 0) -> None:
+        self.replans = replans
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        self._step, self._since_s = step, time.monotonic()
+
+    def is_over(self, step: int) -> bool:
+        return cooldown_over(step - self._step, time.monotonic() - self._since_s, self.replans)

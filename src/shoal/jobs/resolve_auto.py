@@ -1,0 +1,53 @@
+"""`sync: auto`: a job is planned before it starts."""
+
+from __future__ import annotations
+
+import os
+
+from shoal.errors import error
+from shoal.fleet.engines.local import ForkServer
+from shoal.jobs import planner
+from shoal.jobs.plan_file import PlanFile
+from shoal.jobs.planner import WORKERS_PER_CORE, PlanResult
+from shoal.plan.costs.inputs import PlanRequest, sync_section
+from shoal.plan.costs.model import RunChoice
+from shoal.plan.costs.serialise import plan_fields
+from shoal.spec.job import Job
+from shoal.spec.load import check_job
+
+
+def resolve_auto(job: Job, *, fork_server: ForkServer | None = None) -> tuple[Job, PlanFile | None]:
+    """The job with nothing left open: the same one, unless it has `sync: auto`. That is measured and planned, which
+    takes some seconds."""
+    if job.sync.kind != "auto":
+        return job, None
+    wanted = PlanRequest(least=job.workers.least, most=_max_workers(job))
+    planned = planner.plan(job, wanted, fork_server=fork_server)
+    pick = planned.plan.pick
+    if pick is None:
+        raise error("SH621", _why_no_plan(planned), where="sync")
+    kept = PlanFile(planned.facts, wanted, plan_fields(planned.plan, pick, planned.notes))
+    return apply_choice(job, pick.prediction.choice), kept
+
+
+def apply_choice(job: Job, choice: RunChoice) -> Job:
+    """The job, done this way. `lanes` no longer follows the workers: it is part of the result."""
+    body = job.dump() | {"sync": sync_section(choice), "lanes": job.lane_count}
+    body |= {"workers": choice.workers, "threads": choice.threads}
+    if choice.codec != job.codec.kind:
+        body["codec"] = choice.codec
+    return check_job(Job.model_validate(body), check_names=False)
+
+
+def _max_workers(job: Job) -> int:
+    room = WORKERS_PER_CORE * len(os.sched_getaffinity(0))
+    return max(job.workers.least, min(job.workers.most, job.lane_count, room))
+
+
+def _why_no_plan(result: PlanResult) -> str:
+    """What is wrong with the first that would be allowed."""
+    rows = result.plan.candidates
+    first = next((row for row in rows if row.allowed), rows[0])
+    offer = result.plan.offer
+    instead = f"; {offer.prediction.choice.name} {offer.reason}" if offer else ""
+    return f"{first.prediction.choice.name}: {first.reason}{instead}"

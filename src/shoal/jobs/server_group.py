@@ -1,0 +1,327 @@
+"""The servers of one run, started, watched and replaced. Who holds what is decided by `plan` and told here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import Any
+
+from shoal.events import EventWriter
+from shoal.fleet.control_server import ControlMessage, ControlServer
+from shoal.fleet.engine import Exit
+from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.orphans import Orphan
+from shoal.jobs.peer_status import RECONNECT_TIMEOUT_S, PeerStatus
+from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
+from shoal.plan.failure_detector import FailureDetector
+from shoal.plan.placement_stats import moved_bytes, placement_stats
+from shoal.spec.chunk_table import ChunkTable, build_pieces
+from shoal.spec.job import ServerSyncConfig
+from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Address, Seat
+
+SERVER_MODULE = "shoal.paramserver.main"
+CHECK_INTERVAL_S = 0.1
+STATS_INTERVAL_S = 3.0
+
+
+class ServerGroup:
+    """Belongs to the thread that drives. `tend` after anything became readable, and now and then.
+
+    A server that dies before it holds anything is tried again, `restarts` times in a row; then the run goes on
+    with the servers that it has, if it has any.
+    """
+
+    def __init__(
+        self,
+        sync: ServerSyncConfig,
+        paths: RunPaths,
+        engine: LocalEngine,
+        control: ControlServer,
+        stream: EventWriter,
+        *,
+        new_seat: Callable[[], int],
+        restarts: int,
+        entry: str = "",
+    ) -> None:
+        self.seats: set[int] = set()
+        self.chunk_table: ChunkTable | None = None
+        self._placement = ChunkPlacement(servers=sync.servers, backups=sync.backups, method=sync.placement)
+        self._paths = paths
+        self._engine = engine
+        self._control = control
+        self._stream = stream
+        self._restarts = self._restarts_left = restarts
+        self._entry = entry or SERVER_MODULE
+        self._new_seat = new_seat
+        self._failure_detector = FailureDetector()
+        self._peers: dict[int, PeerStatus] = {}
+        self._seat_by_connection: dict[int, int] = {}
+        self._orphans: dict[int, float] = {}  # seats that should call back, and until when
+        self._evicted: dict[int, str] = {}  # seats that were put out, and why
+        self._released: set[int] = set()  # seats that leave as they were asked to
+        self._served_before: set[int] = set()  # seats that held something
+        self._died_since_table: set[int] = set()  # seats that died since the last table
+        self._table_reasons: list[str] = []  # what happened since the last table
+        self._reported_stats: dict[int, Mapping[str, Any]] = {}  # what was last told of each server
+        self._newest_table_number = self._lost_table_number = (
+            0  # numbers of tables: the newest, and the newest of those whose content is lost
+        )
+        self._next_check_s = self._next_report_s = 0.0
+
+    @property
+    def wanted(self) -> int:
+        return self._placement.wanted_servers
+
+    @property
+    def connected_seats(self) -> list[int]:
+        """The seats of those who have called."""
+        return sorted(self._peers)
+
+    @property
+    def connections(self) -> list[int]:
+        """Those of servers that are heard."""
+        return [voice.connection for voice in self._peers.values() if voice.disconnected_at_s is None]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of those who have called, by name."""
+        return {_name(seat): voice.pid for seat, voice in list(self._peers.items())}
+
+    # ---- facts ----
+
+    def start(self, orphans: Iterable[Orphan]) -> None:
+        """Take over the servers that outlived an earlier driver; the rest is started as it is missed."""
+        self._report_wanted("")
+        for one in orphans:
+            seat = one.seat.number
+            self._engine.adopt(seat, one.pid)
+            self._expect(seat)
+            self._orphans[seat] = time.monotonic() + RECONNECT_TIMEOUT_S
+
+    def handle_hello(self, message: ControlMessage) -> None:
+        """A server calls. Who makes no sense, or sits in no seat of ours, is not let in."""
+        try:
+            seat, pid, host = int(message.fields["seat"]), int(message.fields["pid"]), str(message.fields["host"])
+            address = Address.model_validate(message.fields["address"])
+            table = message.fields.get("table")
+            known = None if table is None else ChunkTable.model_validate(table)
+        except (KeyError, TypeError, ValueError, OverflowError):  # pydantic's error is a ValueError
+            self._control.drop(message.connection)
+            return
+        if seat not in self.seats or seat in self._evicted:
+            self._control.drop(message.connection)
+            return
+        self._disconnect(seat)
+        if seat not in self._peers:
+            self._stream.emit("server_started", server=_name(seat), pid=pid, host=host)
+            self._table_reasons.append(f"{_name(seat)} arrived")
+        self._peers[seat] = PeerStatus(message.connection, pid, host, local=True)
+        self._seat_by_connection[message.connection] = seat
+        self._orphans.pop(seat, None)
+        self.observe_chunk_table(known)
+        self._placement.arrived(seat, address)
+        self._control.send(message.connection, "welcome", seat=seat, run=self._paths.name)
+        self.send_chunk_table(message.connection)
+
+    def observe_chunk_table(self, table: ChunkTable | None) -> None:
+        """The newest table that a caller has seen; it may be an earlier driver's."""
+        if table is not None:
+            self._newest_table_number = max(self._newest_table_number, table.number)
+            self._placement.observe_table(table)
+
+    def is_lost(self, table: ChunkTable | None) -> bool:
+        """Is what went with this table lost?"""
+        return table is not None and table.number <= self._lost_table_number
+
+    def owns_connection(self, connection: int) -> bool:
+        return connection in self._seat_by_connection
+
+    def handle(self, message: ControlMessage) -> None:
+        """What a server says. What makes no sense costs it its connection."""
+        seat = self._seat_by_connection[message.connection]
+        try:
+            if message.kind == "beat":
+                self._peers[seat].last_heartbeat = message.fields
+            elif message.kind == "filled":
+                filled = int(message.fields["seat"])
+                self._placement.filled(seat, filled, int(message.fields["table"]))
+                self._table_reasons.append(f"{_name(filled)} is filled")
+            elif message.kind == "lost":
+                self._disconnect(seat)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            self._control.drop(message.connection)
+            self._disconnect(seat)
+
+    def set_chunk_boundaries(self, boundaries: Any) -> None:
+        """A worker knows the model. ValueError or TypeError if that is nonsense."""
+        known = [int(cut) for cut in boundaries]
+        if len(known) < 2 or any(a >= b for a, b in pairwise(known)):
+            raise ValueError("cuts that do not ascend")
+        self._placement.set_boundaries(known)
+
+    def handle_exit(self, one: Exit) -> str:
+        """A server's process is gone. Returns why the run cannot go on, if it cannot."""
+        seat = one.seat
+        why = self._evicted.pop(seat, "") or one.reason
+        self._report_stats([seat])
+        self._disconnect(seat)
+        self._peers.pop(seat, None)
+        self._orphans.pop(seat, None)
+        self.seats.discard(seat)
+        self._placement.gone(seat)
+        if seat in self._released:
+            self._stream.emit("server_left", server=_name(seat))
+            return ""
+        self._stream.emit("server_died", server=_name(seat), reason=why)
+        self._died_since_table.add(seat)
+        self._table_reasons.append(f"{_name(seat)} is gone")
+        return "" if seat in self._served_before else self._failed_to_start(seat, why)
+
+    def scale(self, servers: int, *, why: str = "scaled") -> None:
+        self._restarts_left = self._restarts
+        self._placement.scale(servers)
+        self._table_reasons.append(f"{servers} servers are wanted")
+        self._report_wanted(why)
+
+    def drain(self, seat: int) -> None:
+        """Let it go when others have what it holds."""
+        if seat in self._peers:
+            self._placement.drain(seat)
+            self._table_reasons.append(f"{_name(seat)} leaves")
+            self._report_wanted(f"{_name(seat)} is drained")
+
+    # ---- acts ----
+
+    def tick(self, now_s: float, worker_connections: Iterable[int]) -> str:
+        """Look for those who hang, start who is missing, tell servers and workers (these callers) of the next table.
+
+        Returns why everything is lost, if it is: who trains must go back to a checkpoint.
+        """
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + CHECK_INTERVAL_S
+            self._check_liveness(now_s)
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + STATS_INTERVAL_S
+            self._report_stats(self._peers)
+        self._start_servers(self._placement.missing_servers())
+        self._release(self._placement.releasable_seats())
+        decided = self._placement.decide()
+        if isinstance(decided, ChunksLost):
+            return self._declare_lost(decided.why)
+        if decided is not None:
+            self._publish(decided, worker_connections)
+        return ""
+
+    def send_chunk_table(self, connection: int) -> None:
+        """The newest table, to one who comes."""
+        if self.chunk_table is not None:
+            self._control.publish_chunk_table(self.chunk_table, [connection])
+
+    def flush_stats(self) -> None:
+        """The run is over: tell what was not told yet."""
+        self._report_stats(self._peers)
+
+    def _expect(self, seat: int) -> None:
+        self.seats.add(seat)
+        self._placement.expect(seat)
+
+    def _start_servers(self, number: int) -> None:
+        seats = [Seat(number=self._new_seat(), role="server") for _ in range(number)]
+        for seat in seats:
+            self._expect(seat.number)
+        self._engine.start(seats, self._entry, ["--run", str(self._paths.root)])
+
+    def _release(self, seats: Iterable[int]) -> None:
+        going = [seat for seat in seats if seat in self.seats and seat not in self._released]
+        self._released.update(going)
+        self._engine.stop(going)
+
+    def _publish(self, table: ChunkTable, worker_connections: Iterable[int]) -> None:
+        old, self.chunk_table, self._newest_table_number = self.chunk_table, table, table.number
+        self._control.publish_chunk_table(table, [*self.connections, *worker_connections])
+        self._stream.emit(
+            "table",
+            why=", ".join(dict.fromkeys(self._table_reasons)),
+            **_chunk_table_fields(old, table, self._died_since_table),
+        )
+        self._table_reasons.clear()
+        self._died_since_table.clear()
+        proven = {seat for chain in table.chains for seat in chain}
+        if proven - self._served_before:
+            self._served_before |= proven
+            self._restarts_left = self._restarts
+
+    def _declare_lost(self, why: str) -> str:
+        self._stream.emit("servers_lost", reason=why)
+        self._placement.reset()
+        self.chunk_table, self._lost_table_number = None, self._newest_table_number
+        return why
+
+    def _failed_to_start(self, seat: int, why: str) -> str:
+        self._restarts_left -= 1
+        if self._restarts_left >= 0:
+            return ""
+        able = self.seats & self._served_before
+        failure = f"{_name(seat)} ended by {why} before it could serve; no restarts left"
+        if not able:
+            return failure
+        self.scale(len(able), why=failure)
+        return ""
+
+    def _check_liveness(self, now_s: float) -> None:
+        """Servers wait for workers and for each other: whether they live counts, not how long they take."""
+        for seat in [s for s, until in self._orphans.items() if now_s > until]:
+            del self._orphans[seat]
+            self._evict(seat, "it outlived its driver and did not call back")
+        going = self._released | self._evicted.keys()
+        signs = [voice.heartbeat(seat, self._control) for seat, voice in self._peers.items() if seat not in going]
+        for verdict in self._failure_detector.check(now_s, [replace(sign, since_s=0.0) for sign in signs]):
+            self._evict(verdict.seat, verdict.why)
+
+    def _evict(self, seat: int, why: str) -> None:
+        voice = self._peers.get(seat)
+        self._stream.emit("put_out", server=_name(seat), host=voice.host if voice else "", reason=why)
+        self._evicted[seat] = why
+        self._engine.stop([seat])
+
+    def _disconnect(self, seat: int) -> None:
+        """Its connection is gone, or replaced by another."""
+        voice = self._peers.get(seat)
+        if voice is not None and self._seat_by_connection.pop(voice.connection, None) is not None:
+            voice.disconnected_at_s = time.monotonic()
+            self._control.drop(voice.connection)
+
+    def _report_wanted(self, why: str) -> None:
+        self._stream.emit("servers_wanted", number=self.wanted, why=why)
+
+    def _report_stats(self, seats: Iterable[int]) -> None:
+        for seat in [seat for seat in seats if seat in self._peers]:
+            served = self._peers[seat].last_heartbeat.get("served")
+            if isinstance(served, Mapping) and served and served != self._reported_stats.get(seat):
+                self._reported_stats[seat] = served
+                self._stream.emit("served", server=_name(seat), served=_numeric_stats(served))
+
+
+def _name(seat: int) -> str:
+    return f"server-{seat}"
+
+
+def _numeric_stats(served: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): value for name, value in served.items() if isinstance(value, int | float)}
+
+
+def _chunk_table_fields(old: ChunkTable | None, new: ChunkTable, died: set[int]) -> dict[str, Any]:
+    """`copies`: that there are at least of every chunk. `failovers`: servers that died as somebody's primary."""
+    same = old is not None and old.cuts == new.cuts
+    return {
+        "number": new.number,
+        "servers": {_name(seat): asdict(held) for seat, held in placement_stats(new).items()},
+        "chunks": len(new.chains),
+        "pieces": len(build_pieces(new)),
+        "copies": min(len(chain) for chain in new.chains),
+        "moved_bytes": moved_bytes(old, new) if old is not None and same else 0,
+        "failovers": len(died & {chain[0] for chain in old.chains}) if old is not None else 0,
+    }

@@ -1,0 +1,1 @@
+"""Exact forward and backward of one lane, and the sum over lanes."""

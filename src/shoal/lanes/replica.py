@@ -1,0 +1,396 @@
+"""One set of weights with everything that changes them: model, optimizer, schedule, moving buffers.
+
+The rules of exactness live here. A lane is one forward and backward from the state at the start of the step, with
+randomness of its own; what lanes produce is a `LaneSum`, added up on the tree; `apply` turns the total into one
+update. Nothing here knows how many workers there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from shoal.errors import error
+from shoal.lanes.clipping import Clipping, clip_coefficient, scale_gradients, slice_norms
+from shoal.lanes.flat_layout import FlatLayout
+from shoal.lanes.lane_sum import LaneSum, add
+from shoal.lanes.rng import LaneRng
+from shoal.paramserver.sparse.embedding import InitialRows, sparse_tables
+from shoal.paramserver.sparse.rows import scale_rows
+from shoal.spec import seeds
+
+__all__ = [
+    "Clipping",
+    "GradientSink",
+    "LaneSum",
+    "Loss",
+    "LossFunction",
+    "MovingBuffers",
+    "Replica",
+    "add",
+    "optimizer_step",
+]
+
+MIN_ROW_CHUNKS = 64
+"""Rows of sparse tables are spread over as many chunks at least."""
+
+# The mean over the batch's samples, or (a sum, what to divide it by once all lanes are added).
+Loss = Tensor | tuple[Tensor, Tensor | float | int]
+LossFunction = Callable[[nn.Module, Any], Loss]
+
+
+class GradientSink(Protocol):
+    """Takes a lane's gradients one by one, in the order in which backward finishes them."""
+
+    def accept(self, index: int, grad: Tensor | None) -> None:
+        """The gradient of trainable parameter number `index`. At the end, None for each that has none left."""
+
+    def invalidate(self, why: str) -> None:
+        """What was taken is not the lane's gradient after all."""
+
+
+class MovingBuffers:
+    """The buffers that a forward pass changes (a batch norm's running statistics), found by name at each use."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._locations = [_locate(model, name) for name in names]
+        self._is_float = [module._buffers[key].is_floating_point() for module, key in self._locations]  # type: ignore[union-attr]
+        self._at_start: list[Tensor] = []
+
+    @property
+    def float_names(self) -> list[str]:
+        """Those that are averaged."""
+        return [name for name, floats in zip(self.names, self._is_float, strict=True) if floats]
+
+    @property
+    def int_names(self) -> list[str]:
+        return [name for name, floats in zip(self.names, self._is_float, strict=True) if not floats]
+
+    def _current(self, is_float: bool) -> list[Tensor]:
+        found = (m._buffers[k] for (m, k), f in zip(self._locations, self._is_float, strict=True) if f is is_float)
+        return [buffer for buffer in found if buffer is not None]
+
+    @torch.no_grad()
+    def snapshot(self) -> None:
+        """What every lane of this step starts from."""
+        self._at_start = [b.clone() for b in self._current(True) + self._current(False)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for buffer, start in zip(self._current(True) + self._current(False), self._at_start, strict=True):
+            buffer.copy_(start)
+
+    @torch.no_grad()
+    def weighted_copies(self, share: float) -> tuple[list[Tensor], list[Tensor]]:
+        return [b * share for b in self._current(True)], [b.clone() for b in self._current(False)]
+
+    def templates(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors like those that `take` gives."""
+        return self._current(True), self._current(False)
+
+    @torch.no_grad()
+    def assign(self, float_buffers: list[Tensor], int_buffers: list[Tensor]) -> None:
+        for buffer, value in zip(self._current(True) + self._current(False), float_buffers + int_buffers, strict=True):
+            buffer.copy_(value)
+
+
+def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+class Replica:
+    """Owned by the training loop's thread."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        *,
+        seed: int,
+        schedule: Any = None,
+        schedule_every: int = 1,
+        clipping: Clipping | None = None,
+        autocast: torch.dtype | None = None,
+        rng: LaneRng | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self._schedule_every = schedule_every
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        if not self.trainable:
+            raise error("SH404", "the model has no parameter that may change")
+        self.device = self.trainable[0].device
+        self.set_train_mode()
+        self.rng = rng or LaneRng(self.device)
+        self.moving_buffers = MovingBuffers(model, [])
+        self._loss = loss
+        self._seed = seed
+        self.clipping = clipping or Clipping()
+        self._layout: FlatLayout | None = None
+        self._chunking: Callable[[FlatLayout], list[int]] | None = None
+        self._autocast = autocast
+        self._share_tensors: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.tables = sparse_tables(model)
+        for number, table in enumerate(self.tables):
+            table.spec = replace(table.spec, number=number, seed=seed)
+            table.bind(InitialRows())
+
+    def probe(self, batch: Any) -> None:
+        """Find the moving buffers: run one forward pass and put everything back."""
+        if not any(True for _ in self.model.buffers()):
+            return
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.set_train_mode()
+        self.rng.seed_all(self._seed, seeds.LANE, 0, 0)
+        with torch.no_grad(), self.autocast_context():
+            self._loss(self.model, batch)
+            changed = [n for n, b in self.model.named_buffers() if n in before and _differs(b, before[n])]
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(before[name])
+        self._set_moving_buffers(changed)
+
+    def _set_moving_buffers(self, names: list[str]) -> None:
+        self.moving_buffers = MovingBuffers(self.model, names)
+        self._layout = None
+
+    def begin_step(self) -> None:
+        """Before the first lane of a step."""
+        if not self.model.training:
+            self.set_train_mode()
+        if self.moving_buffers.names:
+            self.moving_buffers.snapshot()
+
+    def undo_step(self) -> None:
+        """A step that was begun does not count: the lanes have moved nothing but the moving buffers."""
+        if self.moving_buffers.names:
+            self.moving_buffers.restore()
+
+    def set_train_mode(self) -> None:
+        """Training mode; layers whose parameters are all frozen keep still, running statistics included."""
+        self.model.train()
+        for module in self.model.modules():
+            own = list(module.parameters(recurse=False))
+            if own and module._buffers and not any(p.requires_grad for p in own):
+                module.eval()
+
+    def forward_backward(
+        self, step: int, lane: int, batch: Any, *, share: float, sink: GradientSink | None = None
+    ) -> LaneSum:
+        """The lane's part of the step; `share` is its part of the step's samples. Gradients go to the taker as soon
+        as they are there, if there is one."""
+        result = self._forward_backward_once(step, lane, batch, share, sink)
+        if not self.rng.drew_unseeded():
+            return result
+        if sink:
+            sink.invalidate("a generator was drawn from that had no seed for this lane")
+            return result
+        return self._forward_backward_once(step, lane, batch, share)
+
+    def _forward_backward_once(
+        self, step: int, lane: int, batch: Any, share: float, sink: GradientSink | None = None
+    ) -> LaneSum:
+        if self.moving_buffers.names:
+            self.moving_buffers.restore()
+        for table in self.tables:
+            table.take_gradients()  # of a pass that came to nothing
+        self.rng.seed_lane(self._seed, seeds.LANE, step, lane)
+        with self.autocast_context():
+            result = self._loss(self.model, batch)
+        if isinstance(result, tuple):
+            loss, divisor = result
+            self._backward(loss, None, sink)
+            value = loss.detach().double()
+            count = torch.as_tensor(divisor, dtype=torch.float64, device=self.device).clone()
+        else:
+            # A share of one changes no bit, and is left out: a single lane costs what plain PyTorch does.
+            self._backward(result, self._share_tensor(share, result) if share != 1 else None, sink)
+            value, count = result.detach().double(), None
+            if share != 1:
+                value *= share
+        averaged, first = self.moving_buffers.weighted_copies(share) if self.moving_buffers.names else ([], [])
+        rows = [table.take_gradients() for table in self.tables]
+        return LaneSum(self._collect_grads(sink), averaged, first, value, count, rows)
+
+    def _backward(self, loss: Tensor, weight: Tensor | None, sink: GradientSink | None) -> None:
+        hooks = []
+        if sink:
+            give = functools.partial(_deliver, sink)
+            hooks = [
+                p.register_post_accumulate_grad_hook(functools.partial(give, i))  # type: ignore[no-untyped-call]
+                for i, p in enumerate(self.trainable)
+            ]
+        try:
+            loss.backward(weight)  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def sum_template(self) -> LaneSum:
+        """Tensors of the shapes and kinds that a lane's sum has; a count is there in any case."""
+        averaged, first = self.moving_buffers.templates()
+        loss, count = torch.zeros(2, dtype=torch.float64)
+        return LaneSum(list(self.trainable), averaged, first, loss, count)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """How sums of this replica lie in a stretch, and how they are cut."""
+        if self._layout is None:
+            self._layout = FlatLayout(self.sum_template(), min_chunks=MIN_ROW_CHUNKS if self.tables else 0)
+            if self._chunking:
+                self._layout.chunk_offsets = self._chunking(self._layout)
+        return self._layout
+
+    def set_chunking(self, chunking: Callable[[FlatLayout], list[int]]) -> None:
+        """Let the stretch be cut in another way than by size."""
+        self._chunking, self._layout = chunking, None
+
+    def apply(self, step: int, total: LaneSum) -> Tensor:
+        """One update from the sum over all lanes. Returns the loss of the step."""
+        self.scale_sum(total)
+        return self.apply_gradient(step, total)
+
+    def apply_gradient(self, step: int, total: LaneSum) -> Tensor:
+        """The same from a sum that is the gradient already."""
+        for parameter, grad in zip(self.trainable, total.grads, strict=True):
+            parameter.grad = grad
+        optimizer_step(self.optimizer)
+        for parameter in self.trainable:
+            parameter.grad = None
+        return self.finish_step(step, total)
+
+    def adopt_storage(self, values: Sequence[Tensor]) -> bool:
+        """Let the parameters lie where these values do. False if they cannot: then values must be copied."""
+        if self._can_adopt_storage:
+            for parameter, value in zip(self.trainable, values, strict=True):
+                parameter.data = value
+        return self._can_adopt_storage
+
+    @functools.cached_property
+    def _can_adopt_storage(self) -> bool:
+        """Has nobody else a share in the parameters' memory? A buffer that is a view of one would stay behind."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        shared = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        strides = [place.strides for place in self.layout.grads]
+        return all(
+            p.device.type == "cpu" and p.stride() == stride and shared[p.untyped_storage().data_ptr()] == 1
+            for p, stride in zip(self.trainable, strides, strict=True)
+        )
+
+    @torch.no_grad()
+    def copy_values(self, values: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(list[Tensor](self.trainable), list(values))
+
+    def finish_step(self, step: int, total: LaneSum) -> Tensor:
+        """The rest of a step whose update is made, here or elsewhere. Returns its loss."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        if self.moving_buffers.names:
+            self.moving_buffers.assign(total.float_buffers, total.int_buffers)
+        self.step_schedule(step)
+        return total.loss.clone() if total.count is None else total.loss / total.count
+
+    def step_schedule(self, step: int) -> None:
+        """After this step."""
+        if self.schedule and (step + 1) % self._schedule_every == 0 and not self.schedule_needs_metric:
+            self.schedule.step()
+
+    @property
+    def schedule_needs_metric(self) -> bool:
+        """A schedule that is stepped with the result of an evaluation."""
+        return isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def scale_sum(self, total: LaneSum) -> None:
+        """The sum becomes the gradient."""
+        grads, clip, count, by = total.grads, self.clipping, total.count, None
+        if clip.norm is not None:
+            by = clip_coefficient(slice_norms(self.layout.slices_of(grads)), clip=clip.norm, count=count)
+        scale_gradients(
+            grads, count=count if count is None else count.to(grads[0].dtype), coefficient=by, value=clip.value
+        )
+        total.rows = [scale_rows(rows, count=count, value=clip.value) for rows in total.rows]
+
+    def _collect_grads(self, sink: GradientSink | None) -> list[Tensor]:
+        """The lane's gradients, taken out of the model. A parameter that the lane did not touch has zero."""
+        if sink:
+            for i, parameter in enumerate(self.trainable):
+                _deliver(sink, i, parameter)
+            return []
+        grads = []
+        for parameter in self.trainable:
+            grad, parameter.grad = parameter.grad, None
+            grads.append(torch.zeros_like(parameter) if grad is None else grad)
+        return grads
+
+    def _share_tensor(self, share: float, like: Tensor) -> Tensor:
+        key = (share, like.dtype)
+        if key not in self._share_tensors:
+            if len(self._share_tensors) > 64:
+                self._share_tensors.clear()
+            self._share_tensors[key] = torch.tensor(share, dtype=like.dtype, device=like.device)
+        return self._share_tensors[key]
+
+    def autocast_context(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of forward passes."""
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that an update depends on, as references: copy it before the next step changes it."""
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+            # state_dict() leaves out buffers that are not persistent
+            "moving": {name: self.model.get_buffer(name) for name in self.moving_buffers.names},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.schedule:
+            self.schedule.load_state_dict(state["schedule"])
+        self._set_moving_buffers(list(state["moving"]))
+        for name, value in state["moving"].items():
+            self.model.get_buffer(name).copy_(value)
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without torch's wrapper around it (a label for the profiler, hooks) where nobody has
+    hooks: a quarter of what the step of a small model costs."""
+    wrapper = type(optimizer).step
+    inner = getattr(wrapper, "__wrapped__", None)
+    if inner is None or not getattr(wrapper, "hooked", False) or _has_hooks(optimizer):
+        optimizer.step()
+    else:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        inner(optimizer)
+
+
+def _deliver(sink: GradientSink, index: int, parameter: Tensor) -> None:
+    grad, parameter.grad = parameter.grad, None
+    sink.accept(index, grad)
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    return not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

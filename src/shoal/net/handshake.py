@@ -1,0 +1,119 @@
+"""Both ends prove that they know the token without sending it: each answers the other's challenge with an HMAC."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+
+MAGIC = b"SHOAL\x01"
+TLS_RECORD_PREFIX = b"\x16\x03"
+TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
+"""What TLS says to a language that it does not know, and we say to TLS where we do not use it."""
+MAX_HELLO_BYTES = 4096
+TIMEOUT_S = 3.0
+_ALERT_DRAIN_S = 0.2
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_SIZE = struct.Struct("<H")
+
+
+class LinkError(Exception):
+    """The connection cannot be used: closed, refused, or not speaking our language."""
+
+
+class TokenError(LinkError):
+    """The two sides do not know the same token."""
+
+
+class TlsError(LinkError):
+    """One of the two sides uses TLS, or one does not accept the other's certificate."""
+
+
+def new_token() -> str:
+    return secrets.token_hex(16)
+
+
+def client_handshake(sock: socket.socket, token: str, hello: bytes) -> None:
+    """The caller's half: say who I am, prove it, and see that the other side can be trusted."""
+    if len(hello) > MAX_HELLO_BYTES:
+        raise LinkError(f"a greeting of {len(hello)} bytes; at most {MAX_HELLO_BYTES}")
+    until = time.monotonic() + TIMEOUT_S
+    head = MAGIC + os.urandom(_NONCE_BYTES) + _SIZE.pack(len(hello)) + hello
+    sock.sendall(head)
+    answer = _receive_before(until, sock, len(TLS_ALERT))
+    if answer == TLS_ALERT:
+        raise TlsError("it uses TLS, and we do not")
+    answer += _receive_before(until, sock, _NONCE_BYTES + _PROOF_BYTES - len(TLS_ALERT))
+    nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(token, b"answer", head, nonce)):
+        raise TokenError("the other side does not know the token")
+    sock.sendall(_proof(token, b"caller", head, nonce))
+    if _receive_before(until, sock, 1) != b"+":
+        raise LinkError("refused")
+
+
+def server_handshake(sock: socket.socket, token: str) -> bytes:
+    """The other half: the caller's hello. LinkError for strangers and noise, of which little is read."""
+    until = time.monotonic() + TIMEOUT_S
+    head = _receive_before(until, sock, len(MAGIC) + _NONCE_BYTES + _SIZE.size)
+    if head.startswith(TLS_RECORD_PREFIX):
+        sock.sendall(TLS_ALERT)
+        rest = max(0, 5 + int.from_bytes(head[3:5]) - len(head))  # unread, it would take back our word
+        _receive_before(time.monotonic() + _ALERT_DRAIN_S, sock, rest)
+    if not head.startswith(MAGIC):
+        raise LinkError("not a greeting")
+    (size,) = _SIZE.unpack(head[-_SIZE.size :])
+    if size > MAX_HELLO_BYTES:
+        raise LinkError(f"a greeting of {size} bytes; at most {MAX_HELLO_BYTES}")
+    hello = _receive_before(until, sock, size)
+    nonce = os.urandom(_NONCE_BYTES)
+    sock.sendall(nonce + _proof(token, b"answer", head + hello, nonce))
+    proof = _receive_before(until, sock, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(token, b"caller", head + hello, nonce)):
+        raise LinkError("a stranger without the token")
+    sock.sendall(b"+")
+    return hello
+
+
+def _proof(token: str, role: bytes, head: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(token.encode(), role + head + nonce, hashlib.sha256)
+
+
+def receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes."""
+    buffer = bytearray(size)
+    receive_exactly_into(sock, memoryview(buffer))
+    return bytes(buffer)
+
+
+def receive_exactly_into(sock: socket.socket, view: memoryview) -> None:
+    while view:
+        view = view[_receive_some(sock, view) :]
+
+
+def _receive_before(deadline_s: float, sock: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes before the time is over: who lets them drip would hold our thread for hours."""
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    while view:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise LinkError("too slow")
+        sock.settimeout(left_s)
+        view = view[_receive_some(sock, view) :]
+    return bytes(buffer)
+
+
+def _receive_some(sock: socket.socket, view: memoryview) -> int:
+    try:
+        got = sock.recv_into(view)
+    except OSError as failure:
+        raise LinkError(str(failure)) from failure
+    if not got:
+        raise LinkError("the other side closed the connection")
+    return got

@@ -1,0 +1,123 @@
+"""A door: listening sockets that let in only those who know the token.
+
+Strangers, scanners and noise are refused and counted. Each costs a thread for three seconds at most, and there are
+never more than a few of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from shoal.net import handshake, tls
+
+MAX_CONCURRENT_HANDSHAKES = 64
+
+
+class AuthenticatedListener:
+    """`welcome(sock, hello)` is called in a thread of its own for each caller that proved itself; it owns the socket
+    then. A LinkError or OSError out of it counts as a refusal."""
+
+    def __init__(
+        self, listeners: Sequence[socket.socket], token: str, on_connect: Callable[[socket.socket, bytes], None]
+    ) -> None:
+        self._listeners = list(listeners)
+        self._token = token
+        self._tls = tls.configured()
+        self._on_connect = on_connect
+        self._handshake_slots = threading.BoundedSemaphore(MAX_CONCURRENT_HANDSHAKES)
+        self._refused_lock = threading.Lock()
+        self.refused = 0
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="shoal-door", daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                if listener.fileno() < 0:
+                    return
+                time.sleep(0.01)  # the caller left before we looked, or there are too many open files: do not spin
+                continue
+            if self._handshake_slots.acquire(blocking=False):
+                self._start_handshake(sock)
+            else:
+                self._refuse(sock)
+
+    def _start_handshake(self, sock: socket.socket) -> None:
+        try:
+            threading.Thread(target=self._authenticate, args=(sock,), name="shoal-caller", daemon=True).start()
+        except RuntimeError:  # no more threads are to be had; the door stays open
+            self._handshake_slots.release()
+            self._refuse(sock)
+
+    def _authenticate(self, sock: socket.socket) -> None:
+        try:
+            _disable_nagle(sock)
+            sock = tls.wrap_accepted(sock, self._tls)
+            sock.settimeout(handshake.TIMEOUT_S)
+            hello = handshake.server_handshake(sock, self._token)
+            sock.settimeout(None)
+        except (OSError, handshake.LinkError):
+            self._refuse(sock)
+            return
+        finally:
+            self._handshake_slots.release()
+        try:
+            self._on_connect(sock, hello)
+        except (OSError, handshake.LinkError):
+            self._refuse(sock)
+
+    def _refuse(self, sock: socket.socket) -> None:
+        with self._refused_lock:
+            self.refused += 1
+        sock.close()
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+
+def connect(family: socket.AddressFamily, address: object, token: str, hello: bytes) -> socket.socket:
+    """Connect and greet. LinkError if the other side cannot be reached or trusted."""
+    sock = socket.socket(family)
+    try:
+        sock.settimeout(handshake.TIMEOUT_S)
+        sock.connect(address)  # type: ignore[arg-type]
+        _disable_nagle(sock)
+        sock = tls.wrap_connected(sock)
+        sock.settimeout(handshake.TIMEOUT_S)
+        handshake.client_handshake(sock, token, hello)
+        sock.settimeout(None)
+    except (OSError, OverflowError, handshake.LinkError) as failure:
+        sock.close()
+        if trouble := tls.failure_reason(sock):
+            raise handshake.TlsError(trouble) from failure
+        if isinstance(failure, handshake.LinkError):
+            raise
+        raise handshake.LinkError(f"cannot reach {address!r}: {failure}") from failure
+    return sock
+
+
+def connect_host(host: str, port: int, token: str, hello: bytes) -> socket.socket:
+    """The same for a name or a literal address of either family; a name's addresses are tried in their order."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # given a port above 65535 it takes another one
+    except (OSError, UnicodeError) as failure:
+        raise handshake.LinkError(f"cannot find {host}: {failure}") from failure
+    *others, last = [(family, (address[0], port, *address[2:])) for family, _, _, _, address in found]
+    for family, address in others:
+        with contextlib.suppress(handshake.LinkError):
+            return connect(family, address, token, hello)
+    return connect(*last, token, hello)
+
+
+def _disable_nagle(sock: socket.socket) -> None:
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

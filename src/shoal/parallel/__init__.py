@@ -1,1 +1,0 @@
-"""How replicas hold and agree on one set of weights."""

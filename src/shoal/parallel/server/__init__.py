@@ -1,1 +1,0 @@
-"""Servers: processes that hold the parameters in chunks and update them."""

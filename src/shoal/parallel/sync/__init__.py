@@ -1,1 +1,0 @@
-"""Sync objects: how replicas agree on a step."""

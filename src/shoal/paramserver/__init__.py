@@ -1,0 +1,1 @@
+"""A replicated parameter server: processes that hold the parameters in chunks and update them."""

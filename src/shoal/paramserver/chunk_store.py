@@ -1,0 +1,335 @@
+"""What a server holds: parameters, the optimizer's state and the stamps of chunks; and how it updates them.
+
+All that lies in stretches lies as the workers' layout says, so that byte offsets mean the same to everybody; pages of
+chunks that are not held here are never touched. Nothing here knows of connections.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.state_tree import State
+from shoal.collectives.transport.shared_memory import ByteBuffer
+from shoal.lanes.clipping import scale_gradients, slice_norms
+from shoal.lanes.elementwise import make_optimizer
+from shoal.lanes.flat_layout import FlatLayout, TensorRange
+from shoal.lanes.replica import optimizer_step
+from shoal.paramserver.optimizer_slices import OptimizerSlice, OptimizerState, copy_state, merge_slices, why_unfit
+from shoal.paramserver.sparse.row_tables import RowTables
+from shoal.paramserver.sparse.table_spec import TableSpec
+from shoal.spec.job import ELEMENTWISE_OPTIMIZERS
+
+MAX_STAMP = 1 << 62
+_MAX_CACHED_SOURCES = 8
+Hyperparameters = Sequence[dict[str, Any]]
+"""The options of each parameter group, without the parameters."""
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """Runs that the optimizer takes in one call: parameters by group, and their state."""
+
+    slices: list[OptimizerSlice]
+    groups: dict[int, list[nn.Parameter]]
+    state: defaultdict[Tensor, OptimizerState]
+    _grads_by_source: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+
+    def grads(self, source: Tensor) -> list[Tensor]:
+        """What lies in a stretch of the runs. Nearly always one of a few stretches."""
+        known, found = self._grads_by_source.get(id(source), (None, []))
+        if known is not source:
+            if len(self._grads_by_source) >= _MAX_CACHED_SOURCES:
+                self._grads_by_source.clear()
+            found = [run.view_in(source) for run in self.slices]
+            self._grads_by_source[id(source)] = source, found
+        return found
+
+
+class ChunkStore:
+    """Chunks are named by ranges [first, last); one that nothing was `put` into holds nothing and cannot be used.
+
+    `groups` has the parameter group of each gradient, -1 for what the optimizer leaves alone. The stamps are the
+    caller's to move: `applied` (the next step of a chunk), `clocks` (of each lane), `term` and `seq`. A term of 0 says
+    that nothing was put there. `manner` is how the last step was applied: flags, divisor, coefficient. Rows of sparse
+    `tables` lie on the `shelf`, if there are any, and are taken and put there.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        *,
+        optimizer: type[torch.optim.Optimizer],
+        groups: Sequence[int],
+        hyper: Hyperparameters,
+        lanes: int,
+        parameters: ByteBuffer | None = None,
+        sums: ByteBuffer | None = None,
+        tables: Sequence[TableSpec] = (),
+    ) -> None:
+        if len(groups) != len(layout.grads) or not all(-1 <= group < len(hyper) for group in groups):
+            raise ValueError("each gradient needs a group that there is")
+        self.layout = layout
+        self.parameters = parameters or ByteBuffer.private(layout.size_bytes)
+        self.sums = sums or ByteBuffer.private(layout.size_bytes)
+        self.chunk_count = len(layout.chunk_offsets) - 1
+        # in numpy, for which few numbers are less work than for torch
+        self.applied, self.term, self.seq = np.zeros((3, self.chunk_count), dtype=np.int64)
+        self.clocks = np.zeros((self.chunk_count, lanes), dtype=np.int64)
+        self.how_applied = np.zeros((self.chunk_count, 3), dtype=np.float64)
+        self.row_tables = RowTables(tables) if tables else None
+        self._groups = list(groups)
+        self._hyper = [dict(options) for options in hyper]
+        self._optimizer = make_optimizer(optimizer, self._hyper, [[nn.Parameter(torch.zeros(1))] for _ in hyper])
+        self._hyper = [{**self._optimizer.defaults, **options} for options in self._hyper]
+        self._slices: list[OptimizerSlice] = []
+        self._update_batches: dict[tuple[int, int], list[UpdateBatch]] = {}
+
+    # ---- updates ----
+
+    def set_pieces(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """What is updated together from now on. Chunks that stand in no piece are kept as they are."""
+        for first, last in pieces:
+            self._merged_slices(*self._byte_range(first, last))
+
+    def norms(self, first: int, last: int) -> list[float]:
+        """Of the slices of these chunks in `sums`, in the order of the stretch."""
+        slices = self.layout.slices
+        begin, end = (bisect_left(slices, chunk, key=lambda it: it.chunk) for chunk in (first, last))
+        found = slice_norms(self._sum_slices[begin:end])
+        return list(torch.stack(found).tolist()) if found else []
+
+    @cached_property
+    def _sum_slices(self) -> list[Tensor]:
+        return [self.sums.tensor[it.start : it.stop].view(it.dtype) for it in self.layout.slices]
+
+    def scale(self, first: int, last: int, *, count: float | None = None, coefficient: float | None = None) -> None:
+        """Divide and multiply what lies in `sums`, in place. The tail stays as it is."""
+        parts = self.layout.tensor_ranges(*self._byte_range(first, last))
+        grads = [self.sums.tensor[it.start : it.stop].view(self._dtype(it)) for it in parts]
+        self._scale(grads, count, coefficient, None)
+
+    def apply(
+        self,
+        first: int,
+        last: int,
+        *,
+        hyper: Hyperparameters,
+        source: Tensor | None = None,
+        count: float | None = None,
+        coefficient: float | Tensor | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        """One update of these chunks from the sums that lie in `source` (a stretch), which stays as it is.
+
+        Options that `hyper` does not name are those of the beginning. Of the tail, the last is kept as it came.
+        """
+        source = self.sums.tensor if source is None else source
+        for batch in self._update_batches_for(first, last):
+            grads = batch.grads(source)
+            scaling = not (count is coefficient is clip_value is None)
+            if scaling or self._may_modify_gradients(hyper):
+                grads = [grad.clone() for grad in grads]
+            if scaling:
+                self._scale(grads, count, coefficient, clip_value)
+            self._step(batch, grads, hyper)
+        if last == self.chunk_count:
+            self.parameters.tensor[self.layout.tail :].copy_(source[self.layout.tail : self.layout.size_bytes])
+
+    def _scale(
+        self, grads: list[Tensor], count: float | None, coefficient: float | Tensor | None, value: float | None
+    ) -> None:
+        divisor = None if count is None else torch.tensor(count, dtype=torch.float64).to(self.layout.grads[0].dtype)
+        factor = None if coefficient is None else torch.as_tensor(coefficient, dtype=torch.float64)
+        if grads:
+            scale_gradients(grads, count=divisor, coefficient=factor, value=value)
+
+    def _step(self, batch: UpdateBatch, grads: list[Tensor], hyper: Hyperparameters) -> None:
+        for optimizer_slice, grad in zip(batch.slices, grads, strict=True):
+            optimizer_slice.parameter.grad = grad
+        optimizer = self._optimizer
+        optimizer.state = batch.state
+        optimizer.param_groups = [
+            {**self._hyper[group], **hyper[group], "params": parameters} for group, parameters in batch.groups.items()
+        ]
+        try:
+            optimizer_step(optimizer)
+        finally:
+            for optimizer_slice in batch.slices:
+                optimizer_slice.parameter.grad = None
+
+    def _may_modify_gradients(self, hyper: Hyperparameters) -> bool:
+        """May the optimizer write into gradients? Of torch's own, only the foreach kind does."""
+        ours = type(self._optimizer).__module__.startswith("torch.optim.")
+        return not ours or any({**old, **new}.get("foreach") for old, new in zip(self._hyper, hyper, strict=True))
+
+    def _update_batches_for(self, first: int, last: int) -> list[UpdateBatch]:
+        if (first, last) not in self._update_batches:
+            span = self._byte_range(first, last)
+            slices = self._merged_slices(*span)
+            if not _covers([run.tensor_range for run in slices], self.layout.tensor_ranges(*span)):
+                raise ValueError(f"chunks {first} to {last} are not all held here")
+            # a fused optimizer wants all of its parameters at their first step, or none
+            moved = [run for run in slices if self._groups[run.tensor_range.place] >= 0]
+            split = [run for run in moved if not run.state], [run for run in moved if run.state]
+            self._update_batches[first, last] = [self._make_update_batch(runs) for runs in split if runs]
+        return self._update_batches[first, last]
+
+    def _make_update_batch(self, slices: list[OptimizerSlice]) -> UpdateBatch:
+        groups: dict[int, list[nn.Parameter]] = {}
+        for optimizer_slice in slices:
+            groups.setdefault(self._groups[optimizer_slice.tensor_range.place], []).append(optimizer_slice.parameter)
+        return UpdateBatch(slices, groups, defaultdict(dict, {run.parameter: run.state for run in slices}))
+
+    # ---- contents ----
+
+    def read_state(self, first: int, last: int) -> State:
+        """All that these chunks hold, as copies: for `put`, here or on another server."""
+        start, stop = self._byte_range(first, last)
+        slices = [
+            run.narrow(max(run.tensor_range.start, start), min(run.tensor_range.stop, stop))
+            for run in self._overlapping_slices(start, stop)
+        ]
+        if not _covers([run.tensor_range for run in slices], self.layout.tensor_ranges(start, stop)):
+            raise ValueError(f"chunks {first} to {last} are not all held here")
+        stamps = {name: stamp[first:last].clone() for name, stamp in self._stamps().items()}
+        content = self.parameters.tensor[start:stop].clone()
+        return {
+            "parameters": content,
+            "runs": [_describe_slice(run.tensor_range, copy_state(run.state)) for run in slices],
+            **stamps,
+        }
+
+    def write_state(self, first: int, last: int, state: State) -> None:
+        """Hold what was taken elsewhere, in place of what was held. ValueError if it is not these chunks' state."""
+        start, stop = self._byte_range(first, last)
+        places = {name: stamp[first:last] for name, stamp in self._stamps().items()}
+        places["parameters"] = self.parameters.tensor[start:stop]
+        try:
+            values = {name: state[name] for name in places}
+            slices = [self._parse_slice(row) for row in state["runs"]]
+        except (KeyError, TypeError, IndexError, OverflowError, RuntimeError) as problem:
+            raise ValueError(f"not the state of chunks: {problem!r:.200}") from None
+        for name, place in places.items():
+            value = values[name]
+            if not isinstance(value, Tensor) or (value.dtype, value.shape) != (place.dtype, place.shape):
+                raise ValueError(f"{name} of other chunks")
+        if not all(_is_valid_stamp(values[name]) for name in self._stamps()):
+            raise ValueError("stamps that nobody makes")
+        if not _covers([run.tensor_range for run in slices], self.layout.tensor_ranges(start, stop)):
+            raise ValueError("optimizer state of other chunks")
+        for name, place in places.items():
+            place.copy_(values[name])
+        self._replace_slices(start, stop, slices)
+
+    def drop(self, first: int, last: int) -> None:
+        """Hold these chunks no longer, nor their rows."""
+        if self.row_tables is not None:
+            self.row_tables.drop(first, last)
+        self._replace_slices(*self._byte_range(first, last), [])
+        for stamp in self._stamps().values():
+            stamp[first:last] = 0
+
+    def _stamps(self) -> dict[str, Tensor]:
+        stamps = {"applied": self.applied, "clocks": self.clocks, "term": self.term, "seq": self.seq}
+        return {name: torch.from_numpy(stamp) for name, stamp in (stamps | {"manner": self.how_applied}).items()}
+
+    def _parse_slice(self, row: Any) -> OptimizerSlice:
+        part = TensorRange(*(row[name] for name in TensorRange._fields))
+        if any(type(number) is not int for number in part) or not 0 <= part.place < len(self._groups):
+            raise ValueError("optimizer state of a tensor that is not there")
+        size = self._dtype(part).itemsize
+        if part.start >= part.stop or part.start % size or part.stop % size:
+            raise ValueError("optimizer state of half an element")
+        if why := why_unfit(row["state"], (part.stop - part.start) // size):
+            raise ValueError(why)
+        return self._make_slice(part, copy_state(row["state"]))
+
+    # ---- runs ----
+
+    def _byte_range(self, first: int, last: int) -> tuple[int, int]:
+        if not 0 <= first < last <= self.chunk_count:
+            raise ValueError(f"chunks {first} to {last} of {self.chunk_count}")
+        return self.layout.chunk_offsets[first], self.layout.chunk_offsets[last]
+
+    def _dtype(self, tensor_range: TensorRange) -> torch.dtype:
+        return self.layout.grads[tensor_range.place].dtype
+
+    def _make_slice(self, tensor_range: TensorRange, state: OptimizerState) -> OptimizerSlice:
+        return OptimizerSlice(tensor_range, self._dtype(tensor_range), self.parameters.tensor, state)
+
+    def _overlapping_slices(self, start: int, stop: int) -> list[OptimizerSlice]:
+        """Runs that have some of these bytes."""
+        begin = bisect_left(self._slices, start + 1, key=lambda run: run.tensor_range.stop)
+        end = bisect_left(self._slices, stop, key=lambda run: run.tensor_range.start)
+        return self._slices[begin:end]
+
+    def _merged_slices(self, start: int, stop: int) -> list[OptimizerSlice]:
+        """The runs of exactly these bytes, as few as possible."""
+        there = self._overlapping_slices(start, stop)
+        slices = merge_slices([_clip_slice(run, start, stop) for run in there])
+        if len(slices) != len(there) or any(new is not old for new, old in zip(slices, there, strict=True)):
+            self._replace_slices(start, stop, slices)
+        return slices
+
+    def _replace_slices(self, start: int, stop: int, slices: list[OptimizerSlice]) -> None:
+        """Put these runs where [start, stop) is; of runs that reach over its ends, what lies outside stays."""
+        there = self._overlapping_slices(start, stop)
+        begin = bisect_left(self._slices, start + 1, key=lambda run: run.tensor_range.stop)
+        before = [run.narrow(run.tensor_range.start, start) for run in there[:1] if run.tensor_range.start < start]
+        after = [run.narrow(stop, run.tensor_range.stop) for run in there[-1:] if run.tensor_range.stop > stop]
+        self._slices[begin : begin + len(there)] = [*before, *slices, *after]
+        lowest = min([start, *(run.tensor_range.start for run in there[:1])])
+        highest = max([stop, *(run.tensor_range.stop for run in there[-1:])])
+        cuts = self.layout.chunk_offsets
+        self._update_batches = {
+            key: stints
+            for key, stints in self._update_batches.items()
+            if cuts[key[1]] <= lowest or cuts[key[0]] >= highest
+        }
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """One of torch's that treat every element by itself. ValueError for any other."""
+    if name not in ELEMENTWISE_OPTIMIZERS:
+        raise ValueError(f"an optimizer {name!r:.40}, and servers have {', '.join(ELEMENTWISE_OPTIMIZERS)}")
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+    return kind
+
+
+def _is_valid_stamp(stamp: Tensor) -> bool:
+    if not stamp.is_floating_point():
+        return bool(((stamp >= 0) & (stamp < MAX_STAMP)).all())
+    return bool(((stamp[:, 0] >= 0) & (stamp[:, 0] < 256)).all())  # flags
+
+
+def _clip_slice(optimizer_slice: OptimizerSlice, start: int, stop: int) -> OptimizerSlice:
+    inside = max(optimizer_slice.tensor_range.start, start), min(optimizer_slice.tensor_range.stop, stop)
+    return (
+        optimizer_slice
+        if inside == (optimizer_slice.tensor_range.start, optimizer_slice.tensor_range.stop)
+        else optimizer_slice.narrow(*inside)
+    )
+
+
+def _describe_slice(tensor_range: TensorRange, state: OptimizerState) -> dict[str, Any]:
+    return {**tensor_range._asdict(), "state": state}
+
+
+def _covers(parts: Sequence[TensorRange], wanted: Sequence[TensorRange]) -> bool:
+    """Are these the wanted bytes, in order, each once?"""
+    joined: list[TensorRange] = []
+    for part in parts:
+        if joined and (joined[-1].place, joined[-1].stop) == (part.place, part.start):
+            joined[-1] = joined[-1]._replace(stop=part.stop)
+        else:
+            joined.append(part)
+    return joined == list(wanted)

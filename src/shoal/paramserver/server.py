@@ -1,0 +1,382 @@
+"""What a server does with what it is told. It sees frames and no sockets.
+
+Rules that keep every update exactly once, whoever dies:
+- what is pushed is labelled with table, view and step (or lane and step); what is applied already is answered and not
+  applied again;
+- the primary orders, and answers only when everybody in the chain who must have it has it;
+- a new table is a clean slate but for what the chunks hold: whoever waited for an answer asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.files import open_files
+from shoal.collectives.buckets import EncodedLayout
+from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, attach
+from shoal.lanes.flat_layout import FlatLayout
+from shoal.lanes.reduction_tree import Node, partial_nodes
+from shoal.net.handshake import LinkError
+from shoal.paramserver import protocol
+from shoal.paramserver.chunk_store import ChunkStore, optimizer_class
+from shoal.paramserver.connection import PayloadTarget, ServerConnection
+from shoal.paramserver.piece_state import ClientSession, PieceState
+from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
+from shoal.paramserver.replication import ChainReplication
+from shoal.paramserver.shared_sums import SharedSums
+from shoal.paramserver.sparse.handlers import MAX_KEYS_BYTES, RunInThread, SparseTableHandler
+from shoal.paramserver.sparse.table_spec import MAX_TABLES, TableSpec
+from shoal.paramserver.updates import UpdatePipeline, options_from_json, parse_number
+from shoal.spec.chunk_table import ChunkTable, build_pieces
+
+MAX_STATE_TO_PIECE_RATIO = 12
+STATE_OVERHEAD_BYTES = 4 << 20
+_TABLE_BOUND_KINDS = frozenset(
+    {
+        protocol.ENTER,
+        protocol.PUSH,
+        protocol.PULL,
+        protocol.SET,
+        protocol.APPLY,
+        protocol.LOOKUP_ROWS,
+        protocol.SNAPSHOT_ROWS,
+    }
+)
+_MAX_PAYLOAD_BYTES = {
+    protocol.ENTER: protocol.MAX_JSON_BYTES,
+    protocol.HYPER: 4 << 20,
+    protocol.APPLY: 4 << 10,
+    protocol.LOOKUP_ROWS: MAX_KEYS_BYTES,
+}
+"""How much may be said."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What the job says of its servers. `staleness` may be infinite; `aware`: a stale push moves less. Where
+    its checkpoints lie is `store`."""
+
+    lanes: int
+    staleness: float
+    optimizer: type[torch.optim.Optimizer] | None = None
+    staleness_aware: bool = False
+    codec: Mapping[str, Any] | None = None
+    """The job's, as plain data: what is pushed is encoded, lane by lane."""
+    checkpoint_path: str = ""
+
+    @property
+    def synchronous(self) -> bool:
+        return self.staleness == 0
+
+
+class ParameterServer:
+    """Belongs to the server's one thread. `call` asks for a line to a successor, `filled` tells that one has all."""
+
+    def __init__(
+        self,
+        seat: int,
+        config: ServerConfig,
+        *,
+        connect_to: Callable[[int, ChunkTable], None],
+        on_filled: Callable[[int, int], None],
+        run_in_thread: RunInThread,
+    ) -> None:
+        self.seat = seat
+        self.config = config
+        self.chunk_table: ChunkTable | None = None
+        self.piece_states: dict[int, PieceState] = {}
+        self.view = 0
+        self.nodes: dict[int, list[Node]] = {}
+        self.model: dict[str, Any] = {}
+        self.encoded_layout: EncodedLayout | None = None
+        self.ignored_lanes: frozenset[int] = frozenset()
+        self.replication = ChainReplication(self, connect_to=connect_to, on_filled=on_filled)
+        self.sparse_handler = SparseTableHandler(
+            self,
+            run_in_thread=run_in_thread,
+            files=open_files(config.checkpoint_path) if config.checkpoint_path else None,
+        )
+        self.updates = UpdatePipeline(self)
+        self._chunk_store: ChunkStore | None = None
+        self._shared_parameters: SharedMemory | None = None
+        self._shared_sums: SharedSums | None = None
+        self._ready = False
+        self._sessions: dict[ServerConnection, ClientSession] = {}
+
+    @property
+    def chunk_store(self) -> ChunkStore:
+        if self._chunk_store is None:
+            raise LinkError("speaks of a model that is not known here yet")
+        return self._chunk_store
+
+    @property
+    def chunk_table_number(self) -> int:
+        """Of the table."""
+        return self.chunk_table.number if self.chunk_table else 0
+
+    def piece_state(self, frame: ServerFrame) -> PieceState:
+        if frame.piece not in self.piece_states:
+            raise LinkError(f"speaks of piece {frame.piece}, which is not here")
+        return self.piece_states[frame.piece]
+
+    # ---- tables, and who comes and goes ----
+
+    def set_chunk_table(self, chunk_table: ChunkTable) -> None:
+        if chunk_table.number <= self.chunk_table_number:
+            return
+        self.chunk_table = chunk_table
+        mine = [piece for piece in build_pieces(chunk_table) if self.seat in piece.replication_order]
+        self.piece_states = {piece.index: PieceState.of(piece, self.seat) for piece in mine}
+        self.replication.disconnect_all()
+        self._apply_chunk_table()
+        for session in self._sessions.values():
+            session.connection.send(ServerFrame(protocol.STALE, self.chunk_table_number))
+
+    def _apply_chunk_table(self) -> None:
+        """Once the table and the model's shape are known."""
+        if self.chunk_table is not None and self._chunk_store is not None:
+            self._drop_unowned_rows(self._chunk_store)
+            self._chunk_store.set_pieces([(p.piece.first_chunk, p.piece.end_chunk) for p in self.piece_states.values()])
+            self.replication.connect_successors()
+
+    @property
+    def shared_sums(self) -> SharedSums:
+        if self._shared_sums is None:
+            raise LinkError("nobody has told what the model is like")
+        return self._shared_sums
+
+    def _drop_unowned_rows(self, chunk_store: ChunkStore) -> None:
+        """Rows of chunks that others hold now would only take memory."""
+        if chunk_store.row_tables is None:
+            return
+        mine = {i for post in self.piece_states.values() for i in range(post.piece.first_chunk, post.piece.end_chunk)}
+        others = [i for i in range(chunk_store.chunk_count) if i not in mine and int(chunk_store.term[i])]
+        for _, run in groupby(enumerate(others), key=lambda pair: pair[1] - pair[0]):
+            chunks = [i for _, i in run]
+            chunk_store.drop(chunks[0], chunks[-1] + 1)
+
+    def add_client(self, connection: ServerConnection) -> list[ServerConnection]:
+        """Somebody who pushes, or pulls. Returns the lines that this one takes the place of: what still comes over
+        them must not be taken for what he wants now."""
+        old = [one for one in self._sessions if one.peer == connection.peer]
+        self._sessions[connection] = ClientSession(connection, connection.peer)
+        return old
+
+    def connection_lost(self, connection: ServerConnection) -> None:
+        session = self._sessions.pop(connection, None)
+        self.replication.connection_lost(connection)
+        if session:
+            for piece_state in self.piece_states.values():
+                piece_state.pending_replies = [one for one in piece_state.pending_replies if one.session is not session]
+                piece_state.reductions.clear()
+
+    def ignore_lanes(self, lanes: Iterable[int]) -> None:
+        """Nobody waits for these lanes from now on."""
+        self.ignored_lanes = frozenset(lanes)
+        for piece_state in self.piece_states.values():
+            self.updates.flush_pending(piece_state)
+
+    # ---- frames ----
+
+    def buffer_for(self, connection: ServerConnection, frame: ServerFrame) -> PayloadTarget:
+        session = self._sessions.get(connection)
+        if session is None:
+            return self.replication.buffer_for(connection, frame)
+        if frame.kind in _TABLE_BOUND_KINDS and frame.chunk_table_number > self.chunk_table_number:
+            return "hold"  # it has not come here yet
+        if frame.kind == protocol.PUSH:
+            return self.updates.buffer_for(session, frame)
+        if frame.kind == protocol.SET:
+            return (
+                self.buffer_for_state(connection, frame)
+                if frame.chunk_table_number == self.chunk_table_number
+                else "skip"
+            )
+        most = _MAX_PAYLOAD_BYTES.get(frame.kind, 0)
+        if frame.size > most:
+            raise LinkError(f"says {frame.size} bytes where {most} is the most")
+        return connection.allocate_payload(frame.size)
+
+    def buffer_for_state(self, connection: ServerConnection, frame: ServerFrame) -> PayloadTarget:
+        """Memory for a piece's whole state, within reason."""
+        piece = self.piece_state(frame).piece
+        if frame.size > MAX_STATE_TO_PIECE_RATIO * (piece.stop - piece.start) + STATE_OVERHEAD_BYTES:
+            raise LinkError(f"sends a state of {frame.size} bytes")
+        return connection.allocate_payload(frame.size)
+
+    def handle_frame(self, connection: ServerConnection, frame: ServerFrame) -> None:
+        session = self._sessions.get(connection)
+        if session is None:
+            self.replication.handle_frame(connection, frame)
+        elif frame.kind in _TABLE_BOUND_KINDS and frame.chunk_table_number < self.chunk_table_number:
+            connection.send(ServerFrame(protocol.STALE, self.chunk_table_number))
+        elif frame.kind == protocol.ENTER:
+            self._handle_enter(session, frame)
+        elif frame.kind == protocol.READY:
+            self._handle_ready(session, frame.view)
+        elif frame.kind == protocol.HYPER:
+            session.hyper = self.parse_hyperparameters(decode_json(connection.payload))
+        elif frame.kind == protocol.SHARE_MEMORY:
+            self._attach_shared_memory(session, frame)
+        elif frame.kind == protocol.LOOKUP_ROWS:
+            self.sparse_handler.handle_lookup(session, frame)
+        elif frame.kind == protocol.SNAPSHOT_ROWS:
+            self.sparse_handler.handle_snapshot(session, frame)
+        else:
+            self.updates.handle_request(session, frame)
+
+    # ---- entering a view ----
+
+    def _handle_enter(self, session: ClientSession, frame: ServerFrame) -> None:
+        words, view = decode_json(session.connection.payload), frame.view
+        if view < self.view:
+            passed = f"view {view} has passed".encode()
+            session.connection.send(ServerFrame(protocol.REFUSED, self.chunk_table_number, view=self.view), passed)
+            return
+        self.check_model(words.get("model"))
+        if view > self.view:
+            self._begin_view(view, parse_assignment(words.get("carries"), sender=session.seat, lanes=self.config.lanes))
+        if session.seat not in self.nodes:
+            raise LinkError(f"enters view {view} without a part in it")
+        session.view, session.pending_enter = view, frame
+        size = len(self.nodes[session.seat]) * self.chunk_store.layout.size_bytes
+        alone = session.shared_memory is None or self.encoded_layout is not None
+        if alone and (session.memory is None or len(session.memory.raw) < size):
+            session.memory = ByteBuffer.private(size)
+        if words.get("lead") and not self._ready:
+            session.connection.send(
+                ServerFrame(protocol.STATUS, frame.chunk_table_number, view=view), encode_json(self._status())
+            )
+        elif words.get("ready"):
+            self._ready = True
+            self._admit(session)  # again, after it lost its line or the table has changed
+        self.admit_entering_clients()
+
+    def check_model(self, model: Any) -> None:
+        """The model's shape, the same for the whole run; whoever comes first tells it."""
+        try:
+            if self._chunk_store is None:
+                self._set_model(model)
+            elif FlatLayout.from_description(model["layout"]).digest != self._chunk_store.layout.digest:
+                raise ValueError("other shapes")
+        except Exception as failure:  # it names an optimizer and its options: anything may go wrong with them
+            raise LinkError(f"describes a model that cannot be: {failure!r:.200}") from failure
+
+    def parse_hyperparameters(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Options for each of the optimizer's groups, and no more."""
+        groups, clip = fields.get("groups"), parse_number(fields.get("clip_value"))
+        there = isinstance(groups, list) and len(groups) == len(self.model.get("hyper", ()))
+        if not there or not all(isinstance(group, dict) for group in groups or ()):
+            raise LinkError("says options for other groups than there are")
+        return {"groups": groups, "clip_value": clip}
+
+    def _set_model(self, model: dict[str, Any]) -> None:
+        layout = FlatLayout.from_description(model["layout"])
+        if self.config.codec:
+            self.encoded_layout = EncodedLayout(layout, self.config.codec)
+            layout.chunk_offsets = self.encoded_layout.chunk_offsets
+        if self.chunk_table is None or self.chunk_table.cuts != layout.chunk_offsets:
+            raise ValueError("the table is for another one")
+        self._shared_parameters, self._shared_sums = SharedMemory(layout.size_bytes), SharedSums.create(layout)
+        self._chunk_store = ChunkStore(
+            layout,
+            optimizer=self.config.optimizer or optimizer_class(model["optimizer"]),
+            groups=[int(group) for group in model["groups"]],
+            hyper=[options_from_json(group) for group in model["hyper"]],
+            lanes=self.config.lanes,
+            parameters=self._shared_parameters.buffer,
+            sums=self._shared_sums.memory,
+            tables=parse_table_specs(model.get("tables", [])),
+        )
+        self.model = model
+        self._apply_chunk_table()
+
+    @property
+    def has_model(self) -> bool:
+        return self._chunk_store is not None
+
+    def _begin_view(self, view: int, carries: dict[int, list[int]]) -> None:
+        """Where lanes push for themselves, each is a partial of its own."""
+        if not self.config.synchronous or self.config.codec:
+            self.nodes = {seat: [(0, lane) for lane in lanes] for seat, lanes in carries.items()}
+        else:
+            self.nodes = {seat: partial_nodes(lanes, self.config.lanes) for seat, lanes in carries.items()}
+        self.view, self._ready = view, False
+        for piece_state in self.piece_states.values():
+            piece_state.drop_pushes()
+
+    def _primary_chunks(self) -> list[int]:
+        """Those that are ordered here."""
+        return [
+            i
+            for post in self.piece_states.values()
+            if post.is_primary
+            for i in range(post.piece.first_chunk, post.piece.end_chunk)
+        ]
+
+    def _status(self) -> dict[str, Any]:
+        """How far they are; `set` if all of them hold something."""
+        chunks = self._primary_chunks()
+        if not chunks:
+            return {"set": True}
+        applied, terms = self.chunk_store.applied[chunks], self.chunk_store.term[chunks]
+        return {"set": bool((terms > 0).all()), "low": int(applied.min()), "high": int(applied.max())}
+
+    def _handle_ready(self, session: ClientSession, view: int) -> None:
+        if session.view == view == self.view:
+            self._ready = True
+            self.admit_entering_clients()
+
+    def admit_entering_clients(self) -> None:
+        """Answer those who entered, once all that happened here has reached the ends of the chains: of what they push
+        next some may lie where a record is still being sent from."""
+        entering = [guest for guest in self._sessions.values() if guest.pending_enter is not None]
+        if (
+            self._ready
+            and entering
+            and all(post.is_replicated(post.version) for post in self.piece_states.values() if post.is_primary)
+        ):
+            for session in entering:
+                self._admit(session)
+
+    def _admit(self, session: ClientSession) -> None:
+        frame, session.pending_enter = session.pending_enter, None
+        if frame is not None and frame.view == self.view:
+            chunks, chunk_store = self._primary_chunks(), self.chunk_store
+            past = chunk_store.applied[:, None] if self.config.synchronous else chunk_store.clocks
+            clocks = past[chunks].min(0).tolist() if chunks else []
+            fd = self._shared_parameters.fd if self._shared_parameters and session.connection.same_host else -1
+            answer = ServerFrame(
+                protocol.ENTERED, frame.chunk_table_number, view=frame.view, number=self.chunk_store.layout.size_bytes
+            )
+            session.connection.send(answer, encode_json({"clocks": clocks}), fd=fd)
+
+    def _attach_shared_memory(self, session: ClientSession, frame: ServerFrame) -> None:
+        session.shared_memory = attach(session.connection.take_fd(), frame.number)
+        session.encoded = self.config.codec is not None
+        for piece_state in self.piece_states.values():
+            piece_state.reductions.clear()
+
+
+def parse_table_specs(descriptions: Any) -> list[TableSpec]:
+    """Of a model. ValueError for what no model has."""
+    tables = [TableSpec.from_description(one) for one in descriptions]
+    if [table.number for table in tables] != list(range(len(tables))) or len(tables) > MAX_TABLES:
+        raise ValueError("sparse tables that are not counted")
+    return tables
+
+
+def parse_assignment(fields: Any, *, sender: int, lanes: int) -> dict[int, list[int]]:
+    """The lanes of each seat as they were told. LinkError unless each lane is carried once, and `by` has a part."""
+    try:
+        found = {int(seat): sorted(int(lane) for lane in carries) for seat, carries in fields.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as failure:
+        raise LinkError(f"enters with nonsense: {failure!r:.200}") from failure
+    if sorted(lane for carries in found.values() for lane in carries) != list(range(lanes)) or sender not in found:
+        raise LinkError("enters a view that does not carry each lane once")
+    return found

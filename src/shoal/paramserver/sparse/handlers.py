@@ -1,0 +1,184 @@
+"""What a server does for sparse tables: rows that are asked for, pushed, passed on and saved.
+
+Rows travel behind the dense bytes of the same frame, so that both count together or not at all. A whole piece's rows
+may be far more than a frame takes: they go before the frame that sets the piece, and count when that one is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shoal.checkpoint.files import CheckpointFiles
+from shoal.errors import ShoalError
+from shoal.lanes.reduction_tree import TreeSum
+from shoal.net.handshake import LinkError
+from shoal.paramserver import protocol
+from shoal.paramserver.connection import PayloadTarget, ServerConnection
+from shoal.paramserver.piece_state import ClientSession, PieceState, PushRound
+from shoal.paramserver.protocol import ServerFrame, encode_json
+from shoal.paramserver.sparse import rows as sparse
+from shoal.paramserver.sparse.checkpoint import RowBlob, load_rows, save_rows
+from shoal.paramserver.sparse.row_tables import RowGradients, RowTables, digests
+from shoal.paramserver.sparse.rows import RowBundle, SparseRows, by_table, check_keys, pack_rows, unpack_rows
+
+if TYPE_CHECKING:
+    from shoal.paramserver.server import ParameterServer
+
+MAX_ROWS_BYTES = 512 << 20
+MAX_KEYS_BYTES = 64 << 20
+ROWS_FRAME_BYTES = 4 << 20
+RunInThread = Callable[[Callable[[], Any], Callable[[Any], None]], None]
+"""Do the first beside everything else, and the second with what comes of it, an exception too, when it is done."""
+
+
+class RowsUnreadableError(LinkError):
+    """Rows of a checkpoint cannot be had: asking again is of no use."""
+
+
+class SparseTableHandler:
+    """Belongs to the keeper. `files` is where rows are saved."""
+
+    def __init__(self, server: ParameterServer, *, run_in_thread: RunInThread, files: CheckpointFiles | None) -> None:
+        self._server = server
+        self._run_in_thread = run_in_thread
+        self._files = files
+
+    @property
+    def _row_tables(self) -> RowTables:
+        row_tables = self._server.chunk_store.row_tables
+        if row_tables is None:
+            raise LinkError("speaks of rows, and the model has no sparse tables")
+        return row_tables
+
+    def stats(self) -> dict[str, float]:
+        """How much there is."""
+        row_tables = self._server.chunk_store.row_tables if self._server.has_model else None
+        return {} if row_tables is None else {"rows": len(row_tables), "rows_bytes": row_tables.nbytes}
+
+    # ---- behind dense bytes ----
+
+    def buffers_with_rows(
+        self, connection: ServerConnection, frame: ServerFrame, dense: list[memoryview]
+    ) -> PayloadTarget:
+        """Where a payload goes that has rows at its end, if it is longer than what is dense."""
+        size = frame.size - sum(map(len, dense))
+        if size <= 0 or self._server.chunk_store.row_tables is None:
+            return dense
+        if size > MAX_ROWS_BYTES:
+            raise LinkError(f"sends {size} bytes of rows, and {MAX_ROWS_BYTES} is the most")
+        return [*dense, *connection.allocate_payload(size)]
+
+    def parse_rows(self, piece_state: PieceState, connection: ServerConnection) -> list[RowBundle]:
+        """What came behind the dense bytes."""
+        row_tables, piece = self._server.chunk_store.row_tables, piece_state.piece
+        return (
+            []
+            if row_tables is None
+            else unpack_rows(connection.payload, row_tables.dims, chunks=(piece.first_chunk, piece.end_chunk))
+        )
+
+    def parse_row_gradients(self, piece_state: PieceState, connection: ServerConnection) -> RowGradients:
+        return by_table(self.parse_rows(piece_state, connection))
+
+    def reduce_rows(self, push_round: PushRound) -> RowGradients:
+        """Finish the tree of each table over what came."""
+        if self._server.chunk_store.row_tables is None:
+            return {}
+        changes: dict[int, SparseRows] = {}
+        for table in {bundle.table for bundles in push_round.rows.values() for bundle in bundles}:
+            tree: TreeSum[SparseRows] = TreeSum(self._server.config.lanes, sparse.add_rows)
+            for seat, nodes in self._server.nodes.items():
+                mine = {one.tag: one.rows for one in push_round.rows.get(seat, ()) if one.table == table}
+                for i, node in enumerate(nodes):
+                    tree.push(node, mine.get(i))
+            if (total := tree.total()) is not None:
+                changes[table] = total
+        return changes
+
+    # ---- questions ----
+
+    def handle_lookup(self, session: ClientSession, frame: ServerFrame) -> None:
+        """Rows of a piece, by key. Workers that take steps together say at which step they are."""
+        server, piece_state, table = self._server, self._server.piece_state(frame), frame.number
+        if not piece_state.is_primary or table >= len(self._row_tables.tables):
+            raise LinkError(f"asks for rows of table {table} in piece {frame.piece}")
+        keys = np.frombuffer(session.connection.payload, dtype=np.int64)
+        check_keys(keys, (piece_state.piece.first_chunk, piece_state.piece.end_chunk))
+        step, applied = None, server.chunk_store.applied
+        if server.config.synchronous:
+            step, past = frame.step, applied[piece_state.piece.first_chunk : piece_state.piece.end_chunk]
+            if past.min() < step or past.max() > step + 1:
+                self.refuse(session, f"rows at step {step} are wanted where {past.min()} is")
+                return
+        values = self._row_tables.read(table, keys, step=step, applied=applied)
+        session.connection.send(frame._replace(kind=protocol.ROWS_FOUND), values.data.cast("B") if len(keys) else b"")
+
+    def handle_snapshot(self, session: ClientSession, frame: ServerFrame) -> None:
+        """Tell what rows there are in a piece, and save them if they are to be kept."""
+        server, piece_state = self._server, self._server.piece_state(frame)
+        first, last = piece_state.piece.first_chunk, piece_state.piece.end_chunk
+        if not piece_state.is_primary:
+            raise LinkError(f"asks for rows of piece {frame.piece}")
+        if server.config.synchronous and not bool((server.chunk_store.applied[first:last] == frame.step).all()):
+            self.refuse(session, f"rows at step {frame.step} are gone, or are not there yet")
+            return
+        contents, files = self._row_tables.read_rows(first, last), self._files
+        saves = frame.flags & protocol.WHOLE
+
+        def act() -> dict[str, Any]:
+            if saves and files is None:
+                raise OSError("this server does not know where")
+            saved = save_rows(files, contents, first, last).describe() if saves and files else None
+            return {"digests": digests(contents, first, last), "rows": list(map(len, contents)), "saved": saved}
+
+        def then(result: Any) -> None:
+            if isinstance(result, Exception):
+                self.refuse(session, f"rows were not saved: {result}")
+            else:
+                session.connection.send(frame._replace(kind=protocol.ROWS_SNAPSHOT), encode_json(result))
+
+        self._run_in_thread(act, then)
+
+    def refuse(self, session: ClientSession, why: str) -> None:
+        session.connection.send(ServerFrame(protocol.REFUSED, self._server.chunk_table_number), why.encode())
+
+    # ---- whole pieces ----
+
+    def stage_rows(self, piece_state: PieceState, connection: ServerConnection) -> None:
+        """Rows from a predecessor, which count when the piece is set."""
+        piece_state.staged_rows += unpack_rows(
+            connection.payload,
+            self._row_tables.widths,
+            chunks=(piece_state.piece.first_chunk, piece_state.piece.end_chunk),
+        )
+
+    def send_rows(self, connection: ServerConnection, piece_state: PieceState) -> None:
+        """All rows of a piece to a successor, who gets the rest of it next."""
+        if self._server.chunk_store.row_tables is None:
+            return
+        for kind, table, rows in self._row_tables.read_bundles(
+            piece_state.piece.first_chunk, piece_state.piece.end_chunk
+        ):
+            for part in rows.batches(ROWS_FRAME_BYTES // (8 + 4 * self._row_tables.widths[table])):
+                frame = ServerFrame(protocol.ROWS, self._server.chunk_table_number, piece_state.piece.index)
+                connection.send(frame, *pack_rows([RowBundle(kind, table, part)]))
+
+    def rows_for_piece(self, piece_state: PieceState, state: dict[str, Any]) -> list[RowBundle]:
+        """The rows of a piece that is set: those that were sent before, or those of a checkpoint. LinkError if they
+        cannot be had."""
+        staged, piece_state.staged_rows = piece_state.staged_rows, []
+        saved = state.get("saved")
+        if self._server.chunk_store.row_tables is None or not saved:
+            return staged
+        if self._files is None:
+            raise RowsUnreadableError("this server does not know where checkpoints lie")
+        try:
+            found = [RowBlob.from_description(one) for one in saved]
+            return load_rows(
+                self._files, found, self._row_tables.tables, piece_state.piece.first_chunk, piece_state.piece.end_chunk
+            )
+        except (ShoalError, ValueError, TypeError) as failure:
+            raise RowsUnreadableError(f"rows of the checkpoint cannot be had: {failure}") from failure

@@ -1,0 +1,123 @@
+"""Rows by key in this process's memory: an open-addressing hash over arrays, in which whole batches are looked up.
+
+Memory for each row: its floats, 8 bytes for the key, up to an eighth of that as room to grow, and 8 to 16 bytes of
+index.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.paramserver.sparse.keys import Floats, Keys, first_key, splitmix64
+from shoal.paramserver.sparse.rows import SparseRows
+
+RowIndices = NDArray[np.int64]
+MAX_STORED_ROWS = (1 << 31) - 1
+_MIN_INDEX_SIZE = 1 << 10
+_MIN_CAPACITY = 1 << 10
+
+
+class RowStore:
+    """Rows of `width` floats lie in the order in which they came; places of rows stay until some are dropped."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._count = 0
+        self._keys: Keys = np.empty(0, dtype=np.int64)
+        self._rows: Floats = np.empty((0, width), dtype=np.float32)
+        self._index: NDArray[np.int32] = np.full(_MIN_INDEX_SIZE, -1, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.nbytes + self._rows.nbytes + self._index.nbytes
+
+    def find(self, keys: Keys) -> RowIndices:
+        """Where rows lie; -1 for those that are not there."""
+        found = np.full(len(keys), -1, dtype=np.int64)
+        if not self._count:
+            return found
+        left: RowIndices = np.arange(len(keys))
+        at = self._hash_slots(keys)
+        while len(left):
+            place = self._index[at]
+            taken = place >= 0
+            left, at, place = left[taken], at[taken], place[taken]
+            same = self._keys[place] == keys[left]
+            found[left[same]] = place[same]
+            left, at = left[~same], (at[~same] + 1) & (len(self._index) - 1)
+        return found
+
+    def read(self, indices: RowIndices) -> Floats:
+        """Copies."""
+        return self._rows.take(indices, axis=0)
+
+    def write(self, indices: RowIndices, rows: Floats) -> None:
+        self._rows[indices] = rows
+
+    def insert(self, keys: Keys, rows: Floats) -> None:
+        """Distinct keys that are not there yet."""
+        if self._count + len(keys) > MAX_STORED_ROWS:
+            raise MemoryError(f"more than {MAX_STORED_ROWS} rows")
+        self._reserve(self._count + len(keys))
+        begin, self._count = self._count, self._count + len(keys)
+        self._keys[begin : self._count] = keys
+        self._rows[begin : self._count] = rows
+        if 2 * self._count > len(self._index):
+            self._rebuild_index()
+        else:
+            self._index_rows(begin)
+
+    def read_chunks(self, first: int, last: int) -> SparseRows:
+        """Copies of all rows of the chunks [first, last), by rising key."""
+        places = np.flatnonzero(self._in_chunks(first, last))
+        places = places[np.argsort(self._keys[places], kind="stable")]
+        return SparseRows(self._keys[places], self.read(places))
+
+    def drop(self, first: int, last: int) -> None:
+        """The rows of these chunks."""
+        gone = self._in_chunks(first, last)
+        if not gone.any():
+            return
+        stay = np.flatnonzero(~gone)
+        self._keys, self._rows, self._count = self._keys[stay], self._rows[stay], len(stay)
+        self._rebuild_index()
+
+    def _in_chunks(self, first: int, last: int) -> NDArray[np.bool_]:
+        keys = self._keys[: self._count]
+        return (keys >= first_key(first)) & (keys < first_key(last))
+
+    # ---- memory ----
+
+    def _reserve(self, count: int) -> None:
+        """For so many rows. Large arrays grow without being copied."""
+        if count > len(self._keys):
+            room = max(count + count // 8, _MIN_CAPACITY)
+            self._keys.resize(room, refcheck=False)
+            self._rows.resize((room, self.width), refcheck=False)
+
+    def _hash_slots(self, keys: Keys) -> RowIndices:
+        return (splitmix64(keys.view(np.uint64)) & np.uint64(len(self._index) - 1)).view(np.int64)
+
+    def _rebuild_index(self) -> None:
+        """An index of the right size: between a quarter and a half full."""
+        size = max(_MIN_INDEX_SIZE, 1 << (2 * self._count - 1).bit_length() if self._count else 0)
+        if size == len(self._index):
+            self._index.fill(-1)
+        else:
+            self._index = np.full(size, -1, dtype=np.int32)
+        self._index_rows(0)
+
+    def _index_rows(self, begin: int) -> None:
+        """Rows from this place on into the index, a bounded number at a time."""
+        for start in range(begin, self._count, 1 << 20):
+            places = np.arange(start, min(start + (1 << 20), self._count), dtype=np.int32)
+            at = self._hash_slots(self._keys[places])
+            while len(places):
+                free = np.flatnonzero(self._index[at] < 0)
+                self._index[at[free]] = places[free]  # of several that want the same, one gets it
+                lost = self._index[at] != places
+                places, at = places[lost], (at[lost] + 1) & (len(self._index) - 1)

@@ -1,0 +1,61 @@
+"""What everybody must know of a sparse table: plain data that crosses from workers to servers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.paramserver.sparse.keys import MAX_ROWS, Floats, Keys, ids_of, initial_rows
+from shoal.paramserver.sparse.optimizers import ROW_OPTIMIZERS, RowOptimizer, slot_count
+
+MAX_DIM = 1 << 16
+MAX_TABLES = 1 << 10
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """`number` is the table's place among the model's. ValueError for what no table can be."""
+
+    number: int
+    rows: int
+    dim: int
+    optimizer: RowOptimizer
+    lr: float
+    eps: float
+    init: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, most in (("number", MAX_TABLES), ("rows", MAX_ROWS), ("dim", MAX_DIM), ("seed", 1 << 63)):
+            value, least = getattr(self, name), int(name in ("rows", "dim"))
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name} of a table is a whole number from {least} to {most}, not {value!r:.40}")
+        for name in ("lr", "eps", "init"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} of a table is a number of at least 0, not {value!r:.40}")
+        if self.optimizer not in ROW_OPTIMIZERS:
+            raise ValueError(f"the optimizer of a table is {', '.join(ROW_OPTIMIZERS)}, not {self.optimizer!r:.40}")
+
+    @property
+    def width(self) -> int:
+        """Floats for each row: values and what the optimizer keeps."""
+        return self.dim + slot_count(self.optimizer, self.dim)
+
+    def initial_rows(self, keys: Keys) -> Floats:
+        """The values of rows that nobody has changed."""
+        return initial_rows(ids_of(keys), table=self.number, dim=self.dim, seed=self.seed, scale=self.init)
+
+    def describe(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_description(cls, description: Any) -> TableSpec:
+        if not isinstance(description, dict):
+            raise ValueError("not the description of a table")
+        try:
+            return cls(**description)
+        except TypeError as problem:
+            raise ValueError(f"not the description of a table: {problem!r:.200}") from None

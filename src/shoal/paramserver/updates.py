@@ -1,0 +1,475 @@
+"""Pushes become updates, in one order for everybody; answers follow when they may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.checkpoint import state_format
+from shoal.collectives.buckets import EncodedLayout
+from shoal.collectives.transport.shared_memory import ByteBuffer
+from shoal.net.handshake import LinkError
+from shoal.paramserver import protocol
+from shoal.paramserver.connection import PayloadTarget
+from shoal.paramserver.piece_state import ClientSession, PendingReply, PieceState, PushRound
+from shoal.paramserver.protocol import ServerFrame, decode_json
+from shoal.paramserver.sparse.handlers import RowsUnreadableError
+from shoal.paramserver.sparse.row_tables import RowGradients
+from shoal.paramserver.sparse.rows import scale_rows
+
+if TYPE_CHECKING:
+    from shoal.paramserver.server import ParameterServer
+
+_NO_GRADIENTS: RowGradients = {}
+_HOW_APPLIED_FLAGS = protocol.HALT | protocol.COUNTED | protocol.NORMS
+_UPDATE_COUNT_MASK = (1 << 32) - 1
+"""Of a stamp's `seq`: the updates since the piece was set. Above it is the view in which it was."""
+
+
+@dataclass
+class UpdateStats:
+    """What a server can tell of itself."""
+
+    pushes: int = 0
+    repeats: int = 0
+    records: int = 0
+    staleness_sum: float = 0.0
+    staleness_max: float = 0.0
+
+
+class UpdatePipeline:
+    """Belongs to the keeper."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        self.stats = UpdateStats()
+        self._server = server
+        self._lane_buffers: dict[int, ByteBuffer] = {}
+
+    # ---- what comes ----
+
+    def buffer_for(self, session: ClientSession, frame: ServerFrame) -> PayloadTarget:
+        """Where what is pushed goes."""
+        server = self._server
+        if frame.chunk_table_number != server.chunk_table_number or not session.view == frame.view == server.view:
+            return "skip"
+        piece_state, size = server.piece_state(frame), server.chunk_store.layout.size_bytes
+        if not piece_state.is_primary:
+            raise LinkError(f"pushes piece {frame.piece} to one that does not order it")
+        partials = self._pushed_partials(session, frame)
+        if piece_state.push_round is not None:
+            piece_state.push_round.pushes.pop(session.seat, None)  # it comes again
+        if frame.flags & (protocol.SHARED | protocol.EMPTY):
+            return server.sparse_handler.buffers_with_rows(session.connection, frame, [])
+        if server.encoded_layout is not None:
+            return session.connection.allocate_payload(
+                len(partials) * server.encoded_layout.chunk_range(piece_state.piece.first_chunk)[1]
+            )
+        if session.memory is None:
+            raise LinkError("said that it shares its memory")
+        starts = [i * size for i in partials]
+        there = [
+            session.memory.raw[start + piece_state.piece.start : start + piece_state.piece.stop] for start in starts
+        ]
+        return server.sparse_handler.buffers_with_rows(session.connection, frame, there)
+
+    def _pushed_partials(self, session: ClientSession, frame: ServerFrame) -> list[int]:
+        """Which of its partials somebody pushes."""
+        nodes = self._server.nodes[session.seat]
+        if self._server.config.synchronous:
+            if frame.number >> len(nodes):
+                raise LinkError("pushes more than it carries")
+            return [i for i in range(len(nodes)) if frame.number >> i & 1]
+        if (0, frame.seat) not in nodes:
+            raise LinkError(f"pushes for lane {frame.seat}, which it does not carry")
+        return [nodes.index((0, frame.seat))]
+
+    def handle_request(self, session: ClientSession, frame: ServerFrame) -> None:
+        server = self._server
+        if frame.kind == protocol.PULL:
+            piece_state = server.piece_state(frame)
+            if not piece_state.is_primary:
+                raise LinkError(f"pulls piece {frame.piece} from one that does not order it")
+            if not bool(server.chunk_store.term[piece_state.piece.first_chunk : piece_state.piece.end_chunk].all()):
+                raise LinkError(f"pulls piece {frame.piece}, which nobody has set")
+            self._queue_reply(piece_state, session, frame)
+        elif not session.view == frame.view == server.view:
+            return  # of a view that has passed: nobody waits for an answer
+        elif frame.kind == protocol.PUSH:
+            self._handle_push(session, frame)
+        elif frame.kind == protocol.APPLY:
+            self._handle_apply(frame, decode_json(session.connection.payload))
+        elif frame.kind == protocol.SET:
+            piece_state = server.piece_state(frame)
+            try:
+                self.set_piece(piece_state, session.connection.payload, seq=frame.view << 32)
+            except RowsUnreadableError as failure:
+                server.sparse_handler.refuse(session, str(failure))
+            else:
+                self._queue_reply(piece_state, session, frame)
+        else:
+            raise LinkError(f"sent a frame of kind {frame.kind}")
+
+    def _handle_push(self, session: ClientSession, frame: ServerFrame) -> None:
+        encoded_layout, layout = self._server.encoded_layout, self._server.chunk_store.layout
+        room = len(self._server.nodes[session.seat]) * (
+            encoded_layout.lane_bytes if encoded_layout else layout.size_bytes
+        )
+        if frame.flags & protocol.SHARED and (session.shared_memory is None or len(session.shared_memory.raw) < room):
+            raise LinkError("shares too little memory")
+        if session.hyper is None:
+            raise LinkError("pushes before it said what with")
+        self.stats.pushes += 1
+        piece_state = self._server.piece_state(frame)
+        past = self._next_step(piece_state, frame)
+        if past > frame.step:
+            self.stats.repeats += 1
+            self._queue_reply(piece_state, session, frame)
+        elif past < frame.step and (self._server.config.synchronous or not frame.flags & protocol.EMPTY):
+            why = f"step {frame.step} comes where step {past} is missing"
+            session.connection.send(ServerFrame(protocol.REFUSED, self._server.chunk_table_number), why.encode())
+        else:
+            if encoded_layout is not None and not frame.flags & protocol.EMPTY:
+                self._decode(encoded_layout, session, frame, piece_state)
+            (self._add_to_round if self._server.config.synchronous else self._apply_lane_push)(
+                session, frame, piece_state
+            )
+
+    def _decode(
+        self, encoded_layout: EncodedLayout, session: ClientSession, frame: ServerFrame, piece_state: PieceState
+    ) -> None:
+        """What was pushed, into the guest's partials. With a codec, every piece is one chunk."""
+        at, size = encoded_layout.chunk_range(piece_state.piece.first_chunk)
+        for place, i in enumerate(self._pushed_partials(session, frame)):
+            if frame.flags & protocol.SHARED:
+                assert session.shared_memory is not None
+                data = session.shared_memory.tensor[i * encoded_layout.lane_bytes + at :][:size]
+            else:
+                data = torch.frombuffer(session.connection.payload, dtype=torch.uint8)[place * size :][:size]
+            encoded_layout.decode(
+                piece_state.piece.first_chunk, data, session.partial(i, encoded_layout.layout.size_bytes).tensor
+            )
+
+    def _next_step(self, piece_state: PieceState, frame: ServerFrame) -> int:
+        """The step that the piece waits for."""
+        chunks = slice(piece_state.piece.first_chunk, piece_state.piece.end_chunk)
+        chunk_store = self._server.chunk_store
+        if self._server.config.synchronous:
+            return int(chunk_store.applied[chunks].min())
+        if frame.seat >= self._server.config.lanes:
+            raise LinkError(f"speaks of lane {frame.seat}")
+        return int(chunk_store.clocks[chunks, frame.seat].min())
+
+    # ---- all lanes together ----
+
+    def _add_to_round(self, session: ClientSession, frame: ServerFrame, piece_state: PieceState) -> None:
+        if piece_state.push_round is None or (piece_state.push_round.view, piece_state.push_round.step) != (
+            frame.view,
+            frame.step,
+        ):
+            piece_state.push_round = PushRound(frame.view, frame.step)
+        piece_state.push_round.rows[session.seat] = self._server.sparse_handler.parse_rows(
+            piece_state, session.connection
+        )
+        piece_state.push_round.pushes[session.seat] = (session, frame)
+        if piece_state.push_round.pushes.keys() == self._server.nodes.keys():
+            self._reduce_round(piece_state, piece_state.push_round)
+
+    def _reduce_round(self, piece_state: PieceState, push_round: PushRound) -> None:
+        server, chunk_store = self._server, self._server.chunk_store
+        told = push_round.flags & (protocol.NORMS | protocol.COUNTED)
+        if not told and (alone := piece_state.single_partial(server.nodes, chunk_store.layout.size_bytes)):
+            self._apply_round(piece_state, push_round, alone)
+            return
+        server.shared_sums.begin_write(piece_state)
+        if not piece_state.reduce_pushes(
+            chunk_store.layout, server.nodes, server.config.lanes, chunk_store.sums.tensor
+        ):
+            for session, _ in push_round.pushes.values():
+                session.connection.send(
+                    ServerFrame(protocol.REFUSED, server.chunk_table_number), b"no lane had samples"
+                )
+            return
+        push_round.summed = True
+        if not told:
+            self._apply_round(piece_state, push_round, chunk_store.sums)
+            return
+        answer = self._norms_or_tail(piece_state, norms=bool(push_round.flags & protocol.NORMS))
+        for session, frame in push_round.pushes.values():
+            session.connection.send(frame._replace(kind=protocol.SUMMED, flags=push_round.flags), answer)
+
+    def _norms_or_tail(self, piece_state: PieceState, *, norms: bool) -> memoryview:
+        """What everybody must know before anybody can go on: norms, and of the tail the count."""
+        chunk_store, piece = self._server.chunk_store, piece_state.piece
+        if piece.end_chunk == chunk_store.chunk_count:
+            return chunk_store.sums.raw[piece.start : piece.stop]
+        found = chunk_store.norms(piece.first_chunk, piece.end_chunk) if norms else []
+        return torch.tensor(found, dtype=torch.float64).numpy().data.cast("B")
+
+    def _handle_apply(self, frame: ServerFrame, fields: dict[str, Any]) -> None:
+        """Everybody knows norm and count now; whoever says so first is believed."""
+        count, coefficient = (parse_number(fields.get(name)) for name in ("count", "coefficient"))
+        for piece_state in self._server.piece_states.values():
+            if (
+                piece_state.push_round
+                and piece_state.push_round.summed
+                and piece_state.push_round.pushes
+                and piece_state.push_round.step == frame.step
+            ):
+                self._apply_round(
+                    piece_state,
+                    piece_state.push_round,
+                    self._server.chunk_store.sums,
+                    count=count,
+                    coefficient=coefficient,
+                )
+
+    def _apply_round(
+        self,
+        piece_state: PieceState,
+        push_round: PushRound,
+        source: ByteBuffer,
+        *,
+        count: float | None = None,
+        coefficient: float | None = None,
+    ) -> None:
+        chunk_store, piece_state.push_round = self._server.chunk_store, None
+        session, _ = next(iter(push_round.pushes.values()))
+        if count is not None or coefficient is not None:
+            chunk_store.scale(
+                piece_state.piece.first_chunk, piece_state.piece.end_chunk, count=count, coefficient=coefficient
+            )
+        record = ServerFrame(protocol.RECORD, step=push_round.step, flags=push_round.flags & _HOW_APPLIED_FLAGS)
+        if push_round.flags & (protocol.NORMS | protocol.COUNTED):
+            record = record._replace(divisor=count or 0.0, coefficient=1.0 if coefficient is None else coefficient)
+        changes = {
+            table: scale_rows(rows, count=count)
+            for table, rows in self._server.sparse_handler.reduce_rows(push_round).items()
+        }
+        self.apply_record(piece_state, record, session.hyper or {}, source, changes)
+        for session, frame in push_round.pushes.values():
+            self._queue_reply(piece_state, session, frame)
+
+    # ---- each lane for itself ----
+
+    def _apply_lane_push(self, session: ClientSession, frame: ServerFrame, piece_state: PieceState) -> None:
+        server, chunk_store = self._server, self._server.chunk_store
+        (index,) = self._pushed_partials(session, frame)
+        updates = int(chunk_store.seq[piece_state.piece.first_chunk])
+        steps = (
+            max(updates - session.base_versions.get(piece_state.piece.first_chunk, updates), 0) / server.config.lanes
+        )
+        self.stats.staleness_sum += steps
+        self.stats.staleness_max = max(self.stats.staleness_max, steps)
+        scale = frame.scale / max(1.0, steps) if server.config.staleness_aware else frame.scale
+        record = ServerFrame(
+            protocol.RECORD, seat=frame.seat, step=frame.step, flags=frame.flags & protocol.EMPTY, scale=scale
+        )
+        changes = server.sparse_handler.parse_row_gradients(piece_state, session.connection)
+        self.apply_record(
+            piece_state, record, session.hyper or {}, session.partial(index, chunk_store.layout.size_bytes), changes
+        )
+        self._queue_reply(piece_state, session, frame)
+
+    def lane_buffer(self, lane: int) -> ByteBuffer:
+        """Where a predecessor's records of this lane go: they may still be on their way on."""
+        if lane >= self._server.config.lanes:
+            raise LinkError(f"speaks of lane {lane}")
+        if lane not in self._lane_buffers:
+            self._lane_buffers[lane] = ByteBuffer.private(self._server.chunk_store.layout.size_bytes)
+        return self._lane_buffers[lane]
+
+    # ---- updates, here and down the chain ----
+
+    def apply_record(
+        self,
+        piece_state: PieceState,
+        record: ServerFrame,
+        hyper: dict[str, Any],
+        source: ByteBuffer,
+        gradients: RowGradients = _NO_GRADIENTS,
+    ) -> None:
+        """One update of the piece, ordered here or upstream; then on to the successor."""
+        chunk_store, piece = self._server.chunk_store, piece_state.piece
+        for first, last in self._chunks_without(piece_state, record):
+            if not record.flags & protocol.EMPTY:
+                self._update_parameters(first, last, record, hyper, source)
+                self._update_rows(first, last, record, hyper, gradients)
+            chunk_store.term[first:last] = self._server.chunk_table_number
+            chunk_store.seq[first:last] += 1
+            if self._server.config.synchronous:
+                chunk_store.applied[first:last] = record.step + 1
+                chunk_store.how_applied[first:last] = (
+                    record.flags & _HOW_APPLIED_FLAGS,
+                    record.divisor,
+                    record.coefficient,
+                )
+        if not self._server.config.synchronous:
+            chunk_store.clocks[piece.first_chunk : piece.end_chunk, record.seat] = record.step + 1
+        piece_state.version += 1
+        self.stats.records += 1
+        self._server.replication.forward(piece_state, record, hyper, source, gradients)
+        self.flush_pending(piece_state)
+
+    def _chunks_without(self, piece_state: PieceState, record: ServerFrame) -> Iterator[tuple[int, int]]:
+        """The chunks of the piece that have not had this update: nearly always all of them."""
+        chunk_store, first, last = self._server.chunk_store, piece_state.piece.first_chunk, piece_state.piece.end_chunk
+        past = chunk_store.applied if self._server.config.synchronous else chunk_store.clocks[:, record.seat]
+        lacking = past[first:last] <= record.step
+        if bool(lacking.all()):
+            yield first, last
+            return
+        for i in lacking.nonzero()[0].tolist():
+            yield first + i, first + i + 1
+
+    def _update_parameters(
+        self, first: int, last: int, record: ServerFrame, hyper: dict[str, Any], source: ByteBuffer
+    ) -> None:
+        chunk_store = self._server.chunk_store
+        if last == chunk_store.chunk_count:
+            self._update_tail(source)
+            return
+        try:
+            groups = [options_from_json(group) for group in hyper["groups"]]
+            for group in groups:
+                group["lr"] *= record.scale
+            chunk_store.apply(first, last, source=source.tensor, hyper=groups, clip_value=hyper.get("clip_value"))
+        except Exception as failure:  # the options are the pusher's, and no optimizer checks all of them
+            raise LinkError(f"wants an update that cannot be: {failure!r:.200}") from failure
+
+    def _update_rows(
+        self, first: int, last: int, record: ServerFrame, hyper: dict[str, Any], gradients: RowGradients
+    ) -> None:
+        row_tables = self._server.chunk_store.row_tables
+        if row_tables is not None:
+            clip, together = hyper.get("clip_value"), self._server.config.synchronous
+            row_tables.apply(first, last, gradients, scale=record.scale, clip=clip, keep_previous=together)
+
+    def _update_tail(self, source: ByteBuffer) -> None:
+        """Buffers and loss. Lanes that push for themselves are blended: each moves its part of the way."""
+        chunk_store, config = self._server.chunk_store, self._server.config
+        here, there = chunk_store.parameters.tensor, source.tensor
+        first = not int(chunk_store.seq[-1]) & _UPDATE_COUNT_MASK
+        for region in chunk_store.layout.regions:
+            if region.start >= chunk_store.layout.tail:
+                old, new = region.view_in(here), region.view_in(there)
+                if config.synchronous or first or not region.is_summed or not old.is_floating_point():
+                    old.copy_(new)
+                else:
+                    old.lerp_(new, 1 / config.lanes)
+
+    def set_piece(self, piece_state: PieceState, content: bytearray, *, seq: int | None = None) -> None:
+        """Take over a piece's whole state, and let the successor have it too. Nothing means: as it is."""
+        chunk_store, chunks = (
+            self._server.chunk_store,
+            slice(piece_state.piece.first_chunk, piece_state.piece.end_chunk),
+        )
+        if content:
+            try:
+                state = state_format.unpack_state(bytes(content))
+                rows = self._server.sparse_handler.rows_for_piece(piece_state, state)
+                chunk_store.write_state(chunks.start, chunks.stop, state)
+                if chunk_store.row_tables is not None:
+                    chunk_store.row_tables.write_bundles(chunks.start, chunks.stop, rows)
+            except (ValueError, KeyError, TypeError) as failure:
+                raise LinkError(f"sent a state that does not fit: {failure}") from failure
+        if seq is not None:
+            chunk_store.term[chunks] = self._server.chunk_table_number
+            chunk_store.seq[chunks] = seq
+        piece_state.valid = True
+        if content:  # else nothing has happened that the rest of the chain would have to hear of
+            piece_state.version += 1
+        self._server.replication.resend(piece_state, changed=bool(content))
+
+    # ---- answers ----
+
+    def _queue_reply(self, piece_state: PieceState, session: ClientSession, frame: ServerFrame) -> None:
+        others = [
+            one for one in piece_state.pending_replies if one.session is not session
+        ]  # whoever asks again waits for one answer
+        piece_state.pending_replies = [*others, PendingReply(session, frame, piece_state.version)]
+        self.flush_pending(piece_state)
+
+    def flush_pending(self, piece_state: PieceState) -> None:
+        """Acknowledge and answer what can be."""
+        while piece_state.pending_acks and piece_state.is_replicated(piece_state.pending_acks[0].version):
+            owed = piece_state.pending_acks.popleft()
+            owed.connection.send(
+                ServerFrame(
+                    protocol.ACK,
+                    self._server.chunk_table_number,
+                    piece_state.piece.index,
+                    number=owed.predecessor_version,
+                )
+            )
+        if piece_state.pending_replies:
+            may = [
+                piece_state.is_replicated(one.version) and self._within_staleness_bound(piece_state, one.frame)
+                for one in piece_state.pending_replies
+            ]
+            for one, now in zip(piece_state.pending_replies, may, strict=True):
+                if now:
+                    self._reply(piece_state, one.session, one.frame)
+            piece_state.pending_replies = [
+                one for one, now in zip(piece_state.pending_replies, may, strict=True) if not now
+            ]
+
+    def _within_staleness_bound(self, piece_state: PieceState, frame: ServerFrame) -> bool:
+        """Is the lane no further ahead of the slowest than it may be?"""
+        config = self._server.config
+        if config.synchronous or frame.kind != protocol.PUSH:
+            return True
+        clocks = self._server.chunk_store.clocks[piece_state.piece.first_chunk : piece_state.piece.end_chunk]
+        if excused := self._server.ignored_lanes - {frame.seat}:
+            clocks = clocks[:, [lane for lane in range(config.lanes) if lane not in excused]]
+        return frame.step + 1 - int(clocks.min()) <= config.staleness
+
+    def _reply(self, piece_state: PieceState, session: ClientSession, frame: ServerFrame) -> None:
+        chunk_store, piece = self._server.chunk_store, piece_state.piece
+        updates = int(chunk_store.seq[piece.first_chunk])
+        flags, divisor, coefficient = self._how_applied(piece_state)
+        answer = frame._replace(
+            kind=protocol.DONE, flags=flags, number=updates, divisor=divisor, coefficient=coefficient
+        )
+        if frame.kind == protocol.SET:
+            session.connection.send(answer)
+        elif frame.flags & protocol.WHOLE:
+            state = state_format.pack_state(chunk_store.read_state(piece.first_chunk, piece.end_chunk))
+            session.connection.send(answer._replace(kind=protocol.STATE), state)
+        else:
+            session.base_versions[piece.first_chunk] = updates
+            if session.connection.same_host and session.view > 0:  # who never entered has no map of our memory
+                session.connection.send(answer._replace(kind=protocol.VALUES, flags=flags | protocol.SHARED))
+            else:
+                values = chunk_store.parameters.raw[piece.start : piece.stop]
+                still = (
+                    self._server.config.synchronous and frame.kind == protocol.PUSH
+                )  # nothing moves till he has them
+                session.connection.send(answer._replace(kind=protocol.VALUES), values if still else bytes(values))
+
+    def _how_applied(self, piece_state: PieceState) -> tuple[int, float, float]:
+        """How the piece came to what it is, for whoever missed it: flags, divisor, coefficient."""
+        rows = self._server.chunk_store.how_applied[piece_state.piece.first_chunk : piece_state.piece.end_chunk]
+        flags = 0
+        for found in set(rows[:, 0].tolist()):
+            flags |= int(found)
+        _, divisor, coefficient = rows[0].tolist()
+        return flags, divisor, coefficient
+
+
+def options_from_json(group: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists where torch wants tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+
+
+def parse_number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float):
+        raise LinkError("says a number that is none")
+    try:
+        return float(value)
+    except OverflowError as failure:
+        raise LinkError("says a number that is too large") from failure

@@ -1,0 +1,114 @@
+"""A plan that is made again while a run goes on: what may change without effect on the result, and what should."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from shoal.plan.costs.calibration import CostInputs, ObservedTimes, calibrate
+from shoal.plan.costs.candidates import replicated_candidates
+from shoal.plan.costs.model import CostPrediction, RunChoice
+from shoal.plan.costs.number_format import format_milliseconds
+from shoal.plan.costs.predict import predict
+from shoal.plan.costs.select import ExecutionPlan, PlanCandidate, select_plan
+
+MOVE_GAIN = 1.2
+"""So many times as fast another number of workers must look to be tried."""
+
+_TIME_FIELDS = ("compute_s", "encode_s", "exchange_s", "apply_s", "hidden_s")
+ObservedStepTimes = Mapping[tuple[int, int], float]
+"""What a step took with so many workers on so many hosts, where that was seen."""
+
+
+@dataclass(frozen=True)
+class Replan:
+    """`stays` is what goes on now, with the facts put right. `moves` is the number of workers to take instead, if any.
+    `best` would be taken by a run that starts now. `why` says all that."""
+
+    current: CostPrediction
+    move_to: CostPrediction | None
+    best: PlanCandidate | None
+    why: str
+
+    @property
+    def expected_step_s(self) -> float:
+        return (self.move_to or self.current).step_s
+
+
+def replan(
+    current: RunChoice,
+    inputs: CostInputs,
+    observed: ObservedTimes,
+    *,
+    least: int = 1,
+    most: int,
+    allow: Collection[str] = (),
+    seen: ObservedStepTimes | None = None,
+) -> Replan:
+    """`least` and `most` are how many workers the job allows on the driver's host. Where another number was seen, what
+    was seen counts, and not what is predicted."""
+    there = calibrate(current, inputs, observed)
+    own = replace(current, workers=1, hosts=1)
+    looked_at = replicated_candidates(
+        own, there.measured, there.cluster, most=most + sum(observed.workers_per_host[1:])
+    )
+    known = {**(seen or {}), (current.workers, current.hosts): observed.step_s}
+    predictions = [
+        _scaled_to_observed(predict(choice, there.measured, there.cluster, there.link), current, known)
+        for choice in [*looked_at, current]
+        if choice == current or _allowed_size(choice, observed, least=least, most=most)
+    ]
+    plan = select_plan(list(dict.fromkeys(predictions)), own=own, allow=allow)
+    stays = next(row.prediction for row in plan.candidates if row.prediction.choice == current)
+    moves = _faster_size(plan, current, stays)
+    best = plan.pick if plan.pick and plan.pick.prediction.choice != (moves or stays).choice else None
+    return Replan(stays, moves, best, _reason(stays, moves, best))
+
+
+def _allowed_size(choice: RunChoice, observed: ObservedTimes, *, least: int, most: int) -> bool:
+    """Hosts are taken as they came, all or none but the driver's."""
+    mine, brought = observed.workers_per_host[0], sum(observed.workers_per_host[1:])
+    if choice.hosts == len(observed.workers_per_host):
+        return least <= choice.workers - brought <= max(most, mine) and choice.workers > brought
+    return choice.hosts == 1 and least <= choice.workers <= max(most, mine)
+
+
+def _scaled_to_observed(it: CostPrediction, current: RunChoice, known: ObservedStepTimes) -> CostPrediction:
+    """All of it as much longer or shorter as the step was."""
+    seen_s = known.get((it.choice.workers, it.choice.hosts))
+    if seen_s is None or not _same_but_for_workers(it.choice, current) or it.refused:
+        return it
+    factor = seen_s / it.step_s
+    return replace(it, **{name: factor * getattr(it, name) for name in _TIME_FIELDS})
+
+
+def _same_but_for_workers(choice: RunChoice, current: RunChoice) -> bool:
+    """The same way, if need be with other workers."""
+    return replace(choice, workers=current.workers, hosts=current.hosts) == current
+
+
+def _faster_size(plan: ExecutionPlan, current: RunChoice, stays: CostPrediction) -> CostPrediction | None:
+    """The same way with other workers, if it is so much faster."""
+    like = [
+        row.prediction
+        for row in plan.candidates
+        if row.feasible and _same_but_for_workers(row.prediction.choice, current)
+    ]
+    best = min(like, key=lambda it: it.step_s, default=None)
+    return best if best and best.choice != current and stays.step_s > MOVE_GAIN * best.step_s else None
+
+
+def _reason(stays: CostPrediction, moves: CostPrediction | None, best: PlanCandidate | None) -> str:
+    if moves:
+        said = f"{_describe(moves.choice)} should take {format_milliseconds(moves.step_s)} for a step"
+    else:
+        said = f"no other number of workers is {MOVE_GAIN:g} times as fast"
+    if best is None:
+        return said
+    took = format_milliseconds(best.prediction.step_s)
+    return f"{said}; a new run would take {_describe(best.prediction.choice)}: {took}"
+
+
+def _describe(choice: RunChoice) -> str:
+    hosts = f" on {choice.hosts} hosts" if choice.hosts > 1 else ""
+    return f"{choice.workers} worker{'s' if choice.workers > 1 else ''}{hosts} ({choice.name})"

@@ -1,0 +1,132 @@
+"""Which of the predicted ways to take, and what to say of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.plan.costs import explain
+from shoal.plan.costs.candidates import replicated_candidates, result_changes, sharded_candidates
+from shoal.plan.costs.model import Cluster, CostPrediction, MeasuredJob, NetworkLink, RunChoice
+from shoal.plan.costs.predict import predict
+
+WORTHWHILE_GAIN = 1.05
+"""So many times as fast at least something must be to be worth more processes, or another result."""
+
+SHORTER_ROUNDS_SLOWDOWN = 1.03
+"""So many times as long rounds of fewer local steps may take: they change the result less."""
+
+LOSSY_CODEC_GAIN = 1.3
+"""So many times as fast a codec must be that learns noticeably slower, step by step."""
+
+_SYNCS_BY_SIMPLICITY = ("lanes", "local", "server")
+_MILD_CODECS = ("none", "bf16", "fp16", "int8", "int4", "int3")
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """A prediction with its reason. `changes` are the words of `plan.allow` that it needs; `allowed`: it has them."""
+
+    prediction: CostPrediction
+    changes: tuple[str, ...]
+    allowed: bool
+    reason: str = ""
+
+    @property
+    def feasible(self) -> bool:
+        return not self.prediction.refused
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """`rows` from fast to slow, those that cannot be at the end. `pick` is None if none can. `offer` would be faster
+    and is not allowed; with a shard, or without, only where nothing else can be."""
+
+    candidates: tuple[PlanCandidate, ...]
+    pick: PlanCandidate | None
+    offer: PlanCandidate | None
+
+
+def make_plan(
+    own: RunChoice,
+    measured: MeasuredJob,
+    cluster: Cluster,
+    link: NetworkLink,
+    *,
+    least: int = 1,
+    most: int,
+    allow: Collection[str] = (),
+) -> ExecutionPlan:
+    """Predict all candidates with `least` to `most` workers, and choose."""
+    ways = [*replicated_candidates(own, measured, cluster, most=most), *sharded_candidates(own, most=most)]
+    looked_at = [predict(choice, measured, cluster, link) for choice in ways]
+    few = f"the job asks for {least} workers at least"
+    wanted = [it if it.choice.workers >= least else replace(it, refused=it.refused or few) for it in looked_at]
+    return select_plan(wanted, own=own, allow=allow)
+
+
+def select_plan(predictions: Sequence[CostPrediction], *, own: RunChoice, allow: Collection[str] = ()) -> ExecutionPlan:
+    """The simplest among those that are about as fast as the fastest of what is allowed."""
+    rows = [_candidate(prediction, own, allow) for prediction in predictions]
+    rows.sort(key=lambda row: (not row.feasible, row.prediction.step_s, _complexity(row)))
+    pick = _best([row for row in rows if row.feasible and row.allowed])
+    others = [row for row in rows if row.feasible and not row.allowed and not (pick and "shard" in row.changes)]
+    better = [row for row in others if not pick or pick.prediction.step_s > WORTHWHILE_GAIN * row.prediction.step_s]
+    offer = _best(better)
+    known = {row.prediction.choice: row.prediction for row in rows if row.feasible}
+    told = {id(row): _with_reason(row, pick, known) for row in rows}
+    return ExecutionPlan(
+        candidates=tuple(told[id(row)] for row in rows),
+        pick=told[id(pick)] if pick else None,
+        offer=told[id(offer)] if offer else None,
+    )
+
+
+def _candidate(prediction: CostPrediction, own: RunChoice, allow: Collection[str]) -> PlanCandidate:
+    needs = result_changes(prediction.choice, own)
+    return PlanCandidate(prediction, needs, allowed=set(needs) <= set(allow))
+
+
+def _best(rows: Sequence[PlanCandidate]) -> PlanCandidate | None:
+    if not rows:
+        return None
+    mild = [row for row in rows if row.prediction.choice.codec in _MILD_CODECS or "codecs" not in row.changes]
+    if mild and LOSSY_CODEC_GAIN * _fastest(rows) >= _fastest(mild):
+        rows = mild
+    near = _within(WORTHWHILE_GAIN, rows)
+    simplest = min(near, key=_complexity)
+    alike = [row for row in near if _ignoring_rounds(row) == _ignoring_rounds(simplest)]
+    return min(_within(SHORTER_ROUNDS_SLOWDOWN, alike), key=lambda row: (len(row.changes), row.prediction.choice.every))
+
+
+def _within(times: float, rows: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+    """Those that take at most so many times as long as the fastest of them."""
+    return [row for row in rows if row.prediction.step_s <= times * _fastest(rows)]
+
+
+def _fastest(rows: Sequence[PlanCandidate]) -> float:
+    return min(row.prediction.step_s for row in rows)
+
+
+def _ignoring_rounds(row: PlanCandidate) -> RunChoice:
+    return replace(row.prediction.choice, every=1, settle=1)
+
+
+def _complexity(row: PlanCandidate) -> tuple[float, ...]:
+    """What comes first is simpler, and closer to the result of the job as it stands."""
+    it = row.prediction.choice
+    busy = it.workers * it.threads + it.servers
+    mild = _MILD_CODECS.index(it.codec) if it.codec in _MILD_CODECS else len(_MILD_CODECS)
+    return len(row.changes), it.hosts, busy, _SYNCS_BY_SIMPLICITY.index(it.sync), mild, row.prediction.step_s
+
+
+def _with_reason(
+    row: PlanCandidate, pick: PlanCandidate | None, known: dict[RunChoice, CostPrediction]
+) -> PlanCandidate:
+    if row is pick:
+        text = explain.why_chosen(row.prediction, known)
+    else:
+        better = pick.prediction if pick else None
+        needs = () if row.allowed else row.changes
+        text = explain.why_not_chosen(row.prediction, better, known, needs=needs)
+    return PlanCandidate(row.prediction, row.changes, row.allowed, text)

@@ -1,0 +1,40 @@
+"""Speeds and durations as people write them: `100mbit`, `1.5 GB/s`, `2ms`."""
+
+from __future__ import annotations
+
+import re
+
+from shoal.errors import error
+
+_SPEEDS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9}
+_DURATIONS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_bytes_per_s(text: str, *, where: str) -> float:
+    fix = "Write a speed such as 100mbit, 10gbit or 50MB/s."
+    value = _parse_with_unit(text, _SPEEDS, where, fix)
+    if not value:
+        raise error("SH106", "nothing arrives at a speed of 0", where=where, fix=fix)
+    return value
+
+
+def parse_seconds(text: str, *, where: str) -> float:
+    return _parse_with_unit(text, _DURATIONS, where, "Write a duration such as 200us, 1ms or 0.1s.")
+
+
+def parse_speeds(text: str, *, where: str, hosts: int | None = None) -> tuple[float, ...]:
+    """How fast each host is, beside this one: `1,0.25`."""
+    fix = "Write a number for each host, this one first: 1,0.25 is another that is four times as slow."
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d+(\.\d+)?", word) and float(word) > 0 for word in words):
+        raise error("SH106", f"'{text}' is not a list of speeds above 0", where=where, fix=fix)
+    if hosts and len(words) != hosts:
+        raise error("SH106", f"{hosts} hosts, and the speeds of {len(words)}", where=where, fix=fix)
+    return tuple(map(float, words))
+
+
+def _parse_with_unit(text: str, units: dict[str, float], where: str, fix: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zµ/]+)\s*", text.lower())
+    if not found or found[2] not in units:
+        raise error("SH106", f"'{text}' is not a number with a unit", where=where, fix=fix)
+    return float(found[1]) * units[found[2]]

@@ -1,0 +1,160 @@
+"""Who carries which lanes, so that a step takes as little time as it can. It changes speed and nothing else.
+
+Every worker carries one run of neighbouring lanes. The fewer nodes of the reduction's tree a run consists of, the
+fewer partial sums its worker has to send.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import median
+
+EXCLUDE_GAIN = 1.3
+"""A worker that is there works, unless the step is so many times as fast without it."""
+
+LaneAssignment = dict[int, list[int]]
+
+
+def assign_evenly(lanes: int, seats: Sequence[int]) -> LaneAssignment:
+    """Runs in the order of the seats, whose lengths differ by at most one. Seats beyond the lanes carry none."""
+    working = seats[:lanes]
+    blocks = _equal_blocks(lanes, len(working)) if working else []
+    return _assign_blocks(seats, zip(working, blocks, strict=True))
+
+
+def assign_by_speed(lanes: int, lane_s: Mapping[int, float | None], *, needed: Collection[int] = ()) -> LaneAssignment:
+    """Runs whose slowest takes as little time as can be, from each seat's seconds per lane.
+
+    None is not measured yet, and taken as the median of the others. Every seat carries a lane if there are enough,
+    except hopelessly slow ones; of more seats than lanes the fastest carry one. Seats that are `needed` carry in any
+    case.
+    """
+    pace = _seconds_per_lane(lane_s)
+    if len(set(pace.values())) <= 1:
+        return assign_evenly(
+            lanes, sorted(pace, key=lambda seat: seat not in needed) if len(pace) > lanes else list(pace)
+        )
+    counts = _lane_counts(lanes, pace, needed)
+    in_order = [seat for seat in pace if seat in counts]
+    by_size = sorted(in_order, key=lambda seat: -counts[seat])
+    best = min((in_order, by_size), key=lambda order: _total_partial_sums(lanes, [counts[seat] for seat in order]))
+    return _assign_blocks(list(pace), zip(best, (counts[seat] for seat in best), strict=True))
+
+
+def better_assignment(
+    current: Mapping[int, Sequence[int]],
+    lane_s: Mapping[int, float | None],
+    *,
+    gain: float = 1.15,
+    needed: Collection[int] = (),
+) -> LaneAssignment | None:
+    """A better assignment, if a step becomes `gain` times as fast by it; None if lanes should stay where they are.
+
+    Give measurements that are smoothed over some steps, and keep the last one of a seat that carries nothing: without
+    it the seat counts as average and is tried again.
+    """
+    known = {seat: lane_s.get(seat) for seat in current}
+    better = assign_by_speed(sum(map(len, current.values())), known, needed=needed)
+    pace = _seconds_per_lane(known)
+    return better if step_s(current, pace) >= gain * step_s(better, pace) > 0 else None
+
+
+def step_s(carries: Mapping[int, Sequence[int]], pace: Mapping[int, float]) -> float:
+    """How long the slowest takes, from each seat's seconds per lane."""
+    return max((len(mine) * pace[seat] for seat, mine in carries.items()), default=0.0)
+
+
+def partial_sum_count(first: int, end: int, lanes: int) -> int:
+    """How many nodes of the tree over all lanes the run [first, end) consists of."""
+    limit = end if end < lanes else 1 << lanes.bit_length()  # beyond the last lane nothing is missing
+    count = 0
+    while first < end:
+        room = 1 << (limit - first).bit_length() - 1
+        first += min(first & -first or room, room)
+        count += 1
+    return count
+
+
+# ---- lengths of runs ----
+
+
+def _equal_blocks(lanes: int, count: int) -> list[int]:
+    """The order of long and short blocks that makes the fewest partials; long ones first where that is the same."""
+    short, long_ones = divmod(lanes, count)
+    fewest: list[dict[int, float]] = [{} for _ in range(count)] + [{long_ones: 0}]
+
+    def cost(done: int, longs: int, extra: int) -> float:
+        """Partials of the next block and of those after it, when `done` blocks lie behind, `longs` of them long."""
+        begin = done * short + longs
+        return partial_sum_count(begin, begin + short + extra, lanes) + fewest[done + 1].get(longs + extra, math.inf)
+
+    for done in reversed(range(count)):
+        for longs in range(max(0, long_ones - count + done), min(done, long_ones) + 1):
+            fewest[done][longs] = min(cost(done, longs, 0), cost(done, longs, 1))
+    blocks: list[int] = []
+    longs = 0
+    for done in range(count):
+        extra = int(cost(done, longs, 1) <= cost(done, longs, 0))
+        blocks.append(short + extra)
+        longs += extra
+    return blocks
+
+
+def _lane_counts(lanes: int, pace: Mapping[int, float], needed: Collection[int]) -> dict[int, int]:
+    """How many lanes each seat carries; those that are missing carry none."""
+    in_turn = sorted(pace, key=lambda seat: (seat not in needed, pace[seat], seat))
+    best = candidate = _greedy_lane_counts(lanes, pace, in_turn[:lanes])
+    # Only those who keep all others waiting with a single lane can be worth leaving out.
+    while 0 < len(others := _faster_than_step(candidate, pace)) < len(candidate) and all(s in others for s in needed):
+        candidate = _greedy_lane_counts(lanes, pace, others)
+        if _slowest_s(best, pace) >= EXCLUDE_GAIN * _slowest_s(candidate, pace):
+            best = candidate
+    return best
+
+
+def _faster_than_step(counts: Mapping[int, int], pace: Mapping[int, float]) -> list[int]:
+    """The seats that do a lane in less than the time of the whole step."""
+    return [seat for seat in counts if pace[seat] < _slowest_s(counts, pace)]
+
+
+def _greedy_lane_counts(lanes: int, pace: Mapping[int, float], seats: Sequence[int]) -> dict[int, int]:
+    """One lane for each seat, then each further one to whom is done with it first: no other way is faster."""
+    counts = dict.fromkeys(seats, 1)
+    ready = [(2 * pace[seat], seat) for seat in seats]
+    heapq.heapify(ready)
+    for _ in range(lanes - len(counts)):
+        _, seat = ready[0]
+        counts[seat] += 1
+        heapq.heapreplace(ready, ((counts[seat] + 1) * pace[seat], seat))
+    return counts
+
+
+def _slowest_s(counts: Mapping[int, int], pace: Mapping[int, float]) -> float:
+    return max((count * pace[seat] for seat, count in counts.items()), default=0.0)
+
+
+def _seconds_per_lane(lane_s: Mapping[int, float | None]) -> dict[int, float]:
+    """Seconds per lane of every seat. What is no such time counts as not measured."""
+    known = {seat: pace for seat, pace in lane_s.items() if pace is not None and math.isfinite(pace) and pace > 0}
+    usual = median(known.values()) if known else 1.0
+    return {seat: known.get(seat, usual) for seat in lane_s}
+
+
+def _total_partial_sums(lanes: int, blocks: Iterable[int]) -> int:
+    begin = total = 0
+    for size in blocks:
+        total += partial_sum_count(begin, begin + size, lanes)
+        begin += size
+    return total
+
+
+def _assign_blocks(seats: Iterable[int], blocks: Iterable[tuple[int, int]]) -> LaneAssignment:
+    """Lanes from 0 on to (seat, how many) in turn; nothing to the other seats."""
+    carries: LaneAssignment = {seat: [] for seat in seats}
+    begin = 0
+    for seat, size in blocks:
+        carries[seat] = list(range(begin, begin + size))
+        begin += size
+    return carries

@@ -1,0 +1,423 @@
+"""The crew of a run: who is in, and which view comes next. Facts go in, orders come out; nothing is done here.
+
+Rules that keep every run exact, whatever dies:
+- a training view is decided only from seats that stand still and have said where (or are gone);
+- it names the highest position that anyone holds, and from whom those behind get it;
+- whoever stops without being asked was left alone by a peer: everybody stops, and a new view follows;
+- a seat number is never used again, so that a seat that was put out cannot come back under its old name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.plan import lane_assignment
+from shoal.spec.view import Address, View
+
+REBALANCE_DELAY_S, LONGEST_REBALANCE_DELAY_S = 1.0, 30.0
+"""How long another assignment must have looked faster, all the time, before lanes are moved for speed alone. It
+doubles with every move, so that noise does not move lanes to and fro; where much is to be gained it stays short."""
+LARGE_GAIN = 1.5
+JOIN_WAIT_S = 5.0
+"""How long one that is ready waits for others that are being started, so that they enter together."""
+
+SHORTEST_VIEW_S = 0.2
+"""A view is not changed sooner, unless it must be: its members may not have seen it yet."""
+
+TAKEOVER_S = 5.0
+"""How long those who train may take to a boundary when another driver takes over."""
+
+HaltUrgency = Literal["", "boundary", "now"]
+_URGENCY: Mapping[HaltUrgency, int] = {"": 0, "boundary": 1, "now": 2}
+
+
+@dataclass
+class Member:
+    """A seat as the driver knows it. `local`: it has the run's directory and may save.
+
+    `position` is what it said when it last stood still; None: it holds nothing. `saved`: a checkpoint has all of that.
+    `told` is the last view that was sent to it. A newcomer is `followed` when it caught up, or could not, while the
+    others went on. For one that is `busy` loading or saving, the others wait.
+    """
+
+    seat: int
+    local: bool
+    address: Address
+    training: bool = False
+    stopped: bool = False
+    position: int | None = None
+    checkpointed: bool = False
+    lane_s: float | None = None
+    leaving: str = ""
+    ready_since_s: float = 0.0
+    last_view_sent: int = 0
+    halt_sent: HaltUrgency = ""
+    catch_up_attempted: bool = False
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class PublishView:
+    """Tell these seats of a view."""
+
+    view: View
+    seats: list[int]
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """So many more local workers are wanted."""
+
+    count: int
+
+
+MembershipAction = PublishView | StartWorkers
+
+
+@dataclass
+class MembershipPolicy:
+    """Belongs to the thread that drives the run."""
+
+    lanes: int
+    wanted_workers: int = 1
+    balance_lanes: bool = True
+    view_number: int = 0
+    members: dict[int, Member] = field(default_factory=dict)
+    view: View | None = None
+    """The newest training view."""
+    stop_reason: str = ""
+    _final_saver: int | None = None
+    _final_state_saved: bool = False
+    _dismissed: bool = False
+    _expected: set[int] = field(default_factory=set)
+    _halt_requested: HaltUrgency = ""
+    _halt_requested_at_s: float = 0.0
+    _loading_seat: int | None = None
+    _imbalanced_since_s: float | None = None
+    _rebalance_delay_s: float = REBALANCE_DELAY_S
+    _stalled: bool = False
+    _view_entered_s: float = -math.inf
+
+    # ---- facts ----
+
+    def expect(self, seat: int) -> None:
+        """This local seat is being filled, or its worker lives and will call."""
+        self._expected.add(seat)
+
+    def arrived(self, seat: int, *, local: bool, address: Address, view: int = 0, training: bool = False) -> None:
+        """A worker took its seat, or called again. One that knows a view outlived an earlier driver, or was put out
+        of another seat: it may have begun to train, whatever it says, and counts as training until it stands."""
+        self.view_number = max(self.view_number, view)
+        if seat in self.members:
+            return
+        self.members[seat] = Member(seat, local, address, training=training or view > 0, last_view_sent=view)
+        if not local:
+            self.wanted_workers += 1  # it came by itself, on top of those that we fill
+            return
+        self._expected.add(seat)
+        others = [m for m in self.members.values() if not m.leaving and m.seat != seat]
+        if not view and len(others) >= self.wanted_workers and any(m.local for m in others):  # else nobody could save
+            self.members[seat].leaving = "scaled down"  # while it was being started
+
+    def stopped_at(
+        self, seat: int, now_s: float, *, view: int, position: int | None, checkpointed: bool = False
+    ) -> None:
+        """It waits for a view; `view` is the last that it took up."""
+        member = self.members.get(seat)
+        if member is None or view < member.last_view_sent:
+            return  # said before it saw the last view
+        if not member.stopped:
+            member.ready_since_s = now_s
+        member.training, member.stopped, member.position = False, True, position
+        member.halt_sent, member.busy, member.checkpointed = "", False, checkpointed
+        self._expected.discard(seat)
+
+    def gone(self, seat: int, *, left_cleanly: bool = False) -> None:
+        """Its process ended, or it was put out. `well`: it left as it was asked to."""
+        self._final_state_saved = self._final_state_saved or (left_cleanly and seat == self._final_saver)
+        member = self.members.pop(seat, None)
+        self._expected.discard(seat)
+        if member and not member.local and not member.leaving:
+            self.wanted_workers = max(self.wanted_workers - 1, 1)  # nobody here can fill its place
+
+    def drain(self, seat: int, why: str, *, replace: bool) -> None:
+        """It asks to go, or is asked to."""
+        member = self.members.get(seat)
+        if member and not member.leaving:
+            member.leaving = why
+            if not (replace and member.local):
+                self.wanted_workers = max(self.wanted_workers - 1, 1)
+
+    def record_lane_time(self, seat: int, lane_s: float) -> None:
+        if seat in self.members:
+            self.members[seat].lane_s = lane_s
+
+    def exchange_stalled(self) -> None:
+        """Everybody waits for everybody."""
+        self._stalled = True
+
+    def scale(self, wanted_workers: int) -> list[int]:
+        """Another number of workers. The seats that have to go for it: the newest, but never the one that saves."""
+        self.wanted_workers = wanted_workers
+        staying = [m for m in self.members.values() if not m.leaving]
+        saver = self.view.saver if self.view else None
+        spare = sorted((m for m in staying if m.seat != saver), key=lambda m: -m.seat)
+        going = spare[: max(len(staying) - wanted_workers, 0)]
+        for member in going:
+            member.leaving = "scaled down"
+        return [member.seat for member in going]
+
+    # ---- decisions ----
+
+    def decide(self, now_s: float) -> list[MembershipAction]:
+        """What is to be done now. Called after every fact, and now and then."""
+        if self.stop_reason:
+            return self._shutdown_actions(now_s)
+        found: list[MembershipAction] = []
+        if missing := self._missing_workers():
+            found.append(StartWorkers(missing))
+        how, why = self._halt_reason(now_s)
+        found += self._halt_actions(how, why, now_s)
+        if (self._halt_requested or not self._training_seats()) and (following := self._next_view(now_s)):
+            found.append(following)
+        if not self._halt_requested and (hungry := [m for m in self._newcomers() if not m.catch_up_attempted]):
+            found += self._start_catch_up(hungry)
+        if away := self._releasable_seats():
+            found.append(self._release(away))
+        return found
+
+    def _halt_actions(self, how: HaltUrgency, why: str, now_s: float) -> list[MembershipAction]:
+        """To all who train and were not yet asked so urgently."""
+        found: list[MembershipAction] = []
+        self._halt_requested_at_s = self._halt_requested_at_s if self._halt_requested else now_s
+        self._halt_requested = max(self._halt_requested, how, key=_URGENCY.__getitem__)
+        if unasked := [
+            s for s in self._training_seats() if _URGENCY[self.members[s].halt_sent] < _URGENCY[self._halt_requested]
+        ]:
+            found.append(self._halt(unasked, self._halt_requested, why))
+        elif strays := self._stale_members():
+            found.append(self._halt(strays, "now", f"{_worker_names(strays)} trains in a view that is over"))
+        return found
+
+    def stop(self, why: str) -> None:
+        """Everybody is to leave: all stop at a boundary, one that holds the newest state saves it, then all go."""
+        self.stop_reason = why
+
+    def dismiss(self, why: str) -> PublishView:
+        """Everybody leaves as things are."""
+        self.stop_reason, self._dismissed = why, True
+        return self._publish(View(number=self.view_number + 1, stop=why), list(self.members), why)
+
+    def _shutdown_actions(self, now_s: float) -> list[MembershipAction]:
+        if self._dismissed or self._final_saver in self.members:
+            return []
+        if self._training_seats():
+            how, why = self._halt_reason(now_s)
+            return self._halt_actions("now" if how == "now" else "boundary", why or self.stop_reason, now_s)
+        standing = [m for _, m in sorted(self.members.items()) if m.stopped and m.local and m.position]
+        if not standing or self._final_state_saved:
+            return [self.dismiss(self.stop_reason)]
+        last = max(standing, key=lambda m: (m.position or 0, not self._is_not_saver(m)))
+        self._final_saver = last.seat
+        return [self._publish(View(number=self.view_number + 1, stop=self.stop_reason, saver=last.seat), [last.seat])]
+
+    def _releasable_seats(self) -> list[int]:
+        """Those who leave, stand still, and hold nothing that nobody else holds."""
+        kept = max((m.position or 0 for m in self.members.values() if not m.leaving), default=0)
+        leaving = [m for m in self.members.values() if m.leaving and m.stopped]
+        others_train = bool(self._training_seats())  # and one that follows them is no further than they are
+        return [m.seat for m in leaving if (m.position or 0) <= kept or (m.catch_up_attempted and others_train)]
+
+    def _release(self, seats: list[int], *, saver: int | None = None) -> PublishView:
+        for seat in seats:
+            self.members[seat].stopped = False
+        return self._publish(View(number=self.view_number + 1, leave=seats, saver=saver), seats)
+
+    def _halt(self, seats: list[int], how: HaltUrgency, why: str) -> PublishView:
+        for seat in seats:
+            self.members[seat].halt_sent = how
+        return self._publish(View(number=self.view_number + 1, halt=how), seats, why)
+
+    def _stale_members(self) -> list[int]:
+        """Those who called when the others had gone on without them."""
+        known = self.view.carries if self.view else self.members
+        return [m.seat for m in self.members.values() if m.training and m.seat not in known and not m.halt_sent]
+
+    def _publish(self, view: View, to: Iterable[int], why: str = "") -> PublishView:
+        self.view_number = view.number
+        to = sorted(to)
+        for seat in to:
+            self.members[seat].last_view_sent = view.number
+        return PublishView(view, to, why)
+
+    def _training_seats(self) -> list[int]:
+        return [m.seat for m in self.members.values() if m.training]
+
+    def _missing_workers(self) -> int:
+        staying = {seat for seat, m in self.members.items() if not m.leaving} | self._expected
+        can_save = any(m.local and not m.leaving for m in self.members.values()) or self._expected
+        return max(self.wanted_workers - len(staying), 0 if can_save else 1, 0)
+
+    def _halt_reason(self, now_s: float) -> tuple[HaltUrgency, str]:
+        """Why those who train have to stop."""
+        training = self._training_seats()
+        if not training:
+            return "", ""
+        if self.view is None:  # what they wait for may have died with the driver, or before they saw the last view
+            late = self._halt_requested and now_s - self._halt_requested_at_s > TAKEOVER_S
+            return "now" if late else "boundary", "another driver took over"
+        lost = sorted(set(self.view.carries) - set(self.members))
+        if lost:
+            return "now", f"{_worker_names(lost)} {'is' if len(lost) == 1 else 'are'} gone"
+        stopped = [s for s in self.view.carries if self.members[s].stopped]
+        if stopped and (not self._halt_requested or self._never_trained(stopped)):
+            return "now", f"{_worker_names(stopped)} stopped"
+        if self._stalled:
+            return "now", "a link is cut"
+        if now_s - self._view_entered_s < SHORTEST_VIEW_S:
+            return "", ""
+        leaving = [s for s in training if self.members[s].leaving]
+        if leaving and self._can_continue():
+            return "boundary", f"{_worker_names(leaving)} leaves"
+        new = [m for m in self._newcomers() if m.catch_up_attempted]
+        if new and (not self._expected or any(now_s - m.ready_since_s > JOIN_WAIT_S for m in new)):
+            return "boundary", f"{_worker_names(m.seat for m in new)} joins"
+        if self._should_rebalance(now_s):
+            return "boundary", "lanes move to faster workers"
+        return "", ""
+
+    def _never_trained(self, stopped: Iterable[int]) -> bool:
+        """Did one of them never train in this view? It saw the next before it took up this one, and others wait for
+        it. Who stops at a boundary has made a step; one that is alone need not."""
+        assert self.view is not None
+        return len(self.view.carries) > 1 and any(
+            (self.members[seat].position or 0) <= self.view.position for seat in stopped
+        )
+
+    def _newcomers(self) -> list[Member]:
+        """Those who are ready while others train, and would carry lanes: there are enough, and they are not so slow
+        that the others are faster without them."""
+        if not self._training_seats() or self.view is None or len(self.view.carries) >= self.lanes:
+            return []
+        new = [m for m in self._eligible_members() if m.stopped and m.seat not in self.view.carries]
+        if not new:
+            return []
+        carries = self._assign_lanes(
+            self._eligible_members(), [m for m in self._eligible_members() if m.seat == self.view.saver]
+        )
+        return [m for m in new if m.seat in carries]
+
+    def _can_continue(self) -> bool:
+        """Could the others go on without those who leave?"""
+        return any(m.local for m in self._eligible_members())
+
+    def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
+        """They catch up from one that trains, if possible not from the one that saves."""
+        source = min(self._training_seats(), key=lambda seat: (not self._is_not_saver(self.members[seat]), seat))
+        for member in newcomers:
+            member.stopped, member.catch_up_attempted = False, True
+        seats = [member.seat for member in newcomers]
+        addresses = {source: self.members[source].address}
+        return [
+            self._publish(View(number=self.view_number + 1, followers=seats, source=source, addresses=addresses), seats)
+        ]
+
+    def _eligible_members(self) -> list[Member]:
+        """Those that may carry lanes from the next view on."""
+        return [m for _, m in sorted(self.members.items()) if (m.stopped or m.training) and not m.leaving]
+
+    def _should_rebalance(self, now_s: float) -> bool:
+        """Would others carry faster, and has it looked so for long enough?"""
+        assert self.view is not None
+        if not self.balance_lanes:
+            return False
+        times = {seat: self.members[seat].lane_s for seat in self.view.carries}
+        needed = [seat for seat in times if seat == self.view.saver]
+        if None in times.values() or lane_assignment.better_assignment(self.view.carries, times, needed=needed) is None:
+            self._imbalanced_since_s = None
+            return False
+        if self._imbalanced_since_s is None:
+            self._imbalanced_since_s = now_s
+        much = lane_assignment.better_assignment(self.view.carries, times, gain=LARGE_GAIN, needed=needed) is not None
+        if now_s - self._imbalanced_since_s < (REBALANCE_DELAY_S if much else self._rebalance_delay_s):
+            return False
+        self._rebalance_delay_s = min(2 * self._rebalance_delay_s, LONGEST_REBALANCE_DELAY_S)
+        return True
+
+    def _next_view(self, now_s: float) -> PublishView | None:
+        """The next training view, once everybody stands."""
+        standing = [m for _, m in sorted(self.members.items()) if m.stopped]
+        if self._training_seats() or not standing or any(m.busy for m in self.members.values()):
+            return None
+        if self._expected and all(m.position in (None, 0) for m in standing):
+            return None  # those that start at the same time begin together
+        best = max((m.position for m in standing if m.position is not None), default=None)
+        team = [m for m in standing if not m.leaving]
+        if not any(m.position == best for m in team):
+            if team and best and self.lanes == 1:
+                return self._hand_over(best, standing)
+            team = standing  # who leaves stays until somebody else has what it holds
+        savers = [m for m in team if m.local]
+        if not savers:
+            return None
+        if best is None or (best == 0 and self._loading_seat not in self.members):
+            return self._load_checkpoint(savers[0])
+        self._view_entered_s = now_s
+        return self._enter_view(team, savers, best)
+
+    def _load_checkpoint(self, member: Member) -> PublishView:
+        """Nobody holds anything: the newest checkpoint counts, or the job's start."""
+        self._loading_seat = member.seat
+        member.stopped, member.busy = False, True
+        return self._publish(View(number=self.view_number + 1, loads=member.seat), [member.seat])
+
+    def _hand_over(self, best: int, standing: list[Member]) -> PublishView:
+        """One lane cannot be carried by one that leaves and one that learns from it: the state goes by checkpoint."""
+        holder = next(m for m in standing if m.position == best)
+        self._loading_seat, holder.busy = None, True
+        return self._release([holder.seat], saver=holder.seat)
+
+    def _enter_view(self, team: list[Member], savers: list[Member], best: int) -> PublishView:
+        saver = min(savers, key=lambda m: (bool(m.leaving), self._is_not_saver(m), m.position != best, m.seat))
+        holder = saver if saver.position == best else next(m for m in team if m.position == best)
+        carries = self._assign_lanes(team, [saver, holder])
+        behind = any(self.members[s].position != best for s in carries)
+        view = View(
+            number=self.view_number + 1,
+            carries=carries,
+            # of all, those who leave too: they may know what members need
+            addresses={s: m.address for s, m in sorted(self.members.items())},
+            position=best,
+            source=holder.seat if behind else None,
+            saver=saver.seat,
+        )
+        self.view, self._halt_requested, self._imbalanced_since_s, self._stalled = view, "", None, False
+        for seat in carries:
+            member = self.members[seat]
+            member.training, member.stopped, member.halt_sent, member.catch_up_attempted = True, False, "", False
+        return self._publish(view, carries)
+
+    def _assign_lanes(self, team: list[Member], needed: list[Member]) -> lane_assignment.LaneAssignment:
+        """Who of the team carries which lanes, those who are needed among them."""
+        chosen = _at_most_one_per_lane({m.seat: m for m in needed}, team, self.lanes)
+        times = {m.seat: m.lane_s if self.balance_lanes else None for m in chosen}
+        dealt = lane_assignment.assign_by_speed(self.lanes, times, needed=[m.seat for m in needed])
+        return {seat: lanes for seat, lanes in dealt.items() if lanes}
+
+    def _is_not_saver(self, member: Member) -> bool:
+        """False (first) for the seat that saves already."""
+        return not (self.view and self.view.saver == member.seat)
+
+
+def _at_most_one_per_lane(needed: dict[int, Member], team: Sequence[Member], lanes: int) -> list[Member]:
+    """At most as many as there are lanes: those that are needed, then the fastest."""
+    rest = sorted((m for m in team if m.seat not in needed), key=lambda m: (bool(m.leaving), m.lane_s or 0.0, m.seat))
+    return sorted([*needed.values(), *rest][: max(lanes, len(needed))], key=lambda m: m.seat)
+
+
+def _worker_names(seats: Iterable[int]) -> str:
+    return ", ".join(f"worker-{seat}" for seat in seats)

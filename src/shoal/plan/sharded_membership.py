@@ -1,0 +1,149 @@
+"""The crew of a run whose workers hold the model together, so many to a replica.
+
+A view is a fixed layout: members in rows of `ways`, each row a replica, each column the same part of all of them. Who
+has a part keeps its column, so that parts stay where they are. What members go on from, they find out among
+themselves: nobody else can know whether all parts are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.plan import lane_assignment
+from shoal.plan.membership_policy import Member, MembershipAction, MembershipPolicy, PublishView
+from shoal.spec.job import Job
+from shoal.spec.view import View
+
+SAVE_RETRY_S = 2.0
+"""How long members train before they try again to save for one that leaves."""
+
+
+def make_membership_policy(job: Job, *, wanted_workers: int) -> MembershipPolicy:
+    if job.workers_per_replica == 1:
+        return MembershipPolicy(lanes=job.lane_count, wanted_workers=wanted_workers, balance_lanes=job.engine.balance)
+    together = job.shard.kind != "fsdp"
+    return ShardedMembershipPolicy(
+        lanes=job.lane_count,
+        wanted_workers=wanted_workers,
+        balance_lanes=False,
+        workers_per_replica=job.workers_per_replica,
+        lanes_shared_in_replica=together,
+    )
+
+
+@dataclass
+class ShardedMembershipPolicy(MembershipPolicy):
+    """See Crew. `together`: the members of a row work on the same lanes, and else each has lanes of its own.
+
+    Before members stop at a boundary they save together: then whoever leaves may go at once. Where that failed, or they
+    had to stop at once, it stays for another view. Those who cannot reach the run's directory stand by.
+    """
+
+    workers_per_replica: int = 2
+    lanes_shared_in_replica: bool = True
+    _positions_before: dict[int, int | None] = field(default_factory=dict)
+    """Where members of the view stood before it. They may have gone back, to a checkpoint, and not only on."""
+
+    def gone(self, seat: int, *, left_cleanly: bool = False) -> None:
+        super().gone(seat, left_cleanly=left_cleanly)
+        self.wanted_workers = max(self.wanted_workers, self.workers_per_replica)
+
+    def drain(self, seat: int, why: str, *, replace: bool) -> None:
+        super().drain(seat, why, replace=replace)
+        self.wanted_workers = max(self.wanted_workers, self.workers_per_replica)
+
+    def scale(self, wanted_workers: int) -> list[int]:
+        """To whole replicas."""
+        return super().scale(max(wanted_workers - wanted_workers % self.workers_per_replica, self.workers_per_replica))
+
+    def _releasable_seats(self) -> list[int]:
+        return [m.seat for m in self.members.values() if m.leaving and m.stopped and not self._may_hold_only_copy(m)]
+
+    def _may_hold_only_copy(self, member: Member) -> bool:
+        """Does it hold what may be nowhere else: not in a checkpoint, and not in its column of another replica?"""
+        places = self.view.places if self.view else {member.seat: 0}
+        if member.checkpointed or not member.position or member.seat not in places:
+            return False
+        there = [m for m in self.members.values() if m.stopped and not m.leaving and m.position == member.position]
+        part = places[member.seat] % self.workers_per_replica
+        return not any(places[m.seat] % self.workers_per_replica == part for m in there if m.seat in places)
+
+    def _can_continue(self) -> bool:
+        return self._replica_count(self._able_to_save(self._eligible_members())) > 0
+
+    def _never_trained(self, stopped: Iterable[int]) -> bool:
+        return any(self.members[seat].position == self._positions_before[seat] for seat in stopped)
+
+    def _newcomers(self) -> list[Member]:
+        """Those who wait, as soon as they make another replica."""
+        if not self._training_seats() or self.view is None:
+            return []
+        able = self._able_to_save(self._eligible_members())
+        if self._replica_count(able) <= len(self.view.carries) // self.workers_per_replica:
+            return []
+        return [m for m in able if m.stopped and m.seat not in self.view.carries]
+
+    def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
+        """Parts come when the new view is there."""
+        for member in newcomers:
+            member.catch_up_attempted = True
+        return []
+
+    def _next_view(self, now_s: float) -> PublishView | None:
+        standing = [m for _, m in sorted(self.members.items()) if m.stopped]
+        if self._training_seats() or any(m.busy for m in self.members.values()):
+            return None
+        if self._expected and all(m.position in (None, 0) for m in standing):
+            return None  # those that start at the same time begin together
+        team = self._able_to_save([m for m in standing if not m.leaving or self._may_hold_only_copy(m)])
+        rows = self._replica_count(team)
+        if not rows:
+            return None
+        self._view_entered_s = now_s + (SAVE_RETRY_S if any(m.leaving for m in team) else 0.0)
+        return self._enter_sharded_view(self._in_rank_order(team, rows), rows)
+
+    def _able_to_save(self, members: Sequence[Member]) -> list[Member]:
+        return [m for m in members if m.local]
+
+    def _replica_count(self, members: Sequence[Member]) -> int:
+        """How many replicas they make. One without a lane would be of no use."""
+        return min(len(members) // self.workers_per_replica, self.lanes)
+
+    def _in_rank_order(self, team: Sequence[Member], replicas: int) -> list[Member]:
+        """By rank: those with the newest state stay in their columns, the others go where one is missing."""
+        columns: list[list[Member]] = [[] for _ in range(self.workers_per_replica)]
+        spare: list[Member] = []
+        for member in sorted(team, key=lambda m: (-(m.position or 0), m.seat)):
+            place = self.view.places.get(member.seat) if self.view and member.position else None
+            fits = place is not None and len(columns[place % self.workers_per_replica]) < replicas
+            (columns[place % self.workers_per_replica] if fits and place is not None else spare).append(member)
+        for row in range(replicas):
+            for column in columns:
+                if len(column) <= row:
+                    column.append(spare.pop(0))
+        return [columns[part][row] for row in range(replicas) for part in range(self.workers_per_replica)]
+
+    def _enter_sharded_view(self, members: Sequence[Member], replicas: int) -> PublishView:
+        places = {member.seat: rank for rank, member in enumerate(members)}
+        view = View(
+            number=self.view_number + 1,
+            carries=self._assign_lanes_to_ranks(places, replicas),
+            addresses={m.seat: m.address for m in members},
+            position=max((m.position or 0 for m in members), default=0),
+            saver=min(members, key=lambda m: (self._is_not_saver(m), places[m.seat])).seat,
+            places=places,
+        )
+        self.view, self._halt_requested, self._stalled = view, "", False
+        self._positions_before = {m.seat: m.position for m in members}
+        for member in members:
+            member.training, member.stopped, member.halt_sent, member.catch_up_attempted = True, False, "", False
+        return self._publish(view, view.carries)
+
+    def _assign_lanes_to_ranks(self, ranks: dict[int, int], replicas: int) -> lane_assignment.LaneAssignment:
+        dealt = lane_assignment.assign_evenly(self.lanes, range(replicas))
+        carries = {}
+        for seat, rank in ranks.items():
+            row, part = divmod(rank, self.workers_per_replica)
+            carries[seat] = dealt[row] if self.lanes_shared_in_replica else dealt[row][part :: self.workers_per_replica]
+        return carries

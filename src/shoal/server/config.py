@@ -1,0 +1,143 @@
+"""What servers are started with, checked; and what of it every process must know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, PositiveInt, ValidationError
+
+from shoal.errors import ShoalError, did_you_mean, error
+from shoal.server.numpy_layout import Arrays, NumpyLayout
+from shoal.server.snapshot import why_unfit
+from shoal.spec.base import Spec
+from shoal.spec.job import ELEMENTWISE_OPTIMIZERS, MOST_WORKERS, ServerSyncConfig
+from shoal.spec.run_paths import write_atomically
+
+LOADING_VIEW, TRAINING_VIEW = 1, 2
+"""In the first whoever starts the servers carries everything, and sets it; in the second each worker has a lane."""
+
+PATIENCE_S = 10.0
+"""How long servers and workers stay whose starter is gone."""
+
+
+class ServerOptimizerConfig(Spec):
+    name: str
+    args: dict[str, float | bool | list[float] | None] = Field(default_factory=dict)
+
+
+class StandaloneServerConfig(Spec):
+    """`like`: dtype and shape of the arrays by name, in their order."""
+
+    sync: ServerSyncConfig
+    workers: PositiveInt = Field(le=MOST_WORKERS)
+    optimizer: ServerOptimizerConfig
+    like: dict[str, tuple[str, tuple[int, ...]]]
+
+    @property
+    def synchronous(self) -> bool:
+        return self.sync.staleness_bound == 0
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What servers are told of it."""
+        layout = NumpyLayout(self.like)
+        groups = [0] * len(layout.slots)
+        return {
+            "layout": layout.describe(),
+            "optimizer": self.optimizer.name,
+            "groups": groups,
+            "hyper": [self.optimizer.args],
+        }
+
+    def encode_hyperparameters(self, lr: float | None) -> bytes:
+        """What goes with a push."""
+        args = self.optimizer.args if lr is None else {**self.optimizer.args, "lr": float(lr)}
+        return json.dumps({"groups": [args], "clip_value": None}).encode()
+
+    @property
+    def carries(self) -> dict[str, list[int]]:
+        return {str(worker): [worker] for worker in range(self.workers)}
+
+    def write(self, root: Path) -> None:
+        write_atomically(root / "servers.json", self.model_dump_json())
+
+    @classmethod
+    def read(cls, root: Path) -> StandaloneServerConfig:
+        return cls.model_validate_json((root / "servers.json").read_text())
+
+
+def build_config(values: Arrays, *, optimizer: Any, workers: int, **sync: Any) -> StandaloneServerConfig:
+    """SH701 says what is wrong with them."""
+    try:
+        made = ServerOptimizerConfig.model_validate({"name": optimizer} if isinstance(optimizer, str) else optimizer)
+        served = ServerSyncConfig.model_validate({"kind": "server", **{k: v for k, v in sync.items() if v is not None}})
+        config = StandaloneServerConfig(
+            sync=served, workers=workers, optimizer=made, like=NumpyLayout.from_arrays(values).like
+        )
+    except ValidationError as failure:
+        first = failure.errors()[0]
+        raise error("SH701", first["msg"], where=".".join(map(str, first["loc"]))) from None
+    if made.name not in ELEMENTWISE_OPTIMIZERS:
+        message = f"servers cannot use the optimizer {made.name}"
+        raise error("SH701", message, where="optimizer", fix=did_you_mean(made.name, ELEMENTWISE_OPTIMIZERS))
+    if not _is_number(made.args.get("lr")):
+        raise error("SH701", "there is no learning rate", where="optimizer.args", fix="Give lr as a number.")
+    if served.backups >= served.servers:
+        message = f"{served.servers} servers cannot hold {served.backups + 1} copies"
+        raise error("SH701", message, where="backups", fix=f"Give at most {served.servers - 1}, or more servers.")
+    return config
+
+
+def check_values(values: Mapping[str, Any] | None) -> Arrays:
+    """Arrays of one's own, in their order. SH701 if servers cannot hold them."""
+    if not isinstance(values, Mapping) or not values:
+        raise error("SH701", "there are no values to train", where="values", fix="Give a dict of names and arrays.")
+    found = {}
+    for name, value in values.items():
+        array = np.array(value, order="C")
+        if why := why_unfit(name, array) if isinstance(name, str) else f"the name {name!r} is no text":
+            raise error("SH701", why, where="values")
+        found[name] = array
+    if not any(array.size for array in found.values()):
+        raise error("SH701", "the arrays have no elements", where="values")
+    return found
+
+
+def copy_gradients(buffers: Arrays, gradients: Any, *, divisor: int) -> None:
+    """Copy gradients to where servers take them from, divided. SH702 unless they are the arrays that are wanted."""
+    if not isinstance(gradients, Mapping):
+        raise error("SH702", f"gradients come as a dict of arrays, and this is of type {type(gradients).__name__}")
+    if missing := [name for name in buffers if name not in gradients]:
+        raise error("SH702", f"no gradient of {_quoted_names(missing)}")
+    if unknown := [name for name in gradients if name not in buffers]:
+        raise error("SH702", f"a gradient of {_quoted_names(unknown)}", fix=did_you_mean(str(unknown[0]), buffers))
+    arrays = {name: np.asarray(gradients[name]) for name in buffers}
+    for name, array in arrays.items():
+        if failure := _mismatch(name, array, buffers[name]):
+            raise failure
+    for name, array in arrays.items():
+        np.divide(array, divisor, out=buffers[name])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _mismatch(name: str, array: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any]) -> ShoalError | None:
+    if array.shape != buffer.shape:
+        return error("SH702", f"the shape is {array.shape}, and the servers have {buffer.shape}", where=f"'{name}'")
+    if array.dtype != buffer.dtype:
+        fix = f"Convert it: .astype('{buffer.dtype}')."
+        return error(
+            "SH702", f"the dtype is {array.dtype}, and the servers have {buffer.dtype}", where=f"'{name}'", fix=fix
+        )
+    return None
+
+
+def _quoted_names(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

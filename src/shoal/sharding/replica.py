@@ -1,0 +1,190 @@
+"""A replica of which this process holds a part, for the loop that knows replicas.
+
+What a lane gives is the sum of this process's parts of the gradients. Processes that hold the same parts of other
+replicas add theirs up as replicas always do; those that hold one replica together take every step at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.slices import PieceReader, TensorPiece
+from shoal.lanes.clipping import Clipping, clip_coefficient, scale_gradients
+from shoal.lanes.lane_sum import LaneSum
+from shoal.lanes.replica import GradientSink, Loss, LossFunction, Replica
+from shoal.lanes.rng import LaneRng
+from shoal.sharding.deferred_init import named_tensors
+from shoal.sharding.device_mesh import all_reduce_sum, broadcast
+from shoal.sharding.local_state import (
+    LocalState,
+    copy_from_pieces,
+    hyperparameters,
+    is_persistent,
+    load_hyperparameters,
+    load_local_state,
+    owned_pieces,
+)
+from shoal.sharding.optimizer_factory import OptimizerFactory
+from shoal.sharding.sharded_model import ShardedModel
+from shoal.spec import seeds
+
+
+class ShardedReplica(Replica):
+    """See Replica. The optimizer is made of `held.bare`, and treats every element by itself. `why_whole`, if not '',
+    tells why the model was made in full before it was cut."""
+
+    why_not_deferred = ""
+    optimizer_factory: OptimizerFactory
+    """Of its optimizer, from who formed it."""
+
+    def __init__(
+        self,
+        sharded_model: ShardedModel,
+        local_state: LocalState,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        *,
+        seed: int,
+        schedule: Any = None,
+        schedule_every: int = 1,
+        clipping: Clipping | None = None,
+        autocast: torch.dtype | None = None,
+        rng: LaneRng | None = None,
+    ) -> None:
+        super().__init__(
+            local_state.param_module,
+            optimizer,
+            loss,
+            seed=seed,
+            schedule=schedule,
+            schedule_every=schedule_every,
+            clipping=clipping,
+            autocast=autocast,
+            rng=rng,
+        )
+        self.sharded_model, self.local_state = sharded_model, local_state
+        self.model = sharded_model.model
+        self.set_train_mode()
+        self._set_moving_buffers([])
+
+    def probe(self, batch: Any) -> None:
+        """Find the moving buffers: all members run one pass and put everything back."""
+        before = {name: part.local.clone() for name, part in self._buffer_shards.items()}
+        self.rng.seed_all(self._seed, seeds.LANE, 0, 0)
+        self.sharded_model.forward_backward(self._autocast_loss, batch, 1.0)
+        for shard in self.local_state.trainable:
+            shard.pop_gradient()
+        changed = [name for name, part in self._buffer_shards.items() if not torch.equal(part.local, before[name])]
+        for name in changed:
+            self._buffer_shards[name].local.copy_(before[name])
+        self._set_moving_buffers(changed)
+
+    @property
+    def _buffer_shards(self) -> dict[str, Any]:
+        return {n: p for n, p in self.local_state.shards.items() if not isinstance(p.local_tensor, nn.Parameter)}
+
+    def forward_backward(
+        self, step: int, lane: int, batch: Any, *, share: float, sink: GradientSink | None = None
+    ) -> LaneSum:
+        """See Replica. Where members bring lanes of their own (`cut.together` is false), the sum is of all of them; one
+        that has no lane left brings any batch, with a share of 0."""
+        if self.moving_buffers.names:
+            self.moving_buffers.restore()
+        self.rng.seed_all(self._seed, seeds.LANE, step, lane)
+        value, count = self.sharded_model.forward_backward(self._autocast_loss, batch, share)
+        averaged, first = self.moving_buffers.weighted_copies(share) if self.moving_buffers.names else ([], [])
+        if not self.sharded_model.shares_lane:
+            mesh = self.sharded_model.mesh
+            all_reduce_sum([value, *averaged, *([] if count is None else [count])], mesh.shard_group)
+            broadcast(first, mesh.global_rank(0), mesh.shard_group)
+        for shard in self.local_state.trainable:
+            shard.local_tensor.grad = shard.pop_gradient()
+        return LaneSum(self._collect_grads(sink), averaged, first, value, count, [])
+
+    def _autocast_loss(self, model: nn.Module, batch: Any) -> Loss:
+        with self.autocast_context():
+            return self._loss(model, batch)
+
+    def reduce_across_replicas(self, total: LaneSum) -> None:
+        """Add up with those who hold the same parts of other replicas."""
+        mesh = self.sharded_model.mesh
+        tensors = [*total.grads, *total.float_buffers, total.loss, *([] if total.count is None else [total.count])]
+        all_reduce_sum(tensors, mesh.replica_group)
+        if mesh.replicas > 1:
+            broadcast(total.int_buffers, mesh.shard_rank, mesh.replica_group)
+
+    def scale_sum(self, total: LaneSum) -> None:
+        """The norm is that of the whole gradient: each value counts once, whoever has it."""
+        grads, clip, count, by = total.grads, self.clipping, total.count, None
+        if clip.norm is not None:
+            mine = [g for g, part in zip(grads, self.local_state.trainable, strict=True) if part.is_owner]
+            square = sum((g.double().square().sum() for g in mine), torch.zeros((), dtype=torch.float64))
+            all_reduce_sum([square], self.sharded_model.mesh.shard_group)
+            by = clip_coefficient([square.sqrt()], clip=clip.norm, count=count).to(grads[0].dtype)
+        scale_gradients(
+            grads, count=count if count is None else count.to(grads[0].dtype), coefficient=by, value=clip.value
+        )
+
+    # ---- state ----
+
+    def state(self) -> dict[str, Any]:
+        """What all members have alike, besides their pieces."""
+        return {
+            "settings": hyperparameters(self.optimizer),
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        load_hyperparameters(self.optimizer, state["settings"])
+        if self.schedule:
+            self.schedule.load_state_dict(state["schedule"])
+
+    def pieces(self) -> dict[str, TensorPiece]:
+        """What this process answers for, as references; together with the other members' it is the replica."""
+        fleeting = {n: self.local_state.shards[n] for n in self._moving_non_persistent}
+        more = {
+            f"/moving/{n}": TensorPiece(part.tensor_slice, part.local_tensor)
+            for n, part in fleeting.items()
+            if part.is_owner
+        }
+        return owned_pieces(self.local_state, self.optimizer) | more
+
+    @torch.no_grad()
+    def load_pieces(self, pieces: PieceReader) -> None:
+        """From the pieces of all members, of whatever layout."""
+        load_local_state(self.local_state, pieces, self.optimizer)
+        for name in self._moving_non_persistent:
+            shard = self.local_state.shards[name]
+            copy_from_pieces(shard.local_tensor, shard.tensor_slice, f"/moving/{name}", pieces)
+
+    @property
+    def _moving_non_persistent(self) -> list[str]:
+        """Buffers that move although no state dict has them."""
+        return [name for name in self.moving_buffers.names if not is_persistent(self.local_state, name)]
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """All that is here, as references: what another member with this place needs."""
+        found = {f"/model/{name}": part.local_tensor.detach() for name, part in self.local_state.shards.items()}
+        for shard in self.local_state.trainable:
+            state = self.optimizer.state.get(shard.local_tensor, {})
+            found |= {f"/optimizer/{shard.name}/{key}": v for key, v in state.items() if isinstance(v, Tensor)}
+        return found
+
+    @torch.no_grad()
+    def load_all_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """From a member with this place, of a replica that was cut in the same way. Tensors may be kept."""
+        for name, shard in self.local_state.shards.items():
+            shard.local_tensor.copy_(tensors[f"/model/{name}"])
+        for shard in self.local_state.trainable:
+            start = f"/optimizer/{shard.name}/"
+            for key in [key for key in tensors if key.startswith(start)]:
+                self.optimizer.state[shard.local_tensor][key.removeprefix(start)] = tensors[key]
+
+    def state_dict_names(self) -> dict[str, str]:
+        """The names that the whole model's state dict has, each with the one under which its values lie."""
+        first = {id(tensor): name for name, tensor in named_tensors(self.model).items()}
+        return {name: first[id(tensor)] for name, tensor in self.model.state_dict(keep_vars=True).items()}

@@ -1,0 +1,123 @@
+"""Where things lie in a run's directory. The one place that knows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.spec.view import Role
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """A run's directory: resolved job, events, views, logs, checkpoints, model, receipt."""
+
+    root: Path
+
+    @classmethod
+    def at(cls, root: str | os.PathLike[str]) -> RunPaths:
+        return cls(Path(root).resolve())
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.yaml"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        """What was planned for a job that left it open, and what it was planned from; of all folds together."""
+        return self.parent_run.root / "plan.json"
+
+    @property
+    def driver_address(self) -> Path:
+        """Where the driver listens, and the token; for this user's eyes only."""
+        return self.root / ".control.json"
+
+    @property
+    def trace(self) -> Path:
+        """Every step's state in short, where somebody asked for it."""
+        return self.root / "trace.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
+
+    @property
+    def parent_run(self) -> RunPaths:
+        """The run that this one is a fold of, or this one."""
+        parent = RunPaths(self.root.parent)
+        return parent if self.name.startswith("fold-") and parent.job.is_file() else self
+
+    @property
+    def checkpoints(self) -> Path:
+        """The store; folds of one job share it, so that what they have in common is stored once."""
+        return self.parent_run.root / "checkpoints"
+
+    @property
+    def checkpoint_namespace(self) -> str:
+        """What keeps a fold's checkpoints apart in the shared store."""
+        return "" if self.parent_run is self else self.name
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def receipt(self) -> Path:
+        return self.root / "receipt.json"
+
+    @property
+    def folds(self) -> list[RunPaths]:
+        """The runs of a job with folds, in order."""
+        found = (p for p in self.root.glob("fold-*") if p.is_dir() and p.name[5:].isdigit())
+        return [RunPaths(p) for p in sorted(found, key=lambda p: int(p.name[5:]))]
+
+    def fold(self, number: int) -> RunPaths:
+        return RunPaths(self.root / f"fold-{number}")
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def log(self, seat: int, role: Role = "worker") -> Path:
+        """What a worker or server printed."""
+        return self.logs / f"{role}-{seat}.log"
+
+    def error_log(self, seat: int, role: Role = "worker") -> Path:
+        """What it, Python or torch had to complain of; tracebacks too."""
+        return self.logs / f"{role}-{seat}.err"
+
+    @property
+    def saving_lock(self) -> Path:
+        """Held while a worker saves that no driver chose."""
+        return self.root / ".saving.lock"
+
+    def seat_lock(self, seat: int, role: Role = "worker") -> Path:
+        """Held by the process in a seat for as long as it lives; its number stands in it."""
+        return self.root / f".seat-{seat}.{role}.lock"
+
+
+def cache_directory() -> Path:
+    """What is made once from data files and shared by all runs of this user; it may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """All of it or nothing, also when the machine stops in between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,70 @@
+"""How one replica of a model is spread over several workers.
+
+`ways`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
+`mirror`: where there is one replica, does each worker keep a copy of a neighbour's part? Left out: if memory allows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from shoal.spec.base import Spec
+
+ShardingDegree = Annotated[int, Field(ge=2)]
+INEXACT_LAYOUT = "another layout adds in another order; the same one repeats to the bit"
+INEXACT_MICROBATCHES = (
+    "batch norm and the like see microbatches instead of lanes: with other ones the result is another"
+)
+TensorParallelStyle = Literal["columns", "gathered", "rows", "sliced"]
+
+
+class NoShardingConfig(Spec):
+    """Every worker holds the whole model."""
+
+    kind: Literal["none"] = "none"
+
+
+class FsdpConfig(Spec):
+    """Every parameter is cut, and put together again for the moment in which it is used."""
+
+    kind: Literal["fsdp"]
+    ways: ShardingDegree | None = None
+    mirror: bool | None = None
+    inexact_reason: ClassVar[str] = INEXACT_LAYOUT
+
+
+class TensorParallelConfig(Spec):
+    """The matrices of linear layers and embeddings are cut, and each worker multiplies with its part.
+
+    `patterns`: a ready set, or names of modules with how to cut each. `columns`: by outputs, and the next layer takes
+    its part as it is; `gathered`: by outputs, which are put together again; `rows`: by inputs, a part of which the
+    layer before has left here; `sliced`: by inputs, of which this worker takes its part.
+    """
+
+    kind: Literal["tensor"]
+    ways: ShardingDegree | None = None
+    patterns: Literal["transformer", "mlp"] | dict[str, TensorParallelStyle] = "transformer"
+    mirror: bool | None = None
+    inexact_reason: ClassVar[str] = INEXACT_LAYOUT
+
+
+class PipelineParallelConfig(Spec):
+    """Workers hold consecutive stretches of the model; a lane's samples go through in `microbatches`.
+
+    `cuts`: the modules with which the second stretch and all later ones begin, or auto.
+    """
+
+    kind: Literal["pipeline"]
+    ways: ShardingDegree | None = None
+    cuts: Literal["auto"] | list[str] = "auto"
+    microbatches: PositiveInt = 4
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    mirror: bool | None = None
+    inexact_reason: ClassVar[str] = INEXACT_LAYOUT
+
+
+ShardingConfig = Annotated[
+    NoShardingConfig | FsdpConfig | TensorParallelConfig | PipelineParallelConfig, Field(discriminator="kind")
+]

@@ -1,0 +1,184 @@
+"""Which names a module defines, read from its source. Nothing is imported, so checking is fast and safe."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+MOST_STARS = 6
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """The top level of a module. `open`: it makes names as it runs, so that only an import can tell."""
+
+    names: frozenset[str]
+    exported: tuple[str, ...] = ()
+    star_imports: tuple[tuple[int, str], ...] = ()
+    is_dynamic: bool = False
+
+
+def find_module(name: str, *, first: str = "") -> ModuleSpec | None:
+    """The spec that `import` would find with the directory `first` on sys.path; no parent is executed."""
+    top, *rest = name.split(".")
+    spec = _find_top(top, first)
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = _find_submodule(f"{spec.name}.{part}", list(spec.submodule_search_locations))
+    return spec
+
+
+def _find_top(name: str, first: str) -> ModuleSpec | None:
+    """A mere directory of the name counts last, as it does on import."""
+    own = PathFinder.find_spec(name, [first]) if first else None
+    return own if own and own.origin else _ask_finders(name, None) or own
+
+
+def _find_submodule(name: str, path: list[str]) -> ModuleSpec | None:
+    try:
+        return _ask_finders(name, path)
+    except KeyError:  # a directory without __init__.py, for which Python wants its parent imported
+        spec = ModuleSpec(name, None, is_package=True)
+        folders = (Path(folder, name.rpartition(".")[2]) for folder in path)
+        spec.submodule_search_locations = [str(folder) for folder in folders if folder.is_dir()]
+        return spec
+
+
+def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
+    """All finders, not only the one for sys.path: packages installed in editable mode bring their own."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if find and (spec := find(name, path)):
+            return spec  # type: ignore[no-any-return]
+    return None
+
+
+def siblings(name: str, *, first: str = "") -> list[str]:
+    """The modules beside a module that was not found, by full name."""
+    parent = name.rpartition(".")[0]
+    spec = find_module(parent, first=first) if parent else None
+    folders = list(spec.submodule_search_locations or ()) if spec else [] if parent else [first]
+    prefix = f"{parent}." if parent else ""
+    return sorted(prefix + stem for folder in folders for stem in _modules(Path(folder)))
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.suffix == ".py" and entry.stem != "__init__":
+            yield entry.stem
+        elif (entry / "__init__.py").is_file():
+            yield entry.name
+
+
+def names_of_module(spec: ModuleSpec, *, first: str = "", depth: int = 0) -> ModuleNames:
+    """What `module.name` can find, star imports followed."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return ModuleNames(frozenset(), is_dynamic=spec.origin is not None)
+    package = spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
+    return names_in_file(Path(spec.origin), package=package, first=first, depth=depth)
+
+
+def names_in_file(path: Path, *, package: str = "", first: str = "", depth: int = 0) -> ModuleNames:
+    """The same for a source file, which belongs to a package or to none."""
+    own = parse_names(path)
+    for level, module in own.star_imports:
+        own = _with_star_import(own, _absolute(package, level, module), first=first, depth=depth)
+    return own
+
+
+def _with_star_import(own: ModuleNames, module: str, *, first: str, depth: int) -> ModuleNames:
+    spec = find_module(module, first=first) if depth < MOST_STARS else None
+    if spec is None:
+        return ModuleNames(own.names, own.exported, is_dynamic=True)
+    other = names_of_module(spec, first=first, depth=depth + 1)
+    return ModuleNames(
+        own.names | other.names, own.exported + other.exported, is_dynamic=own.is_dynamic or other.is_dynamic
+    )
+
+
+def _absolute(package: str, level: int, module: str) -> str:
+    """`from ..x import *` in package a.b is a.x."""
+    if level == 0:
+        return module
+    base = package.split(".")[: len(package.split(".")) - level + 1]
+    return ".".join([*base, module] if module else base)
+
+
+def parse_names(path: Path) -> ModuleNames:
+    """Parse a source file, once per version of it. SyntaxError, OSError and ValueError are the caller's."""
+    stat = path.stat()
+    return _parse_names(str(path), stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=256)
+def _parse_names(path: str, mtime_ns: int, size: int) -> ModuleNames:
+    tree = ast.parse(Path(path).read_bytes(), filename=path)
+    names: set[str] = set()
+    exported: list[str] = []
+    stars: list[tuple[int, str]] = []
+    is_open = False
+    for node in _top_level(tree.body):
+        names.update(_bound_names(node))
+        exported += _exported_names(node)
+        stars += _star_imports(node)
+        is_open = is_open or _defines_dynamic_names(node)
+    names.update(exported)
+    shown = exported or sorted(n for n in names if not n.startswith("_"))
+    return ModuleNames(frozenset(names), tuple(shown), tuple(stars), is_open or "__getattr__" in names)
+
+
+def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import, those inside if, try, with and loops among them."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        for part in ("body", "orelse", "finalbody"):
+            yield from _top_level(getattr(node, part, ()))
+        for handler in getattr(node, "handlers", ()):
+            yield from _top_level(handler.body)
+
+
+def _bound_names(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement binds."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import):
+        yield from (a.asname or a.name.partition(".")[0] for a in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (a.asname or a.name for a in node.names if a.name != "*")
+    else:
+        targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+        targets += [item.optional_vars for item in getattr(node, "items", ())]
+        inside = (n for target in filter(None, targets) for n in ast.walk(target))
+        yield from (n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _exported_names(node: ast.stmt) -> list[str]:
+    """The names in `__all__ = [...]` and `__all__ += [...]`, as far as they are written out."""
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    if not any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+        return []
+    items = getattr(getattr(node, "value", None), "elts", ())
+    return [e.value for e in items if isinstance(e, ast.Constant) and isinstance(e.value, str)]
+
+
+def _star_imports(node: ast.stmt) -> list[tuple[int, str]]:
+    if isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names):
+        return [(node.level, node.module or "")]
+    return []
+
+
+def _defines_dynamic_names(node: ast.stmt) -> bool:
+    """Whether a statement calls globals(), vars(), exec() or setattr(): names that no reader can know."""
+    if not isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.For):
+        return False
+    makers = ("globals", "vars", "exec", "setattr")
+    calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+    return any(isinstance(f, ast.Name) and f.id in makers for f in calls)

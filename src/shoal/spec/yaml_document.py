@@ -1,0 +1,270 @@
+"""A YAML file as plain data that remembers on which line each field stands.
+
+YAML 1.1 has traps that cost people evenings. Here they are gone: `1e-3` is a number, `010` is ten, `12:30`
+and `2024-01-01` are text, and a key is always the text that was written, also when it is `on`, `no` or `1`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.constructor import SafeConstructor
+
+from shoal.errors import ErrorGroup, ShoalError, error
+from shoal.spec.suggest_path import suggest_path
+
+SET_OPTION = "--set"
+YAML_FILES = (".yaml", ".yml")
+MOST_BYTES = 4 << 20
+MOST_NODES = 200_000
+
+
+@dataclass(frozen=True)
+class YamlDocument:
+    """What a file says. `lines` maps a field (`data.split.folds`) to its line, or to `--set`."""
+
+    name: str
+    data: dict[str, Any]
+    lines: Mapping[str, int | str] = field(default_factory=dict)
+
+    def where(self, field_path: str) -> str:
+        """`job.yaml:12 data.split.folds`: the line of the field, or of the nearest section around it."""
+        field_path = self._as_written(field_path)
+        line = self._line(field_path)
+        if line == SET_OPTION:
+            return f"{SET_OPTION} {field_path}"
+        return f"{self.name}:{line} {field_path}".rstrip() if line else f"{self.name} {field_path}".rstrip()
+
+    def _as_written(self, field_path: str) -> str:
+        """`loss.name` is `loss` to somebody who wrote `loss: MSELoss`."""
+        here: Any = self.data
+        keys = field_path.split(".")
+        for i, key in enumerate(keys):
+            if not isinstance(here, dict | list):
+                return ".".join(keys[:i])
+            here = here.get(key, {}) if isinstance(here, dict) else here[int(key)]
+        return field_path
+
+    def _line(self, field_path: str) -> int | str:
+        while field_path and field_path not in self.lines:
+            field_path = field_path.rpartition(".")[0]
+        return self.lines.get(field_path, 0)
+
+
+def read_document(path: str | Path) -> YamlDocument:
+    """Read a job file; the errors name its lines."""
+    return parse_document(_read_text(Path(path)), name=str(path))
+
+
+def parse_document(text: str, *, name: str) -> YamlDocument:
+    """Plain data of a YAML text whose top level is a mapping."""
+    data, lines = _parse(text, name)
+    if not isinstance(data, dict):
+        found = "the file is empty" if data is None else "the file is not made of `field: value` lines"
+        raise error("SH105", found, where=name, fix="Write fields: data:, model:, loss:, epochs: …")
+    return YamlDocument(name, data, lines)
+
+
+def parse_value(text: str, *, name: str) -> Any:
+    """One value, as after `--set field=`."""
+    return _parse(text, name)[0]
+
+
+def write_value(data: Any) -> str:
+    """YAML text that `parse_document` reads back to equal data."""
+    text = _dump(data, readable=True)
+    # PyYAML writes the line breaks of Unicode as they are, and then reads them as a line break.
+    return _dump(data, readable=False) if re.search("[\x85\u2028\u2029]", text) else text
+
+
+def _dump(data: Any, *, readable: bool) -> str:
+    return yaml.dump(data, Dumper=_Yaml12Dumper, sort_keys=False, allow_unicode=readable, width=100)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if path.is_dir():
+            fix = suggest_path(path / "job.yaml", suffixes=YAML_FILES)
+            raise error("SH101", "this is a directory, not a job file", where=str(path), fix=fix)
+        if size > MOST_BYTES:
+            raise error("SH101", f"{size:,} bytes are too many for a job file", where=str(path))
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        fix = suggest_path(path, suffixes=YAML_FILES)
+        raise error("SH101", "no such file", where=str(path), fix=fix) from None
+    except OSError as failure:
+        raise error("SH101", f"cannot be read: {failure.strerror}", where=str(path)) from None
+    except UnicodeDecodeError as failure:
+        line = failure.object[: failure.start].count(b"\n") + 1
+        message = f"byte {failure.start} (0x{failure.object[failure.start]:02x}) is not UTF-8 text"
+        raise error("SH102", message, where=f"{path}:{line}", fix="Save the file as UTF-8.") from None
+
+
+# ---- YAML ----
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2, but yes, no, on and off are booleans as most people expect."""
+
+
+class _Yaml12Dumper(yaml.SafeDumper):
+    """Quotes the text that `_Loader` would take for something else."""
+
+
+_BOOL = re.compile(r"yes|no|on|off|true|false", re.IGNORECASE)
+_INT = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.?|[0-9][0-9_]*\.[0-9_]+|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+    re.IGNORECASE,
+)
+_TAG = "tag:yaml.org,2002:"
+
+
+def _set_resolvers() -> None:
+    _Yaml12Loader.yaml_implicit_resolvers = {}
+    for tag, pattern, first in (
+        ("bool", rf"(?:{_BOOL.pattern})$", "yYnNtTfFoO"),
+        ("int", rf"(?:{_INT.pattern})$", "-+0123456789"),
+        ("float", rf"(?:{_FLOAT.pattern})$", "-+.0123456789"),
+        ("null", r"(?:~|null|Null|NULL|)$", "~nN\0"),
+        ("merge", r"<<$", "<"),
+    ):
+        flags = re.IGNORECASE if tag in ("bool", "float") else 0
+        keys = [c if c != "\0" else "" for c in first]
+        _Yaml12Loader.add_implicit_resolver(_TAG + tag, re.compile(pattern, flags), keys)
+
+
+_set_resolvers()
+_Yaml12Dumper.yaml_implicit_resolvers = _Yaml12Loader.yaml_implicit_resolvers
+
+_SCALAR_PARSERS: dict[str, Callable[[str], Any]] = {
+    _TAG + "str": str,
+    _TAG + "null": lambda text: None,
+    _TAG + "bool": lambda text: text.lower() in ("yes", "on", "true"),
+    _TAG + "int": lambda text: int(text, 0) if text[:2] in ("0o", "0x") else int(text.replace("_", "")),
+    _TAG + "float": lambda text: float(re.sub(r"_|\.(?=inf|nan)", "", text.lower())),
+}
+
+# The parser's words, and what they mean to somebody who never read the YAML specification.
+_PLAIN_MESSAGES = (
+    (r"character '\\t' that cannot start", "a tab is used to indent", "Indent with spaces."),
+    (r"character '(.)' that cannot start", r"the value starts with '\1'", r"Put the value in quotes."),
+    (r"mapping values are not allowed", "a ':' stands where none can be",
+     "Check the indentation of this line and the one above; put a value that contains ': ' in quotes."),
+    (r"could not find expected ':'", "this line has no ':' after the field", "Write `field: value`."),
+    (r"end of stream", "a quote or bracket is opened and never closed", "Close it."),
+    (r"expected ',' or", "a bracket is opened and never closed", "Close it, or add the missing comma."),
+    (r"expected <block end>", "this line is not indented like its neighbours", "Line it up with them."),
+    (r"duplicate anchor", "an anchor (&name) stands twice", "Rename one of them."),
+    (r"undefined alias|scanning an alias", "an alias (*name) without its anchor (&name)",
+     "Put a value that starts with '*' in quotes, or add the anchor."),
+    (r"but found another document", "the file holds several documents", "Keep one; remove the line `---`."),
+)  # fmt: skip
+
+
+def _parse(text: str, name: str) -> tuple[Any, dict[str, int | str]]:
+    walk = _NodeConverter(name)
+    try:
+        node = yaml.compose(text, Loader=_Yaml12Loader)
+        value = None if node is None else walk.convert(node, "")
+    except yaml.MarkedYAMLError as failure:
+        raise _yaml_error(failure, name) from None
+    except yaml.reader.ReaderError as failure:
+        where = f"{name}:{text[: failure.position].count(chr(10)) + 1}"
+        message = f"the character {chr(int(failure.character))!r} is not allowed"
+        raise error("SH102", message, where=where) from None
+    except RecursionError:
+        raise error("SH102", "sections inside sections without end", where=name) from None
+    if walk.problems:
+        raise ErrorGroup(walk.problems)
+    return value, walk.lines
+
+
+def _yaml_error(failure: yaml.MarkedYAMLError, name: str) -> ShoalError:
+    mark = failure.problem_mark or failure.context_mark
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+    problem = f"{failure.problem or ''} {failure.context or ''}".strip()
+    for pattern, message, fix in _PLAIN_MESSAGES:
+        if match := re.search(pattern, problem):
+            return error("SH102", match.expand(message), where=where, fix=fix)
+    return error("SH102", problem, where=where)
+
+
+class _NodeConverter:
+    """Nodes to plain data, noting each field's line and every field that stands twice."""
+
+    def __init__(self, name: str) -> None:
+        self.lines: dict[str, int | str] = {}
+        self.problems: list[ShoalError] = []
+        self._name = name
+        self._merge_constructor = SafeConstructor()
+        self._merged: set[int] = set()
+        self._ancestors: set[int] = set()
+        self._node_count = 0
+
+    def convert(self, node: yaml.Node, place: str) -> Any:
+        self._node_count += 1
+        if id(node) in self._ancestors or self._node_count > MOST_NODES:
+            raise self._error_at(node, "an alias (*name) that contains itself or grows without end")
+        self._ancestors.add(id(node))
+        try:
+            return self._convert_node(node, place)
+        finally:
+            self._ancestors.discard(id(node))
+
+    def _convert_node(self, node: yaml.Node, place: str) -> Any:
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, place)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self._item(child, _child_path(place, i)) for i, child in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode) and node.tag in _SCALAR_PARSERS:
+            try:
+                return _SCALAR_PARSERS[node.tag](node.value)
+            except ValueError:
+                raise self._error_at(node, f"'{node.value}' does not fit its tag") from None
+        raise self._error_at(node, f"the tag {node.tag.replace(_TAG, '!!')} is not supported")
+
+    def _item(self, node: yaml.Node, place: str) -> Any:
+        self.lines[place] = node.start_mark.line + 1
+        return self.convert(node, place)
+
+    def _mapping(self, node: yaml.MappingNode, place: str) -> dict[str, Any]:
+        if id(node) not in self._merged:  # an alias leads here again, when the keys of `<<` are among its own
+            self._report_duplicate_keys(node, place)
+            self._merge_constructor.flatten_mapping(node)
+            self._merged.add(id(node))
+        found = {}
+        for key, child in node.value:
+            inner = _child_path(place, self._key(key))
+            self.lines[inner] = key.start_mark.line + 1
+            found[key.value] = self.convert(child, inner)
+        return found
+
+    def _report_duplicate_keys(self, node: yaml.MappingNode, place: str) -> None:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if self._key(key) in first:
+                where = f"{self._name}:{line} {_child_path(place, key.value)}"
+                message = f"'{key.value}' stands here and on line {first[key.value]}"
+                self.problems.append(error("SH108", message, where=where))
+            first.setdefault(key.value, line)
+
+    def _key(self, key: yaml.Node) -> str:
+        if not isinstance(key, yaml.ScalarNode) or key.value == "":
+            raise self._error_at(key, "the name of a field must be plain text")
+        return str(key.value)
+
+    def _error_at(self, node: yaml.Node, message: str) -> ShoalError:
+        mark = node.start_mark
+        return error("SH102", message, where=f"{self._name}:{mark.line + 1}:{mark.column + 1}")
+
+
+def _child_path(place: str, key: str | int) -> str:
+    return f"{place}.{key}" if place else str(key)

@@ -1,0 +1,1 @@
+"""How a worker holds weights and makes one committed step with the others."""

@@ -1,0 +1,155 @@
+"""Fragments on their way while lanes compute: each has an exchange of its own, and one is under way at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from shoal.collectives.allreduce_plan import AllReducePlan
+from shoal.collectives.buckets import EncodedLayout
+from shoal.collectives.encoded_allreduce import EncodedAllReduce, EncodedAllReduceStep, shared_memory_bytes
+from shoal.collectives.ordered_allreduce import AllReduceResult, OrderedAllReduce
+from shoal.collectives.residuals import FragmentResiduals
+from shoal.collectives.transport.mesh import Mesh
+from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
+from shoal.lanes.flat_layout import FlatLayout
+from shoal.lanes.lane_sum import LaneSum, add
+from shoal.lanes.reduction_tree import TreeSum
+from shoal.net.handshake import LinkError
+
+Carries = Mapping[int, Sequence[int]]
+
+
+class FragmentAllReduce(Protocol):
+    """The way of one fragment in one view. Without a codec, `plain_bytes` would be sent each time; None where there is
+    none."""
+
+    plain_bytes: int | None
+
+    def begin_step(self) -> TreeSum[LaneSum]:
+        """What takes this worker's lanes."""
+
+    def run(self, step: int, sums: TreeSum[LaneSum]) -> AllReduceResult:
+        """All lanes are there: trade them for the sum of everybody's. In a thread of its own."""
+
+    def close(self) -> None:
+        """Nobody runs it any more."""
+
+
+class FragmentChannel(NamedTuple):
+    """Of a fragment: the numbers of its parameters, and how they travel."""
+
+    param_indices: list[int]
+    allreduce: FragmentAllReduce
+
+
+class PlainFragmentAllReduce:
+    plain_bytes: int | None = None
+
+    def __init__(
+        self, layout: FlatLayout, carries: Carries, lanes: int, *, mesh: Mesh | None, device: torch.device
+    ) -> None:
+        self._mesh = mesh
+        self._lanes = lanes
+        self._plan = AllReducePlan.of(carries, lanes, layout)
+        self._device = device
+        self._allreduce: OrderedAllReduce | None = None
+        self._shared_memory: SharedMemory | None = None
+
+    def begin_step(self) -> TreeSum[LaneSum]:
+        return TreeSum(self._lanes, add)
+
+    def run(self, step: int, sums: TreeSum[LaneSum]) -> AllReduceResult:
+        if self._mesh is None:
+            return AllReduceResult(sums.total(), halt=False, bytes_sent=0, waited_s=0.0)
+        if self._allreduce is None:
+            self._shared_memory = arena = SharedMemory(self._plan.shared_memory_bytes(self._mesh.seat))
+            total = ByteBuffer.private(self._plan.layout.size_bytes)
+            self._allreduce = OrderedAllReduce(
+                self._mesh, self._plan, shared_memory=arena, total=total, device=self._device, step=step
+            )
+        return self._allreduce.run(step, sums.partials, halt=False)
+
+    def close(self) -> None:
+        self._allreduce = None
+        if self._shared_memory:
+            self._shared_memory.close()
+
+
+class EncodedFragmentAllReduce:
+    def __init__(
+        self,
+        layout: EncodedLayout,
+        carries: Carries,
+        seat: int,
+        *,
+        mesh: Mesh | None,
+        residuals: FragmentResiduals | None,
+        device: torch.device,
+    ) -> None:
+        stretch, total = ByteBuffer.private(layout.layout.size_bytes), ByteBuffer.private(layout.layout.size_bytes)
+        self._residuals = residuals
+        lanes, far = sum(map(len, carries.values())), [link.seat for link in mesh.remote_links] if mesh else []
+        self.plain_bytes: int | None = (
+            AllReducePlan.of(carries, lanes, layout.layout).sent_bytes(seat, far) if far else 0
+        )
+        self._shared_memory = SharedMemory(shared_memory_bytes(layout, len(carries[seat])))
+        self._allreduce: EncodedAllReduce | None = EncodedAllReduce(
+            layout,
+            carries,
+            seat,
+            mesh=mesh,
+            shared_memory=self._shared_memory,
+            flat_buffer=stretch,
+            total=total,
+            residuals=residuals,
+            device=device,
+        )
+
+    def begin_step(self) -> TreeSum[LaneSum]:
+        assert self._allreduce
+        return self._allreduce.begin_step()
+
+    def run(self, step: int, sums: TreeSum[LaneSum]) -> AllReduceResult:
+        assert isinstance(sums, EncodedAllReduceStep)
+        if self._residuals:
+            self._residuals.carry_forward()
+        return sums.allreduce.run(sums, step, halt=False)
+
+    def close(self) -> None:
+        self._allreduce = None
+        self._shared_memory.close()
+
+
+class PendingFragment:
+    """A fragment between leaving and arriving. Whoever waits for it gets LinkError if it does not arrive."""
+
+    def __init__(self, allreduce: FragmentAllReduce, step: int, sums: TreeSum[LaneSum]) -> None:
+        self._result: AllReduceResult | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(allreduce, step, sums), daemon=True, name="fragment")
+        self._thread.start()
+
+    def _run(self, allreduce: FragmentAllReduce, step: int, sums: TreeSum[LaneSum]) -> None:
+        try:
+            self._result = allreduce.run(step, sums)
+        except BaseException as failure:
+            self._result = failure
+
+    def raise_if_failed(self) -> None:
+        """LinkError if it is known already that nothing will come of it."""
+        if isinstance(self._result, LinkError):
+            raise self._result
+
+    def join(self) -> None:
+        """However it ends."""
+        self._thread.join()
+
+    def wait(self) -> AllReduceResult:
+        self._thread.join()
+        if isinstance(self._result, BaseException):
+            raise self._result
+        assert self._result is not None
+        return self._result

@@ -1,0 +1,259 @@
+"""A replica for lanes that train by themselves: between two agreements it is each of its lanes in turn.
+
+At an agreement every worker has the same: parameters, the outer momentum, moving buffers, the schedule; the inner
+optimizer begins anew. So a worker that dies in between takes nothing with it that others could not make again, and what
+a lane does depends on the agreement and its number alone, whoever carries it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.lanes.lane_sum import LaneSum
+from shoal.lanes.replica import Replica
+from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer
+
+MovingValues = tuple[list[Tensor], list[Tensor]]
+
+
+@dataclass
+class _ScheduleState:
+    """What a schedule changes: the groups' settings, and what it remembers itself."""
+
+    param_groups: list[dict[str, Any]]
+    schedule: Any
+
+
+@dataclass
+class _LaneState:
+    """What a lane has done since the agreement; while another lane is up, also what it has of its own."""
+
+    samples: int = 0
+    loss: Tensor | float = 0.0
+    params_when_sent: list[Tensor] = field(default_factory=list)
+    """Of the fragment that is on its way: the lane's values when it left."""
+    params: list[Tensor] = field(default_factory=list)
+    optimizer_state: Any = None
+    schedule_state: _ScheduleState | None = None
+    moving_buffers: MovingValues = field(default_factory=lambda: ([], []))
+
+
+@dataclass
+class _SyncInterval:
+    """Since the last agreement. `common` is what all have agreed on by now, `kept` what they had at its start where
+    fragments have changed it since."""
+
+    global_params: list[Tensor]
+    schedule_state: _ScheduleState
+    moving_buffers: MovingValues
+    lanes: dict[int, _LaneState] = field(default_factory=dict)
+    active_lane: int | None = None
+    before_fragments: tuple[list[Tensor], list[Tensor]] | None = None
+
+
+class LocalReplica(Replica):
+    """`after` gives the agreement that follows one. Steps are inner ones, of one lane; `apply` is an agreement."""
+
+    def __init__(
+        self,
+        *args: Any,
+        outer: Callable[[Sequence[Tensor]], OuterOptimizer],
+        next_sync: Callable[[int], int],
+        **rest: Any,
+    ) -> None:
+        super().__init__(*args, **rest)
+        self._outer = outer(self.trainable)
+        self.next_sync = next_sync
+        self._interval: _SyncInterval | None = None
+
+    # ---- lanes ----
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._current_interval()
+
+    def _current_interval(self) -> _SyncInterval:
+        if self._interval is None:
+            common = [p.detach().clone() for p in self.trainable]
+            self._interval = _SyncInterval(common, self._schedule_state(), self.moving_buffers.weighted_copies(1.0))
+        return self._interval
+
+    def inner_step(self, step: int, lane: int, batch: Any, *, size: int) -> Tensor:
+        """One inner step of a lane, on so many samples of its own. Returns its loss. Where the loss is to be divided by
+        nothing, none of the samples count."""
+        self.switch_to_lane(lane)
+        self.moving_buffers.snapshot()
+        found = self.forward_backward(step, lane, batch, share=1.0)
+        if found.count is not None and not found.count:
+            self.moving_buffers.restore()
+            self.skip_inner_step(step, lane)
+            return torch.zeros_like(found.loss)
+        loss = super().apply(step, found)
+        it = self._lane_state(lane)
+        it.samples += size
+        it.loss = it.loss + loss.double() * size
+        return loss
+
+    def skip_inner_step(self, step: int, lane: int) -> None:
+        """A step in which the lane has no samples. Its schedule goes on all the same."""
+        self.switch_to_lane(lane)
+        self._step_schedule(step)
+
+    def _step_schedule(self, step: int) -> None:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        self.step_schedule(step)
+
+    def switch_to_lane(self, lane: int) -> None:
+        """Be this lane from now on."""
+        period = self._current_interval()
+        if period.active_lane == lane:
+            return
+        if period.active_lane is not None:
+            self._store_lane(self._lane_state(period.active_lane))
+        it = self._lane_state(lane)
+        if it.optimizer_state is None:  # its first step
+            others = len(period.lanes) > 1
+            values = [t.clone() for t in period.global_params] if others else period.global_params
+            self._load_lane(
+                values, period.schedule_state, period.moving_buffers, optimizer_state=defaultdict(dict), own=others
+            )
+        else:
+            assert it.schedule_state is not None
+            self._load_lane(
+                it.params, it.schedule_state, it.moving_buffers, optimizer_state=it.optimizer_state, own=True
+            )
+            it.params, it.moving_buffers = [], ([], [])
+        it.optimizer_state = self.optimizer.state
+        period.active_lane = lane
+
+    def _lane_state(self, lane: int) -> _LaneState:
+        assert self._interval is not None
+        return self._interval.lanes.setdefault(lane, _LaneState())
+
+    def _store_lane(self, it: _LaneState) -> None:
+        """Where the parameters can move, their memory is the lane's, and whoever is next has other memory."""
+        values = [p.detach() for p in self.trainable]
+        it.params = values if self._can_adopt_storage else [t.clone() for t in values]
+        it.schedule_state, it.moving_buffers = self._schedule_state(), self.moving_buffers.weighted_copies(1.0)
+
+    @torch.no_grad()
+    def _load_lane(
+        self,
+        values: Sequence[Tensor],
+        schedule_state: _ScheduleState,
+        moving_buffers: MovingValues,
+        *,
+        optimizer_state: Any,
+        own: bool = False,
+    ) -> None:
+        """`own`: nobody else has a share in the values."""
+        if not (own and self.adopt_storage(values)):
+            self.copy_values(values)
+        self.moving_buffers.assign(*moving_buffers)
+        self.optimizer.state = optimizer_state
+        for group, kept in zip(self.optimizer.param_groups, schedule_state.param_groups, strict=True):
+            group.update(copy.deepcopy(kept))
+        if self.schedule:
+            self.schedule.load_state_dict(copy.deepcopy(schedule_state.schedule))
+
+    def _schedule_state(self) -> _ScheduleState:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return _ScheduleState(
+            copy.deepcopy(groups), copy.deepcopy(self.schedule.state_dict()) if self.schedule else None
+        )
+
+    @torch.no_grad()
+    def pseudo_gradient(self, lane: int, total: int) -> LaneSum | None:
+        """What the lane did since the agreement, as its share of so many samples of all lanes."""
+        self.switch_to_lane(lane)
+        period, it = self._current_interval(), self._lane_state(lane)
+        if not it.samples:
+            return None
+        share = it.samples / total
+        changes = self._weighted_delta(range(len(self.trainable)), share, self.trainable)
+        averaged, first = self.moving_buffers.weighted_copies(share)
+        loss = torch.as_tensor(it.loss, dtype=torch.float64, device=self.device) / total
+        assert period.active_lane == lane
+        return LaneSum(changes, averaged, first, loss)
+
+    def _weighted_delta(self, param_indices: Sequence[int], share: float, values: Sequence[Tensor]) -> list[Tensor]:
+        common = self._current_interval().global_params
+        found = torch._foreach_sub([common[i] for i in param_indices], list(values))
+        torch._foreach_mul_(found, share)
+        return list(found)
+
+    # ---- fragments ----
+
+    def fragment_template(self, param_indices: Sequence[int]) -> LaneSum:
+        """Tensors of the shapes that `leave` gives."""
+        loss, count = torch.zeros(2, dtype=torch.float64)
+        return LaneSum([self.trainable[i] for i in param_indices], [], [], loss, count)
+
+    @torch.no_grad()
+    def send_fragment(self, lane: int, param_indices: Sequence[int], total: int) -> LaneSum | None:
+        """As `change`, of some parameters alone; the lane goes on, and `arrive` follows."""
+        period, it = self._current_interval(), self._lane_state(lane)
+        values = list[Tensor](self.trainable) if period.active_lane == lane else it.params
+        it.params_when_sent = [values[i].detach().clone() for i in param_indices]
+        if not it.samples:
+            return None
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        return LaneSum(self._weighted_delta(param_indices, it.samples / total, it.params_when_sent), [], [], loss)
+
+    @torch.no_grad()
+    def apply_fragment(self, param_indices: Sequence[int], pseudo_gradients: Sequence[Tensor]) -> None:
+        """All agree on these parameters; what a lane did to them since they left, it keeps."""
+        period = self._current_interval()
+        if period.before_fragments is None:
+            period.before_fragments = ([t.clone() for t in period.global_params], self._outer.copy())
+        self._outer.step(period.global_params, pseudo_gradients, param_indices)
+        for lane, it in period.lanes.items():
+            values = list[Tensor](self.trainable) if period.active_lane == lane else it.params
+            torch._foreach_add_(
+                [values[i].detach() for i in param_indices],
+                torch._foreach_sub([period.global_params[i] for i in param_indices], it.params_when_sent),
+            )
+            it.params_when_sent = []
+
+    # ---- agreements ----
+
+    @torch.no_grad()
+    def apply(self, step: int, total: LaneSum) -> Tensor:
+        period = self._current_interval()
+        self._outer.step(period.global_params, total.grads, range(len(self.trainable)))
+        self._load_lane(
+            period.global_params,
+            period.schedule_state,
+            (total.float_buffers, total.int_buffers),
+            optimizer_state=defaultdict(dict),
+        )
+        self._interval = None
+        for inner in range(step, self.next_sync(step)):
+            self._step_schedule(inner)
+        return total.loss.clone()
+
+    def undo_step(self) -> None:
+        if period := self._interval:
+            if period.before_fragments is not None:
+                period.global_params, velocity = period.before_fragments
+                self._outer.restore(velocity)
+            self._load_lane(
+                period.global_params, period.schedule_state, period.moving_buffers, optimizer_state=defaultdict(dict)
+            )
+            self._interval = None
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "outer": self._outer.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._interval = None
+        self.optimizer.state = defaultdict(dict)
+        super().load_state(state)
+        self._outer.load_state(state["outer"])

@@ -1,0 +1,165 @@
+"""Synchronous training with a codec: every lane is encoded by itself, and all of them are decoded by everybody.
+
+What is lost on the way is the same whoever carries the lane, so the bits are the same on any number of workers. They
+differ only where what a lane remembers died with its worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shoal.collectives.allreduce_plan import AllReducePlan
+from shoal.collectives.buckets import BucketParams, EncodedLayout
+from shoal.collectives.encoded_allreduce import EncodedAllReduce, EncodedAllReduceStep, shared_memory_bytes
+from shoal.collectives.ordered_allreduce import OverlapError
+from shoal.collectives.peer_services import PeerServices
+from shoal.collectives.residual_transfer import Report, ResidualTransfer
+from shoal.collectives.transport.shared_memory import ByteBuffer
+from shoal.lanes.flat_layout import FlatLayout
+from shoal.lanes.reduction_tree import TreeSum
+from shoal.lanes.replica import GradientSink, LaneSum, Replica
+from shoal.net.handshake import LinkError
+from shoal.spec.view import View
+from shoal.strategies.base import Committed, Discarded
+from shoal.strategies.local_sgd.fragments import EncodedFragmentAllReduce, FragmentAllReduce
+from shoal.strategies.replicated import NO_SAMPLES, OrderedAllReduceSync
+
+
+class EncodedAllReduceSync(OrderedAllReduceSync):
+    """`settings` is the job's codec as plain data. Told: `memory_lost`, when a lane begins anew."""
+
+    def __init__(
+        self,
+        lanes: int,
+        settings: Mapping[str, Any],
+        replica: Replica,
+        *,
+        peers: PeerServices,
+        report: Report | None = None,
+    ) -> None:
+        super().__init__(lanes, endpoint=peers.endpoint, token=peers.token)
+        replica.set_chunking(lambda layout: EncodedLayout(layout, settings).chunk_offsets)  # as servers do
+        self._settings = settings
+        self._replica = replica
+        self._peer_services = peers
+        self._report = report
+        self._encoded_layout: EncodedLayout | None = None
+        self._flat_buffer: ByteBuffer | None = None
+        self._encoded_allreduce: EncodedAllReduce | None = None
+        self._bytes_plain = 0
+        self._residual_transfer: ResidualTransfer | None = None
+
+    # ---- views ----
+
+    def reconfigure(self, view: View, seat: int) -> str:
+        self._encoded_allreduce = None
+        if self.encoded_layout.needs_residual and (why := self.residual_transfer.enter(view, seat)):
+            return why
+        return super().reconfigure(view, seat)
+
+    @property
+    def encoded_layout(self) -> EncodedLayout:
+        if self._encoded_layout is None:
+            self._encoded_layout = EncodedLayout(self._replica.layout, self._settings)
+        return self._encoded_layout
+
+    @property
+    def residual_transfer(self) -> ResidualTransfer:
+        if self._residual_transfer is None:
+            self._residual_transfer = ResidualTransfer(
+                self._peer_services, self.encoded_layout.residual_floats, self._report
+            )
+        return self._residual_transfer
+
+    # ---- steps ----
+
+    def begin_step(self) -> TreeSum[LaneSum]:
+        exchange = self._encoded_allreduce = self._encoded_allreduce or self._make_encoded_allreduce()
+        return exchange.begin_step()
+
+    def _make_encoded_allreduce(self) -> EncodedAllReduce:
+        """The first step of a view."""
+        meeting, form = self._group, self.encoded_layout
+        assert meeting.view is not None
+        carries, size_bytes = meeting.view.carries, form.layout.size_bytes
+        if self._flat_buffer is None or self._total is None:
+            self._flat_buffer, self._total = ByteBuffer.private(size_bytes), ByteBuffer.private(size_bytes)
+            self._flat_buffer.tensor.zero_()  # gaps are encoded too
+        far = [link.seat for link in meeting.mesh.remote_links] if meeting.mesh else []
+        self._bytes_plain = (
+            AllReducePlan.of(carries, self._lanes, form.layout).sent_bytes(meeting.seat, far) if far else 0
+        )
+        return EncodedAllReduce(
+            form,
+            carries,
+            meeting.seat,
+            mesh=meeting.mesh,
+            shared_memory=self._shared_memory_of(shared_memory_bytes(form, len(carries[meeting.seat]))),
+            flat_buffer=self._flat_buffer,
+            total=self._total,
+            residuals=self._peer_services.residuals if form.needs_residual else None,
+            device=self._replica.device,
+        )
+
+    def gradient_sink(
+        self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool
+    ) -> GradientSink | None:
+        assert isinstance(sums, EncodedAllReduceStep)
+        if not self._overlaps or replica.device.type != "cpu" or self._group.broken:
+            return None
+        return sums.allreduce.gradient_sink(sums, step, lane, halt=halt)
+
+    def commit(
+        self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
+    ) -> Committed | Discarded:
+        meeting = self._group
+        if meeting.broken:
+            return Discarded(meeting.broken)
+        assert isinstance(sums, EncodedAllReduceStep)
+        began = time.perf_counter()
+        try:
+            agreed = sums.allreduce.run(sums, step, halt=halt)
+        except LinkError as failure:
+            self._overlaps = self._overlaps and not isinstance(failure, OverlapError)
+            return meeting.discard(failure)
+        if agreed.total is None:
+            return Discarded(NO_SAMPLES)
+        exchange_s = time.perf_counter() - began - agreed.waited_s
+        if self.encoded_layout.needs_residual:
+            self.residual_transfer.commit(step)
+        loss = self._apply(replica, step, agreed.total)
+        return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s, self._bytes_plain)
+
+    def _fragment_allreduce(
+        self, layout: FlatLayout, first: int, params_by_bucket: BucketParams, device: torch.device
+    ) -> FragmentAllReduce:
+        meeting, form = self._group, EncodedLayout(layout, self._settings, params_by_bucket=params_by_bucket)
+        assert meeting.view is not None
+        memories = None
+        if form.needs_residual:
+            start = self.encoded_layout.buckets[first].residual_range[0]
+            memories = self._peer_services.residuals.fragment(start, start + form.residual_floats)
+        return EncodedFragmentAllReduce(
+            form, meeting.view.carries, meeting.seat, mesh=meeting.mesh, residuals=memories, device=device
+        )
+
+    # ---- what must survive ----
+
+    def hand_over(self, given_up: Callable[[], bool]) -> None:
+        if self.encoded_layout.needs_residual:
+            self._peer_services.residuals.hand_over(given_up)
+
+    def state(self) -> dict[str, Any]:
+        return self.residual_transfer.state() if self.encoded_layout.needs_residual else {}
+
+    def load_state(self, step: int, state: dict[str, Any]) -> None:
+        if self.encoded_layout.needs_residual:
+            self.residual_transfer.load_state(step, state)
+
+    def close(self) -> None:
+        self._encoded_allreduce = None
+        super().close()

@@ -1,0 +1,270 @@
+"""Members that hold a model together, in rows, and agree across rows: for `shard`.
+
+Within a row, torch moves activations, parameters and gradients as the model runs; across rows, members of the same
+part add up what their rows found. A step counts in two phases: when a member has all that its update needs, it votes;
+when it has seen every vote, it updates. So if one has updated, all others can, even where a death kept votes from
+them: nobody ever holds a part of one step beside a part of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import TCPStore
+
+from shoal.collectives.group import ViewGroup
+from shoal.collectives.torch_group import RENDEZVOUS_TIMEOUT
+from shoal.collectives.transport.endpoint import Endpoint
+from shoal.errors import ShoalError
+from shoal.lanes.reduction_tree import TreeSum
+from shoal.lanes.replica import LaneSum, Replica, add
+from shoal.net.handshake import LinkError
+from shoal.sharding.device_mesh import ShardMesh
+from shoal.sharding.gloo_sockets import GlooSockets
+from shoal.sharding.replica import ShardedReplica
+from shoal.sharding.shard_backup import ShardBackup
+from shoal.spec.view import View
+from shoal.strategies.base import Committed, Discarded, LockstepDefaults
+
+_RENDEZVOUS_LABEL, _VOTE_LABEL = 1 << 60, 1 << 61  # labels that nobody else uses
+_PORT = struct.Struct("<H")
+_VOTE_FORMAT = struct.Struct("<??")
+POLL_S = 0.05
+
+
+class VotedStep(NamedTuple):
+    """A step that this member has voted for in a view, without having seen all votes."""
+
+    view: int
+    step: int
+    total: LaneSum
+
+
+class ShardedSync(LockstepDefaults):
+    """See Sync. `wants_save(step)` says before a commit whether that step should be saved; `saves`, after it, whether
+    any member said so. `counted` is the view in which the last step counted, wherever this member has it from."""
+
+    exact = False
+    streams_updates = False
+
+    def __init__(self, replica_size: int, *, endpoint: Endpoint | None = None, token: str = "") -> None:
+        super().__init__(1)
+        self.shard_mesh: ShardMesh | None = None
+        self.voted_step: VotedStep | None = None
+        self.last_committed_view = 0
+        self.passes_per_step = 1
+        self.save_requested = False
+        self.backup: ShardBackup | None = None
+        self.wants_save: Callable[[int], bool] = lambda step: False
+        self._replica_size = replica_size
+        self._view = 0
+        self._group = ViewGroup(endpoint, token)
+        self._sockets: GlooSockets | None = None
+        self._sent_bytes = 0
+
+    # ---- views ----
+
+    def reconfigure(self, view: View, seat: int) -> str:
+        self._leave()
+        if why := self._group.enter(view, seat):
+            return why
+        first, host = min(view.places, key=view.places.__getitem__), view.addresses[seat].host
+        listener = _listener(host) if seat == first else None
+        try:
+            port = _PORT.pack(listener.getsockname()[1] if listener else 0)
+            told = self._group.gather(_RENDEZVOUS_LABEL + view.number, port)
+            if isinstance(told, Discarded):
+                return told.why
+            (port_there,) = _PORT.unpack(told[first])
+            with self.as_link_errors(), self._shutting_down_on_abort():
+                store = _tcp_store(view.addresses[first].host, port_there, listener)
+                place, size = view.places[seat], len(view.places)
+                self.shard_mesh = ShardMesh(
+                    store, rank=place, world_size=size, replica_size=self._replica_size, number=view.number
+                )
+                self.shard_mesh.is_aborted = self._group.aborted
+            self._freeze_sockets()
+        except LinkError as failure:
+            return self.discard(failure).why
+        finally:
+            if listener:
+                listener.close()
+        self.passes_per_step, self._view = (
+            _passes_per_step(view, self._replica_size, self.shard_mesh.replica_rank),
+            view.number,
+        )
+        return ""
+
+    @contextlib.contextmanager
+    def _shutting_down_on_abort(self) -> Iterator[None]:
+        """Connections come into being one by one: an abort must find those, too, that are made after it."""
+        wires, done = GlooSockets(), threading.Event()
+        self._sockets = wires
+
+        def watch() -> None:
+            while not done.wait(POLL_S):
+                if self._group.aborted():
+                    wires.shut_down()
+
+        watcher = threading.Thread(target=watch, name="shoal-grid", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+
+    def _freeze_sockets(self) -> None:
+        assert self._sockets is not None
+        self._sockets.freeze()
+        self._sent_bytes = self._sockets.sent_bytes()
+        if self._group.broken:
+            raise LinkError(self._group.broken)
+
+    @contextlib.contextmanager
+    def as_link_errors(self) -> Iterator[None]:
+        """Around all that may wait for other members. If one is lost that is a LinkError, and the rest learn of it."""
+        try:
+            yield
+        except ShoalError:
+            raise
+        except LinkError:
+            self._shut_down_sockets()
+            raise
+        except RuntimeError as failure:
+            text = str(failure)
+            lost = isinstance(failure, distributed.DistError) or "gloo" in text or self._group.broken
+            if not lost:
+                raise
+            self._shut_down_sockets()
+            raise LinkError(self._group.broken or text.splitlines()[0]) from failure
+
+    def discard(self, failure: LinkError) -> Discarded:
+        """It failed, and nothing more comes of this view."""
+        self._shut_down_sockets()
+        return Discarded(self._group.broken) if self._group.broken else self._group.discard(failure)
+
+    # ---- steps ----
+
+    def begin_step(self) -> TreeSum[LaneSum]:
+        """Of this row's turns."""
+        return TreeSum(self.passes_per_step, add)
+
+    def gradient_sink(self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> None:
+        return None
+
+    def commit(
+        self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
+    ) -> Committed | Discarded:
+        if self._group.broken:
+            return Discarded(self._group.broken)
+        assert isinstance(replica, ShardedReplica)
+        began = time.perf_counter()
+        self.voted_step = None
+        total = sums.total()
+        assert total is not None
+        try:
+            with self.as_link_errors():
+                replica.reduce_across_replicas(total)
+                replica.scale_sum(total)
+                if self.backup:
+                    self.backup.exchange(total)
+        except LinkError as failure:
+            return self.discard(failure)
+        agreed = time.perf_counter()
+        self.voted_step = VotedStep(self._view, step, total)
+        told = self._group.gather(_VOTE_LABEL + step, _VOTE_FORMAT.pack(halt, self.wants_save(step + 1)))
+        if isinstance(told, Discarded):
+            self._shut_down_sockets()
+            return told
+        try:
+            said = [_VOTE_FORMAT.unpack(content) for content in told.values()]
+        except struct.error:
+            return self.discard(LinkError("a member says noise"))
+        met = time.perf_counter()
+        loss = self.commit_voted(replica)
+        self.save_requested = any(saves for _, saves in said)
+        halting = any(halts for halts, _ in said)
+        return Committed(loss, self._newly_sent_bytes(), halting, waited_s=met - agreed, exchange_s=agreed - began)
+
+    def commit_voted(self, replica: ShardedReplica) -> Tensor:
+        """The step that this member has voted for counts. Returns its loss."""
+        assert self.voted_step is not None
+        (self.last_committed_view, step, total), self.voted_step = self.voted_step, None
+        if self.backup:
+            self.backup.apply_update(replica.optimizer)
+        return replica.apply_gradient(step, total)
+
+    def _newly_sent_bytes(self) -> int:
+        before, self._sent_bytes = self._sent_bytes, self._sockets.sent_bytes() if self._sockets else 0
+        return max(self._sent_bytes - before, 0)
+
+    def gather(self, label: int, content: bytes) -> dict[int, bytes] | Discarded:
+        return self._group.gather(label, content)
+
+    def moved_bytes(self) -> int:
+        wires = self._sockets
+        return self._group.moved_bytes + (wires.sent_bytes() if wires else 0)
+
+    # ---- ends ----
+
+    def abort(self, view: int) -> None:
+        self._group.abort(view)
+        if self._group.aborted():
+            self._shut_down_sockets()
+
+    def aborted(self) -> bool:
+        return self._group.aborted()
+
+    def _shut_down_sockets(self) -> None:
+        wires = self._sockets
+        if wires:
+            wires.shut_down()
+
+    def _leave(self) -> None:
+        self._shut_down_sockets()
+        self._sockets = None
+        if self.shard_mesh or distributed.is_initialized():
+            if self.shard_mesh:
+                self.shard_mesh.stop_receiving()
+            self.shard_mesh = None
+            with contextlib.suppress(RuntimeError):
+                distributed.destroy_process_group()
+        self._group.leave()
+
+    def close(self) -> None:
+        self._leave()
+
+
+def _passes_per_step(view: View, replica_size: int, replica: int) -> int:
+    """How often the members of a row run the model in a step."""
+    return max(len(view.carries[seat]) for seat, rank in view.places.items() if rank // replica_size == replica)
+
+
+def _listener(host: str) -> socket.socket:
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def _tcp_store(host: str, port: int, listener: socket.socket | None) -> TCPStore:
+    """Where members find each other; the first of them keeps it."""
+    if listener is None:
+        return TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT, multi_tenant=False
+        )
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        master_listen_fd=os.dup(listener.fileno()),  # the store closes it
+        wait_for_workers=False,
+        timeout=RENDEZVOUS_TIMEOUT,
+        multi_tenant=False,
+    )

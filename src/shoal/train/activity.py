@@ -1,0 +1,72 @@
+"""What the training thread is doing right now, for whoever has to tell a worker that hangs from one that waits."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+RECENT_LANES = 15
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_SHOAL_ROOT = __file__.rpartition("/train/")[0]
+
+
+class Activity:
+    """Written by the training thread at each unit of work, read by the thread that sends beats."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._units_by_phase: Counter[str] = Counter()
+        self._current = ("building", 0, 0, time.monotonic())
+        self._lane_s: deque[float] = deque(maxlen=RECENT_LANES)
+        self.moved_bytes: Callable[[], int] = lambda: 0
+
+    def begin(self, phase: str, step: int) -> None:
+        """A new unit of work begins."""
+        before = self._current
+        self._units_by_phase[before[0]] += 1
+        self._current = (phase, step, before[2] + 1, time.monotonic())
+
+    def record_lane_time(self, seconds: float) -> None:
+        """Own work for one lane of the last step."""
+        self._lane_s.append(seconds)
+
+    @property
+    def phase(self) -> str:
+        return self._current[0]
+
+    def heartbeat(self) -> dict[str, Any]:
+        phase, step, units, began = self._current
+        since_s = round(time.monotonic() - began, 3)
+        row = {
+            "phase": phase,
+            "step": step,
+            "units": units,
+            "units_in_phase": self._units_by_phase[phase],
+            "since_s": since_s,
+            "moved_bytes": self.moved_bytes(),
+            "lane_s": statistics.median(recent) if len(recent := list(self._lane_s)) == RECENT_LANES else None,
+        }
+        return row | {"line": self.current_line()} if since_s > 1 else row
+
+    def current_line(self) -> str:
+        """Where the training thread stands: the innermost line of the user's own code, or else of anybody's."""
+        frame = sys._current_frames().get(self._thread)
+        if frame is None:
+            return ""
+        innermost, found = frame, frame
+        while found is not None and not _is_user_code(found):
+            found = found.f_back  # type: ignore[assignment]
+        shown: FrameType = found or innermost
+        return f"{shown.f_code.co_filename}:{shown.f_lineno} in {shown.f_code.co_name}"
+
+
+def _is_user_code(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not file.startswith((*_LIBRARIES, _SHOAL_ROOT, "<"))

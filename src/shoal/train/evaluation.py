@@ -1,0 +1,173 @@
+"""Exact evaluation: chunk c of a part belongs to lane c modulo lanes; no sample is padded, repeated or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.state_format import pack_state, unpack_state
+from shoal.data.batch import Batch
+from shoal.data.batch_loader import evaluation_batches
+from shoal.data.datasets import DatasetSplit
+from shoal.lanes.replica import Loss, Replica
+from shoal.spec import seeds
+from shoal.spec.data import LoaderConfig
+from shoal.strategies.base import Discarded
+from shoal.train.metrics import MetricAccumulator, are_logits, disable_distributed_sync, merge_lanes
+from shoal.train.task import Task
+from shoal.train.user_errors import wrap_user_errors
+
+Gather = Callable[[bytes], dict[int, bytes] | Discarded]
+EvaluateBatch = Callable[[Batch, str], tuple[Any, Any]]
+"""Loss and predictions; None for both where others get them. Says what it was doing if that fails."""
+OnChunk = Callable[[], None]
+
+
+class Evaluator:
+    """Measures a replica on parts of the data: a pure function of its weights, whatever was measured before.
+
+    Metrics are built at the first batch, which shows their shapes.
+    """
+
+    def __init__(
+        self, task: Task, *, lanes: int, chunk_size: int, seed: int, loader: LoaderConfig | None = None
+    ) -> None:
+        self._task = task
+        self._lanes = lanes
+        self._chunk_size = chunk_size
+        self._seed = seed
+        self._loader = loader
+        self._metrics: dict[str, Any] | None = None
+
+    def evaluate(self, replica: Replica, split: DatasetSplit) -> dict[str, float]:
+        """All of it, by this process alone."""
+        return merge_lanes(list(self._accumulate(replica, split, range(self._lanes)).values()))
+
+    def evaluate_distributed(
+        self,
+        replica: Replica,
+        split: DatasetSplit,
+        *,
+        lanes: Collection[int],
+        gather: Gather,
+        is_aborted: Callable[[], bool],
+        on_chunk: Callable[[], None],
+    ) -> dict[str, float] | Discarded:
+        """My lanes' chunks, then everybody's results, merged in the order of lanes. `each` is called per chunk."""
+        mine = self._accumulate(replica, split, lanes, is_aborted=is_aborted, on_chunk=on_chunk)
+        if is_aborted():
+            return Discarded("asked to stop")
+        results = gather(pack_state({lane: one.state() for lane, one in mine.items() if lane in lanes}))
+        if isinstance(results, Discarded):
+            return results
+        whole: dict[int, MetricAccumulator] = {}
+        template = next(iter(mine.values()))
+        for content in results.values():
+            for lane, state in unpack_state(content).items():
+                whole[lane] = template.with_state(state)
+        return merge_lanes([whole[lane] for lane in sorted(whole)])
+
+    def chunks_of(self, split: DatasetSplit, lanes: Collection[int]) -> list[int]:
+        """Those that belong to these lanes."""
+        total = -(-len(split.ids) // self._chunk_size)
+        return [c for c in range(total) if c % self._lanes in lanes]
+
+    def accumulate_in_lockstep(
+        self,
+        replica: Replica,
+        split: DatasetSplit,
+        chunks: Sequence[int],
+        *,
+        passes: int,
+        has_output: bool,
+        evaluate_batch: EvaluateBatch,
+        on_chunk: OnChunk,
+    ) -> dict[int, MetricAccumulator]:
+        """What these chunks add up to, by lane, where the model is run by several at the same time: so many turns, and
+        one before that shows what predictions are. Nothing for who does not speak, and else at least one entry."""
+        replica.model.eval()
+        found: dict[int, MetricAccumulator] = {}
+        ((_, first),) = self._batches(split, [0])
+        _, output = self._evaluate_chunk(replica, split, 0, first, evaluate_batch)
+        logits = are_logits(output, self._task.logits)
+        if has_output:
+            found[-1] = self._new_accumulator(output, first.target, replica.device, logits)
+        coming = self._batches(split, chunks)
+        for index in range(passes):
+            on_chunk()
+            chunk, batch = next(coming) if index < len(chunks) else (0, first)
+            loss, output = self._evaluate_chunk(replica, split, chunk, batch, evaluate_batch)
+            if has_output and index < len(chunks):
+                lane = chunk % self._lanes
+                if lane not in found:
+                    found[lane] = self._new_accumulator(output, batch.target, replica.device, logits)
+                found[lane].update(loss, output, batch)
+        return found
+
+    def _evaluate_chunk(
+        self, replica: Replica, split: DatasetSplit, chunk: int, batch: Batch, evaluate_batch: EvaluateBatch
+    ) -> tuple[Any, Any]:
+        replica.rng.seed_all(self._seed, seeds.EVALUATION, chunk)
+        return evaluate_batch(batch, f"evaluation of {split.name}, chunk {chunk}")
+
+    @torch.no_grad()
+    def _accumulate(
+        self,
+        replica: Replica,
+        split: DatasetSplit,
+        lanes: Collection[int],
+        *,
+        is_aborted: Callable[[], bool] = lambda: False,
+        on_chunk: Callable[[], None] = lambda: None,
+    ) -> dict[int, MetricAccumulator]:
+        """What these lanes add up to, by lane. There is at least one entry: it shows what metrics look like."""
+        model = replica.model
+        model.eval()
+        mine = self.chunks_of(split, lanes)
+        found: dict[int, MetricAccumulator] = {}
+        logits = self._task.logits
+        if mine[:1] != [0] and (not mine or logits is None):  # the first chunk tells what predictions are
+            for _, batch, _, output in self._evaluated_chunks(replica, split, [0]):
+                logits = are_logits(output, logits)
+                if not mine:
+                    found[-1] = self._new_accumulator(output, batch.target, replica.device, logits)
+        for chunk, batch, loss, output in self._evaluated_chunks(replica, split, mine):
+            on_chunk()
+            if is_aborted():
+                break
+            logits = are_logits(output, logits)
+            lane = chunk % self._lanes
+            if lane not in found:
+                found[lane] = self._new_accumulator(output, batch.target, replica.device, logits)
+            found[lane].update(loss, output, batch)
+        return found
+
+    def _evaluated_chunks(
+        self, replica: Replica, split: DatasetSplit, chunks: Iterable[int]
+    ) -> Iterator[tuple[int, Batch, Loss, Any]]:
+        for chunk, batch in self._batches(split, chunks):
+            batch = batch.to(replica.device)
+            replica.rng.seed_all(self._seed, seeds.EVALUATION, chunk)
+            with replica.autocast_context(), wrap_user_errors("SH401", f"evaluation of {split.name}, chunk {chunk}"):
+                loss, output = self._task.evaluate(replica.model, batch)
+            yield chunk, batch, loss, output
+
+    def _batches(self, split: DatasetSplit, chunks: Iterable[int]) -> Iterator[tuple[int, Batch]]:
+        return evaluation_batches(
+            split.source,
+            split.ids,
+            chunk_size=self._chunk_size,
+            chunks=chunks,
+            transform=split.transform,
+            loader=self._loader,
+            seed=self._seed,
+        )
+
+    def _new_accumulator(self, output: Any, target: Any, device: torch.device, logits: bool) -> MetricAccumulator:
+        if self._metrics is None:
+            self._metrics = {
+                name: disable_distributed_sync(m.to(device)) for name, m in self._task.metrics((output, target)).items()
+            }
+        return MetricAccumulator(self._metrics, logits=logits)

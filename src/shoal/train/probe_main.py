@@ -1,0 +1,198 @@
+"""Answers questions about a job or a run: `check`, `split`, `measure`, `evaluate`. A process that the driver starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.checkpoint.export import load_weights
+from shoal.data import report
+from shoal.data.datasets import DatasetSplit, bind_ref, leaks_between_sources, open_datasets
+from shoal.data.source import open_source
+from shoal.data.split import split
+from shoal.errors import error
+from shoal.events import EventWriter
+from shoal.lanes.reduction_tree import TreeSum
+from shoal.lanes.replica import LaneSum, Replica, add
+from shoal.paramserver.sparse.offline import bind_checkpoint_rows
+from shoal.sharding.build_replica import unsharded_job
+from shoal.spec.data import DataConfig, FoldSplitConfig
+from shoal.spec.job import Job
+from shoal.spec.load import load_job
+from shoal.spec.run_paths import RunPaths, cache_directory
+from shoal.train.build import build, build_replica
+from shoal.train.devices import pick_device
+from shoal.train.evaluation import Evaluator
+from shoal.train.profile import profile_job
+from shoal.train.user_errors import wrap_user_errors
+from shoal.train.worker import prepare_torch, run_reporting_errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="shoal.train.probe_main")
+    parser.add_argument("--seat", type=int)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("question", choices=sorted(PROBES))
+    parser.add_argument("arguments", type=json.loads)
+    arguments = parser.parse_args()
+    paths = RunPaths.at(arguments.run)
+
+    def answer(stream: EventWriter) -> None:
+        job = unsharded_job(load_job(paths.job, check_names=False))
+        prepare_torch(job)
+        stream.emit("answer", **PROBES[arguments.question](job, paths, stream, **arguments.arguments))
+
+    sys.exit(run_reporting_errors(EventWriter(paths.events, "clerk"), answer))
+
+
+def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
+    """Build everything, make one real step, look at shapes, time and memory."""
+    built = build(job, cache_dir=cache_directory(), report=stream.emit)
+    replica, sampler = built.replica, built.sampler
+    start = time.perf_counter()
+    sums: TreeSum[LaneSum] = TreeSum(job.lane_count, add)
+    replica.begin_step()
+    for lane in range(job.lane_count):
+        ids = sampler.ids(0, lane)
+        sums.push_lane(lane, _forward_backward(built, ids, lane) if len(ids) else None)
+    total = sums.total()
+    assert total is not None
+    loss = float(Replica.apply(replica, 0, total))  # one of the whole batch, however lanes agree
+    seconds = time.perf_counter() - start
+    part = next(iter(built.data.held_out.values()), None)
+    if part is not None:
+        sample = DatasetSplit(part.name, part.source, part.ids[: job.batch_size], part.transform)
+        metrics = built.evaluator.evaluate(replica, sample)
+    else:
+        metrics = {}
+    tensors = (*replica.model.parameters(), *replica.model.buffers())
+    state = sum(
+        t.numel() * t.element_size() for s in replica.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
+    )
+    return {
+        "samples": built.data.sizes,
+        "skipped": built.data.skipped_rows,
+        "steps": built.train_schedule.steps,
+        "steps_per_epoch": sampler.steps_per_epoch,
+        "batch": {"inputs": [_shape(v) for v in built.example.inputs], "target": _shape(built.example.target)},
+        "parameters": sum(p.numel() for p in replica.model.parameters()),
+        "trainable": sum(p.numel() for p in replica.trainable),
+        "weights_bytes": sum(t.numel() * t.element_size() for t in tensors),
+        "optimizer_bytes": state,
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in replica.trainable),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "step_s": seconds,
+        "loss": loss,
+        "metrics": metrics,
+        "device": str(replica.device),
+        "moving_buffers": replica.moving_buffers.names,
+    }
+
+
+def _forward_backward(built: Any, ids: Any, lane: int) -> LaneSum:
+    part = built.data.train
+    batch = part.source.take(ids)
+    batch = part.transform(batch) if part.transform else batch
+    with wrap_user_errors("SH401", f"one step, lane {lane}"):
+        share = len(ids) / built.dealer.total(0)
+        result: LaneSum = built.replica.forward_backward(0, lane, batch.to(built.replica.device), share=share)
+    return result
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, dict):
+        return {k: _shape(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shape(v) for v in value]
+    return type(value).__name__
+
+
+def describe_split(job: Job, paths: RunPaths, stream: EventWriter, *, export: str | None = None) -> dict[str, Any]:
+    """What the split looks like, and where it leaks."""
+    data = job.data.model_copy(update={"leaks": "ignore"})
+    folds = _folds(data)
+    if isinstance(data.split, FoldSplitConfig):
+        data = data.model_copy(update={"split": data.split.model_copy(update={"fold": folds[0]})})
+    assembled = open_datasets(data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory())
+    source = assembled.train.source
+    parts = {n: split(data.split, source, seed=job.seed, fold=n) for n in folds}
+    answer = report.split_report(source, parts, data.split)
+    own = {n: {"size": len(p)} for n, p in assembled.held_out.items() if p.source is not source}
+    leaks = [str(leak) for leak in leaks_between_sources(assembled)]
+    if export is not None:
+        report.export_split(parts, source, Path(export))
+    return {"report": answer, "own_sources": own, "leaks_between_sources": leaks, "exported": export}
+
+
+def _folds(data: DataConfig) -> list[int]:
+    if not isinstance(data.split, FoldSplitConfig):
+        return [0]
+    return list(range(data.split.folds)) if data.split.fold is None else [data.split.fold]
+
+
+def evaluate(
+    job: Job,
+    paths: RunPaths,
+    stream: EventWriter,
+    *,
+    weights: str,
+    part: str | None,
+    source: dict[str, Any] | None,
+    rows: str = "",
+) -> dict[str, Any]:
+    """Metrics of a finished run on a part of its data, or on other data."""
+    task, replica = build_replica(
+        job.model_copy(update={"init_from": None}),
+        pick_device(job.device),
+        steps=1,
+        steps_per_epoch=1,
+        report=stream.emit,
+    )
+    if replica.tables:
+        bind_checkpoint_rows(replica.tables, rows, seed=job.seed)
+    replica.model.load_state_dict(load_weights(weights))
+    data = open_datasets(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory())
+    parts = {"train": data.train, **data.held_out}
+    if source is not None:
+        spec = DataConfig.model_validate({"source": source}).source
+        other = open_source(
+            spec,
+            base_dir=job.base_dir,
+            on_bad_row=job.data.on_bad_row,
+            cache_dir=str(cache_directory()),
+            training_source=data.train.source,
+        )
+        transform = bind_ref(job.data.transform, base_dir=job.base_dir)
+        parts, part = {"data": DatasetSplit("data", other, np.arange(len(other), dtype=np.int64), transform)}, "data"
+    if part is not None and part not in parts:
+        raise error("SH606", f"the run has no part '{part}'", where="--part", fix=f"Use one of: {', '.join(parts)}.")
+    chunk = job.evaluate.batch_size or job.batch_size
+    evaluator = Evaluator(task, lanes=job.lane_count, chunk_size=chunk, seed=job.seed, loader=job.data.loader)
+    chosen = [part] if part else [name for name in parts if name != "train"] or ["train"]
+    return {
+        "metrics": {name: evaluator.evaluate(replica, parts[name]) for name in chosen},
+        "samples": {name: len(parts[name]) for name in chosen},
+    }
+
+
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    "check": check,
+    "split": describe_split,
+    "measure": profile_job,
+    "evaluate": evaluate,
+}
+
+
+if __name__ == "__main__":
+    main()

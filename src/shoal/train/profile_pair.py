@@ -1,0 +1,113 @@
+"""Two real workers of this host for a moment: how much they slow each other down, and what an exchange takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.collectives.transport.endpoint import Endpoint
+from shoal.data.batch import Batch
+from shoal.lanes.replica import Replica
+from shoal.spec.view import Address, View
+from shoal.strategies.base import Discarded
+from shoal.strategies.replicated import OrderedAllReduceSync
+
+MIN_STEPS, MAX_STEPS = 5, 100
+SLOW_S = 5.0
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class PairProfile:
+    """What is typical of a step of two workers with a lane each. Of the lane it is processor time, which does not
+    count when others have the core: how much slower it becomes is what is asked."""
+
+    lane_cpu_s: float
+    exchange_s: float
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Of several tries: the lower quartile. What else goes on here only ever makes some of them longer."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def profile_pair(replica: Replica, batch: Batch, *, budget_s: float) -> PairProfile | None:
+    """Forks a second worker, which goes when it hears no more of the first. None if they did not come together."""
+    token = secrets.token_hex(16)
+    here, there = socket.socketpair()
+    other = os.fork()
+    if not other:
+        try:
+            here.close()
+            _train(replica, batch, seat=1, token=token, other=there, budget_s=2 * budget_s + 10)
+        finally:
+            os._exit(0)
+    there.close()
+    try:
+        with here:
+            steps = _train(replica, batch, seat=0, token=token, other=here, budget_s=budget_s)[_WARM_UP_STEPS:]
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    return PairProfile(*map(lower_quartile, zip(*steps, strict=True))) if steps else None
+
+
+def _train(
+    replica: Replica, batch: Batch, *, seat: int, token: str, other: socket.socket, budget_s: float
+) -> list[tuple[float, float]]:
+    """Every step's lane and exchange, until there were enough or the other worker is gone."""
+    endpoint = Endpoint(token, serve=lambda sock, said: None)
+    sync = OrderedAllReduceSync(2, endpoint=endpoint, token=token)
+    found: list[tuple[float, float]] = []
+    try:
+        view = _view(endpoint.address, other, seat)
+        threading.Thread(target=_abort_when_gone, args=(other, sync), name="shoal-pair", daemon=True).start()
+        if why := sync.reconfigure(view, seat):
+            raise ConnectionError(why)
+        began = time.perf_counter()
+        while _needs_more_steps(len(found), time.perf_counter() - began, budget_s):
+            start = time.thread_time()
+            replica.begin_step()
+            lane = replica.forward_backward(len(found), seat, batch, share=0.5)
+            lane_cpu_s = time.thread_time() - start
+            sums = sync.begin_step()
+            sums.push_lane(seat, lane)
+            done = sync.commit(replica, len(found), sums)
+            if isinstance(done, Discarded):
+                break
+            found.append((lane_cpu_s, done.exchange_s + done.waited_s))
+    except (OSError, ValueError):  # ValueError: it was gone before it said where it is
+        return []
+    finally:
+        sync.close()
+        endpoint.close()
+    return found
+
+
+def _needs_more_steps(done: int, seconds: float, budget_s: float) -> bool:
+    """A few steps at least, but of long ones hardly more than those that do not count."""
+    return (
+        done <= _WARM_UP_STEPS or (done < MIN_STEPS and seconds < SLOW_S) or (done < MAX_STEPS and seconds < budget_s)
+    )
+
+
+def _abort_when_gone(other: socket.socket, sync: OrderedAllReduceSync) -> None:
+    """Whoever waits for a worker that died must not wait for ever."""
+    with contextlib.suppress(OSError):
+        other.recv(1)
+    sync.abort(1)
+
+
+def _view(mine: Address, other: socket.socket, seat: int) -> View:
+    """Tell each other where to meet."""
+    other.sendall(mine.model_dump_json().encode() + b"\n")
+    with other.makefile("rb") as said:
+        theirs = Address.model_validate_json(said.readline())
+    return View(number=1, carries={0: [0], 1: [1]}, addresses={seat: mine, 1 - seat: theirs})

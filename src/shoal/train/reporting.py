@@ -1,0 +1,149 @@
+"""How the loop tells what happened: to the run's stream, and to the watchers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.errors import ShoalError, error
+from shoal.events import Event, EventWriter
+from shoal.events.run_state import TIME_FIELDS
+
+EMIT_EVERY_S = 0.05
+
+
+class Reporter:
+    """Stream and watchers behind one verb. `stop` holds the first reason that a watcher gave.
+
+    What all workers come to know alike (a result of an evaluation, say) is written by the one that `leads`. Watchers
+    see it in every worker, so that they remember and decide the same, whoever dies; those that say `alone = True`
+    (they write somewhere) are called only where this worker leads.
+    """
+
+    def __init__(self, stream: EventWriter, watchers: Sequence[Any] = ()) -> None:
+        self.stream = stream
+        self.watchers = list(watchers)
+        self.is_leader = True
+        self.stop_reason = ""
+
+    def report(self, kind: str, /, *, step: int | None = None, **fields: Any) -> Event:
+        """What this worker has to say."""
+        event = self.stream.emit(kind, step=step, **fields)
+        self.notify_watchers(event)
+        return event
+
+    def report_from_leader(self, kind: str, /, *, step: int | None = None, **fields: Any) -> Event:
+        """What every worker knows, and one says."""
+        if self.is_leader:
+            return self.report(kind, step=step, **fields)
+        event = Event(kind, time.time(), self.stream.who, step, fields)
+        self.notify_watchers(event)
+        return event
+
+    def notify_watchers(self, event: Event) -> None:
+        for watcher in self.watchers:
+            if not self.is_leader and getattr(watcher, "alone", False):
+                continue
+            try:
+                reason = watcher.watch(event)
+            except ShoalError:
+                raise
+            except Exception as failure:
+                name = type(watcher).__name__
+                raise error("SH410", f"{name}: {type(failure).__name__}: {failure}", where=f"watch {name}") from failure
+            if reason and not self.stop_reason:
+                self.stop_reason = str(reason)
+
+    def state(self) -> list[Any]:
+        return [w.state() if hasattr(w, "state") else None for w in self.watchers]
+
+    def load_state(self, states: Sequence[Any]) -> None:
+        for watcher, state in zip(self.watchers, states, strict=False):
+            if state is not None and hasattr(watcher, "load_state"):
+                watcher.load_state(state)
+
+
+class StepStats:
+    """Adds up steps into rows of the stream: one per step, or one per 50 ms when steps are shorter.
+
+    Watchers of the user's (`every_step`) see each step.
+    """
+
+    def __init__(self, reporter: Reporter, *, every_step: bool) -> None:
+        self._reporter = reporter
+        self._every_step = every_step
+        self._times = dict.fromkeys(TIME_FIELDS, 0.0)
+        self._steps = self._samples = self._sent_bytes = self._plain_bytes = 0
+        self._inner_steps = 0
+        self._emitted_at = time.perf_counter()
+
+    def add_time(self, name: str, seconds: float) -> None:
+        self._times[name] += seconds
+
+    def add_samples(self, samples: int) -> None:
+        """By this worker."""
+        self._samples += samples
+
+    def add_bytes(self, size_bytes: int, plain_bytes: int | None = None) -> None:
+        """Without a codec, `plain_bytes` would have been sent."""
+        self._sent_bytes += size_bytes
+        self._plain_bytes += size_bytes if plain_bytes is None else plain_bytes
+
+    def record_inner_step(self, step: int, *, loss: float, lr: float, emit: bool = True) -> None:
+        """This worker has made a step by itself, which the next commit will count among others. Without `row` the next
+        one tells of it."""
+        self._inner_steps += 1
+        if emit:
+            self._count_step(step, loss, lr, inner=True)
+        else:
+            self._steps += 1
+
+    def record_step(self, step: int, *, loss: float, lr: float, samples: int) -> None:
+        """`step` steps are committed now; the last commit had so many samples in all."""
+        self.notify_watchers(step, loss=loss, lr=lr, samples=samples)
+        if self._inner_steps:
+            self._inner_steps = 0
+            self._emit(step, loss, lr, time.perf_counter())
+        else:
+            self._count_step(step, loss, lr)
+
+    def _count_step(self, step: int, loss: float, lr: float, **facts: bool) -> None:
+        self._steps += 1
+        now = time.perf_counter()
+        if now - self._emitted_at >= EMIT_EVERY_S:
+            self._emit(step, loss, lr, now, **facts)
+
+    def notify_watchers(self, step: int, *, loss: float, lr: float, samples: int) -> None:
+        """A step to those watchers that see each one."""
+        if self._every_step:
+            fields = {"loss": loss, "lr": lr, "samples": samples}
+            self._reporter.notify_watchers(Event("step", time.time(), self._reporter.stream.who, step, fields))
+
+    def flush(self, step: int, *, loss: float, lr: float) -> None:
+        """Before anything that a reader must see in order."""
+        if self._steps:
+            self._emit(step, loss, lr, time.perf_counter())
+
+    def restart_clock(self) -> None:
+        """The clock of the next row starts now: what came in between was not training."""
+        self._emitted_at = time.perf_counter()
+
+    def _emit(self, step: int, loss: float, lr: float, now: float, **facts: bool) -> None:
+        times = {name: round(value, 6) for name, value in self._times.items() if value}
+        self._reporter.stream.emit(
+            "step",
+            step=step,
+            steps=self._steps,
+            loss=loss,
+            lr=lr,
+            samples=self._samples,
+            wall_s=round(now - self._emitted_at, 6),
+            bytes_sent=self._sent_bytes,
+            bytes_plain=self._plain_bytes,
+            **times,
+            **facts,
+        )
+        self._times = dict.fromkeys(TIME_FIELDS, 0.0)
+        self._steps = self._samples = self._sent_bytes = self._plain_bytes = 0
+        self._emitted_at = now

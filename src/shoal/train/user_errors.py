@@ -1,0 +1,35 @@
+"""Whose fault was it? Turns an exception in the user's code into an error with the user's line in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from shoal.errors import ShoalError, error
+from shoal.net.handshake import LinkError
+from shoal.spec.resolve import user_line
+
+
+def first_line(failure: BaseException) -> str:
+    text = str(failure).strip()
+    return f"{type(failure).__name__}: {text.splitlines()[0]}" if text else type(failure).__name__
+
+
+@contextlib.contextmanager
+def wrap_user_errors(code: str, doing: str) -> Iterator[None]:
+    """Errors of the block become `code`, with the user's line as the place."""
+    try:
+        yield
+    except (ShoalError, LinkError):  # the second: in the midst of it a peer was lost
+        raise
+    except Exception as failure:
+        raise as_shoal_error(failure, code, doing) from failure
+
+
+def as_shoal_error(failure: Exception, code: str, doing: str) -> ShoalError:
+    text = str(failure)
+    if isinstance(failure, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        code = "SH407"
+    elif "Expected more than 1 value per channel" in text:
+        code = "SH412"
+    return error(code, f"{doing}: {first_line(failure)}", where=user_line(failure))

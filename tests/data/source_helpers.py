@@ -1,0 +1,29 @@
+"""Sources opened from plain data, as a job names them."""
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from shoal.data.source import open_source
+from shoal.errors import ShoalError
+from shoal.spec.data import SourceConfig
+
+SOURCE_ADAPTER = TypeAdapter(SourceConfig)
+
+
+def open_spec(tmp_path, **spec):
+    """`on_bad_row`, `like` and `tell` are no part of the source: they go to the opening."""
+    how = {name: spec.pop(name) for name in ("on_bad_row", "like", "tell") if name in spec}
+    return open_source(
+        SOURCE_ADAPTER.validate_python(spec), base_dir=str(tmp_path), cache_dir=str(tmp_path / "cache"), **how
+    )
+
+
+def read_all(source):
+    return source.take(np.arange(len(source)))
+
+
+def open_failure(tmp_path, **spec):
+    with pytest.raises(ShoalError) as caught:
+        read_all(open_spec(tmp_path, **spec))
+    return caught.value

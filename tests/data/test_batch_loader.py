@@ -1,0 +1,406 @@
+"""The feed: whatever loads ahead, a batch depends on seed, step and lane alone."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import closing
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.data.batch import Batch
+from shoal.data.batch_loader import BatchLoader, evaluation_batches
+from shoal.data.files import find_files
+from shoal.data.make_sampler import make_sampler
+from shoal.data.prefetch import BatchBuilder, make_prefetcher
+from shoal.data.source import SourceOptions, open_source
+from shoal.data.sources import array_files
+from shoal.data.sources.arrays import ArraySource, InMemoryRows
+from shoal.data.sources.dataset import PythonDatasetSource
+from shoal.data.sources.parquet_groups import ParquetRowGroupSource
+from shoal.data.sources.parquet_rows import ParquetReader
+from shoal.data.sources.table import choose_columns
+from shoal.errors import ShoalError
+from shoal.spec.data import LoaderConfig, NpySourceConfig, ParquetSourceConfig, RandomSamplerConfig
+
+LANES = 3
+
+
+class StubSampler:
+    """Lane 2 has nothing in every fourth step."""
+
+    def ids(self, step, lane):
+        if lane == 2 and step % 4 == 3:
+            return np.zeros(0, dtype=np.int64)
+        return np.arange(3, dtype=np.int64) * 7 % 40 + (step * LANES + lane) % 20
+
+
+class Noisy:
+    """A dataset that draws from all global generators."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, i):
+        return torch.tensor([i, torch.rand(()), np.random.rand(), random.random()]), i
+
+
+def noisy(batch):
+    x = batch.inputs[0]
+    return Batch((x + torch.rand_like(x) + float(np.random.rand()) + random.random(),), batch.target, batch.size)
+
+
+def careful(batch, *, generator):
+    x = batch.inputs[0]
+    return Batch((x + torch.rand(x.shape, generator=generator),), batch.target, batch.size)
+
+
+def doubled(batch):
+    return Batch((batch.inputs[0] * 2,), batch.target, batch.size)
+
+
+@pytest.fixture
+def mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_files, "HELD_BYTES", 0)
+    np.save(tmp_path / "x.npy", np.arange(240, dtype=np.float32).reshape(60, 4))
+    return open_source(NpySourceConfig(kind="npy", path="x.npy"), base_dir=str(tmp_path))
+
+
+@pytest.fixture
+def held():
+    rows = np.arange(240, dtype=np.float32).reshape(60, 4)
+    return ArraySource((InMemoryRows(rows),), InMemoryRows(np.arange(60)))
+
+
+@pytest.fixture(params=["held", "mapped", "dataset"])
+def source(request):
+    return PythonDatasetSource(Noisy()) if request.param == "dataset" else request.getfixturevalue(request.param)
+
+
+def load_batches(source, *, workers, augment=None, lanes=range(LANES), steps=range(6), transform=doubled, seed=3):
+    feed = BatchLoader(
+        source,
+        StubSampler(),
+        seed=seed,
+        lanes=LANES,
+        augment=augment,
+        transform=transform,
+        loader=LoaderConfig(workers=workers),
+    )
+    try:
+        feed.set_lanes(list(lanes), steps[0])
+        return {(s, lane): plain(feed.get(s, lane)) for s in steps for lane in lanes}
+    finally:
+        feed.close()
+
+
+def plain(batch):
+    return None if batch is None else (batch.inputs[0].numpy().tobytes(), str(batch.target), batch.size)
+
+
+@pytest.mark.parametrize("augment", [None, noisy, careful])
+def test_batches_do_not_depend_on_who_makes_them(source, augment):
+    alone = load_batches(source, workers=0, augment=augment)
+    assert alone[3, 2] is None
+    assert len({made for made in alone.values() if made}) > 10
+    for workers in ("auto", 1, 2):
+        assert load_batches(source, workers=workers, augment=augment) == alone
+    backwards = load_batches(source, workers="auto", augment=augment, steps=range(5, -1, -1), lanes=[2, 0, 1])
+    assert backwards == alone
+    some = load_batches(source, workers="auto", augment=augment, lanes=[1], steps=range(2, 5))
+    assert some == {key: alone[key] for key in some}
+    if augment is not None:
+        assert load_batches(source, workers=0, augment=augment, seed=4) != alone
+
+
+@pytest.mark.parametrize("by", ["steps", "lanes"])
+def test_each_batch_is_loaded_once_and_ahead(mapped, by):
+    """Step by step, and also lane by lane in legs of several steps."""
+    loaded, asking = [], threading.get_ident()
+
+    class Told(type(mapped)):
+        def take(self, ids):
+            loaded.append((tuple(ids), threading.get_ident() == asking))
+            return super().take(ids)
+
+    mapped.__class__ = Told
+    feed, dealer = (
+        BatchLoader(mapped, StubSampler(), seed=3, lanes=LANES, loader=LoaderConfig(prefetch=2)),
+        StubSampler(),
+    )
+    legs = [range(6), range(6, 12)]
+    order = [(s, lane) for leg in legs for s in leg for lane in range(LANES)]
+    if by == "lanes":
+        order = [(s, lane) for leg in legs for lane in range(LANES) for s in leg]
+    with closing(feed):
+        feed.set_lanes(range(LANES), 0)
+        for step, lane in order:
+            feed.get(step, lane)
+    expected = [tuple(ids) for step, lane in order if len(ids := dealer.ids(step, lane))]
+    needed = [ids for ids, _ in loaded]
+    assert all(needed.count(ids) <= expected.count(ids) + LANES for ids in expected), "but for what is ahead of the end"
+    assert len(needed) <= len(expected) + 2 * LANES
+    assert not any(here for _, here in loaded), "none when it was needed"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, LANES - 1)), max_size=20), st.integers(0, 8))
+def test_any_order_of_requests_and_any_lanes_are_right(tmp_path_factory, asked, start):
+    path = tmp_path_factory.mktemp("feed")
+    np.save(path / "x.npy", np.arange(240, dtype=np.float32).reshape(60, 4))
+    source = open_source(NpySourceConfig(kind="npy", path="x.npy"), base_dir=str(path))
+    feed = BatchLoader(source, StubSampler(), seed=1, lanes=LANES, augment=noisy)
+    bare = BatchLoader(source, StubSampler(), seed=1, lanes=LANES, augment=noisy, loader=LoaderConfig(workers=0))
+    feed.set_lanes([0, 2], start)
+    try:
+        for step, lane in asked:
+            assert plain(feed.get(step, lane)) == plain(bare.get(step, lane))
+    finally:
+        feed.close()
+
+
+def test_the_training_process_keeps_its_own_randomness(source):
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    wanted = torch.rand(2).tolist(), np.random.rand(), random.random()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    for workers in (0, "auto", 1):
+        load_batches(source, workers=workers, augment=noisy)
+    assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == wanted
+
+
+def test_more_threads_in_training_do_not_reach_the_user_functions(held):
+    seen = []
+
+    def look(batch):
+        seen.append(torch.get_num_threads())
+        return batch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        load_batches(held, workers=0, transform=look)
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_carry_moves_to_other_lanes_and_steps(mapped):
+    feed = BatchLoader(mapped, StubSampler(), seed=1, lanes=LANES)
+    bare = BatchLoader(mapped, StubSampler(), seed=1, lanes=LANES, loader=LoaderConfig(workers=0))
+    for lanes, step in (([0, 1], 0), ([2], 9), ([0, 1, 2], 4)):
+        feed.set_lanes(lanes, step)
+        for s in range(step, step + 3):
+            for lane in lanes:
+                assert plain(feed.get(s, lane)) == plain(bare.get(s, lane))
+    feed.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1, "auto"])
+def test_evaluation_in_chunks(source, workers):
+    ids = np.arange(1, 60, 2)
+    loader = LoaderConfig(workers=workers)
+    got = list(evaluation_batches(source, ids, chunk_size=8, chunks=[0, 3, 1, 9], transform=doubled, loader=loader))
+    assert [c for c, _ in got] == [0, 3, 1]
+    assert [batch.size for _, batch in got] == [8, 6, 8]
+    assert got[1][1].inputs[0][:, 0].tolist() == [2 * source.take(ids[24:]).inputs[0][i, 0].item() for i in range(6)]
+    alone = evaluation_batches(
+        source, ids, chunk_size=8, chunks=[0, 3, 1], transform=doubled, loader=LoaderConfig(workers=0)
+    )
+    assert [plain(b) for _, b in alone] == [plain(b) for _, b in got]
+    begun = evaluation_batches(source, ids, chunk_size=8, chunks=range(4), loader=loader)
+    next(begun)
+    begun.close()
+
+
+# ---- what loads ahead ----
+
+
+def test_auto_chooses_by_source(held, mapped, monkeypatch):
+    def way(source, cores, workers="auto"):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        ahead = make_prefetcher(BatchBuilder(source, 0, 0), LoaderConfig(workers=workers))
+        if ahead is None:
+            return "inline"
+        found = f"{len(ahead._loader_pool._processes)} processes" if ahead._loader_pool else "thread"
+        ahead.close()
+        return found
+
+    assert way(held, 8) == "inline"
+    assert way(mapped, 8) == "thread"
+    assert way(mapped, 8, workers=0) == "inline"
+    assert way(PythonDatasetSource(Noisy()), 8) == "2 processes"
+    assert way(PythonDatasetSource(Noisy()), 2) == "1 processes"
+    assert way(PythonDatasetSource(Noisy()), 1) == "inline"
+    assert way(held, 8, workers=1) == "1 processes"
+
+
+class Failing(Noisy):
+    def __init__(self, how):
+        self.how = how
+
+    def __getitem__(self, i):
+        if i == 21:
+            self.how()
+        return super().__getitem__(i)
+
+
+def divide():
+    return 1 / 0
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_failing_dataset_tells_sample_and_line(workers):
+    with pytest.raises(ShoalError, match="sample 21: ZeroDivisionError") as caught:
+        load_batches(PythonDatasetSource(Failing(divide)), workers=workers)
+    assert caught.value.code == "SH309"
+    assert "test_feed.py:" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda: os._exit(7), "exit code 7")],
+)
+def test_a_loader_that_dies_is_reported_with_its_samples(how, says):
+    with pytest.raises(ShoalError, match=r"21") as caught:
+        load_batches(PythonDatasetSource(Failing(how)), workers=2)
+    assert caught.value.code == "SH312"
+    assert says in caught.value.message
+
+
+def test_failing_functions_of_the_user(held):
+    def broken(batch):
+        raise ValueError("oh")
+
+    for workers in (0, 1):
+        with pytest.raises(ShoalError, match=r"SH311.*augment: ValueError: oh") as caught:
+            load_batches(held, workers=workers, augment=broken)
+        assert "test_feed.py:" in caught.value.where
+    with pytest.raises(ShoalError, match=r"SH311.*transform gave a int"):
+        load_batches(held, workers=0, transform=lambda batch: 3)
+
+
+def test_loaders_hold_no_sockets_and_leave_when_closed(held):
+    ours, theirs = socket.socketpair()
+    others = psutil.Process().children()  # another test's fork_server may be there
+    feed = BatchLoader(PythonDatasetSource(Noisy()), StubSampler(), seed=0, lanes=LANES, loader=LoaderConfig(workers=2))
+    feed.set_lanes(range(LANES), 0)
+    assert feed.get(0, 0) is not None
+    children = [child for child in psutil.Process().children() if child not in others]
+    assert len(children) == 2
+    ours.close()
+    theirs.settimeout(10)
+    assert theirs.recv(1) == b""  # the end is seen although forks of this process live
+    theirs.close()
+    feed.close()
+    assert not any(child.is_running() for child in children)
+
+
+ORPHANS = """
+import os, signal, sys, time
+import numpy as np
+from shoal.data.batch_loader import Feed
+from shoal.data.sources.dataset import Dataset
+from shoal.spec.data import Loader
+
+class Slow:
+    def __len__(self): return 10
+    def __getitem__(self, i):
+        if i == 9: time.sleep(600)
+        return np.zeros(1), 0
+
+class Dealer:
+    def ids(self, step, lane): return np.array([9 if step else 0])
+
+feed = Feed(Dataset(Slow()), Dealer(), seed=0, lanes=1, loader=Loader(workers=2))
+feed.carry([0], 0)
+feed.get(0, 0)
+print(*[loader.pid for loader in feed._ahead._loaders._all], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_orphans_when_the_parent_is_killed():
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(ORPHANS)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(alive, timeout=10)
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_batches_survive_the_pipe_whatever_is_in_them():
+    class Odd(Noisy):
+        def __getitem__(self, i):
+            return {"a": torch.full((3,), i, dtype=torch.bfloat16), "b": [torch.zeros(0), "word"]}
+
+    class One:
+        def ids(self, step, lane):
+            return np.array([4, 5])
+
+    feed = BatchLoader(PythonDatasetSource(Odd()), One(), seed=0, lanes=1, loader=LoaderConfig(workers=1))
+    feed.set_lanes([0], 0)
+    batch = feed.get(0, 0)
+    feed.close()
+    assert batch.inputs[0]["a"].dtype == torch.bfloat16
+    assert batch.inputs[0]["a"][:, 0].tolist() == [4, 5]
+    assert batch.inputs[0]["b"][1] == ("word", "word")
+    batch.inputs[0]["b"][0].add_(1)  # one's own memory, to be written
+
+
+def test_to_reaches_into_dicts():
+    batch = Batch(({"x": torch.zeros(2)}, [torch.ones(1)]), None, 2).to("meta")
+    assert batch.inputs[0]["x"].device.type == "meta"
+    assert batch.inputs[1][0].device.type == "meta"
+    assert batch.target is None
+
+
+def test_a_scout_has_blocks_decoded_before_they_are_needed(tmp_path):
+    table = pa.table({"x": np.arange(4000, dtype=np.float32), "y": np.arange(4000) % 3})
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=100)
+    rows = ParquetReader(
+        find_files("t.parquet", options=SourceOptions(str(tmp_path), "fail", tmp_path, print), suffixes=("",))
+    )
+    layout = choose_columns(
+        ParquetSourceConfig(kind="parquet", path="t.parquet", target="y"),
+        rows.kinds,
+        token_columns=rows.token_columns,
+        where="",
+    )
+    source = ParquetRowGroupSource(rows, layout.with_classes((0, 1, 2)), skip_bad_rows=False)
+    dealer = make_sampler(
+        RandomSamplerConfig(open_blocks=4), ids=np.arange(4000), lanes=2, batch_size=50, seed=0, source=source
+    )
+    assert dealer.window_steps == 8
+    feed = BatchLoader(source, dealer, seed=0, lanes=2)
+    plain = BatchLoader(source, dealer, seed=0, lanes=2, loader=LoaderConfig(workers=0))
+    assert feed._block_prefetcher
+    for step in range(2 * dealer.steps_per_epoch):
+        for lane in range(2):
+            a, b = feed.get(step, lane), plain.get(step, lane)
+            assert torch.equal(a.inputs[0], b.inputs[0])
+            assert a.inputs[0].reshape(-1).tolist() == dealer.ids(step, lane).tolist()
+    feed.close()
+    plain.close()
+    warmed = []
+    source.warm = warmed.extend
+    with closing(BatchLoader(source, dealer, seed=0, lanes=2)) as fresh:
+        fresh.set_lanes([0, 1], 0)
+        fresh.get(0, 0)
+    assert warmed == [*dealer.ids(8, 0), *dealer.ids(8, 1)]

@@ -1,0 +1,93 @@
+"""The documentation says what the code does: fields, events, receipt, errors, links."""
+
+import json
+import re
+
+import pytest
+
+from shoal import errors
+from shoal.cli import app
+from shoal.events.run_state import _HANDLERS, TIME_FIELDS
+from shoal.spec.names import METRIC_ALIASES
+from shoal.spec.receipt import Receipt
+from tests.docs.job_file_tables import field_rows, heading, sections
+from tests.docs.pages import PAGES, ROOT, anchors, links, table_under
+
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.parametrize("section", sections(), ids=heading)
+def test_every_field_stands_in_the_job_file_page(section):
+    told = table_under(DOCS / "job-file.md", heading(section))
+    assert [row[:3] for row in told] == field_rows(section)
+    assert all(len(row) == 4 and row[3] for row in told)
+
+
+def _events():
+    return {row[0].strip("`"): row[1] for row in table_under(DOCS / "runs.md", "Events")}
+
+
+def test_every_event_stands_in_the_events_table():
+    assert set(_events()) == set(_HANDLERS)
+
+
+def test_every_kind_that_the_code_tells_has_a_handler():
+    """`answer` goes between a question and its asker and never into a run."""
+    told = {
+        kind
+        for file in (ROOT / "src").rglob("*.py")
+        for kind in re.findall(r'(?:\btell|tell_once|_tell|emit)\(\s*"(\w+)"', file.read_text())
+    }
+    assert told - {"answer"} == set(_HANDLERS)
+
+
+def test_the_fields_of_a_real_run_stand_in_the_events_table(run):
+    from tests.conftest import MLP
+
+    outcome = run(MLP, steps=4, evaluate={"every_steps": 2}, checkpoint={"every": "1 step"}, export=["program"])
+    times = " ".join(TIME_FIELDS)
+    for line in outcome.paths.events.read_text().splitlines():
+        event = json.loads(line)
+        told = _events()[event["kind"]] + (times if event["kind"] == "step" else "")
+        missing = [field for field in event if field not in ("t", "who", "kind", "step") and field not in told]
+        assert not missing, f"{event['kind']}: {missing}"
+
+
+def test_every_field_of_the_receipt_is_told():
+    told = [name for row in table_under(DOCS / "runs.md", "Receipt") for name in re.findall(r"`(\w+)`", row[0])]
+    assert told == sorted(told, key=told.index)
+    assert set(told) == set(Receipt.model_fields)
+
+
+def test_every_verb_is_told():
+    told = [row[0].strip("`").split()[1] for row in table_under(DOCS / "runs.md", "Commands")]
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert set(told) == names
+
+
+def test_every_short_name_of_a_metric_is_told():
+    page = (DOCS / "training.md").read_text()
+    assert [name for name in METRIC_ALIASES if f"`{name}`" not in page] == []
+
+
+def test_the_page_of_errors_is_made_from_the_catalogue():
+    assert (DOCS / "errors.md").read_text() == errors.render_docs(), "python -m shoal.errors > docs/errors.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    linked = {link.partition("#")[0] for link in links(ROOT / "README.md")}
+    assert {str(page.relative_to(ROOT)) for page in PAGES} - linked == {"README.md"}
+
+
+def test_the_fence_of_a_block_is_closed():
+    for page in PAGES:
+        assert page.read_text().count("```") % 2 == 0, page.name

@@ -1,0 +1,81 @@
+"""The picture of a run, folded from its events."""
+
+from shoal.events import Event, replay
+
+
+def test_what_an_earlier_start_ended_with_does_not_count():
+    told = [Event("run_started", fields={"run": "a"}), Event("finished", step=3, fields={"weights_sha256": "0"})]
+    assert replay(told).result
+    assert not replay([*told, Event("run_started", fields={"run": "a"})]).result
+
+
+def test_servers_of_an_earlier_start_are_gone_until_they_are_told_of_again():
+    held = {"server-0": {"primary_bytes": 5}, "server-1": {"primary_bytes": 6}}
+    told = [
+        Event("run_started", fields={"run": "a"}),
+        Event("table", fields={"number": 3, "servers": held}),
+        Event("run_started", fields={"run": "a"}),
+        Event("server_started", fields={"server": "server-1", "pid": 1}),
+    ]
+    assert [server.name for server in replay(told[:2]).serving_servers] == ["server-0", "server-1"]
+    picture = replay(told)
+    assert {name: server.state for name, server in picture.servers.items()} == {
+        "server-0": "dead",
+        "server-1": "starting",
+    }
+    assert picture.server_deaths == 0
+
+
+def test_servers_that_lost_everything_hold_nothing():
+    told = [
+        Event("table", fields={"number": 1, "servers": {"server-0": {"primary_bytes": 5}}}),
+        Event("servers_lost", fields={"reason": "why"}),
+    ]
+    server = replay(told).servers["server-0"]
+    assert (server.state, server.primary_bytes) == ("starting", 0)
+
+
+def test_a_server_that_fails_is_no_worker():
+    picture = replay([Event("failed", who="server-2", fields={"code": "BUG", "message": "x", "where": "", "fix": ""})])
+    assert picture.servers["server-2"].state == "failed"
+    assert not picture.workers
+
+
+def lost(step, *after):
+    """A run that got as far as that with two workers, which then died; and what came after it."""
+    joined = [Event("joined", who=f"worker-{n}", step=0, fields={"lanes": [n], "saves": n == 0}) for n in (0, 1)]
+    trained = [Event("step", who="worker-0", step=step, fields={"steps": step})]
+    died = [Event("worker_died", fields={"worker": f"worker-{n}", "reason": "killed"}) for n in (0, 1)]
+    return replay([Event("run_started", fields={"run": "a"}), *joined, *trained, *died, *after])
+
+
+def begun(number, step):
+    return Event("joined", who=f"worker-{number}", step=step, fields={"lanes": [0], "saves": number == 2})
+
+
+def test_steps_that_nobody_had_saved_are_made_again():
+    picture = lost(9, begun(3, 0), begun(2, 0))
+    assert picture.redone == 9
+    assert "nothing was saved: 9 steps are made again" in picture.notes
+
+
+def test_so_they_are_when_another_driver_comes():
+    assert lost(9, Event("run_started", fields={"run": "a"}), begun(2, 0)).redone == 9
+
+
+def test_what_was_saved_is_counted_once():
+    resumed = [Event("resumed", step=4, fields={"redone": 6}), begun(2, 4)]
+    assert lost(9, *resumed).redone == 6
+    assert lost(9, Event("resumed", step=0, fields={"source": "the beginning"}), begun(2, 0)).redone == 9
+
+
+def test_who_is_left_has_lost_nothing():
+    told = [
+        begun(0, 0),
+        begun(1, 0),
+        Event("step", who="worker-0", step=9, fields={"steps": 9}),
+        Event("worker_died", fields={"worker": "worker-1", "reason": "killed"}),
+        begun(0, 9),
+        begun(2, 9),
+    ]
+    assert replay(told).redone == 0

@@ -1,0 +1,357 @@
+"""The driver's end, with callers that behave, and callers that do not."""
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from shoal.errors import ShoalError
+from shoal.fleet import connection_thread
+from shoal.fleet import control_server as control_module
+from shoal.fleet.control_server import ControlServer
+from shoal.net.handshake import LinkError, new_token
+from shoal.net.listener import connect_host
+from shoal.net.messages import MAX_MESSAGE_BYTES
+from shoal.spec.view import View
+from tests.fleet.fake_driver import TIMEOUT_S
+
+TOKEN = new_token()
+
+
+class FakeClient:
+    """A worker's end without a mind of its own."""
+
+    def __init__(self, control, **hello):
+        self.sock = connect_host(control.host, control.port, TOKEN, json.dumps(hello).encode())
+        self.sock.settimeout(TIMEOUT_S)
+        self.lines = self.sock.makefile("rb")
+
+    def say(self, kind, **fields):
+        self.sock.sendall(json.dumps({"kind": kind} | fields).encode() + b"\n")
+
+    def rows(self):
+        """All that comes, until the driver hangs up."""
+        with contextlib.suppress(ConnectionResetError):
+            for line in self.lines:
+                yield json.loads(line)
+
+    def next(self, kind):
+        return next(row for row in self.rows() if row["kind"] == kind)
+
+    def close(self):
+        self.lines.close()
+        self.sock.close()
+
+
+@pytest.fixture
+def control():
+    with contextlib.closing(ControlServer(TOKEN)) as made:
+        yield made
+
+
+@pytest.fixture
+def connect_client(control):
+    """A caller that the driver has seen."""
+    with contextlib.ExitStack() as stack:
+
+        def meet(**hello):
+            caller = stack.enter_context(contextlib.closing(FakeClient(control, **hello)))
+            (said,) = receive_until(control, "here")
+            assert said.fields == hello
+            caller.number = said.caller
+            return caller
+
+        yield meet
+
+
+def receive_until(control, kind, count=1):
+    """What is said until so many of a kind have come."""
+    found = []
+    while sum(said.kind == kind for said in found) < count:
+        assert select.select([control], [], [], TIMEOUT_S)[0], f"no '{kind}' after {found}"
+        found += control.take()
+    return found
+
+
+def kinds(said):
+    return [(one.caller, one.kind) for one in said]
+
+
+def test_a_caller_is_here_then_speaks_then_is_lost(control, meet):
+    one, two = meet(seat=1), meet(seat=2)
+    assert one.number != two.number
+    one.say("standing", view=3, position=14)
+    (said,) = receive_until(control, "standing")
+    assert (said.caller, said.fields) == (one.number, {"view": 3, "position": 14})
+    one.say("last")
+    one.close()
+    assert kinds(receive_until(control, "lost")) == [(one.number, "last"), (one.number, "lost")]
+    assert meet(seat=1).number not in (one.number, two.number)
+
+
+def test_nothing_to_take_is_nothing(control):
+    assert control.take() == []
+    assert not select.select([control], [], [], 0)[0]
+
+
+def test_rows_and_views_go_down_in_order_to_those_they_are_for(control, meet):
+    one, two = meet(), meet()
+    control.send(one.number, "welcome", name="one")
+    control.publish(View(number=7, carries={0: [0, 1], 3: [2]}), [one.number, two.number])
+    control.send(two.number, "bye")
+    control.send(999, "nobody")
+    assert [one.next("welcome")["name"], View.model_validate(one.next("view")["view"]).carries] == [
+        "one",
+        {0: [0, 1], 3: [2]},
+    ]
+    heard = [row["kind"] for row in (two.next("view"), two.next("bye"))]
+    assert heard == ["view", "bye"]
+
+
+def test_a_busy_driver_is_heard_although_it_does_not_take(control, monkeypatch):
+    monkeypatch.setattr(connection_thread, "PING_S", 0.02)
+    with contextlib.closing(FakeClient(control)) as caller:
+        assert [caller.next("ping")["kind"] for _ in range(5)] == ["ping"] * 5
+    assert kinds(receive_until(control, "lost")) == [(1, "here"), (1, "lost")]
+
+
+def test_a_killed_worker_is_lost_exactly_once(control, meet, tmp_path):
+    program = (
+        "import sys, json\nfrom shoal.fleet.driver_address import Contact\nfrom shoal.fleet.control_client import Tie\n"
+        "host, port, token = json.loads(sys.stdin.readline())\n"
+        "tie = Tie(lambda: Contact(host, port, token), lambda: {'seat': 5}, beat=dict)\ntie.connect(30)\n"
+        "tie.wait(5, after=0, position=0)\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True)
+    worker.stdin.write(json.dumps([control.host, control.port, TOKEN]) + "\n")
+    worker.stdin.flush()
+    (said,) = receive_until(control, "here")
+    control.send(said.caller, "welcome")
+    receive_until(control, "standing")
+    receive_until(control, "beat", 2)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.communicate()
+    heard = receive_until(control, "lost")
+    meet(seat=6)
+    heard += control.take()
+    assert kinds(heard).count((said.caller, "lost")) == 1
+    assert kinds(heard)[-1] == (said.caller, "lost")
+    assert control.heard_s(said.caller) == math.inf
+
+
+def test_strangers_are_refused_and_others_are_not_disturbed(control, meet):
+    friend = meet()
+    with socket.create_connection((control.host, control.port)) as half_open:
+        half_open.send(b"SHOAL")
+        with socket.create_connection((control.host, control.port)) as noise:
+            noise.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(100))
+            with contextlib.suppress(ConnectionResetError):
+                assert noise.recv(100) == b""
+        with pytest.raises(LinkError, match="token"):
+            connect_host(control.host, control.port, new_token(), b"{}")
+        friend.say("hello")
+        assert kinds(receive_until(control, "hello")) == [(friend.number, "hello")]
+    while control.refused < 3:  # the door sees the closed end by itself
+        friend.say("again")
+        assert kinds(receive_until(control, "again")) == [(friend.number, "again")]
+    assert control.refused == 3
+
+
+@pytest.mark.parametrize("hello", [b"", b"noise", b"[]", b"7", b"\xff\x00"])
+def test_a_hello_that_is_no_object_is_refused(control, meet, hello):
+    with connect_host(control.host, control.port, TOKEN, hello) as caller:
+        caller.settimeout(TIMEOUT_S)
+        assert caller.recv(1) == b""
+    assert control.refused == 1
+    meet(seat=1)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\n",
+        b"garbage\n",
+        b"[1, 2]\n",
+        b'{"no": "kind"}\n',
+        b'{"kind": "here"}\n',
+        b'{"kind": "lost"}\n',
+        b"\xff\xfe\xfd\n",
+        b"[" * 100_000 + b"\n",
+        b"a" * (MAX_MESSAGE_BYTES + 1),
+        b'{"kind": "' + b"a" * MAX_MESSAGE_BYTES + b'"}\n',
+    ],
+    ids=["empty", "noise", "list", "no-kind", "here", "lost", "not-utf8", "deep", "endless", "long"],
+)
+def test_a_caller_that_breaks_the_language_is_lost_and_others_are_not_disturbed(control, meet, garbage):
+    friend, foe = meet(), meet()
+    foe.say("good")
+    with contextlib.suppress(OSError):  # it may be hung up on before it is done
+        foe.sock.sendall(garbage)
+    assert kinds(receive_until(control, "lost")) == [(foe.number, "good"), (foe.number, "lost")]
+    assert control.refused == 1
+    assert all(row["kind"] == "ping" for row in foe.rows())
+    friend.say("undisturbed")
+    assert kinds(receive_until(control, "undisturbed")) == [(friend.number, "undisturbed")]
+
+
+def test_who_never_reads_blocks_nobody_and_is_lost(control, meet):
+    friend, deaf = meet(), meet()
+    text = "a" * 500_000
+    for _ in range(40):
+        control.send(deaf.number, "more", text=text)
+    control.send(friend.number, "less")
+    assert friend.next("less") == {"kind": "less"}
+    (said,) = receive_until(control, "lost")
+    assert (said.caller, said.fields["why"]) == (deaf.number, "it does not read")
+    assert control.refused == 0
+
+
+def test_who_reads_late_gets_all_of_it(control, meet):
+    slow = meet()
+    for number in range(10):
+        control.send(slow.number, "more", number=number, text="a" * 500_000)
+    assert [slow.next("more")["number"] for _ in range(10)] == list(range(10))
+    slow.say("thanks")
+    assert kinds(receive_until(control, "thanks")) == [(slow.number, "thanks")]
+
+
+def test_a_dropped_caller_is_closed_and_not_told_of_again(control, meet):
+    dropped, friend = meet(), meet()
+    dropped.say("too late")
+    control.drop(dropped.number)
+    assert all(row["kind"] == "ping" for row in dropped.rows())
+    friend.say("on time")
+    assert kinds(receive_until(control, "on time")) == [(friend.number, "on time")]
+    control.drop(dropped.number)
+    control.send(dropped.number, "nothing")
+    assert control.heard_s(dropped.number) == math.inf
+
+
+def test_silence_is_counted_for_each_caller(control, meet, monkeypatch):
+    silent, lively = meet(), meet()
+    while control.heard_s(silent.number) < 0.2:
+        lively.say("beat")
+        receive_until(control, "beat")
+    assert control.heard_s(lively.number) < control.heard_s(silent.number)
+    silent.say("beat")
+    receive_until(control, "beat")
+    assert control.heard_s(silent.number) < 0.2
+    assert control.heard_s(12345) == math.inf
+
+
+def test_a_driver_that_does_not_take_holds_its_callers_up_and_loses_nothing(control, meet, monkeypatch):
+    monkeypatch.setattr(control_module, "MOST_UNTAKEN_BYTES", 1 << 20)
+    flood, friend = meet(), meet()
+    rows = 300
+
+    def speak():
+        for number in range(rows):
+            flood.say("flood", number=number, text="a" * 100_000)
+
+    speaking = threading.Thread(target=speak)
+    speaking.start()
+    while not control._inbox_full():
+        select.select([control], [], [], TIMEOUT_S)
+    held = len(control._came)
+    for _ in range(200):  # as many times could it have read 64 KiB
+        control.send(friend.number, "still sent")
+        assert friend.next("still sent")
+    assert len(control._came) <= held + 2
+    assert control.heard_s(friend.number) < 1
+    heard = receive_until(control, "flood", rows)
+    assert [said.fields["number"] for said in heard] == list(range(rows))
+    speaking.join()
+
+
+def test_a_taken_port_is_left_alone_and_the_old_one_is_had_again(meet, control):
+    meet()
+    with contextlib.closing(ControlServer(TOKEN, port=control.port)) as other:
+        assert other.port != control.port
+        with contextlib.closing(FakeClient(other)):
+            receive_until(other, "here")
+    control.close()
+    with contextlib.closing(ControlServer(TOKEN, port=control.port)) as again:
+        assert again.port == control.port
+
+
+@pytest.mark.parametrize(("listen", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("localhost", None)])
+def test_it_listens_where_it_is_told_to(listen, host):
+    if ":" in listen and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("no IPv6 here")
+    with contextlib.closing(ControlServer(TOKEN, listen=listen)) as control, contextlib.closing(FakeClient(control)):
+        assert control.host in ((host,) if host else ("127.0.0.1", "::1"))
+        receive_until(control, "here")
+
+
+def test_an_address_for_everybody_is_reached_by_both_families():
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no dual stack here")
+    with contextlib.closing(ControlServer(TOKEN, listen="::")) as control:
+        for host in ("127.0.0.1", "::1"):
+            with connect_host(host, control.port, TOKEN, b"{}"):
+                receive_until(control, "here")
+
+
+@pytest.mark.parametrize(("listen", "port"), [("no-such-host.invalid", 0), ("203.0.113.7", 0), ("127.0.0.1", 70_000)])
+def test_where_nobody_can_listen_is_an_error_with_a_fix(listen, port):
+    with pytest.raises(ShoalError) as failure:
+        ControlServer(TOKEN, listen=listen, port=port)
+    assert failure.value.code == "SH611"
+    assert listen in str(failure.value)
+
+
+def test_what_was_sent_arrives_although_the_driver_leaves_at_once(meet, control):
+    caller = meet()
+    for number in range(8):
+        caller.say("unread")
+        control.send(caller.number, "more", number=number, text="a" * 500_000)
+    control.publish(View(number=1, stop="done"), [caller.number])
+    got = []
+    reading = threading.Thread(target=lambda: got.extend(caller.rows()) or caller.close())
+    reading.start()
+    control.close()
+    reading.join()
+    assert [row["number"] for row in got if row["kind"] == "more"] == list(range(8))
+    assert got[-1]["view"]["stop"] == "done"
+
+
+def test_close_leaves_no_thread_and_no_open_file():
+    def count():
+        return len(os.listdir("/proc/self/fd")), {t.name for t in threading.enumerate() if t.name == "shoal-control"}
+
+    before = count()
+    for _ in range(5):
+        control = ControlServer(TOKEN)
+        with contextlib.closing(FakeClient(control)) as caller:
+            receive_until(control, "here")
+            closing = threading.Thread(target=control.close)
+            closing.start()
+            assert all(row["kind"] == "ping" for row in caller.rows())
+        closing.join()
+        control.close()
+    assert count() == before
+
+
+def test_the_token_is_shown_nowhere(control, meet, capfd):
+    caller = meet(seat=1)
+    caller.say("word")
+    said = receive_until(control, "word")
+    with contextlib.suppress(LinkError):
+        connect_host(control.host, control.port, "wrong", b"{}")
+    texts = [
+        repr(control),
+        str(control),
+        repr(said),
+        repr(control._connection_thread),
+        repr(control._listener),
+        *capfd.readouterr(),
+    ]
+    assert not any(TOKEN in text for text in texts)

@@ -1,0 +1,65 @@
+"""Hosts of a small network: namespaces with an address each, on one bridge."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class NamespaceHost:
+    def __init__(self, network, number):
+        self.name = f"{network}-{number}"
+        self.address = f"10.213.7.{number}"
+        self._outer, self._inner = f"{network}o{number}", f"{network}i{number}"
+        ip("netns", "add", self.name)
+        ip("link", "add", self._outer, "type", "veth", "peer", "name", self._inner)
+        ip("link", "set", self._inner, "netns", self.name)
+        ip("link", "set", self._outer, "master", network, "up")
+        ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", self._inner)
+        ip("-n", self.name, "link", "set", self._inner, "up")
+        ip("-n", self.name, "link", "set", "lo", "up")
+
+    def python(self, *words, log, env):
+        command = ["ip", "netns", "exec", self.name, sys.executable, *words]
+        with log.open("w") as file:
+            return subprocess.Popen(command, stdout=file, stderr=file, env=env)
+
+    def limit_bandwidth(self, mbit):
+        """What it sends; what others send to it goes as fast as they do."""
+        shape = f"tc qdisc replace dev {self._inner} root tbf rate {mbit}mbit burst 16k latency 200ms"
+        ip("netns", "exec", self.name, *shape.split())
+
+    def disconnect(self):
+        ip("link", "set", self._outer, "down")
+
+    def reconnect(self):
+        ip("link", "set", self._outer, "up")
+
+    def remove(self):
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        for pid in found.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", self._outer], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def namespace_network(host_count):
+    """So many hosts. Nothing of them is left afterwards."""
+    name = f"shl{os.getpid() % 100000}"
+    made = []
+    try:
+        ip("link", "add", name, "type", "bridge")
+        ip("link", "set", name, "up")
+        for n in range(1, host_count + 1):
+            made.append(NamespaceHost(name, n))
+        yield made
+    finally:
+        for host in made:
+            host.remove()
+        subprocess.run(["ip", "link", "del", name], check=False, capture_output=True)

@@ -1,0 +1,96 @@
+"""Real servers and workers as in the tests of servers, with a model that has sparse tables."""
+
+import contextlib
+import functools
+import tempfile
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from shoal.lanes.clipping import Clipping
+from shoal.lanes.replica import Replica
+from shoal.net.handshake import LinkError
+from shoal.paramserver.sparse.embedding import SparseTable
+from shoal.strategies.base import Discarded
+from tests.paramserver import cluster as harbours
+from tests.paramserver.cluster import Cluster
+from tests.paramserver.workloads import Workload
+
+ROWS = 100_000
+
+
+class SparseModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = SparseTable(ROWS, 6, lr=0.2)
+        self.few = SparseTable(30, 3, optimizer="adagrad")
+        self.norm = nn.BatchNorm1d(9)
+        self.out = nn.Linear(9, 5)
+
+    def forward(self, x):
+        ids = (x * 3).long()
+        words = self.words(ids * 7919 % ROWS).sum(1)
+        return self.out(self.norm(torch.cat([words, self.few(ids[:, ::5] % 30).sum(1)], 1)))
+
+
+@dataclass(frozen=True)
+class SparseWorkload(Workload):
+    def replica(self):
+        torch.manual_seed(0)
+        model = SparseModel()
+        optimizer = self.optimizer_class(model.parameters(), lr=1e-2)
+        made = Replica(model, optimizer, self._loss, seed=1, clipping=Clipping(norm=self.norm, value=self.value))
+        made.probe(self.batch(0, 0))
+        return made
+
+
+@contextlib.contextmanager
+def sparse_cluster_patches():
+    """Harbours whose workers bring back what rows there are, and whose servers show theirs."""
+    step, train, dump = harbours.one_step, harbours._train, harbours._dump
+
+    def one_step(replica, *rest, **more):
+        try:
+            return step(replica, *rest, **more)
+        except LinkError as failure:
+            replica.undo_step()
+            return Discarded(str(failure))
+
+    def with_rows(harbour, sync, *rest):
+        at, outcome = train(harbour, sync, *rest)
+        if isinstance(outcome, str):
+            return at, outcome
+        rows = sync.external_sha256()
+        return (at, rows.why) if isinstance(rows, Discarded) else (at, outcome | {"rows": rows})
+
+    def with_shelf(host):
+        found, shelf = dump(host), host.server.shard.row_tables
+        for i in found["chunks"]:
+            for kind, table, rows in shelf.read_bundles(i, i + 1):
+                found["chunks"][i] += bytes([kind, table]) + rows.keys.tobytes() + rows.values.tobytes()
+        return found
+
+    with (
+        tempfile.TemporaryDirectory() as place,
+        patch.object(harbours, "Terms", functools.partial(harbours.ServerConfig, store=place)),
+        patch.object(harbours, "one_step", one_step),
+        patch.object(harbours, "_train", with_rows),
+        patch.object(harbours, "_dump", with_shelf),
+    ):
+        yield
+
+
+@functools.cache
+def single_worker_and_server(workload, steps):
+    """What one worker and one server make of it."""
+    with sparse_cluster_patches(), Cluster(workload, workers=1, servers=1, backups=0, steps=steps) as harbour:
+        (result,) = harbour.train().values()
+        return result["sha256"], result["rows"]
+
+
+def assert_exact(cluster, results):
+    assert {(result["sha256"], result["rows"]) for result in results.values()} == {
+        single_worker_and_server(cluster.workload, cluster.steps)
+    }

@@ -1,0 +1,265 @@
+"""What is hard to meet with real processes: orders of events that depend on who is slow."""
+
+import contextlib
+import json
+import os
+import threading
+
+import pytest
+import torch
+
+from shoal.checkpoint import state_format
+from shoal.collectives.transport.endpoint import connect_to_peer
+from shoal.net.handshake import LinkError, receive_exactly
+from shoal.paramserver import protocol
+from shoal.paramserver.chunk_state import chunk_state_from_replica, group_hyperparameters, param_group_indices
+from shoal.paramserver.event_loop import ServerLoop
+from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame, decode_json, unpack
+from shoal.paramserver.server import ParameterServer, ServerConfig
+from shoal.spec.chunk_table import ChunkTable
+from shoal.spec.view import Address
+from tests.paramserver.workloads import CounterWorkload
+
+CARGO = CounterWorkload(keys=100)
+
+
+class FakeConnection:
+    """A line whose other end is the test."""
+
+    same_host, held = False, False
+
+    def __init__(self, peer):
+        self.peer, self.said, self.sent = peer, bytearray(), []
+
+    def room(self, size):
+        self.said = bytearray(size)
+        return [memoryview(self.said)]
+
+    def send(self, frame, *payload, fd=-1):
+        self.sent.append((frame, b"".join(bytes(part) for part in payload)))
+
+    def kinds(self):
+        return [frame.kind for frame, _ in self.sent]
+
+    unsent = 0
+
+
+class ServerHarness:
+    """A keeper with one worker before it and a successor behind it."""
+
+    def __init__(self, **terms):
+        self.replica = CARGO.replica()
+        self.cuts = self.replica.layout.chunk_offsets
+        self.server = ParameterServer(
+            100,
+            ServerConfig(CARGO.lanes, **terms),
+            connect_to=lambda *_: None,
+            on_filled=lambda *_: None,
+            run_in_thread=lambda *_: None,
+        )
+        address = Address(host="x", port=1)
+        chains = [[100, 101] for _ in self.cuts[1:]]
+        table = ChunkTable(
+            number=1,
+            cuts=self.cuts,
+            chains=chains,
+            filling=[[] for _ in chains],
+            addresses={100: address, 101: address},
+        )
+        self.server.set_chunk_table(table)
+        self.worker, self.successor = FakeConnection(0), FakeConnection(101)
+        self.server.add_client(self.worker)
+
+    def deliver(self, pen, frame, content=b""):
+        frame = frame._replace(size=len(content))
+        places = self.server.buffer_for(pen, frame)
+        assert places not in ("skip", "hold")
+        for place in places:
+            place[:], content = content[: len(place)], content[len(place) :]
+        self.server.handle_frame(pen, frame)
+
+    def enter(self, view, **more):
+        hyper = [
+            {k: v for k, v in group.items() if k != "initial_lr"}
+            for group in group_hyperparameters(self.replica.optimizer)
+        ]
+        model = {
+            "layout": self.replica.layout.describe(),
+            "optimizer": "SGD",
+            "groups": param_group_indices(self.replica),
+        }
+        words = {"carries": {"0": [0, 1, 2, 3]}, "model": {**model, "hyper": hyper}, **more}
+        self.deliver(self.worker, ServerFrame(protocol.ENTER, 1, view=view), json.dumps(words).encode())
+        self.hyper = json.dumps({"groups": hyper, "clip_value": None}).encode()
+
+    def connect(self):
+        assert self.server.replication.add_successor(101, self.successor, 1)
+        empty = torch.zeros(2, len(self.cuts) - 1, dtype=torch.int64).numpy().tobytes()
+        self.deliver(self.successor, ServerFrame(protocol.STAMPS, 1, seat=101), empty)
+
+    def acknowledge(self):
+        """All that the successor has been sent."""
+        for frame, _ in [it for it in self.successor.sent if it[0].kind in (protocol.SET, protocol.RECORD)]:
+            self.deliver(self.successor, ServerFrame(protocol.ACK, 1, frame.piece, number=frame.number))
+
+
+def initialised(successor=None, **terms):
+    """Everything is set, and the worker is in."""
+    desk = ServerHarness(**terms)
+    desk.successor = successor or desk.successor
+    desk.enter(1, lead=True)
+    desk.connect()
+    for post in desk.server.piece_states.values():
+        state = chunk_state_from_replica(
+            desk.replica, desk.replica.layout, post.piece.first_chunk, post.piece.end_chunk, lanes=CARGO.lanes
+        )
+        desk.deliver(desk.worker, ServerFrame(protocol.SET, 1, post.piece.index, 1), state_format.pack_state(state))
+    desk.deliver(desk.worker, ServerFrame(protocol.READY, 1, view=1))
+    assert protocol.ENTERED not in desk.worker.kinds()
+    desk.acknowledge()
+    assert desk.worker.kinds().count(protocol.ENTERED) == 1
+    desk.deliver(desk.worker, ServerFrame(protocol.HYPER, 1), desk.hyper)
+    return desk
+
+
+def push(desk, piece=0, step=0):
+    post = desk.server.piece_states[piece]
+    size = post.piece.stop - post.piece.start
+    desk.hear(desk.worker, ServerFrame(protocol.PUSH, 1, piece, 1, 0, step), bytes(size))
+
+
+def test_who_enters_is_let_in_when_all_that_was_pushed_has_reached_the_end_of_the_chain():
+    """It would write over what is still being sent: where lanes push for themselves, records lie in its memory."""
+    desk = initialised(staleness=float("inf"))
+    push(desk)
+    assert protocol.RECORD in desk.successor.kinds()
+    desk.worker.sent.clear()
+    desk.enter(2, ready=False, lead=True)
+    desk.deliver(desk.worker, ServerFrame(protocol.READY, 1, view=2))
+    assert desk.worker.kinds() == [protocol.STATUS]
+    desk.acknowledge()
+    (answer,) = [content for frame, content in desk.worker.sent if frame.kind == protocol.ENTERED]
+    assert "clocks" in decode_json(answer)
+
+
+def test_who_comes_again_in_the_same_view_is_let_in_at_once():
+    """It waits for an answer to what it has pushed, and may find it in the memory that it is shown."""
+    desk = initialised(staleness=float("inf"))
+    push(desk)
+    desk.worker.sent.clear()
+    desk.enter(1, ready=True)
+    assert desk.worker.kinds() == [protocol.ENTERED]
+
+
+def test_an_answer_waits_for_the_chain_and_comes_once():
+    desk = initialised(staleness=float("inf"))
+    desk.worker.sent.clear()
+    push(desk)
+    push(desk)  # again, for it heard nothing
+    assert not desk.worker.sent
+    desk.acknowledge()
+    assert desk.worker.kinds() == [protocol.VALUES]
+    assert desk.server.updates.stats.repeats == 1
+
+
+def test_an_acknowledgement_of_what_was_not_sent_is_refused():
+    desk = initialised(staleness=float("inf"))
+    with pytest.raises(LinkError, match="acknowledges"):
+        desk.deliver(desk.successor, ServerFrame(protocol.ACK, 1, 0, number=1000))
+
+
+def test_a_successor_with_old_content_gets_nothing_from_one_that_holds_nothing():
+    """After the run went back to a checkpoint: some servers still hold something, and all are about to be set."""
+    desk = ServerHarness(staleness=0.0)
+    desk.enter(1, lead=True)
+    desk.server.replication.add_successor(101, desk.successor, 1)
+    theirs = torch.full((2, len(desk.cuts) - 1), 7, dtype=torch.int64).numpy().tobytes()
+    desk.deliver(desk.successor, ServerFrame(protocol.STAMPS, 1, seat=101), theirs)
+    sets = [content for frame, content in desk.successor.sent if frame.kind == protocol.SET]
+    assert sets == [b""] * len(desk.server.piece_states)
+    assert desk.worker.kinds() == [protocol.STATUS]
+    state = chunk_state_from_replica(desk.replica, desk.replica.layout, 0, 1, lanes=CARGO.lanes)
+    desk.deliver(desk.worker, ServerFrame(protocol.SET, 1, 0, 1), state_format.pack_state(state))
+    assert desk.successor.sent[-1][1]
+
+
+def test_a_late_caller_of_an_old_view_is_told_that_it_has_passed():
+    desk = initialised(staleness=0.0)
+    desk.enter(3, lead=True)
+    desk.worker.sent.clear()
+    desk.enter(2)
+    ((frame, _),) = desk.worker.sent
+    assert (frame.kind, frame.view) == (protocol.REFUSED, 3)
+
+
+def test_a_second_connection_of_a_seat_replaces_the_first():
+    """What still comes over the first must not be answered instead of what is asked over the second."""
+    host = ServerLoop(100, "token", ServerConfig(1, 0.0), bind="127.0.0.1")
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(thread.join)
+        stack.callback(host.stop)
+
+        def call():
+            return stack.enter_context(connect_to_peer(host.endpoint.address, "token", purpose="push", seat=0, view=1))
+
+        first = call()
+        second = call()
+        first.settimeout(60)
+        second.settimeout(60)
+        assert first.recv(1) == b""
+        chains = [[100]]
+        host.set_chunk_table(
+            ChunkTable(number=1, cuts=[0, 1], chains=chains, filling=[[]], addresses={100: host.endpoint.address})
+        )
+        assert unpack(receive_exactly(second, HEADER_BYTES)).kind == protocol.STALE
+
+
+class SameHostConnection(FakeConnection):
+    """On the same host: `given` is the descriptor that comes with what is heard."""
+
+    same_host, given = True, -1
+
+    def send(self, frame, *payload, fd=-1):
+        super().send(frame, *payload)
+        self.given = fd if fd >= 0 else self.given
+
+    def take_fd(self):
+        return os.dup(self.given)
+
+
+@pytest.mark.parametrize("moment", ["never", "before", "meanwhile"])
+def test_sums_that_are_those_of_another_step_by_now(moment):
+    """A successor reads them from this server's memory, unless it was too slow and is not waited for any more."""
+    desk = initialised(SameHostConnection(101), staleness=0)
+    post = desk.server.piece_states[0]
+    content = torch.arange((post.piece.stop - post.piece.start) // 4, dtype=torch.float32).numpy().tobytes()
+    desk.deliver(desk.worker, ServerFrame(protocol.PUSH, 1, 0, 1, 0, 0, number=1), content)
+
+    other = ServerHarness(staleness=0)
+    other.server.seat = 101
+    other.server.chunk_table = None
+    other.server.set_chunk_table(desk.server.chunk_table)
+    line = SameHostConnection(100)
+    line.given = desk.successor.given
+    other.server.replication.add_predecessor(line)
+    *before, (record, nothing) = [it for it in desk.successor.sent if it[0].piece == 0 or it[0].kind == protocol.JOIN]
+    assert (record.kind, nothing) == (protocol.RECORD, b"")
+    for frame, words in before:
+        other.deliver(line, frame, words)
+    chunk, mine, theirs = post.piece.first_chunk, other.server.chunk_store, desk.server.chunk_store
+    if moment == "never":
+        other.deliver(line, record)
+        assert state_format.pack_state(mine.read_state(chunk, chunk + 1)) == state_format.pack_state(
+            theirs.read_state(chunk, chunk + 1)
+        )
+        return
+    if moment == "before":
+        desk.server.shared_sums.begin_write(post)
+    carry_out = other.server.updates.apply_record
+    other.server.updates.apply_record = lambda *it: (carry_out(*it), desk.server.shared_sums.begin_write(post))
+    with pytest.raises(LinkError, match="gone on"):
+        other.deliver(line, record)
+    assert int(mine.seq[chunk]) == (int(theirs.seq[chunk]) - 1 if moment == "before" else 0)
+    assert bool(mine.term[chunk]) == (moment == "before"), "what was made of the wrong sums is held"
