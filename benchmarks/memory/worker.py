@@ -17,11 +17,11 @@ from torch.nn import functional
 from benchmarks.overhead.models import GPT
 from shoal.data.batch import Batch
 from shoal.lanes.replica import Replica
+from shoal.lanes.torch_setup import keep_freed_memory
 from shoal.sharding.build import ActiveShardingConfig, build_sharded_model
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.replica import ShardedReplica
 from shoal.spec.sharding import FsdpConfig, PipelineParallelConfig, TensorParallelConfig
-from shoal.train.malloc import keep_freed_memory
 
 EVERY_S = 0.002
 PAGE = 4096

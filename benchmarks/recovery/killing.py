@@ -100,7 +100,7 @@ class Killer:
     """How often to kill, with which dice, and whom to tell."""
 
     kills: int
-    dice: random.Random
+    rng: random.Random
     say: Callable[[str], None] = print
 
     def runs(self, start: Start, workload: Callable[[], Workload]) -> list[Trace]:

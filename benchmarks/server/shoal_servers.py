@@ -16,12 +16,12 @@ import torch
 from benchmarks.server import model, processes
 from benchmarks.server.protocol import serve, timed
 from benchmarks.server.setting import Setting
+from shoal.collectives.outcome import Committed
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.paramserver.event_loop import ServerLoop
 from shoal.paramserver.server import ServerConfig
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import Address, View
-from shoal.strategies.base import Committed
 from shoal.strategies.parameter_server import ParameterServerSync
 
 TOKEN = "a token for one run of a benchmark"

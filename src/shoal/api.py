@@ -46,9 +46,9 @@ def resume(
 def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", best: bool = False) -> nn.Module:
     """The trained model of a run, in evaluation mode, on the CPU."""
     from shoal.checkpoint.export import load_weights
-    from shoal.paramserver.sparse.embedding import sparse_tables
+    from shoal.lanes.sparse.embedding import sparse_tables
     from shoal.paramserver.sparse.offline import bind_checkpoint_rows
-    from shoal.train.model import build_task
+    from shoal.tasks.model import build_task
 
     paths = run_dir.find(str(run), Path(runs))
     job = load_job(paths.job, check_names=False)

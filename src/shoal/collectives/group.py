@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from shoal.collectives.outcome import Discarded
 from shoal.collectives.transport import frames
 from shoal.collectives.transport.connection import PeerLink
 from shoal.collectives.transport.endpoint import Endpoint
@@ -11,7 +12,6 @@ from shoal.collectives.transport.frames import PeerFrame
 from shoal.collectives.transport.mesh import Mesh
 from shoal.net.handshake import LinkError
 from shoal.spec.view import View
-from shoal.strategies.base import Discarded
 
 MAX_GATHERED_BYTES = 1 << 30
 

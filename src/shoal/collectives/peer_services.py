@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.checkpoint.state_tree import State
 from shoal.collectives import residuals
+from shoal.collectives.outcome import Discarded
 from shoal.collectives.residuals import LaneResiduals, ResidualStates
 from shoal.collectives.state_server import StateServer, fetch_state
 from shoal.collectives.state_stream import StatePublisher, StateSubscription
@@ -17,7 +18,6 @@ from shoal.collectives.transport.bandwidth import LinkSpeed, answer_link_test, m
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
 from shoal.net.handshake import LinkError
 from shoal.spec.view import Address, View
-from shoal.strategies.base import Discarded
 
 MEASURE_TIMEOUT_S = 10.0
 """Whoever stands still for so long while a link is measured need not be measured."""

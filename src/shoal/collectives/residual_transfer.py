@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from shoal.collectives.outcome import Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.residuals import ResidualStates
 from shoal.spec.view import View, step_of
-from shoal.strategies.base import Discarded
 
 Report = Callable[..., object]
 

@@ -96,7 +96,7 @@ def find_weights(paths: RunPaths, job: Job, *, best: bool) -> str:
         return _best_checkpoint(paths, job)
     if (paths.model / "model.safetensors").is_file():
         return str(paths.model)
-    newest = manifest.newest_manifest(_store_path(paths, job), name=paths.checkpoint_namespace)
+    newest = manifest.newest_manifest(paths.store(job.checkpoint.path), name=paths.checkpoint_namespace)
     if newest is None:
         raise error("SH606", f"'{paths.name}' has neither a model nor a checkpoint", where=str(paths.root))
     return _manifest_path(paths, job, newest)
@@ -108,12 +108,12 @@ def find_checkpoint(paths: RunPaths, job: Job, *, best: bool) -> str:
     if where != str(paths.model):
         return where
     step = json.loads((paths.model / "model.json").read_text())["step"]
-    every = manifest.list_manifests(_store_path(paths, job), name=paths.checkpoint_namespace)
+    every = manifest.list_manifests(paths.store(job.checkpoint.path), name=paths.checkpoint_namespace)
     return next((_manifest_path(paths, job, found) for found in every if found.step == step), "")
 
 
 def _best_checkpoint(paths: RunPaths, job: Job) -> str:
-    every = manifest.list_manifests(_store_path(paths, job), name=paths.checkpoint_namespace)
+    every = manifest.list_manifests(paths.store(job.checkpoint.path), name=paths.checkpoint_namespace)
     measured = [(job.best.sign * m.metric, -m.step, m) for m in every if m.metric is not None and m.metric == m.metric]
     if not measured:
         raise error("SH606", f"'{paths.name}' has no checkpoint with a metric", where=str(paths.root))
@@ -122,12 +122,7 @@ def _best_checkpoint(paths: RunPaths, job: Job) -> str:
 
 def _manifest_path(paths: RunPaths, job: Job, found: manifest.Manifest) -> str:
     directory = manifest.manifest_directory(paths.checkpoint_namespace)
-    return f"{_store_path(paths, job)}/{manifest.manifest_path(directory, found.step)}"
-
-
-def _store_path(paths: RunPaths, job: Job) -> str:
-    where = job.checkpoint.path
-    return f"{where.rstrip('/')}/{paths.parent_run.name}" if where else str(paths.checkpoints)
+    return f"{paths.store(job.checkpoint.path)}/{manifest.manifest_path(directory, found.step)}"
 
 
 def source_override(job: Job, data: str, target: str) -> dict[str, Any] | None:

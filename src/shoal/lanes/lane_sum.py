@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.paramserver.sparse import rows as sparse
+from shoal.lanes.sparse import rows as sparse
 
 
 @dataclass

@@ -23,8 +23,8 @@ from shoal.lanes.clipping import Clipping, clip_coefficient, scale_gradients, sl
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.rng import LaneRng
-from shoal.paramserver.sparse.embedding import InitialRows, sparse_tables
-from shoal.paramserver.sparse.rows import scale_rows
+from shoal.lanes.sparse.embedding import InitialRows, sparse_tables
+from shoal.lanes.sparse.rows import scale_rows
 from shoal.spec import seeds
 
 __all__ = [

@@ -23,9 +23,9 @@ from shoal.lanes.clipping import scale_gradients, slice_norms
 from shoal.lanes.elementwise import make_optimizer
 from shoal.lanes.flat_layout import FlatLayout, TensorRange
 from shoal.lanes.replica import optimizer_step
+from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.paramserver.optimizer_slices import OptimizerSlice, OptimizerState, copy_state, merge_slices, why_unfit
 from shoal.paramserver.sparse.row_tables import RowTables
-from shoal.paramserver.sparse.table_spec import TableSpec
 from shoal.spec.job import ELEMENTWISE_OPTIMIZERS
 
 MAX_STAMP = 1 << 62

@@ -19,6 +19,8 @@ from typing import Any
 from shoal.events import EventWriter
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import read_driver_address
+from shoal.fleet.process import WELCOME_TIMEOUT_S, hold_seat_lock, run_reporting_errors
+from shoal.lanes.torch_setup import prepare_torch
 from shoal.net import tls
 from shoal.paramserver.event_loop import ServerLoop
 from shoal.paramserver.server import ServerConfig
@@ -27,8 +29,6 @@ from shoal.spec.job import Job
 from shoal.spec.load import load_job
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import View
-from shoal.train.build import store_path
-from shoal.train.worker import WELCOME_TIMEOUT_S, hold_seat_lock, prepare_torch, run_reporting_errors
 
 ORPHAN_GRACE_S = 30.0
 """How long a server stays after the workers' patience with a missing driver has ended: they may still save."""
@@ -84,7 +84,7 @@ def run_server(
 def server_config(job: Job, paths: RunPaths) -> ServerConfig:
     assert job.sync.kind == "server"
     codec = job.codec.model_dump() if job.codec.kind != "none" else None
-    aware, store = job.sync.staleness_aware, store_path(job, paths)
+    aware, store = job.sync.staleness_aware, paths.store(job.checkpoint.path)
     return ServerConfig(
         job.lane_count, job.sync.staleness_bound, staleness_aware=aware, codec=codec, checkpoint_path=store
     )

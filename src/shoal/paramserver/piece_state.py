@@ -13,9 +13,9 @@ from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.collectives.tree_reduce import TreeReduce, build_sum_tree
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import Node
+from shoal.lanes.sparse.rows import RowBundle
 from shoal.paramserver.connection import ServerConnection
 from shoal.paramserver.protocol import ServerFrame
-from shoal.paramserver.sparse.rows import RowBundle
 from shoal.spec.chunk_table import ParameterPiece
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from shoal.checkpoint import state_format
 from shoal.collectives.transport.shared_memory import ByteBuffer
+from shoal.lanes.sparse.rows import RowBundle, pack_rows
 from shoal.net.handshake import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
@@ -20,7 +21,6 @@ from shoal.paramserver.piece_state import PendingAck, PieceState
 from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
 from shoal.paramserver.shared_sums import SharedSums
 from shoal.paramserver.sparse.row_tables import RowGradients
-from shoal.paramserver.sparse.rows import RowBundle, pack_rows
 from shoal.spec.chunk_table import ChunkTable
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, attach
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import Node, partial_nodes
+from shoal.lanes.sparse.table_spec import MAX_TABLES, TableSpec
 from shoal.net.handshake import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.chunk_store import ChunkStore, optimizer_class
@@ -30,7 +31,6 @@ from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
 from shoal.paramserver.replication import ChainReplication
 from shoal.paramserver.shared_sums import SharedSums
 from shoal.paramserver.sparse.handlers import MAX_KEYS_BYTES, RunInThread, SparseTableHandler
-from shoal.paramserver.sparse.table_spec import MAX_TABLES, TableSpec
 from shoal.paramserver.updates import UpdatePipeline, options_from_json, parse_number
 from shoal.spec.chunk_table import ChunkTable, build_pieces
 

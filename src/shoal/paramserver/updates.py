@@ -11,6 +11,7 @@ import torch
 from shoal.checkpoint import state_format
 from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.transport.shared_memory import ByteBuffer
+from shoal.lanes.sparse.rows import scale_rows
 from shoal.net.handshake import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget
@@ -18,7 +19,6 @@ from shoal.paramserver.piece_state import ClientSession, PendingReply, PieceStat
 from shoal.paramserver.protocol import ServerFrame, decode_json
 from shoal.paramserver.sparse.handlers import RowsUnreadableError
 from shoal.paramserver.sparse.row_tables import RowGradients
-from shoal.paramserver.sparse.rows import scale_rows
 
 if TYPE_CHECKING:
     from shoal.paramserver.server import ParameterServer

@@ -17,7 +17,7 @@ from shoal.data.batch import Batch
 from shoal.errors import error
 from shoal.lanes.replica import Clipping, Replica
 from shoal.lanes.rng import LaneRng
-from shoal.paramserver.sparse.embedding import sparse_tables
+from shoal.lanes.sparse.embedding import sparse_tables
 from shoal.sharding.build import shard_model
 from shoal.sharding.deferred_init import DeferredInit
 from shoal.sharding.device_mesh import ShardMesh
@@ -30,7 +30,7 @@ from shoal.sharding.sharded_model import ShardedModel
 from shoal.spec import seeds
 from shoal.spec.job import InitFromConfig, Job
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
-from shoal.train.model import (
+from shoal.tasks.model import (
     build_lr_schedule,
     build_model,
     build_optimizer,
@@ -39,8 +39,8 @@ from shoal.train.model import (
     rename_prefix,
     set_trainable,
 )
-from shoal.train.task import Task
-from shoal.train.user_errors import wrap_user_errors
+from shoal.tasks.task import Task
+from shoal.tasks.user_errors import wrap_user_errors
 
 ShardLayout = Mapping[str, Any]
 """`shard`, `ways` and `cuts`, as a checkpoint has them."""

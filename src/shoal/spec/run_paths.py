@@ -36,6 +36,10 @@ class RunPaths:
         """What was planned for a job that left it open, and what it was planned from; of all folds together."""
         return self.parent_run.root / "plan.json"
 
+    def store(self, checkpoint_path: str | None) -> str:
+        """The checkpoint store: a directory of its own below the job's `checkpoint.path`, or in the run's directory."""
+        return f"{checkpoint_path.rstrip('/')}/{self.parent_run.name}" if checkpoint_path else str(self.checkpoints)
+
     @property
     def driver_address(self) -> Path:
         """Where the driver listens, and the token; for this user's eyes only."""

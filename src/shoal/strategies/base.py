@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
-
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica, add
 from shoal.spec.view import View
-
-
-@dataclass(frozen=True)
-class Committed:
-    """The step counts: the replica has changed.
-
-    `halt` if any member asked for it: all learn of it in the same step. `waited_s` is the part of the exchange in
-    which nothing moved because peers were not ready, `exchange_s` the rest of it. With a codec, `bytes_plain` is what
-    would have been sent without it.
-    """
-
-    loss: Tensor
-    bytes_sent: int = 0
-    halt: bool = False
-    waited_s: float = 0.0
-    exchange_s: float = 0.0
-    bytes_plain: int | None = None
-
-
-@dataclass(frozen=True)
-class Discarded:
-    """The step does not count, and the replica is as it was. A new view must follow."""
-
-    why: str
 
 
 class GradientSync(Protocol):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.checkpoint import state_format
 from shoal.collectives.group import ViewGroup
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.errors import error
@@ -43,7 +44,7 @@ from shoal.paramserver.sparse.client import SparseClient
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import ELEMENTWISE_OPTIMIZERS
 from shoal.spec.view import View, step_of
-from shoal.strategies.base import Committed, Discarded, LockstepDefaults
+from shoal.strategies.base import LockstepDefaults
 
 
 class SeparateLanes(TreeSum[LaneSum]):

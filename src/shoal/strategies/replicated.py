@@ -11,6 +11,7 @@ from shoal.collectives.allreduce_plan import AllReducePlan
 from shoal.collectives.buckets import BucketParams, bucket_params
 from shoal.collectives.group import ViewGroup
 from shoal.collectives.ordered_allreduce import OrderedAllReduce, OverlapError
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.collectives.transport.mesh import Mesh
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
@@ -19,7 +20,7 @@ from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
 from shoal.net.handshake import LinkError
 from shoal.spec.view import View
-from shoal.strategies.base import Committed, Discarded, LockstepDefaults
+from shoal.strategies.base import LockstepDefaults
 from shoal.strategies.local_sgd.fragments import FragmentAllReduce, FragmentChannel, PlainFragmentAllReduce
 from shoal.strategies.local_sgd.replica import LocalReplica
 from shoal.strategies.local_sgd.schedule import partition_into_fragments

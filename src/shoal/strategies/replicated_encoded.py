@@ -16,6 +16,7 @@ from shoal.collectives.allreduce_plan import AllReducePlan
 from shoal.collectives.buckets import BucketParams, EncodedLayout
 from shoal.collectives.encoded_allreduce import EncodedAllReduce, EncodedAllReduceStep, shared_memory_bytes
 from shoal.collectives.ordered_allreduce import OverlapError
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.residual_transfer import Report, ResidualTransfer
 from shoal.collectives.transport.shared_memory import ByteBuffer
@@ -24,7 +25,6 @@ from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
 from shoal.net.handshake import LinkError
 from shoal.spec.view import View
-from shoal.strategies.base import Committed, Discarded
 from shoal.strategies.local_sgd.fragments import EncodedFragmentAllReduce, FragmentAllReduce
 from shoal.strategies.replicated import NO_SAMPLES, OrderedAllReduceSync
 

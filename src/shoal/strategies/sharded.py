@@ -25,6 +25,7 @@ from shoal.checkpoint.sharded_files import (
 )
 from shoal.checkpoint.state_format import pack_state, unpack_state
 from shoal.checkpoint.tensor_bytes import DTYPES
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.errors import CheckpointError, error
 from shoal.net.handshake import LinkError
 from shoal.sharding.device_mesh import ShardMesh, all_reduce_max
@@ -34,7 +35,6 @@ from shoal.sharding.replica import ShardedReplica
 from shoal.sharding.shard_backup import ShardBackup, ShardSpec, TensorSpecs, tensor_specs
 from shoal.spec.sharding import INEXACT_MICROBATCHES, NoShardingConfig, PipelineParallelConfig
 from shoal.spec.view import View
-from shoal.strategies.base import Committed, Discarded
 from shoal.strategies.sharded_commit import ShardedSync
 from shoal.strategies.sharded_compute import ShardedCompute
 

@@ -21,6 +21,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.collectives.group import ViewGroup
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.torch_group import RENDEZVOUS_TIMEOUT
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.errors import ShoalError
@@ -32,7 +33,7 @@ from shoal.sharding.gloo_sockets import GlooSockets
 from shoal.sharding.replica import ShardedReplica
 from shoal.sharding.shard_backup import ShardBackup
 from shoal.spec.view import View
-from shoal.strategies.base import Committed, Discarded, LockstepDefaults
+from shoal.strategies.base import LockstepDefaults
 
 _RENDEZVOUS_LABEL, _VOTE_LABEL = 1 << 60, 1 << 61  # labels that nobody else uses
 _PORT = struct.Struct("<H")

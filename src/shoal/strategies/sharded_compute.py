@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.checkpoint.state_format import pack_state, unpack_state
+from shoal.collectives.outcome import Discarded
 from shoal.data.batch import Batch
 from shoal.data.datasets import DatasetSplit
 from shoal.lanes.lane_sum import LaneSum
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.net.handshake import LinkError
 from shoal.sharding.replica import ShardedReplica
-from shoal.strategies.base import Discarded
 from shoal.strategies.sharded_commit import ShardedSync
-from shoal.train.metrics import merge_lanes
-from shoal.train.user_errors import wrap_user_errors
+from shoal.tasks.metrics import merge_lanes
+from shoal.tasks.user_errors import wrap_user_errors
 
 if TYPE_CHECKING:
     from shoal.sharding.build_replica import ShardedReplicaBuilder

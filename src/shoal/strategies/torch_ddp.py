@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions
 
 from shoal.collectives.group import ViewGroup
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.torch_group import AbortableProcessGroup, Rendezvous, TorchGroup, has_nccl
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.errors import error
@@ -30,7 +31,7 @@ from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, Replica, add
 from shoal.net.handshake import LinkError
 from shoal.spec.view import View
-from shoal.strategies.base import Committed, Discarded, LockstepDefaults
+from shoal.strategies.base import LockstepDefaults
 
 BUCKET_BYTES = 25 << 20
 CLOSE_TIMEOUT_S = 2.0

@@ -41,15 +41,15 @@ from shoal.strategies.replicated import OrderedAllReduceSync
 from shoal.strategies.replicated_encoded import EncodedAllReduceSync
 from shoal.strategies.sharded_commit import ShardedSync
 from shoal.strategies.torch_ddp import TorchDdpSync
+from shoal.tasks.evaluation import Evaluator
+from shoal.tasks.model import build_lr_schedule, build_optimizer, build_task, load_initial_weights
+from shoal.tasks.task import Task
+from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.activity import Activity
 from shoal.train.devices import pick_device
-from shoal.train.evaluation import Evaluator
 from shoal.train.loop import Loop, TrainSchedule
-from shoal.train.model import build_lr_schedule, build_optimizer, build_task, load_initial_weights
 from shoal.train.reporting import Reporter, StepStats
-from shoal.train.task import Task
 from shoal.train.trace import StateTrace
-from shoal.train.user_errors import wrap_user_errors
 from shoal.train.watchers import BestMetric, EarlyStopping
 
 
@@ -303,7 +303,7 @@ def make_sync(job: Job, replica: Replica, peers: PeerServices, report: Callable[
 
 def open_store(job: Job, paths: RunPaths, *, report: Callable[..., object]) -> CheckpointStore:
     return CheckpointStore(
-        store_path(job, paths),
+        paths.store(job.checkpoint.path),
         job_sha256=job.resume_compatibility_sha256(),
         every=job.checkpoint.interval,
         keep=job.checkpoint.keep,
@@ -312,11 +312,6 @@ def open_store(job: Job, paths: RunPaths, *, report: Callable[..., object]) -> C
         emit=report,
         name=paths.checkpoint_namespace,
     )
-
-
-def store_path(job: Job, paths: RunPaths) -> str:
-    where = job.checkpoint.path
-    return f"{where.rstrip('/')}/{paths.parent_run.name}" if where else str(paths.checkpoints)
 
 
 def _make_watcher(ref: Any, paths: RunPaths, job: Job) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from shoal.collectives.outcome import Discarded
 from shoal.collectives.state_stream import StateSubscription, total_from_entry
 from shoal.events import Event
 from shoal.net.handshake import LinkError
 from shoal.spec.view import View
-from shoal.strategies.base import Discarded
 from shoal.strategies.local_sgd.replica import LocalReplica
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from shoal.collectives.outcome import Discarded
 from shoal.fleet.membership import Membership
 from shoal.spec.view import View
-from shoal.strategies.base import Discarded
 from shoal.train.catch_up import CatchUp
 from shoal.train.loop import Loop, LoopResult
 

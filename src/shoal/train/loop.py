@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.checkpoint.sharded_files import PIECES_SECTION, open_pieces
 from shoal.checkpoint.store import CheckpointStore
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.data.batch_loader import BatchLoader
 from shoal.data.samplers import LaneSampler
@@ -26,18 +27,18 @@ from shoal.net.handshake import LinkError
 from shoal.sharding.build_replica import ShardedReplicaBuilder
 from shoal.sharding.local_state import load_unsharded, unsharded_state
 from shoal.spec.view import View, position_of
-from shoal.strategies.base import Committed, Discarded, GradientSync
+from shoal.strategies.base import GradientSync
 from shoal.strategies.local_sgd.replica import LocalReplica
 from shoal.strategies.local_sgd.schedule import SyncSchedule
 from shoal.strategies.local_sgd.step import LocalSgdStep
 from shoal.strategies.replicated import OrderedAllReduceSync
 from shoal.strategies.sharded import ShardedStrategy
 from shoal.strategies.sharded_commit import ShardedSync
+from shoal.tasks.evaluation import Evaluator
+from shoal.tasks.task import Task
+from shoal.tasks.user_errors import as_shoal_error
 from shoal.train.activity import Activity
-from shoal.train.evaluation import Evaluator
 from shoal.train.reporting import Reporter, StepStats
-from shoal.train.task import Task
-from shoal.train.user_errors import as_shoal_error
 from shoal.train.watchers import BestMetric
 
 MAX_STATE_TO_MODEL_RATIO = 8

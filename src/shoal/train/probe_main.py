@@ -21,20 +21,21 @@ from shoal.data.source import open_source
 from shoal.data.split import split
 from shoal.errors import error
 from shoal.events import EventWriter
+from shoal.fleet.process import run_reporting_errors
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, Replica, add
+from shoal.lanes.torch_setup import prepare_torch
 from shoal.paramserver.sparse.offline import bind_checkpoint_rows
 from shoal.sharding.build_replica import unsharded_job
 from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 from shoal.spec.run_paths import RunPaths, cache_directory
+from shoal.tasks.evaluation import Evaluator
+from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.build import build, build_replica
 from shoal.train.devices import pick_device
-from shoal.train.evaluation import Evaluator
 from shoal.train.profile import profile_job
-from shoal.train.user_errors import wrap_user_errors
-from shoal.train.worker import prepare_torch, run_reporting_errors
 
 
 def main() -> None:

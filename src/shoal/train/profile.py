@@ -32,10 +32,10 @@ from shoal.spec.job import Job, LanesSyncConfig, LocalSgdSyncConfig
 from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.sharding import NoShardingConfig
 from shoal.strategies.local_sgd.schedule import partition_into_fragments
+from shoal.tasks.model import build_task
+from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.build import BuiltJob, build, make_batch_loader
-from shoal.train.model import build_task
 from shoal.train.profile_pair import PairProfile, lower_quartile, profile_pair
-from shoal.train.user_errors import wrap_user_errors
 
 BUDGET_S, CODEC_BUDGET_S, PAIR_BUDGET_S = 0.2, 0.1, 0.5
 """So long each thing is tried, but at least some times."""

@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.collectives.outcome import Discarded
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.data.batch import Batch
 from shoal.lanes.replica import Replica
 from shoal.spec.view import Address, View
-from shoal.strategies.base import Discarded
 from shoal.strategies.replicated import OrderedAllReduceSync
 
 MIN_STEPS, MAX_STEPS = 5, 100

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,28 +25,28 @@ import torch
 from shoal.checkpoint.export import export_model, export_sharded_model
 from shoal.checkpoint.sha256 import state_sha256, weights_sha256
 from shoal.collectives.peer_services import PeerServices
-from shoal.errors import EXIT_BUG, ShoalError, single_errors
+from shoal.errors import ShoalError
 from shoal.events import EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
+from shoal.fleet.process import WELCOME_TIMEOUT_S, emit_failure, hold_seat_lock, run_reporting_errors
+from shoal.lanes.torch_setup import prepare_torch
 from shoal.net import tls
 from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
 from shoal.spec.load import load_job, save_job
 from shoal.spec.run_paths import RunPaths, cache_directory
-from shoal.spec.view import Role, View
+from shoal.spec.view import View
 from shoal.strategies.parameter_server import ParameterServerSync
 from shoal.train.activity import Activity
 from shoal.train.build import BuiltJob, build, build_loop
 from shoal.train.devices import claim_device
 from shoal.train.elastic import ElasticLoop
 from shoal.train.loop import Loop
-from shoal.train.malloc import keep_freed_memory
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
-WELCOME_TIMEOUT_S = 30.0
 
 
 def main() -> None:
@@ -71,34 +69,6 @@ def main() -> None:
             lambda stream: run_local_worker(paths, arguments.seat, stream, trace=arguments.trace),
         )
     )
-
-
-def run_reporting_errors(stream: EventWriter, act: Callable[[EventWriter], None]) -> int:
-    """Run it; what goes wrong is told in the stream, and the exit code says whose fault it was."""
-    try:
-        act(stream)
-    except ShoalError as failure:
-        emit_failure(stream, failure)
-        traceback.print_exc()
-        return failure.exit_code
-    except BaseException as failure:
-        stream.emit(
-            "failed",
-            code="BUG",
-            message=f"{type(failure).__name__}: {failure}",
-            where=traceback.format_exc(),
-            fix="",
-        )
-        traceback.print_exc()
-        return EXIT_BUG
-    finally:
-        stream.close()
-    return 0
-
-
-def emit_failure(stream: EventWriter, failure: ShoalError) -> None:
-    for one in single_errors(failure):
-        stream.emit("failed", code=one.code, message=one.message, where=one.where, fix=one.fix)
 
 
 @dataclass
@@ -277,27 +247,6 @@ def connect_to_servers(session: WorkerSession, control: ControlClient, sync: Par
         sync.set_chunk_table(control.chunk_table)
     session.chunk_boundaries = sync.chunk_offsets
     control.send("cuts", cuts=session.chunk_boundaries)
-
-
-@contextlib.contextmanager
-def hold_seat_lock(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator[None]:
-    """A lock that lasts as long as this process, so that another driver can see who is still here."""
-    with paths.seat_lock(seat, role).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
-        paths.seat_lock(seat, role).unlink(missing_ok=True)
-
-
-def prepare_torch(job: Job) -> None:
-    """The same arithmetic everywhere: a fixed number of threads, deterministic kernels."""
-    keep_freed_memory()
-    torch.set_num_threads(job.threads)
-    if job.threads > 1 or torch.cuda.is_available():
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = False
 
 
 def install_leave_handler(session: WorkerSession, control: ControlClient, patience_s: float) -> Callable[[], str]:

@@ -17,9 +17,9 @@ from shoal.checkpoint.files import CheckpointFiles
 from shoal.checkpoint.manifest import blob_path
 from shoal.checkpoint.tensor_bytes import DTYPE_CODES
 from shoal.errors import error
+from shoal.lanes.sparse.rows import RowBundle, SparseRows, check_keys
+from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.paramserver.sparse.row_tables import CURRENT
-from shoal.paramserver.sparse.rows import RowBundle, SparseRows, check_keys
-from shoal.paramserver.sparse.table_spec import TableSpec
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

@@ -6,18 +6,18 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shoal.collectives.outcome import Discarded
 from shoal.errors import error
 from shoal.lanes.lane_sum import LaneSum
+from shoal.lanes.sparse.embedding import SparseTable
+from shoal.lanes.sparse.keys import Floats, Keys
+from shoal.lanes.sparse.rows import RowBundle, pack_rows
+from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.net.handshake import LinkError
 from shoal.paramserver.client import ParameterServerClient, RefusedError
 from shoal.paramserver.sparse.checkpoint import RowBlob
-from shoal.paramserver.sparse.embedding import SparseTable
-from shoal.paramserver.sparse.keys import Floats, Keys
 from shoal.paramserver.sparse.requests import LookupRows, SnapshotRows
-from shoal.paramserver.sparse.rows import RowBundle, pack_rows
-from shoal.paramserver.sparse.table_spec import TableSpec
 from shoal.spec.chunk_table import ParameterPiece
-from shoal.strategies.base import Discarded
 
 PushPayload = Callable[[ParameterPiece], list[memoryview | bytes]]
 """What a push brings of a piece besides dense gradients."""

@@ -14,15 +14,15 @@ import numpy as np
 from shoal.checkpoint.files import CheckpointFiles
 from shoal.errors import ShoalError
 from shoal.lanes.reduction_tree import TreeSum
+from shoal.lanes.sparse import rows as sparse
+from shoal.lanes.sparse.rows import RowBundle, SparseRows, by_table, check_keys, pack_rows, unpack_rows
 from shoal.net.handshake import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
 from shoal.paramserver.piece_state import ClientSession, PieceState, PushRound
 from shoal.paramserver.protocol import ServerFrame, encode_json
-from shoal.paramserver.sparse import rows as sparse
 from shoal.paramserver.sparse.checkpoint import RowBlob, load_rows, save_rows
 from shoal.paramserver.sparse.row_tables import RowGradients, RowTables, digests
-from shoal.paramserver.sparse.rows import RowBundle, SparseRows, by_table, check_keys, pack_rows, unpack_rows
 
 if TYPE_CHECKING:
     from shoal.paramserver.server import ParameterServer

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.paramserver.sparse.keys import Floats, Keys, first_key, splitmix64
-from shoal.paramserver.sparse.rows import SparseRows
+from shoal.lanes.sparse.keys import Floats, Keys, first_key, splitmix64
+from shoal.lanes.sparse.rows import SparseRows
 
 RowIndices = NDArray[np.int64]
 MAX_STORED_ROWS = (1 << 31) - 1

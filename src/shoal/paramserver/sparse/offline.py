@@ -9,11 +9,11 @@ from shoal.checkpoint.files import open_files
 from shoal.checkpoint.manifest import step_from_path
 from shoal.checkpoint.store import CheckpointStore
 from shoal.errors import error
+from shoal.lanes.sparse.embedding import SparseTable
+from shoal.lanes.sparse.keys import Floats, Keys
+from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.paramserver.sparse.checkpoint import RowBlob, load_rows
-from shoal.paramserver.sparse.embedding import SparseTable
-from shoal.paramserver.sparse.keys import Floats, Keys
 from shoal.paramserver.sparse.row_tables import RowTables
-from shoal.paramserver.sparse.table_spec import TableSpec
 
 
 class OfflineRows:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.lanes.sparse.keys import Floats, Keys, chunks_of, first_key
+from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.net.handshake import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.client import ServerSession
 from shoal.paramserver.connection import PayloadTarget
 from shoal.paramserver.protocol import ServerFrame, decode_json
 from shoal.paramserver.requests import GatherAll, SingleReply
-from shoal.paramserver.sparse.keys import Floats, Keys, chunks_of, first_key
-from shoal.paramserver.sparse.table_spec import TableSpec
 from shoal.spec.chunk_table import ParameterPiece
 
 MAX_SNAPSHOT_REPLY_BYTES = 16 << 20

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from shoal.lanes.sparse.keys import Floats, Keys, chunks_of
+from shoal.lanes.sparse.optimizers import update_rows
+from shoal.lanes.sparse.rows import RowBundle, SparseRows, add_rows, copy_matching_rows, empty_rows
+from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.paramserver.sparse.hash_store import RowStore
-from shoal.paramserver.sparse.keys import Floats, Keys, chunks_of
-from shoal.paramserver.sparse.optimizers import update_rows
-from shoal.paramserver.sparse.rows import RowBundle, SparseRows, add_rows, copy_matching_rows, empty_rows
-from shoal.paramserver.sparse.table_spec import TableSpec
 
 CURRENT, PREVIOUS = 0, 1
 RowGradients = Mapping[int, SparseRows]

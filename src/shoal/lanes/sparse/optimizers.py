@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from shoal.paramserver.sparse.keys import Floats
+from shoal.lanes.sparse.keys import Floats
 
 RowOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
 ROW_OPTIMIZERS: tuple[RowOptimizer, ...] = get_args(RowOptimizer)

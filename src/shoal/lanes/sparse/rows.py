@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from shoal.lanes.sparse.keys import Floats, Keys, first_key
 from shoal.net.handshake import LinkError
-from shoal.paramserver.sparse.keys import Floats, Keys, first_key
 
 _HEADER = struct.Struct("<IIQ")
 _ALIGN = 8

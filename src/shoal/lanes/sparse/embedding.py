@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import error
-from shoal.paramserver.sparse.keys import Floats, Keys, keys_of
-from shoal.paramserver.sparse.optimizers import RowOptimizer
-from shoal.paramserver.sparse.rows import SparseRows, add_rows, empty_rows
-from shoal.paramserver.sparse.table_spec import TableSpec
+from shoal.lanes.sparse.keys import Floats, Keys, keys_of
+from shoal.lanes.sparse.optimizers import RowOptimizer
+from shoal.lanes.sparse.rows import SparseRows, add_rows, empty_rows
+from shoal.lanes.sparse.table_spec import TableSpec
 
 
 class RowSource(Protocol):

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.state_format import pack_state, unpack_state
+from shoal.collectives.outcome import Discarded
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import evaluation_batches
 from shoal.data.datasets import DatasetSplit
 from shoal.lanes.replica import Loss, Replica
 from shoal.spec import seeds
 from shoal.spec.data import LoaderConfig
-from shoal.strategies.base import Discarded
-from shoal.train.metrics import MetricAccumulator, are_logits, disable_distributed_sync, merge_lanes
-from shoal.train.task import Task
-from shoal.train.user_errors import wrap_user_errors
+from shoal.tasks.metrics import MetricAccumulator, are_logits, disable_distributed_sync, merge_lanes
+from shoal.tasks.task import Task
+from shoal.tasks.user_errors import wrap_user_errors
 
 Gather = Callable[[bytes], dict[int, bytes] | Discarded]
 EvaluateBatch = Callable[[Batch, str], tuple[Any, Any]]

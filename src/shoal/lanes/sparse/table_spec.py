@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.paramserver.sparse.keys import MAX_ROWS, Floats, Keys, ids_of, initial_rows
-from shoal.paramserver.sparse.optimizers import ROW_OPTIMIZERS, RowOptimizer, slot_count
+from shoal.lanes.sparse.keys import MAX_ROWS, Floats, Keys, ids_of, initial_rows
+from shoal.lanes.sparse.optimizers import ROW_OPTIMIZERS, RowOptimizer, slot_count
 
 MAX_DIM = 1 << 16
 MAX_TABLES = 1 << 10

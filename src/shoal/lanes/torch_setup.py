@@ -1,10 +1,14 @@
-"""What a process does with memory that it has no use for at the moment."""
+"""How a process sets up torch and malloc before it computes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+
+import torch
+
+from shoal.spec.job import Job
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # names that malloc.h has for them
 _TRIM_BYTES = 1 << 30
@@ -27,3 +31,13 @@ def keep_freed_memory() -> bool:
     except AttributeError:  # not glibc
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES) and mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES))
+
+
+def prepare_torch(job: Job) -> None:
+    """The same arithmetic everywhere: a fixed number of threads, deterministic kernels."""
+    keep_freed_memory()
+    torch.set_num_threads(job.threads)
+    if job.threads > 1 or torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False

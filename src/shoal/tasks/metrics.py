@@ -13,8 +13,8 @@ from shoal.errors import ShoalError, error
 from shoal.spec.base import Ref
 from shoal.spec.names import DEFAULT_MODULES, expand_alias, metric_names
 from shoal.spec.resolve import build_ref
-from shoal.train.task import align_shapes
-from shoal.train.user_errors import first_line
+from shoal.tasks.task import align_shapes
+from shoal.tasks.user_errors import first_line
 
 CLASSIFICATION_METRICS = {
     "accuracy",

@@ -18,8 +18,8 @@ from shoal.spec.base import Ref
 from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig, OptimizerConfig
 from shoal.spec.names import DEFAULT_MODULES
 from shoal.spec.resolve import build_ref, import_ref
-from shoal.train.metrics import build_metrics
-from shoal.train.task import PlainTask, Task
+from shoal.tasks.metrics import build_metrics
+from shoal.tasks.task import PlainTask, Task
 
 FUSED_OPTIMIZERS = {"Adam", "AdamW", "SGD", "Adagrad"}
 

@@ -1,0 +1,55 @@
+"""What every process of a run does around its work: report its errors, and hold the lock of its seat."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import traceback
+from collections.abc import Callable, Iterator
+
+from shoal.errors import EXIT_BUG, ShoalError, single_errors
+from shoal.events import EventWriter
+from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Role
+
+WELCOME_TIMEOUT_S = 30.0
+
+
+def run_reporting_errors(stream: EventWriter, act: Callable[[EventWriter], None]) -> int:
+    """Run it; what goes wrong is told in the stream, and the exit code says whose fault it was."""
+    try:
+        act(stream)
+    except ShoalError as failure:
+        emit_failure(stream, failure)
+        traceback.print_exc()
+        return failure.exit_code
+    except BaseException as failure:
+        stream.emit(
+            "failed",
+            code="BUG",
+            message=f"{type(failure).__name__}: {failure}",
+            where=traceback.format_exc(),
+            fix="",
+        )
+        traceback.print_exc()
+        return EXIT_BUG
+    finally:
+        stream.close()
+    return 0
+
+
+def emit_failure(stream: EventWriter, failure: ShoalError) -> None:
+    for one in single_errors(failure):
+        stream.emit("failed", code=one.code, message=one.message, where=one.where, fix=one.fix)
+
+
+@contextlib.contextmanager
+def hold_seat_lock(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator[None]:
+    """A lock that lasts as long as this process, so that another driver can see who is still here."""
+    with paths.seat_lock(seat, role).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+        paths.seat_lock(seat, role).unlink(missing_ok=True)
