@@ -21,7 +21,6 @@ from shoal.jobs import commands
 from shoal.jobs.executor import catch_stop_signals
 from shoal.jobs.run_driver import make_fork_server
 from shoal.jobs.worker_group import WORKER_MODULE
-from shoal.net import tls
 from shoal.spec.certificates import load_tls_contexts
 from shoal.spec.job import MOST_WORKERS
 from shoal.spec.run_paths import RunPaths
@@ -50,8 +49,8 @@ def join(
     contact = _parse_address(where, token)
     if not 1 <= workers <= MOST_WORKERS:
         raise error("SH609", f"{workers} workers", where="--workers", fix=f"Ask for 1 to {MOST_WORKERS}.")
-    tls.configure(load_tls_contexts(tls_dir, where="--tls") if tls_dir else None)
-    welcome = commands.fetch_welcome(contact)
+    contexts = load_tls_contexts(tls_dir, where="--tls") if tls_dir else None
+    welcome = commands.fetch_welcome(contact, tls_contexts=contexts)
     with (
         tempfile.TemporaryDirectory(prefix="shoal-join-") as scratch,
         _fork_server(fork_server, welcome["threads"]) as mine,

@@ -16,10 +16,10 @@ from shoal.events import Event, EventReader, RunState, replay
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
 from shoal.fleet.orphans import Orphan, find_orphans
 from shoal.jobs import run_dir
-from shoal.net import tls
 from shoal.net.handshake import LinkError, TlsError, TokenError
 from shoal.net.listener import connect_host
 from shoal.net.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
+from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import MOST_WORKERS, Job
 from shoal.spec.load import load_job
@@ -124,9 +124,9 @@ def read_token(paths: RunPaths) -> str:
     return contact.token
 
 
-def fetch_welcome(address: DriverAddress) -> dict[str, Any]:
+def fetch_welcome(address: DriverAddress, *, tls_contexts: TlsContexts | None) -> dict[str, Any]:
     """The driver's welcome. Says quickly what is wrong with an address or a token."""
-    with _connection(address) as rows:
+    with _connection(address, tls_contexts=tls_contexts) as rows:
         return next(rows)
 
 
@@ -150,9 +150,9 @@ def _send_command(paths: RunPaths, kind: str, **fields: Any) -> RunStatus:
     contact = read_driver_address(paths.driver_address)
     if contact is None or not run_dir.is_driven(paths.parent_run):
         raise _not_driven(paths)
-    tls.configure(tls_contexts_for(load_job(paths.job, check_names=False)))
+    contexts = tls_contexts_for(load_job(paths.job, check_names=False))
     try:
-        with _connection(contact, encode_message(kind, fields)) as rows:
+        with _connection(contact, encode_message(kind, fields), tls_contexts=contexts) as rows:
             next(rows)
             answer = RunStatus(**next(rows))
     except ShoalError as failure:
@@ -180,11 +180,13 @@ def _orphans(paths: RunPaths) -> list[Orphan]:
 
 
 @contextlib.contextmanager
-def _connection(address: DriverAddress, *messages: bytes) -> Iterator[Iterator[dict[str, Any]]]:
+def _connection(
+    address: DriverAddress, *messages: bytes, tls_contexts: TlsContexts | None
+) -> Iterator[Iterator[dict[str, Any]]]:
     """The fields of the driver's welcome, then of its answers to what was said."""
     hello = json.dumps({"role": "user"}).encode()
     try:
-        with connect_host(address.host, address.port, address.token, hello) as sock:
+        with connect_host(address.host, address.port, address.token, hello, tls_contexts=tls_contexts) as sock:
             sock.settimeout(REPLY_TIMEOUT_S)
             sock.sendall(b"".join(messages))
             yield _read_replies(sock)

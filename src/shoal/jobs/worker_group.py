@@ -20,7 +20,6 @@ from shoal.fleet.orphans import find_orphans
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.peer_status import RECONNECT_TIMEOUT_S, PeerStatus
 from shoal.jobs.server_group import ServerGroup
-from shoal.net import tls
 from shoal.net.handshake import new_token
 from shoal.plan.failure_detector import FailureDetector, Heartbeat
 from shoal.plan.membership_policy import PublishView, StartWorkers
@@ -48,10 +47,11 @@ class WorkerGroup:
         first_seat: int,
         trace: bool = False,
     ) -> None:
-        tls.configure(tls_contexts_for(job))
+        contexts = tls_contexts_for(job)
         known = read_driver_address(paths.driver_address)
         token = known.token if known else new_token()
-        self.control = ControlServer(token, listen=job.engine.listen, port=known.port if known else 0)
+        port = known.port if known else 0
+        self.control = ControlServer(token, listen=job.engine.listen, port=port, tls_contexts=contexts)
         write_driver_address(paths.driver_address, DriverAddress(self.control.host, self.control.port, token))
         self.membership = make_membership_policy(job, wanted_workers=initial_workers(job))
         self.deaths = 0

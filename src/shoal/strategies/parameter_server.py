@@ -74,7 +74,9 @@ class ParameterServerSync(LockstepDefaults):
         self._replica = replica
         self._staleness = staleness
         self._group = ViewGroup(endpoint, token)
-        self._client = ParameterServerClient(0, token, aborted=self._group.aborted)
+        self._client = ParameterServerClient(
+            0, token, aborted=self._group.aborted, tls_contexts=endpoint.tls_contexts if endpoint else None
+        )
         self._push_codec = push_codec
         self._shared_memory: SharedMemory | None = None
         self._values: ByteBuffer | None = None

@@ -32,7 +32,7 @@ from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
 from shoal.fleet.process import WELCOME_TIMEOUT_S, emit_failure, hold_seat_lock, run_reporting_errors
 from shoal.lanes.torch_setup import prepare_torch
-from shoal.net import tls
+from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
@@ -60,8 +60,8 @@ def main() -> None:
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
     if arguments.join:
-        tls.configure(load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None)
-        sys.exit(run_remote_worker(paths, arguments.join, arguments.dir))
+        contexts = load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None
+        sys.exit(run_remote_worker(paths, arguments.join, arguments.dir, tls_contexts=contexts))
     who = f"worker-{arguments.seat}"
     sys.exit(
         run_reporting_errors(
@@ -87,7 +87,7 @@ class WorkerSession:
     on_chunk_table: Callable[[ChunkTable], None] = lambda table: None
     chunk_boundaries: list[int] = field(default_factory=list)
 
-    def make_control_client(self) -> ControlClient:
+    def make_control_client(self, tls_contexts: TlsContexts | None) -> ControlClient:
         control = ControlClient(
             self.driver_address,
             lambda: self._hello(control),
@@ -95,6 +95,7 @@ class WorkerSession:
             on_view=lambda view: self.on_view(view),  # noqa: PLW0108  # it is set later
             on_chunk_table=lambda table: self.on_chunk_table(table),  # noqa: PLW0108
             on_welcome=lambda fields: self._on_welcome(control, fields),
+            tls_contexts=tls_contexts,
         )
         return control
 
@@ -129,21 +130,23 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
     assert driver_address is not None, "the driver writes it before it starts workers"
     latest = partial(read_driver_address, paths.driver_address)
     job = load_job(paths.job, check_names=False)
-    tls.configure(tls_contexts_for(job))
+    contexts = tls_contexts_for(job)
     with (
         hold_seat_lock(paths, seat),
-        open_session(driver_address, latest, has_run_dir=True, seat=seat) as (session, control),
+        open_session(driver_address, latest, has_run_dir=True, seat=seat, tls_contexts=contexts) as (session, control),
     ):
         control.connect(WELCOME_TIMEOUT_S)
         train(job, paths, session, control, stream, trace=trace)
 
 
-def run_remote_worker(paths: RunPaths, driver: str, base_dir: str) -> int:
+def run_remote_worker(paths: RunPaths, driver: str, base_dir: str, *, tls_contexts: TlsContexts | None = None) -> int:
     """A worker from elsewhere. What it tells is kept in its own directory too, for whoever started it."""
     host, _, port = driver.rpartition(":")
     driver_address = DriverAddress(host.strip("[]"), int(port), os.environ.pop(TOKEN_VARIABLE, ""))
     own_stream = EventWriter(paths.events, "worker")
-    with open_session(driver_address, lambda: driver_address, has_run_dir=False, seat=None) as (session, control):
+    with open_session(
+        driver_address, lambda: driver_address, has_run_dir=False, seat=None, tls_contexts=tls_contexts
+    ) as (session, control):
         try:
             welcome = control.connect(WELCOME_TIMEOUT_S)
         except ShoalError as failure:
@@ -174,11 +177,12 @@ def open_session(
     *,
     has_run_dir: bool,
     seat: int | None,
+    tls_contexts: TlsContexts | None,
 ) -> Iterator[tuple[WorkerSession, ControlClient]]:
     """The two ways out of this process: to the driver, and to the other workers."""
-    peers = PeerServices(initial_address.token, bind=own_address(initial_address))
+    peers = PeerServices(initial_address.token, bind=own_address(initial_address), tls_contexts=tls_contexts)
     session = WorkerSession(driver_address, peers, Activity(), has_run_dir, seat)
-    control = session.make_control_client()
+    control = session.make_control_client(tls_contexts)
     try:
         yield session, control
     finally:
