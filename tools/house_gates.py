@@ -120,8 +120,7 @@ def problems(tree: Tree, limits: Mapping[str, Any]) -> list[str]:
             f"{LIMITS.name} and say in CHANGELOG.md what the new lines are for."
         )
     found += _ratchet("files in a room", dict(tree.files), limits["files_per_room"], limits["more_files"])
-    long_ones = {name: lines for name, lines in tree.file_lines.items()}
-    found += _ratchet("code lines in a file", long_ones, limits["lines_per_file"], limits["longer_files"])
+    found += _ratchet("code lines in a file", tree.file_lines, limits["lines_per_file"], limits["longer_files"])
     found += _ratchet("arguments", tree.arguments, limits["arguments"], limits["more_arguments"])
     for name, places in sorted(tree.classes.items()):
         if len(places) > 1:
@@ -131,8 +130,8 @@ def problems(tree: Tree, limits: Mapping[str, Any]) -> list[str]:
     single = sorted(name for name, importers in tree.importers.items() if len(importers) == 1)
     if len(single) > limits["one_importer_modules"]:
         found.append(
-            f"{len(single)} modules are imported by exactly one other, and {limits['one_importer_modules']} are agreed. "
-            "Merge a small one into its reader."
+            f"{len(single)} modules are imported by exactly one other, and {limits['one_importer_modules']} are "
+            "agreed. Merge a small one into its reader."
         )
     elif len(single) < limits["one_importer_modules"]:
         found.append(f"Lower `one_importer_modules` in {LIMITS.name} to {len(single)}.")
