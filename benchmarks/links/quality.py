@@ -100,7 +100,8 @@ def train_curves(
                 plain, curve = _job(model, data, codec, seed=seed, steps=steps), Curve(BATCH[model])
                 going[codec, seed] = _started(plain, scratch / "quality", nursery, curve), curve
             for name, (run, curve) in list(going.items()):
-                if outcome := run.tick(0.02):
+                run.wait(0.02)
+                if outcome := run.tick():
                     del going[name]
                     if outcome.receipt is None:
                         raise outcome.error or RuntimeError(f"the run is {outcome.status}")

@@ -27,6 +27,7 @@ from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.collectives.transport.bandwidth import answer_link_test, measure_link
 from shoal.events import Event, RunState
 from shoal.jobs import planner
+from shoal.jobs.steps import run_steps
 from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_measured, sync_section
 from shoal.plan.costs.model import Cluster, CostPrediction, HostResources, MeasuredJob, NetworkLink, RunChoice
 from shoal.plan.costs.predict import predict
@@ -130,7 +131,7 @@ class Bench:
 
     def planned(self, cell: Cell) -> dict[str, Any]:
         """What the planner would take, and what it said of every side."""
-        facts = planner.measure(make_job(dict(self._job(cell, RunChoice()))), fork_server=self.nurseries[0])
+        facts = run_steps(planner.measure_steps(make_job(dict(self._job(cell, RunChoice()))), self.nurseries[0]))
         link = measured_link(self.hosts, cell.mbit)
         measured, machine = read_measured(facts), read_cluster(facts, PlanRequest())
         said = predictions(cell.sides, measured, machine, link, cell.slow)

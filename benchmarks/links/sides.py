@@ -17,7 +17,8 @@ from benchmarks.report import environment
 from shoal.events import Event, RunState
 from shoal.fleet.engines.local import ForkServer, LocalEngine
 from shoal.jobs import run_dir
-from shoal.jobs.run_driver import RunDriver, make_fork_server
+from shoal.jobs.fork_servers import make_fork_server
+from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job
 from shoal.spec.view import Seat
 
@@ -110,7 +111,8 @@ class ShoalSide:
             self.rows[event.who].append(step)
 
     def tick(self) -> None:
-        if outcome := self._run.tick(0.05):
+        self._run.wait(0.05)
+        if outcome := self._run.tick():
             raise outcome.error or RuntimeError(f"the run is {outcome.status}: {outcome.paths.root}")
 
     def pids(self) -> list[int]:

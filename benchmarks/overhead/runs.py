@@ -12,7 +12,7 @@ from benchmarks.overhead.samples import IMAGES, LABELS, TEXT
 from benchmarks.report import environment
 from shoal.fleet.engines.local import ForkServer, LocalEngine
 from shoal.jobs import executor
-from shoal.jobs.run_driver import make_fork_server
+from shoal.jobs.fork_servers import make_fork_server
 from shoal.spec.load import make_job
 from shoal.spec.receipt import Receipt
 from shoal.spec.view import Seat
@@ -48,7 +48,7 @@ def shoal_run(
     plain_job: dict[str, Any], runs: Path, nursery: ForkServer, on_event: executor.OnEvent | None = None
 ) -> Receipt:
     outcome = executor.run(make_job(plain_job), runs=runs, on_event=on_event, fork_server=nursery)
-    if isinstance(outcome, executor.FoldsResult) or outcome.receipt is None:
+    if outcome.receipt is None:
         raise outcome.error or RuntimeError(f"the run is {outcome.status}")
     return outcome.receipt
 

@@ -101,7 +101,8 @@ class Comparison:
         deadline = time.monotonic() + MOST_S
         try:
             while (seconds := watch.reached(self.loss)) is None and time.monotonic() < deadline:
-                if outcome := going.tick(0.1):
+                going.wait(0.1)
+                if outcome := going.tick():
                     raise outcome.error or RuntimeError(f"the run is {outcome.status}")
         finally:
             watch.stop()
@@ -112,8 +113,8 @@ class Comparison:
         """The loss that one worker, which nobody slows, has after so many steps."""
         curve = Curve(BATCH)
         going = self._started(curve.on_event, steps=steps, workers=1)
-        while going.tick(0.1) is None:
-            pass
+        while going.tick() is None:
+            going.wait(0.1)
         return list(curve.smooth())[-1][1]
 
     def _started(self, look: Callable[[Event, RunState], None], **changes: Any) -> RunDriver:

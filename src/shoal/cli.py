@@ -14,8 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shoal.jobs.executor import FoldsResult
-    from shoal.jobs.run_driver import RunResult
+    from shoal.jobs.run_result import RunResult
     from shoal.spec.job import Job
 
 app = typer.Typer(
@@ -416,7 +415,7 @@ def _console(to_stderr: bool = False) -> Console:
     return Console(stderr=to_stderr)
 
 
-def _print_and_exit(result: RunResult | FoldsResult, *, as_json: bool) -> NoReturn:
+def _print_and_exit(result: RunResult, *, as_json: bool) -> NoReturn:
     """Print how it ended, and leave with the exit code that says so."""
     from shoal.terminal import exit_status
 

@@ -56,6 +56,11 @@ class ControlServer:
         self._listener = AuthenticatedListener([listener], token, self._on_connect, tls_contexts=tls_contexts)
 
     @property
+    def address(self) -> str:
+        """HOST:PORT, as users write it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def refused(self) -> int:
         """Strangers, and callers that broke the language."""
         return self._listener.refused + self._connection_thread.protocol_errors

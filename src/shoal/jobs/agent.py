@@ -19,7 +19,7 @@ from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import ForkServer, LocalEngine
 from shoal.jobs import commands
 from shoal.jobs.executor import catch_stop_signals
-from shoal.jobs.run_driver import make_fork_server
+from shoal.jobs.fork_servers import make_fork_server
 from shoal.jobs.worker_group import WORKER_MODULE
 from shoal.spec.certificates import load_tls_contexts
 from shoal.spec.job import MOST_WORKERS
