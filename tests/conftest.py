@@ -1,4 +1,4 @@
-"""What the tests share: jobs run with real workers, forked from one fork_server per test process."""
+"""What the tests share: jobs run with real workers, forked from one fork server per test process."""
 
 import copy
 import os
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from shoal.jobs import executor
-from shoal.jobs.run_driver import make_fork_server
+from shoal.jobs.fork_servers import make_fork_server
 from shoal.spec.load import make_job
 
 settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's matter

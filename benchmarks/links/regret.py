@@ -27,6 +27,7 @@ from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.collectives.transport.bandwidth import answer_link_test, measure_link
 from shoal.events import Event, RunState
 from shoal.jobs import planner
+from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.steps import run_steps
 from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_measured, sync_section
 from shoal.plan.costs.model import Cluster, CostPrediction, HostResources, MeasuredJob, NetworkLink, RunChoice
@@ -89,8 +90,8 @@ class UnequalShoalSide(ShoalSide):
         self.moved = False
         super().__init__(*made)
 
-    def _on_event(self, event: Event, picture: RunState) -> None:
-        super()._on_event(event, picture)
+    def _on_event(self, event: Event, state: RunState) -> None:
+        super()._on_event(event, state)
         self.moved |= event.kind == "joined" and self._slowed is not None and len(event["lanes"]) != LANES // 2
 
     def tick(self) -> None:
@@ -109,7 +110,7 @@ class UnequalShoalSide(ShoalSide):
 @dataclass(frozen=True)
 class Bench:
     hosts: Hosts
-    nurseries: ForkServers
+    fork_servers: ForkServers
     data: Path
     scratch: Path
     window_s: float
@@ -121,7 +122,7 @@ class Bench:
         asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": SAMPLES[cell.model]}
         plain = self._job(cell, choice)
         return measure.speed(
-            lambda place: UnequalShoalSide(cell.slow, plain, self.nurseries, place),
+            lambda place: UnequalShoalSide(cell.slow, plain, self.fork_servers, place),
             self.hosts,
             self.scratch,
             period=period,
@@ -131,7 +132,8 @@ class Bench:
 
     def planned(self, cell: Cell) -> dict[str, Any]:
         """What the planner would take, and what it said of every side."""
-        facts = run_steps(planner.measure_steps(make_job(dict(self._job(cell, RunChoice()))), self.nurseries[0]))
+        pool = ForkServerPool(self.fork_servers[0])
+        facts = run_steps(planner.measure_steps(make_job(dict(self._job(cell, RunChoice()))), pool))
         link = measured_link(self.hosts, cell.mbit)
         measured, machine = read_measured(facts), read_cluster(facts, PlanRequest())
         said = predictions(cell.sides, measured, machine, link, cell.slow)

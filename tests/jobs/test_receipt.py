@@ -31,7 +31,9 @@ def run_of_two_workers():
         yield Event("built", 102.0, f"worker-{worker}", None, {"steps": 10, "steps_per_epoch": 4, "parameters": 650})
         fields = {"lanes": [2 * worker, 2 * worker + 1], "saves": worker == 0}
         yield Event("joined", 103.0, f"worker-{worker}", 0, fields)
-    yield Event("view", 103.0, "driver", None, {"number": 1, "why": "", "carries": {"worker-0": [0, 1], "worker-1": [2, 3]}})
+    yield Event(
+        "view", 103.0, "driver", None, {"number": 1, "why": "", "carries": {"worker-0": [0, 1], "worker-1": [2, 3]}}
+    )
     for worker in (0, 1):
         fields = {
             "steps": 10, "samples": 250, "wall_s": 2.0, "compute_s": 1.0, "data_s": 0.5, "exchange_s": 0.25,
@@ -58,7 +60,9 @@ def test_the_numbers_of_a_run(job_dir):
     found = receipt.model_dump()
     assert {name: found[name] for name in EXPECTED} == EXPECTED
     assert receipt.job_sha256 == made.sha256()
-    assert {name: (one.host, one.lanes, one.steps, one.samples, one.work_s) for name, one in receipt.carried.items()} == {
+    assert {
+        name: (one.host, one.lanes, one.steps, one.samples, one.work_s) for name, one in receipt.carried.items()
+    } == {
         "worker-0": ("here", [0, 1], 10, 250, 1.5),
         "worker-1": ("here", [2, 3], 10, 250, 1.5),
     }

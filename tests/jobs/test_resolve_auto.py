@@ -22,12 +22,18 @@ from tests.jobs.fault_injection import fault_script, fired_faults
 from tests.jobs.job_profile import JOB_PROFILE
 
 
+def answer(found):
+    """The steps of a probe that knows it already."""
+    return found
+    yield ()
+
+
 @pytest.fixture
 def measured(monkeypatch):
-    """The clerk finds what it is told."""
+    """The probe finds what it is told."""
 
     def go(**changes):
-        monkeypatch.setattr(planner, "measure", lambda job, fork_server=None: JOB_PROFILE | changes)
+        monkeypatch.setattr(planner, "measure_steps", lambda job, fork_servers: answer(JOB_PROFILE | changes))
 
     return go
 
@@ -116,7 +122,7 @@ def test_no_way_at_all(job_dir, measured):
 
 def test_a_job_that_is_verified_is_planned_once(job_dir, fork_server, monkeypatch):
     asked = []
-    monkeypatch.setattr(planner, "measure", lambda job, fork_server=None: asked.append(job) or JOB_PROFILE)
+    monkeypatch.setattr(planner, "measure_steps", lambda job, fork_servers: answer(asked.append(job) or JOB_PROFILE))
     verdict = verify(job(job_dir, steps=4, evaluate={}), [1, 2], runs=job_dir / "runs", fork_server=fork_server)
     assert verdict.same
     assert len(asked) == 1
@@ -158,7 +164,7 @@ def test_what_a_user_chose_is_left_alone(run, measured):
     measured()
     asked = []
 
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if event.kind == "step" and not asked:
             asked.append(threading.Thread(target=scale, args=(paths, 2)))
             asked[0].start()

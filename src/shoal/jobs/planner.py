@@ -119,7 +119,7 @@ def plan_steps(job: Job, wanted: PlanRequest, fork_servers: ForkServerPool) -> S
         fix = f"Set `lanes` to at least {wanted.hosts}, or give --workers."
         raise error("SH107", f"{wanted.hosts} hosts, and {most} workers at most", where="--hosts", fix=fix)
     load = os.getloadavg()[0]
-    facts = yield from measure_steps(job, fork_servers.for_job(job))
+    facts = yield from measure_steps(job, fork_servers)
     own, measured = job_choice(job), read_measured(facts)
     machine, link = read_cluster(facts, wanted), read_link(facts, wanted)
     bounds: dict[str, Any] = {"least": wanted.least, "most": most, "allow": job.plan.allow}
@@ -128,9 +128,10 @@ def plan_steps(job: Job, wanted: PlanRequest, fork_servers: ForkServerPool) -> S
     return PlanResult(found, own, measured, machine, link, load, facts, **open_)
 
 
-def measure_steps(job: Job, fork_server: ForkServer) -> Steps[Mapping[str, Any]]:
+def measure_steps(job: Job, fork_servers: ForkServerPool) -> Steps[Mapping[str, Any]]:
     """What a probe measures of the job and of this machine."""
-    return probe_steps("measure", job, fork_server, codecs=_codec_settings(job), threads=_thread_counts(job))
+    settings = {"codecs": _codec_settings(job), "threads": _thread_counts(job)}
+    return probe_steps("measure", job, fork_servers.for_job(job), **settings)
 
 
 def _codec_settings(job: Job) -> list[dict[str, Any]]:
