@@ -130,8 +130,8 @@ def plan_steps(job: Job, wanted: PlanRequest, fork_servers: ForkServerPool) -> S
 
 def measure_steps(job: Job, fork_servers: ForkServerPool) -> Steps[Mapping[str, Any]]:
     """What a probe measures of the job and of this machine."""
-    settings = {"codecs": _codec_settings(job), "threads": _thread_counts(job)}
-    return probe_steps("measure", job, fork_servers.for_job(job), **settings)
+    fork_server = fork_servers.for_job(job)
+    return probe_steps("measure", job, fork_server, codecs=_codec_settings(job), threads=_thread_counts(job))
 
 
 def _codec_settings(job: Job) -> list[dict[str, Any]]:
