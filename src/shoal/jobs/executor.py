@@ -108,7 +108,7 @@ class RunExecutor:
     def run_until_done(self, *runs: RunHandle) -> None:
         """Until these runs have ended, or all if none is named. Ctrl-C and SIGTERM stop every run that goes on."""
         with catch_stop_signals() as asked:
-            while any(not run.done for run in runs) if runs else self._active:
+            while any(not run.done for run in runs or self._active):
                 for handle in self._active if asked else ():
                     handle.stop(asked[0])
                 self.tick()
