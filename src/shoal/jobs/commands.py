@@ -1,4 +1,4 @@
-"""What a user asks of a run from another process: one wish to its driver, one answer; then watch it come true."""
+"""Commands to a run from another process: one message to its driver, one answer; then its events are followed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How things stand after a wish: how many workers and servers are wanted, who is there, and what else is worth
-    saying."""
+    """The answer to a command: how many workers and servers are wanted, which are there, and notes for the user."""
 
     wanted: int
     lanes: int
@@ -102,10 +101,10 @@ def stop(paths: RunPaths) -> RunState:
         _stop_folds(paths)
     else:
         _send_command(paths, "stop")
-    picture = replay(_follow_events(paths))
-    if picture.status in ("starting", "training", "created"):
-        picture.status = "broken off"  # its driver was killed meanwhile
-    return picture
+    state = replay(_follow_events(paths))
+    if state.status in ("starting", "training", "created"):
+        state.status = "broken off"  # its driver was killed meanwhile
+    return state
 
 
 def _stop_folds(paths: RunPaths) -> None:

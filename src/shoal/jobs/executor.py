@@ -298,7 +298,7 @@ def run_to_end(executor: RunExecutor, run: RunHandle) -> RunResult:
 
 @contextlib.contextmanager
 def catch_stop_signals() -> Iterator[list[str]]:
-    """A list that fills when the user asks to stop; asking twice ends at once."""
+    """A list that gets the reason when the user interrupts; a second signal raises KeyboardInterrupt."""
     asked: list[str] = []
     names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -320,8 +320,8 @@ def catch_stop_signals() -> Iterator[list[str]]:
 
 
 def load_run_state(paths: RunPaths) -> RunState:
-    """A run as its stream tells it, and whether somebody still drives it."""
-    picture = replay(EventReader(paths.events).read_new())
-    if picture.status in ("starting", "training", "created") and not run_dir.is_driven(paths.parent_run):
-        picture.status = "broken off"
-    return picture
+    """The state that a run's events give; "broken off" if it has not ended and nobody drives it."""
+    state = replay(EventReader(paths.events).read_new())
+    if state.status in ("starting", "training", "created") and not run_dir.is_driven(paths.parent_run):
+        state.status = "broken off"
+    return state

@@ -38,9 +38,9 @@ BUSY_LOAD_PER_CORE = 0.5
 
 @dataclass(frozen=True)
 class PlanResult:
-    """The plan, and what it was made from; `facts` are the clerk's own words. `follows`: the job's lanes are as many as
-    its workers, so that another number of workers needs the lanes by name to be the same job. `opens`: the job leaves
-    it open how workers agree."""
+    """The plan, and what it was made from; `facts` is the probe's answer. `lanes_follow_workers`: the job does not set
+    `lanes`, so that another number of workers must set them to be the same job. `sync_is_auto`: the job leaves open how
+    workers agree."""
 
     plan: select.ExecutionPlan
     job_choice: RunChoice
