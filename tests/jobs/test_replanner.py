@@ -1,11 +1,13 @@
 """What a replanner makes of what it hears: events go in, and somebody leaves or comes."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
 
 from shoal.events import Event, EventWriter, RunState
+from shoal.jobs import replanner
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.plan_file import PlanFile
 from shoal.jobs.replanner import Replanner, StepTimes
@@ -52,14 +54,15 @@ class ReplannerHarness:
         self.run_state.apply(event)
         self.replanner.observe(event, self.run_state)
 
-    def train(self, steps, step_s):
+    def train(self, steps, step_s, *, waits=True):
+        """`waits`: a plan that is begun is made before the next step."""
         start = self.run_state.step
         if not start:
             self.feed_event("joined", step=0, lanes=[0])
         for step in range(start + 1, start + steps + 1):
             self.feed_event("step", step=step, steps=1, wall_s=step_s)
             self.replanner.replan_if_needed(step)
-            while self.replanner.planning:
+            while waits and self.replanner.planning:
                 self.replanner.replan_if_needed(step)
 
     @property
@@ -69,6 +72,44 @@ class ReplannerHarness:
     @property
     def leaving(self):
         return [m.seat for m in self.membership.members.values() if m.leaving]
+
+
+@pytest.fixture
+def slow_plan(monkeypatch):
+    """A plan takes until this event is set."""
+    may_end = threading.Event()
+    real = replanner.replan
+    monkeypatch.setattr(replanner, "replan", lambda *now, **bounds: may_end.wait(30) and real(*now, **bounds))
+    yield may_end
+    may_end.set()
+
+
+def test_steps_go_on_while_a_plan_is_made(job_dir, slow_plan):
+    harness = ReplannerHarness(job_dir, ["here"], [10 * LANE_S], kept=plan_file())
+    harness.train(300, 41 * LANE_S, waits=False)
+    assert harness.replanner.planning
+    assert harness.emitted == []
+    slow_plan.set()
+    while harness.replanner.planning:
+        harness.replanner.replan_if_needed(300)
+    (row,) = harness.emitted
+    assert row["step"] == 300
+
+
+@pytest.mark.parametrize("change", ["another view", "a stop"])
+def test_a_plan_for_workers_that_no_longer_train_is_dropped(job_dir, slow_plan, change):
+    harness = ReplannerHarness(job_dir, ["here"] * 2, [10 * LANE_S] * 2, kept=plan_file())
+    harness.train(300, 41 * LANE_S, waits=False)
+    assert harness.replanner.planning
+    if change == "a stop":
+        harness.membership.stop("pruned")
+    else:
+        harness.membership.view = View(number=2, carries={0: [0, 1, 2], 1: [3]}, saver=0)
+    slow_plan.set()
+    while harness.replanner.planning:
+        harness.replanner.replan_if_needed(300)
+    assert harness.emitted == []
+    assert harness.leaving == []
 
 
 def test_as_expected_nothing_happens(job_dir):
