@@ -15,10 +15,13 @@ from benchmarks.links.models import job
 from benchmarks.links.two_host_engine import TwoHostEngine
 from benchmarks.report import environment
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engine import Launch
+from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.run_driver import RunDriver, make_fork_server
 from shoal.spec.load import make_job
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
 PLAIN = "benchmarks.links.plain"
@@ -99,7 +102,8 @@ class ShoalSide:
         paths = run_dir.create(made, place / "runs")
         self.rows: dict[str, list[StepRow]] = defaultdict(list)
         self._run = RunDriver(made, paths, nurseries[0], on_event=self._on_event)
-        self._run.engine = TwoHostEngine(nurseries, name=str(paths.root), logs=paths.logs)  # type: ignore[assignment]
+        self._engine = TwoHostEngine(nurseries, paths)
+        self._run.engine = self._engine
         self._run.start()
 
     def _on_event(self, event: Event, picture: RunState) -> None:
@@ -114,10 +118,10 @@ class ShoalSide:
             raise outcome.error or RuntimeError(f"the run is {outcome.status}: {outcome.paths.root}")
 
     def pids(self) -> list[int]:
-        return _pids([self._run.engine])
+        return _pids([self._engine])
 
     def pid(self, seat: int) -> int | None:
-        return self._run.engine.pid(seat)
+        return self._engine.pid(seat)
 
     def close(self) -> None:
         self._run.close()
@@ -130,9 +134,9 @@ class PlainTorchSide:
 
     def __init__(self, asked: Mapping[str, Any], nurseries: ForkServers, place: Path) -> None:
         self._place = place
-        self._engines = [LocalEngine(it, name=str(place), logs=place / "logs") for it in nurseries]
+        self._engines = [LocalEngine(it, RunPaths.at(place)) for it in nurseries]
         for rank, engine in enumerate(self._engines):
-            engine.start([Seat(number=rank)], PLAIN, [json.dumps({**asked, "reports": str(place)})])
+            engine.start([Launch(Seat(number=rank), PLAIN, (json.dumps({**asked, "reports": str(place)}),))])
 
     @property
     def rows(self) -> dict[str, list[StepRow]]:
@@ -150,8 +154,8 @@ class PlainTorchSide:
             engine.close()
 
 
-def _pids(engines: Sequence[LocalEngine]) -> list[int]:
-    return [pid for engine in engines for seat in engine.seats if (pid := engine.pid(seat))]
+def _pids(engines: Sequence[LocalEngine | TwoHostEngine]) -> list[int]:
+    return [pid for engine in engines for seat in engine.running() if (pid := engine.pid(seat))]
 
 
 def _read(path: Path) -> list[StepRow]:

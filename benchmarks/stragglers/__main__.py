@@ -24,7 +24,7 @@ from benchmarks.overhead.runs import job, open_fork_server
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
 from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job

@@ -20,7 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.overhead.plain import Pair, arrays, train
 from benchmarks.overhead.runs import BATCH
 from benchmarks.sync.stopwatch import steps_to_run, timed
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engine import Launch
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
+from shoal.spec.job import LocalEngineConfig
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
 ENTRY = "benchmarks.sync.ddp"
@@ -28,9 +32,10 @@ ENTRY = "benchmarks.sync.ddp"
 
 def run(asked: dict[str, Any], logs: Path, nursery: ForkServer) -> None:
     """The driver's side: as many processes as asked for, from the nursery of Shoal's own workers, until all ended."""
-    engine = LocalEngine(nursery, name=f"ddp-{asked['reports']}", logs=logs)
+    engine = make_engine(LocalEngineConfig(), RunPaths.at(logs), nursery)
     try:
-        engine.start([Seat(number=rank) for rank in range(asked["workers"])], ENTRY, [json.dumps(asked)])
+        words = (json.dumps(asked),)
+        engine.start([Launch(Seat(number=rank), ENTRY, words) for rank in range(asked["workers"])])
         ended = 0
         while ended < asked["workers"]:
             exits = engine.poll(1.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.overhead.runs import job, shoal_run
 from benchmarks.sync.stopwatch import steps_to_run
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 
 
 def run(

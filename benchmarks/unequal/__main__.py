@@ -20,7 +20,7 @@ from benchmarks.overhead.runs import job, open_fork_server, shoal_run
 from benchmarks.overhead.samples import gather
 from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.spec.run_paths import RunPaths
 
 REBALANCE_S = 6.0

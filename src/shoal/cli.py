@@ -315,7 +315,7 @@ def join(
     tls: Annotated[Path | None, typer.Option(help="cert.pem, key.pem and ca.pem, if the job has engine.tls.")] = None,
 ) -> None:
     """Work for a run that another machine drives."""
-    from shoal.jobs.agent import join
+    from shoal.jobs.join import join
     from shoal.terminal import reports
 
     console = _console()

@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.events import read_events
 from shoal.fleet.driver_address import read_driver_address
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.orphans import find_orphans
 from shoal.jobs import commands, executor, server_group, worker_group
 from shoal.net.listener import connect_host

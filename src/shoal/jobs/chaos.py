@@ -15,7 +15,8 @@ from pathlib import Path
 from shoal.errors import ShoalError, error
 from shoal.events import Event, RunState
 from shoal.events.run_state import ServerSummary, WorkerSummary
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.engines.make import capacity_of
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import commands, executor
 from shoal.jobs.executor import OnEvent
 from shoal.jobs.resolve_auto import resolve_auto
@@ -63,7 +64,7 @@ def chaos(
 ) -> ChaosResult:
     """Run the job undisturbed (or take the receipt `against`), then under faults: these, or so many by the seed."""
     job, _ = resolve_auto(job, fork_server=fork_server)
-    workers = workers or min(max(initial_workers(job), 2), job.lanes or job.batch_size)
+    workers = workers or min(max(initial_workers(job, capacity_of(job.engine)), 2), job.lanes or job.batch_size)
     if job.sync.kind != "server" and _fault_count(faults, "kill server"):
         raise error("SH609", f"the job has no servers: its sync is {job.sync.kind}", where="--server-kills")
     job = pin_job(_with_spare_lanes(job, workers + _fault_count(faults, "join")), max_workers=workers, purpose="chaos")

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.errors import ErrorGroup, ShoalError, error
 from shoal.events import Event, EventReader, EventWriter, RunState, replay
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.orphans import find_orphans
 from shoal.jobs import resolve_auto, run_dir
 from shoal.jobs.run_driver import RunDriver, RunResult, fork_server_for

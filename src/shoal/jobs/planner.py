@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.probes import run_probe
 from shoal.plan.costs import select
 from shoal.plan.costs.inputs import (

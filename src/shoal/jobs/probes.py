@@ -10,8 +10,9 @@ from typing import Any
 
 from shoal.errors import ErrorGroup, RunError, error_from_fields
 from shoal.events import Event, EventReader
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engine import Exit, Launch
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.run_driver import fork_server_for
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
@@ -36,8 +37,8 @@ def run_probe(
         reader = EventReader(paths.events)
         answer: Mapping[str, Any] | None = None
         errors = []
-        engine = LocalEngine(mine, name=scratch, logs=paths.logs)
-        engine.start([Seat(number=0)], PROBE_MODULE, ["--run", scratch, probe, json.dumps(arguments)])
+        engine = make_engine(job.engine, paths, mine)
+        engine.start([Launch(Seat(number=0), PROBE_MODULE, ("--run", scratch, probe, json.dumps(arguments)))])
         exits: list[Exit] = []
         while not exits:
             exits = engine.poll(0.1)

@@ -14,7 +14,8 @@ from shoal.errors import EXIT_BUG, ShoalError, error, error_from_fields
 from shoal.events import Event, EventReader, EventWriter, LineTail, RunState
 from shoal.events.run_state import WorkerSummary
 from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.plan_file import read_plan_file
 from shoal.jobs.replanner import Replanner
 from shoal.jobs.server_group import SERVER_MODULE, ServerGroup
@@ -103,7 +104,7 @@ class RunDriver:
         self._stream = EventWriter(paths.events, "driver")
         self._reader = EventReader(paths.events)
         self._output_tails: dict[int, tuple[str, LineTail]] = {}
-        self.engine = LocalEngine(fork_server, name=str(paths.root), logs=paths.logs)
+        self.engine = make_engine(job.engine, paths, fork_server)
         self._plan_file = read_plan_file(paths)
         self._replanner: Replanner | None = None
         self._restarts_left = job.engine.restarts
@@ -182,7 +183,7 @@ class RunDriver:
         return self._finish(RunResult(self.paths, "finished", receipt=self._make_receipt()))
 
     def _read_events(self) -> None:
-        for number in self.engine.seats:
+        for number in self.engine.running():
             if number not in self._output_tails:
                 seat = self.worker_group.seat(number)
                 self._output_tails[number] = seat.name, LineTail(self.paths.log(number, seat.role))

@@ -10,9 +10,7 @@ from typing import Any
 
 from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import LocalEngine
-from shoal.fleet.orphans import Orphan
+from shoal.fleet.engine import Engine, Exit, Launch
 from shoal.jobs.peer_status import RECONNECT_TIMEOUT_S, PeerStatus
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
 from shoal.plan.failure_detector import FailureDetector
@@ -38,7 +36,7 @@ class ServerGroup:
         self,
         sync: ServerSyncConfig,
         paths: RunPaths,
-        engine: LocalEngine,
+        engine: Engine,
         control: ControlServer,
         stream: EventWriter,
         *,
@@ -92,14 +90,12 @@ class ServerGroup:
 
     # ---- facts ----
 
-    def start(self, orphans: Iterable[Orphan]) -> None:
-        """Take over the servers that outlived an earlier driver; the rest is started as it is missed."""
+    def start(self, reattached: Iterable[Seat]) -> None:
+        """Expect the servers that outlived an earlier driver; missing servers are started by `tick`."""
         self._report_wanted("")
-        for one in orphans:
-            seat = one.seat.number
-            self._engine.adopt(seat, one.pid)
-            self._expect(seat)
-            self._orphans[seat] = time.monotonic() + RECONNECT_TIMEOUT_S
+        for seat in reattached:
+            self._expect(seat.number)
+            self._orphans[seat.number] = time.monotonic() + RECONNECT_TIMEOUT_S
 
     def handle_hello(self, message: ControlMessage) -> None:
         """A server calls. Who makes no sense, or sits in no seat of ours, is not let in."""
@@ -232,7 +228,7 @@ class ServerGroup:
         seats = [Seat(number=self._new_seat(), role="server") for _ in range(number)]
         for seat in seats:
             self._expect(seat.number)
-        self._engine.start(seats, self._entry, ["--run", str(self._paths.root)])
+        self._engine.start([Launch(seat, self._entry, ("--run", str(self._paths.root))) for seat in seats])
 
     def _release(self, seats: Iterable[int]) -> None:
         going = [seat for seat in seats if seat in self.seats and seat not in self._released]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,7 @@ from shoal.events import Event, EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, read_driver_address, write_driver_address
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import LocalEngine
-from shoal.fleet.orphans import find_orphans
+from shoal.fleet.engine import Engine, Exit, Launch, Node
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.peer_status import RECONNECT_TIMEOUT_S, PeerStatus
 from shoal.jobs.server_group import ServerGroup
@@ -42,7 +39,7 @@ class WorkerGroup:
         self,
         job: Job,
         paths: RunPaths,
-        engine: LocalEngine,
+        engine: Engine,
         stream: EventWriter,
         *,
         first_seat: int,
@@ -53,7 +50,7 @@ class WorkerGroup:
         token = known.token if known else new_token()
         self.control = ControlServer(token, listen=job.engine.listen, port=known.port if known else 0)
         write_driver_address(paths.driver_address, DriverAddress(self.control.host, self.control.port, token))
-        self.membership = make_membership_policy(job, wanted_workers=initial_workers(job))
+        self.membership = make_membership_policy(job, wanted_workers=initial_workers(job, engine.capacity()))
         self.deaths = 0
         self._job = job
         self._paths = paths
@@ -61,7 +58,7 @@ class WorkerGroup:
         self._stream = stream
         self._next_seat = first_seat
         self.server_group = self._make_server_group()
-        self._arguments = ["--run", str(paths.root), *(["--trace"] if trace else [])]
+        self._arguments = ("--run", str(paths.root), *(["--trace"] if trace else []))
         self._failure_detector = FailureDetector()
         self._idle_failure_detector = FailureDetector()
         self._peers: dict[int, PeerStatus] = {}
@@ -83,16 +80,15 @@ class WorkerGroup:
         return ServerGroup(sync, self._paths, engine, control, stream, new_seat=self._new_seat, restarts=restarts)
 
     def start(self) -> None:
-        """Find those who outlived an earlier driver; the rest is started as it is missed."""
-        found = find_orphans(self._paths)
-        self._next_seat = max([self._next_seat, *(one.seat.number + 1 for one in found)])
-        for one in found:
-            if one.seat.role == "worker":
-                self._engine.adopt(one.seat.number, one.pid)
-                self.membership.expect(one.seat.number)
-                self._orphans[one.seat.number] = time.monotonic() + RECONNECT_TIMEOUT_S
+        """Take over the processes that outlived an earlier driver; missing workers are started by the caller."""
+        found = self._engine.reattach()
+        self._next_seat = max([self._next_seat, *(seat.number + 1 for seat in found)])
+        for seat in found:
+            if seat.role == "worker":
+                self.membership.expect(seat.number)
+                self._orphans[seat.number] = time.monotonic() + RECONNECT_TIMEOUT_S
         if self.server_group:
-            self.server_group.start(one for one in found if one.seat.role == "server")
+            self.server_group.start(seat for seat in found if seat.role == "server")
 
     def receive(self) -> None:
         """Take in what workers, servers and users say."""
@@ -132,7 +128,7 @@ class WorkerGroup:
         seats = [self._new_seat() for _ in range(number)]
         for seat in seats:
             self.membership.expect(seat)
-        self._engine.start([Seat(number=seat) for seat in seats], WORKER_MODULE, self._arguments)
+        self._engine.start([Launch(Seat(number=seat), WORKER_MODULE, self._arguments) for seat in seats])
 
     def handle_exit(self, one: Exit) -> str:
         """A local process is gone. Returns why, where that was not meant to be."""
@@ -160,7 +156,7 @@ class WorkerGroup:
         """Out of the view, whatever it does from now on."""
         voice = self._peers.get(seat)
         self._stream.emit("put_out", worker=f"worker-{seat}", host=voice.host if voice else "", reason=why)
-        if seat in self._engine.seats:
+        if seat in self._engine.running():
             self._evicted[seat] = why
             self._engine.stop([seat])
         else:
@@ -183,7 +179,7 @@ class WorkerGroup:
     @property
     def worker_seats(self) -> list[int]:
         """The local seats in which a worker sits."""
-        return [number for number in self._engine.seats if self.seat(number).role == "worker"]
+        return [number for number in self._engine.running() if self.seat(number).role == "worker"]
 
     @property
     def address(self) -> str:
@@ -205,9 +201,8 @@ class WorkerGroup:
         return [self._engine.fileno(), self.control.fileno()]
 
     def close(self) -> None:
-        """When the engine is closed. Those who were killed left their locks: these go too."""
+        """After the engine is closed."""
         self.control.close()
-        find_orphans(self._paths)
 
     # ---- what workers say ----
 
@@ -257,7 +252,7 @@ class WorkerGroup:
         """The seat that it says it has, or a new one for who has none, or was put out of it."""
         if local:
             return wanted if isinstance(wanted, int) and wanted in self.worker_seats else None
-        mine = wanted in self._engine.seats  # those are filled from here
+        mine = wanted in self._engine.running()  # those are filled from here
         if isinstance(wanted, int) and not mine and wanted not in self._evicted and wanted >= 0:
             self._next_seat = max(self._next_seat, wanted + 1)
             return wanted
@@ -402,8 +397,8 @@ def _view_fields(order: PublishView) -> dict[str, Any]:
     return row
 
 
-def initial_workers(job: Job) -> int:
-    """How many workers to begin with: what the job says, or as many as this machine has room for."""
-    room = len(os.sched_getaffinity(0)) // job.threads
+def initial_workers(job: Job, nodes: Iterable[Node]) -> int:
+    """How many workers to begin with: what the job says, or as many as the engine's machines have room for."""
+    room = sum(node.cores // job.threads for node in nodes)
     room -= room % job.workers_per_replica
     return max(job.workers.least, min(job.workers.most, room))

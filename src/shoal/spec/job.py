@@ -332,6 +332,10 @@ class LocalEngineConfig(Spec):
     tls: str | None = None
 
 
+EngineConfig = LocalEngineConfig
+"""One section for each kind of engine, told apart by `kind`."""
+
+
 class FaultInjectionConfig(Spec):
     """Made on purpose, to see what they do: before each step a worker pauses so long, with this probability."""
 
@@ -377,7 +381,7 @@ class Job(Spec):
     sync: SyncConfig = Field(default_factory=LanesSyncConfig)
     codec: CodecConfig = Field(default_factory=NoCodecConfig)
     shard: ShardingConfig = Field(default_factory=NoShardingConfig)
-    engine: LocalEngineConfig = Field(default_factory=LocalEngineConfig)
+    engine: EngineConfig = Field(default_factory=LocalEngineConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
 
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)

@@ -1,22 +1,21 @@
-"""Workers of this machine that join a run which somebody drives elsewhere."""
+"""`shoal join`: workers of this machine that join a run whose driver is elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN, EXIT_TERMINATED, ShoalError, error, error_from_fields
-from shoal.events import Event, EventReader, LineTail
+from shoal.events import Event, EventReader
+from shoal.fleet.agent import Agent, AgentReport, ExitedReport, LaunchCommand, OutputReport, StopCommand
 from shoal.fleet.driver_address import DriverAddress
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import commands
 from shoal.jobs.executor import catch_stop_signals
 from shoal.jobs.run_driver import make_fork_server
@@ -57,14 +56,13 @@ def join(
         _fork_server(fork_server, welcome["threads"]) as mine,
     ):
         environment = mine.environment | {TOKEN_VARIABLE: token}  # never on a command line, where all can read it
-        engine = LocalEngine(mine, name=scratch, logs=Path(scratch) / "logs", environment=environment)
-        party = Agent(engine, Path(scratch), show)
+        joined = JoinedWorkers(RunPaths.at(scratch), mine, environment=environment, show=show)
         try:
             secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
-            party.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured])
-            return party.supervise()
+            joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured])
+            return joined.supervise()
         finally:
-            engine.close()
+            joined.close()
 
 
 def _parse_address(where: str, token: str) -> DriverAddress:
@@ -86,69 +84,76 @@ def _fork_server(given: ForkServer | None, threads: int) -> Iterator[ForkServer]
 
 
 @dataclass
-class AgentWorker:
-    """One worker of ours; `name` is what the driver calls it."""
+class JoinedWorker:
+    """One worker of ours. `name` is the driver's name for it; its own directory has what it would tell the run."""
 
-    paths: RunPaths
     reader: EventReader
-    output: LineTail
     name: str = "worker"
     errors: list[ShoalError] = field(default_factory=list)
     left: bool = False
 
 
-class Agent:
-    """All workers that one `join` started."""
+class JoinedWorkers:
+    """All workers that one `join` started, shown as they come and go."""
 
-    def __init__(self, engine: LocalEngine, scratch: Path, show: Callable[[str], None]) -> None:
-        self._engine = engine
-        self._scratch = RunPaths(scratch)
+    def __init__(
+        self,
+        paths: RunPaths,
+        fork_server: ForkServer,
+        *,
+        environment: Mapping[str, str],
+        show: Callable[[str], None],
+    ) -> None:
+        self._paths = paths
+        self._agent = Agent(paths, fork_server, environment=environment, report=self._on_report)
         self._show = show
-        self._workers: dict[int, AgentWorker] = {}
+        self._workers: dict[int, JoinedWorker] = {}
         self._leaving = False
         self._exit_code = EXIT_OK
 
     def start(self, number: int, arguments: list[str]) -> None:
         for n in range(number):
-            paths = RunPaths(self._scratch.root / f"guest-{n}")
-            paths.root.mkdir()
-            self._workers[n] = AgentWorker(paths, EventReader(paths.events), LineTail(self._scratch.log(n)))
-            self._engine.start([Seat(number=n)], WORKER_MODULE, [*arguments, "--run", str(paths.root)])
+            own = RunPaths(self._paths.root / f"worker-{n}")
+            own.root.mkdir()
+            self._workers[n] = JoinedWorker(EventReader(own.events))
+            command = [*arguments, "--run", str(own.root)]
+            self._agent.obey(LaunchCommand(seat=Seat(number=n), entry=WORKER_MODULE, arguments=command))
 
     def supervise(self) -> int:
-        """Until all are gone. Being asked to stop means a planned leave for them, too."""
+        """Until all workers are gone; the exit code. A request to stop becomes a planned leave of every worker."""
         asked_at = 0.0
         with catch_stop_signals() as asked:
-            while self._engine.seats:
-                exits = self._engine.poll(POLL_S)
-                self._read_output()
-                for one in exits:
-                    self._handle_exit(one)
+            while self._agent.running():
+                self._agent.poll(POLL_S)
+                self._read_events()
                 if asked and time.monotonic() > asked_at + SIGNAL_INTERVAL_S:
                     if not self._leaving:
                         self._show("leaving as soon as others have what is held here (once more: at once)")
                     self._leaving, asked_at = True, time.monotonic()
-                    self._terminate_workers()
+                    # again and again: a process that was just forked hears no signals yet
+                    self._agent.obey(StopCommand(seats=self._agent.running(), how="terminate"))
         if asked and self._exit_code == EXIT_OK:
             return EXIT_INTERRUPTED if asked[0] == "interrupted" else EXIT_TERMINATED
         return self._exit_code
 
-    def _terminate_workers(self) -> None:
-        """A process that was just born hears no signals yet: it is asked again until it is gone."""
-        for seat in self._engine.seats:
-            pid = self._engine.pid(seat)
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+    def close(self) -> None:
+        """Kills what still runs."""
+        self._agent.close()
 
-    def _read_output(self) -> None:
-        for guest in self._workers.values():
-            for line in guest.output.read_new():
-                self._show(line)
-            for event in guest.reader.read_new():
-                self._handle_event(guest, event)
+    def _on_report(self, report: AgentReport) -> None:
+        match report:
+            case OutputReport(text=text):
+                self._show(text)
+            case ExitedReport(seat=seat):
+                self._read_events()
+                self._handle_exit(self._workers[seat], report)
 
-    def _handle_event(self, worker: AgentWorker, event: Event) -> None:
+    def _read_events(self) -> None:
+        for worker in self._workers.values():
+            for event in worker.reader.read_new():
+                self._handle_event(worker, event)
+
+    def _handle_event(self, worker: JoinedWorker, event: Event) -> None:
         worker.name = event.who
         if event.kind == "joined":
             self._show(f"{worker.name}: trains from step {event.step} on, lanes {', '.join(map(str, event['lanes']))}")
@@ -158,20 +163,18 @@ class Agent:
         elif event.kind == "failed":
             worker.errors.append(_reported_error(event))
 
-    def _handle_exit(self, one: Exit) -> None:
-        guest = self._workers[one.seat]
-        for failure in guest.errors:
-            self._show(f"{guest.name}: {failure}")
-        if self._leaving and one.code == -signal.SIGTERM:
-            self._show(f"{guest.name}: gone before it had joined")
+    def _handle_exit(self, worker: JoinedWorker, exited: ExitedReport) -> None:
+        for failure in worker.errors:
+            self._show(f"{worker.name}: {failure}")
+        if self._leaving and exited.code == -signal.SIGTERM:
+            self._show(f"{worker.name}: gone before it had joined")
             return
-        if one.code != 0 and not guest.errors:
-            log = self._scratch.error_log(one.seat).read_text(encoding="utf-8", errors="replace")[-2000:]
-            self._show(f"{guest.name}: ended by {one.reason}\n{log}".rstrip())
-        if one.code == 0 and not guest.left:
-            self._show(f"{guest.name}: the run is finished")
-        if one.code != 0:
-            self._exit_code = self._exit_code or (guest.errors[0].exit_code if guest.errors else EXIT_RUN)
+        if exited.code != 0 and not worker.errors:
+            self._show(f"{worker.name}: ended by {exited.reason}\n{exited.errors}".rstrip())
+        if exited.code == 0 and not worker.left:
+            self._show(f"{worker.name}: the run is finished")
+        if exited.code != 0:
+            self._exit_code = self._exit_code or (worker.errors[0].exit_code if worker.errors else EXIT_RUN)
 
 
 def _reported_error(event: Event) -> ShoalError:
