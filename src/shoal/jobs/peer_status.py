@@ -21,12 +21,14 @@ def _initial_heartbeat() -> Mapping[str, Any]:
 
 @dataclass
 class PeerStatus:
-    """One that is heard; or was, until its connection was lost. `parted`: it said that it would go."""
+    """A worker or server whose driver hears it, or heard it until its connection was lost. `same_host`: the driver can
+    read its state in /proc. `said_bye`: it announced that it leaves."""
 
     connection: int
     pid: int
     host: str
-    local: bool
+    managed: bool
+    same_host: bool
     last_heartbeat: Mapping[str, Any] = field(default_factory=_initial_heartbeat)
     disconnected_at_s: float | None = None
     said_bye: bool = False
@@ -38,7 +40,7 @@ class PeerStatus:
             heard_s=control.silence_s(self.connection)
             if self.disconnected_at_s is None
             else time.monotonic() - self.disconnected_at_s,
-            stopped=self.local and process_state(self.pid) == "T",
+            stopped=self.same_host and process_state(self.pid) == "T",
             phase=str(beat.get("phase", "")),
             units=int(beat.get("units", 0)),
             units_in_phase=int(beat.get("units_in_phase", 0)),

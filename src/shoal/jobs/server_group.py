@@ -12,13 +12,14 @@ from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.engine import Engine, Exit, Launch
 from shoal.jobs.peer_status import RECONNECT_TIMEOUT_S, PeerStatus
+from shoal.net.host_id import host_id
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
 from shoal.plan.failure_detector import FailureDetector
 from shoal.plan.placement_stats import moved_bytes, placement_stats
 from shoal.spec.chunk_table import ChunkTable, build_pieces
 from shoal.spec.job import ServerSyncConfig
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Address, Seat
+from shoal.spec.view import Address, Attachment, Seat
 
 SERVER_MODULE = "shoal.paramserver.main"
 CHECK_INTERVAL_S = 0.1
@@ -102,6 +103,7 @@ class ServerGroup:
         try:
             seat, pid, host = int(message.fields["seat"]), int(message.fields["pid"]), str(message.fields["host"])
             address = Address.model_validate(message.fields["address"])
+            attachment = Attachment.model_validate(message.fields["attachment"])
             table = message.fields.get("table")
             known = None if table is None else ChunkTable.model_validate(table)
         except (KeyError, TypeError, ValueError, OverflowError):  # pydantic's error is a ValueError
@@ -114,7 +116,9 @@ class ServerGroup:
         if seat not in self._peers:
             self._stream.emit("server_started", server=_name(seat), pid=pid, host=host)
             self._table_reasons.append(f"{_name(seat)} arrived")
-        self._peers[seat] = PeerStatus(message.connection, pid, host, local=True)
+        self._peers[seat] = PeerStatus(
+            message.connection, pid, host, managed=attachment.managed, same_host=address.host_id == host_id()
+        )
         self._seat_by_connection[message.connection] = seat
         self._orphans.pop(seat, None)
         self.observe_chunk_table(known)

@@ -19,6 +19,7 @@ from shoal.jobs.peer_status import RECONNECT_TIMEOUT_S, PeerStatus
 from shoal.jobs.server_group import ServerGroup
 from shoal.net import tls
 from shoal.net.handshake import new_token
+from shoal.net.host_id import host_id
 from shoal.plan.failure_detector import FailureDetector, Heartbeat
 from shoal.plan.membership_policy import PublishView, StartWorkers
 from shoal.plan.sharded_membership import make_membership_policy
@@ -26,7 +27,7 @@ from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Address, Seat, View
+from shoal.spec.view import Address, Attachment, Seat, View
 
 WORKER_MODULE = "shoal.train.worker"
 CHECK_INTERVAL_S = 0.1
@@ -124,14 +125,14 @@ class WorkerGroup:
         return self.server_group.tick(time.monotonic(), heard)
 
     def start_workers(self, number: int) -> None:
-        """Start so many local workers."""
+        """Let the engine start so many workers."""
         seats = [self._new_seat() for _ in range(number)]
         for seat in seats:
             self.membership.expect(seat)
         self._engine.start([Launch(Seat(number=seat), WORKER_MODULE, self._arguments) for seat in seats])
 
     def handle_exit(self, one: Exit) -> str:
-        """A local process is gone. Returns why, where that was not meant to be."""
+        """A worker's process has ended. Returns why, where that was not meant to be."""
         self._remove_worker(one.seat, well=one.code == 0)
         why = self._evicted.pop(one.seat, "")
         if one.code == 0:
@@ -171,14 +172,14 @@ class WorkerGroup:
         return seats
 
     def seat(self, number: int) -> Seat:
-        """A local seat, and whether a worker or a server sits in it."""
+        """A seat of the engine, and whether a worker or a server sits in it."""
         return Seat(
             number=number, role="server" if self.server_group and number in self.server_group.seats else "worker"
         )
 
     @property
     def worker_seats(self) -> list[int]:
-        """The local seats in which a worker sits."""
+        """The seats of the engine in which a worker sits."""
         return [number for number in self._engine.running() if self.seat(number).role == "worker"]
 
     @property
@@ -217,14 +218,15 @@ class WorkerGroup:
             return
         try:
             address = Address.model_validate(message.fields["address"])
-            local, training = bool(message.fields["local"]), bool(message.fields["training"])
+            attachment = Attachment.model_validate(message.fields["attachment"])
+            training = bool(message.fields["training"])
             view, pid, host = int(message.fields["view"]), int(message.fields["pid"]), str(message.fields["host"])
             told = message.fields.get("table")
             table = None if told is None else ChunkTable.model_validate(told)
         except (KeyError, TypeError, ValueError, ValidationError):
             self.control.drop(message.connection)
             return
-        seat = self._seat_for(message.fields.get("seat"), local)
+        seat = self._seat_for(message.fields.get("seat"), managed=attachment.managed)
         holds_what_is_lost = view > 0 and self.server_group is not None and self.server_group.is_lost(table)
         if seat is None or holds_what_is_lost:
             self.control.drop(message.connection)
@@ -234,23 +236,27 @@ class WorkerGroup:
             self._seat_by_connection.pop(old.connection, None)
             self.control.drop(old.connection)
         self._seat_by_connection[message.connection] = seat
-        self._peers[seat] = PeerStatus(message.connection, pid, host, local)
+        self._peers[seat] = PeerStatus(
+            message.connection, pid, host, managed=attachment.managed, same_host=address.host_id == host_id()
+        )
         self._orphans.pop(seat, None)
         known = seat in self.membership.members
-        self.membership.arrived(seat, local=local, address=address, view=view, training=training and not known)
-        self.control.send(message.connection, "welcome", seat=seat, run=self._paths.name, **self._job_fields(local))
+        self.membership.arrived(seat, attachment, address=address, view=view, training=training and not known)
+        self.control.send(
+            message.connection, "welcome", seat=seat, run=self._paths.name, **self._job_fields(attachment)
+        )
         if newest := self._final_view or self._latest_views.get(seat):
             self.control.publish_view(newest, [message.connection])
         if self.server_group:
             self.server_group.observe_chunk_table(table)
             self.server_group.send_chunk_table(message.connection)
 
-    def _job_fields(self, local: bool) -> dict[str, Any]:
-        return {} if local else {"job": self._job.dump()}
+    def _job_fields(self, attachment: Attachment) -> dict[str, Any]:
+        return {"job": self._job.dump()} if attachment.needs_job else {}
 
-    def _seat_for(self, wanted: Any, local: bool) -> int | None:
-        """The seat that it says it has, or a new one for who has none, or was put out of it."""
-        if local:
+    def _seat_for(self, wanted: Any, *, managed: bool) -> int | None:
+        """The seat that the worker says it has; a new one for a worker that has none, or was evicted from it."""
+        if managed:
             return wanted if isinstance(wanted, int) and wanted in self.worker_seats else None
         mine = wanted in self._engine.running()  # those are filled from here
         if isinstance(wanted, int) and not mine and wanted not in self._evicted and wanted >= 0:
@@ -289,7 +295,7 @@ class WorkerGroup:
         elif message.kind == "lost":
             self._seat_by_connection.pop(message.connection, None)
             self._peers[seat].disconnected_at_s = time.monotonic()  # it ends, or calls again
-            if not self._peers[seat].local:
+            if not self._peers[seat].managed:
                 if not self._peers[seat].said_bye:
                     self._stream.emit("worker_died", worker=f"worker-{seat}", reason="its connection was lost")
                     self.deaths += 1

@@ -28,8 +28,9 @@ from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import View
+from shoal.spec.view import Attachment, View
 
+STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
 ORPHAN_GRACE_S = 30.0
 """How long a server stays after the workers' patience with a missing driver has ended: they may still save."""
 
@@ -95,7 +96,7 @@ def hello(server_loop: ServerLoop, control_client: ControlClient, seat: int) -> 
     return {
         "role": "server",
         "seat": seat,
-        "local": True,
+        "attachment": STARTED_BY_ENGINE.model_dump(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "address": server_loop.endpoint.address.model_dump(),

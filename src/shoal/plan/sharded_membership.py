@@ -104,7 +104,7 @@ class ShardedMembershipPolicy(MembershipPolicy):
         return self._enter_sharded_view(self._in_rank_order(team, rows), rows)
 
     def _able_to_save(self, members: Sequence[Member]) -> list[Member]:
-        return [m for m in members if m.local]
+        return [m for m in members if m.can_save]
 
     def _replica_count(self, members: Sequence[Member]) -> int:
         """How many replicas they make. One without a lane would be of no use."""
