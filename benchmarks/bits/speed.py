@@ -29,7 +29,7 @@ KILLS = (300, 600, 900, 1200, 1500)
 
 def cases() -> dict[str, tuple[Case, Callable[[Path], float]]]:
     """By name: what to run, and what to read from the run's directory. More is better."""
-    made = {}
+    made: dict[str, tuple[Case, Callable[[Path], float]]] = {}
     for name, job, steps in (("mlp", MLP, 6000), ("cnn", CNN, 2500), ("gpt", GPT, 1500)):
         for workers in (1, 2):
             lanes = 1 if workers == 1 else 2
@@ -58,8 +58,8 @@ def recoveries_per_s(there: Path) -> float:
     found = []
     for step in KILLS:
         killed_t = (there / f"killed-{step}").stat().st_mtime
-        found.append(next(t for t, at in steps if t > killed_t and at > step) - killed_t)
-    return 1 / statistics.median(found)
+        found.append(float(next(t for t, at in steps if t > killed_t and at > step)) - killed_t)
+    return 1 / float(statistics.median(found))
 
 
 def main() -> int:
