@@ -177,8 +177,8 @@ def sides(
         return lambda place: PlainTorchSide(asked, nurseries, place)
 
     def shoal(**changes: Any) -> Start:
-        engine = {"kind": "local", "listen": ADDRESSES[0], "balance": False, "patience_s": 5}  # not long without us
-        return lambda place: ShoalSide(job(model, data, engine=engine, **changes), nurseries, place)
+        how = {"network": {"listen": ADDRESSES[0]}, "elastic": {"balance": False, "patience_s": 5}}
+        return lambda place: ShoalSide(job(model, data, **how, **changes), nurseries, place)
 
     def server(staleness: str, codec: str) -> Start:
         return shoal(sync={"kind": "server", "staleness": _number(staleness)}, codec=CODECS[codec])
@@ -193,7 +193,10 @@ def sides(
 def local(name: str) -> dict[str, Any]:
     """What makes a job one of LOCALS."""
     every, codec = name.removeprefix("local ").split(", ")
-    return {"sync": {"kind": "local", "every": int(every), "settle": PERIOD // int(every)}, "codec": CODECS[codec]}
+    return {
+        "sync": {"kind": "local", "every": int(every), "rounds_per_sync": PERIOD // int(every)},
+        "codec": CODECS[codec],
+    }
 
 
 def period(name: str) -> int:

@@ -15,7 +15,7 @@ from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import executor
 from shoal.jobs.run_driver import make_fork_server
-from shoal.spec.job import LocalEngineConfig
+from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.load import make_job
 from shoal.spec.receipt import Receipt
 from shoal.spec.run_paths import RunPaths

@@ -23,7 +23,7 @@ from benchmarks.sync.stopwatch import steps_to_run, timed
 from shoal.fleet.engine import Launch
 from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
-from shoal.spec.job import LocalEngineConfig
+from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 

@@ -56,8 +56,8 @@ class ThroughputWatch:
 
 def measure(model: str, data: Path, scratch: Path, nursery: ForkServer, *, balance: bool, slow: int) -> dict[str, Any]:
     watch = ThroughputWatch(slow)
-    engine = {"kind": "local", "balance": balance}
-    plain = job(model, data, steps=STEPS[model], window={}, lanes=8, workers=2, engine=engine)
+    elastic = {"balance": balance}
+    plain = job(model, data, steps=STEPS[model], window={}, lanes=8, workers=2, elastic=elastic)
     plain["model"] = f"benchmarks.overhead.models:{MODELS[model].__name__}"
     try:
         receipt = shoal_run(plain, scratch / "runs", nursery, watch)

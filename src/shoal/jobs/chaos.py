@@ -100,8 +100,8 @@ def _with_spare_lanes(job: Job, max_workers: int) -> Job:
 def _with_spare_restarts(job: Job, workers: int, faults: Sequence[Fault]) -> Job:
     """Faults that were asked for do not use up the job's own restarts."""
     deaths = sum(fault.kind in ("kill", "freeze", "kill server") for fault in faults)
-    engine = job.engine.model_copy(update={"restarts": job.engine.restarts + deaths})
-    return with_workers(job, workers).model_copy(update={"engine": engine})
+    elastic = job.elastic.model_copy(update={"restarts": job.elastic.restarts + deaths})
+    return with_workers(job, workers).model_copy(update={"elastic": elastic})
 
 
 class FaultInjector:

@@ -20,7 +20,7 @@ from shoal.jobs import resolve_auto, run_dir
 from shoal.jobs.run_driver import RunDriver, RunResult, fork_server_for
 from shoal.spec.data import FoldSplitConfig
 from shoal.spec.job import Job
-from shoal.spec.load import load_job, save_job
+from shoal.spec.load import load_run_job, save_job
 from shoal.spec.receipt import Receipt, metrics_mean_and_std
 from shoal.spec.run_paths import RunPaths, write_atomically
 
@@ -92,12 +92,12 @@ def resume(
 
 def _with_overrides(paths: RunPaths, overrides: Sequence[str]) -> Job:
     """The run's job with these fields changed. SH609 if it would train something else, or its workers live on."""
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     if not overrides:
         return job
-    changed = load_job(paths.job, overrides=[f"lanes={job.lane_count}", *overrides], check_names=False)
+    changed = load_run_job(paths.job, overrides=[f"lanes={job.lane_count}", *overrides])
     if changed.resume_compatibility_sha256() != job.resume_compatibility_sha256():
-        fix = "Change how it goes on (workers, shard, engine, checkpoint), or start a new run with `init_from`."
+        fix = "Change how it goes on (workers, shard, elastic, checkpoint), or start a new run with `init_from`."
         where = " ".join(["--set", ", ".join(_identity_overrides(paths, job, overrides))]).strip()
         raise error("SH609", "a run that has begun cannot train something else", where=where, fix=fix)
     if left := [survivor.seat.name for one in paths.folds or [paths] for survivor in find_orphans(one)]:
@@ -111,7 +111,7 @@ def _identity_overrides(paths: RunPaths, job: Job, overrides: Sequence[str]) -> 
     found = []
     for one in overrides:
         with contextlib.suppress(ErrorGroup):
-            alone = load_job(paths.job, overrides=[f"lanes={job.lane_count}", one], check_names=False)
+            alone = load_run_job(paths.job, overrides=[f"lanes={job.lane_count}", one])
             found += (
                 [one.partition("=")[0].strip()]
                 if alone.resume_compatibility_sha256() != job.resume_compatibility_sha256()

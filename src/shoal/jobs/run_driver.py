@@ -107,7 +107,7 @@ class RunDriver:
         self.engine = make_engine(job.engine, paths, fork_server)
         self._plan_file = read_plan_file(paths)
         self._replanner: Replanner | None = None
-        self._restarts_left = job.engine.restarts
+        self._restarts_left = job.elastic.restarts
         self._expected_exits: set[int] = set()  # seats whose end is counted elsewhere
         self._stop_reason = ""
         self._shutdown_deadline_s = 0.0
@@ -122,7 +122,7 @@ class RunDriver:
             self.job, self.paths, self.engine, self._stream, first_seat=first_seat, trace=self._trace
         )
         if not already:  # its workers finished it without a driver
-            tls = self.job.engine.tls is not None
+            tls = self.job.network.tls is not None
             self._stream.emit(
                 "run_started", run=self.paths.name, pid=os.getpid(), listens=self.worker_group.address, tls=tls
             )

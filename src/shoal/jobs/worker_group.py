@@ -49,7 +49,7 @@ class WorkerGroup:
         tls.configure(tls_contexts_for(job))
         known = read_driver_address(paths.driver_address)
         token = known.token if known else new_token()
-        self.control = ControlServer(token, listen=job.engine.listen, port=known.port if known else 0)
+        self.control = ControlServer(token, listen=job.network.listen, port=known.port if known else 0)
         write_driver_address(paths.driver_address, DriverAddress(self.control.host, self.control.port, token))
         self.membership = make_membership_policy(job, wanted_workers=initial_workers(job, engine.capacity()))
         self.deaths = 0
@@ -74,7 +74,7 @@ class WorkerGroup:
         self.commands = CommandHandler(self.membership, self.server_group)
 
     def _make_server_group(self) -> ServerGroup | None:
-        sync, restarts = self._job.sync, self._job.engine.restarts
+        sync, restarts = self._job.sync, self._job.elastic.restarts
         if sync.kind != "server":
             return None
         engine, control, stream = self._engine, self.control, self._stream
@@ -242,17 +242,13 @@ class WorkerGroup:
         self._orphans.pop(seat, None)
         known = seat in self.membership.members
         self.membership.arrived(seat, attachment, address=address, view=view, training=training and not known)
-        self.control.send(
-            message.connection, "welcome", seat=seat, run=self._paths.name, **self._job_fields(attachment)
-        )
+        job = {"job": self._job.dump()} if attachment.needs_job else {}
+        self.control.send(message.connection, "welcome", seat=seat, run=self._paths.name, **job)
         if newest := self._final_view or self._latest_views.get(seat):
             self.control.publish_view(newest, [message.connection])
         if self.server_group:
             self.server_group.observe_chunk_table(table)
             self.server_group.send_chunk_table(message.connection)
-
-    def _job_fields(self, attachment: Attachment) -> dict[str, Any]:
-        return {"job": self._job.dump()} if attachment.needs_job else {}
 
     def _seat_for(self, wanted: Any, *, managed: bool) -> int | None:
         """The seat that the worker says it has; a new one for a worker that has none, or was evicted from it."""

@@ -26,7 +26,7 @@ from shoal.paramserver.event_loop import ServerLoop
 from shoal.paramserver.server import ServerConfig
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Attachment, View
 
@@ -47,10 +47,10 @@ def main() -> None:
 
 
 def serve(paths: RunPaths, seat: int) -> None:
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     tls.configure(tls_contexts_for(job))
     prepare_torch(job)
-    run_server(paths, seat, server_config(job, paths), patience_s=job.engine.patience_s)
+    run_server(paths, seat, server_config(job, paths), patience_s=job.elastic.patience_s)
 
 
 def run_server(

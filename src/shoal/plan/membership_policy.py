@@ -130,9 +130,8 @@ class MembershipPolicy:
             return
         self._expected.add(seat)
         others = [m for m in self.members.values() if not m.leaving and m.seat != seat]
-        if (
-            not view and len(others) >= self.wanted_workers and any(m.can_save for m in others)
-        ):  # else nobody could save
+        others_can_save = any(m.can_save for m in others)
+        if not view and len(others) >= self.wanted_workers and others_can_save:
             self.members[seat].leaving = "scaled down"  # while it was being started
 
     def stopped_at(

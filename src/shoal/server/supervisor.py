@@ -23,7 +23,7 @@ from shoal.server.clients import ClientRoster
 from shoal.server.config import StandaloneServerConfig
 from shoal.server.numpy_layout import NumpyLayout
 from shoal.spec.chunk_table import ChunkTable
-from shoal.spec.job import LocalEngineConfig
+from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import View
 

@@ -36,7 +36,7 @@ from shoal.net import tls
 from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
-from shoal.spec.load import load_job, save_job
+from shoal.spec.load import load_run_job, save_job
 from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.view import Attachment, View
 from shoal.strategies.parameter_server import ParameterServerSync
@@ -130,7 +130,7 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
     driver_address = read_driver_address(paths.driver_address)
     assert driver_address is not None, "the driver writes it before it starts workers"
     latest = partial(read_driver_address, paths.driver_address)
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     tls.configure(tls_contexts_for(job))
     with (
         hold_seat_lock(paths, seat),
@@ -207,7 +207,7 @@ def train(
 ) -> None:
     """Build, then go through the loop to the end."""
     assert session.seat is not None
-    leave_reason = install_leave_handler(session, control, job.engine.patience_s)
+    leave_reason = install_leave_handler(session, control, job.elastic.patience_s)
     prepare_torch(job)
     stream.emit(
         "worker_started",

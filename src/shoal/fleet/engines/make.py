@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shoal.fleet.engine import Engine, Node
 from shoal.fleet.engines.local import LocalEngine, this_machine
 from shoal.fleet.forkserver import ForkServer
-from shoal.spec.job import EngineConfig
+from shoal.spec.engine import EngineConfig
 from shoal.spec.run_paths import RunPaths
 
 
