@@ -30,9 +30,9 @@ from shoal.spec.view import Seat
 ENTRY = "benchmarks.sync.ddp"
 
 
-def run(asked: dict[str, Any], logs: Path, nursery: ForkServer) -> None:
-    """The driver's side: as many processes as asked for, from the nursery of Shoal's own workers, until all ended."""
-    engine = make_engine(LocalEngineConfig(), RunPaths.at(logs), nursery)
+def run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> None:
+    """The driver's side: as many processes as asked for, from the fork server of Shoal's workers, until all ended."""
+    engine = make_engine(LocalEngineConfig(), RunPaths.at(logs), fork_server)
     try:
         words = (json.dumps(asked),)
         engine.start([Launch(Seat(number=rank), ENTRY, words) for rank in range(asked["workers"])])

@@ -15,7 +15,7 @@ from shoal.fleet.driver_address import read_driver_address
 from shoal.net import handshake
 from shoal.net.handshake import LinkError
 
-HELLOS = (b"{}", b"", b'{"role":"worker","seat":0,"local":true}', b'{"purpose":"mesh","seat":0,"view":2}')
+HELLOS = (b"{}", b"", b'{"role":"worker","seat":0,"attachment":{}}', b'{"purpose":"mesh","seat":0,"view":2}')
 NOISE = (
     b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"SSH-2.0-scan\r\n",
@@ -39,10 +39,10 @@ class PortScanner:
         self._stopped = threading.Event()
         self._thread = None
 
-    def on_event(self, paths, event, picture):
+    def on_event(self, paths, event, run_state):
         if event.kind == "step" and self._thread is None:
-            token = read_driver_address(paths.control).token
-            self._thread = threading.Thread(target=self._scan, args=(token, picture.training), daemon=True)
+            token = read_driver_address(paths.driver_address).token
+            self._thread = threading.Thread(target=self._scan, args=(token, run_state.training_workers), daemon=True)
             self._thread.start()
 
     def stop(self):

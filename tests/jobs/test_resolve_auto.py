@@ -24,7 +24,7 @@ from tests.jobs.job_profile import JOB_PROFILE
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The clerk finds what it is told."""
+    """The probe finds what it is told."""
 
     def go(**changes):
         monkeypatch.setattr(planner, "measure", lambda job, fork_server=None: JOB_PROFILE | changes)
@@ -60,7 +60,7 @@ def test_a_planned_run_is_exact_and_says_what_it_is(run, job_dir):
     [
         (RunChoice(workers=2), {"kind": "lanes"}),
         (RunChoice(workers=3, sync="server", servers=2), {"kind": "server", "servers": 2, "backups": 1}),
-        (RunChoice(workers=2, sync="local", every=8, settle=4), {"kind": "local", "every": 8, "settle": 4}),
+        (RunChoice(workers=2, sync="local", every=8, settle=4), {"kind": "local", "every": 8, "rounds_per_sync": 4}),
         (RunChoice(workers=3, codec="int8", threads=2), {"kind": "lanes"}),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_a_user_chose_is_left_alone(run, measured):
     measured()
     asked = []
 
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if event.kind == "step" and not asked:
             asked.append(threading.Thread(target=scale, args=(paths, 2)))
             asked[0].start()
@@ -176,7 +176,9 @@ def test_a_death_in_a_planned_run_is_a_death_like_any_other(run, measured, job_d
     measured()
     faults = {"pause_probability": 1.0, "pause_s": 0.005}
     line = "kill worker 1 at step 500 in compute"
-    found = run(MLP, sync="auto", workers=2, steps=600, evaluate={}, faults=faults, watch=fault_script(job_dir, line))
+    found = run(
+        MLP, sync="auto", workers=2, steps=600, evaluate={}, faults=faults, watchers=fault_script(job_dir, line)
+    )
     assert found.receipt.weights_sha256 == run(MLP, steps=600, evaluate={}).receipt.weights_sha256
     assert fired_faults(job_dir) == {line}
     assert all(row["choice"]["workers"] == 2 for row in load_run_state(found.paths).replans)

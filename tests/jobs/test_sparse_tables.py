@@ -26,14 +26,16 @@ from tests.jobs.test_parameter_servers import InterruptAfterSave, ServerKiller, 
 
 WORDS = MLP | {
     "name": "words",
-    "model": {"name": "sparse.py:Words"},
+    "model": {"name": "sparse.py:SparseDigits"},
     "optimizer": {"name": "AdamW", "args": {"lr": 0.01}},
     "sync": server_sync(1, 0),
     "steps": 24,
     "lanes": 4,
     "evaluate": {"every_steps": 8},
 }
-SUMMED = {k: v for k, v in WORDS.items() if k not in ("model", "loss", "metrics")} | {"task": "sparse.py:Summed"}
+SUMMED = {k: v for k, v in WORDS.items() if k not in ("model", "loss", "metrics")} | {
+    "task": "sparse.py:WeightedSparseTask"
+}
 JOBS = {
     "words": WORDS,
     "clipped": WORDS | {"clip": {"value": 0.001}, "batch_size": 47, "lanes": 7},
@@ -92,7 +94,7 @@ def test_it_learns(run):
 def test_servers_and_workers_die_and_no_row_is_lost(seed, job_dir, run):
     lines = ["kill worker 0 at step 30 in exchange", "kill worker 1 at step 60 in compute"]
     killer = ServerKiller(15, 75, seed=seed)
-    outcome = run(WORDS, steps=100, workers=3, sync=server_sync(3), watch=fault_script(job_dir, *lines), look=killer)
+    outcome = run(WORDS, steps=100, workers=3, sync=server_sync(3), watchers=fault_script(job_dir, *lines), look=killer)
     assert_same(outcome, alone(run, "words", steps=100))
     assert killer.killed == 2
     assert len(fired_faults(job_dir)) == 2
