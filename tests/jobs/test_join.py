@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.errors import ShoalError
+from shoal.errors import EXIT_RUN, ShoalError
+from shoal.events import read_events
 from shoal.jobs import commands
 from shoal.jobs import join as joining
 from shoal.spec.load import make_job
@@ -111,6 +112,22 @@ def test_a_stop_sends_those_home_who_came_from_elsewhere(run, copied_job_dir, se
         commands.stop(it.paths)
         assert code.result() == 0
     assert "no driver came back" not in "\n".join(said)
+
+
+def test_the_driver_learns_which_signal_ended_a_joined_worker(run, copied_job_dir, second_fork_server):
+    said = []
+    with background_run(run, MLP, **ENDLESS) as it, ThreadPoolExecutor() as pool:
+        it.wait_for_workers(1)
+        token = commands.read_token(it.paths)
+        there = {"base_dir": copied_job_dir, "show": said.append, "fork_server": second_fork_server}
+        code = pool.submit(joining.join, it.address, token, **there)
+        it.wait_until(joined)
+        pid = next(e["pid"] for e in read_events(it.paths.events) if (e.kind, e.who) == ("worker_started", "worker-1"))
+        os.kill(pid, signal.SIGKILL)
+        it.wait_until(lambda state: any("worker-1" in note and "ended by SIGKILL" in note for note in state.notes))
+        assert code.result() == EXIT_RUN
+        commands.stop(it.paths)
+    assert any("worker-1: ended by SIGKILL" in line for line in said)
 
 
 def test_a_wrong_token_and_a_wrong_address_are_told_at_once(run, second_fork_server):

@@ -6,9 +6,9 @@ It obeys commands and sends reports. Both are plain checked data, so that they c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, TypeAdapter
 
 from shoal.events import LineTail
 from shoal.fleet.engine import Exit, Launch
@@ -40,23 +40,31 @@ class ExitedReport(Spec):
     """See `Exit`. `errors` is the end of what the process wrote to its standard error."""
 
     kind: Literal["exited"] = "exited"
-    seat: int
+    seat: NonNegativeInt
     code: int | None
     reason: str
     errors: str = ""
 
 
 class OutputReport(Spec):
-    """A line that a process printed."""
+    """A line that a process printed, or the beginning of a long one."""
 
     kind: Literal["output"] = "output"
-    seat: int
+    seat: NonNegativeInt
     text: str
 
 
 AgentCommand = LaunchCommand | StopCommand
 AgentReport = ExitedReport | OutputReport
 MAX_ERROR_CHARACTERS = 2000
+MAX_LINE_CHARACTERS = 4000
+
+_REPORTS: TypeAdapter[AgentReport] = TypeAdapter(Annotated[AgentReport, Field(discriminator="kind")])
+
+
+def parse_report(kind: str, fields: dict[str, Any]) -> AgentReport:
+    """A message of the control channel as a report. ValueError if it is none."""
+    return _REPORTS.validate_python({**fields, "kind": kind})
 
 
 class Agent:
@@ -105,7 +113,7 @@ class Agent:
 
     def _report_output(self, seat: int) -> None:
         for line in self._output[seat].read_new():
-            self._report(OutputReport(seat=seat, text=line))
+            self._report(OutputReport(seat=seat, text=line[:MAX_LINE_CHARACTERS]))
 
     def _report_exit(self, one: Exit) -> None:
         seat = self._seats.pop(one.seat)

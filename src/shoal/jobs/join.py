@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +15,10 @@ from pathlib import Path
 from shoal.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN, EXIT_TERMINATED, ShoalError, error, error_from_fields
 from shoal.events import Event, EventReader
 from shoal.fleet.agent import Agent, AgentReport, ExitedReport, LaunchCommand, OutputReport, StopCommand
+from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress
 from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.process import WELCOME_TIMEOUT_S
 from shoal.jobs import commands
 from shoal.jobs.executor import catch_stop_signals
 from shoal.jobs.run_driver import make_fork_server
@@ -56,13 +59,13 @@ def join(
         _fork_server(fork_server, welcome["threads"]) as mine,
     ):
         environment = mine.environment | {TOKEN_VARIABLE: token}  # never on a command line, where all can read it
-        joined = JoinedWorkers(RunPaths.at(scratch), mine, environment=environment, show=show)
-        try:
-            secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
+        secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
+        with (
+            contextlib.closing(_connect_agent(contact)) as control,
+            contextlib.closing(JoinedWorkers(RunPaths.at(scratch), mine, environment, control, show)) as joined,
+        ):
             joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured])
             return joined.supervise()
-        finally:
-            joined.close()
 
 
 def _parse_address(where: str, token: str) -> DriverAddress:
@@ -72,6 +75,18 @@ def _parse_address(where: str, token: str) -> DriverAddress:
     if not token:
         raise error("SH615", "there is no token", where=TOKEN_VARIABLE)
     return DriverAddress(found[1], int(found[2]), token)
+
+
+def _connect_agent(address: DriverAddress) -> ControlClient:
+    """The agent's own connection to the driver, for its reports."""
+    hello = {"role": "agent", "host": socket.gethostname()}
+    control = ControlClient(lambda: address, lambda: hello, heartbeat=dict)
+    try:
+        control.connect(WELCOME_TIMEOUT_S)
+    except BaseException:
+        control.close()
+        raise
+    return control
 
 
 @contextlib.contextmanager
@@ -92,6 +107,12 @@ class JoinedWorker:
     errors: list[ShoalError] = field(default_factory=list)
     left: bool = False
 
+    @property
+    def seat(self) -> int | None:
+        """The driver's number for it, once the worker has one."""
+        number = self.name.removeprefix("worker-")
+        return int(number) if number.isdecimal() else None
+
 
 class JoinedWorkers:
     """All workers that one `join` started, shown as they come and go."""
@@ -100,12 +121,13 @@ class JoinedWorkers:
         self,
         paths: RunPaths,
         fork_server: ForkServer,
-        *,
         environment: Mapping[str, str],
+        control: ControlClient,
         show: Callable[[str], None],
     ) -> None:
         self._paths = paths
         self._agent = Agent(paths, fork_server, environment=environment, report=self._on_report)
+        self._control = control
         self._show = show
         self._workers: dict[int, JoinedWorker] = {}
         self._leaving = False
@@ -141,12 +163,16 @@ class JoinedWorkers:
         self._agent.close()
 
     def _on_report(self, report: AgentReport) -> None:
+        self._read_events()
+        worker = self._workers[report.seat]
+        if worker.seat is not None:
+            fields = report.model_dump(exclude={"kind", "seat"})
+            self._control.send(report.kind, seat=worker.seat, **fields)
         match report:
             case OutputReport(text=text):
                 self._show(text)
-            case ExitedReport(seat=seat):
-                self._read_events()
-                self._handle_exit(self._workers[seat], report)
+            case ExitedReport():
+                self._handle_exit(worker, report)
 
     def _read_events(self) -> None:
         for worker in self._workers.values():

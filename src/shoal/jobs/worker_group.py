@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from shoal.events import Event, EventWriter
 from shoal.events.stream import parse_event
+from shoal.fleet.agent_reports import AgentReports
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, read_driver_address, write_driver_address
 from shoal.fleet.engine import Engine, Exit, Launch, Node
@@ -72,6 +73,7 @@ class WorkerGroup:
         self._step = 0
         self._refused_by_seat: dict[int, int] = {}  # by the workers' doors
         self.commands = CommandHandler(self.membership, self.server_group)
+        self._agent_reports = AgentReports(self.control, paths, stream)
 
     def _make_server_group(self) -> ServerGroup | None:
         sync, restarts = self._job.sync, self._job.elastic.restarts
@@ -98,6 +100,8 @@ class WorkerGroup:
                 self._handle_hello(said)
             elif self.server_group and self.server_group.owns_connection(said.connection):
                 self.server_group.handle(said)
+            elif self._agent_reports.owns_connection(said.connection):
+                self._agent_reports.handle(said)
             elif (seat := self._seat_by_connection.get(said.connection)) is not None:
                 self._handle_or_drop(seat, said)
 
@@ -211,6 +215,9 @@ class WorkerGroup:
         role = message.fields.get("role")
         if role == "server" and self.server_group:
             self.server_group.handle_hello(message)
+            return
+        if role == "agent":
+            self._agent_reports.admit(message)
             return
         if role != "worker":
             self._seat_by_connection[message.connection] = -1  # a user with a wish
