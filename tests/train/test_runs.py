@@ -179,7 +179,7 @@ def test_tensorboard(run):
         ({"device": "cuda:7"}, "SH411", "cuda:7"),
         ({"best": {"metric": "accuracy"}, "metrics": ["f1"]}, "SH106", "accuracy"),
         ({"task": "models.py:UnusedParameter", "model": None, "loss": None, "metrics": []}, "SH206", "UnusedParameter"),
-        ({"watchers": ["models.py:UnusedParameter"]}, "SH206", "watchers"),
+        ({"watchers": ["models.py:UnusedParameter"]}, "SH206", "watch(event)"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told(run, changes, code, words):
