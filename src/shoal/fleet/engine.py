@@ -81,7 +81,8 @@ class Engine(Protocol):
         wait too, so that it may return nothing early."""
 
     def fileno(self) -> int:
-        """For select(): readable when `poll` may have something."""
+        """For select(): readable when `poll` may have something. Engines may share what is behind it, and another one
+        may have read the news first: call `poll` now and then in any case."""
 
     def running(self) -> list[int]:
         """Seats that were launched or reattached and are not yet reported by `poll`, in ascending order."""

@@ -18,7 +18,7 @@ from shoal.spec.names import check_names as check_all_names
 from shoal.spec.overrides import apply_overrides
 from shoal.spec.rules import check_rules
 from shoal.spec.run_paths import write_atomically
-from shoal.spec.yaml_document import read_document, write_value
+from shoal.spec.yaml_document import YamlDocument, read_document, write_value
 
 LocateField = Callable[[str], str]
 
@@ -28,9 +28,7 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = (), check_names: bo
 
     `check_names: False` leaves out what depends on this machine: the names and files that the job refers to.
     """
-    document = apply_overrides(read_document(path), overrides, model=Job)
-    job = _validate(document.data, folder=Path(path).parent, where=document.where)
-    return check_job(job, where=document.where, check_names=check_names)
+    return _load(read_document(path), Path(path).parent, overrides, check_names=check_names)
 
 
 def load_run_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
@@ -39,9 +37,14 @@ def load_run_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
     Names and files that it refers to are not checked: they may be on another machine.
     """
     document = read_document(path)
-    document = apply_overrides(replace(document, data=migrate_job(document.data)), overrides, model=Job)
-    job = _validate(document.data, folder=Path(path).parent, where=document.where)
-    return check_job(job, where=document.where, check_names=False)
+    migrated = replace(document, data=migrate_job(document.data))
+    return _load(migrated, Path(path).parent, overrides, check_names=False)
+
+
+def _load(document: YamlDocument, folder: Path, overrides: Sequence[str], *, check_names: bool) -> Job:
+    document = apply_overrides(document, overrides, model=Job)
+    job = _validate(document.data, folder=folder, where=document.where)
+    return check_job(job, where=document.where, check_names=check_names)
 
 
 def make_job(data: Mapping[str, Any], *, base_dir: str | Path = ".", check_names: bool = True) -> Job:
