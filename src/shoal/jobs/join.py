@@ -62,7 +62,9 @@ def join(
         secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
         with (
             contextlib.closing(_connect_agent(contact)) as control,
-            contextlib.closing(JoinedWorkers(RunPaths.at(scratch), mine, environment, control, show)) as joined,
+            contextlib.closing(
+                JoinedWorkers(RunPaths.at(scratch), mine, environment=environment, control=control, show=show)
+            ) as joined,
         ):
             joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured])
             return joined.supervise()
@@ -121,6 +123,7 @@ class JoinedWorkers:
         self,
         paths: RunPaths,
         fork_server: ForkServer,
+        *,
         environment: Mapping[str, str],
         control: ControlClient,
         show: Callable[[str], None],
