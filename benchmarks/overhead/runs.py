@@ -62,5 +62,5 @@ def plain_run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> Non
     engine.start([Launch(Seat(number=0), PLAIN, (json.dumps(asked),))])
     while not (exits := engine.poll(1.0)):
         pass
-    if exits[0].code:
+    if exits[0].code != 0:
         raise RuntimeError(f"the plain loop failed, see {logs}")

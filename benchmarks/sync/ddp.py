@@ -40,7 +40,7 @@ def run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> None:
         while ended < asked["workers"]:
             exits = engine.poll(1.0)
             ended += len(exits)
-            if any(one.code for one in exits):  # the others would wait for it
+            if any(one.code != 0 for one in exits):  # the others would wait for it
                 raise RuntimeError(f"a process of the plain side failed, see {logs}")
     finally:
         engine.close()
