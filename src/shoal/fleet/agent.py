@@ -88,9 +88,9 @@ class Agent:
     def obey(self, command: AgentCommand) -> None:
         match command:
             case LaunchCommand(seat=seat, entry=entry, arguments=arguments):
+                self._engine.start([Launch(seat, entry, tuple(arguments))])
                 self._seats[seat.number] = seat
                 self._output[seat.number] = LineTail(self._paths.log(seat.number, seat.role))
-                self._engine.start([Launch(seat, entry, tuple(arguments))])
             case StopCommand(seats=seats, how="terminate"):
                 self._engine.terminate([seat for seat in seats if seat in self._seats])
             case StopCommand(seats=seats):
