@@ -15,7 +15,7 @@ from benchmarks.links.models import BATCH, job
 from benchmarks.links.sides import CODECS, LOCALS, local
 from benchmarks.overhead.side_by_side import Row
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job

@@ -148,9 +148,9 @@ class Bench:
         }
 
     def _job(self, cell: Cell, choice: RunChoice) -> Mapping[str, Any]:
-        engine = {"kind": "local", "listen": ADDRESSES[0], "patience_s": 5}  # not long without us
+        how = {"network": {"listen": ADDRESSES[0]}, "elastic": {"patience_s": 5}}  # not long without us
         way = {"sync": sync_section(choice), "codec": CODECS[choice.codec], "workers": choice.workers}
-        return job(cell.model, self.data, engine=engine, lanes=LANES, batch_size=SAMPLES[cell.model], **way)
+        return job(cell.model, self.data, **how, lanes=LANES, batch_size=SAMPLES[cell.model], **way)
 
 
 def balanced(going: RunningSide, shaped_t: float, *, most_s: float) -> bool:

@@ -26,7 +26,7 @@ from benchmarks.links.models import BATCH, USUAL, job
 from benchmarks.links.samples import prepare
 from benchmarks.links.sides import CODECS, ForkServers, open_fork_server, sides
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import planner, run_dir
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.run_driver import RunDriver

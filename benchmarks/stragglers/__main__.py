@@ -24,7 +24,7 @@ from benchmarks.overhead.runs import job, open_fork_server
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
 from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job
@@ -35,12 +35,12 @@ BATCH = 384
 MOST_S = 300.0
 BASE = "lanes, they stay"
 SIDES: Mapping[str, dict[str, Any]] = {
-    BASE: {"lanes": MANY, "engine": {"balance": False}},
-    "lanes, they move": {"lanes": MANY, "engine": {"balance": True}},
+    BASE: {"lanes": MANY, "elastic": {"balance": False}},
+    "lanes, they move": {"lanes": MANY, "elastic": {"balance": True}},
 } | {
     f"server, {staleness}, {words}": {
         "lanes": lanes,
-        "engine": {"balance": words == "they move"},
+        "elastic": {"balance": words == "they move"},
         "sync": {"kind": "server", "servers": SERVERS, "staleness": staleness},
     }
     # where lanes do not wait for each other each of them pushes by itself: no more of them than workers

@@ -13,7 +13,7 @@ from shoal.jobs import executor, run_dir, run_index
 from shoal.jobs.executor import OnEvent
 from shoal.jobs.run_result import RunResult
 from shoal.spec.job import Job
-from shoal.spec.load import check_job, load_job
+from shoal.spec.load import check_job, load_job, load_run_job
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +52,7 @@ def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", 
     from shoal.tasks.model import build_task
 
     paths = run_dir.find(str(run), Path(runs))
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     model = build_task(job).model()
     model.load_state_dict(load_weights(run_index.find_weights(paths, job, best=best)))
     if tables := sparse_tables(model):

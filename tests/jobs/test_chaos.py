@@ -22,7 +22,7 @@ __all__ = ["command"]
 LASTING = MLP | {
     "steps": 250,
     "evaluate": {"every_steps": 100},
-    "watch": [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.005}}],
+    "watchers": [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.005}}],
 }
 FAULTS = """
     kill worker 1 at step 5

@@ -31,7 +31,7 @@ class MultiHostRun:
         self.job_dir = job_dir
         self.stop_file = job_dir / "enough"
         slow_steps = {"name": "delays.py:SlowSteps", "args": {"seconds": step_delay_s, "until": str(self.stop_file)}}
-        job = JOB | {"workers": 2, "engine": {"listen": hosts[0].address}, "watch": [slow_steps]}
+        job = JOB | {"workers": 2, "network": {"listen": hosts[0].address}, "watchers": [slow_steps]}
         (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
         words = ["-m", "shoal", "run", str(job_dir / "job.yaml"), "--json", "--runs", str(job_dir / "runs")]
         self.log = job_dir / "driver.log"

@@ -17,7 +17,7 @@ from shoal.plan.costs.select import make_plan
 from shoal.plan.costs.serialise import plan_fields
 from shoal.plan.membership_policy import MembershipPolicy
 from shoal.spec.load import make_job
-from shoal.spec.view import Address, View
+from shoal.spec.view import Address, Attachment, View
 from tests.conftest import MLP
 from tests.jobs.job_profile import JOB_PROFILE
 
@@ -38,7 +38,9 @@ class ReplannerHarness:
         self.membership = MembershipPolicy(lanes=4, wanted_workers=sum(host == "here" for host in hosts))
         for seat, host in enumerate(hosts):
             address = Address(host="127.0.0.1", port=1, host_id=host)
-            self.membership.arrived(seat, local=host == "here", address=address, training=True)
+            here = host == "here"
+            attachment = Attachment(managed=here, can_save=here, needs_job=not here)
+            self.membership.arrived(seat, attachment, address=address, training=True)
             self.membership.record_lane_time(seat, lane_s[seat])
         self.membership.view = View(number=1, carries={seat: [seat] for seat in range(len(hosts))}, saver=0)
         self.command_handler = CommandHandler(self.membership, None)

@@ -66,7 +66,7 @@ def test_a_planned_run_is_exact_and_says_what_it_is(run, job_dir):
     [
         (RunChoice(workers=2), {"kind": "lanes"}),
         (RunChoice(workers=3, sync="server", servers=2), {"kind": "server", "servers": 2, "backups": 1}),
-        (RunChoice(workers=2, sync="local", every=8, settle=4), {"kind": "local", "every": 8, "settle": 4}),
+        (RunChoice(workers=2, sync="local", every=8, settle=4), {"kind": "local", "every": 8, "rounds_per_sync": 4}),
         (RunChoice(workers=3, codec="int8", threads=2), {"kind": "lanes"}),
     ],
 )
@@ -182,7 +182,9 @@ def test_a_death_in_a_planned_run_is_a_death_like_any_other(run, measured, job_d
     measured()
     faults = {"pause_probability": 1.0, "pause_s": 0.005}
     line = "kill worker 1 at step 500 in compute"
-    found = run(MLP, sync="auto", workers=2, steps=600, evaluate={}, faults=faults, watch=fault_script(job_dir, line))
+    found = run(
+        MLP, sync="auto", workers=2, steps=600, evaluate={}, faults=faults, watchers=fault_script(job_dir, line)
+    )
     assert found.receipt.weights_sha256 == run(MLP, steps=600, evaluate={}).receipt.weights_sha256
     assert fired_faults(job_dir) == {line}
     assert all(row["choice"]["workers"] == 2 for row in load_run_state(found.paths).replans)

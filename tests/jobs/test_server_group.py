@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.events import read_events
 from shoal.fleet.driver_address import read_driver_address
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.orphans import find_orphans
 from shoal.jobs import commands, executor, server_group, worker_group
 from shoal.net.listener import connect_host
@@ -203,7 +203,7 @@ def test_who_is_no_server_of_ours_is_not_let_in(begin, hello):
 
 
 def test_loss_is_not_survived_more_often_than_the_job_allows(begin):
-    with begin(ALONE | {"engine": {"kind": "local", "restarts": 1}}, stops=False) as it:
+    with begin(ALONE | {"elastic": {"restarts": 1}}, stops=False) as it:
         it.wait_until(fully_serving(2))
         it.wait_for_workers(2)
         signal_server(it, names(it.state)[0])
@@ -247,7 +247,7 @@ def test_the_run_goes_on_with_fewer_when_none_can_be_started(begin, job_dir):
 DRIVER = """
 import sys
 from pathlib import Path
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import executor, server_group, worker_group
 from shoal.spec.load import make_job
 import json, os

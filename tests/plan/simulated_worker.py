@@ -56,7 +56,8 @@ class SimulatedWorker:
     """Follows the protocol: its thread waits, catches up, meets, trains, follows, loads; its control client listens."""
 
     simulation: MembershipSimulation
-    local: bool
+    managed: bool
+    can_save: bool
     seat: int | None
     position: int | None
     alive: bool = True

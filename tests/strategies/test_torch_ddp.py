@@ -243,7 +243,7 @@ def test_kills_are_survived(run):
             os.kill(list(state.training_workers)[len(kills)].pid, signal.SIGKILL)
 
     undisturbed = run(CNN, lanes=6, steps=100).receipt
-    outcome = run(CNN, look, lanes=6, steps=100, workers=3, sync="ddp", engine={"kind": "local", "restarts": 9})
+    outcome = run(CNN, look, lanes=6, steps=100, workers=3, sync="ddp", elastic={"restarts": 9})
     assert outcome.status == "finished", outcome.error
     assert outcome.receipt.deaths_survived == 2
     assert outcome.receipt.samples_seen == undisturbed.samples_seen

@@ -25,7 +25,8 @@ def _initial_heartbeat() -> Mapping[str, Any]:
 
 @dataclass
 class Peer:
-    """A process that has connected: a worker, a server or a client. `local`: it runs on the driver's machine.
+    """A process that has connected: a worker, a server or a client. `managed`: the driver's engine reports its
+    exit. `same_host`: the driver can read its state in /proc.
 
     It stays in the roster while its connection is lost (since `disconnected_at_s`): it ends, or connects again.
     """
@@ -33,7 +34,8 @@ class Peer:
     connection: int
     pid: int = 0
     host: str = ""
-    local: bool = True
+    managed: bool = True
+    same_host: bool = True
     last_heartbeat: Mapping[str, Any] = field(default_factory=_initial_heartbeat)
     disconnected_at_s: float | None = None
     said_bye: bool = False

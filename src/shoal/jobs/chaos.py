@@ -15,7 +15,8 @@ from pathlib import Path
 from shoal.errors import ShoalError, error
 from shoal.events import Event, RunState
 from shoal.events.run_state import ServerSummary, WorkerSummary
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.engines.make import capacity_of
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import commands
 from shoal.jobs.executor import OnEvent, open_executor, run_to_end
 from shoal.jobs.resolve_auto import resolve_auto_steps
@@ -65,7 +66,7 @@ def chaos(
     """Run the job undisturbed (or take the receipt `against`), then under faults: these, or so many by the seed."""
     with open_executor(fork_server) as executor:
         job, _ = run_steps(resolve_auto_steps(job, executor.fork_servers))
-        workers = workers or min(max(initial_workers(job), 2), job.lanes or job.batch_size)
+        workers = workers or min(max(initial_workers(job, capacity_of(job.engine)), 2), job.lanes or job.batch_size)
         job = _job_for(job, faults, workers)
         if against is not None and against.job_sha256 != job.sha256():
             raise error("SH616", f"'{against.run}' is a run of another job", where="--against")
@@ -104,8 +105,8 @@ def _with_spare_lanes(job: Job, max_workers: int) -> Job:
 def _with_spare_restarts(job: Job, workers: int, faults: Sequence[Fault]) -> Job:
     """Faults that were asked for do not use up the job's own restarts."""
     deaths = sum(fault.kind in ("kill", "freeze", "kill server") for fault in faults)
-    engine = job.engine.model_copy(update={"restarts": job.engine.restarts + deaths})
-    return with_workers(job, workers).model_copy(update={"engine": engine})
+    elastic = job.elastic.model_copy(update={"restarts": job.elastic.restarts + deaths})
+    return with_workers(job, workers).model_copy(update={"elastic": elastic})
 
 
 class FaultInjector:

@@ -22,7 +22,7 @@ from shoal.net.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
 from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import MOST_WORKERS, Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Role, Seat
 
@@ -56,7 +56,7 @@ def scale(paths: RunPaths, wanted: int | None = None, *, servers: int | None = N
         if not 1 <= number <= MOST_WORKERS:
             name = "workers" if who == "wanted" else who
             raise error("SH609", f"{number} {name}", fix=f"Ask for 1 to {MOST_WORKERS}.")
-    job = load_job(_without_folds(paths).job, check_names=False)
+    job = load_run_job(_without_folds(paths).job)
     if servers is not None and job.sync.kind != "server":
         raise error("SH609", f"'{paths.name}' has no servers: its sync is {job.sync.kind}", where="--servers")
     answer = _send_command(paths, "scale", **numbers)
@@ -149,7 +149,7 @@ def _send_command(paths: RunPaths, kind: str, **fields: Any) -> RunStatus:
     contact = read_driver_address(paths.driver_address)
     if contact is None or not run_dir.is_driven(paths.parent_run):
         raise _not_driven(paths)
-    contexts = tls_contexts_for(load_job(paths.job, check_names=False))
+    contexts = tls_contexts_for(load_run_job(paths.job))
     try:
         with _connection(contact, encode_message(kind, fields), tls_contexts=contexts) as rows:
             next(rows)
@@ -168,7 +168,7 @@ def _not_driven(paths: RunPaths, why: str = "") -> ShoalError:
     left = [] if run_dir.is_driven(paths.parent_run) else [f"{s.seat.name} (process {s.pid})" for s in _orphans(paths)]
     if not left:
         return error("SH612", message, where=str(paths.root))
-    patience = load_job(paths.job, check_names=False).engine.patience_s
+    patience = load_run_job(paths.job).elastic.patience_s
     message += f"; still there, and waiting {patience:g} s for a driver: {', '.join(left)}"
     fix = f"`shoal resume {paths.name}` takes them over; without it they save and leave by themselves."
     return error("SH612", message, where=str(paths.root), fix=fix)

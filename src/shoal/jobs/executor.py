@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from shoal.errors import EXIT_TERMINATED
 from shoal.events import Event, EventReader, EventWriter, RunState, replay
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.folds import FoldSchedule
 from shoal.jobs.fork_servers import ForkServerPool

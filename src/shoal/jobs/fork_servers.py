@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.server_group import SERVER_MODULE
 from shoal.jobs.worker_group import WORKER_MODULE
 from shoal.spec.job import Job

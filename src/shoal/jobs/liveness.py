@@ -59,7 +59,7 @@ def read_heartbeat(roster: Roster, seat: int) -> Heartbeat:
     return Heartbeat(
         seat=seat,
         heard_s=roster.silence_s(seat),
-        stopped=peer.local and process_state(peer.pid) == "T",
+        stopped=peer.same_host and process_state(peer.pid) == "T",
         phase=str(beat.get("phase", "")),
         units=int(beat.get("units", 0)),
         units_in_phase=int(beat.get("units_in_phase", 0)),

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, get_args
 
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.probes import probe_steps
 from shoal.jobs.steps import Steps, in_thread, run_steps

@@ -11,7 +11,9 @@ from typing import Any
 
 from shoal.errors import ErrorGroup, RunError, error_from_fields
 from shoal.events import Event, EventReader
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engine import Launch
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.steps import Steps, run_steps
 from shoal.spec.job import Job
@@ -51,8 +53,8 @@ def probe_steps(
         paths = RunPaths.at(scratch)
         save_job(job, paths.job)
         reader = EventReader(paths.events)
-        engine = stack.enter_context(contextlib.closing(LocalEngine(fork_server, name=scratch, logs=paths.logs)))
-        engine.start([Seat(number=0)], PROBE_MODULE, ["--run", scratch, probe, json.dumps(arguments)])
+        engine = stack.enter_context(contextlib.closing(make_engine(job.engine, paths, fork_server)))
+        engine.start([Launch(Seat(number=0), PROBE_MODULE, ("--run", scratch, probe, json.dumps(arguments)))])
         while True:
             exits = engine.poll(0)
             for event in reader.read_new():

@@ -129,7 +129,7 @@ class Replanner:
         """Where somebody stands by, because all are faster without, one more would do so too."""
         carrying = self._carrying_members()
         idle = len(carrying) < len(self._membership.members)
-        return self._bounds | ({"most": sum(m.local for m in carrying)} if idle else {})
+        return self._bounds | ({"most": sum(m.managed for m in carrying)} if idle else {})
 
     def _update_expectation(self, now: RunChoice, truth: ObservedTimes) -> None:
         """Others came or went: something else is expected of those who are here now."""
@@ -182,8 +182,8 @@ class Replanner:
     def _observe(self, step_s: float) -> ObservedTimes | None:
         """None while somebody has not been measured, or nobody of ours is there."""
         by_host: dict[str, list[float]] = {}
-        carrying = sorted(self._carrying_members(), key=lambda m: (not m.local, m.lane_s or 0.0))
-        if not carrying or not carrying[0].local:
+        carrying = sorted(self._carrying_members(), key=lambda m: (not m.managed, m.lane_s or 0.0))
+        if not carrying or not carrying[0].managed:
             return None
         for member in carrying:
             if not member.lane_s:
@@ -193,8 +193,8 @@ class Replanner:
 
     def _apply_choice(self, choice: RunChoice) -> None:
         """Others' workers all stay or all go; of ours the slowest go first."""
-        here = [m for m in self._carrying_members() if m.local]
-        away = [m for m in self._carrying_members() if not m.local]
+        here = [m for m in self._carrying_members() if m.managed]
+        away = [m for m in self._carrying_members() if not m.managed]
         wanted = choice.workers - (len(away) if choice.hosts > 1 else 0)
         slow = sorted(here, key=lambda m: -(m.lane_s or 0.0))[: max(len(here) - wanted, 0)]
         for member in [*slow, *(away if choice.hosts == 1 else [])]:

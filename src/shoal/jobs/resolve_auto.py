@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.plan_file import PlanFile
 from shoal.jobs.planner import WORKERS_PER_CORE, PlanResult, plan_steps

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shoal.errors import ErrorGroup, error
 from shoal.fleet.orphans import find_orphans
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
 
 
@@ -19,10 +19,10 @@ def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
     """
     if paths.receipt.is_file():
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     if not overrides:
         return job
-    changed = load_job(paths.job, overrides=[f"lanes={job.lane_count}", *overrides], check_names=False)
+    changed = load_run_job(paths.job, overrides=[f"lanes={job.lane_count}", *overrides])
     if changed.resume_compatibility_sha256() != job.resume_compatibility_sha256():
         fix = "Change how it goes on (workers, shard, engine, checkpoint), or start a new run with `init_from`."
         where = " ".join(["--set", ", ".join(_identity_overrides(paths, job, overrides))]).strip()
@@ -38,7 +38,7 @@ def _identity_overrides(paths: RunPaths, job: Job, overrides: Sequence[str]) -> 
     found = []
     for one in overrides:
         with contextlib.suppress(ErrorGroup):
-            alone = load_job(paths.job, overrides=[f"lanes={job.lane_count}", one], check_names=False)
+            alone = load_run_job(paths.job, overrides=[f"lanes={job.lane_count}", one])
             found += (
                 [one.partition("=")[0].strip()]
                 if alone.resume_compatibility_sha256() != job.resume_compatibility_sha256()

@@ -12,11 +12,12 @@ from multiprocessing.connection import wait
 
 from shoal.errors import ShoalError, error, error_from_fields
 from shoal.events import Event, EventReader, EventWriter, LineTail, RunState
+from shoal.fleet.agent_reports import AgentReports
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, read_driver_address, write_driver_address
 from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import ForkServer, LocalEngine
-from shoal.fleet.orphans import find_orphans
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.plan_file import read_plan_file
@@ -55,7 +56,7 @@ class RunDriver:
         self.job = job
         self.paths = paths
         self.state = RunState()
-        self.engine = LocalEngine(fork_server, name=str(paths.root), logs=paths.logs)
+        self.engine = make_engine(job.engine, paths, fork_server)
         self._on_event = on_event
         self._trace = trace
         self._exit = contextlib.ExitStack()  # what `close` does, the last first
@@ -64,7 +65,7 @@ class RunDriver:
         self._output_tails: dict[int, tuple[str, LineTail]] = {}
         self._replanner: Replanner | None = None
         self._users: set[int] = set()  # connections of users with commands
-        self._restarts_left = job.engine.restarts
+        self._restarts_left = job.elastic.restarts
         self._expected_exits: set[int] = set()  # seats whose end is counted elsewhere
         self.stop_reason = ""  # why the run is being stopped
         self._shutdown_deadline_s = 0.0
@@ -78,10 +79,9 @@ class RunDriver:
         for event in self._reader.read_new():  # what an earlier driver showed is not shown again
             self.state.apply(event)
         already_finished = bool(self.state.result)  # by its workers, without a driver
-        orphans = find_orphans(self.paths)
-        taken = [f"{one.seat.role}-{one.seat.number}" for one in orphans]
+        reattached = self.engine.reattach()
+        taken = [seat.name for seat in reattached]
         seat_numbers = SeatNumbers(first_free_seat([*self.state.workers, *self.state.servers, *taken]))
-        self._exit.callback(find_orphans, self.paths)  # removes the locks of processes that were killed
         self.control = self._exit.enter_context(contextlib.closing(open_control(self.job, self.paths)))
         self._exit.callback(lambda: self.engine.close())  # noqa: PLW0108  # it may be replaced until here
         self.server_group = self._make_server_group(seat_numbers)
@@ -97,14 +97,15 @@ class RunDriver:
         )
         self.commands = CommandHandler(self.worker_group.membership, self.server_group)
         if not already_finished:
-            tls = self.job.engine.tls is not None
+            tls = self.job.network.tls is not None
             self._stream.emit(
                 "run_started", run=self.paths.name, pid=os.getpid(), listens=self.control.address, tls=tls
             )
         self._start_replanner()
-        self.worker_group.start(one for one in orphans if one.seat.role == "worker")
+        self._agent_reports = AgentReports(self.control, self.paths, self._stream)
+        self.worker_group.start(seat.number for seat in reattached if seat.role == "worker")
         if self.server_group:
-            self.server_group.start(one for one in orphans if one.seat.role == "server")
+            self.server_group.start(seat.number for seat in reattached if seat.role == "server")
 
     def _make_server_group(self, seat_numbers: SeatNumbers) -> ServerGroup | None:
         sync = self.job.sync
@@ -117,7 +118,7 @@ class RunDriver:
             self.control,
             self._stream,
             seat_numbers=seat_numbers,
-            restarts=self.job.engine.restarts,
+            restarts=self.job.elastic.restarts,
         )
 
     def _start_replanner(self) -> None:
@@ -221,6 +222,8 @@ class RunDriver:
                 self.server_group.handle(message)
             elif message.connection in self._users:
                 self._handle_command(message)
+            elif self._agent_reports.owns_connection(message.connection):
+                self._agent_reports.handle(message)
             else:
                 self.worker_group.handle(message)
 
@@ -230,6 +233,8 @@ class RunDriver:
             self.server_group.handle_hello(message)
         elif role == "worker":
             self.worker_group.handle_hello(message)
+        elif role == "agent":
+            self._agent_reports.admit(message)
         else:
             self._users.add(message.connection)
             self.control.send(message.connection, "welcome", run=self.paths.name, threads=self.job.threads)
@@ -246,7 +251,7 @@ class RunDriver:
         self._users.discard(message.connection)
 
     def _read_events(self) -> None:
-        for number in self.engine.seats:
+        for number in self.engine.running():
             if number not in self._output_tails:
                 seat = Seat(number=number, role="worker" if number in self.worker_group.seats else "server")
                 self._output_tails[number] = seat.name, LineTail(self.paths.log(number, seat.role))
@@ -333,7 +338,7 @@ def open_control(job: Job, paths: RunPaths) -> ControlServer:
     """With the token and, if it is free, the port of an earlier driver; workers find its address in a file."""
     known = read_driver_address(paths.driver_address)
     token, port = (known.token, known.port) if known else (new_token(), 0)
-    control = ControlServer(token, listen=job.engine.listen, port=port, tls_contexts=tls_contexts_for(job))
+    control = ControlServer(token, listen=job.network.listen, port=port, tls_contexts=tls_contexts_for(job))
     write_driver_address(paths.driver_address, DriverAddress(control.host, control.port, token))
     return control
 

@@ -13,7 +13,7 @@ from shoal.errors import error
 from shoal.jobs import run_dir
 from shoal.jobs.executor import load_run_state
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.receipt import Receipt
 from shoal.spec.run_paths import RunPaths
 
@@ -63,7 +63,7 @@ def list_summaries(runs: Path) -> list[dict[str, Any]]:
 
 def comparison_column(paths: RunPaths) -> dict[str, Any]:
     """One column of `shoal compare`: the job's fields, then the results."""
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     values: dict[str, Any] = {f"job {k}": v for k, v in flatten(job.dump()).items() if k != "base_dir"}
     row = run_summary(paths)
     values |= {"status": row["status"], "steps": row["step"], **row["metrics"]}

@@ -10,17 +10,16 @@ from typing import Any
 
 from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import LocalEngine
-from shoal.fleet.orphans import Orphan
+from shoal.fleet.engine import Engine, Exit, Launch
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
+from shoal.net.host_id import host_id
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
 from shoal.plan.placement_stats import moved_bytes, placement_stats
 from shoal.spec.chunk_table import ChunkTable, build_pieces
 from shoal.spec.job import ServerSyncConfig
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Address, Seat
+from shoal.spec.view import Address, Attachment, Seat
 
 SERVER_MODULE = "shoal.paramserver.main"
 STATS_INTERVAL_S = 3.0
@@ -37,7 +36,7 @@ class ServerGroup:
         self,
         sync: ServerSyncConfig,
         paths: RunPaths,
-        engine: LocalEngine,
+        engine: Engine,
         control: ControlServer,
         stream: EventWriter,
         *,
@@ -89,12 +88,10 @@ class ServerGroup:
 
     # ---- facts ----
 
-    def start(self, orphans: Iterable[Orphan]) -> None:
-        """Take over the servers that outlived an earlier driver; the rest is started as it is missed."""
+    def start(self, reattached: Iterable[int]) -> None:
+        """Expect the servers that outlived an earlier driver; `tick` starts what is missing."""
         self._report_wanted("")
-        for one in orphans:
-            seat = one.seat.number
-            self._engine.adopt(seat, one.pid)
+        for seat in reattached:
             self._expect(seat)
             self._roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
 
@@ -102,8 +99,15 @@ class ServerGroup:
         """A server connects. One that makes no sense, or sits in no seat of ours, is not let in."""
         try:
             seat = int(message.fields["seat"])
-            peer = Peer(message.connection, int(message.fields["pid"]), str(message.fields["host"]))
             address = Address.model_validate(message.fields["address"])
+            attachment = Attachment.model_validate(message.fields["attachment"])
+            peer = Peer(
+                message.connection,
+                int(message.fields["pid"]),
+                str(message.fields["host"]),
+                managed=attachment.managed,
+                same_host=address.host_id == host_id(),
+            )
             table = message.fields.get("table")
             known = None if table is None else ChunkTable.model_validate(table)
         except (KeyError, TypeError, ValueError, OverflowError):  # pydantic's error is a ValueError
@@ -225,7 +229,7 @@ class ServerGroup:
         seats = [Seat(number=self._seat_numbers.take(), role="server") for _ in range(number)]
         for seat in seats:
             self._expect(seat.number)
-        self._engine.start(seats, self._entry, ["--run", str(self._paths.root)])
+        self._engine.start([Launch(seat, self._entry, ("--run", str(self._paths.root))) for seat in seats])
 
     def _release(self, seats: Iterable[int]) -> None:
         going = [seat for seat in seats if seat in self.seats and seat not in self._released]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.executor import OnEvent, RunExecutor, open_executor, run_to_end
 from shoal.jobs.resolve_auto import resolve_auto_steps
 from shoal.jobs.run_result import RunResult

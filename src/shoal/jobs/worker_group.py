@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,18 +12,17 @@ from pydantic import ValidationError
 from shoal.events import Event, EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_server import ControlMessage, ControlServer
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import LocalEngine
-from shoal.fleet.orphans import Orphan
+from shoal.fleet.engine import Engine, Exit, Launch, Node
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
 from shoal.jobs.server_group import ServerGroup
+from shoal.net.host_id import host_id
 from shoal.plan.membership_policy import MembershipAction, PublishView, StartWorkers
 from shoal.plan.sharded_membership import make_membership_policy
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Address, Seat, View
+from shoal.spec.view import Address, Attachment, Seat, View
 
 WORKER_MODULE = "shoal.train.worker"
 
@@ -40,7 +38,7 @@ class WorkerGroup:
         self,
         job: Job,
         paths: RunPaths,
-        engine: LocalEngine,
+        engine: Engine,
         control: ControlServer,
         stream: EventWriter,
         *,
@@ -48,7 +46,7 @@ class WorkerGroup:
         server_group: ServerGroup | None,
         trace: bool = False,
     ) -> None:
-        self.membership = make_membership_policy(job, wanted_workers=initial_workers(job))
+        self.membership = make_membership_policy(job, wanted_workers=initial_workers(job, engine.capacity()))
         self.roster = Roster(control)
         self._job = job
         self._paths = paths
@@ -57,18 +55,17 @@ class WorkerGroup:
         self._stream = stream
         self._seat_numbers = seat_numbers
         self._server_group = server_group
-        self._arguments = ["--run", str(paths.root), *(["--trace"] if trace else [])]
+        self._arguments = ("--run", str(paths.root), *(["--trace"] if trace else []))
         self._liveness = LivenessCheck(self.roster)
         self._latest_views: dict[int, View] = {}
         self._final_view: View | None = None  # also for workers that connect after the end
         self._refused_by_seat: dict[int, int] = {}  # by the workers' own listeners
 
-    def start(self, orphans: Iterable[Orphan]) -> None:
-        """Take over the workers that outlived an earlier driver; the rest is started as it is missed."""
-        for one in orphans:
-            self._engine.adopt(one.seat.number, one.pid)
-            self.membership.expect(one.seat.number)
-            self.roster.expect_back(one.seat.number, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
+    def start(self, reattached: Iterable[int]) -> None:
+        """Expect the workers that outlived an earlier driver; `tick` starts what is missing."""
+        for seat in reattached:
+            self.membership.expect(seat)
+            self.roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
 
     def tick(self) -> list[MembershipAction]:
         """Evict workers that hang, then carry out what the policy decides. Returns what was done."""
@@ -105,7 +102,7 @@ class WorkerGroup:
     def evict(self, seat: int, why: str) -> None:
         """Out of the view, whatever the worker does from now on."""
         self._stream.emit("put_out", worker=f"worker-{seat}", host=self.roster.host(seat), reason=why)
-        if seat in self._engine.seats:
+        if seat in self._engine.running():
             self.roster.evict(seat, why)
             self._engine.stop([seat])
         else:
@@ -128,7 +125,7 @@ class WorkerGroup:
     def seats(self) -> list[int]:
         """Local seats in which a worker sits."""
         servers = self._server_group.seats if self._server_group else set()
-        return [number for number in self._engine.seats if number not in servers]
+        return [number for number in self._engine.running() if number not in servers]
 
     @property
     def refused(self) -> int:
@@ -147,22 +144,29 @@ class WorkerGroup:
         fields = message.fields
         try:
             address = Address.model_validate(fields["address"])
-            local, training, view = bool(fields["local"]), bool(fields["training"]), int(fields["view"])
-            peer = Peer(message.connection, int(fields["pid"]), str(fields["host"]), local)
+            attachment = Attachment.model_validate(fields["attachment"])
+            training, view = bool(fields["training"]), int(fields["view"])
+            peer = Peer(
+                message.connection,
+                int(fields["pid"]),
+                str(fields["host"]),
+                managed=attachment.managed,
+                same_host=address.host_id == host_id(),
+            )
             told = fields.get("table")
             table = None if told is None else ChunkTable.model_validate(told)
         except (KeyError, TypeError, ValueError, ValidationError):
             self._control.drop(message.connection)
             return
-        seat = self._seat_for(fields.get("seat"), local)
+        seat = self._seat_for(fields.get("seat"), managed=attachment.managed)
         holds_what_is_lost = view > 0 and self._server_group is not None and self._server_group.is_lost(table)
         if seat is None or holds_what_is_lost:
             self._control.drop(message.connection)
             return
         self.roster.connect(seat, peer)
         known = seat in self.membership.members
-        self.membership.arrived(seat, local=local, address=address, view=view, training=training and not known)
-        job = {} if local else {"job": self._job.dump()}
+        self.membership.arrived(seat, attachment, address=address, view=view, training=training and not known)
+        job = {"job": self._job.dump()} if attachment.needs_job else {}
         self._control.send(message.connection, "welcome", seat=seat, run=self._paths.name, **job)
         if newest := self._final_view or self._latest_views.get(seat):
             self._control.publish_view(newest, [message.connection])
@@ -170,11 +174,11 @@ class WorkerGroup:
             self._server_group.observe_chunk_table(table)
             self._server_group.send_chunk_table(message.connection)
 
-    def _seat_for(self, wanted: Any, local: bool) -> int | None:
+    def _seat_for(self, wanted: Any, *, managed: bool) -> int | None:
         """The seat that the worker says it has, or a new one if it has none or was evicted from it."""
-        if local:
+        if managed:
             return wanted if isinstance(wanted, int) and wanted in self.seats else None
-        ours = wanted in self._engine.seats  # those are filled from here
+        ours = wanted in self._engine.running()  # those are filled from here
         if isinstance(wanted, int) and not ours and not self.roster.is_evicted(wanted) and wanted >= 0:
             self._seat_numbers.reserve(wanted)
             return wanted
@@ -214,7 +218,7 @@ class WorkerGroup:
         """A local worker ends, or connects again; the engine reports its exit. A remote one is given up."""
         self.roster.disconnect(seat)
         peer = self.roster[seat]
-        if peer.local:
+        if peer.managed:
             return
         if not peer.said_bye:
             self._stream.emit("worker_died", worker=f"worker-{seat}", reason="its connection was lost")
@@ -244,7 +248,7 @@ class WorkerGroup:
         seats = [self._seat_numbers.take() for _ in range(count)]
         for seat in seats:
             self.membership.expect(seat)
-        self._engine.start([Seat(number=seat) for seat in seats], WORKER_MODULE, self._arguments)
+        self._engine.start([Launch(Seat(number=seat), WORKER_MODULE, self._arguments) for seat in seats])
 
     def _publish(self, action: PublishView) -> None:
         view = action.view
@@ -294,8 +298,8 @@ def _view_fields(action: PublishView) -> dict[str, Any]:
     return row
 
 
-def initial_workers(job: Job) -> int:
-    """How many workers to begin with: what the job says, or as many as this machine has room for."""
-    room = len(os.sched_getaffinity(0)) // job.threads
+def initial_workers(job: Job, nodes: Iterable[Node]) -> int:
+    """How many workers to begin with: what the job says, or as many as the engine's machines have room for."""
+    room = sum(node.cores // job.threads for node in nodes)
     room -= room % job.workers_per_replica
     return max(job.workers.least, min(job.workers.most, room))

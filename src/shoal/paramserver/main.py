@@ -26,11 +26,12 @@ from shoal.paramserver.event_loop import ServerLoop
 from shoal.paramserver.server import ServerConfig
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import View
+from shoal.spec.view import Attachment, View
 
 ORPHAN_GRACE_S = 30.0
+STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
 """How long a server stays after the workers' patience with a missing driver has ended: they may still save."""
 
 
@@ -46,13 +47,13 @@ def main() -> None:
 
 
 def serve(paths: RunPaths, seat: int) -> None:
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     prepare_torch(job)
     run_server(
         paths,
         seat,
         server_config(job, paths),
-        patience_s=job.engine.patience_s,
+        patience_s=job.elastic.patience_s,
         tls_contexts=tls_contexts_for(job),
     )
 
@@ -107,7 +108,7 @@ def hello(server_loop: ServerLoop, control_client: ControlClient, seat: int) -> 
     return {
         "role": "server",
         "seat": seat,
-        "local": True,
+        "attachment": STARTED_BY_ENGINE.model_dump(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "address": server_loop.endpoint.address.model_dump(),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import fork_servers
 from shoal.net.handshake import LinkError
 from shoal.paramserver.client import ParameterServerClient as Lines

@@ -13,7 +13,8 @@ from shoal.events import EventWriter, read_events
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, write_driver_address
 from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.roster import Peer, Roster, SeatNumbers
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.handshake import new_token
@@ -22,6 +23,7 @@ from shoal.server.clients import ClientMembership
 from shoal.server.config import StandaloneServerConfig
 from shoal.server.numpy_layout import NumpyLayout
 from shoal.spec.chunk_table import ChunkTable
+from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import View
 
@@ -52,7 +54,7 @@ class Supervisor:
         self.token = new_token()
         self.control = ControlServer(self.token, listen=listen)
         write_driver_address(paths.driver_address, DriverAddress(self.control.host, self.control.port, self.token))
-        self._engine = LocalEngine(fork_server, name=str(paths.root), logs=paths.logs)
+        self._engine = make_engine(LocalEngineConfig(), paths, fork_server)
         self._stream = EventWriter(paths.events, "starter")
         self._server_group = ServerGroup(
             config.sync,
@@ -201,7 +203,7 @@ class Supervisor:
         assert isinstance(worker, int)
         present = self._clients.present
         pid, host = fields.get("pid"), fields.get("host")
-        away = self._clients.add(worker, Peer(message.connection, host=str(host), local=False))
+        away = self._clients.add(worker, Peer(message.connection, host=str(host), managed=False, same_host=False))
         config = self._config.model_dump(mode="json")
         self.control.send(message.connection, "welcome", terms=config, present=present, away=away)
         self._stream.emit("note", message=f"worker {worker} is here: process {pid} on {host}")

@@ -124,7 +124,8 @@ def build(
         train_schedule.evaluate_every, steps
     ):
         message = (
-            f"lanes agree every {train_schedule.sync_schedule.steps_per_sync} steps (sync.every times sync.settle): "
+            f"lanes agree every {train_schedule.sync_schedule.steps_per_sync} steps "
+            "(sync.every times sync.rounds_per_sync): "
             f"the validation part, due every {train_schedule.evaluate_every}, is measured then and at the end"
         )
         report("note", message=message)
@@ -195,7 +196,11 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
 
 def sync_schedule_of(job: Job) -> SyncSchedule:
     """When lanes agree: after every step, if they do not train by themselves."""
-    return SyncSchedule(job.sync.every, job.sync.settle) if isinstance(job.sync, LocalSgdSyncConfig) else SyncSchedule()
+    return (
+        SyncSchedule(job.sync.every, job.sync.rounds_per_sync)
+        if isinstance(job.sync, LocalSgdSyncConfig)
+        else SyncSchedule()
+    )
 
 
 def outer_optimizer_for(sync: LocalSgdSyncConfig) -> Callable[[Sequence[torch.Tensor]], OuterOptimizer]:
@@ -206,10 +211,10 @@ def outer_optimizer_for(sync: LocalSgdSyncConfig) -> Callable[[Sequence[torch.Te
 
 def _sampler_config(job: Job) -> SamplerConfig:
     """The dealing, with a file of costs found from the job's directory."""
-    deal = job.data.deal
-    if isinstance(deal, BalancedSamplerConfig) and deal.by.endswith(".npy"):
-        return deal.model_copy(update={"by": str(Path(job.base_dir) / deal.by)})
-    return deal
+    sampler = job.data.sampler
+    if isinstance(sampler, BalancedSamplerConfig) and sampler.by.endswith(".npy"):
+        return sampler.model_copy(update={"by": str(Path(job.base_dir) / sampler.by)})
+    return sampler
 
 
 def _example(data: Datasets, sampler: LaneSampler) -> Batch:
@@ -238,7 +243,7 @@ def build_loop(
     """The loop of a worker, with everything that talks to the outside."""
     job = built.job
     best = BestMetric(job.best)
-    user_watchers = [_make_watcher(name, paths, job) for name in job.watch]
+    user_watchers = [_make_watcher(name, paths, job) for name in job.watchers]
     if trace and built.replica_builder is None:
         user_watchers.append(StateTrace(paths.trace, built.replica))
     watchers = [best, *([EarlyStopping(job.stop_early)] if job.stop_early else []), *user_watchers]
@@ -315,14 +320,14 @@ def open_store(job: Job, paths: RunPaths, *, report: Callable[..., object]) -> C
 
 
 def _make_watcher(ref: Any, paths: RunPaths, job: Job) -> Any:
-    kind = import_ref(expand_alias(ref, field="watch"), base_dir=job.base_dir)
+    kind = import_ref(expand_alias(ref, field="watchers"), base_dir=job.base_dir)
     if not callable(kind):
         return kind
     args = dict(ref.args)
     if "directory" in inspect.signature(kind).parameters:
         args.setdefault("directory", str(paths.root / "tensorboard"))
-    with wrap_user_errors("SH208", f"watch {ref.name}"):
+    with wrap_user_errors("SH208", f"watchers {ref.name}"):
         made = kind(**args)
     if not hasattr(made, "watch"):
-        raise error("SH206", f"'{ref.name}' has no method watch(event)", where="watch")
+        raise error("SH206", f"'{ref.name}' has no method watch(event)", where="watchers")
     return made

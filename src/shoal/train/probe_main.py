@@ -29,7 +29,7 @@ from shoal.paramserver.sparse.offline import bind_checkpoint_rows
 from shoal.sharding.build_replica import unsharded_job
 from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.tasks.evaluation import Evaluator
 from shoal.tasks.user_errors import wrap_user_errors
@@ -48,7 +48,7 @@ def main() -> None:
     paths = RunPaths.at(arguments.run)
 
     def answer(stream: EventWriter) -> None:
-        job = unsharded_job(load_job(paths.job, check_names=False))
+        job = unsharded_job(load_run_job(paths.job))
         prepare_torch(job)
         stream.emit("answer", **PROBES[arguments.question](job, paths, stream, **arguments.arguments))
 

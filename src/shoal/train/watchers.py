@@ -98,7 +98,7 @@ class EarlyStopping:
 
 
 class TensorBoard:
-    """Writes losses and metrics for TensorBoard: `watch: [tensorboard]`."""
+    """Writes losses and metrics for TensorBoard: `watchers: [tensorboard]`."""
 
     alone = True
 
@@ -107,7 +107,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as failure:
             raise error(
-                "SH207", "TensorBoard is not installed", where="watch", fix="pip install 'shoal[tensorboard]'"
+                "SH207", "TensorBoard is not installed", where="watchers", fix="pip install 'shoal[tensorboard]'"
             ) from failure
         self._writer: Any = SummaryWriter(directory)
 

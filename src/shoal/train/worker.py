@@ -36,9 +36,9 @@ from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
-from shoal.spec.load import load_job, save_job
+from shoal.spec.load import load_run_job, save_job
 from shoal.spec.run_paths import RunPaths, cache_directory
-from shoal.spec.view import View
+from shoal.spec.view import Attachment, View
 from shoal.strategies.parameter_server import ParameterServerSync
 from shoal.train.activity import Activity
 from shoal.train.build import BuiltJob, build, build_loop
@@ -47,6 +47,8 @@ from shoal.train.elastic import ElasticLoop
 from shoal.train.loop import Loop
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
+STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
+JOINED = Attachment(managed=False, can_save=False, needs_job=True)
 
 
 def main() -> None:
@@ -79,7 +81,7 @@ class WorkerSession:
     driver_address: Callable[[], DriverAddress | None]
     peers: PeerServices
     activity: Activity
-    has_run_dir: bool
+    attachment: Attachment
     seat: int | None = None
     leaving: bool = False
     on_seat_changed: Callable[[int], None] = lambda seat: None
@@ -103,7 +105,7 @@ class WorkerSession:
         return {
             "role": "worker",
             "seat": self.seat,
-            "local": self.has_run_dir,
+            "attachment": self.attachment.model_dump(),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "address": self.peers.endpoint.address.model_dump(),
@@ -129,11 +131,11 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
     driver_address = read_driver_address(paths.driver_address)
     assert driver_address is not None, "the driver writes it before it starts workers"
     latest = partial(read_driver_address, paths.driver_address)
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     contexts = tls_contexts_for(job)
     with (
         hold_seat_lock(paths, seat),
-        open_session(driver_address, latest, has_run_dir=True, seat=seat, tls_contexts=contexts) as (session, control),
+        open_session(driver_address, latest, STARTED_BY_ENGINE, seat=seat, tls_contexts=contexts) as (session, control),
     ):
         control.connect(WELCOME_TIMEOUT_S)
         train(job, paths, session, control, stream, trace=trace)
@@ -144,9 +146,10 @@ def run_remote_worker(paths: RunPaths, driver: str, base_dir: str, *, tls_contex
     host, _, port = driver.rpartition(":")
     driver_address = DriverAddress(host.strip("[]"), int(port), os.environ.pop(TOKEN_VARIABLE, ""))
     own_stream = EventWriter(paths.events, "worker")
-    with open_session(
-        driver_address, lambda: driver_address, has_run_dir=False, seat=None, tls_contexts=tls_contexts
-    ) as (session, control):
+    with open_session(driver_address, lambda: driver_address, JOINED, seat=None, tls_contexts=tls_contexts) as (
+        session,
+        control,
+    ):
         try:
             welcome = control.connect(WELCOME_TIMEOUT_S)
         except ShoalError as failure:
@@ -174,14 +177,14 @@ def emit_to_both(control: ControlClient, own_stream: EventWriter, row: bytes) ->
 def open_session(
     initial_address: DriverAddress,
     driver_address: Callable[[], DriverAddress | None],
+    attachment: Attachment,
     *,
-    has_run_dir: bool,
     seat: int | None,
     tls_contexts: TlsContexts | None,
 ) -> Iterator[tuple[WorkerSession, ControlClient]]:
     """The two ways out of this process: to the driver, and to the other workers."""
     peers = PeerServices(initial_address.token, bind=own_address(initial_address), tls_contexts=tls_contexts)
-    session = WorkerSession(driver_address, peers, Activity(), has_run_dir, seat)
+    session = WorkerSession(driver_address, peers, Activity(), attachment, seat)
     control = session.make_control_client(tls_contexts)
     try:
         yield session, control
@@ -209,7 +212,7 @@ def train(
 ) -> None:
     """Build, then go through the loop to the end."""
     assert session.seat is not None
-    leave_reason = install_leave_handler(session, control, job.engine.patience_s)
+    leave_reason = install_leave_handler(session, control, job.elastic.patience_s)
     prepare_torch(job)
     stream.emit(
         "worker_started",
@@ -226,7 +229,7 @@ def train(
         peers=session.peers,
         stream=stream,
         activity=session.activity,
-        has_state=session.has_run_dir and built.replica_builder is None,
+        has_state=session.attachment.can_save and built.replica_builder is None,
         on_finish=lambda loop, why: finish_run(loop, why, built, paths),
         leave_reason=leave_reason,
         trace=trace,
@@ -234,7 +237,7 @@ def train(
     if isinstance(loop.sync, ParameterServerSync):
         connect_to_servers(session, control, loop.sync)
     elastic = ElasticLoop(
-        loop, control, seat=session.seat, save_lock=paths.saving_lock if session.has_run_dir else None
+        loop, control, seat=session.seat, save_lock=paths.saving_lock if session.attachment.can_save else None
     )
     session.on_view, session.on_seat_changed = elastic.on_view, elastic.on_seat_changed
     try:

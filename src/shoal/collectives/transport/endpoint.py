@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal.net.handshake import LinkError
+from shoal.net.host_id import host_id
 from shoal.net.listener import AuthenticatedListener, connect
 from shoal.net.tls import TlsContexts
 from shoal.spec.view import Address
@@ -17,13 +17,6 @@ from shoal.spec.view import Address
 Serve = Callable[[socket.socket, dict[str, Any]], None]
 PURPOSES = ("mesh", "state", "follow", "memory", "pace", "push", "chain")
 _BACKLOG = 128
-
-
-def host_id() -> str:
-    """Equal for processes that can share memory: same boot, same network namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class Endpoint:
