@@ -12,6 +12,7 @@ from shoal.errors import ShoalError
 from shoal.jobs import agent as joining
 from shoal.jobs import commands
 from shoal.spec.load import make_job
+from shoal.terminal.notes import note_lines
 from tests.conftest import MLP
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import reference_receipt
@@ -90,7 +91,7 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
         code = joining.join(
             it.address, commands.read_token(it.paths), base_dir=empty, show=said.append, fork_server=second_fork_server
         )
-        it.wait_until(lambda picture: any("SH201" in note or "models.py" in note for note in picture.notes))
+        it.wait_until(lambda picture: any("SH201" in note or "models.py" in note for note in note_lines(picture)))
         assert commands.stop(it.paths).status == "stopped"
     assert code == 2
     assert "SH201" in "\n".join(said)

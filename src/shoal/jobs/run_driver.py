@@ -21,7 +21,7 @@ from shoal.jobs.server_group import SERVER_MODULE, ServerGroup
 from shoal.jobs.worker_group import WORKER_MODULE, WorkerGroup
 from shoal.plan.restart_budget import decide_restart
 from shoal.spec.job import Job
-from shoal.spec.receipt import Receipt, WorkerContribution
+from shoal.spec.receipt import Receipt, WorkerContribution, describe_lost_residual
 from shoal.spec.run_paths import RunPaths, write_atomically
 
 OPTIMIZER_MODULE = "torch._dynamo"  # torch imports it when the first optimizer is made: a second of work
@@ -292,7 +292,11 @@ class RunDriver:
             run=self.paths.name,
             job_sha256=self.job.sha256(),
             exact=not (self.job.inexact_reason or p.lost_residuals),
-            why=_exactness_reason(self.job, p.lost_residuals, p.inexact),
+            why=_exactness_reason(
+                self.job,
+                [describe_lost_residual(one.lane, one.worker, one.step) for one in p.lost_residuals],
+                p.inexact,
+            ),
             weights_sha256=result["weights_sha256"],
             state_sha256=result["state_sha256"],
             steps=p.step,

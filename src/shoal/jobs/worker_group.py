@@ -159,7 +159,7 @@ class WorkerGroup:
     def evict(self, seat: int, why: str) -> None:
         """Out of the view, whatever it does from now on."""
         voice = self._peers.get(seat)
-        self._stream.emit("put_out", worker=f"worker-{seat}", host=voice.host if voice else "", reason=why)
+        self._stream.emit("evicted", worker=f"worker-{seat}", host=voice.host if voice else "", reason=why)
         if seat in self._engine.seats:
             self._evicted[seat] = why
             self._engine.stop([seat])
