@@ -21,9 +21,9 @@ DOCS = ROOT / "docs"
 
 @pytest.mark.parametrize("section", sections(), ids=heading)
 def test_every_field_stands_in_the_job_file_page(section):
-    told = table_under(DOCS / "job-file.md", heading(section))
-    assert [row[:3] for row in told] == field_rows(section)
-    assert all(len(row) == 4 and row[3] for row in told)
+    rows = table_under(DOCS / "job-file.md", heading(section))
+    assert [row[:3] for row in rows] == field_rows(section)
+    assert all(len(row) == 4 and row[3] for row in rows)
 
 
 def test_the_table_of_events_is_made_from_the_schema():

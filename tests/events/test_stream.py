@@ -190,7 +190,7 @@ def test_a_resumed_run_writes_its_curve_again_not_twice(tmp_path):
     for step in (1, 2, 3, 4, 3, 4, 5):
         stream.emit("step", step=step, steps=1, loss=float(step), lr=0.1, samples=8, wall_s=0.5)
     stream.close()
-    picture = replay(read_events(path))
-    assert picture.curves["loss"].steps == [1, 2, 3, 4, 5]
-    assert picture.step == 5
-    assert picture.samples_per_s == 16
+    state = replay(read_events(path))
+    assert state.curves["loss"].steps == [1, 2, 3, 4, 5]
+    assert state.step == 5
+    assert state.samples_per_s == 16

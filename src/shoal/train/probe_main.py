@@ -104,7 +104,7 @@ def _forward_backward(built: Any, ids: Any, lane: int) -> LaneSum:
     batch = part.source.take(ids)
     batch = part.transform(batch) if part.transform else batch
     with wrap_user_errors("SH401", f"one step, lane {lane}"):
-        share = len(ids) / built.dealer.total(0)
+        share = len(ids) / built.sampler.batch_samples(0)
         result: LaneSum = built.replica.forward_backward(0, lane, batch.to(built.replica.device), share=share)
     return result
 

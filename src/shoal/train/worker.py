@@ -281,7 +281,7 @@ def finish_run(loop: Loop, why: str, built: BuiltJob, paths: RunPaths) -> None:
     weights = combined_sha256(weights_sha256(shards.weights() if shards else model.state_dict()), loop.external_sha256)
     export_options: dict[str, Any] = {
         "program": "program" in built.job.export,
-        "tell": loop.reporter.report,
+        "emit": loop.reporter.report,
         "info": {
             "job": built.job.dump(),
             "step": loop.step,
