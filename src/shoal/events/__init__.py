@@ -2,6 +2,20 @@
 
 from shoal.events.event import Event
 from shoal.events.run_state import Curve, RunState, replay
+from shoal.events.snapshot import RunStateReader, RunSummary, load_state, load_summary
 from shoal.events.stream import EventReader, EventWriter, LineTail, read_events
 
-__all__ = ["Curve", "Event", "EventReader", "EventWriter", "LineTail", "RunState", "read_events", "replay"]
+__all__ = [
+    "Curve",
+    "Event",
+    "EventReader",
+    "EventWriter",
+    "LineTail",
+    "RunState",
+    "RunStateReader",
+    "RunSummary",
+    "load_state",
+    "load_summary",
+    "read_events",
+    "replay",
+]

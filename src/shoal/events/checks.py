@@ -1,4 +1,4 @@
-"""Checks of plain JSON values, made once from type hints: a call with a value says whether it fits. They never raise."""
+"""Checks of plain JSON values, made once from type hints: a call says whether a value fits, and never raises."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _PLAIN: dict[Any, Check] = {
 
 
 def make_check(hint: Any) -> Check:
-    """Of a number, text, a union, a list, a mapping with names as keys, a TypedDict or a dataclass written as a mapping.
-    A function in `Annotated` is the check itself."""
+    """For numbers, texts, unions, lists, mappings with names as keys, and TypedDicts or dataclasses written as
+    mappings. A function in `Annotated` is the check itself."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return next((one for one in arguments[1:] if callable(one)), None) or make_check(arguments[0])

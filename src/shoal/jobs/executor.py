@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from shoal.errors import ErrorGroup, ShoalError, error
-from shoal.events import Event, EventReader, EventWriter, RunState, replay
+from shoal.events import Event, EventWriter, RunState, load_state
 from shoal.fleet.engines.local import ForkServer
 from shoal.fleet.orphans import find_orphans
 from shoal.jobs import resolve_auto, run_dir
@@ -248,8 +248,7 @@ def catch_stop_signals() -> Iterator[list[str]]:
 
 
 def load_run_state(paths: RunPaths) -> RunState:
-    """A run as its stream tells it, and whether somebody still drives it."""
-    picture = replay(EventReader(paths.events).read_new())
-    if picture.status in ("starting", "training", "created") and not run_dir.is_driven(paths.parent_run):
-        picture.status = "broken off"
-    return picture
+    """A run as its stream tells it, and whether a driver is still there."""
+    state = load_state(paths.events, paths.state_snapshot)
+    state.status = run_dir.current_status(state.status, paths)
+    return state

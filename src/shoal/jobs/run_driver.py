@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 
 from shoal.errors import EXIT_BUG, ShoalError, error, error_from_fields
-from shoal.events import Event, EventReader, EventWriter, LineTail, RunState
+from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader
 from shoal.events.run_state import WorkerSummary
 from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import ForkServer, LocalEngine
@@ -97,11 +97,11 @@ class RunDriver:
     ) -> None:
         self.job = job
         self.paths = paths
-        self.state = RunState()
         self._on_event = on_event
         self._trace = trace
         self._stream = EventWriter(paths.events, "driver")
-        self._reader = EventReader(paths.events)
+        self._reader = RunStateReader(paths.events, paths.state_snapshot)
+        self.state = self._reader.state
         self._output_tails: dict[int, tuple[str, LineTail]] = {}
         self.engine = LocalEngine(fork_server, name=str(paths.root), logs=paths.logs)
         self._plan_file = read_plan_file(paths)
@@ -113,8 +113,7 @@ class RunDriver:
 
     def start(self) -> None:
         """From the beginning, or from where an earlier driver left it."""
-        for event in self._reader.read_new():  # what an earlier driver showed is not shown again
-            self.state.apply(event)
+        self._reader.catch_up()  # what an earlier driver showed is not shown again
         already = bool(self.state.result)
         first_seat = first_free_seat([*self.state.workers, *self.state.servers])
         self.worker_group = WorkerGroup(
@@ -190,10 +189,10 @@ class RunDriver:
             for line in lines.read_new():
                 self._notify(Event("printed", time.time(), name, fields={"text": line}))
         for event in self._reader.read_new():
-            self.state.apply(event)
             if self._replanner:
                 self._replanner.observe(event, self.state)
             self._notify(event)
+        self._reader.save_if_due()
 
     def _notify(self, event: Event) -> None:
         if self._on_event:
@@ -273,6 +272,7 @@ class RunDriver:
         self.worker_group.dismiss(f"the run is {result.status}")  # those from elsewhere: nobody will come back for them
         self._stream.emit("run_ended", status=result.status, refused=self.worker_group.refused)
         self._read_events()
+        self._reader.save()
         result = replace(result, saved_step=self.state.saved_step)
         self.close()
         return result
