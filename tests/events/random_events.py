@@ -3,6 +3,7 @@
 import json
 import types
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from hypothesis import strategies as st
@@ -56,6 +57,7 @@ def fields_of(kind):
     )
 
 
+@cache
 def events():
     """Any event that a stream may hold."""
     kinds = [kind for kind in KINDS.values() if kind.in_stream]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from shoal.events.checks import Check, make_check
+from shoal.events.checks import MAX_FLOAT, MAX_INT, Check, make_check
 
 _TYPE_NAMES = {int: "int", float: "float", str: "text", bool: "bool"}
 
@@ -52,12 +52,16 @@ class EventKind:
 
     def accepts(self, fields: Mapping[str, Any]) -> bool:
         """Is every required field there, and every known one of its type? Unknown fields are no fault."""
-        checks = self._checks
+        usual, checks = self._usual_types, self._checks
         for name, value in fields.items():
-            check = checks.get(name)
-            if check is not None and not check(value):
+            kind = type(value)
+            if kind is usual.get(name) and (  # else every value would cost the call of a function
+                (-MAX_FLOAT < value < MAX_FLOAT) if kind is float else kind is not int or 0 <= value < MAX_INT
+            ):
+                continue
+            if name in checks and not checks[name](value):
                 return False
-        return self._required <= fields.keys()
+        return not self._required or self._required <= fields.keys()
 
     def fits_types(self, fields: Mapping[str, Any]) -> bool:
         """The cheap check of what is about to be written, unknown fields included: a number is not looked at more
