@@ -49,9 +49,8 @@ def test_a_run_that_goes_on_has_the_state_of_its_whole_stream(run, resume):
 
 
 def test_folds_are_listed_with_their_means(run):
-    paths = (
-        run(MLP | {"data": MLP["data"] | {"split": {"kind": "kfold", "folds": 2}}}, **SHORT).folds[0].paths.parent_run
-    )
+    folds = {"data": MLP["data"] | {"split": {"kind": "kfold", "folds": 2}}}
+    paths = run(MLP | folds, **SHORT).folds[0].paths.parent_run
     long_ago = time.time() - 100
     os.utime(paths.events, (long_ago, long_ago))
     for _ in range(2):
