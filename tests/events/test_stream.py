@@ -139,11 +139,13 @@ def test_elsewhere_it_stops_nothing_and_what_fits_is_written(monkeypatch):
     stream.emit("step", step=np.int64(4), loss=np.float32(0.5), lr="fast", samples=3, new=1)
     stream.emit("unheard_of", x=1)
     stream.emit("note", message="fine")
-    assert stream.invalid_rows == 2
+    stream.emit("saved", step=np.int64(5))
+    assert stream.invalid_rows == 3
     assert parse_event(lines[0]).step == 4
     assert parse_event(lines[0]).fields == {"loss": 0.5, "samples": 3, "new": 1}
     assert parse_event(lines[1]) is None
     assert parse_event(lines[2])["message"] == "fine"
+    assert parse_event(lines[3]).step == 5
 
 
 def test_a_text_that_is_too_long_is_cut():

@@ -101,7 +101,7 @@ class EventWriter:
         known = KINDS.get(kind)
         if self._strict:
             _require_schema(kind, step, fields)
-        elif known is None or not known.fits_types(fields):
+        elif known is None or not known.fits_types(fields) or not (type(step) is int or step is None):
             self.invalid_rows += 1
             step, fields = _repaired(kind, step, fields)
         event = Event(kind, time.time(), self.who, step, fields)
