@@ -13,7 +13,7 @@ from rich.console import Console
 from shoal.events import Event, EventReader, RunStateReader, RunSummary, load_state, load_summary, read_events, replay
 from shoal.events import snapshot as snapshots
 from shoal.events.snapshot import IDLE_S, encode_state
-from shoal.events.stream import format_event
+from shoal.events.stream import MAX_LINE_BYTES, format_event
 from shoal.terminal import reports
 from shoal.terminal.live import _panel
 from shoal.terminal.notes import event_line
@@ -170,6 +170,14 @@ def test_half_a_line_at_the_end_is_covered_until_it_grows(files):
     assert load_summary(*files).step == 4
     write(files, [STEPS[4][30:]], append=True)
     assert load_state(*files).step == 5
+
+
+def test_a_long_line_without_an_end_is_counted_once(files):
+    write(files, [*STEPS[:4], b"x" * (MAX_LINE_BYTES + 9)])
+    save(files)
+    write(files, [b"x\n", STEPS[4]], append=True)
+    state = load_state(*files)
+    assert (state.step, state.skipped_rows) == (5, 1)
 
 
 def test_rows_that_come_while_a_snapshot_is_written_are_not_taken_for_read(files):

@@ -162,14 +162,14 @@ class LineTail:
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
-        self.offset = offset
+        self.offset = self._position = offset
         self._path = path
-        self._inside_long_line = False
+        self._beginning = b""  # of a long line whose end has not come yet
 
     def skip_existing(self) -> None:
         """Pass over what is there already."""
         with contextlib.suppress(FileNotFoundError):
-            self.offset = self._path.stat().st_size
+            self.offset = self._position = self._path.stat().st_size
 
     def read_new_bytes(self) -> Iterator[bytes]:
         try:
@@ -178,16 +178,18 @@ class LineTail:
             return
         with file:
             size = os.fstat(file.fileno()).st_size  # not what is being appended meanwhile: that might never end
-            file.seek(self.offset)
-            while self.offset < size:
+            file.seek(self._position)
+            while self._position < size:
                 line = file.readline(MAX_LINE_BYTES + 1)
-                whole = line.endswith(b"\n")
-                if not whole and len(line) <= MAX_LINE_BYTES:
+                is_end = line.endswith(b"\n")
+                if not is_end and len(line) <= MAX_LINE_BYTES:
                     return
-                self.offset += len(line)
-                is_rest, self._inside_long_line = self._inside_long_line, not whole
-                if not is_rest:
-                    yield line[:-1] if whole else line
+                self._position += len(line)
+                self._beginning = self._beginning or line
+                if is_end:
+                    whole, self._beginning = self._beginning, b""
+                    self.offset = self._position
+                    yield whole.removesuffix(b"\n")
 
     def read_new(self) -> list[str]:
         return [line.decode(errors="replace") for line in self.read_new_bytes()]
