@@ -247,7 +247,7 @@ def test_death_while_lanes_are_sent_and_what_was_lost(remote_seats):
         assert "seat 1 was lost" in whys[0]
         assert weights == results[0][2]
         assert leaked == []
-    lost = [fields for _, _, _, _, told in results for kind, fields in told if kind == "memory_lost"]
+    lost = [fields for _, _, _, _, told in results for kind, fields in told if kind == "residual_lost"]
     assert sorted(row["lane"] for row in lost) == [1, 2, 3]
     assert {row["worker"] for row in lost} == {"worker-1"}
 

@@ -91,7 +91,7 @@ def test_residuals_follow_lanes_that_move(name, run, job_dir):
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, MLP, **changes))
     assert outcome.receipt.exact
-    assert not events_of_kind(outcome, "memory_lost")
+    assert not events_of_kind(outcome, "residual_lost")
     assert_nothing_left(outcome)
 
 
@@ -122,11 +122,11 @@ def test_what_died_with_a_worker_stands_in_the_receipt(name, run, job_dir):
     assert outcome.status == "finished"
     receipt = outcome.receipt
     assert (receipt.exact, receipt.deaths_survived, receipt.steps) == (False, 1, 12)
-    assert [(row["lane"], row["worker"], row.step) for row in events_of_kind(outcome, "memory_lost")] == [
+    assert [(row["lane"], row["worker"], row.step) for row in events_of_kind(outcome, "residual_lost")] == [
         (1, "worker-1", 5)
     ]
     assert receipt.why == (
-        f"sync: lanes, codec: {CODECS[name]['kind']}: what lane 1 remembered was lost with worker-1 at step 5"
+        f"sync: lanes, codec: {CODECS[name]['kind']}: the residual of lane 1 was lost with worker-1 at step 5"
     )
 
 
@@ -136,7 +136,7 @@ def test_a_worker_a_step_behind_commits_the_residuals_the_others_had(line, run, 
     outcome = run(SIGNED, workers=4, watchers=fault_script(job_dir, line))
     assert outcome.status == "finished"
     assert fired_faults(job_dir) == {line}
-    (row,) = events_of_kind(outcome, "memory_lost")
+    (row,) = events_of_kind(outcome, "residual_lost")
     assert row["worker"] == f"worker-{row['lane']}" == f"worker-{line.split()[2]}"
 
 

@@ -11,7 +11,7 @@ def test_a_frozen_worker_is_evicted_and_replaced(run, job_dir):
     job = JOBS["mlp"] | {"lanes": 6}
     outcome = run(job, workers=3, watchers=fault_script(job_dir, "freeze worker 1 at step 5 in data"))
     assert_same(outcome, reference_receipt(run, job))
-    (row,) = events_of_kind(outcome, "put_out")
+    (row,) = events_of_kind(outcome, "evicted")
     assert row["worker"] == "worker-1"
     assert "frozen" in row["reason"]
     assert outcome.receipt.deaths_survived == 1
@@ -21,7 +21,7 @@ def test_a_worker_that_is_frozen_before_it_trains_is_evicted(run, job_dir):
     job = JOBS["mlp"] | {"lanes": 6}
     outcome = run(job, workers=3, watchers=fault_script(job_dir, "freeze worker 1 in building"))
     assert_same(outcome, reference_receipt(run, job))
-    assert [row["worker"] for row in events_of_kind(outcome, "put_out")] == ["worker-1"]
+    assert [row["worker"] for row in events_of_kind(outcome, "evicted")] == ["worker-1"]
 
 
 @pytest.mark.long
@@ -32,14 +32,14 @@ def test_a_newcomer_that_is_frozen_is_evicted(run, job_dir):
     slow_steps = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.1}}
     outcome = run(job, workers=3, watchers=[*fault_script(job_dir, *lines), slow_steps])
     assert_same(outcome, reference_receipt(run, job))
-    assert [row["worker"] for row in events_of_kind(outcome, "put_out")] == ["worker-3"]
+    assert [row["worker"] for row in events_of_kind(outcome, "evicted")] == ["worker-3"]
 
 
 def test_a_hanging_worker_is_named_with_step_phase_and_line(run, job_dir):
     job = JOBS["mlp"] | {"lanes": 6}
     outcome = run(job, workers=3, watchers=fault_script(job_dir, "hang worker 1 at step 5 in compute"))
     assert_same(outcome, reference_receipt(run, job))
-    (row,) = events_of_kind(outcome, "put_out")
+    (row,) = events_of_kind(outcome, "evicted")
     assert row["worker"] == "worker-1"
     assert "hangs in compute at step 5" in row["reason"]
     assert "faults.py" in row["reason"]
@@ -52,5 +52,5 @@ def test_a_worker_that_is_slow_at_first_is_not_evicted(run, job_dir):
     outcome = run(job, workers=3, watchers=fault_script(job_dir, *lines))
     assert_same(outcome, reference_receipt(run, job))
     assert set(lines) == fired_faults(job_dir)
-    assert not events_of_kind(outcome, "put_out")
+    assert not events_of_kind(outcome, "evicted")
     assert outcome.receipt.deaths_survived == 0

@@ -13,6 +13,7 @@ from shoal.events import read_events
 from shoal.jobs import commands
 from shoal.jobs import join as joining
 from shoal.spec.load import make_job
+from shoal.terminal.notes import note_lines
 from tests.conftest import MLP
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import reference_receipt
@@ -91,7 +92,7 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
         code = joining.join(
             it.address, commands.read_token(it.paths), base_dir=empty, show=said.append, fork_server=second_fork_server
         )
-        it.wait_until(lambda run_state: any("SH201" in note or "models.py" in note for note in run_state.notes))
+        it.wait_until(lambda run_state: any("SH201" in note or "models.py" in note for note in note_lines(run_state)))
         assert commands.stop(it.paths).status == "stopped"
     assert code == 2
     assert "SH201" in "\n".join(said)

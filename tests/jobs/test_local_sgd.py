@@ -158,7 +158,7 @@ def test_a_death_with_a_codec(codec, run, job_dir):
         assert_same(outcome, reference_receipt(run, job))
     else:
         assert not outcome.receipt.exact
-        assert [row["worker"] for row in events_of_kind(outcome, "memory_lost")] != []
+        assert [row["worker"] for row in events_of_kind(outcome, "residual_lost")] != []
 
 
 # ---- coming, going, saving ----

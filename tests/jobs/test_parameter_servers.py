@@ -55,7 +55,7 @@ class ServerKiller:
             self.pids[event["server"]] = event["pid"]
         elif event.kind == "server_died":
             self.pids.pop(event["server"], None)
-        elif event.kind == "table":
+        elif event.kind == "chunk_table":
             self.fully_replicated = event["copies"] == self.copies
         elif event.kind == "step" and self.fully_replicated and self.steps and event.step >= self.steps[0]:
             self.steps.pop(0)

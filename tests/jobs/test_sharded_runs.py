@@ -24,6 +24,7 @@ from shoal.events import read_events, replay
 from shoal.jobs.commands import scale
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.sharding import INEXACT_LAYOUT, INEXACT_MICROBATCHES
+from shoal.terminal.notes import describe_layout, note_lines
 from tests.conftest import CNN, GPT, MLP, long_only
 from tests.jobs.fault_injection import assert_nothing_left, events_of_kind, fault_script, fired_faults
 from tests.jobs.test_bit_exact_resume import ShoalCommand
@@ -83,7 +84,9 @@ def test_the_result_is_that_of_one_process_to_the_accuracy_of_float32(shard, siz
     assert receipt.parameters == one.receipt.parameters
     assert not receipt.exact
     assert f"{shard} over {size}" in receipt.why
-    assert f"{shard} over {size}, {workers // size} replica" in replay(read_events(outcome.paths.events)).layout
+    assert f"{shard} over {size}, {workers // size} replica" in describe_layout(
+        replay(read_events(outcome.paths.events)).layout
+    )
 
 
 @pytest.mark.parametrize(
@@ -408,7 +411,7 @@ def test_what_sees_microbatches_is_told(microbatches, told, run):
     outcome = run(CNN | {"steps": 3}, workers=2, shard=PIPELINE | {"microbatches": microbatches})
     receipt = finished(outcome)
     assert (INEXACT_MICROBATCHES in receipt.why, INEXACT_LAYOUT in receipt.why) == (told, not told)
-    assert any(INEXACT_MICROBATCHES in note for note in replay(read_events(outcome.paths.events)).notes) == told
+    assert any(INEXACT_MICROBATCHES in note for note in note_lines(replay(read_events(outcome.paths.events)))) == told
 
 
 @pytest.mark.long

@@ -92,7 +92,7 @@ def test_a_killed_worker_is_missed_at_once(run, proxied, job_dir, certificates):
     outcome = run(job, workers=3, watchers=fault_script(job_dir, line), network={"tls": str(certificates)})
     assert_same(outcome, reference_receipt(run, job))
     assert fired_faults(job_dir) == {line}
-    assert not events_of_kind(outcome, "put_out"), "nobody had to be suspected"
+    assert not events_of_kind(outcome, "evicted"), "nobody had to be suspected"
 
 
 @pytest.mark.long

@@ -154,7 +154,7 @@ def test_a_worker_that_left_as_it_should_is_no_death(training):
 def test_an_evicted_process_is_stopped_and_its_exit_says_why(training):
     training.group.evict(4, "it hangs")
     assert training.engine.stopped == [4]
-    assert training.events("put_out")[0]["reason"] == "it hangs"
+    assert training.events("evicted")[0]["reason"] == "it hangs"
     assert training.group.handle_exit(Exit(4, -9)) == "it hangs"
 
 

@@ -14,7 +14,7 @@ Report = Callable[..., object]
 
 
 class ResidualTransfer:
-    """Used by the loop's thread. `floats` are remembered for each lane. Told: `memory_lost`, when one begins anew."""
+    """Used by the loop's thread. `floats` are remembered for each lane. Told: `residual_lost`, when one begins anew."""
 
     def __init__(self, peers: PeerServices, floats: int, report: Report | None = None) -> None:
         self._peers = peers
@@ -63,7 +63,7 @@ class ResidualTransfer:
     def commit(self, step: int) -> None:
         """The step counts."""
         for lane in sorted(self._peers.residuals.commit()):
-            self._report("memory_lost", step=step, lane=lane, worker=self._lost_worker.get(lane, ""))
+            self._report("residual_lost", step=step, lane=lane, worker=self._lost_worker.get(lane, ""))
         assert self._view is not None
         self._carried = self._view.carries
 

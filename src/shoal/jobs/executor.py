@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 from shoal.errors import EXIT_TERMINATED
-from shoal.events import Event, EventReader, EventWriter, RunState, replay
+from shoal.events import Event, EventWriter, RunState, load_state
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.folds import FoldSchedule
@@ -321,7 +321,6 @@ def catch_stop_signals() -> Iterator[list[str]]:
 
 def load_run_state(paths: RunPaths) -> RunState:
     """The state that a run's events give; "broken off" if it has not ended and nobody drives it."""
-    state = replay(EventReader(paths.events).read_new())
-    if state.status in ("starting", "training", "created") and not run_dir.is_driven(paths.parent_run):
-        state.status = "broken off"
+    state = load_state(paths.events, paths.state_snapshot)
+    state.status = run_dir.current_status(state.status, paths)
     return state

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.events import RunState
-from shoal.events.run_state import WorkerSummary
+from shoal.events.run_state import LostResidual, WorkerSummary
 from shoal.spec.job import Job
-from shoal.spec.receipt import Receipt, WorkerContribution
+from shoal.spec.receipt import Receipt, WorkerContribution, describe_lost_residual
 
 WORK_TIMES = ("compute_s", "data_s", "exchange_s", "waiting_s")
 
@@ -52,11 +52,13 @@ def make_receipt(job: Job, state: RunState, *, run: str) -> Receipt:
     )
 
 
-def exactness_reason(job: Job, lost_residuals: Sequence[str], reported: str = "") -> str:
+def exactness_reason(job: Job, lost_residuals: Sequence[LostResidual], reported: str = "") -> str:
     """How the run was made, and why its result is not exact, if it is not. `reported`: what the workers found."""
     codec = f", codec: {job.codec.kind}" if job.codec.kind != "none" else ""
     shard = f", shard: {job.shard.kind} over {job.workers_per_replica}" if job.shard.kind != "none" else ""
-    reasons = [reported or job.inexact_reason or (lost_residuals[0] if lost_residuals else "")]
+    first = lost_residuals[0] if lost_residuals else None
+    lost = describe_lost_residual(first.lane, first.worker, first.step) if first else ""
+    reasons = [reported or job.inexact_reason or lost]
     if len(lost_residuals) > 1:
         reasons[0] += f", and {len(lost_residuals) - 1} more times"
     return ": ".join(filter(None, [f"sync: {job.sync.kind}{codec}{shard}", *reasons]))

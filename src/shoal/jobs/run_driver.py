@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 from shoal.errors import ShoalError, error, error_from_fields
-from shoal.events import Event, EventReader, EventWriter, LineTail, RunState
+from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader
 from shoal.fleet.agent_reports import AgentReports
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, read_driver_address, write_driver_address
@@ -55,13 +55,13 @@ class RunDriver:
     ) -> None:
         self.job = job
         self.paths = paths
-        self.state = RunState()
         self.engine = make_engine(job.engine, paths, fork_server)
         self._on_event = on_event
         self._trace = trace
         self._exit = contextlib.ExitStack()  # what `close` does, the last first
         self._stream = self._exit.enter_context(contextlib.closing(EventWriter(paths.events, "driver")))
-        self._reader = EventReader(paths.events)
+        self._reader = RunStateReader(paths.events, paths.state_snapshot)
+        self.state = self._reader.state
         self._output_tails: dict[int, tuple[str, LineTail]] = {}
         self._replanner: Replanner | None = None
         self._users: set[int] = set()  # connections of users with commands
@@ -76,8 +76,7 @@ class RunDriver:
 
     def start(self) -> None:
         """From the beginning, or from where an earlier driver left it."""
-        for event in self._reader.read_new():  # what an earlier driver showed is not shown again
-            self.state.apply(event)
+        self._reader.catch_up()  # what an earlier driver showed is not shown again
         already_finished = bool(self.state.result)  # by its workers, without a driver
         reattached = self.engine.reattach()
         taken = [seat.name for seat in reattached]
@@ -210,6 +209,7 @@ class RunDriver:
         self.worker_group.dismiss(f"the run is {result.status}")  # remote workers would wait for another driver
         self._stream.emit("run_ended", status=result.status, refused=self.control.refused + self.worker_group.refused)
         self._read_events()
+        self._reader.save()
         return replace(result, saved_step=self.state.saved_step)
 
     # ---- what workers, servers and users say ----
@@ -259,10 +259,10 @@ class RunDriver:
             for line in lines.read_new():
                 self._notify(Event("printed", time.time(), name, fields={"text": line}))
         for event in self._reader.read_new():
-            self.state.apply(event)
             if self._replanner:
                 self._replanner.observe(event, self.state)
             self._notify(event)
+        self._reader.save_if_due()
 
     def _notify(self, event: Event) -> None:
         if self._on_event and (why := self._on_event(event, self.state)):

@@ -240,7 +240,7 @@ class ServerGroup:
         old, self.chunk_table, self._newest_table_number = self.chunk_table, table, table.number
         self._control.publish_chunk_table(table, [*self.connections, *worker_connections])
         self._stream.emit(
-            "table",
+            "chunk_table",
             why=", ".join(dict.fromkeys(self._table_reasons)),
             **_chunk_table_fields(old, table, self._died_since_table),
         )
@@ -274,7 +274,7 @@ class ServerGroup:
             self._evict(failure.seat, failure.why)
 
     def _evict(self, seat: int, why: str) -> None:
-        self._stream.emit("put_out", server=_name(seat), host=self._roster.host(seat), reason=why)
+        self._stream.emit("evicted", server=_name(seat), host=self._roster.host(seat), reason=why)
         self._roster.evict(seat, why)
         self._engine.stop([seat])
 
@@ -286,7 +286,7 @@ class ServerGroup:
             served = self._roster[seat].last_heartbeat.get("served")
             if isinstance(served, Mapping) and served and served != self._reported_stats.get(seat):
                 self._reported_stats[seat] = served
-                self._stream.emit("served", server=_name(seat), served=_numeric_stats(served))
+                self._stream.emit("server_stats", server=_name(seat), stats=_numeric_stats(served))
 
 
 def _name(seat: int) -> str:

@@ -101,7 +101,7 @@ class WorkerGroup:
 
     def evict(self, seat: int, why: str) -> None:
         """Out of the view, whatever the worker does from now on."""
-        self._stream.emit("put_out", worker=f"worker-{seat}", host=self.roster.host(seat), reason=why)
+        self._stream.emit("evicted", worker=f"worker-{seat}", host=self.roster.host(seat), reason=why)
         if seat in self._engine.running():
             self.roster.evict(seat, why)
             self._engine.stop([seat])

@@ -30,7 +30,7 @@ from shoal.strategies.replicated import NO_SAMPLES, OrderedAllReduceSync
 
 
 class EncodedAllReduceSync(OrderedAllReduceSync):
-    """`settings` is the job's codec as plain data. Told: `memory_lost`, when a lane begins anew."""
+    """`settings` is the job's codec as plain data. Told: `residual_lost`, when a lane begins anew."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class CatchUp:
             samples = loop.advance_step(loop.replica.apply(loop.step, total_from_entry(entry, loop.replica.device)))
             loop.stats.notify_watchers(loop.step, loss=loop.loss, lr=loop.replica.lr, samples=samples)
         else:
-            fields = {"part": "validation", "metrics": entry["metrics"], "evaluation_s": 0.0}
+            fields = {"split": "validation", "metrics": entry["metrics"], "evaluation_s": 0.0}
             loop.reporter.notify_watchers(Event("evaluated", time.time(), loop.reporter.stream.who, loop.step, fields))
             loop.record_evaluation(entry["metrics"])
         return False

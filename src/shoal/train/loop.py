@@ -173,7 +173,7 @@ class Loop:
         """Whoever led before may have died when all knew what was measured, and before it was told."""
         stream, step, best = self.reporter.stream, self.evaluated_at, self.best
         if step is not None:
-            stream.emit("evaluated", step=step, part="validation", metrics=self.metrics, again=True)
+            stream.emit("evaluated", step=step, split="validation", metrics=self.metrics, again=True)
             if best.step == step:
                 stream.emit("best", step=step, metric=best.monitor.metric, value=best.value, again=True)
                 if self.train_schedule.keep_best and step == self.step and not self.sharded:
@@ -377,7 +377,7 @@ class Loop:
         if isinstance(metrics, Discarded):
             return metrics
         seconds = round(time.perf_counter() - began, 6)
-        self.reporter.report_from_leader("evaluated", step=self.step, part=name, metrics=metrics, evaluation_s=seconds)
+        self.reporter.report_from_leader("evaluated", step=self.step, split=name, metrics=metrics, evaluation_s=seconds)
         self.stats.restart_clock()
         return metrics
 

@@ -22,7 +22,7 @@ class Watcher(Protocol):
 
 def monitored_value(monitor: MonitorConfig, event: Event) -> float | None:
     """The monitored value if this event brings one."""
-    if event.kind != "evaluated" or event["part"] != "validation":
+    if event.kind != "evaluated" or event["split"] != "validation":
         return None
     metrics = event["metrics"]
     if monitor.metric not in metrics:
@@ -117,7 +117,7 @@ class TensorBoard:
             self._writer.add_scalar("train/lr", event["lr"], event.step)
         elif event.kind == "evaluated":
             for name, value in event["metrics"].items():
-                self._writer.add_scalar(f"{event['part']}/{name}", value, event.step)
+                self._writer.add_scalar(f"{event['split']}/{name}", value, event.step)
         elif event.kind in ("finished", "left"):
             self._writer.close()
         return None
