@@ -22,6 +22,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.house_gates
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.overhead

@@ -1,4 +1,4 @@
-"""What the tests share: jobs run with real workers, forked from one fork_server per test process."""
+"""What the tests share: jobs run with real workers, forked from one fork server per test process."""
 
 import copy
 import os

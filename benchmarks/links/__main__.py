@@ -52,7 +52,7 @@ class Bench:
     """`steps` are those of a quality run, `window_s` the time in which a side's steps are counted."""
 
     hosts: Hosts
-    nurseries: ForkServers
+    fork_servers: ForkServers
     data: Path
     scratch: Path
     codecs: Sequence[str]
@@ -74,7 +74,7 @@ class Bench:
             seeds=self.seeds,
             steps=self.steps,
             keep=self.keep,
-            nursery=self.nurseries[0],
+            fork_server=self.fork_servers[0],
             scratch=self.scratch,
         )
 
@@ -96,7 +96,7 @@ class Bench:
         }
 
     def _sides(self, model: str) -> dict[str, Any]:
-        found = sides(model, self.data, self.codecs, self.locals, self.nurseries)
+        found = sides(model, self.data, self.codecs, self.locals, self.fork_servers)
         return {name: start for name, start in found.items() if self._wanted(name)}
 
     def _wanted(self, side: str) -> bool:

@@ -56,7 +56,7 @@ class Curve:
         means = [sum(loss * n for loss, n in it) / sum(n for _, n in it) for _, it in sorted(found.items())]
         return {"losses": " ".join(f"{mean:.4f}" for mean in means), "final": self.final}
 
-    def on_event(self, event: Event, picture: RunState) -> None:
+    def on_event(self, event: Event, state: RunState) -> None:
         if event.kind == "step":
             self.losses.append((int(event.step or 0), event["loss"], event["samples"]))
         elif event.kind == "evaluated":
@@ -87,7 +87,7 @@ def train_curves(
     wanted: Iterable[tuple[str, int]],
     *,
     steps: int,
-    nursery: ForkServer,
+    fork_server: ForkServer,
     scratch: Path,
     done: Callable[[str, int, Curve], None],
 ) -> None:
@@ -98,7 +98,7 @@ def train_curves(
             if waiting and len(going) < AT_ONCE:
                 codec, seed = waiting.pop(0)
                 plain, curve = _job(model, data, codec, seed=seed, steps=steps), Curve(BATCH[model])
-                going[codec, seed] = _started(plain, scratch / "quality", nursery, curve), curve
+                going[codec, seed] = _started(plain, scratch / "quality", fork_server, curve), curve
             for name, (run, curve) in list(going.items()):
                 if outcome := run.tick(0.02):
                     del going[name]
@@ -139,9 +139,9 @@ def _job(model: str, data: Path, codec: str, *, seed: int, steps: int) -> Mappin
     return plain
 
 
-def _started(plain: Mapping[str, Any], runs: Path, nursery: ForkServer, curve: Curve) -> RunDriver:
+def _started(plain: Mapping[str, Any], runs: Path, fork_server: ForkServer, curve: Curve) -> RunDriver:
     made = make_job(dict(plain))
-    run = RunDriver(made, run_dir.create(made, runs), nursery, on_event=curve.on_event)
+    run = RunDriver(made, run_dir.create(made, runs), fork_server, on_event=curve.on_event)
     run.start()
     return run
 

@@ -88,8 +88,8 @@ class UnequalShoalSide(ShoalSide):
         self.moved = False
         super().__init__(*made)
 
-    def _on_event(self, event: Event, picture: RunState) -> None:
-        super()._on_event(event, picture)
+    def _on_event(self, event: Event, state: RunState) -> None:
+        super()._on_event(event, state)
         self.moved |= event.kind == "joined" and self._slowed is not None and len(event["lanes"]) != LANES // 2
 
     def tick(self) -> None:
@@ -108,7 +108,7 @@ class UnequalShoalSide(ShoalSide):
 @dataclass(frozen=True)
 class Bench:
     hosts: Hosts
-    nurseries: ForkServers
+    fork_servers: ForkServers
     data: Path
     scratch: Path
     window_s: float
@@ -120,7 +120,7 @@ class Bench:
         asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": SAMPLES[cell.model]}
         plain = self._job(cell, choice)
         return measure.speed(
-            lambda place: UnequalShoalSide(cell.slow, plain, self.nurseries, place),
+            lambda place: UnequalShoalSide(cell.slow, plain, self.fork_servers, place),
             self.hosts,
             self.scratch,
             period=period,
@@ -130,7 +130,7 @@ class Bench:
 
     def planned(self, cell: Cell) -> dict[str, Any]:
         """What the planner would take, and what it said of every side."""
-        facts = planner.measure(make_job(dict(self._job(cell, RunChoice()))), fork_server=self.nurseries[0])
+        facts = planner.measure(make_job(dict(self._job(cell, RunChoice()))), fork_server=self.fork_servers[0])
         link = measured_link(self.hosts, cell.mbit)
         measured, machine = read_measured(facts), read_cluster(facts, PlanRequest())
         said = predictions(cell.sides, measured, machine, link, cell.slow)

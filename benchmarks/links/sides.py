@@ -93,16 +93,16 @@ def open_fork_server() -> ForkServer:
 class ShoalSide:
     """A whole run, all at its defaults, on both hosts."""
 
-    def __init__(self, plain_job: Mapping[str, Any], nurseries: ForkServers, place: Path) -> None:
+    def __init__(self, plain_job: Mapping[str, Any], fork_servers: ForkServers, place: Path) -> None:
         made = make_job(dict(plain_job))
         self.workers = made.workers.most
         paths = run_dir.create(made, place / "runs")
         self.rows: dict[str, list[StepRow]] = defaultdict(list)
-        self._run = RunDriver(made, paths, nurseries[0], on_event=self._on_event)
-        self._run.engine = TwoHostEngine(nurseries, name=str(paths.root), logs=paths.logs)  # type: ignore[assignment]
+        self._run = RunDriver(made, paths, fork_servers[0], on_event=self._on_event)
+        self._run.engine = TwoHostEngine(fork_servers, name=str(paths.root), logs=paths.logs)  # type: ignore[assignment]
         self._run.start()
 
-    def _on_event(self, event: Event, picture: RunState) -> None:
+    def _on_event(self, event: Event, state: RunState) -> None:
         if event.kind == "step":
             spent = {name: float(event.get(name) or 0) for name in TIME_FIELDS}
             inner = bool(event.get("inner"))
@@ -128,9 +128,9 @@ class PlainTorchSide:
 
     workers = 2
 
-    def __init__(self, asked: Mapping[str, Any], nurseries: ForkServers, place: Path) -> None:
+    def __init__(self, asked: Mapping[str, Any], fork_servers: ForkServers, place: Path) -> None:
         self._place = place
-        self._engines = [LocalEngine(it, name=str(place), logs=place / "logs") for it in nurseries]
+        self._engines = [LocalEngine(it, name=str(place), logs=place / "logs") for it in fork_servers]
         for rank, engine in enumerate(self._engines):
             engine.start([Seat(number=rank)], PLAIN, [json.dumps({**asked, "reports": str(place)})])
 
@@ -164,17 +164,17 @@ ALONE, BUSY, MEETING, RIVAL = "alone", "alone, a busy wire", "in step", "ddp"
 
 
 def sides(
-    model: str, data: Path, codecs: Sequence[str], locals_: Sequence[str], nurseries: ForkServers
+    model: str, data: Path, codecs: Sequence[str], locals_: Sequence[str], fork_servers: ForkServers
 ) -> dict[str, Start]:
     """All of them by name."""
 
     def plain(*, talk: bool = False, traffic: bool = False, meet: bool = False) -> Start:
         asked = {"model": model, "data": str(data), "talk": talk, "traffic": traffic, "meet": meet}
-        return lambda place: PlainTorchSide(asked, nurseries, place)
+        return lambda place: PlainTorchSide(asked, fork_servers, place)
 
     def shoal(**changes: Any) -> Start:
         engine = {"kind": "local", "listen": ADDRESSES[0], "balance": False, "patience_s": 5}  # not long without us
-        return lambda place: ShoalSide(job(model, data, engine=engine, **changes), nurseries, place)
+        return lambda place: ShoalSide(job(model, data, engine=engine, **changes), fork_servers, place)
 
     def server(staleness: str, codec: str) -> Start:
         return shoal(sync={"kind": "server", "staleness": _number(staleness)}, codec=CODECS[codec])

@@ -12,14 +12,14 @@ from shoal.spec.view import Seat
 
 
 class TwoHostEngine:
-    """`nurseries`: of the near and the far host."""
+    """`fork_servers`: of the near and the far host."""
 
-    def __init__(self, nurseries: tuple[ForkServer, ForkServer], *, name: str, logs: Path) -> None:
-        self._near, self._far = (LocalEngine(nursery, name=name, logs=logs) for nursery in nurseries)
+    def __init__(self, fork_servers: tuple[ForkServer, ForkServer], *, name: str, logs: Path) -> None:
+        self._near, self._far = (LocalEngine(fork_server, name=name, logs=logs) for fork_server in fork_servers)
         self._workers = 0
         self._epoll = select.epoll()
-        for nursery in nurseries:
-            self._epoll.register(nursery, select.EPOLLIN)
+        for fork_server in fork_servers:
+            self._epoll.register(fork_server, select.EPOLLIN)
 
     def start(self, seats: Sequence[Seat], entry: str, arguments: Sequence[str]) -> None:
         for seat in seats:

@@ -13,11 +13,11 @@ LANES = (1, 2, 4, 8)
 
 def measure(bench: Bench) -> list[Row]:
     rows = []
-    with open_fork_server() as nursery:
+    with open_fork_server() as fork_server:
         for model, most in STEPS.items():
             steps = most // (20 if bench.quick else 2)
             bench.say(f"lanes: {model}, {steps} steps, {bench.repeats} turns")
-            variants = {str(n): functools.partial(shoal_loop, model, steps, bench, nursery, lanes=n) for n in LANES}
+            variants = {str(n): functools.partial(shoal_loop, model, steps, bench, fork_server, lanes=n) for n in LANES}
             found = in_turns(variants, bench.repeats)
             rows += [
                 {

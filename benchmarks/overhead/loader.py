@@ -142,13 +142,13 @@ def from_batch_loader(spec: Any) -> Iterator[Any]:
     """Shoal: one epoch, shuffled, one lane."""
     source = open_source(spec, base_dir=".")
     ids = np.arange(len(source), dtype=np.int64)
-    dealer = make_sampler(
+    sampler = make_sampler(
         RandomSamplerConfig(), ids=ids, lanes=1, batch_size=BATCH, seed=0, drop_last=False, source=source
     )
-    feed = BatchLoader(source, dealer, seed=0, lanes=1)
-    feed.set_lanes([0], 0)
-    yield from (feed.get(step, 0) for step in range(dealer.steps_per_epoch))
-    feed.close()
+    batch_loader = BatchLoader(source, sampler, seed=0, lanes=1)
+    batch_loader.set_lanes([0], 0)
+    yield from (batch_loader.get(step, 0) for step in range(sampler.steps_per_epoch))
+    batch_loader.close()
 
 
 def arrays_loader(path: Path, workers: int) -> Batches:

@@ -21,16 +21,16 @@ FASTEST = "plain, tensors, fused"
 
 
 def measure(bench: Bench) -> list[Row]:
-    with open_fork_server() as nursery:
-        return [row for model in STEPS for row in compare(model, bench, nursery)]
+    with open_fork_server() as fork_server:
+        return [row for model in STEPS for row in compare(model, bench, fork_server)]
 
 
-def compare(model: str, bench: Bench, nursery: ForkServer) -> list[Row]:
+def compare(model: str, bench: Bench, fork_server: ForkServer) -> list[Row]:
     """One model. `of fastest` is samples/s as a part of the fastest plain loop's, by wall and by processor time."""
     steps = STEPS[model] // (10 if bench.quick else 1)
     bench.say(f"loop: {model}, {steps} steps, {bench.repeats} turns")
-    plain = {name: functools.partial(plain_loop, model, steps, how, bench, nursery) for name, how in PLAIN.items()}
-    shoal = functools.partial(shoal_loop, model, steps, bench, nursery)
+    plain = {name: functools.partial(plain_loop, model, steps, how, bench, fork_server) for name, how in PLAIN.items()}
+    shoal = functools.partial(shoal_loop, model, steps, bench, fork_server)
     found = in_turns({**plain, "shoal": shoal}, bench.repeats)
     return [
         {
@@ -44,17 +44,17 @@ def compare(model: str, bench: Bench, nursery: ForkServer) -> list[Row]:
     ]
 
 
-def plain_loop(model: str, steps: int, how: dict[str, Any], bench: Bench, nursery: ForkServer) -> Numbers:
+def plain_loop(model: str, steps: int, how: dict[str, Any], bench: Bench, fork_server: ForkServer) -> Numbers:
     window = window_of(steps, bench)
     asked = {**how, "model": model, "data": str(bench.data), "batch_size": BATCH[model]}
-    plain_run({**asked, "window": window, "steps": window["last"] + 1}, bench.scratch / "logs", nursery)
+    plain_run({**asked, "window": window, "steps": window["last"] + 1}, bench.scratch / "logs", fork_server)
     return report(bench)
 
 
-def shoal_loop(model: str, steps: int, bench: Bench, nursery: ForkServer, *, lanes: int = 1) -> Numbers:
+def shoal_loop(model: str, steps: int, bench: Bench, fork_server: ForkServer, *, lanes: int = 1) -> Numbers:
     window = window_of(steps, bench, calls=lanes)
     plain_job = job(model, bench.data, steps=window["last"] // lanes + 1, window=window, lanes=lanes)
-    shoal_run(plain_job, bench.scratch / "runs", nursery)
+    shoal_run(plain_job, bench.scratch / "runs", fork_server)
     return report(bench)
 
 

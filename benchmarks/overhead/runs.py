@@ -1,4 +1,4 @@
-"""Real processes for the measurements: whole Shoal runs, and plain scripts born in the same nursery."""
+"""Real processes for the measurements: whole Shoal runs, and plain scripts forked by the same fork server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PLAIN = "benchmarks.overhead.plain"
 
 
 def open_fork_server() -> ForkServer:
-    """One nursery for all sides: the same imports, environment and number of threads."""
-    os.environ.update(environment())  # a nursery does not look into the current directory
+    """One fork server for all sides: the same imports, environment and number of threads."""
+    os.environ.update(environment())  # a fork server does not look into the current directory
     return make_fork_server(1, modules=[PLAIN])
 
 
@@ -45,16 +45,16 @@ def job(model: str, data: Path, *, steps: int, window: Mapping[str, Any], **chan
 
 
 def shoal_run(
-    plain_job: dict[str, Any], runs: Path, nursery: ForkServer, on_event: executor.OnEvent | None = None
+    plain_job: dict[str, Any], runs: Path, fork_server: ForkServer, on_event: executor.OnEvent | None = None
 ) -> Receipt:
-    outcome = executor.run(make_job(plain_job), runs=runs, on_event=on_event, fork_server=nursery)
+    outcome = executor.run(make_job(plain_job), runs=runs, on_event=on_event, fork_server=fork_server)
     if isinstance(outcome, executor.FoldsResult) or outcome.receipt is None:
         raise outcome.error or RuntimeError(f"the run is {outcome.status}")
     return outcome.receipt
 
 
-def plain_run(asked: dict[str, Any], logs: Path, nursery: ForkServer) -> None:
-    engine = LocalEngine(nursery, name="plain", logs=logs)
+def plain_run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> None:
+    engine = LocalEngine(fork_server, name="plain", logs=logs)
     engine.start([Seat(number=0)], PLAIN, [json.dumps(asked)])
     while not (exits := engine.poll(1.0)):
         pass

@@ -56,20 +56,20 @@ class Bench:
     rounds: int
     window_s: float
 
-    def host(self, model: str, nursery: ForkServer) -> list[dict[str, Any]]:
-        going = {name: partial(self._steps_per_s, model, it, nursery) for name, it in HERE.items()}
+    def host(self, model: str, fork_server: ForkServer) -> list[dict[str, Any]]:
+        going = {name: partial(self._steps_per_s, model, it, fork_server) for name, it in HERE.items()}
         wanted = PlanRequest(LATENCY_S, 125e6)
-        return self._compare(model, HERE, going, wanted, nursery, lambda machine: machine)
+        return self._compare(model, HERE, going, wanted, fork_server, lambda machine: machine)
 
-    def links(self, model: str, mbit: float, hosts: Hosts, nurseries: ForkServers) -> list[dict[str, Any]]:
-        starts = sides(model, self.data, list(CODECS), (), nurseries)
+    def links(self, model: str, mbit: float, hosts: Hosts, fork_servers: ForkServers) -> list[dict[str, Any]]:
+        starts = sides(model, self.data, list(CODECS), (), fork_servers)
         asked: dict[str, Any] = {"mbit": mbit, "window_s": self.window_s, "batch": BATCH[model]}
         going = {
             name: lambda name=name: measure.speed(starts[name], hosts, self.scratch, **asked)["steps/s"]
             for name in BETWEEN
         }
         wanted = PlanRequest(LATENCY_S, mbit * 125e3, hosts=2)
-        return self._compare(model, BETWEEN, going, wanted, nurseries[0], _halved)
+        return self._compare(model, BETWEEN, going, wanted, fork_servers[0], _halved)
 
     def _compare(
         self,
@@ -77,13 +77,13 @@ class Bench:
         choices: Mapping[str, RunChoice],
         going: Mapping[str, Callable[[], float]],
         wanted: PlanRequest,
-        nursery: ForkServer,
+        fork_server: ForkServer,
         there: Callable[[Cluster], Cluster],
     ) -> list[dict[str, Any]]:
         said: dict[str, list[float]] = {name: [] for name in choices}
         true: dict[str, list[float]] = {name: [] for name in choices}
         for _ in range(self.rounds):
-            facts = planner.measure(make_job(dict(job(model, self.data))), fork_server=nursery)
+            facts = planner.measure(make_job(dict(job(model, self.data))), fork_server=fork_server)
             measured, link = read_measured(facts), read_link(facts, wanted)
             machine = there(read_cluster(facts, wanted))
             for name, choice in choices.items():
@@ -91,19 +91,19 @@ class Bench:
                 true[name].append(going[name]())
         return list(rows(said, true))
 
-    def _steps_per_s(self, model: str, choice: RunChoice, nursery: ForkServer) -> float:
+    def _steps_per_s(self, model: str, choice: RunChoice, fork_server: ForkServer) -> float:
         """Of a whole run, from the moment on when all its workers train."""
         sync = {"kind": "server", "servers": choice.servers} if choice.servers else "lanes"
         plain = job(model, self.data, workers=choice.workers, sync=sync, codec=CODECS[choice.codec])
         made = make_job(dict(plain))
         seen: list[tuple[float, int]] = []
 
-        def look(event: Event, picture: RunState) -> None:
+        def look(event: Event, state: RunState) -> None:
             if event.kind == "step" and event.who == "worker-0":
                 seen.append((event.t, int(event.step or 0)))
 
         with contextlib.closing(
-            RunDriver(made, run_dir.create(made, self.scratch / "runs"), nursery, on_event=look)
+            RunDriver(made, run_dir.create(made, self.scratch / "runs"), fork_server, on_event=look)
         ) as run:
             run.start()
             while not seen:
@@ -151,17 +151,17 @@ def main() -> None:
 def _parts(bench: Bench, asked: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     parts = asked.parts or PARTS
     if "host" in parts:
-        with open_fork_server() as nursery:
+        with open_fork_server() as fork_server:
             for model in asked.models:
-                yield f"{model}: one host", bench.host(model, nursery)
+                yield f"{model}: one host", bench.host(model, fork_server)
     if "links" in parts:
         with two_hosts() as hosts, contextlib.ExitStack() as stack:
             with hosts.on_remote():
                 far = stack.enter_context(open_fork_server())
-            nurseries = stack.enter_context(open_fork_server()), far
+            fork_servers = stack.enter_context(open_fork_server()), far
             for model in asked.models:
                 for mbit in asked.links:
-                    yield f"{model}: {mbit:g} Mbit/s", bench.links(model, mbit, hosts, nurseries)
+                    yield f"{model}: {mbit:g} Mbit/s", bench.links(model, mbit, hosts, fork_servers)
 
 
 def _asked() -> argparse.Namespace:

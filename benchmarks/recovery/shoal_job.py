@@ -24,7 +24,7 @@ def model(workload: str) -> nn.Module:
 
 
 class CommitLogger:
-    """One row per committed step, with the samples that the dealer gives to all lanes of that step.
+    """One row per committed step, with the samples that the sampler gives to all lanes of that step.
 
     A committed step is everybody's: its row says what the step holds, also where whoever computed a part of it was
     killed before it could write a row. That the weights really hold it, the weights must show in the end.
@@ -55,7 +55,7 @@ class CommitLogger:
 
 
 def make_job_sampler(job: Job) -> LaneSampler:
-    """Who deals the job's samples, made as a worker makes it."""
+    """The sampler of the job, made as a worker makes it."""
     data = open_datasets(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=Path(job.base_dir, "cache"))
     return make_sampler(
         job.data.deal,
@@ -68,9 +68,9 @@ def make_job_sampler(job: Job) -> LaneSampler:
     )
 
 
-def step_ids(dealer: LaneSampler, step: int) -> list[int]:
+def step_ids(sampler: LaneSampler, step: int) -> list[int]:
     """The samples of a step, over all lanes."""
-    return [int(sample) for lane in range(dealer.lanes) for sample in dealer.ids(step, lane)]
+    return [int(sample) for lane in range(sampler.lanes) for sample in sampler.ids(step, lane)]
 
 
 def job_file(workload: Workload) -> Path:
@@ -93,7 +93,7 @@ def write_job(workload: Workload) -> Path:
         "steps": 10**8,
         "workers": workload.workers,
         "lanes": workload.workers,
-        "watch": [{"name": "benchmarks.recovery.shoal_job:Teller", "args": itself}],
+        "watch": [{"name": "benchmarks.recovery.shoal_job:CommitLogger", "args": itself}],
         "export": [],
     }
     path = job_file(workload)

@@ -31,8 +31,8 @@ def shoal(way: str, optimizer: str, *, workers: int = 1, servers: int = 1, backu
 def pair(rivals_python: str | None) -> dict[str, Sides]:
     """One worker and one server: everybody."""
     wanted = dict(shoal(way, optimizer) for way in ("tcp", "shm") for optimizer in ("SGD", "AdamW"))
-    sides = {LIMIT: _side("bare", Setting()), BOTH: _side("bare", Setting(way="both"))}
-    sides |= {name: _side("servers", setting) for name, setting in wanted.items()}
+    sides = {LIMIT: _side("bare_sockets", Setting()), BOTH: _side("bare_sockets", Setting(way="both"))}
+    sides |= {name: _side("shoal_servers", setting) for name, setting in wanted.items()}
     sides |= {f"{kind} alone": _side("update", Setting(optimizer=kind)) for kind in ("SGD", "AdamW")}
     return {"1 worker, 1 server": sides | _rivals(1, 1, rivals_python)}
 
@@ -41,7 +41,9 @@ def replication(rivals_python: str | None) -> dict[str, Sides]:
     """Two servers, each the other's backup, or not."""
     ways = [(way, optimizer) for way in ("tcp", "shm") for optimizer in ("SGD", "AdamW")]
     wanted = dict(shoal(*way, servers=2, backups=backups) for way in ways for backups in (0, 1))
-    sides = {LIMIT: _side("bare", Setting())} | {name: _side("servers", it) for name, it in wanted.items()}
+    sides = {LIMIT: _side("bare_sockets", Setting())} | {
+        name: _side("shoal_servers", it) for name, it in wanted.items()
+    }
     return {"1 worker, 2 servers": sides}
 
 
@@ -49,9 +51,12 @@ def apart(rivals_python: str | None) -> dict[str, Sides]:
     """The same where every process has a host of its own: what a chain costs when wires are the limit. Needs root."""
     found: dict[str, Sides] = {}
     for mbit in LINKS:
-        limit = {LIMIT: _side("bare", Setting(mbit=mbit)), BOTH: _side("bare", Setting(way="both", mbit=mbit))}
+        limit = {
+            LIMIT: _side("bare_sockets", Setting(mbit=mbit)),
+            BOTH: _side("bare_sockets", Setting(way="both", mbit=mbit)),
+        }
         settings = [Setting(1, 2, backups, "tcp", "SGD", mbit=mbit) for backups in (0, 1)]
-        sides = {f"shoal, {it.backups} backups": _side("servers", it) for it in settings}
+        sides = {f"shoal, {it.backups} backups": _side("shoal_servers", it) for it in settings}
         found[f"1 worker, 2 servers, {mbit:g} Mbit/s"] = limit | sides
     return found
 
@@ -64,8 +69,8 @@ def crowd(rivals_python: str | None) -> dict[str, Sides]:
             wanted = dict(shoal(way, "SGD", workers=workers, servers=servers) for way in ("tcp", "shm"))
             if servers > 1:
                 wanted |= [shoal("tcp", "SGD", workers=workers, servers=servers, backups=1)]
-            sides = {LIMIT: _side("bare", Setting(workers))}
-            sides |= {name: _side("servers", setting) for name, setting in wanted.items()}
+            sides = {LIMIT: _side("bare_sockets", Setting(workers))}
+            sides |= {name: _side("shoal_servers", setting) for name, setting in wanted.items()}
             found[f"{workers} workers, {servers} servers"] = sides | _rivals(workers, servers, rivals_python)
     return found
 

@@ -36,7 +36,7 @@ LANES = 8
 
 JOB = {
     "name": "soak",
-    "task": "task.py:Slowly",
+    "task": "task.py:SleepingTask",
     "optimizer": {"name": "AdamW", "args": {"lr": 0.001}},
     "data": {"source": {"kind": "sklearn", "name": "digits"}, "split": {"kind": "holdout", "validation": 0.2}},
     "batch_size": 64,

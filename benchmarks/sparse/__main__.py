@@ -34,7 +34,7 @@ class RunWatch:
         self.steps: list[tuple[int, float]] = []
         self.rss: dict[str, int] = {}
 
-    def __call__(self, paths: RunPaths, event: Event, picture: RunState) -> None:
+    def __call__(self, paths: RunPaths, event: Event, state: RunState) -> None:
         if event.kind == "server_started":
             self.servers[event["server"]] = psutil.Process(event["pid"])
         elif event.kind == "step" and event.step is not None:
@@ -49,13 +49,13 @@ def measure(rows: int, dim: int, servers: int, workers: int, passes: int, place:
     job = make_job(
         {
             "name": "sparse",
-            "model": {"name": "benchmarks.sparse.model:Rows", "args": args},
+            "model": {"name": "benchmarks.sparse.model:EmbeddingSum", "args": args},
             "loss": "MSELoss",
             "optimizer": {"name": "SGD", "args": {"lr": 0.01}},
             "data": {
                 "source": {
                     "kind": "python",
-                    "factory": {"name": "benchmarks.sparse.model:numbers", "args": {"rows": rows}},
+                    "factory": {"name": "benchmarks.sparse.model:row_ids", "args": {"rows": rows}},
                 },
                 "split": {"kind": "none"},
                 "leaks": "ignore",

@@ -63,9 +63,9 @@ class LossWatch:
     slowed: CpuThrottle | None = None
     began_t: float = 0.0
 
-    def on_event(self, event: Event, picture: RunState) -> None:
+    def on_event(self, event: Event, state: RunState) -> None:
         if event.kind == "joined" and self.slowed is None:
-            self.joined[event.who] = picture.worker(event.who).pid
+            self.joined[event.who] = state.worker(event.who).pid
             if len(self.joined) == WORKERS:
                 self.began_t = time.time()
                 self.slowed = CpuThrottle(self.joined[max(self.joined)], self.slow)
@@ -89,7 +89,7 @@ class LossWatch:
 class Comparison:
     data: Path
     scratch: Path
-    nursery: ForkServer
+    fork_server: ForkServer
     slow: int
     loss: float = 0.0
 
@@ -120,7 +120,7 @@ class Comparison:
         asked = {"steps": 10**6, "lanes": MANY, "batch_size": BATCH, "checkpoint": {"every": "never"}, **changes}
         plain = {**job("cnn", self.data, window={}, **asked), "model": "benchmarks.overhead.models:cnn"}
         made = make_job(plain)
-        going = RunDriver(made, run_dir.create(made, self.scratch / "runs"), self.nursery, on_event=look)
+        going = RunDriver(made, run_dir.create(made, self.scratch / "runs"), self.fork_server, on_event=look)
         going.start()
         return going
 
@@ -134,10 +134,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a directory with MNIST's IDX files")
     parser.add_argument("--quick", action="store_true", help="few steps, one turn, nothing written: does it work?")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as nursery:
-        race = Comparison(prepare(asked.data, Path(scratch, "data")), Path(scratch), nursery, asked.slow)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as fork_server:
+        race = Comparison(prepare(asked.data, Path(scratch, "data")), Path(scratch), fork_server, asked.slow)
         loss = race.target(40 if asked.quick else asked.steps)
-        rows = compare(Comparison(race.data, race.scratch, nursery, asked.slow, loss), asked.side, asked.rounds)
+        rows = compare(Comparison(race.data, race.scratch, fork_server, asked.slow, loss), asked.side, asked.rounds)
         Console(width=140).print(report.table(f"stragglers: seconds to a loss of {loss:.3f}", rows))
         if not (asked.quick or asked.side):
             report.keep("stragglers", "cnn", {"loss": loss, "slow": asked.slow, "rows": rows})

@@ -32,13 +32,13 @@ class Comparison:
     steps: int
     workers: int
     bench: Bench
-    nursery: ForkServer
+    fork_server: ForkServer
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def plain(self, workers: int) -> Numbers:
         reports = self._reports()
         asked = {"model": self.model, "data": str(self.bench.data), "steps": self.steps, "workers": workers}
-        ddp.run({**asked, "reports": str(reports)}, reports / "logs", self.nursery)
+        ddp.run({**asked, "reports": str(reports)}, reports / "logs", self.fork_server)
         return gather(reports, workers=workers)
 
     def shoal(self, workers: int, lanes_each: int = 1) -> Numbers:
@@ -51,7 +51,7 @@ class Comparison:
             lanes=self.workers * lanes_each,
             reports=reports,
             runs=reports / "runs",
-            nursery=self.nursery,
+            fork_server=self.fork_server,
         )
         return gather(reports, workers=workers)
 
@@ -83,21 +83,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps, two turns, nothing written: does it work?")
     asked = parser.parse_args()
     console = Console()
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as nursery:
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as fork_server:
         data = gather_samples(asked.data, Path(scratch, "data"))
         bench = Bench(Path(scratch), data, repeats=2 if asked.quick else 7, quick=asked.quick, say=console.print)
         for model in asked.models or STEPS:
-            rows = compare(model, asked.workers, asked.side or list(SIDES), bench, nursery)
+            rows = compare(model, asked.workers, asked.side or list(SIDES), bench, fork_server)
             console.print(report.table(f"sync: {model}", rows))
             if not asked.quick:
                 report.keep("sync", model, {"rows": rows})
 
 
-def compare(model: str, workers: int, sides: list[str], bench: Bench, nursery: ForkServer) -> list[Row]:
+def compare(model: str, workers: int, sides: list[str], bench: Bench, fork_server: ForkServer) -> list[Row]:
     """`of ddp` is the ratio of the median steps per second to DDP's: 1 is as fast."""
     steps = STEPS[model] // (20 if bench.quick else 1)
     bench.say(f"sync: {model}, {workers} workers, {steps} steps, {bench.repeats} turns")
-    contest = Comparison(model, steps, workers, bench, nursery)
+    contest = Comparison(model, steps, workers, bench, fork_server)
     found = in_turns({name: side for name, side in contest.sides().items() if name in sides}, bench.repeats)
     return [
         {

@@ -26,9 +26,9 @@ from shoal.spec.view import Seat
 ENTRY = "benchmarks.sync.ddp"
 
 
-def run(asked: dict[str, Any], logs: Path, nursery: ForkServer) -> None:
-    """The driver's side: as many processes as asked for, from the nursery of Shoal's own workers, until all ended."""
-    engine = LocalEngine(nursery, name=f"ddp-{asked['reports']}", logs=logs)
+def run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> None:
+    """The driver's side: as many processes as asked for, from the fork server of Shoal's workers, until all ended."""
+    engine = LocalEngine(fork_server, name=f"ddp-{asked['reports']}", logs=logs)
     try:
         engine.start([Seat(number=rank) for rank in range(asked["workers"])], ENTRY, [json.dumps(asked)])
         ended = 0

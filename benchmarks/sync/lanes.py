@@ -10,7 +10,7 @@ from shoal.fleet.engines.local import ForkServer
 
 
 def run(
-    model: str, data: Path, *, steps: int, workers: int, lanes: int, reports: Path, runs: Path, nursery: ForkServer
+    model: str, data: Path, *, steps: int, workers: int, lanes: int, reports: Path, runs: Path, fork_server: ForkServer
 ) -> None:
     """`workers` must divide `lanes`: a worker then makes the same number of forward passes in every step."""
     if lanes % workers:
@@ -19,4 +19,4 @@ def run(
     timed = {"name": "benchmarks.sync.stopwatch:timed", "args": watch}
     stay = {"kind": "local", "balance": False}  # lanes that move would make other numbers of forward passes
     plain = job(model, data, steps=steps_to_run(steps), window={}, lanes=lanes, workers=workers, engine=stay)
-    shoal_run({**plain, "model": timed}, runs, nursery)
+    shoal_run({**plain, "model": timed}, runs, fork_server)

@@ -36,10 +36,10 @@ class ThroughputWatch:
         self.seen: list[tuple[float, int]] = []
         self.slowed: CpuThrottle | None = None
 
-    def __call__(self, paths: RunPaths, event: Event, picture: RunState) -> None:
+    def __call__(self, paths: RunPaths, event: Event, state: RunState) -> None:
         if event.kind == "joined" and event.who == "worker-1" and self.slowed is None:
             self.began = time.monotonic()
-            self.slowed = CpuThrottle(picture.worker("worker-1").pid, self.times)
+            self.slowed = CpuThrottle(state.worker("worker-1").pid, self.times)
             self.slowed.start()
         if event.kind == "step" and event.who == "worker-0" and self.slowed:
             self.seen.append((time.monotonic() - self.began, int(event.step or 0)))
@@ -54,13 +54,15 @@ class ThroughputWatch:
         return (late[-1][1] - late[0][1]) / (late[-1][0] - late[0][0])
 
 
-def measure(model: str, data: Path, scratch: Path, nursery: ForkServer, *, balance: bool, slow: int) -> dict[str, Any]:
+def measure(
+    model: str, data: Path, scratch: Path, fork_server: ForkServer, *, balance: bool, slow: int
+) -> dict[str, Any]:
     watch = ThroughputWatch(slow)
     engine = {"kind": "local", "balance": balance}
     plain = job(model, data, steps=STEPS[model], window={}, lanes=8, workers=2, engine=engine)
     plain["model"] = f"benchmarks.overhead.models:{MODELS[model].__name__}"
     try:
-        receipt = shoal_run(plain, scratch / "runs", nursery, watch)
+        receipt = shoal_run(plain, scratch / "runs", fork_server, watch)
     finally:
         watch.stop()
     return {
@@ -78,12 +80,12 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=3, help="how many times slower one of the two workers is")
     asked = parser.parse_args()
     sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as nursery:
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch, open_fork_server() as fork_server:
         data = gather(None, Path(scratch) / "data")
         for turn in range(asked.rounds):
             for balance in (True, False) if turn % 2 else (False, True):
                 sides[balance].append(
-                    measure(asked.model, data, Path(scratch), nursery, balance=balance, slow=asked.slow)
+                    measure(asked.model, data, Path(scratch), fork_server, balance=balance, slow=asked.slow)
                 )
                 print(f"lanes {'move' if balance else 'stay'}: {sides[balance][-1]}", flush=True)
     moving, staying = (statistics.median(one["steps/s"] for one in sides[balance]) for balance in (True, False))

@@ -142,8 +142,8 @@ def test_rows_that_tell_what_weights_should_hold_count_only_with_a_proof(proven,
 
 def test_shoal_tells_every_sample_of_a_step_once(tmp_path):
     workload = Workload(str(tmp_path), workers=3, batch_size=20, samples=240)
-    dealer = shoal_job.make_job_sampler(load_job(shoal_job.write_job(workload)))
-    epoch = [shoal_job.step_ids(dealer, step) for step in range(workload.steps_per_epoch)]
+    sampler = shoal_job.make_job_sampler(load_job(shoal_job.write_job(workload)))
+    epoch = [shoal_job.step_ids(sampler, step) for step in range(workload.steps_per_epoch)]
     assert {len(ids) for ids in epoch} == {60}
     assert sorted(itertools.chain(*epoch)) == list(range(240))
 

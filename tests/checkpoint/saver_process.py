@@ -26,10 +26,10 @@ def state(step: int) -> dict[str, object]:
 
 
 def save_until_killed(path: str, first: str) -> None:
-    def tell(kind: str, /, **fields: object) -> None:
+    def emit_step(kind: str, /, **fields: object) -> None:
         emit(kind, fields["step"])
 
-    store = CheckpointStore(path, job_sha256="job", every=("steps", 1), keep=2, emit=tell)
+    store = CheckpointStore(path, job_sha256="job", every=("steps", 1), keep=2, emit=emit_step)
     for step in range(int(first), 1_000_000):
         store.save(step, state(step))
 

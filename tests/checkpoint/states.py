@@ -38,7 +38,7 @@ def training_state(step: int) -> dict[str, Any]:
 
 
 class EventRecorder:
-    """Remembers what a store recorder."""
+    """Remembers the events that a store emitted."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -47,7 +47,7 @@ class EventRecorder:
         self.events.append((kind, fields))
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for recorder, fields in self.events if recorder == kind]
+        return [fields for event, fields in self.events if event == kind]
 
 
 @st.composite

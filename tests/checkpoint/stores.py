@@ -11,7 +11,7 @@ from .states import EventRecorder, training_state
 
 def make_store(path, recorder=None, **options) -> CheckpointStore:
     return CheckpointStore(
-        path, **{"job_sha256": "job", "every": ("steps", 1), "tell": recorder or EventRecorder(), **options}
+        path, **{"job_sha256": "job", "every": ("steps", 1), "emit": recorder or EventRecorder(), **options}
     )
 
 

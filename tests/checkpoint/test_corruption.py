@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, recorder, kind, harm):
     assert manifest.step == 1
     assert bit_equal(state, training_state(1))
     if (kind, harm) != ("manifest", Path.unlink):
-        (row,) = recorder.of("checkpoint_invalid")
+        (row,) = recorder.of_kind("checkpoint_invalid")
         assert row["step"] == 2
         assert row["reason"]
     # The damaged one does not count as kept, and saving the step again mends it.
@@ -147,7 +147,7 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path, recorder):
         with pytest.raises(CheckpointError, match=os.strerror(errno.EFBIG)) as caught:
             store.wait()
     assert caught.value.code == "SH503"
-    assert [row["step"] for row in recorder.of("save_failed")] == [2, 3]
+    assert [row["step"] for row in recorder.of_kind("save_failed")] == [2, 3]
     assert {path: (tmp_path / path).read_bytes() for path in open_files(tmp_path).sizes()} == before
     assert store.maybe_save(3, lambda: training_state(3), force=True)
     store.wait()
@@ -160,5 +160,5 @@ def test_a_directory_that_cannot_be_made_fails_the_save(tmp_path, recorder):
     store.save(1, training_state(1))
     with pytest.raises(CheckpointError, match="SH503"):
         store.wait()
-    assert recorder.of("save_failed")
+    assert recorder.of_kind("save_failed")
     store.close()

@@ -44,7 +44,7 @@ def start(process, *words) -> int:
 
 
 def last_saved(process, *, pid: int, saves: int, within_s: float) -> int:
-    """Let some saves and a part of the next go by, kill, and give the last step that was recorder as saved."""
+    """Let some saves and a part of the next go by, kill, and give the last step that was reported as saved."""
     step = -1
     for _ in range(saves):
         kind, value = process.stdout.readline().split()
@@ -64,9 +64,9 @@ def test_no_moment_to_kill_a_save_loses_a_checkpoint(tmp_path, savers):
     first = 1
     for _ in range(KILLS):
         pid = start(savers, "kill", tmp_path, first)
-        recorder = last_saved(savers, pid=pid, saves=chance.randint(1, 3), within_s=chance.uniform(0, 0.02))
+        last_step = last_saved(savers, pid=pid, saves=chance.randint(1, 3), within_s=chance.uniform(0, 0.02))
         manifest, state = CheckpointStore(tmp_path, job_sha256="job").load_latest()
-        assert manifest.step >= recorder, "a save that was recorder as done must survive"
+        assert manifest.step >= last_step, "a save that was reported as done must survive"
         assert bit_equal(state, saver.state(manifest.step))
         first = manifest.step + 1
     store = CheckpointStore(tmp_path, job_sha256="job", keep=1)

@@ -51,8 +51,8 @@ class Remembering(Branching):
         pass
 
 
-def export(directory, model, inputs=None, *, program=False, told=None):
-    recorder = told or EventRecorder()
+def export(directory, model, inputs=None, *, program=False, recorder=None):
+    recorder = recorder or EventRecorder()
     return export_model(
         directory, model, info={"model": "x:Tied"}, example_inputs=inputs, program=program, emit=recorder
     )
@@ -76,7 +76,7 @@ def test_weights_are_written_whole_and_described(tmp_path):
 def test_the_program_runs_with_any_batch_and_leaves_the_model_as_it_was(tmp_path):
     model, recorder = Tied(), EventRecorder()
     model.norm.eval()
-    content = export(tmp_path, model, (torch.tensor([0, 1, 2]),), program=True, told=recorder)
+    content = export(tmp_path, model, (torch.tensor([0, 1, 2]),), program=True, recorder=recorder)
     assert recorder.events == []
     assert content["program"] == "model.pt2"
     assert (model.training, model.drop.training, model.norm.training) == (True, True, False)
@@ -89,7 +89,7 @@ def test_the_program_runs_with_any_batch_and_leaves_the_model_as_it_was(tmp_path
 def test_a_model_that_cannot_be_a_program_is_told_and_no_failure(tmp_path, inputs):
     recorder = EventRecorder()
     (tmp_path / "model.pt2").write_text("of an earlier model")
-    content = export(tmp_path, Branching(), inputs, program=True, told=recorder)
+    content = export(tmp_path, Branching(), inputs, program=True, recorder=recorder)
     ((kind, row),) = recorder.events
     assert (kind, row["what"]) == ("export_skipped", "model.pt2")
     assert row["reason"]
@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_a_program_is_told_and_no_failure(tmp_path, input
 
 def test_what_is_not_a_tensor_is_left_out_and_told(tmp_path):
     recorder = EventRecorder()
-    assert export(tmp_path, Remembering(), told=recorder)["left_out"] == ["_extra_state"]
+    assert export(tmp_path, Remembering(), recorder=recorder)["left_out"] == ["_extra_state"]
     assert recorder.of_kind("export_skipped")
 
 

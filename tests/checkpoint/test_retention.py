@@ -13,11 +13,11 @@ from .stores import blob_sizes, make_store, save_and_wait, saved_steps
 
 
 def test_retention_keeps_the_newest_and_the_best(store_path, recorder):
-    store = make_store(store_path, recorder, keep=2, keep_best=1, sign=-1)
+    store = make_store(store_path, recorder, keep=2, keep_best=1, metric_sign=-1)
     for step, metric in [(1, 0.9), (2, 0.1), (3, None), (4, 0.5), (5, 0.6)]:
         save_and_wait(store, step, metric=metric)
     assert saved_steps(store_path) == [5, 4, 2]
-    assert not recorder.of("cleanup_failed")
+    assert not recorder.of_kind("cleanup_failed")
 
 
 def test_what_was_just_saved_stays_even_below_an_older_run_of_the_store(store_path):
@@ -51,7 +51,7 @@ def test_frozen_tensors_are_stored_once(store_path, recorder):
     store = make_store(store_path, recorder, keep=9)
     for step in (1, 2, 3):
         save_and_wait(store, step)
-    first, *later = recorder.of("saved")
+    first, *later = recorder.of_kind("saved")
     frozen, head = 65536 * 4, 300 * 300 * 4
     assert first["written_bytes"] > frozen + head
     for row in later:
@@ -71,7 +71,7 @@ def test_a_frozen_section_of_small_tensors_is_stored_once(store_path, recorder):
             },
         )
         store.wait()
-    first, second = recorder.of("saved")
+    first, second = recorder.of_kind("saved")
     assert first["written_bytes"] > 160_000 > 10_000 > second["written_bytes"]
 
 
@@ -80,7 +80,7 @@ def test_folds_share_blobs_and_keep_apart(store_path, recorder):
     save_and_wait(one, 1)
     save_and_wait(two, 1)
     if "memory" not in store_path:  # where nothing keeps others from sweeping, it is written again, over itself
-        assert recorder.of("saved")[0]["written_bytes"] < 5_000
+        assert recorder.of_kind("saved")[0]["written_bytes"] < 5_000
     assert len(blob_sizes(store_path)) == 3
     save_and_wait(one, 2)
     assert (saved_steps(store_path, "fold-0"), saved_steps(store_path, "fold-1"), saved_steps(store_path)) == (
@@ -117,4 +117,4 @@ def test_nothing_is_swept_beside_a_manifest_of_a_newer_version(tmp_path, recorde
     (tmp_path / "later" / f"{9:012d}.json").write_text('{"format": 2}')
     save_and_wait(store, 2)
     assert len(blob_sizes(tmp_path)) == 5
-    assert "format 2" in recorder.of("cleanup_failed")[0]["reason"]
+    assert "format 2" in recorder.of_kind("cleanup_failed")[0]["reason"]

@@ -44,9 +44,9 @@ def sending(send):
         thread.join()
 
 
-def received(content: bytes, *, most_bytes: int = PLENTY):
+def received(content: bytes, *, max_bytes: int = PLENTY):
     with sending(lambda sock: sock.sendall(content)) as sock:
-        return receive_state(sock, max_bytes=most_bytes)
+        return receive_state(sock, max_bytes=max_bytes)
 
 
 def crafted(header: object, body: bytes = b"") -> bytes:
@@ -232,16 +232,16 @@ def test_the_limit_is_exact():
     state = training_state(3)
     content = pack_state(state)
     needed = len(content) - 24  # all but the frame: the start's 20 bytes and the checksum's 4
-    assert bit_equal(received(content, most_bytes=needed), state)
+    assert bit_equal(received(content, max_bytes=needed), state)
     with pytest.raises(LinkError, match="at most"):
-        received(content, most_bytes=needed - 1)
+        received(content, max_bytes=needed - 1)
 
 
 def test_a_header_longer_than_the_limit_is_refused_unread():
     with pytest.raises(LinkError, match="a header of"):
-        received(struct.pack("<8sQI", b"SHOALST\x01", state_format.MAX_HEADER_BYTES + 1, 0), most_bytes=1 << 40)
+        received(struct.pack("<8sQI", b"SHOALST\x01", state_format.MAX_HEADER_BYTES + 1, 0), max_bytes=1 << 40)
     with pytest.raises(LinkError, match="a header of"):
-        received(struct.pack("<8sQI", b"SHOALST\x01", 1000, 0), most_bytes=999)
+        received(struct.pack("<8sQI", b"SHOALST\x01", 1000, 0), max_bytes=999)
 
 
 @given(st.lists(st.lists(st.integers(0, 2**40), max_size=4), min_size=1, max_size=4))
@@ -255,7 +255,7 @@ def test_nothing_is_reserved_beyond_the_limit(shapes):
         with contextlib.suppress(LinkError):
             unpack_state(content)
         with contextlib.suppress(LinkError):
-            received(content, most_bytes=5000)
+            received(content, max_bytes=5000)
     assert sum(tensor.nbytes for tensor in reserved) <= 5000
 
 
@@ -263,7 +263,7 @@ def test_a_stated_size_reserves_no_python_memory_before_it_is_checked():
     tracemalloc.start()
     try:
         with pytest.raises(LinkError):
-            received(struct.pack("<8sQI", b"SHOALST\x01", 1 << 62, 0) + os.urandom(100), most_bytes=1 << 20)
+            received(struct.pack("<8sQI", b"SHOALST\x01", 1 << 62, 0) + os.urandom(100), max_bytes=1 << 20)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -38,7 +38,7 @@ def test_save_and_load(store_path, recorder):
     assert (manifest.step, manifest.metric, manifest.info) == (3, 0.5, {"epoch": 2})
     assert bit_equal(state, training_state(3))
     assert store.latest() == manifest
-    (row,) = recorder.of("saved")
+    (row,) = recorder.of_kind("saved")
     assert row["size_bytes"] == manifest.size_bytes == sum(blob_sizes(store_path).values())
     assert row["written_bytes"] > row["size_bytes"]
     with pytest.raises(CheckpointError, match="SH501"):
@@ -143,7 +143,7 @@ def test_a_step_is_saved_once_until_its_metric_is_known(tmp_path, recorder):
     assert store.maybe_save(1, lambda: training_state(1), metric=0.5, force=True)
     store.wait()
     assert store.latest().metric == 0.5
-    assert recorder.of("saved")[1]["written_bytes"] < 5_000  # only the manifest is new
+    assert recorder.of_kind("saved")[1]["written_bytes"] < 5_000  # only the manifest is new
 
 
 @contextmanager
@@ -162,12 +162,12 @@ def test_a_save_that_comes_too_soon_is_skipped_and_a_forced_one_waits(tmp_path, 
         assert store.maybe_save(2, lambda: training_state(2))
         assert not store.maybe_save(3, lambda: training_state(3))
         assert not store.maybe_save(4, lambda: training_state(4))
-        assert recorder.rows == [("save_skipped", {"step": 4})]
+        assert recorder.events == [("save_skipped", {"step": 4})]
         threading.Timer(0.02, gate.set).start()
         assert store.maybe_save(5, lambda: training_state(5), force=True)
     store.wait()
     assert saved_steps(tmp_path) == [5, 2]
-    assert [row["step"] for row in recorder.of("saved")] == [2, 5]
+    assert [row["step"] for row in recorder.of_kind("saved")] == [2, 5]
 
 
 def test_what_cannot_be_saved_is_raised_at_once(tmp_path):

@@ -105,9 +105,9 @@ def test_values_of_any_size(kind):
 @pytest.mark.parametrize("kind", [BF16, INT8, {"kind": "int8", "block": 300}, INT4, INT3, SIGN], ids=codec_id)
 def test_pieces_change_nothing(kind, monkeypatch):
     values = torch.randn(10_007, generator=torch.Generator().manual_seed(0))
-    whole = encoded(make_codec(kind), values, after=(kept := torch.zeros(10_007)))
+    whole = encoded(make_codec(kind), values, residual_out=(kept := torch.zeros(10_007)))
     monkeypatch.setattr(blockwise, "PIECE", 2048)
-    assert torch.equal(encoded(make_codec(kind), values, after=(again := torch.ones(10_007))), whole)
+    assert torch.equal(encoded(make_codec(kind), values, residual_out=(again := torch.ones(10_007))), whole)
     assert torch.equal(kept, again)
 
 

@@ -86,7 +86,7 @@ def test_nothing_is_lost_for_good(kind, count, seed, scale):
     for _ in range(5):
         values = scale * torch.randn(count, generator=draws)
         before, after = memory.before_and_after()
-        got += decoded(codec, encoded(codec, values, before=before, after=after), count)
+        got += decoded(codec, encoded(codec, values, residual_in=before, residual_out=after), count)
         given += values
         memory.commit()
     left = memory.state()["memory"][:count]
@@ -103,13 +103,17 @@ def test_what_is_read_back_is_what_will_be_decoded(kind, values, seed, bad, own)
     if bad is not None and count:
         values[seed % count] = bad
     before = torch.randn(codec.residual_floats(count), generator=torch.Generator().manual_seed(seed))
-    for memory in ({}, {"after": torch.empty_like(before)}, {"before": before, "after": torch.empty_like(before)}):
+    for memory in (
+        {},
+        {"residual_out": torch.empty_like(before)},
+        {"residual_in": before, "residual_out": torch.empty_like(before)},
+    ):
         data = encoded(codec, values, **memory)
-        left = memory.get("after", before).clone()
+        left = memory.get("residual_out", before).clone()
         given = values.clone()
         back = given if own else torch.full_like(values, 3.0)
-        assert torch.equal(encoded(codec, given, **memory, back=back), data)
-        assert torch.equal(bits(memory.get("after", before)), bits(left))
+        assert torch.equal(encoded(codec, given, **memory, decoded=back), data)
+        assert torch.equal(bits(memory.get("residual_out", before)), bits(left))
         assert torch.equal(bits(back), bits(decoded(codec, data, count)))
 
 
@@ -125,8 +129,8 @@ def test_one_residual_or_two(kind, values, seed):
     codec = codec_for(kind, values.numel())
     before = torch.randn(codec.residual_floats(values.numel()), generator=torch.Generator().manual_seed(seed))
     kept, place, after = before.clone(), before.clone(), torch.full_like(before, 9.0)
-    data = encoded(codec, values, before=before, after=after)
-    assert torch.equal(encoded(codec, values, before=place, after=place), data)
+    data = encoded(codec, values, residual_in=before, residual_out=after)
+    assert torch.equal(encoded(codec, values, residual_in=place, residual_out=place), data)
     assert torch.equal(place, after)
     assert torch.equal(before, kept)
 
@@ -139,8 +143,8 @@ def test_nothing_before_is_as_good_as_zeros(kind, values):
     zeros = torch.zeros(codec.residual_floats(values.numel()))
     after, other = torch.full_like(zeros, 9.0), torch.full_like(zeros, 8.0)
     values = values + 0.0  # -0.0 and 0.0 have different bits, and their sum is 0.0
-    data = encoded(codec, values, after=after)
-    assert torch.equal(encoded(codec, values, before=zeros, after=other), data)
+    data = encoded(codec, values, residual_out=after)
+    assert torch.equal(encoded(codec, values, residual_in=zeros, residual_out=other), data)
     assert torch.equal(after, other)
 
 
@@ -150,7 +154,7 @@ def test_a_resumed_run_and_a_step_done_twice_give_the_same_bytes(kind, count):
     def step(memory, number):
         before, after = memory.before_and_after()
         values = torch.randn(count, generator=torch.Generator().manual_seed(number))
-        return encoded(codec_for(kind, count), values, before=before, after=after)
+        return encoded(codec_for(kind, count), values, residual_in=before, residual_out=after)
 
     floats = codec_for(kind, count).residual_floats(count)
     straight, broken = Residual(floats), Residual(floats)
@@ -175,7 +179,7 @@ def test_what_is_not_finite_is_noticed(kind, bad):
         values = torch.randn(count, generator=torch.Generator().manual_seed(1))
         values[at] = bad
         after = torch.zeros(codec.residual_floats(count))
-        for memory in ({}, {"after": after}, {"before": torch.ones_like(after), "after": after}):
+        for memory in ({}, {"residual_out": after}, {"residual_in": torch.ones_like(after), "residual_out": after}):
             found = decoded(codec, encoded(codec, values, **memory), count)
             assert not found.isfinite().all(), (count, at, list(memory))
 
@@ -187,7 +191,7 @@ def test_zeros_stay_zeros(kind, count):
     memory = Residual(codec.residual_floats(count))
     for _ in range(2):
         before, after = memory.before_and_after()
-        data = encoded(codec, torch.zeros(count), before=before, after=after)
+        data = encoded(codec, torch.zeros(count), residual_in=before, residual_out=after)
         assert torch.equal(decoded(codec, data, count), torch.zeros(count))
         assert not after[:count].any()
         memory.commit()

@@ -51,7 +51,7 @@ def test_it_comes_to_hold_the_main_directions():
     off = []
     for _ in range(80):
         before, after = memory.before_and_after()
-        back = decoded(codec, encoded(codec, matrix.view(-1), before=before, after=after), 4800)
+        back = decoded(codec, encoded(codec, matrix.view(-1), residual_in=before, residual_out=after), 4800)
         after[:4800] = 0.0
         memory.commit()
         off.append((matrix - back.view(60, 80)).norm() / best.norm())
@@ -63,7 +63,7 @@ def test_a_direction_that_was_lost_is_found_again():
     codec, memory = lowrank(2, (20, 30)), Residual(660)
     for values in (random(600), torch.zeros(600), torch.zeros(600), random(20, 2) @ random(2, 30)):
         before, after = memory.before_and_after()
-        back = decoded(codec, encoded(codec, values.view(-1), before=before, after=after), 600)
+        back = decoded(codec, encoded(codec, values.view(-1), residual_in=before, residual_out=after), 600)
         after[:600] = 0.0
         memory.commit()
     assert torch.allclose(back, values.view(-1), rtol=0, atol=1e-4)
@@ -72,7 +72,7 @@ def test_a_direction_that_was_lost_is_found_again():
 def test_directions_that_are_not_finite_start_anew():
     codec, before, after = lowrank(2, (20, 30)), torch.zeros(660), torch.zeros(660)
     before[600:] = torch.tensor([math.nan, 1.0]).repeat(30)
-    back = decoded(codec, encoded(codec, random(600), before=before, after=after), 600)
+    back = decoded(codec, encoded(codec, random(600), residual_in=before, residual_out=after), 600)
     assert back.isfinite().all()
     assert after.isfinite().all()
 

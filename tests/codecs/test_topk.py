@@ -68,7 +68,7 @@ def test_what_is_not_finite_is_sent_and_forgotten():
     codec, memory = make_codec({"kind": "topk", "keep": 0.4}), Residual(5)
     before, after = memory.before_and_after()
     values = torch.tensor([1.0, math.nan, 2.0, 3.0, -math.inf])
-    data = encoded(codec, values, before=before, after=after)
+    data = encoded(codec, values, residual_in=before, residual_out=after)
     assert decoded(codec, data, 5).tolist() == pytest.approx([0.0, math.nan, 0.0, 0.0, -math.inf], nan_ok=True)
     assert after.tolist() == [1.0, 0.0, 2.0, 3.0, 0.0]
 
@@ -78,7 +78,9 @@ def test_everything_is_sent_sooner_or_later():
     values = torch.arange(1.0, 41.0)
     for step in range(200):
         before, after = memory.before_and_after()
-        codec.decode(encoded(codec, values if step < 50 else values * 0, before=before, after=after), got, add=True)
+        codec.decode(
+            encoded(codec, values if step < 50 else values * 0, residual_in=before, residual_out=after), got, add=True
+        )
         memory.commit()
     assert torch.equal(got, 50 * values)
 
@@ -96,7 +98,9 @@ def test_momentum_is_that_of_deep_gradient_compression():
         expected = torch.zeros(count).index_copy(0, chosen, waiting[chosen])
         waiting[chosen], velocity[chosen] = 0.0, 0.0
         before, after = memory.before_and_after()
-        assert torch.equal(decoded(codec, encoded(codec, values, before=before, after=after), count), expected)
+        assert torch.equal(
+            decoded(codec, encoded(codec, values, residual_in=before, residual_out=after), count), expected
+        )
         memory.commit()
         assert torch.equal(memory.state()["memory"], torch.cat([waiting, velocity]))
 

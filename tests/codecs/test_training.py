@@ -24,7 +24,7 @@ def trained(kind, *, remember=True, steps=400):
         for inputs, memory in zip(data, memories, strict=True):
             gradient = inputs.T @ (inputs @ (weights - truth)) / len(inputs)
             before, after = memory.before_and_after() if remember else (None, None)
-            codec.decode(encoded(codec, gradient.view(-1), before=before, after=after), total, add=True)
+            codec.decode(encoded(codec, gradient.view(-1), residual_in=before, residual_out=after), total, add=True)
             if remember:
                 memory.commit()
         weights -= rate / CONTRIBUTORS * total.view_as(weights)

@@ -11,12 +11,12 @@ from shoal.codecs.size import size_bytes
 from shoal.collectives import buckets, overlap
 from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.encoded_allreduce import EncodedAllReduce
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.transport.frames import FRAME_BYTES
 from shoal.errors import ShoalError
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.spec.view import View
-from shoal.strategies.base import Committed, Discarded
 from shoal.strategies.replicated_encoded import EncodedAllReduceSync
 from tests.collectives.test_overlap import (
     LANES,
@@ -63,13 +63,13 @@ class Plain(nn.Module):
         return self.head(self.wide(x).relu())
 
 
-def hasty():
-    """Small cuts and buckets, so that a small model has many."""
+def small_buckets():
+    """Small buckets, so that a small model has many."""
     overlap.BUCKET_BYTES = buckets.BUCKET_BYTES = buckets.FIRST_BUCKET_BYTES = 4000
 
 
 @pytest.fixture(autouse=True)
-def many_cuts(monkeypatch):
+def many_buckets(monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 4000)
     monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 4000)
 
@@ -80,7 +80,7 @@ def encoded(settings, peers, *, lanes=LANES, loss=mean, told=None):
     return replica, EncodedAllReduceSync(lanes, settings, replica, peers=peers, report=tell)
 
 
-def alone(settings, *, lanes=LANES, loss=mean, steps=STEPS):
+def single_worker(settings, *, lanes=LANES, loss=mean, steps=STEPS):
     peers = PeerServices(TOKEN, bind="127.0.0.1")
     try:
         replica, sync = encoded(settings, peers, lanes=lanes, loss=loss)
@@ -91,55 +91,57 @@ def alone(settings, *, lanes=LANES, loss=mean, steps=STEPS):
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("elsewhere", [(), (0,), (0, 1, 2)], ids=["one host", "mixed", "all apart"])
-def test_the_bits_are_those_of_one_worker(name, elsewhere):
+@pytest.mark.parametrize("remote_seats", [(), (0,), (0, 1, 2)], ids=["one host", "mixed", "all apart"])
+def test_the_bits_are_those_of_one_worker(name, remote_seats):
     def act(me):
-        hasty()
+        small_buckets()
         replica, me.sync = encoded(CODECS[name], me.peers)
         assert me.join() == ""
         return train(me.sync, me.carries[me.seat], LANES, mean, seat=me.seat, replica=replica)
 
-    with WorkerProcesses(THREE, LANES, remote_seats=elsewhere) as crowd:
-        results = crowd.run(act)
-    assert {str(outcome) for outcome, _ in results.values()} == {str(alone(CODECS[name]))}
+    with WorkerProcesses(THREE, LANES, remote_seats=remote_seats) as workers:
+        results = workers.run(act)
+    assert {str(outcome) for outcome, _ in results.values()} == {str(single_worker(CODECS[name]))}
     far = [went for _, went in results.values()]
-    assert all(went >= 2 for went in far) if elsewhere else not any(far)
+    assert all(went >= 2 for went in far) if remote_seats else not any(far)
 
 
 def test_a_count_of_its_own():
     def act(me):
-        hasty()
+        small_buckets()
         replica, me.sync = encoded(CODECS["sign"], me.peers, loss=sum_with_count)
         assert me.join() == ""
         return train(me.sync, me.carries[me.seat], LANES, sum_with_count, seat=me.seat, replica=replica)
 
-    with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as crowd:
-        results = crowd.run(act)
-    expected = alone(CODECS["sign"], loss=sum_with_count)
+    with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as workers:
+        results = workers.run(act)
+    expected = single_worker(CODECS["sign"], loss=sum_with_count)
     assert {str(outcome) for outcome, _ in results.values()} == {str(expected)}
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_exactly_so_many_bytes_are_sent(name):
-    """Two lanes of two workers: a frame, what the codec says of each cut, and the tail."""
+    """Two lanes of two workers: a frame, what the codec says of each bucket, and the tail."""
     carries = {0: [0, 1], 1: [2, 3]}
 
     def act(me):
-        hasty()
+        small_buckets()
         replica, me.sync = encoded(CODECS[name], me.peers, lanes=4)
         assert me.join() == ""
         outcome, _ = one_step(me.sync, replica, 0, carries[me.seat], 4)
         return outcome.bytes_sent, outcome.bytes_plain
 
-    with WorkerProcesses(carries, 4, remote_seats=(0, 1)) as crowd:
-        results = crowd.run(act)
+    with WorkerProcesses(carries, 4, remote_seats=(0, 1)) as workers:
+        results = workers.run(act)
     layout = FlatLayout(new_replica(mean, 4, Plain).sum_template())
-    form = EncodedLayout(layout, CODECS[name])
-    assert len(form.buckets) > 3
-    sizes = [cut.codec.size_bytes((cut.stop - cut.start) // 4) for cut in form.buckets]
+    encoded_layout = EncodedLayout(layout, CODECS[name])
+    assert len(encoded_layout.buckets) > 3
+    sizes = [bucket.codec.size_bytes((bucket.stop - bucket.start) // 4) for bucket in encoded_layout.buckets]
     if name != "lowrank":
-        assert sizes == [size_bytes(CODECS[name], (cut.stop - cut.start) // 4) for cut in form.buckets]
-    sent = FRAME_BYTES + 2 * (sum(sizes) + form.tail_bytes)
+        assert sizes == [
+            size_bytes(CODECS[name], (bucket.stop - bucket.start) // 4) for bucket in encoded_layout.buckets
+        ]
+    sent = FRAME_BYTES + 2 * (sum(sizes) + encoded_layout.tail_bytes)
     plain = FRAME_BYTES + layout.size_bytes
     assert results == {0: (sent, plain), 1: (sent, plain)}
 
@@ -147,16 +149,26 @@ def test_exactly_so_many_bytes_are_sent(name):
 def test_buckets_cover_all_gradients_and_slots_do_not_overlap():
     layout = FlatLayout(new_replica(mean, LANES, Plain).sum_template())
     for settings in CODECS.values():
-        form = EncodedLayout(layout, settings)
-        assert [cut.start for cut in form.buckets] == [0, *(cut.stop for cut in form.buckets[:-1])]
-        assert form.buckets[-1].stop + form.tail_bytes == layout.size_bytes
-        ends = [cut.offset + cut.size_bytes for cut in form.buckets]
+        encoded_layout = EncodedLayout(layout, settings)
+        assert [bucket.start for bucket in encoded_layout.buckets] == [
+            0,
+            *(bucket.stop for bucket in encoded_layout.buckets[:-1]),
+        ]
+        assert encoded_layout.buckets[-1].stop + encoded_layout.tail_bytes == layout.size_bytes
+        ends = [bucket.offset + bucket.size_bytes for bucket in encoded_layout.buckets]
         assert all(
             end <= start
-            for end, start in zip(ends, [*(c.offset for c in form.buckets[1:]), form.tail_offset], strict=True)
+            for end, start in zip(
+                ends, [*(c.offset for c in encoded_layout.buckets[1:]), encoded_layout.tail_offset], strict=True
+            )
         )
-        assert sum(map(len, form.payload(memoryview(bytearray(form.lane_bytes))))) == form.sent_bytes
-        assert all(cut.residual_range[0] % 16 == 0 for cut in form.buckets), "matrices begin at multiples of 64 bytes"
+        assert (
+            sum(map(len, encoded_layout.payload(memoryview(bytearray(encoded_layout.lane_bytes)))))
+            == encoded_layout.sent_bytes
+        )
+        assert all(bucket.residual_range[0] % 16 == 0 for bucket in encoded_layout.buckets), (
+            "matrices begin at multiples of 64 bytes"
+        )
 
 
 def test_other_kinds_of_gradients_are_refused():
@@ -173,7 +185,7 @@ def test_residuals_follow_lanes_that_move():
     views = [({0: list(range(LANES))}, 2), (THREE, 2), ({1: [0, 2, 4, 6], 2: [1, 3, 5]}, 2)]
 
     def act(me):
-        hasty()
+        small_buckets()
         told = []
         replica, me.sync = encoded(CODECS["topk"], me.peers, told=told)
         step = 0
@@ -189,18 +201,18 @@ def test_residuals_follow_lanes_that_move():
                     step += 1
             elif number == len(views):
                 me.sync.hand_over(lambda: False)
-            me.tell(number)
-            assert me.hear() == number, "nobody is in a view before the last is over"
+            me.send(number)
+            assert me.receive() == number, "nobody is in a view before the last is over"
         return told, fingerprint(replica) if me.seat else None
 
-    with WorkerProcesses(THREE, LANES, remote_seats=(2,)) as crowd:
-        crowd.start(act)
+    with WorkerProcesses(THREE, LANES, remote_seats=(2,)) as workers:
+        workers.start(act)
         for number in range(1, len(views) + 1):
-            assert {crowd.result(seat) for seat in THREE} == {number}
+            assert {workers.result(seat) for seat in THREE} == {number}
             for seat in THREE:
-                crowd.send(seat, number)
-        results = {seat: crowd.result(seat) for seat in THREE}
-    (_, expected) = alone(CODECS["topk"], steps=6)
+                workers.send(seat, number)
+        results = {seat: workers.result(seat) for seat in THREE}
+    (_, expected) = single_worker(CODECS["topk"], steps=6)
     assert results == {0: ([], None), 1: ([], expected), 2: ([], expected)}
 
 
@@ -215,21 +227,21 @@ def catch_up(replica, steps):
     peers.close()
 
 
-@pytest.mark.parametrize("elsewhere", [(), (0, 1, 2)], ids=["one host", "all apart"])
-def test_death_while_lanes_are_sent_and_what_was_lost(elsewhere):
+@pytest.mark.parametrize("remote_seats", [(), (0, 1, 2)], ids=["one host", "all apart"])
+def test_death_while_lanes_are_sent_and_what_was_lost(remote_seats):
     later = {0: [0, 1, 2], 2: [3, 4, 5, 6]}
 
     def act(me):
-        hasty()
+        small_buckets()
         told = []
         replica, me.sync = encoded(CODECS["sign"], me.peers, told=told)
         if me.seat == 1:
             die_at(EncodedAllReduce, "_encode", 8)
         return *train_over_views(me, mean, [THREE, later], replica=replica), told
 
-    with WorkerProcesses(THREE, LANES, remote_seats=elsewhere) as crowd:
-        crowd.start(act)
-        results = [crowd.result(seat) for seat in (0, 2)]
+    with WorkerProcesses(THREE, LANES, remote_seats=remote_seats) as workers:
+        workers.start(act)
+        results = [workers.result(seat) for seat in (0, 2)]
     for whys, _, weights, leaked, _ in results:
         assert len(whys) == 1
         assert "seat 1 was lost" in whys[0]
@@ -254,12 +266,12 @@ def die_at(kind, name, number):
 
 def test_invalidated_overlap_ends_the_view_once():
     def act(me):
-        hasty()
+        small_buckets()
         replica, me.sync = encoded(CODECS["sign"], me.peers, loss=flips_its_count)
         return train_over_views(me, flips_its_count, [THREE] * 4, replica=replica)
 
-    with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as crowd:
-        results = crowd.run(act)
+    with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as workers:
+        results = workers.run(act)
     assert len({weights for _, _, weights, _ in results.values()}) == 1
     said = [one for whys, _, _, _ in results.values() for one in whys]
     assert any("the loss has a count of its own in one step" in one for one in said)

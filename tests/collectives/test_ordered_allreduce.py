@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.collectives import allreduce_plan
-from shoal.strategies.base import Committed, Discarded
+from shoal.collectives.outcome import Committed, Discarded
 from tests.collectives.worker_processes import (
     RecordingReplica,
     WorkerProcesses,
@@ -52,8 +52,8 @@ def worker(make, *, phases):
 def check_allreduce(carrying, place, make, *, expected=None, phases=2):
     """What each worker returns; their totals have the bits that one worker gets."""
     carries, lanes = CARRYING[carrying]
-    with WorkerProcesses(carries, lanes, remote_seats=PLACES[place]) as crowd:
-        results = list(crowd.run(worker(make, phases=phases)).values())
+    with WorkerProcesses(carries, lanes, remote_seats=PLACES[place]) as workers:
+        results = list(workers.run(worker(make, phases=phases)).values())
     for totals, _ in results:
         for step, total in enumerate(totals):
             assert_same_bits(total, single_worker_total(expected or make, lanes, step))
@@ -110,8 +110,8 @@ def test_megabytes_both_ways_at_once(carrying, place):
         return len(replica.totals)
 
     carries, lanes = CARRYING[carrying]
-    with WorkerProcesses(carries, lanes, remote_seats=PLACES[place]) as crowd:
-        assert set(crowd.run(act).values()) == {2}
+    with WorkerProcesses(carries, lanes, remote_seats=PLACES[place]) as workers:
+        assert set(workers.run(act).values()) == {2}
 
 
 def test_no_samples_at_all():
@@ -120,8 +120,8 @@ def test_no_samples_at_all():
         return me.sync.commit(RecordingReplica(lane_sum(0, 0)), 0, me.sums(lambda step, lane: None, 0))
 
     carries, lanes = CARRYING["three"]
-    with WorkerProcesses(carries, lanes) as crowd:
-        assert set(crowd.run(act).values()) == {Discarded("no lane had samples")}
+    with WorkerProcesses(carries, lanes) as workers:
+        assert set(workers.run(act).values()) == {Discarded("no lane had samples")}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -139,8 +139,8 @@ def test_gathering(place):
         )
 
     carries, lanes = CARRYING["three"]
-    with WorkerProcesses(carries, lanes, remote_seats=PLACES[place]) as crowd:
-        for first, large, committed in crowd.run(act).values():
+    with WorkerProcesses(carries, lanes, remote_seats=PLACES[place]) as workers:
+        for first, large, committed in workers.run(act).values():
             assert first == {0: b"from 0", 1: b"from 1", 2: b"from 2"}
             assert large == {0: (0, 0), 1: (3_000_000, 3_000_000), 2: (6_000_000, 6_000_000)}
             assert committed == 1
@@ -166,8 +166,8 @@ def test_views_follow_each_other_with_other_members_and_lanes():
                 step += 1
         return replica.totals
 
-    with WorkerProcesses(deals[1], 6) as crowd:
-        results = crowd.run(act)
+    with WorkerProcesses(deals[1], 6) as workers:
+        results = workers.run(act)
     assert [len(totals) for totals in results.values()] == [6, 6, 6]
     for totals in results.values():
         for total in totals:
@@ -180,8 +180,8 @@ def test_models_of_other_shapes_do_not_meet():
         make = lambda step, lane: lane_sum(step, lane, [(5 + me.seat,)])  # noqa: E731
         return me.sync.commit(RecordingReplica(make(0, 0)), 0, me.sums(make, 0))
 
-    with WorkerProcesses(*CARRYING["two"]) as crowd:
-        for outcome in crowd.run(act).values():
+    with WorkerProcesses(*CARRYING["two"]) as workers:
+        for outcome in workers.run(act).values():
             assert isinstance(outcome, Discarded)
             assert "other shapes" in outcome.why or "was lost" in outcome.why
 
@@ -195,8 +195,8 @@ def test_gradients_of_another_kind_than_the_model_are_an_error_and_not_rounded()
             me.sync.commit(RecordingReplica(template), 0, me.sums(lambda s, n: lane_sum(s, n, more_kinds=False), 0))
         return True
 
-    with WorkerProcesses(*CARRYING["two"]) as crowd:
-        assert all(crowd.run(act).values())
+    with WorkerProcesses(*CARRYING["two"]) as workers:
+        assert all(workers.run(act).values())
 
 
 def test_totals_have_the_strides_that_torch_gives_gradients():
@@ -210,7 +210,7 @@ def test_totals_have_the_strides_that_torch_gives_gradients():
         me.sync.commit(replica, 0, me.sums(lane_sum, 0))
         return seen
 
-    with WorkerProcesses(*CARRYING["two"]) as crowd:
-        for seen in crowd.run(act).values():
+    with WorkerProcesses(*CARRYING["two"]) as workers:
+        for seen in workers.run(act).values():
             assert seen == [(g.stride(), 0) for g in lane_sum(0, 0).grads]
     assert lane_sum(0, 0).grads[-1].is_contiguous(memory_format=torch.channels_last)

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives import allreduce_plan, overlap
 from shoal.collectives.ordered_allreduce import OrderedAllReduce
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.overlap import OverlappedSend, SinkState
 from shoal.data.batch import Batch
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import Replica, add
 from shoal.spec.view import View
-from shoal.strategies.base import Committed, Discarded
 from shoal.strategies.replicated import OrderedAllReduceSync
 from tests.collectives.worker_processes import WorkerProcesses, lane_sum
 
@@ -84,27 +84,27 @@ def one_step(sync, replica, step, carried, lanes, *, halt=False):
     """What the loop does. Returns the outcome, and whether gradients went ahead."""
     batches = {lane: lane_batch(step, lane, lanes) for lane in range(lanes)}
     total = sum(batch.size for batch in batches.values() if batch)
-    sums, taker = sync.begin_step(), None
+    sums, sink = sync.begin_step(), None
     replica.begin_step()
     for lane in carried:
         batch = batches[lane]
         if batch and lane == carried[-1]:
-            taker = sync.ahead(replica, step, sums, lane, halt=halt)
-        done = batch and replica.forward_backward(step, lane, batch, share=batch.size / total, sink=taker)
-        sums.lane(lane, done)
+            sink = sync.gradient_sink(replica, step, sums, lane, halt=halt)
+        done = batch and replica.forward_backward(step, lane, batch, share=batch.size / total, sink=sink)
+        sums.push_lane(lane, done)
     outcome = sync.commit(replica, step, sums, halt=halt)
     if isinstance(outcome, Discarded):
         replica.undo_step()
-    return outcome, taker is not None
+    return outcome, sink is not None
 
 
 def train(sync, carried, lanes, loss, *, steps=STEPS, seat=0, replica=None):
     replica, said, went = replica or new_replica(loss, lanes), [], 0
     for step in range(steps):
-        outcome, _ = one_step(sync, replica, step, carried, lanes, halt=step == 3 and seat == 0)
+        outcome, overlapped = one_step(sync, replica, step, carried, lanes, halt=step == 3 and seat == 0)
         assert isinstance(outcome, Committed), outcome
         said.append((outcome.loss.item(), outcome.halt))
-        went += overlap
+        went += overlapped
     return (said, fingerprint(replica)), went
 
 
@@ -149,22 +149,22 @@ def test_the_bits_are_those_of_one_worker(carrying, phases):
         return train(me.sync, me.carries[me.seat], lanes, mean, seat=me.seat)
 
     carries, lanes = CARRYING[carrying]
-    with WorkerProcesses(carries, lanes, remote_seats=tuple(carries)) as crowd:
-        results = crowd.run(act)
+    with WorkerProcesses(carries, lanes, remote_seats=tuple(carries)) as workers:
+        results = workers.run(act)
     assert {str(outcome) for outcome, _ in results.values()} == {str(single_worker(lanes, mean))}
     assert all(went >= 2 for _, went in results.values())
 
 
 @pytest.mark.parametrize("loss", [sum_with_count, recomputed])
-@pytest.mark.parametrize("elsewhere", [(0,), (0, 1, 2)], ids=["mixed", "all apart"])
-def test_counts_checkpointing_and_members_on_one_host(loss, elsewhere):
+@pytest.mark.parametrize("remote_seats", [(0,), (0, 1, 2)], ids=["mixed", "all apart"])
+def test_counts_checkpointing_and_members_on_one_host(loss, remote_seats):
     def act(me):
         small_buckets()
         assert me.join() == ""
         return train(me.sync, me.carries[me.seat], LANES, loss, seat=me.seat)
 
-    with WorkerProcesses(THREE, LANES, remote_seats=elsewhere) as crowd:
-        results = crowd.run(act)
+    with WorkerProcesses(THREE, LANES, remote_seats=remote_seats) as workers:
+        results = workers.run(act)
     assert {str(outcome) for outcome, _ in results.values()} == {str(single_worker(LANES, loss))}
     assert all(went >= 2 for _, went in results.values())
 
@@ -174,8 +174,8 @@ def test_on_one_host_nothing_overlaps():
         assert me.join() == ""
         return train(me.sync, me.carries[me.seat], LANES, mean)[1]
 
-    with WorkerProcesses(THREE, LANES) as crowd:
-        assert set(crowd.run(act).values()) == {0}
+    with WorkerProcesses(THREE, LANES) as workers:
+        assert set(workers.run(act).values()) == {0}
 
 
 # --- what went ahead was wrong
@@ -212,7 +212,7 @@ def train_over_views(me, loss, carryings, *, watch=lambda step: None, replica=No
                 break
             after += went and bool(whys)
             step = replica.model.steps = step + 1
-    return whys, after, fingerprint(replica), me.leftovers()
+    return whys, after, fingerprint(replica), me.leaked_resources()
 
 
 def single_worker_over_views(loss):
@@ -238,8 +238,8 @@ def test_invalidated_overlap_ends_the_view_once(why):
         return train_over_views(me, INVALIDATING[why], [THREE] * 4)
 
     Model.steps = 0
-    with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as crowd:
-        results = crowd.run(act)
+    with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as workers:
+        results = workers.run(act)
     expected = single_worker_over_views(INVALIDATING[why])
     said = [one for whys, _, _, _ in results.values() for one in whys]
     assert any(why in one for one in said)
@@ -266,8 +266,8 @@ def at_nth_push(number, act):
     OrderedAllReduce._send_ready = push
 
 
-@pytest.mark.parametrize("elsewhere", [(0, 1, 2), (0,)], ids=["all apart", "mixed"])
-def test_death_in_the_middle_of_overlapped_sending(elsewhere):
+@pytest.mark.parametrize("remote_seats", [(0, 1, 2), (0,)], ids=["all apart", "mixed"])
+def test_death_in_the_middle_of_overlapped_sending(remote_seats):
     later = {0: [0, 1, 2], 2: [3, 4, 5, 6]}
 
     def act(me):
@@ -276,9 +276,9 @@ def test_death_in_the_middle_of_overlapped_sending(elsewhere):
             at_nth_push(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
         return train_over_views(me, mean, [THREE, later])
 
-    with WorkerProcesses(THREE, LANES, remote_seats=elsewhere) as crowd:
-        crowd.start(act)
-        results = [crowd.result(seat) for seat in (0, 2)]
+    with WorkerProcesses(THREE, LANES, remote_seats=remote_seats) as workers:
+        workers.start(act)
+        results = [workers.result(seat) for seat in (0, 2)]
     expected = single_worker_over_views(mean)
     for whys, after, weights, leaked in results:
         assert len(whys) == 1
@@ -304,8 +304,8 @@ def test_abort_during_overlapped_sending(when):
             at_nth_push(4 if when == "while it sends" else 7, abort)
         return train_over_views(me, mean, [THREE, THREE])
 
-    with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as crowd:
-        results = crowd.run(act)
+    with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as workers:
+        results = workers.run(act)
     expected = single_worker_over_views(mean)
     assert "aborted" in results[1][0][0]
     for whys, after, weights, leaked in results.values():
@@ -315,7 +315,7 @@ def test_abort_during_overlapped_sending(when):
         assert leaked == []
 
 
-# --- the taker
+# --- the sink
 
 
 def gradient_sink(met=()):

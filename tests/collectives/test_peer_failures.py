@@ -8,10 +8,10 @@ import pytest
 
 from shoal.collectives import allreduce_plan
 from shoal.collectives.ordered_allreduce import OrderedAllReduce
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.transport import frames
 from shoal.collectives.transport.connection import PeerLink
 from shoal.collectives.transport.mesh import Mesh
-from shoal.strategies.base import Committed, Discarded
 from tests.collectives.worker_processes import (
     RecordingReplica,
     WorkerProcesses,
@@ -23,11 +23,11 @@ from tests.collectives.worker_processes import (
 THREE = {0: [0, 1], 1: [2, 3], 2: [4]}
 LANES = 5
 MOMENTS = {
-    "before it lays down": (OrderedAllReduce, "_lay_down", "before"),
-    "before it rings": (OrderedAllReduce, "_spread", "before"),
-    "after it rang": (OrderedAllReduce, "_spread", "after"),
-    "before the second ring": (OrderedAllReduce, "_collect", "before"),
-    "after the second ring": (OrderedAllReduce, "_collect", "after"),
+    "before it lays down": (OrderedAllReduce, "_write_partials", "before"),
+    "before it rings": (OrderedAllReduce, "_reduce_scatter", "before"),
+    "after it rang": (OrderedAllReduce, "_reduce_scatter", "after"),
+    "before the second ring": (OrderedAllReduce, "_all_gather", "before"),
+    "after the second ring": (OrderedAllReduce, "_all_gather", "after"),
     "in the middle of sending": (PeerLink, "send", "middle"),
 }
 
@@ -71,9 +71,9 @@ def until_discarded(me, replica, *, first=0):
     raise AssertionError("nobody missed the dead one")
 
 
-@pytest.mark.parametrize("elsewhere", [(), (0, 1, 2), (0,)], ids=["one host", "all apart", "mixed"])
+@pytest.mark.parametrize("remote_seats", [(), (0, 1, 2), (0,)], ids=["one host", "all apart", "mixed"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_the_death_of_a_member_is_named_and_the_others_go_on(moment, elsewhere):
+def test_the_death_of_a_member_is_named_and_the_others_go_on(moment, remote_seats):
     def act(me):
         allreduce_plan.ONE_PHASE_MAX_BYTES = 0
         if me.seat == 1:
@@ -82,21 +82,21 @@ def test_the_death_of_a_member_is_named_and_the_others_go_on(moment, elsewhere):
         replica = RecordingReplica(lane_sum(0, 0))
         why = until_discarded(me, replica)
         stands = len(replica.totals)
-        me.tell((why, stands))
+        me.send((why, stands))
         carries = {0: [0, 1, 2], 2: [3, 4]}
         assert me.join(2, carries) == ""
         for step in range(stands, stands + 3):
             assert isinstance(me.sync.commit(replica, step, me.sums(lane_sum, step, carries)), Committed)
-        return replica.totals, me.leftovers()
+        return replica.totals, me.leaked_resources()
 
-    with WorkerProcesses(THREE, LANES, remote_seats=elsewhere) as crowd:
-        crowd.start(act)
-        stood = [crowd.result(seat) for seat in (0, 2)]
+    with WorkerProcesses(THREE, LANES, remote_seats=remote_seats) as workers:
+        workers.start(act)
+        stood = [workers.result(seat) for seat in (0, 2)]
         assert all("seat 1 was lost" in why for why, _ in stood)
         if stood[0][1] != stood[1][1]:
             return  # one of them committed the step, the other did not: the driver would let it catch up
         for seat in (0, 2):
-            totals, leaked = crowd.result(seat)
+            totals, leaked = workers.result(seat)
             assert leaked == []
             for total in totals:
                 assert_same_bits(total, single_worker_total(lane_sum, LANES, total[0]))
@@ -105,17 +105,17 @@ def test_the_death_of_a_member_is_named_and_the_others_go_on(moment, elsewhere):
 def test_a_discarded_step_leaves_the_replica_alone():
     def act(me):
         if me.seat == 1:
-            die_at(OrderedAllReduce, "_spread", "before")
+            die_at(OrderedAllReduce, "_reduce_scatter", "before")
         assert me.join() == ""
         replica = RecordingReplica(lane_sum(0, 0))
         why = until_discarded(me, replica)
         again = me.sync.commit(replica, 1, me.sums(lane_sum, 1))
         return why, [step for step, _, _ in replica.totals], again, me.sync.gather(0, b"")
 
-    with WorkerProcesses(THREE, LANES) as crowd:
-        crowd.start(act)
+    with WorkerProcesses(THREE, LANES) as workers:
+        workers.start(act)
         for seat in (0, 2):
-            why, committed, again, gathered = crowd.result(seat)
+            why, committed, again, gathered = workers.result(seat)
             assert committed == [0]
             assert again == gathered == Discarded(why)
 
@@ -127,33 +127,33 @@ def test_death_while_others_gather():
             die()
         return me.sync.gather(0, bytes(5_000_000))
 
-    with WorkerProcesses(THREE, LANES, remote_seats=(0,)) as crowd:
-        crowd.start(act)
+    with WorkerProcesses(THREE, LANES, remote_seats=(0,)) as workers:
+        workers.start(act)
         for seat in (0, 2):
-            assert "seat 1 was lost" in crowd.result(seat).why
+            assert "seat 1 was lost" in workers.result(seat).why
 
 
-@pytest.mark.parametrize("elsewhere", [(), (0, 1, 2)], ids=["one host", "all apart"])
+@pytest.mark.parametrize("remote_seats", [(), (0, 1, 2)], ids=["one host", "all apart"])
 @pytest.mark.parametrize("waits_in", ["reconfigure", "commit", "gather"])
-def test_abort_wakes_whoever_waits_and_hits_no_later_view(waits_in, elsewhere):
+def test_abort_wakes_whoever_waits_and_hits_no_later_view(waits_in, remote_seats):
     """Seat 2 does not come; the control thread of the others learns that from somewhere else."""
 
     def act(me):
         if me.seat == 2:
             if waits_in != "reconfigure":
                 me.join()
-            me.tell("present")
-            me.endpoint.take(2, [0, 1], given_up=lambda: False)  # until all have come to the second view
-            me.tell("seen")
+            me.send("present")
+            me.endpoint.wait_for_peers(2, [0, 1], given_up=lambda: False)  # until all have come to the second view
+            me.send("seen")
             signal.pause()
-        original = Mesh._exchange if waits_in != "reconfigure" else type(me.endpoint).take
+        original = Mesh._exchange if waits_in != "reconfigure" else type(me.endpoint).wait_for_peers
 
         def announced(self, *args, **kwargs):
             aborter.start()
             return original(self, *args, **kwargs)
 
         aborter = threading.Thread(target=lambda: me.sync.abort(1))
-        owner, name = (Mesh, "_trade") if waits_in != "reconfigure" else (type(me.endpoint), "take")
+        owner, name = (Mesh, "_exchange") if waits_in != "reconfigure" else (type(me.endpoint), "wait_for_peers")
         replica = RecordingReplica(lane_sum(0, 0))
         if waits_in == "reconfigure":
             setattr(owner, name, announced)
@@ -178,8 +178,8 @@ def test_abort_wakes_whoever_waits_and_hits_no_later_view(waits_in, elsewhere):
         assert isinstance(me.sync.commit(replica, 0, me.sums(lane_sum, 0, carries)), Committed)
         return outcome
 
-    with WorkerProcesses(THREE, LANES, remote_seats=elsewhere) as crowd:
-        crowd.start(act)
-        outcomes = [crowd.result(seat) for seat in (0, 1)]
+    with WorkerProcesses(THREE, LANES, remote_seats=remote_seats) as workers:
+        workers.start(act)
+        outcomes = [workers.result(seat) for seat in (0, 1)]
     assert any("view 1 was aborted" in why for why in outcomes)
     assert all("aborted" in why or "was lost" in why or "not reached" in why for why in outcomes)

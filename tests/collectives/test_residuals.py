@@ -8,11 +8,11 @@ import torch
 
 from shoal.checkpoint.state_format import send_state
 from shoal.collectives import residuals
+from shoal.collectives.outcome import Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.residuals import LaneResiduals, receive_residuals
 from shoal.net.handshake import LinkError
 from shoal.spec.view import View
-from shoal.strategies.base import Discarded
 
 FLOATS = 4
 
@@ -27,7 +27,7 @@ def carrying(*lanes, step=0, lost=False):
 def encode(one, **values):
     one.begin_step()
     for name, value in values.items():
-        one.of(int(name[1:])).part()[1].fill_(value)
+        one.for_lane(int(name[1:])).before_and_after()[1].fill_(value)
 
 
 def plain(found):
@@ -131,9 +131,9 @@ def view_of(pair, number=3):
 
 def filled(peers, *lanes):
     one = peers.residuals
-    one.begin(one.enter(0, lanes), FLOATS, lost=False)
+    one.start_empty(one.enter(0, lanes), FLOATS, lost=False)
     encode(one, **{f"l{lane}": lane + 1.0 for lane in lanes})
-    one.settle()
+    one.commit()
     return one
 
 
@@ -212,6 +212,6 @@ def test_who_leaves_waits_until_others_have_it(pair):
 def test_who_leaves_does_not_wait_for_ever(monkeypatch):
     one = carrying(0)
     one.hand_over(lambda: True)
-    monkeypatch.setattr(residuals, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(residuals, "HAND_OVER_TIMEOUT_S", 0.1)
     one.hand_over(lambda: False)
     LaneResiduals().hand_over(lambda: False)

@@ -23,7 +23,7 @@ class StatePeers:
     """Callers of one state_server: each has a thread that serves it, as behind a real endpoint."""
 
     def __init__(self, state_server: StateServer) -> None:
-        self.door = state_server
+        self.state_server = state_server
         self.threads: list[threading.Thread] = []
         self.sockets: list[socket.socket] = []
 
@@ -31,7 +31,7 @@ class StatePeers:
         here, there = socket.socketpair()
         self.sockets += [here, there]
         hello = {"purpose": purpose, "seat": seat, "view": view}
-        self.threads.append(threading.Thread(target=self.door.serve, args=(there, hello)))
+        self.threads.append(threading.Thread(target=self.state_server.serve, args=(there, hello)))
         self.threads[-1].start()
         return here
 
@@ -168,12 +168,12 @@ def test_close_cuts_off_a_reader_who_does_not_read(state_server, peers):
     assert state_server.served_bytes == 0
 
 
-def test_patience_lets_a_reader_finish(state_server, peers):
+def test_a_timeout_lets_a_reader_finish(state_server, peers):
     state_server.open(3, lambda: LARGE)
     began = threading.Event()
-    result = in_thread(lambda: peers.fetch(3, opened=lambda sock: (sock.recv(1, socket.MSG_PEEK), began.set())))
+    result = in_thread(lambda: peers.fetch(3, on_connect=lambda sock: (sock.recv(1, socket.MSG_PEEK), began.set())))
     began.wait()
-    state_server.close(patience_s=20)
+    state_server.close(timeout_s=20)
     assert torch.equal(result(), LARGE)
 
 
@@ -216,7 +216,7 @@ def test_after_close_nobody_reads(state_server, peers):
         if view % 2:
             for thread in threads:
                 thread.join()
-        state_server.close(patience_s=0.001)
+        state_server.close(timeout_s=0.001)
         weights.add_(1)
     state_server.open(100, dict)
     peers.join()
@@ -234,7 +234,7 @@ def test_opening_an_open_state_server_ends_the_old_view_first(state_server, peer
 
 def test_a_fetch_can_be_aborted_from_another_thread(state_server, peers):
     opened = []
-    result = in_thread(lambda: peers.fetch(3, opened=opened.append))
+    result = in_thread(lambda: peers.fetch(3, on_connect=opened.append))
     waiting(state_server, 1)
     while not opened:
         pass

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.collectives import allreduce_plan
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.transport import frames
 from shoal.collectives.transport.connection import PeerError, PeerLink
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
@@ -24,7 +25,6 @@ from shoal.lanes.reduction_tree import TreeSum
 from shoal.net.handshake import LinkError, receive_exactly
 from shoal.net.listener import connect
 from shoal.spec.view import View
-from shoal.strategies.base import Committed, Discarded
 from shoal.strategies.replicated import OrderedAllReduceSync
 from tests.collectives.worker_processes import TOKEN, RecordingReplica, WorkerProcesses, lane_sum
 
@@ -53,13 +53,13 @@ def test_state_callers_are_served_in_a_thread_of_their_own(endpoint, far):
 def test_callers_wait_for_their_view_and_late_ones_are_refused(endpoint):
     early = connect_to_peer(endpoint.address, TOKEN, purpose="mesh", seat=2, view=5)
     other = connect_to_peer(endpoint.address, TOKEN, purpose="mesh", seat=3, view=4)
-    taken = endpoint.take(4, [3], given_up=lambda: False)
+    taken = endpoint.wait_for_peers(4, [3], given_up=lambda: False)
     assert list(taken) == [3]
     endpoint.drop_views_before(5)
     late = connect_to_peer(endpoint.address, TOKEN, purpose="mesh", seat=3, view=4)
     assert late.recv(1) == b""
     assert endpoint.refused == 1
-    found = endpoint.take(5, [2], given_up=lambda: False)
+    found = endpoint.wait_for_peers(5, [2], given_up=lambda: False)
     found[2].sendall(b"!")
     assert early.recv(1) == b"!"
     for sock in (early, other, late, *taken.values(), *found.values()):
@@ -78,7 +78,7 @@ def test_greetings_that_say_nothing_are_refused(endpoint, hello):
 def test_strangers_are_refused(endpoint):
     with pytest.raises(LinkError):
         connect_to_peer(endpoint.address, "another", purpose="mesh", seat=1, view=1)
-    endpoint.take(1, [1], given_up=lambda: True)
+    endpoint.wait_for_peers(1, [1], given_up=lambda: True)
 
 
 def test_memory_of_a_peer_can_be_read_and_not_written():
@@ -260,8 +260,8 @@ def join_connect_threads():
             thread.join()
 
 
-@pytest.mark.parametrize("elsewhere", [(), (0,)], ids=["one host", "mixed"])
-def test_hundreds_of_views_leave_nothing_behind(elsewhere):
+@pytest.mark.parametrize("remote_seats", [(), (0,)], ids=["one host", "mixed"])
+def test_hundreds_of_views_leave_nothing_behind(remote_seats):
     def act(me):
         replica, seen = RecordingReplica(lane_sum(0, 0)), []
         for number in range(1, 301):
@@ -273,10 +273,10 @@ def test_hundreds_of_views_leave_nothing_behind(elsewhere):
                 join_connect_threads()
                 seen.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
                 me.sync.gather(1, b"")
-        return seen, me.leftovers()
+        return seen, me.leaked_resources()
 
-    with WorkerProcesses(THREE, 5, remote_seats=elsewhere) as crowd:
-        for seen, left in crowd.run(act).values():
+    with WorkerProcesses(THREE, 5, remote_seats=remote_seats) as workers:
+        for seen, left in workers.run(act).values():
             assert seen[0] == seen[1]
             assert left == []
 
@@ -304,13 +304,13 @@ def test_a_frozen_worker_does_not_take_numbers_of_a_later_view():
             outcomes += [me.sync.commit(replica, step, me.sums(lane_sum, step, later)) for step in range(2, 4)]
         return [outcome.why if isinstance(outcome, Discarded) else "" for outcome in outcomes], len(replica.totals)
 
-    with WorkerProcesses(THREE, 5) as crowd:
-        crowd.start(act)
+    with WorkerProcesses(THREE, 5) as workers:
+        workers.start(act)
         for seat in (0, 2):
-            assert crowd.result(seat) == ([""] * 4, 4)
-        os.waitpid(crowd.pids[1], os.WUNTRACED)
-        os.kill(crowd.pids[1], signal.SIGCONT)
-        (first, second), committed = crowd.result(1)
+            assert workers.result(seat) == ([""] * 4, 4)
+        os.waitpid(workers.pids[1], os.WUNTRACED)
+        os.kill(workers.pids[1], signal.SIGCONT)
+        (first, second), committed = workers.result(1)
     assert first == ""
     assert "went on without this worker" in second
     assert committed == 1

@@ -35,7 +35,7 @@ def layouts(draw):
 
 
 def flat(value):
-    return [*value.grads, *value.float_buffers, *value.first, value.loss, value.count]
+    return [*value.grads, *value.float_buffers, *value.int_buffers, value.loss, value.count]
 
 
 def bits(value):

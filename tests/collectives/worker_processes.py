@@ -39,7 +39,7 @@ class RecordingReplica:
         return self.template
 
     def apply(self, step, total):
-        kept = [t.clone() for t in (*total.grads, *total.float_buffers, *total.first, total.loss)]
+        kept = [t.clone() for t in (*total.grads, *total.float_buffers, *total.int_buffers, total.loss)]
         self.totals.append((step, kept, None if total.count is None else total.count.clone()))
         return total.loss
 
@@ -82,7 +82,7 @@ class WorkerHandle:
 
 
 class WorkerProcesses:
-    """`elsewhere` are seats that others reach over TCP, as if they were on another host; `make_sync(peers)` makes
+    """`remote_seats` are seats that others reach over TCP, as if they were on another host; `make_sync(peers)` makes
     the sync of a worker."""
 
     def __init__(self, carries, lanes, *, remote_seats=(), make_sync=None):
@@ -128,7 +128,7 @@ class WorkerProcesses:
         return value
 
     def send(self, seat, value):
-        """To a worker that will `hear` it."""
+        """To a worker that will `receive` it."""
         _send(self._pipes[seat][1], value)
 
     def kill(self, seat):
@@ -160,9 +160,9 @@ class WorkerProcesses:
             peers = PeerServices(TOKEN, bind="127.0.0.1")
             _send(up, peers.endpoint.address)
             sync = self.make_sync(peers)
-            tell = lambda value: _send(up, ("returned", value))  # noqa: E731
-            hear = lambda: _receive(down)  # noqa: E731
-            worker = WorkerHandle(seat, self.lanes, self.carries, hear(), peers, sync, tell, hear, inherited)
+            send = lambda value: _send(up, ("returned", value))  # noqa: E731
+            receive = lambda: _receive(down)  # noqa: E731
+            worker = WorkerHandle(seat, self.lanes, self.carries, receive(), peers, sync, send, receive, inherited)
             _send(up, ("returned", act(worker)))
         except BaseException:
             _send(up, ("raised", traceback.format_exc()))
@@ -210,15 +210,15 @@ def lane_sum(step, lane, sizes=((33, 7), (257,)), *, counted=False, more_kinds=T
     """A made-up lane; every number tells where it comes from, and sums of them depend on the order."""
     generator = torch.Generator().manual_seed(1000 * step + lane)
     grads = [torch.randn(size, generator=generator) for size in sizes]
-    averaged, first = [], []
+    float_buffers, int_buffers = [], []
     if more_kinds:
         grads.append(torch.randn(129, generator=generator).bfloat16())
         grads.append(torch.randn(4, 3, 5, 5, generator=generator).to(memory_format=torch.channels_last))
-        averaged = [torch.randn(17, generator=generator), torch.randn(3, generator=generator, dtype=torch.float64)]
-        first = [torch.tensor(lane), torch.tensor([lane % 2 == 0, True])]
+        float_buffers = [torch.randn(17, generator=generator), torch.randn(3, generator=generator, dtype=torch.float64)]
+        int_buffers = [torch.tensor(lane), torch.tensor([lane % 2 == 0, True])]
     loss = torch.randn((), generator=generator, dtype=torch.float64)
     count = torch.tensor(float(lane + 1), dtype=torch.float64) if counted else None
-    return LaneSum(grads, averaged, first, loss, count)
+    return LaneSum(grads, float_buffers, int_buffers, loss, count)
 
 
 def single_worker_total(make, lanes, step):

@@ -12,10 +12,10 @@ SOURCE_ADAPTER = TypeAdapter(SourceConfig)
 
 
 def open_spec(tmp_path, **spec):
-    """`on_bad_row`, `like` and `tell` are no part of the source: they go to the opening."""
-    how = {name: spec.pop(name) for name in ("on_bad_row", "like", "tell") if name in spec}
+    """`on_bad_row`, `training_source` and `notify` are no part of the source: they go to the opening."""
+    options = {name: spec.pop(name) for name in ("on_bad_row", "training_source", "notify") if name in spec}
     return open_source(
-        SOURCE_ADAPTER.validate_python(spec), base_dir=str(tmp_path), cache_dir=str(tmp_path / "cache"), **how
+        SOURCE_ADAPTER.validate_python(spec), base_dir=str(tmp_path), cache_dir=str(tmp_path / "cache"), **options
     )
 
 

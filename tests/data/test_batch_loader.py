@@ -1,4 +1,4 @@
-"""The feed: whatever loads ahead, a batch depends on seed, step and lane alone."""
+"""The batch loader: whatever loads ahead, a batch depends on seed, step and lane alone."""
 
 import os
 import random
@@ -89,7 +89,7 @@ def source(request):
 
 
 def load_batches(source, *, workers, augment=None, lanes=range(LANES), steps=range(6), transform=doubled, seed=3):
-    feed = BatchLoader(
+    batch_loader = BatchLoader(
         source,
         StubSampler(),
         seed=seed,
@@ -99,10 +99,10 @@ def load_batches(source, *, workers, augment=None, lanes=range(LANES), steps=ran
         loader=LoaderConfig(workers=workers),
     )
     try:
-        feed.set_lanes(list(lanes), steps[0])
-        return {(s, lane): plain(feed.get(s, lane)) for s in steps for lane in lanes}
+        batch_loader.set_lanes(list(lanes), steps[0])
+        return {(s, lane): plain(batch_loader.get(s, lane)) for s in steps for lane in lanes}
     finally:
-        feed.close()
+        batch_loader.close()
 
 
 def plain(batch):
@@ -135,7 +135,7 @@ def test_each_batch_is_loaded_once_and_ahead(mapped, by):
             return super().take(ids)
 
     mapped.__class__ = Told
-    feed, dealer = (
+    batch_loader, sampler = (
         BatchLoader(mapped, StubSampler(), seed=3, lanes=LANES, loader=LoaderConfig(prefetch=2)),
         StubSampler(),
     )
@@ -143,11 +143,11 @@ def test_each_batch_is_loaded_once_and_ahead(mapped, by):
     order = [(s, lane) for leg in legs for s in leg for lane in range(LANES)]
     if by == "lanes":
         order = [(s, lane) for leg in legs for lane in range(LANES) for s in leg]
-    with closing(feed):
-        feed.set_lanes(range(LANES), 0)
+    with closing(batch_loader):
+        batch_loader.set_lanes(range(LANES), 0)
         for step, lane in order:
-            feed.get(step, lane)
-    expected = [tuple(ids) for step, lane in order if len(ids := dealer.ids(step, lane))]
+            batch_loader.get(step, lane)
+    expected = [tuple(ids) for step, lane in order if len(ids := sampler.ids(step, lane))]
     needed = [ids for ids, _ in loaded]
     assert all(needed.count(ids) <= expected.count(ids) + LANES for ids in expected), "but for what is ahead of the end"
     assert len(needed) <= len(expected) + 2 * LANES
@@ -157,17 +157,17 @@ def test_each_batch_is_loaded_once_and_ahead(mapped, by):
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, LANES - 1)), max_size=20), st.integers(0, 8))
 def test_any_order_of_requests_and_any_lanes_are_right(tmp_path_factory, asked, start):
-    path = tmp_path_factory.mktemp("feed")
+    path = tmp_path_factory.mktemp("loader")
     np.save(path / "x.npy", np.arange(240, dtype=np.float32).reshape(60, 4))
     source = open_source(NpySourceConfig(kind="npy", path="x.npy"), base_dir=str(path))
-    feed = BatchLoader(source, StubSampler(), seed=1, lanes=LANES, augment=noisy)
+    batch_loader = BatchLoader(source, StubSampler(), seed=1, lanes=LANES, augment=noisy)
     bare = BatchLoader(source, StubSampler(), seed=1, lanes=LANES, augment=noisy, loader=LoaderConfig(workers=0))
-    feed.set_lanes([0, 2], start)
+    batch_loader.set_lanes([0, 2], start)
     try:
         for step, lane in asked:
-            assert plain(feed.get(step, lane)) == plain(bare.get(step, lane))
+            assert plain(batch_loader.get(step, lane)) == plain(bare.get(step, lane))
     finally:
-        feed.close()
+        batch_loader.close()
 
 
 def test_the_training_process_keeps_its_own_randomness(source):
@@ -201,14 +201,14 @@ def test_more_threads_in_training_do_not_reach_the_user_functions(held):
 
 
 def test_carry_moves_to_other_lanes_and_steps(mapped):
-    feed = BatchLoader(mapped, StubSampler(), seed=1, lanes=LANES)
+    batch_loader = BatchLoader(mapped, StubSampler(), seed=1, lanes=LANES)
     bare = BatchLoader(mapped, StubSampler(), seed=1, lanes=LANES, loader=LoaderConfig(workers=0))
     for lanes, step in (([0, 1], 0), ([2], 9), ([0, 1, 2], 4)):
-        feed.set_lanes(lanes, step)
+        batch_loader.set_lanes(lanes, step)
         for s in range(step, step + 3):
             for lane in lanes:
-                assert plain(feed.get(s, lane)) == plain(bare.get(s, lane))
-    feed.close()
+                assert plain(batch_loader.get(s, lane)) == plain(bare.get(s, lane))
+    batch_loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1, "auto"])
@@ -269,7 +269,7 @@ def test_a_failing_dataset_tells_sample_and_line(workers):
     with pytest.raises(ShoalError, match="sample 21: ZeroDivisionError") as caught:
         load_batches(PythonDatasetSource(Failing(divide)), workers=workers)
     assert caught.value.code == "SH309"
-    assert "test_feed.py:" in caught.value.where
+    assert "test_batch_loader.py:" in caught.value.where
 
 
 @pytest.mark.parametrize(
@@ -290,33 +290,35 @@ def test_failing_functions_of_the_user(held):
     for workers in (0, 1):
         with pytest.raises(ShoalError, match=r"SH311.*augment: ValueError: oh") as caught:
             load_batches(held, workers=workers, augment=broken)
-        assert "test_feed.py:" in caught.value.where
+        assert "test_batch_loader.py:" in caught.value.where
     with pytest.raises(ShoalError, match=r"SH311.*transform gave a int"):
         load_batches(held, workers=0, transform=lambda batch: 3)
 
 
 def test_loaders_hold_no_sockets_and_leave_when_closed(held):
     ours, theirs = socket.socketpair()
-    others = psutil.Process().children()  # another test's fork_server may be there
-    feed = BatchLoader(PythonDatasetSource(Noisy()), StubSampler(), seed=0, lanes=LANES, loader=LoaderConfig(workers=2))
-    feed.set_lanes(range(LANES), 0)
-    assert feed.get(0, 0) is not None
+    others = psutil.Process().children()  # another test's fork server may be there
+    batch_loader = BatchLoader(
+        PythonDatasetSource(Noisy()), StubSampler(), seed=0, lanes=LANES, loader=LoaderConfig(workers=2)
+    )
+    batch_loader.set_lanes(range(LANES), 0)
+    assert batch_loader.get(0, 0) is not None
     children = [child for child in psutil.Process().children() if child not in others]
     assert len(children) == 2
     ours.close()
     theirs.settimeout(10)
     assert theirs.recv(1) == b""  # the end is seen although forks of this process live
     theirs.close()
-    feed.close()
+    batch_loader.close()
     assert not any(child.is_running() for child in children)
 
 
 ORPHANS = """
 import os, signal, sys, time
 import numpy as np
-from shoal.data.batch_loader import Feed
-from shoal.data.sources.dataset import Dataset
-from shoal.spec.data import Loader
+from shoal.data.batch_loader import BatchLoader
+from shoal.data.sources.dataset import PythonDatasetSource
+from shoal.spec.data import LoaderConfig
 
 class Slow:
     def __len__(self): return 10
@@ -324,13 +326,13 @@ class Slow:
         if i == 9: time.sleep(600)
         return np.zeros(1), 0
 
-class Dealer:
+class StubSampler:
     def ids(self, step, lane): return np.array([9 if step else 0])
 
-feed = Feed(Dataset(Slow()), Dealer(), seed=0, lanes=1, loader=Loader(workers=2))
-feed.carry([0], 0)
-feed.get(0, 0)
-print(*[loader.pid for loader in feed._ahead._loaders._all], flush=True)
+batch_loader = BatchLoader(PythonDatasetSource(Slow()), StubSampler(), seed=0, lanes=1, loader=LoaderConfig(workers=2))
+batch_loader.set_lanes([0], 0)
+batch_loader.get(0, 0)
+print(*[process.pid for process in batch_loader._prefetcher._loader_pool._processes], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -354,10 +356,10 @@ def test_batches_survive_the_pipe_whatever_is_in_them():
         def ids(self, step, lane):
             return np.array([4, 5])
 
-    feed = BatchLoader(PythonDatasetSource(Odd()), One(), seed=0, lanes=1, loader=LoaderConfig(workers=1))
-    feed.set_lanes([0], 0)
-    batch = feed.get(0, 0)
-    feed.close()
+    batch_loader = BatchLoader(PythonDatasetSource(Odd()), One(), seed=0, lanes=1, loader=LoaderConfig(workers=1))
+    batch_loader.set_lanes([0], 0)
+    batch = batch_loader.get(0, 0)
+    batch_loader.close()
     assert batch.inputs[0]["a"].dtype == torch.bfloat16
     assert batch.inputs[0]["a"][:, 0].tolist() == [4, 5]
     assert batch.inputs[0]["b"][1] == ("word", "word")
@@ -384,23 +386,23 @@ def test_a_scout_has_blocks_decoded_before_they_are_needed(tmp_path):
         where="",
     )
     source = ParquetRowGroupSource(rows, layout.with_classes((0, 1, 2)), skip_bad_rows=False)
-    dealer = make_sampler(
+    sampler = make_sampler(
         RandomSamplerConfig(open_blocks=4), ids=np.arange(4000), lanes=2, batch_size=50, seed=0, source=source
     )
-    assert dealer.window_steps == 8
-    feed = BatchLoader(source, dealer, seed=0, lanes=2)
-    plain = BatchLoader(source, dealer, seed=0, lanes=2, loader=LoaderConfig(workers=0))
-    assert feed._block_prefetcher
-    for step in range(2 * dealer.steps_per_epoch):
+    assert sampler.window_steps == 8
+    batch_loader = BatchLoader(source, sampler, seed=0, lanes=2)
+    plain = BatchLoader(source, sampler, seed=0, lanes=2, loader=LoaderConfig(workers=0))
+    assert batch_loader._block_prefetcher
+    for step in range(2 * sampler.steps_per_epoch):
         for lane in range(2):
-            a, b = feed.get(step, lane), plain.get(step, lane)
+            a, b = batch_loader.get(step, lane), plain.get(step, lane)
             assert torch.equal(a.inputs[0], b.inputs[0])
-            assert a.inputs[0].reshape(-1).tolist() == dealer.ids(step, lane).tolist()
-    feed.close()
+            assert a.inputs[0].reshape(-1).tolist() == sampler.ids(step, lane).tolist()
+    batch_loader.close()
     plain.close()
     warmed = []
     source.warm = warmed.extend
-    with closing(BatchLoader(source, dealer, seed=0, lanes=2)) as fresh:
+    with closing(BatchLoader(source, sampler, seed=0, lanes=2)) as fresh:
         fresh.set_lanes([0, 1], 0)
         fresh.get(0, 0)
-    assert warmed == [*dealer.ids(8, 0), *dealer.ids(8, 1)]
+    assert warmed == [*sampler.ids(8, 0), *sampler.ids(8, 1)]

@@ -146,33 +146,33 @@ def test_digests_of_values(values):
 def test_a_report_of_classes():
     source = MemorySource(30, x=np.arange(30.0), target=np.arange(30) % 3)
     spec = StratifiedSplitConfig(kind="stratified", folds=2)
-    told = split_report(source, {fold: split(spec, source, seed=0, fold=fold) for fold in range(2)}, spec)
-    assert json.loads(json.dumps(told)) is not None
-    part = told["folds"][1]["parts"]["validation"]
+    report = split_report(source, {fold: split(spec, source, seed=0, fold=fold) for fold in range(2)}, spec)
+    assert json.loads(json.dumps(report)) is not None
+    part = report["folds"][1]["parts"]["validation"]
     assert (part["size"], part["share"]) == (15, 0.5)
     assert part["classes"]["2"] == {"count": 5, "share": 1 / 3}
-    assert told["folds"][0]["leaks"] == []
-    assert "test" not in told["folds"][0]["parts"]
+    assert report["folds"][0]["leaks"] == []
+    assert "test" not in report["folds"][0]["parts"]
 
 
 def test_a_report_of_numbers_and_times():
     days = np.arange("2024-01-01", "2024-01-31", dtype="datetime64[D]")
     source = MemorySource(30, x=np.zeros(30), target=np.arange(30) / 2, day=days)
     spec = TimeSeriesSplitConfig(kind="timeseries", folds=2, by="day")
-    told = json.loads(json.dumps(split_report(source, {0: split(spec, source, seed=0)}, spec)))
-    train = told["folds"][0]["parts"]["train"]
+    report = json.loads(json.dumps(split_report(source, {0: split(spec, source, seed=0)}, spec)))
+    train = report["folds"][0]["parts"]["train"]
     assert train["time"] == ["2024-01-01", "2024-01-10"]
     assert train["target"]["mean"] == 2.25
     assert (train["target"]["min"], train["target"]["max"]) == (0.0, 4.5)
-    assert told["folds"][0]["leaks"] == []
+    assert report["folds"][0]["leaks"] == []
 
 
 def test_a_report_without_target_tells_groups_and_leaks():
     source = MemorySource(4, x=np.zeros(4), user=np.array([1, 1, 2, 2]))
     spec = GroupedSplitConfig(kind="grouped", by="user", folds=2)
-    told = json.loads(json.dumps(split_report(source, {0: SplitIds(ids(0, 1), ids(2, 3))}, spec)))
-    assert told["folds"][0]["parts"]["train"] == {"size": 2, "share": 0.5, "groups": 1}
-    assert told["folds"][0]["leaks"][0]["kind"] == "rows"
+    report = json.loads(json.dumps(split_report(source, {0: SplitIds(ids(0, 1), ids(2, 3))}, spec)))
+    assert report["folds"][0]["parts"]["train"] == {"size": 2, "share": 0.5, "groups": 1}
+    assert report["folds"][0]["leaks"][0]["kind"] == "rows"
 
 
 def test_the_split_as_a_file(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ def table(n: int, blocks: bool) -> MemorySource:
     )
 
 
-deals = st.fixed_dictionaries(
+sampler_cases = st.fixed_dictionaries(
     {
         "spec": st.sampled_from(KINDS),
         "n": st.integers(1, 120),
@@ -59,45 +59,45 @@ def make_sampler_of(*, spec, n, lanes, batch_size, seed=0, blocks=False, drop_la
     )
 
 
-def step_ids(dealer, step):
-    return [dealer.ids(step, lane) for lane in range(dealer.lanes)]
+def step_ids(sampler, step):
+    return [sampler.ids(step, lane) for lane in range(sampler.lanes)]
 
 
-@given(deals, st.integers(0, 3))
+@given(sampler_cases, st.integers(0, 3))
 def test_every_sample_once_per_epoch(how, epoch):
-    dealer = make_sampler_of(**how)
-    steps = range(epoch * dealer.steps_per_epoch, (epoch + 1) * dealer.steps_per_epoch)
-    dealt = np.concatenate([ids for step in steps for ids in step_ids(dealer, step)])
-    assert dealt.dtype == np.int64
-    assert np.array_equal(np.sort(dealt), np.arange(how["n"])[how["n"] // 3 :])
+    sampler = make_sampler_of(**how)
+    steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
+    sampled = np.concatenate([ids for step in steps for ids in step_ids(sampler, step)])
+    assert sampled.dtype == np.int64
+    assert np.array_equal(np.sort(sampled), np.arange(how["n"])[how["n"] // 3 :])
 
 
-@given(deals, st.booleans())
+@given(sampler_cases, st.booleans())
 def test_totals_count_the_sampled_ids(how, drop_last):
     if drop_last and how["n"] - how["n"] // 3 < how["batch_size"]:
         return
-    dealer = make_sampler_of(**how, drop_last=drop_last)
+    sampler = make_sampler_of(**how, drop_last=drop_last)
     before = 0
-    for step in range(2 * dealer.steps_per_epoch):
-        assert dealer.samples_before(step) == before
-        assert dealer.batch_samples(step) == sum(map(len, step_ids(dealer, step))) > 0
-        assert not drop_last or dealer.batch_samples(step) == how["batch_size"]
-        before += dealer.batch_samples(step)
+    for step in range(2 * sampler.steps_per_epoch):
+        assert sampler.samples_before(step) == before
+        assert sampler.batch_samples(step) == sum(map(len, step_ids(sampler, step))) > 0
+        assert not drop_last or sampler.batch_samples(step) == how["batch_size"]
+        before += sampler.batch_samples(step)
 
 
-@given(deals, st.data())
+@given(sampler_cases, st.data())
 def test_any_step_at_any_time(how, data):
-    dealer = make_sampler_of(**how)
-    most = 3 * dealer.steps_per_epoch - 1
+    sampler = make_sampler_of(**how)
+    most = 3 * sampler.steps_per_epoch - 1
     asked = data.draw(st.lists(st.integers(0, most), min_size=1, max_size=8))
     for step in asked:
         fresh = make_sampler_of(**how)
-        for lane in range(dealer.lanes):
-            assert np.array_equal(dealer.ids(step, lane), fresh.ids(step, lane))
+        for lane in range(sampler.lanes):
+            assert np.array_equal(sampler.ids(step, lane), fresh.ids(step, lane))
 
 
 def test_pages_are_seamless():
-    """More steps than a page holds, backwards, equal to a dealer with whom one goes forwards."""
+    """More steps than a page holds, backwards, equal to a sampler that goes forwards."""
     how = {"spec": RandomSamplerConfig(), "n": 6000, "lanes": 2, "batch_size": 3}
     forwards, backwards = make_sampler_of(**how), pickle.loads(pickle.dumps(make_sampler_of(**how)))
     assert forwards.steps_per_epoch > 1024
@@ -107,47 +107,47 @@ def test_pages_are_seamless():
 
 def test_sampled_ids_are_the_callers_own():
     for spec in KINDS:
-        dealer = make_sampler_of(spec=spec, n=60, lanes=2, batch_size=10)
-        before = dealer.ids(0, 0).copy()
-        dealer.ids(0, 0)[:] = -1
-        assert np.array_equal(dealer.ids(0, 0), before)
+        sampler = make_sampler_of(spec=spec, n=60, lanes=2, batch_size=10)
+        before = sampler.ids(0, 0).copy()
+        sampler.ids(0, 0)[:] = -1
+        assert np.array_equal(sampler.ids(0, 0), before)
 
 
-@given(deals)
+@given(sampler_cases)
 def test_random_parts_differ_by_at_most_one(how):
-    dealer = make_sampler_of(**how | {"spec": RandomSamplerConfig()})
-    for step in range(dealer.steps_per_epoch):
-        batch = step_ids(dealer, step)
-        expected = np.array_split(np.concatenate(batch), dealer.lanes)
+    sampler = make_sampler_of(**how | {"spec": RandomSamplerConfig()})
+    for step in range(sampler.steps_per_epoch):
+        batch = step_ids(sampler, step)
+        expected = np.array_split(np.concatenate(batch), sampler.lanes)
         assert [len(part) for part in batch] == [len(part) for part in expected]
 
 
 def test_lanes_do_not_change_the_global_batch():
-    dealers = [make_sampler_of(spec=RandomSamplerConfig(), n=100, lanes=lanes, batch_size=16) for lanes in (1, 3, 8)]
+    samplers = [make_sampler_of(spec=RandomSamplerConfig(), n=100, lanes=lanes, batch_size=16) for lanes in (1, 3, 8)]
     for step in range(10):
-        batches = [np.concatenate(step_ids(dealer, step)) for dealer in dealers]
+        batches = [np.concatenate(step_ids(sampler, step)) for sampler in samplers]
         assert all(np.array_equal(batch, batches[0]) for batch in batches)
 
 
 def test_without_shuffle_the_order_is_kept():
-    dealer = make_sampler_of(
+    sampler = make_sampler_of(
         spec=RandomSamplerConfig(shuffle=False), n=10, lanes=2, batch_size=4, ids=np.array([5, 3, 9, 1, 0])
     )
-    assert [part.tolist() for part in step_ids(dealer, 0) + step_ids(dealer, 1)] == [[5, 3], [9, 1], [0], []]
+    assert [part.tolist() for part in step_ids(sampler, 0) + step_ids(sampler, 1)] == [[5, 3], [9, 1], [0], []]
 
 
 def test_epochs_and_seeds_differ():
-    dealer = make_sampler_of(spec=RandomSamplerConfig(), n=300, lanes=1, batch_size=200)
+    sampler = make_sampler_of(spec=RandomSamplerConfig(), n=300, lanes=1, batch_size=200)
     other = make_sampler_of(spec=RandomSamplerConfig(), n=300, lanes=1, batch_size=200, seed=1)
-    assert not np.array_equal(dealer.ids(0, 0), dealer.ids(1, 0))
-    assert not np.array_equal(dealer.ids(0, 0), other.ids(0, 0))
+    assert not np.array_equal(sampler.ids(0, 0), sampler.ids(1, 0))
+    assert not np.array_equal(sampler.ids(0, 0), other.ids(0, 0))
 
 
 def test_a_block_is_read_once_per_epoch():
-    dealer = make_sampler_of(
+    sampler = make_sampler_of(
         spec=RandomSamplerConfig(open_blocks=1), n=70, lanes=1, batch_size=7, blocks=True, ids=np.arange(70)
     )
-    blocks = [set((dealer.ids(step, 0) // 7).tolist()) for step in range(10)]
+    blocks = [set((sampler.ids(step, 0) // 7).tolist()) for step in range(10)]
     assert all(len(block) == 1 for block in blocks)
     assert len(set.union(*blocks)) == 10
 
@@ -155,19 +155,19 @@ def test_a_block_is_read_once_per_epoch():
 # ---- hash ----
 
 
-@given(deals)
+@given(sampler_cases)
 def test_a_key_stays_with_its_lane(how):
-    dealer = make_sampler_of(**how | {"spec": HashSamplerConfig(kind="hash", by="word")})
+    sampler = make_sampler_of(**how | {"spec": HashSamplerConfig(kind="hash", by="word")})
     lane_of = {}
-    for step in range(2 * dealer.steps_per_epoch):
-        for lane, ids in enumerate(step_ids(dealer, step)):
+    for step in range(2 * sampler.steps_per_epoch):
+        for lane, ids in enumerate(step_ids(sampler, step)):
             for sample in ids.tolist():
                 assert lane_of.setdefault(sample % 17, lane) == lane
 
 
 def test_lanes_get_their_share_in_every_batch():
-    dealer = make_sampler_of(spec=HashSamplerConfig(kind="hash"), n=3000, lanes=4, batch_size=100)
-    sizes = np.array([[len(ids) for ids in step_ids(dealer, step)] for step in range(dealer.steps_per_epoch)])
+    sampler = make_sampler_of(spec=HashSamplerConfig(kind="hash"), n=3000, lanes=4, batch_size=100)
+    sizes = np.array([[len(ids) for ids in step_ids(sampler, step)] for step in range(sampler.steps_per_epoch)])
     assert (np.abs(sizes - sizes.sum(axis=0) / len(sizes)) <= 2).all()
 
 
@@ -200,18 +200,18 @@ def test_a_sample_goes_to_the_lane_that_has_least(costs, lanes):
             assert not mine or sum(mine) - min(mine) <= sum(theirs) + 1e-9
 
 
-@given(deals)
+@given(sampler_cases)
 def test_every_lane_works_when_there_is_enough(how):
     for by in ("size", "cost"):
-        dealer = make_sampler_of(**how | {"spec": BalancedSamplerConfig(kind="balanced", by=by)})
-        for step in range(dealer.steps_per_epoch):
-            batch = step_ids(dealer, step)
-            assert dealer.batch_samples(step) < dealer.lanes or min(map(len, batch)) >= 1
+        sampler = make_sampler_of(**how | {"spec": BalancedSamplerConfig(kind="balanced", by=by)})
+        for step in range(sampler.steps_per_epoch):
+            batch = step_ids(sampler, step)
+            assert sampler.batch_samples(step) < sampler.lanes or min(map(len, batch)) >= 1
 
 
 def test_costs_are_balanced():
-    dealer = make_sampler_of(spec=BalancedSamplerConfig(kind="balanced", by="size"), n=1200, lanes=4, batch_size=64)
-    full = [step_ids(dealer, step) for step in range(dealer.steps_per_epoch - 1)]
+    sampler = make_sampler_of(spec=BalancedSamplerConfig(kind="balanced", by="size"), n=1200, lanes=4, batch_size=64)
+    full = [step_ids(sampler, step) for step in range(sampler.steps_per_epoch - 1)]
     loads = np.array([[(ids % 13).sum() for ids in batch] for batch in full])
     assert (loads.max(axis=1) - loads.min(axis=1)).max() <= 2
 
@@ -219,16 +219,16 @@ def test_costs_are_balanced():
 def test_samples_without_cost_are_spread():
     source = MemorySource(40, cost=np.zeros(40))
     spec = BalancedSamplerConfig(kind="balanced", by="cost")
-    dealer = make_sampler(spec, ids=np.arange(40), lanes=4, batch_size=40, seed=0, source=source)
-    assert [len(ids) for ids in step_ids(dealer, 0)] == [10, 10, 10, 10]
+    sampler = make_sampler(spec, ids=np.arange(40), lanes=4, batch_size=40, seed=0, source=source)
+    assert [len(ids) for ids in step_ids(sampler, 0)] == [10, 10, 10, 10]
 
 
 def test_costs_from_a_file(tmp_path):
     path = tmp_path / "costs.npy"
     np.save(path, np.array([8.0, 1, 1, 1, 1, 1, 1, 1, 1]))
     spec = BalancedSamplerConfig(kind="balanced", by=str(path), shuffle=False)
-    dealer = make_sampler_of(spec=spec, n=9, lanes=2, batch_size=9, ids=np.arange(9))
-    assert [ids.tolist() for ids in step_ids(dealer, 0)] == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
+    sampler = make_sampler_of(spec=spec, n=9, lanes=2, batch_size=9, ids=np.arange(9))
+    assert [ids.tolist() for ids in step_ids(sampler, 0)] == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
 # ---- what is not possible ----
@@ -270,6 +270,6 @@ def test_missing_things():
 def test_repeated_ids_are_sampled_as_often_as_they_occur(seed):
     ids = np.array([1, 1, 1, 4, 7, 7])
     for spec in KINDS:
-        dealer = make_sampler_of(spec=spec, n=8, lanes=2, batch_size=4, seed=seed, ids=ids, blocks=True)
-        dealt = np.concatenate([part for s in range(dealer.steps_per_epoch) for part in step_ids(dealer, s)])
-        assert np.array_equal(np.sort(dealt), ids)
+        sampler = make_sampler_of(spec=spec, n=8, lanes=2, batch_size=4, seed=seed, ids=ids, blocks=True)
+        sampled = np.concatenate([part for s in range(sampler.steps_per_epoch) for part in step_ids(sampler, s)])
+        assert np.array_equal(np.sort(sampled), ids)

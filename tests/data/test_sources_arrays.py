@@ -216,7 +216,7 @@ def test_errors_of_images(tmp_path, monkeypatch):
     assert (len(source), source.skipped_rows) == (2, 1)
     assert source.take(np.arange(2)).target.tolist() == [0, 1]
     paint(tmp_path, "../other/c/1.png")
-    assert open_failure(tmp_path, kind="images", path="other", like=source).code == "SH310"
+    assert open_failure(tmp_path, kind="images", path="other", training_source=source).code == "SH310"
     (tmp_path / "nothing").mkdir()
     assert open_failure(tmp_path, kind="images", path="nothing").code == "SH301"
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -265,9 +265,9 @@ def test_text_of_validation_has_the_tokens_of_training(tmp_path, storage):
     (tmp_path / "b.txt").write_text("fed")
     (tmp_path / "c.txt").write_text("fez")
     train = open_spec(tmp_path, kind="text", path="a.txt", context=2)
-    valid = open_spec(tmp_path, kind="text", path="b.txt", context=2, like=train)
+    valid = open_spec(tmp_path, kind="text", path="b.txt", context=2, training_source=train)
     assert valid.take(np.array([0])).inputs[0].tolist() == [[5, 4]]
-    assert open_failure(tmp_path, kind="text", path="c.txt", context=2, like=train).code == "SH310"
+    assert open_failure(tmp_path, kind="text", path="c.txt", context=2, training_source=train).code == "SH310"
 
 
 def test_errors_of_text(tmp_path, storage):

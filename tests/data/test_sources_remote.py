@@ -44,14 +44,14 @@ def test_a_remote_file_is_copied_once_and_again_when_it_changes(memory, tmp_path
         np.save(raw, array)
         memory.pipe("/x.npy", raw.getvalue())
 
-    told = []
+    messages = []
     put(np.ones((2, 3)))
     for _ in range(2):
-        assert len(open_spec(tmp_path, tell=told.append, kind="npy", path="memory://x.npy")) == 2
-    assert len(told) == 1
+        assert len(open_spec(tmp_path, notify=messages.append, kind="npy", path="memory://x.npy")) == 2
+    assert len(messages) == 1
     put(np.ones((4, 3)))
-    assert len(open_spec(tmp_path, tell=told.append, kind="npy", path="memory://x.npy")) == 4
-    assert len(told) == 2
+    assert len(open_spec(tmp_path, notify=messages.append, kind="npy", path="memory://x.npy")) == 4
+    assert len(messages) == 2
 
 
 def test_parquet_is_read_in_place(memory, tmp_path):

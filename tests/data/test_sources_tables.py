@@ -95,9 +95,9 @@ def test_validation_data_gets_the_classes_of_the_training_data(tmp_path, storage
     (tmp_path / "valid.csv").write_text("x,y\n1,cat\n2,bee\n")
     (tmp_path / "other.csv").write_text("x,y\n1,cat\n2,dog\n")
     train = open_spec(tmp_path, kind="csv", path="train.csv", target="y")
-    valid = open_spec(tmp_path, kind="csv", path="valid.csv", target="y", like=train)
+    valid = open_spec(tmp_path, kind="csv", path="valid.csv", target="y", training_source=train)
     assert read_all(valid).target.tolist() == [2, 1]
-    wrong = open_failure(tmp_path, kind="csv", path="other.csv", target="y", like=train)
+    wrong = open_failure(tmp_path, kind="csv", path="other.csv", target="y", training_source=train)
     assert wrong.code == "SH310"
     assert "dog" in wrong.message
     assert wrong.where.endswith("other.csv:3")
@@ -167,18 +167,18 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_a_changed_file_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(csv_table, "SMALL_BYTES", 0)
-    told = []
+    messages = []
     path = tmp_path / "a.csv"
 
     def read():
-        return read_all(open_spec(tmp_path, kind="csv", path=str(path), tell=told.append)).inputs[0].tolist()
+        return read_all(open_spec(tmp_path, kind="csv", path=str(path), notify=messages.append)).inputs[0].tolist()
 
     path.write_text("x\n1\n")
     assert read() == read() == [[1]]
-    assert len(told) == 1
+    assert len(messages) == 1
     path.write_text("x\n1\n2\n")
     assert read() == [[1], [2]]
-    assert len(told) == 2
+    assert len(messages) == 2
 
 
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -291,7 +291,7 @@ import sys
 import numpy as np
 from pydantic import TypeAdapter
 from shoal.data.source import open_source
-from shoal.spec.data import Source
+from shoal.spec.data import SourceConfig
 
 def megabytes(field):
     fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -301,7 +301,7 @@ kind, base = sys.argv[1:]
 import torch, pyarrow, pyarrow.csv, pyarrow.parquet
 import shoal.data.sources.csv_table, shoal.data.sources.parquet_table
 before = megabytes("VmHWM")
-spec = TypeAdapter(Source).validate_python({"kind": kind, "path": "big." + kind, "target": "y"})
+spec = TypeAdapter(SourceConfig).validate_python({"kind": kind, "path": "big." + kind, "target": "y"})
 source = open_source(spec, base_dir=base, cache_dir=base + "/cache")
 assert not source.in_memory
 total, most = 0, [0.0, 0.0]

@@ -73,8 +73,8 @@ def heading(section: type[Spec]) -> str:
         "NoSplitConfig",
         "ColumnSplitConfig",
     )
-    job_dir = "split" if is_split else "deal" if issubclass(section, ShuffledSamplerConfig) else "source"
-    return f"{job_dir}: {kind}"
+    field = "split" if is_split else "deal" if issubclass(section, ShuffledSamplerConfig) else "source"
+    return f"{field}: {kind}"
 
 
 def field_rows(section: type[Spec]) -> list[list[str]]:

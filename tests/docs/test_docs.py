@@ -31,7 +31,7 @@ def folder(tmp_path, fork_server, monkeypatch):
     for file in (ROOT / "examples" / "digits").iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
-    monkeypatch.setattr("shoal.jobs.run_driver.make_nursery", lambda *_, **__: contextlib.nullcontext(fork_server))
+    monkeypatch.setattr("shoal.jobs.run_driver.make_fork_server", lambda *_, **__: contextlib.nullcontext(fork_server))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

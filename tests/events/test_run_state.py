@@ -1,44 +1,44 @@
-"""The picture of a run, folded from its events."""
+"""The state of a run, folded from its events."""
 
 from shoal.events import Event, replay
 
 
 def test_what_an_earlier_start_ended_with_does_not_count():
-    told = [Event("run_started", fields={"run": "a"}), Event("finished", step=3, fields={"weights_sha256": "0"})]
-    assert replay(told).result
-    assert not replay([*told, Event("run_started", fields={"run": "a"})]).result
+    events = [Event("run_started", fields={"run": "a"}), Event("finished", step=3, fields={"weights_sha256": "0"})]
+    assert replay(events).result
+    assert not replay([*events, Event("run_started", fields={"run": "a"})]).result
 
 
 def test_servers_of_an_earlier_start_are_gone_until_they_are_told_of_again():
     held = {"server-0": {"primary_bytes": 5}, "server-1": {"primary_bytes": 6}}
-    told = [
+    events = [
         Event("run_started", fields={"run": "a"}),
         Event("table", fields={"number": 3, "servers": held}),
         Event("run_started", fields={"run": "a"}),
         Event("server_started", fields={"server": "server-1", "pid": 1}),
     ]
-    assert [server.name for server in replay(told[:2]).serving_servers] == ["server-0", "server-1"]
-    picture = replay(told)
-    assert {name: server.state for name, server in picture.servers.items()} == {
+    assert [server.name for server in replay(events[:2]).serving_servers] == ["server-0", "server-1"]
+    state = replay(events)
+    assert {name: server.state for name, server in state.servers.items()} == {
         "server-0": "dead",
         "server-1": "starting",
     }
-    assert picture.server_deaths == 0
+    assert state.server_deaths == 0
 
 
 def test_servers_that_lost_everything_hold_nothing():
-    told = [
+    events = [
         Event("table", fields={"number": 1, "servers": {"server-0": {"primary_bytes": 5}}}),
         Event("servers_lost", fields={"reason": "why"}),
     ]
-    server = replay(told).servers["server-0"]
+    server = replay(events).servers["server-0"]
     assert (server.state, server.primary_bytes) == ("starting", 0)
 
 
 def test_a_server_that_fails_is_no_worker():
-    picture = replay([Event("failed", who="server-2", fields={"code": "BUG", "message": "x", "where": "", "fix": ""})])
-    assert picture.servers["server-2"].state == "failed"
-    assert not picture.workers
+    state = replay([Event("failed", who="server-2", fields={"code": "BUG", "message": "x", "where": "", "fix": ""})])
+    assert state.servers["server-2"].state == "failed"
+    assert not state.workers
 
 
 def lost(step, *after):
@@ -54,9 +54,9 @@ def begun(number, step):
 
 
 def test_steps_that_nobody_had_saved_are_made_again():
-    picture = lost(9, begun(3, 0), begun(2, 0))
-    assert picture.redone == 9
-    assert "nothing was saved: 9 steps are made again" in picture.notes
+    state = lost(9, begun(3, 0), begun(2, 0))
+    assert state.redone == 9
+    assert "nothing was saved: 9 steps are made again" in state.notes
 
 
 def test_so_they_are_when_another_driver_comes():
@@ -70,7 +70,7 @@ def test_what_was_saved_is_counted_once():
 
 
 def test_who_is_left_has_lost_nothing():
-    told = [
+    events = [
         begun(0, 0),
         begun(1, 0),
         Event("step", who="worker-0", step=9, fields={"steps": 9}),
@@ -78,4 +78,4 @@ def test_who_is_left_has_lost_nothing():
         begun(0, 9),
         begun(2, 9),
     ]
-    assert replay(told).redone == 0
+    assert replay(events).redone == 0

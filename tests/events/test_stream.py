@@ -12,10 +12,10 @@ from shoal.events.stream import parse_event
 
 def test_rows_come_back_as_they_were_told(tmp_path):
     stream = EventWriter(tmp_path / "e.jsonl", "worker-0")
-    told = stream.emit("step", step=3, loss=0.5, nested={"a": [1, 2]})
+    emitted = stream.emit("step", step=3, loss=0.5, nested={"a": [1, 2]})
     stream.close()
     (event,) = read_events(tmp_path / "e.jsonl")
-    assert (event.kind, event.who, event.step, event.fields) == ("step", "worker-0", 3, told.fields)
+    assert (event.kind, event.who, event.step, event.fields) == ("step", "worker-0", 3, emitted.fields)
 
 
 def test_a_stream_may_go_through_a_function_a_line_at_a_time():
@@ -75,8 +75,8 @@ def test_garbage_is_counted_not_raised(tmp_path):
 def test_several_processes_share_one_stream_and_a_killed_one_spoils_nothing(tmp_path):
     path = tmp_path / "e.jsonl"
     program = (
-        "import sys, pathlib\nfrom shoal.events import Stream\n"
-        "s = Stream(pathlib.Path(sys.argv[1]), sys.argv[2], flush_s=0)\nprint('go', flush=True)\n"
+        "import sys, pathlib\nfrom shoal.events import EventWriter\n"
+        "s = EventWriter(pathlib.Path(sys.argv[1]), sys.argv[2], flush_s=0)\nprint('go', flush=True)\n"
         "n = 0\nwhile True:\n    s.emit('note', step=n, text='x' * 500); n += 1\n"
     )
     writers = [
@@ -106,7 +106,7 @@ def test_a_resumed_run_writes_its_curve_again_not_twice(tmp_path):
     for step in (1, 2, 3, 4, 3, 4, 5):
         stream.emit("step", step=step, steps=1, loss=float(step), lr=0.1, samples=8, wall_s=0.5)
     stream.close()
-    picture = replay(read_events(path))
-    assert picture.curves["loss"].steps == [1, 2, 3, 4, 5]
-    assert picture.step == 5
-    assert picture.samples_per_s == 16
+    state = replay(read_events(path))
+    assert state.curves["loss"].steps == [1, 2, 3, 4, 5]
+    assert state.step == 5
+    assert state.samples_per_s == 16

@@ -28,7 +28,7 @@ class FakeDriver:
         while self._stop not in select.select([self.control, self._stop], [], [])[0]:
             for said in self.control.receive():
                 if said.kind == "here" and self._welcomes:
-                    self.control.send(said.connection, "welcome", connection=said.connection)
+                    self.control.send(said.connection, "welcome", caller=said.connection)
                     if self.view is not None:
                         self.control.publish_view(self.view, [said.connection])
                 with self._changed:

@@ -13,8 +13,7 @@ import threading
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.fleet import connection_thread
-from shoal.fleet import control_client as tie_module
+from shoal.fleet import connection_thread, control_client
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address, write_driver_address
 from shoal.net import handshake
@@ -28,10 +27,10 @@ TOKEN = new_token()
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(connection_thread, "PING_S", 0.05)
-    monkeypatch.setattr(tie_module, "BEAT_S", 0.02)
-    monkeypatch.setattr(tie_module, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(tie_module, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(connection_thread, "PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr(control_client, "HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(control_client, "MIN_BACKOFF_S", 0.01)
+    monkeypatch.setattr(control_client, "MAX_BACKOFF_S", 0.05)
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def driver_address(tmp_path):
 
 @pytest.fixture
 def client_of(driver_address):
-    """A tie that looks into the driver_address file."""
+    """A client that looks into the driver_address file."""
     with contextlib.ExitStack() as stack:
 
         def make(beat=dict, **callbacks):
@@ -74,19 +73,19 @@ def in_thread(act):
     assert not thread.is_alive()
 
 
-def test_it_waits_for_a_driver_and_is_welcomed(driver_address, tie_to):
-    tie = tie_to()
-    with in_thread(lambda: tie.connect(TIMEOUT_S)) as welcome, fake_driver(TOKEN) as boss:
+def test_it_waits_for_a_driver_and_is_welcomed(driver_address, client_of):
+    client = client_of()
+    with in_thread(lambda: client.connect(TIMEOUT_S)) as welcome, fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
         (here,) = boss.wait_for("here")
         assert here.fields == {"seat": 0}
         boss.wait_for("beat", 3)
-    assert welcome == [{"caller": here.caller}]
-    assert tie.local_address == "127.0.0.1"
+    assert welcome == [{"caller": here.connection}]
+    assert client.local_address == "127.0.0.1"
 
 
 @pytest.mark.parametrize("case", ["no contact", "nobody there", "wrong token", "no such host", "not welcome"])
-def test_who_cannot_be_reached_is_an_error_that_says_why(driver_address, tie_to, case):
+def test_who_cannot_be_reached_is_an_error_that_says_why(driver_address, client_of, case):
     with fake_driver(TOKEN, welcomes=False) as boss, socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         contacts = {
@@ -99,51 +98,51 @@ def test_who_cannot_be_reached_is_an_error_that_says_why(driver_address, tie_to,
         given, why = contacts[case]
         if given is not None:
             write_driver_address(driver_address, given)
-        tie = tie_to()
+        client = client_of()
         with pytest.raises(ShoalError, match=why) as failure:
-            tie.connect(0.3)
-        tie.close()
+            client.connect(0.3)
+        client.close()
     assert failure.value.code == "SH610"
-    assert TOKEN not in f"{failure.value}{failure.value!r}{tie!r}"
+    assert TOKEN not in f"{failure.value}{failure.value!r}{client!r}"
     assert given is None or given.token not in f"{failure.value}"
 
 
-def test_it_follows_the_driver_to_another_port_and_stands_there_again(driver_address, tie_to):
+def test_it_follows_the_driver_to_another_port_and_stands_there_again(driver_address, client_of):
     welcomes = []
-    tie = tie_to(on_welcome=welcomes.append)
+    client = client_of(on_welcome=welcomes.append)
     with contextlib.ExitStack() as first:
         one = first.enter_context(fake_driver(TOKEN))
         write_driver_address(driver_address, one.contact)
-        tie.connect(TIMEOUT_S)
-        with in_thread(lambda: tie.wait(0, after=3, position=14)) as found, fake_driver(TOKEN) as two:
+        client.connect(TIMEOUT_S)
+        with in_thread(lambda: client.wait(0, after=3, position=14)) as found, fake_driver(TOKEN) as two:
             (standing,) = one.wait_for("standing")
             assert standing.fields == {"view": 3, "position": 14, "saved": False}
             first.close()
-            tie.say("event", line="said while alone")
+            client.send("event", line="said while alone")
             write_driver_address(driver_address, two.contact)
             assert two.wait_for("here")[0].fields == {"seat": 0}
             assert two.wait_for("standing")[0].fields == {"view": 3, "position": 14, "saved": False}
             assert two.wait_for("event")[0].fields == {"line": "said while alone"}
             two.publish(View(number=4, carries={0: [0]}))
-            eventually(lambda: tie.newer(3))
-            assert tie.driver_silence_s == 0.0
+            eventually(lambda: client.newer(3))
+            assert client.driver_silence_s == 0.0
     assert found[0].number == 4
     assert len(welcomes) == 2
-    assert tie.view.number == 4
+    assert client.view.number == 4
 
 
-def test_a_standing_is_told_to_a_driver_that_comes_later_and_not_after_the_wait(driver_address, tie_to):
-    tie = tie_to()
+def test_a_standing_is_told_to_a_driver_that_comes_later_and_not_after_the_wait(driver_address, client_of):
+    client = client_of()
     with pytest.raises(ShoalError):
-        tie.connect(0)
-    assert tie.wait(0, after=1, position=2, timeout_s=0) is None
-    with in_thread(lambda: tie.wait(0, after=1, position=4)) as found, fake_driver(TOKEN) as boss:
+        client.connect(0)
+    assert client.wait(0, after=1, position=2, timeout_s=0) is None
+    with in_thread(lambda: client.wait(0, after=1, position=4)) as found, fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
         (standing,) = boss.wait_for("standing")
         assert standing.fields == {"view": 1, "position": 4, "saved": False}
         boss.publish(View(number=2, stop="enough"))
-        eventually(lambda: tie.newer(1))
-        boss.control.drop(standing.caller)
+        eventually(lambda: client.newer(1))
+        boss.control.drop(standing.connection)
         boss.wait_for("here", 2)
         boss.wait_for("beat", 3)
         assert len([said for said in boss.received if said.kind == "standing"]) == 1
@@ -152,54 +151,55 @@ def test_a_standing_is_told_to_a_driver_that_comes_later_and_not_after_the_wait(
 
 FROZEN_DRIVER = """
 import pathlib, select, sys
-from shoal.fleet import switchboard
-switchboard.PING_S = 0.05
-from shoal.fleet.driver_address import Contact, write_contact
-from shoal.fleet.control_server import Control
+from shoal.fleet import connection_thread
+connection_thread.PING_INTERVAL_S = 0.05
+from shoal.fleet.driver_address import DriverAddress, write_driver_address
+from shoal.fleet.control_server import ControlServer
 
-control = Control(sys.argv[2])
-write_contact(pathlib.Path(sys.argv[1]), Contact(control.host, control.port, sys.argv[2]))
+control = ControlServer(sys.argv[2])
+write_driver_address(pathlib.Path(sys.argv[1]), DriverAddress(control.host, control.port, sys.argv[2]))
 while True:
     select.select([control], [], [])
-    for said in control.take():
+    for said in control.receive():
         if said.kind == "here":
-            control.send(said.caller, "welcome", here=said.caller)
+            control.send(said.connection, "welcome", here=said.connection)
         elif said.kind == "ask":
-            control.send(said.caller, "view", view={"number": said.fields["number"], "stop": "x"})
+            control.send(said.connection, "view", view={"number": said.fields["number"], "stop": "x"})
 """
 
 
-def test_a_frozen_driver_is_missed_and_found_again(driver_address, tie_to, monkeypatch):
-    monkeypatch.setattr(tie_module, "HEARD_S", 0.3)
-    monkeypatch.setattr(tie_module, "SILENT_S", 0.6)
+def test_a_frozen_driver_is_missed_and_found_again(driver_address, client_of, monkeypatch):
+    monkeypatch.setattr(control_client, "DRIVER_HEARD_WITHIN_S", 0.3)
+    monkeypatch.setattr(control_client, "DRIVER_TIMEOUT_S", 0.6)
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.3)
     boss = subprocess.Popen([sys.executable, "-c", FROZEN_DRIVER, str(driver_address), TOKEN])
     try:
         welcomes = []
-        tie = tie_to(on_welcome=welcomes.append)
-        tie.connect(TIMEOUT_S)
-        assert tie.driver_silence_s == 0.0
+        client = client_of(on_welcome=welcomes.append)
+        client.connect(TIMEOUT_S)
+        assert client.driver_silence_s == 0.0
         os.kill(boss.pid, signal.SIGSTOP)
-        eventually(lambda: tie.driver_silence_s > 1.0)  # beyond the time after which it calls anew
-        tie.say("ask", number=1)
+        eventually(lambda: client.driver_silence_s > 1.0)  # beyond the time after which it calls anew
+        client.send("ask", number=1)
         os.kill(boss.pid, signal.SIGCONT)
-        eventually(lambda: len(welcomes) > 1 and tie.driver_silence_s == 0.0)
-        assert tie.wait(0, after=0, position=0, timeout_s=TIMEOUT_S).number == 1
+        eventually(lambda: len(welcomes) > 1 and client.driver_silence_s == 0.0)
+        assert client.wait(0, after=0, position=0, timeout_s=TIMEOUT_S).number == 1
     finally:
         boss.kill()
         boss.wait()
-    eventually(lambda: tie.driver_silence_s > 0.1)
+    eventually(lambda: client.driver_silence_s > 0.1)
 
 
 FROZEN_WORKER = """
 import pathlib, sys
-from shoal.fleet.driver_address import read_contact
-from shoal.fleet.control_client import Tie
+from shoal.fleet.driver_address import read_driver_address
+from shoal.fleet.control_client import ControlClient
 
-tie = Tie(lambda: read_contact(pathlib.Path(sys.argv[1])), lambda: {"seat": 9}, beat=lambda: {"n": 1})
-tie.connect(30)
-print(tie.wait(9, after=0, position=6).stop, tie.alone_s)
-tie.close()
+path = pathlib.Path(sys.argv[1])
+client = ControlClient(lambda: read_driver_address(path), lambda: {"seat": 9}, heartbeat=lambda: {"n": 1})
+client.connect(30)
+print(client.wait(9, after=0, position=6).stop, client.driver_silence_s)
+client.close()
 """
 
 
@@ -212,24 +212,24 @@ def test_a_worker_that_was_frozen_comes_back_by_itself(driver_address):
         try:
             (first,) = boss.wait_for("standing")
             os.kill(worker.pid, signal.SIGSTOP)
-            eventually(lambda: boss.control.silence_s(first.caller) > 0.5)
-            boss.control.drop(first.caller)
+            eventually(lambda: boss.control.silence_s(first.connection) > 0.5)
+            boss.control.drop(first.connection)
             os.kill(worker.pid, signal.SIGCONT)
             _, again = boss.wait_for("standing", 2)
-            assert again.caller != first.caller
+            assert again.connection != first.connection
             assert again.fields == first.fields
             boss.publish(View(number=1, stop="home"))
             assert worker.communicate(timeout=TIMEOUT_S)[0] == "home 0.0\n"
-            assert [said.caller for said in boss.wait_for("lost")] == [again.caller]
+            assert [said.connection for said in boss.wait_for("lost")] == [again.connection]
         finally:
             worker.kill()
             worker.wait()
 
 
-def test_it_beats_while_the_main_thread_computes(driver_address, tie_to):
+def test_it_beats_while_the_main_thread_computes(driver_address, client_of):
     with fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
-        tie_to().connect(TIMEOUT_S)
+        client_of().connect(TIMEOUT_S)
         before = len(boss.wait_for("beat"))
         for _ in range(100):
             hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)
@@ -251,12 +251,12 @@ def test_what_callbacks_raise_ends_nothing_and_is_printed_once(driver_address, c
         return {"seat": 0}
 
     with fake_driver(TOKEN) as boss:
-        tie = ControlClient(lambda: boss.contact, hello, heartbeat=fail, on_view=fail, on_welcome=fail)
-        with contextlib.closing(tie):
-            tie.connect(TIMEOUT_S)
+        client = ControlClient(lambda: boss.contact, hello, heartbeat=fail, on_view=fail, on_welcome=fail)
+        with contextlib.closing(client):
+            client.connect(TIMEOUT_S)
             assert all(said.fields == {} for said in boss.wait_for("beat", 3))
             boss.publish(View(number=1, stop="x"))
-            assert tie.wait(0, after=0, position=0, timeout_s=TIMEOUT_S).number == 1
+            assert client.wait(0, after=0, position=0, timeout_s=TIMEOUT_S).number == 1
             boss.wait_for("beat", 6)
     errors = capfd.readouterr().err
     assert errors.count("KeyError: 'oh dear'") == 1
@@ -264,16 +264,16 @@ def test_what_callbacks_raise_ends_nothing_and_is_printed_once(driver_address, c
     assert TOKEN not in errors
 
 
-def test_a_beat_tells_what_it_is_given_and_views_are_called_out(driver_address, tie_to):
+def test_a_beat_tells_what_it_is_given_and_views_are_called_out(driver_address, client_of):
     views, steps = [], iter(range(1000_000))
     with fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
-        tie = tie_to(beat=lambda: {"step": next(steps)}, on_view=views.append)
-        tie.connect(TIMEOUT_S)
+        client = client_of(beat=lambda: {"step": next(steps)}, on_view=views.append)
+        client.connect(TIMEOUT_S)
         assert [said.fields["step"] for said in boss.wait_for("beat", 4)] == [0, 1, 2, 3]
         for number in (2, 1, 2, 3):
             boss.publish(View(number=number, carries={0: [0]}))
-        eventually(lambda: tie.newer(2))
+        eventually(lambda: client.newer(2))
         eventually(lambda: len(views) == 2)
     assert [view.number for view in views] == [2, 3]
 
@@ -285,107 +285,107 @@ def table(number):
     )  # fmt: skip
 
 
-def test_the_newest_table_is_kept_and_waited_for(driver_address, tie_to):
+def test_the_newest_table_is_kept_and_waited_for(driver_address, client_of):
     tables = []
     with fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
-        tie = tie_to(on_table=tables.append)
-        tie.connect(TIMEOUT_S)
+        client = client_of(on_chunk_table=tables.append)
+        client.connect(TIMEOUT_S)
         boss.wait_for("here")
-        assert tie.table is None
-        assert tie.wait_chunk_table(0, 0.01) is None
-        with in_thread(lambda: tie.wait_chunk_table(4, TIMEOUT_S)) as found:
+        assert client.chunk_table is None
+        assert client.wait_chunk_table(0, 0.01) is None
+        with in_thread(lambda: client.wait_chunk_table(4, TIMEOUT_S)) as found:
             for number in (3, 2, 3, 5):
                 boss.control.publish_chunk_table(table(number), boss.callers)
         assert found == [table(5)]
-        assert tie.table == table(5)
-        assert tie.wait_chunk_table(4, 0) == table(5)
-        assert tie.wait_chunk_table(5, 0) is None
+        assert client.chunk_table == table(5)
+        assert client.wait_chunk_table(4, 0) == table(5)
+        assert client.wait_chunk_table(5, 0) is None
         eventually(lambda: len(tables) == 2)
     assert [one.number for one in tables] == [3, 5]
 
 
-def test_a_table_that_is_none_costs_the_driver_its_caller(driver_address, tie_to):
+def test_a_table_that_is_none_costs_the_driver_its_caller(driver_address, client_of):
     with fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
-        tie = tie_to()
-        tie.connect(TIMEOUT_S)
+        client = client_of()
+        client.connect(TIMEOUT_S)
         (here,) = boss.wait_for("here")
-        boss.control.send(here.caller, "table", table={"number": 1, "cuts": [0, 5], "chains": []})
+        boss.control.send(here.connection, "table", table={"number": 1, "cuts": [0, 5], "chains": []})
         boss.wait_for("here", 2)
         boss.control.publish_chunk_table(table(1), boss.callers[1:])
-        assert tie.wait_chunk_table(0, TIMEOUT_S).number == 1
+        assert client.wait_chunk_table(0, TIMEOUT_S).number == 1
 
 
-def test_close_ends_a_wait_for_a_table(tie_to):
-    tie = tie_to()
-    with in_thread(lambda: tie.wait_chunk_table(0)) as found:
-        tie.close()
+def test_close_ends_a_wait_for_a_table(client_of):
+    client = client_of()
+    with in_thread(lambda: client.wait_chunk_table(0)) as found:
+        client.close()
     assert found == [None]
 
 
-def test_a_driver_that_talks_nonsense_is_left(driver_address, tie_to):
+def test_a_driver_that_talks_nonsense_is_left(driver_address, client_of):
     with fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
-        tie = tie_to()
-        tie.connect(TIMEOUT_S)
+        client = client_of()
+        client.connect(TIMEOUT_S)
         (here,) = boss.wait_for("here")
-        boss.control.send(here.caller, "view", view={"number": -1})
+        boss.control.send(here.connection, "view", view={"number": -1})
         boss.wait_for("here", 2)
         boss.control.send(boss.callers[1], "unheard of", text="is passed over")
         boss.publish(View(number=1, stop="x"))
-        assert tie.wait(0, after=0, position=0, timeout_s=TIMEOUT_S).number == 1
+        assert client.wait(0, after=0, position=0, timeout_s=TIMEOUT_S).number == 1
         assert len(boss.callers) == 2
 
 
-def test_what_is_said_without_a_driver_waits_and_the_oldest_goes_first(driver_address, tie_to, monkeypatch):
-    monkeypatch.setattr(tie_module, "MOST_UNSENT_BYTES", 50_000)
-    tie = tie_to()
+def test_what_is_said_without_a_driver_waits_and_the_oldest_goes_first(driver_address, client_of, monkeypatch):
+    monkeypatch.setattr(control_client, "MAX_UNSENT_BYTES", 50_000)
+    client = client_of()
     for number in range(100):
-        tie.say("event", number=number, text="a" * 1000)
-    assert 50 <= tie.dropped_messages <= 60
+        client.send("event", number=number, text="a" * 1000)
+    assert 50 <= client.dropped_messages <= 60
     with fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
-        tie.connect(TIMEOUT_S)
-        kept = [said.fields["number"] for said in boss.wait_for("event", 100 - tie.dropped_messages)]
-    assert kept == list(range(tie.dropped_messages, 100))
+        client.connect(TIMEOUT_S)
+        kept = [said.fields["number"] for said in boss.wait_for("event", 100 - client.dropped_messages)]
+    assert kept == list(range(client.dropped_messages, 100))
 
 
-def test_a_row_that_is_too_long_is_the_speakers_fault(tie_to):
+def test_a_row_that_is_too_long_is_the_speakers_fault(client_of):
     with pytest.raises(ValueError, match="'event'"):
-        tie_to().say("event", text="a" * 2_000_000)
+        client_of().send("event", text="a" * 2_000_000)
 
 
-def test_the_last_words_arrive(driver_address, tie_to):
+def test_the_last_words_arrive(driver_address, client_of):
     with fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
-        tie = tie_to()
-        tie.connect(TIMEOUT_S)
+        client = client_of()
+        client.connect(TIMEOUT_S)
         for number in range(200):
-            tie.say("event", number=number, text="a" * 10_000)
-        tie.close()
+            client.send("event", number=number, text="a" * 10_000)
+        client.close()
         boss.wait_for("lost")
         assert [said.fields["number"] for said in boss.wait_for("event", 200)] == list(range(200))
 
 
-def test_close_ends_a_wait_and_is_harmless_without_connect(tie_to):
-    tie = tie_to()
-    with in_thread(lambda: tie.wait(0, after=0, position=0)) as found:
-        eventually(lambda: tie._stop_report is not None)
-        tie.close()
+def test_close_ends_a_wait_and_is_harmless_without_connect(client_of):
+    client = client_of()
+    with in_thread(lambda: client.wait(0, after=0, position=0)) as found:
+        eventually(lambda: client._stop_report is not None)
+        client.close()
     assert found == [None]
-    tie.close()
-    tie.say("nobody hears this")
+    client.close()
+    client.send("nobody hears this")
 
 
-def test_a_hundred_drivers_leave_nothing_open(driver_address, tie_to):
+def test_a_hundred_drivers_leave_nothing_open(driver_address, client_of):
     def open_files():
         return len(os.listdir("/proc/self/fd"))
 
     with fake_driver(TOKEN) as boss:
         write_driver_address(driver_address, boss.contact)
-        tie = tie_to()
-        tie.connect(TIMEOUT_S)
+        client = client_of()
+        client.connect(TIMEOUT_S)
         boss.wait_for("beat")
         before, threads = open_files(), threading.active_count()
         for number in range(2, 102):
@@ -393,4 +393,4 @@ def test_a_hundred_drivers_leave_nothing_open(driver_address, tie_to):
             boss.wait_for("here", number)
         boss.wait_for("beat", len([said for said in boss.received if said.kind == "beat"]) + 1)
         eventually(lambda: open_files() <= before and threading.active_count() <= threads)
-        assert json.dumps(tie.connect(TIMEOUT_S))
+        assert json.dumps(client.connect(TIMEOUT_S))

@@ -14,8 +14,7 @@ import threading
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.fleet import connection_thread
-from shoal.fleet import control_server as control_module
+from shoal.fleet import connection_thread, control_server
 from shoal.fleet.control_server import ControlServer
 from shoal.net.handshake import LinkError, new_token
 from shoal.net.listener import connect_host
@@ -62,14 +61,14 @@ def connect_client(control):
     """A caller that the driver has seen."""
     with contextlib.ExitStack() as stack:
 
-        def meet(**hello):
+        def connect(**hello):
             caller = stack.enter_context(contextlib.closing(FakeClient(control, **hello)))
             (said,) = receive_until(control, "here")
             assert said.fields == hello
-            caller.number = said.caller
+            caller.number = said.connection
             return caller
 
-        yield meet
+        yield connect
 
 
 def receive_until(control, kind, count=1):
@@ -77,35 +76,35 @@ def receive_until(control, kind, count=1):
     found = []
     while sum(said.kind == kind for said in found) < count:
         assert select.select([control], [], [], TIMEOUT_S)[0], f"no '{kind}' after {found}"
-        found += control.take()
+        found += control.receive()
     return found
 
 
 def kinds(said):
-    return [(one.caller, one.kind) for one in said]
+    return [(one.connection, one.kind) for one in said]
 
 
-def test_a_caller_is_here_then_speaks_then_is_lost(control, meet):
-    one, two = meet(seat=1), meet(seat=2)
+def test_a_caller_is_here_then_speaks_then_is_lost(control, connect_client):
+    one, two = connect_client(seat=1), connect_client(seat=2)
     assert one.number != two.number
     one.say("standing", view=3, position=14)
     (said,) = receive_until(control, "standing")
-    assert (said.caller, said.fields) == (one.number, {"view": 3, "position": 14})
+    assert (said.connection, said.fields) == (one.number, {"view": 3, "position": 14})
     one.say("last")
     one.close()
     assert kinds(receive_until(control, "lost")) == [(one.number, "last"), (one.number, "lost")]
-    assert meet(seat=1).number not in (one.number, two.number)
+    assert connect_client(seat=1).number not in (one.number, two.number)
 
 
 def test_nothing_to_take_is_nothing(control):
-    assert control.take() == []
+    assert control.receive() == []
     assert not select.select([control], [], [], 0)[0]
 
 
-def test_rows_and_views_go_down_in_order_to_those_they_are_for(control, meet):
-    one, two = meet(), meet()
+def test_rows_and_views_go_down_in_order_to_those_they_are_for(control, connect_client):
+    one, two = connect_client(), connect_client()
     control.send(one.number, "welcome", name="one")
-    control.publish(View(number=7, carries={0: [0, 1], 3: [2]}), [one.number, two.number])
+    control.publish_view(View(number=7, carries={0: [0, 1], 3: [2]}), [one.number, two.number])
     control.send(two.number, "bye")
     control.send(999, "nobody")
     assert [one.next("welcome")["name"], View.model_validate(one.next("view")["view"]).carries] == [
@@ -117,38 +116,40 @@ def test_rows_and_views_go_down_in_order_to_those_they_are_for(control, meet):
 
 
 def test_a_busy_driver_is_heard_although_it_does_not_take(control, monkeypatch):
-    monkeypatch.setattr(connection_thread, "PING_S", 0.02)
+    monkeypatch.setattr(connection_thread, "PING_INTERVAL_S", 0.02)
     with contextlib.closing(FakeClient(control)) as caller:
         assert [caller.next("ping")["kind"] for _ in range(5)] == ["ping"] * 5
     assert kinds(receive_until(control, "lost")) == [(1, "here"), (1, "lost")]
 
 
-def test_a_killed_worker_is_lost_exactly_once(control, meet, tmp_path):
+def test_a_killed_worker_is_lost_exactly_once(control, connect_client, tmp_path):
     program = (
-        "import sys, json\nfrom shoal.fleet.driver_address import Contact\nfrom shoal.fleet.control_client import Tie\n"
+        "import sys, json\nfrom shoal.fleet.driver_address import DriverAddress\n"
+        "from shoal.fleet.control_client import ControlClient\n"
         "host, port, token = json.loads(sys.stdin.readline())\n"
-        "tie = Tie(lambda: Contact(host, port, token), lambda: {'seat': 5}, beat=dict)\ntie.connect(30)\n"
-        "tie.wait(5, after=0, position=0)\n"
+        "client = ControlClient(lambda: DriverAddress(host, port, token), lambda: {'seat': 5}, heartbeat=dict)\n"
+        "client.connect(30)\n"
+        "client.wait(5, after=0, position=0)\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True)
     worker.stdin.write(json.dumps([control.host, control.port, TOKEN]) + "\n")
     worker.stdin.flush()
     (said,) = receive_until(control, "here")
-    control.send(said.caller, "welcome")
+    control.send(said.connection, "welcome")
     receive_until(control, "standing")
     receive_until(control, "beat", 2)
     os.kill(worker.pid, signal.SIGKILL)
     worker.communicate()
     heard = receive_until(control, "lost")
-    meet(seat=6)
-    heard += control.take()
-    assert kinds(heard).count((said.caller, "lost")) == 1
-    assert kinds(heard)[-1] == (said.caller, "lost")
-    assert control.heard_s(said.caller) == math.inf
+    connect_client(seat=6)
+    heard += control.receive()
+    assert kinds(heard).count((said.connection, "lost")) == 1
+    assert kinds(heard)[-1] == (said.connection, "lost")
+    assert control.silence_s(said.connection) == math.inf
 
 
-def test_strangers_are_refused_and_others_are_not_disturbed(control, meet):
-    friend = meet()
+def test_strangers_are_refused_and_others_are_not_disturbed(control, connect_client):
+    friend = connect_client()
     with socket.create_connection((control.host, control.port)) as half_open:
         half_open.send(b"SHOAL")
         with socket.create_connection((control.host, control.port)) as noise:
@@ -159,19 +160,19 @@ def test_strangers_are_refused_and_others_are_not_disturbed(control, meet):
             connect_host(control.host, control.port, new_token(), b"{}")
         friend.say("hello")
         assert kinds(receive_until(control, "hello")) == [(friend.number, "hello")]
-    while control.refused < 3:  # the door sees the closed end by itself
+    while control.refused < 3:  # the listener sees the closed end by itself
         friend.say("again")
         assert kinds(receive_until(control, "again")) == [(friend.number, "again")]
     assert control.refused == 3
 
 
 @pytest.mark.parametrize("hello", [b"", b"noise", b"[]", b"7", b"\xff\x00"])
-def test_a_hello_that_is_no_object_is_refused(control, meet, hello):
+def test_a_hello_that_is_no_object_is_refused(control, connect_client, hello):
     with connect_host(control.host, control.port, TOKEN, hello) as caller:
         caller.settimeout(TIMEOUT_S)
         assert caller.recv(1) == b""
     assert control.refused == 1
-    meet(seat=1)
+    connect_client(seat=1)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +191,8 @@ def test_a_hello_that_is_no_object_is_refused(control, meet, hello):
     ],
     ids=["empty", "noise", "list", "no-kind", "here", "lost", "not-utf8", "deep", "endless", "long"],
 )
-def test_a_caller_that_breaks_the_language_is_lost_and_others_are_not_disturbed(control, meet, garbage):
-    friend, foe = meet(), meet()
+def test_a_caller_that_breaks_the_language_is_lost_and_others_are_not_disturbed(control, connect_client, garbage):
+    friend, foe = connect_client(), connect_client()
     foe.say("good")
     with contextlib.suppress(OSError):  # it may be hung up on before it is done
         foe.sock.sendall(garbage)
@@ -202,20 +203,20 @@ def test_a_caller_that_breaks_the_language_is_lost_and_others_are_not_disturbed(
     assert kinds(receive_until(control, "undisturbed")) == [(friend.number, "undisturbed")]
 
 
-def test_who_never_reads_blocks_nobody_and_is_lost(control, meet):
-    friend, deaf = meet(), meet()
+def test_who_never_reads_blocks_nobody_and_is_lost(control, connect_client):
+    friend, deaf = connect_client(), connect_client()
     text = "a" * 500_000
     for _ in range(40):
         control.send(deaf.number, "more", text=text)
     control.send(friend.number, "less")
     assert friend.next("less") == {"kind": "less"}
     (said,) = receive_until(control, "lost")
-    assert (said.caller, said.fields["why"]) == (deaf.number, "it does not read")
+    assert (said.connection, said.fields["why"]) == (deaf.number, "it does not read")
     assert control.refused == 0
 
 
-def test_who_reads_late_gets_all_of_it(control, meet):
-    slow = meet()
+def test_who_reads_late_gets_all_of_it(control, connect_client):
+    slow = connect_client()
     for number in range(10):
         control.send(slow.number, "more", number=number, text="a" * 500_000)
     assert [slow.next("more")["number"] for _ in range(10)] == list(range(10))
@@ -223,8 +224,8 @@ def test_who_reads_late_gets_all_of_it(control, meet):
     assert kinds(receive_until(control, "thanks")) == [(slow.number, "thanks")]
 
 
-def test_a_dropped_caller_is_closed_and_not_told_of_again(control, meet):
-    dropped, friend = meet(), meet()
+def test_a_dropped_caller_is_closed_and_not_told_of_again(control, connect_client):
+    dropped, friend = connect_client(), connect_client()
     dropped.say("too late")
     control.drop(dropped.number)
     assert all(row["kind"] == "ping" for row in dropped.rows())
@@ -232,24 +233,24 @@ def test_a_dropped_caller_is_closed_and_not_told_of_again(control, meet):
     assert kinds(receive_until(control, "on time")) == [(friend.number, "on time")]
     control.drop(dropped.number)
     control.send(dropped.number, "nothing")
-    assert control.heard_s(dropped.number) == math.inf
+    assert control.silence_s(dropped.number) == math.inf
 
 
-def test_silence_is_counted_for_each_caller(control, meet, monkeypatch):
-    silent, lively = meet(), meet()
-    while control.heard_s(silent.number) < 0.2:
+def test_silence_is_counted_for_each_caller(control, connect_client, monkeypatch):
+    silent, lively = connect_client(), connect_client()
+    while control.silence_s(silent.number) < 0.2:
         lively.say("beat")
         receive_until(control, "beat")
-    assert control.heard_s(lively.number) < control.heard_s(silent.number)
+    assert control.silence_s(lively.number) < control.silence_s(silent.number)
     silent.say("beat")
     receive_until(control, "beat")
-    assert control.heard_s(silent.number) < 0.2
-    assert control.heard_s(12345) == math.inf
+    assert control.silence_s(silent.number) < 0.2
+    assert control.silence_s(12345) == math.inf
 
 
-def test_a_driver_that_does_not_take_holds_its_callers_up_and_loses_nothing(control, meet, monkeypatch):
-    monkeypatch.setattr(control_module, "MOST_UNTAKEN_BYTES", 1 << 20)
-    flood, friend = meet(), meet()
+def test_a_driver_that_does_not_take_holds_its_callers_up_and_loses_nothing(control, connect_client, monkeypatch):
+    monkeypatch.setattr(control_server, "MAX_INBOX_BYTES", 1 << 20)
+    flood, friend = connect_client(), connect_client()
     rows = 300
 
     def speak():
@@ -260,19 +261,19 @@ def test_a_driver_that_does_not_take_holds_its_callers_up_and_loses_nothing(cont
     speaking.start()
     while not control._inbox_full():
         select.select([control], [], [], TIMEOUT_S)
-    held = len(control._came)
+    held = len(control._inbox)
     for _ in range(200):  # as many times could it have read 64 KiB
         control.send(friend.number, "still sent")
         assert friend.next("still sent")
-    assert len(control._came) <= held + 2
-    assert control.heard_s(friend.number) < 1
+    assert len(control._inbox) <= held + 2
+    assert control.silence_s(friend.number) < 1
     heard = receive_until(control, "flood", rows)
     assert [said.fields["number"] for said in heard] == list(range(rows))
     speaking.join()
 
 
-def test_a_taken_port_is_left_alone_and_the_old_one_is_had_again(meet, control):
-    meet()
+def test_a_taken_port_is_left_alone_and_the_old_one_is_had_again(connect_client, control):
+    connect_client()
     with contextlib.closing(ControlServer(TOKEN, port=control.port)) as other:
         assert other.port != control.port
         with contextlib.closing(FakeClient(other)):
@@ -308,12 +309,12 @@ def test_where_nobody_can_listen_is_an_error_with_a_fix(listen, port):
     assert listen in str(failure.value)
 
 
-def test_what_was_sent_arrives_although_the_driver_leaves_at_once(meet, control):
-    caller = meet()
+def test_what_was_sent_arrives_although_the_driver_leaves_at_once(connect_client, control):
+    caller = connect_client()
     for number in range(8):
         caller.say("unread")
         control.send(caller.number, "more", number=number, text="a" * 500_000)
-    control.publish(View(number=1, stop="done"), [caller.number])
+    control.publish_view(View(number=1, stop="done"), [caller.number])
     got = []
     reading = threading.Thread(target=lambda: got.extend(caller.rows()) or caller.close())
     reading.start()
@@ -340,8 +341,8 @@ def test_close_leaves_no_thread_and_no_open_file():
     assert count() == before
 
 
-def test_the_token_is_shown_nowhere(control, meet, capfd):
-    caller = meet(seat=1)
+def test_the_token_is_shown_nowhere(control, connect_client, capfd):
+    caller = connect_client(seat=1)
     caller.say("word")
     said = receive_until(control, "word")
     with contextlib.suppress(LinkError):

@@ -17,18 +17,20 @@ from tests.fleet.fake_driver import TIMEOUT_S, FakeDriver
 
 WORKER = """
 import json, sys
-from shoal.fleet.driver_address import Contact
-from shoal.fleet.control_client import Tie
+from shoal.fleet.driver_address import DriverAddress
+from shoal.fleet.control_client import ControlClient
 
-contact = Contact(*json.loads(sys.stdin.readline()))
+contact = DriverAddress(*json.loads(sys.stdin.readline()))
 marks = []
-tie = Tie(lambda: contact, lambda: {"seat": 0}, beat=dict, on_welcome=lambda fields: tie.say("mark"))
-tie.connect(30)
+client = ControlClient(
+    lambda: contact, lambda: {"seat": 0}, heartbeat=dict, on_welcome=lambda fields: client.send("mark")
+)
+client.connect(30)
 for line in sys.stdin:
     name, arguments = json.loads(line)
-    result = getattr(tie, name)(*arguments.pop("", []), **arguments)
+    result = getattr(client, name)(*arguments.pop("", []), **arguments)
     print(json.dumps(result.model_dump(mode="json") if hasattr(result, "model_dump") else result), flush=True)
-tie.close()
+client.close()
 """
 
 
@@ -50,11 +52,11 @@ class OverSockets:
 
     def open_worker(self):
         def mark(fields):
-            tie.send("mark")
+            client.send("mark")
 
-        tie = ControlClient(lambda: self.driver.contact, lambda: {"seat": 0}, heartbeat=dict, on_welcome=mark)
-        tie.connect(TIMEOUT_S)
-        return tie
+        client = ControlClient(lambda: self.driver.contact, lambda: {"seat": 0}, heartbeat=dict, on_welcome=mark)
+        client.connect(TIMEOUT_S)
+        return client
 
     def publish(self, view):
         marks = len(self.driver.wait_for("mark", self.marks))

@@ -8,21 +8,21 @@ PATIENCE_S = 150
 
 
 class BackgroundRun:
-    """`outcome` is a future; `picture` and `paths` are there once something happened."""
+    """`outcome` is a future; `run_state` and `paths` are there once something happened."""
 
     def __init__(self):
         self.paths = self.state = self.outcome = None
         self.events = []
         self._changed = threading.Condition()
 
-    def on_event(self, paths, event, picture):
+    def on_event(self, paths, event, run_state):
         with self._changed:
-            self.paths, self.state = paths, picture
+            self.paths, self.state = paths, run_state
             self.events.append(event)
             self._changed.notify_all()
 
     def wait_until(self, predicate):
-        """Waits until it holds for the picture."""
+        """Waits until it holds for the run_state."""
         with self._changed:
             seen = self._changed.wait_for(
                 lambda: self.outcome.done() or (self.state is not None and predicate(self.state)), PATIENCE_S
@@ -31,7 +31,7 @@ class BackgroundRun:
             assert predicate(self.state), self.outcome.result()
 
     def wait_for_workers(self, count):
-        self.wait_until(lambda picture: len(picture.training) == count)
+        self.wait_until(lambda run_state: len(run_state.training_workers) == count)
 
     @property
     def address(self):

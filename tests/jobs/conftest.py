@@ -23,6 +23,6 @@ def copied_job_dir(job_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def second_fork_server(cache):
-    """A fork_server belongs to one thread; the run's driver has the other."""
+    """A fork server belongs to one thread; the run's driver has the other."""
     with make_fork_server(1, modules=["torchmetrics", "sklearn.datasets", "sklearn.model_selection"]) as made:
         yield made

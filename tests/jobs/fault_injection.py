@@ -52,7 +52,7 @@ def time_limit(seconds):
 
 def fault_script(job_dir, *lines):
     """For `watch:`."""
-    return [{"name": "faults.py:Script", "args": {"lines": list(lines), "marks": str(job_dir)}}]
+    return [{"name": "faults.py:FaultScript", "args": {"lines": list(lines), "marks": str(job_dir)}}]
 
 
 def fired_faults(job_dir):
@@ -72,7 +72,7 @@ def assert_nothing_left(outcome):
 
 
 def processes_of(root):
-    """Forked workers keep their nursery's command line; their output tells which run they belong to."""
+    """Forked workers keep their fork server's command line; their output tells which run they belong to."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():

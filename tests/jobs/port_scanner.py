@@ -39,10 +39,10 @@ class PortScanner:
         self._stopped = threading.Event()
         self._thread = None
 
-    def on_event(self, paths, event, picture):
+    def on_event(self, paths, event, run_state):
         if event.kind == "step" and self._thread is None:
-            token = read_driver_address(paths.control).token
-            self._thread = threading.Thread(target=self._scan, args=(token, picture.training), daemon=True)
+            token = read_driver_address(paths.driver_address).token
+            self._thread = threading.Thread(target=self._scan, args=(token, run_state.training_workers), daemon=True)
             self._thread.start()
 
     def stop(self):

@@ -1,4 +1,4 @@
-"""Workers that come from copied_job_dir: another process, another directory, the same bits."""
+"""Workers that come from elsewhere: another process, another directory, the same bits."""
 
 import os
 import signal
@@ -20,14 +20,14 @@ LONG = {"steps": 600, "evaluate": {"every_steps": 200}}
 ENDLESS = {"steps": 10**6, "evaluate": {"every_steps": 10**6}}
 
 
-def joined(picture):
-    return any(w.name == "worker-1" and w.state == "training" for w in picture.workers.values())
+def joined(run_state):
+    return any(w.name == "worker-1" and w.state == "training" for w in run_state.workers.values())
 
 
 def test_a_process_joins_and_leaves_and_nothing_changes(run, job_dir, copied_job_dir):
     """In a process of its own, as a user starts it; SIGTERM is a planned leave."""
     ready = job_dir / "ready"
-    watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.2, "until": str(ready)}}]
+    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
     with background_run(run, MLP, watch=watch, **LONG) as it:
         it.wait_for_workers(1)
         command = [sys.executable, "-c", "from shoal.cli import main; main()", "join", it.address, "--dir", "."]
@@ -54,7 +54,7 @@ def test_a_process_joins_and_leaves_and_nothing_changes(run, job_dir, copied_job
 @pytest.mark.long
 def test_two_workers_stay_until_the_run_is_finished(run, job_dir, copied_job_dir, second_fork_server):
     ready = job_dir / "ready"
-    watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.2, "until": str(ready)}}]
+    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
     said = []
 
     def show(text):
@@ -90,7 +90,7 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
         code = joining.join(
             it.address, commands.read_token(it.paths), base_dir=empty, show=said.append, fork_server=second_fork_server
         )
-        it.wait_until(lambda picture: any("SH201" in note or "models.py" in note for note in picture.notes))
+        it.wait_until(lambda run_state: any("SH201" in note or "models.py" in note for note in run_state.notes))
         assert commands.stop(it.paths).status == "stopped"
     assert code == 2
     assert "SH201" in "\n".join(said)

@@ -45,7 +45,7 @@ def test_a_kill_after_the_last_step_changes_nothing(run, job_dir):
     data = MLP["data"] | {"split": {"kind": "holdout", "validation": 0.2, "test": 0.1}}
     job = MLP | {"schedule": plateau, "data": data, "checkpoint": {"every": "1 steps"}}
     undisturbed = run(job).receipt
-    kill = {"name": "faults.py:KillOnce", "args": {"part": "test", "step": 60, "marks": str(job_dir)}}
+    kill = {"name": "faults.py:KillAtEvaluation", "args": {"part": "test", "step": 60, "marks": str(job_dir)}}
     receipt = run(job, watch=[kill]).receipt
     assert receipt.deaths_survived == 1
     assert receipt.state_sha256 == undisturbed.state_sha256
@@ -53,7 +53,7 @@ def test_a_kill_after_the_last_step_changes_nothing(run, job_dir):
 
 
 def test_buffers_that_the_state_dict_leaves_out_survive(run, job_dir):
-    drifts = {"name": "models.py:Drifts"}
+    drifts = {"name": "models.py:NonPersistentBuffer"}
     undisturbed = run(MLP, model=drifts).receipt
     kill = {"name": "faults.py:KillAt", "args": {"steps": [30], "marks": str(job_dir)}}
     again = run(MLP, model=drifts, watch=[kill], checkpoint={"every": "1 steps"}).receipt
@@ -63,7 +63,7 @@ def test_buffers_that_the_state_dict_leaves_out_survive(run, job_dir):
 @pytest.mark.parametrize("every", [1, 7])
 def test_draws_from_pythons_and_numpys_generators_are_the_lanes_own(run, job_dir, every):
     """Also when the first draw comes late: the worker finds out, and does that lane again."""
-    dice = {"model": {"name": "models.py:Dice", "args": {"every": every}}}
+    dice = {"model": {"name": "models.py:UnseededRandomness", "args": {"every": every}}}
     undisturbed = run(MLP, **dice).receipt
     kill = {"name": "faults.py:KillAt", "args": {"steps": [7, 23, 24, 51], "marks": str(job_dir)}}
     again = run(
@@ -74,7 +74,7 @@ def test_draws_from_pythons_and_numpys_generators_are_the_lanes_own(run, job_dir
 
 def test_a_task_that_remembers(run, job_dir):
     job = {k: v for k, v in MLP.items() if k not in ("model", "loss", "metrics")} | {
-        "task": "models.py:Counting",
+        "task": "models.py:StatefulTask",
         "lanes": 1,
     }
     undisturbed = run(job).receipt
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(run, resume, job_dir):
     newest = max((broken.paths.checkpoints / "manifests").glob("*.json"))
     newest.write_bytes(newest.read_bytes()[:-200])
     told = []
-    again = resume(broken.paths, look=lambda paths, event, picture: told.append(event))
+    again = resume(broken.paths, look=lambda paths, event, run_state: told.append(event))
     assert [e.step for e in told if e.kind == "checkpoint_invalid"] == [int(newest.stem)]
     assert [e.kind for e in told].count("run_started") == 1, "what the first driver showed is not shown again"
     assert again.receipt.weights_sha256 == undisturbed.weights_sha256
@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(run, resume, job_dir):
 
 def test_a_full_disk_stops_no_training(run, job_dir):
     """Files may not grow beyond 40 kB in the worker: weights fit, the optimizer's state does not."""
-    full = {"name": "faults.py:SmallDisk", "args": {"most_bytes": 40_000}}
+    full = {"name": "faults.py:FileSizeLimit", "args": {"most_bytes": 40_000}}
     wide = {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "hidden": 300}}
     undisturbed = run(MLP, model=wide).receipt
     outcome = run(MLP, model=wide, watch=[full], checkpoint={"every": "10 steps", "keep_best": 0})

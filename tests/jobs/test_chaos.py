@@ -22,7 +22,7 @@ __all__ = ["command"]
 LASTING = MLP | {
     "steps": 250,
     "evaluate": {"every_steps": 100},
-    "watch": [{"name": "pace.py:Dawdle", "args": {"seconds": 0.005}}],
+    "watch": [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.005}}],
 }
 FAULTS = """
     kill worker 1 at step 5
@@ -40,7 +40,7 @@ def ignore(*_):
 def test_a_bad_day_changes_nothing(job_dir, fork_server):
     told = []
 
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if event.who == "chaos":
             told.append(event["text"])
 
@@ -96,23 +96,23 @@ def test_more_workers_than_lanes_are_refused(job_dir, fork_server):
 
 
 def test_servers_are_killed_only_while_all_that_are_wanted_serve(tmp_path):
-    picture, step = RunState(wanted_servers=2), Event("step", who="worker-0")
+    run_state, step = RunState(wanted_servers=2), Event("step", who="worker-0")
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(subprocess.Popen(["sleep", "100"])) for _ in range(3)]
         for process in processes:
             stack.callback(process.kill)
         servers = [ServerSummary(f"server-{n}", pid=p.pid, state="serving") for n, p in enumerate(processes)]
-        picture.servers = {server.name: server for server in servers[:2]}
+        run_state.servers = {server.name: server for server in servers[:2]}
         happening = stack.enter_context(
             contextlib.closing(FaultInjector(parse_faults("kill server 1 at step 0\n" * 2), 1, ignore))
         )
         for _ in range(3):
-            happening.on_event(tmp_path, step, picture)
+            happening.on_event(tmp_path, step, run_state)
         assert processes[1].wait() == -signal.SIGKILL
         assert happening.injected == 1, "one must be left, and the other one is not replaced yet"
         servers[1].state = "dead"
-        picture.servers["server-2"] = servers[2]
-        happening.on_event(tmp_path, step, picture)
+        run_state.servers["server-2"] = servers[2]
+        happening.on_event(tmp_path, step, run_state)
         assert happening.injected == 2
         assert processes[2].wait() == -signal.SIGKILL
         assert processes[0].poll() is None

@@ -115,8 +115,8 @@ def test_other_data_can_be_evaluated(job_dir):
     [
         ({"epoch": 3}, "SH103 job.yaml:", 2),
         ({"evaluate": {}, "data": {"source": {"kind": "csv", "path": "nowhere.csv"}}}, "SH301", 3),
-        ({"model": {"name": "models.py:Broken"}}, "SH401", 4),
-        *long_only(({"model": {"name": "models.py:Sinks"}}, "SH403", 4)),
+        ({"model": {"name": "models.py:WrongInputWidth"}}, "SH401", 4),
+        *long_only(({"model": {"name": "models.py:NanOutput"}}, "SH403", 4)),
     ],
 )
 def test_mistakes_have_exit_codes_and_no_traceback(job_dir, changes, words, code):

@@ -77,7 +77,7 @@ def test_a_loss_with_a_divisor_of_its_own(run):
 def test_residuals_follow_lanes_that_move(name, run, job_dir):
     changes = {"steps": 300, "evaluate": {"every_steps": 150}, "codec": CODECS[name]}
     enough = job_dir / "enough"
-    watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.1, "until": str(enough)}}]
+    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(enough)}}]
     with background_run(run, MLP, workers=1, watch=watch, **changes) as it:
         it.wait_for_workers(1)
         commands.scale(it.paths, 3)
@@ -162,7 +162,7 @@ def test_a_death_before_the_first_step_loses_nothing(run, job_dir):
 def test_resuming_gives_the_bits_of_a_run_that_went_through(name, workers, run, resume):
     job = SMALL | {"codec": CODECS[name], "steps": 120}
 
-    def stop(paths, event, picture):
+    def stop(paths, event, run_state):
         if event.kind == "evaluated" and event.step == 12:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -199,7 +199,7 @@ def test_one_lane_goes_by_checkpoint(run, job_dir):
 # ---- what is sent ----
 
 
-def test_on_one_host_nothing_but_bells_is_sent(run):
+def test_on_one_host_nothing_but_wakeups_is_sent(run):
     receipt = run(SIGNED, workers=2).receipt
     assert receipt.bytes_sent == 12 * 2 * 64
     assert receipt.bytes_plain == 0

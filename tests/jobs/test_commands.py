@@ -1,4 +1,4 @@
-"""Wishes of a user's process: more workers, fewer, one of them gone, the end."""
+"""Commands of a user's process: more workers, fewer, one of them gone, the end."""
 
 import json
 import os
@@ -33,9 +33,9 @@ def test_scaling_and_stopping(run, resume):
         assert commands.scale(it.paths, 6).notes[0] == "there are 4 lanes: 2 of 6 workers will stand by"
         commands.scale(it.paths, 1)
         it.wait_for_workers(1)
-        picture = commands.stop(it.paths)
-        assert picture.status == "stopped"
-        assert picture.saved_step == picture.step > 0
+        run_state = commands.stop(it.paths)
+        assert run_state.status == "stopped"
+        assert run_state.saved_step == run_state.step > 0
     assert it.outcome.result().status == "stopped"
     with pytest.raises(ShoalError, match=r"SH612.*nobody drives 'mlp-1'"):
         commands.scale(it.paths, 2)
@@ -44,7 +44,7 @@ def test_scaling_and_stopping(run, resume):
 def test_a_drained_worker_leaves_and_changes_nothing(run, job_dir):
     changes = {"steps": 400, "evaluate": {"every_steps": 200}}
     drained = job_dir / "drained"
-    watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.2, "until": str(drained)}}]
+    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(drained)}}]
     with background_run(run, MLP, workers=3, watch=watch, **changes) as it:
         it.wait_for_workers(3)
         with pytest.raises(ShoalError, match=r"SH613.*no worker-7 now.*It has: worker-0, worker-1, worker-2"):
@@ -65,15 +65,15 @@ def test_draining_the_only_worker_brings_another(run):
         it.wait_for_workers(1)
         seat, _ = commands.drain(it.paths, "0")
         assert commands.wait_for_departure(it.paths, seat).startswith("left at step ")
-        it.wait_until(lambda picture: [w.name for w in picture.training] == ["worker-1"])
+        it.wait_until(lambda run_state: [w.name for w in run_state.training_workers] == ["worker-1"])
         commands.stop(it.paths)
 
 
 def test_garbage_from_somebody_who_knows_the_token_disturbs_nothing(run):
     with background_run(run, MLP, **ENDLESS) as it:
         it.wait_for_workers(1)
-        contact = read_driver_address(it.paths.control)
-        for wish in (
+        address = read_driver_address(it.paths.driver_address)
+        for command in (
             {"kind": "scale"},
             {"kind": "scale", "wanted": "many"},
             {"kind": "scale", "servers": 2},
@@ -81,9 +81,9 @@ def test_garbage_from_somebody_who_knows_the_token_disturbs_nothing(run):
             {"kind": "drain", "seat": []},
             {"kind": "x"},
         ):
-            with connect_host(contact.host, contact.port, contact.token, b'{"role": "user"}') as sock:
+            with connect_host(address.host, address.port, address.token, b'{"role": "user"}') as sock:
                 sock.settimeout(10)
-                sock.sendall(json.dumps(wish).encode() + b"\n")
+                sock.sendall(json.dumps(command).encode() + b"\n")
                 with sock.makefile("rb") as lines:
                     assert b"answer" not in b"".join(lines)
         assert commands.stop(it.paths).status == "stopped"
@@ -93,17 +93,17 @@ def test_folds_are_named_one_by_one_and_stopped_together(run):
     data = MLP["data"] | {"split": {"kind": "kfold", "folds": 3}}
     with background_run(run, MLP, data=data, **ENDLESS) as it:
         it.wait_for_workers(1)
-        whole = it.paths.whole
-        for wish in (
-            lambda: commands.scale(whole, 2),
-            lambda: commands.drain(whole, "0"),
-            lambda: commands.read_token(whole),
+        parent_run = it.paths.parent_run
+        for command in (
+            lambda: commands.scale(parent_run, 2),
+            lambda: commands.drain(parent_run, "0"),
+            lambda: commands.read_token(parent_run),
         ):
             with pytest.raises(ShoalError, match=r"SH614.*mlp-1/fold-0"):
-                wish()
+                command()
         commands.scale(it.paths, 2)
         it.wait_for_workers(2)
-        assert commands.stop(whole).status == "stopped"
+        assert commands.stop(parent_run).status == "stopped"
     assert it.outcome.result().status == "stopped"
 
 

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("limited_time")
 
 
 def stop_when_fired(job_dir):
-    """For `look=`: as limited_time as the script has done something, the run is asked to end."""
+    """For `look=`: as soon as the script has done something, the run is asked to end."""
 
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if fired_faults(job_dir) and not asked:
             asked.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_all_are_terminated_at_once(run, job_dir):
 
 
 def test_a_stop_before_the_workers_are_there(run):
-    def stop(paths, event, picture):
+    def stop(paths, event, run_state):
         if event.kind == "run_started":
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -20,7 +20,7 @@ def test_folds_are_merged(run):
     values = [o.receipt.metrics["accuracy"] for o in summary.folds]
     assert len(values) == 3
     assert summary.metrics["accuracy"] == (statistics.fmean(values), statistics.stdev(values))
-    receipt = json.loads((summary.folds[0].paths.whole.receipt).read_text())
+    receipt = json.loads((summary.folds[0].paths.parent_run.receipt).read_text())
     assert receipt["metrics"]["accuracy"]["mean"] == pytest.approx(statistics.fmean(values))
 
 
@@ -43,19 +43,19 @@ def test_a_job_with_folds_is_resumed_where_it_broke_off(run, resume, job_dir):
     broken = run(FOLDS, watch=[kill], engine={"kind": "local", "restarts": 0})
     assert broken.status == "failed"
     assert len(broken.folds) == 1
-    again = resume(broken.folds[0].paths.whole)
+    again = resume(broken.folds[0].paths.parent_run)
     assert [o.receipt.weights_sha256 for o in again.folds] == [o.receipt.weights_sha256 for o in undisturbed.folds]
 
 
 def test_a_stop_between_two_folds_is_no_end(run, resume):
-    def stop(paths, event, picture):
+    def stop(paths, event, run_state):
         if event.kind == "finished" and paths.name == "fold-0":
             os.kill(os.getpid(), signal.SIGINT)
 
     stopped = run(FOLDS, look=stop)
     assert [o.status for o in stopped.folds] == ["finished", "interrupted", "interrupted"]
     assert stopped.status == "interrupted"
-    assert len(resume(stopped.folds[0].paths.whole).metrics) == len(run(FOLDS).metrics)
+    assert len(resume(stopped.folds[0].paths.parent_run).metrics) == len(run(FOLDS).metrics)
 
 
 def test_folds_share_what_they_have_in_common(run):

@@ -29,8 +29,8 @@ def test_a_newcomer_that_is_frozen_is_evicted(run, job_dir):
     """While the others train."""
     job = JOBS["mlp"] | {"lanes": 6, "steps": 60}
     lines = ["kill worker 1 at step 5 in compute", "freeze worker 3 in building"]
-    dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.1}}
-    outcome = run(job, workers=3, watch=[*fault_script(job_dir, *lines), dawdle])
+    slow_steps = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.1}}
+    outcome = run(job, workers=3, watch=[*fault_script(job_dir, *lines), slow_steps])
     assert_same(outcome, reference_receipt(run, job))
     assert [row["worker"] for row in events_of_kind(outcome, "put_out")] == ["worker-3"]
 

@@ -15,15 +15,15 @@ pytestmark = pytest.mark.usefixtures("limited_time")
 
 def test_strangers_and_malformed_input_change_nothing(run, job_dir):
     job = JOBS["mlp"] | {"lanes": 6, "steps": 200}
-    nuisance = PortScanner()
-    outcome = run(job, look=nuisance.on_event, workers=3)
-    nuisance.stop()
+    scanner = PortScanner()
+    outcome = run(job, look=scanner.on_event, workers=3)
+    scanner.stop()
     assert_same(outcome, reference_receipt(run, job))
     assert outcome.receipt.deaths_survived == 0
     assert not events_of_kind(outcome, "stopped")
-    assert nuisance.attempts > 20
-    assert nuisance.port_count > 3, "the driver's, and a worker's"
-    assert not nuisance.accepted_ports
+    assert scanner.attempts > 20
+    assert scanner.port_count > 3, "the driver's, and a worker's"
+    assert not scanner.accepted_ports
     assert events_of_kind(outcome, "run_ended")[-1]["refused"] > 10, "they are counted"
 
 
@@ -34,12 +34,12 @@ NONSENSE = [("standing", {}), ("standing", {"view": "x", "position": 3}), ("stan
 def test_one_that_knows_the_token_and_talks_nonsense_is_dropped(run, job_dir):
     """As a worker and as a user. Nobody else notices."""
 
-    def babble(paths, event, picture):
+    def babble(paths, event, run_state):
         if event.kind == "joined" and not links:
-            contact = read_driver_address(paths.control)
+            address = read_driver_address(paths.driver_address)
             for kind, fields in NONSENSE:
                 for role in ({"role": "user"}, worker):
-                    link = connect_host(contact.host, contact.port, contact.token, json.dumps(role).encode())
+                    link = connect_host(address.host, address.port, address.token, json.dumps(role).encode())
                     link.sendall(encode_message(kind, fields))
                     links.append(link)
 
@@ -58,9 +58,9 @@ def test_one_that_knows_the_token_and_talks_nonsense_is_dropped(run, job_dir):
 
 def test_the_token_is_told_nowhere(run, job_dir, capfd):
     outcome = run(JOBS["mlp"], workers=3, lanes=6, watch=fault_script(job_dir, "kill worker 1 at step 5 in exchange"))
-    token = json.loads(outcome.paths.control.read_text())["token"]
-    assert outcome.paths.control.stat().st_mode & 0o077 == 0
-    files = [file for file in outcome.paths.root.rglob("*") if file.is_file() and file != outcome.paths.control]
+    token = json.loads(outcome.paths.driver_address.read_text())["token"]
+    assert outcome.paths.driver_address.stat().st_mode & 0o077 == 0
+    files = [file for file in outcome.paths.root.rglob("*") if file.is_file() and file != outcome.paths.driver_address]
     assert len(files) > 8
     assert not [file for file in files if token.encode() in file.read_bytes()]
     assert token not in "".join(capfd.readouterr())

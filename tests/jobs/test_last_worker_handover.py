@@ -1,4 +1,4 @@
-"""The only worker is asked to go: another takes its job_dir, and nothing is lost."""
+"""The only worker is asked to go: another takes its place, and nothing is lost."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ def test_the_only_worker_leaves(run, job_dir, lanes, how):
     """One lane cannot be carried by two, so its state goes by checkpoint; else the newcomer gets it from memory."""
     asked = []
 
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if event.kind == "step" and event.step >= 20 and not asked:
-            asked.append(os.kill(picture.training[0].pid, signal.SIGTERM))
+            asked.append(os.kill(run_state.training_workers[0].pid, signal.SIGTERM))
         if event.kind == how:
             (job_dir / "done").touch()
 
-    dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.02, "until": str(job_dir / "done")}}
-    outcome = run(MLP, look, lanes=lanes, steps=400, watch=[dawdle])
+    slow_steps = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.02, "until": str(job_dir / "done")}}
+    outcome = run(MLP, look, lanes=lanes, steps=400, watch=[slow_steps])
     undisturbed = run(MLP, lanes=lanes, steps=400)
     assert outcome.status == "finished", outcome.error
     assert outcome.receipt.weights_sha256 == undisturbed.receipt.weights_sha256

@@ -170,7 +170,7 @@ def test_a_death_with_a_codec(codec, run, job_dir):
 def test_workers_come_and_go(codec, run, job_dir):
     changes = {"steps": 400, "evaluate": {"every_steps": 150}, "codec": codec, "sync": STREAMED}
     enough = job_dir / "enough"
-    watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.1, "until": str(enough)}}]
+    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(enough)}}]
     with background_run(run, MLP, workers=1, watch=watch, **changes) as it:
         it.wait_for_workers(1)
         commands.scale(it.paths, 3)
@@ -200,7 +200,7 @@ def test_all_die_and_resume(codec, run, resume, job_dir):
     another saves what its lanes remember: then that is lost, as with any death."""
     job = SMALL | {"codec": codec, "steps": 40}
     watch = fault_script(job_dir, *(f"kill worker {n} at step 34 in compute" for n in (0, 1)))
-    watch.append({"name": "pace.py:Dawdle", "args": {"seconds": 0.2}})  # one save at least is done
+    watch.append({"name": "delays.py:SlowSteps", "args": {"seconds": 0.2}})  # one save at least is done
     saves = {"every": "1 steps", "keep_best": 0}
     first = run(job, workers=2, watch=watch, engine={"kind": "local", "restarts": 0}, checkpoint=saves)
     assert first.status == "failed"

@@ -26,12 +26,12 @@ def hosts():
 class MultiHostRun:
     """A run with two workers on the first host and one on each of the others."""
 
-    def __init__(self, hosts, job_dir, *, dawdle_s):
+    def __init__(self, hosts, job_dir, *, step_delay_s):
         self.hosts = hosts
-        self.place = job_dir
+        self.job_dir = job_dir
         self.stop_file = job_dir / "enough"
-        dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": dawdle_s, "until": str(self.stop_file)}}
-        job = JOB | {"workers": 2, "engine": {"listen": hosts[0].address}, "watch": [dawdle]}
+        slow_steps = {"name": "delays.py:SlowSteps", "args": {"seconds": step_delay_s, "until": str(self.stop_file)}}
+        job = JOB | {"workers": 2, "engine": {"listen": hosts[0].address}, "watch": [slow_steps]}
         (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
         words = ["-m", "shoal", "run", str(job_dir / "job.yaml"), "--json", "--runs", str(job_dir / "runs")]
         self.log = job_dir / "driver.log"
@@ -43,9 +43,9 @@ class MultiHostRun:
 
     def join(self, host):
         known = json.loads(self.paths.driver_address.read_text())
-        scratch = self.place / f"guest-{host.name}"
+        scratch = self.job_dir / f"agent-{host.name}"
         scratch.mkdir()
-        words = ["-m", "shoal.train.worker", "--join", f"{known['host']}:{known['port']}", "--dir", str(self.place)]
+        words = ["-m", "shoal.train.worker", "--join", f"{known['host']}:{known['port']}", "--dir", str(self.job_dir)]
         environment = os.environ | {"SHOAL_TOKEN": known["token"]}
         return host.python(*words, "--run", str(scratch), log=scratch / "log", env=environment)
 
@@ -75,18 +75,18 @@ def assert_same(receipt, undisturbed):
 
 
 def test_three_hosts_give_the_bits_of_one(hosts, job_dir, run):
-    spread = MultiHostRun(hosts, job_dir, dawdle_s=0.2)
+    spread = MultiHostRun(hosts, job_dir, step_delay_s=0.2)
     receipt = spread.finish()
     assert_same(receipt, reference_receipt(run, JOB))
     measured = {event.who: event for event in spread.events() if event.kind == "link_measured"}
     assert set(measured) == {"worker-2", "worker-3"}, "those who came from elsewhere"
     assert all(0 < event["latency_s"] < 1 and event["send_bytes_s"] > 1e5 for event in measured.values())
     assert receipt["workers"] == 4
-    assert [guest.wait() for guest in spread.agents] == [0, 0]
+    assert [agent.wait() for agent in spread.agents] == [0, 0]
 
 
 def test_a_host_that_is_cut_off_comes_back_under_another_seat(hosts, job_dir, run):
-    spread = MultiHostRun(hosts, job_dir, dawdle_s=0.2)
+    spread = MultiHostRun(hosts, job_dir, step_delay_s=0.2)
     before = len(spread.events())
     cut_t = time.time()
     hosts[2].disconnect()
@@ -96,10 +96,10 @@ def test_a_host_that_is_cut_off_comes_back_under_another_seat(hosts, job_dir, ru
     spread.wait_until(lambda events: spread.has_carriers(3))
     step = max(e.step or 0 for e in spread.events())
     spread.wait_until(lambda events: max(e.step or 0 for e in events) > step + 3)
-    hosts[2].connect()
+    hosts[2].reconnect()
     spread.wait_until(lambda events: spread.has_carriers(4))
     last = [e for e in spread.events() if e.kind == "view" and e.get("carries")][-1]
     assert row["worker"] not in last["carries"], "a seat is never used again"
     receipt = spread.finish()
     assert_same(receipt, reference_receipt(run, JOB))
-    assert [guest.wait() for guest in spread.agents] == [0, 0]
+    assert [agent.wait() for agent in spread.agents] == [0, 0]

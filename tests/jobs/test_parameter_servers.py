@@ -39,7 +39,7 @@ def lanes_receipt(run, job, **changes):
 
 
 class ServerKiller:
-    """Kills a server, or several at once, when so many steps were told and every server is in its job_dir again."""
+    """Kills a server, or several at once, when so many steps were told and every server is in its place again."""
 
     def __init__(self, *steps, copies=2, seed=0, at_once=1):
         self.steps = list(steps)
@@ -50,7 +50,7 @@ class ServerKiller:
         self.pids = {}
         self.fully_replicated = False
 
-    def __call__(self, paths, event, picture):
+    def __call__(self, paths, event, run_state):
         if event.kind == "server_started":
             self.pids[event["server"]] = event["pid"]
         elif event.kind == "server_died":
@@ -71,7 +71,7 @@ class InterruptAfterSave:
     def __init__(self, step):
         self.step = step
 
-    def __call__(self, paths, event, picture):
+    def __call__(self, paths, event, run_state):
         if event.kind == "saved" and event.step >= self.step:
             self.step = float("inf")
             os.kill(os.getpid(), signal.SIGINT)

@@ -61,8 +61,8 @@ def test_measuring_does_not_run_into_the_end_of_a_schedule(facts):
 
 
 def test_what_cannot_be_is_found_out(facts):
-    task = {"model": None, "loss": None, "metrics": [], "task": "models.py:Tally"}
-    tally = {"task": {"name": "models.py:Tally", "args": {"samples": 1797}}}
+    task = {"model": None, "loss": None, "metrics": [], "task": "models.py:SampleCounter"}
+    tally = {"task": {"name": "models.py:SampleCounter", "args": {"samples": 1797}}}
     found = facts(MLP, **(task | tally), optimizer={"name": "Rprop"})
     assert found["codecs"] == []
     assert found["no_codecs"] == "codecs take float32 gradients, and some are float64"
@@ -100,7 +100,7 @@ def test_a_job_with_a_shard_is_planned_with_its_shard(job_dir):
 
 def test_errors_of_the_model_are_told(facts):
     with pytest.raises(Exception, match="SH401"):
-        facts(MLP, model="models.py:Broken")
+        facts(MLP, model="models.py:WrongInputWidth")
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,11 @@ class DriverSideFaults:
 
     def __init__(self, plan):
         self.plan = plan
-        self.acts = list(plan.acts)
+        self.acts = list(plan.driver_faults)
         self.at = None
 
-    def on_event(self, paths, event, picture):
-        if event.kind != "step" or not self.acts or picture.result:
+    def on_event(self, paths, event, run_state):
+        if event.kind != "step" or not self.acts or run_state.result:
             return
         now = time.monotonic()
         self.at = self.at or now + self.acts[0][0]
@@ -86,8 +86,8 @@ class DriverSideFaults:
         if act == "scale":
             number = self.plan.rng.randint(1, 6)
             threading.Thread(target=self.scale, args=(paths, number), daemon=True).start()
-        elif picture.training:
-            self.hit(act, self.plan.rng.choice(picture.training).pid)
+        elif run_state.training_workers:
+            self.hit(act, self.plan.rng.choice(run_state.training_workers).pid)
 
     def scale(self, paths, number):
         with contextlib.suppress(ShoalError):  # the run may be over

@@ -1,4 +1,4 @@
-"""What a pilot makes of what it hears: events go in, and somebody leaves or comes."""
+"""What a replanner makes of what it hears: events go in, and somebody leaves or comes."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def plan_file(**changes):
 
 
 class ReplannerHarness:
-    """A crew that trains; `hosts` are by seat, those of the driver are "here"."""
+    """A membership that trains; `hosts` are by seat, those of the driver are "here"."""
 
     def __init__(self, job_dir, hosts, lane_s, *, kept=None, replans=(), workers=None):
         self.membership = MembershipPolicy(lanes=4, wanted_workers=sum(host == "here" for host in hosts))
@@ -71,67 +71,67 @@ class ReplannerHarness:
 
 def test_as_expected_nothing_happens(job_dir):
     plan = plan_file()
-    sea = ReplannerHarness(job_dir, ["here"] * 4, [LANE_S] * 4, kept=plan)
-    sea.train(300, plan.told["prediction"]["step_s"])
-    assert (sea.emitted, sea.leaving, sea.membership.wanted_workers) == ([], [], 4)
+    harness = ReplannerHarness(job_dir, ["here"] * 4, [LANE_S] * 4, kept=plan)
+    harness.train(300, plan.told["prediction"]["step_s"])
+    assert (harness.emitted, harness.leaving, harness.membership.wanted_workers) == ([], [], 4)
 
 
 def test_the_slowest_go(job_dir):
-    sea = ReplannerHarness(job_dir, ["here"] * 4, [LANE_S, 3 * LANE_S, LANE_S, 2 * LANE_S], kept=plan_file())
-    sea.train(150, 2.0)
-    (row,) = sea.emitted
+    harness = ReplannerHarness(job_dir, ["here"] * 4, [LANE_S, 3 * LANE_S, LANE_S, 2 * LANE_S], kept=plan_file())
+    harness.train(150, 2.0)
+    (row,) = harness.emitted
     assert row["kind"] == "replan"
     assert row["moves"]["workers"] < 4
     assert row["truth"]["lane_s"] == [[0.06, 0.06, 0.12, 0.18]]
-    assert 1 in sea.leaving
-    assert 0 not in sea.leaving or 2 not in sea.leaving
+    assert 1 in harness.leaving
+    assert 0 not in harness.leaving or 2 not in harness.leaving
 
 
 def test_more_are_started(job_dir):
-    sea = ReplannerHarness(job_dir, ["here"], [10 * LANE_S], kept=plan_file())
-    sea.train(150, 40.5 * LANE_S)
-    assert sea.emitted[0]["moves"]["workers"] == 4
-    assert (sea.membership.wanted_workers, sea.leaving) == (4, [])
+    harness = ReplannerHarness(job_dir, ["here"], [10 * LANE_S], kept=plan_file())
+    harness.train(150, 40.5 * LANE_S)
+    assert harness.emitted[0]["moves"]["workers"] == 4
+    assert (harness.membership.wanted_workers, harness.leaving) == (4, [])
 
 
 def test_no_more_are_started_where_one_stands_by(job_dir):
-    sea = ReplannerHarness(job_dir, ["here"] * 2, [10 * LANE_S, 100 * LANE_S], kept=plan_file())
-    sea.membership.view = View(number=2, carries={0: [0, 1, 2, 3]}, saver=0)
-    sea.train(150, 40.5 * LANE_S)
-    (row,) = sea.emitted
+    harness = ReplannerHarness(job_dir, ["here"] * 2, [10 * LANE_S, 100 * LANE_S], kept=plan_file())
+    harness.membership.view = View(number=2, carries={0: [0, 1, 2, 3]}, saver=0)
+    harness.train(150, 40.5 * LANE_S)
+    (row,) = harness.emitted
     assert (row["choice"]["workers"], row["moves"]) == (1, None)
-    assert (sea.membership.wanted_workers, sea.leaving) == (2, [])
+    assert (harness.membership.wanted_workers, harness.leaving) == (2, [])
 
 
 def test_a_host_behind_a_slow_link_is_let_go(job_dir):
-    sea = ReplannerHarness(job_dir, ["here", "there"], [LANE_S, LANE_S], kept=plan_file(cores=1))
+    harness = ReplannerHarness(job_dir, ["here", "there"], [LANE_S, LANE_S], kept=plan_file(cores=1))
     link = {"latency_s": 0.05, "send_bytes_s": 1e5, "receive_bytes_s": 1e5}
-    sea.feed_event("link_measured", who="worker-1", peer="worker-0", **link)
-    sea.train(150, 0.6)
-    (row,) = sea.emitted
+    harness.feed_event("link_measured", who="worker-1", peer="worker-0", **link)
+    harness.train(150, 0.6)
+    (row,) = harness.emitted
     assert row["prediction"]["step_s"] > 0.4, "the link was known"
     assert (row["choice"]["hosts"], row["moves"]["hosts"]) == (2, 1)
-    assert sea.leaving == [1]
+    assert harness.leaving == [1]
 
 
 @pytest.mark.parametrize("gone", ["left", "worker_died"])
 def test_a_link_is_forgotten_with_its_host(job_dir, gone):
-    sea = ReplannerHarness(job_dir, ["here", "there"], [LANE_S, LANE_S], kept=plan_file(cores=1))
-    assumed = sea.replanner._setting.link
-    sea.feed_event(
+    harness = ReplannerHarness(job_dir, ["here", "there"], [LANE_S, LANE_S], kept=plan_file(cores=1))
+    assumed = harness.replanner._setting.link
+    harness.feed_event(
         "link_measured", who="worker-1", peer="worker-0", latency_s=0.05, send_bytes_s=1e5, receive_bytes_s=1e5
     )
-    assert sea.replanner._setting.link != assumed
-    sea.feed_event(gone, who="worker-1", worker="worker-1", reason="gone")
-    assert sea.replanner._setting.link == assumed
+    assert harness.replanner._setting.link != assumed
+    harness.feed_event(gone, who="worker-1", worker="worker-1", reason="gone")
+    assert harness.replanner._setting.link == assumed
 
 
 def test_a_host_that_helps_stays(job_dir):
-    sea = ReplannerHarness(job_dir, ["here", "there"], [LANE_S, LANE_S], kept=plan_file(cores=1))
-    sea.train(150, 2.2 * LANE_S)
-    (row,) = sea.emitted
+    harness = ReplannerHarness(job_dir, ["here", "there"], [LANE_S, LANE_S], kept=plan_file(cores=1))
+    harness.train(150, 2.2 * LANE_S)
+    (row,) = harness.emitted
     assert row["moves"] is None
-    assert sea.leaving == []
+    assert harness.leaving == []
 
 
 def test_another_driver_takes_up_what_was_made_of_the_plan(job_dir):
@@ -145,9 +145,10 @@ def test_another_driver_takes_up_what_was_made_of_the_plan(job_dir):
     assert second.emitted == []
 
 
-def emitted_by(sea):
+def emitted_by(harness):
     return [
-        {name: value for name, value in row.items() if name not in ("kind", "t", "who", "step")} for row in sea.told
+        {name: value for name, value in row.items() if name not in ("kind", "t", "who", "step")}
+        for row in harness.emitted
     ]
 
 
@@ -175,27 +176,27 @@ def test_who_resumes_with_other_workers_has_them(job_dir):
 
 def test_steps_of_those_who_are_gone_say_nothing_of_those_who_are_left(job_dir):
     plan = plan_file()
-    sea = ReplannerHarness(job_dir, ["here"] * 4, [LANE_S] * 4, kept=plan)
-    sea.train(150, plan.told["prediction"]["step_s"])
-    sea.membership.gone(3)
-    sea.train(150, plan.told["prediction"]["step_s"])
-    assert sea.emitted == [], "nobody knows yet"
-    sea.membership.view = View(number=2, carries={0: [0], 1: [1], 2: [2, 3]}, saver=0)
-    sea.replanner.replan_if_needed(sea.run_state.step)
-    assert sea.emitted == [], "no step was made yet"
-    sea.train(150, 2.1 * LANE_S)
-    (row,) = sea.emitted
+    harness = ReplannerHarness(job_dir, ["here"] * 4, [LANE_S] * 4, kept=plan)
+    harness.train(150, plan.told["prediction"]["step_s"])
+    harness.membership.gone(3)
+    harness.train(150, plan.told["prediction"]["step_s"])
+    assert harness.emitted == [], "nobody knows yet"
+    harness.membership.view = View(number=2, carries={0: [0], 1: [1], 2: [2, 3]}, saver=0)
+    harness.replanner.replan_if_needed(harness.run_state.step)
+    assert harness.emitted == [], "no step was made yet"
+    harness.train(150, 2.1 * LANE_S)
+    (row,) = harness.emitted
     assert (row["choice"]["workers"], row["truth"]["step_s"]) == (3, pytest.approx(2.1 * LANE_S))
 
 
 def test_fewer_than_the_job_wants(job_dir):
     wanted = replace(WANTED, least=4)
     plan = replace(plan_file(), wanted=wanted)
-    sea = ReplannerHarness(job_dir, ["here"] * 4, [LANE_S] * 4, kept=plan)
-    sea.membership.gone(3)
-    sea.membership.view = View(number=2, carries={0: [0], 1: [1], 2: [2, 3]}, saver=0)
-    sea.train(150, 2.1 * LANE_S)
-    assert [row["choice"]["workers"] for row in sea.emitted] == [3]
+    harness = ReplannerHarness(job_dir, ["here"] * 4, [LANE_S] * 4, kept=plan)
+    harness.membership.gone(3)
+    harness.membership.view = View(number=2, carries={0: [0], 1: [1], 2: [2, 3]}, saver=0)
+    harness.train(150, 2.1 * LANE_S)
+    assert [row["choice"]["workers"] for row in harness.emitted] == [3]
 
 
 @pytest.mark.parametrize("period", [1, 8])

@@ -24,7 +24,7 @@ from tests.jobs.job_profile import JOB_PROFILE
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The clerk finds what it is told."""
+    """The probe finds what it is told."""
 
     def go(**changes):
         monkeypatch.setattr(planner, "measure", lambda job, fork_server=None: JOB_PROFILE | changes)
@@ -158,7 +158,7 @@ def test_what_a_user_chose_is_left_alone(run, measured):
     measured()
     asked = []
 
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if event.kind == "step" and not asked:
             asked.append(threading.Thread(target=scale, args=(paths, 2)))
             asked[0].start()

@@ -29,7 +29,7 @@ class PlannedRun:
     """A run that plans by itself on the first host."""
 
     def __init__(self, host, job_dir):
-        self.place = job_dir
+        self.job_dir = job_dir
         (job_dir / "job.yaml").write_text(yaml.safe_dump(JOB | {"engine": {"listen": host.address}}))
         words = ["-m", "shoal", "run", str(job_dir / "job.yaml"), "--json", "--runs", str(job_dir / "runs")]
         self.log = job_dir / "driver.log"
@@ -38,8 +38,8 @@ class PlannedRun:
 
     def join(self, host):
         known = json.loads(self.paths.driver_address.read_text())
-        (scratch := self.place / "guest").mkdir()
-        words = ["-m", "shoal.train.worker", "--join", f"{known['host']}:{known['port']}", "--dir", str(self.place)]
+        (scratch := self.job_dir / "agent").mkdir()
+        words = ["-m", "shoal.train.worker", "--join", f"{known['host']}:{known['port']}", "--dir", str(self.job_dir)]
         environment = os.environ | {"SHOAL_TOKEN": known["token"]}
         return host.python(*words, "--run", str(scratch), log=scratch / "log", env=environment)
 
@@ -59,7 +59,7 @@ def test_a_host_behind_a_slow_link_is_measured_and_let_go(job_dir):
         run.until("step")
         for host in hosts:
             host.limit_bandwidth(1)
-        guest = run.join(hosts[1])
+        agent = run.join(hosts[1])
         link = run.until("link_measured")
         assert link.who == "worker-1"
         assert 0.5e5 < link["send_bytes_s"] < 2e5
@@ -69,6 +69,6 @@ def test_a_host_behind_a_slow_link_is_measured_and_let_go(job_dir):
         assert again["choice"]["hosts"] == 2
         assert (again["moves"]["workers"], again["moves"]["hosts"]) == (1, 1)
         assert again["truth"]["step_s"] > 2 * again["expected"]["step_s"]
-        assert guest.wait() == 0
+        assert agent.wait() == 0
         run.driver.send_signal(signal.SIGTERM)
         assert run.driver.wait() == 143

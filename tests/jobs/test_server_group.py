@@ -29,16 +29,16 @@ ALONE = SERVING | {"sync": {"kind": "server", "servers": 2, "backups": 0}}
 
 @pytest.fixture(scope="module")
 def fake_fork_server():
-    with ForkServer(ENVIRONMENT, ["stand_in_server", "stand_in_worker"]) as made:
+    with ForkServer(ENVIRONMENT, ["fake_server", "fake_worker"]) as made:
         yield made
 
 
 @pytest.fixture
 def begin(job_dir, fake_fork_server, monkeypatch):
     """Drives a job, or goes on with a run, in another thread; stops it at the end."""
-    monkeypatch.setattr(server_group, "SERVER", "stand_in_server")
-    monkeypatch.setattr(server_group, "SERVED_EVERY_S", 0.1)
-    monkeypatch.setattr(worker_group, "WORKER", "stand_in_worker")
+    monkeypatch.setattr(server_group, "SERVER_MODULE", "fake_server")
+    monkeypatch.setattr(server_group, "STATS_INTERVAL_S", 0.1)
+    monkeypatch.setattr(worker_group, "WORKER_MODULE", "fake_worker")
 
     @contextlib.contextmanager
     def go(job=SERVING, *, resumed=None, stops=True):
@@ -63,19 +63,21 @@ def begin(job_dir, fake_fork_server, monkeypatch):
 
 def fully_serving(number):
     """All of them hold what they should, and nobody else does."""
-    return lambda picture: len(picture.serving) == number == picture.wanted_servers and not servers_filling(picture)
+    return lambda run_state: (
+        len(run_state.serving_servers) == number == run_state.wanted_servers and not servers_filling(run_state)
+    )
 
 
-def servers_filling(picture):
-    return [server for server in picture.servers.values() if server.state in ("filling", "starting")]
+def servers_filling(run_state):
+    return [server for server in run_state.servers.values() if server.state in ("filling", "starting")]
 
 
 def rows(it, kind):
     return [event for event in read_events(it.paths.events) if event.kind == kind]
 
 
-def names(picture):
-    return [server.name for server in picture.serving]
+def names(run_state):
+    return [server.name for server in run_state.serving_servers]
 
 
 def signal_server(it, name, number=signal.SIGKILL):
@@ -84,16 +86,16 @@ def signal_server(it, name, number=signal.SIGKILL):
 
 def test_servers_are_started_and_tables_published(begin):
     with begin() as it:
-        it.until(fully_serving(3))
+        it.wait_until(fully_serving(3))
         it.wait_for_workers(2)
-        picture = it.state
-        assert sum(server.primary_bytes for server in picture.serving) == 4100
-        assert sum(server.backup_bytes for server in picture.serving) == 4100
-        it.until(lambda picture: all(server.served for server in picture.serving))
-        assert picture.staleness == (1.5, 4)
+        run_state = it.state
+        assert sum(server.primary_bytes for server in run_state.serving_servers) == 4100
+        assert sum(server.backup_bytes for server in run_state.serving_servers) == 4100
+        it.wait_until(lambda run_state: all(server.stats for server in run_state.serving_servers))
+        assert run_state.staleness == (1.5, 4)
         (table,) = rows(it, "table")
         assert (table["number"], table["chunks"], table["moved_bytes"]) == (1, 5, 0)
-        assert {(it.paths.logs / f"{name}.log").is_file() for name in names(picture)} == {True}
+        assert {(it.paths.logs / f"{name}.log").is_file() for name in names(run_state)} == {True}
     ended = it.outcome.result()
     assert ended.status == "stopped"
     assert not rows(it, "server_died")
@@ -101,10 +103,10 @@ def test_servers_are_started_and_tables_published(begin):
 
 def test_a_killed_server_is_missed_at_once_and_replaced(begin):
     with begin() as it:
-        it.until(fully_serving(3))
+        it.wait_until(fully_serving(3))
         victim = names(it.state)[1]
         signal_server(it, victim)
-        it.until(lambda picture: picture.server_deaths == 1 and fully_serving(3)(picture))
+        it.wait_until(lambda run_state: run_state.server_deaths == 1 and fully_serving(3)(run_state))
         assert victim not in names(it.state)
         assert it.state.failovers == 1
         (died,) = rows(it, "server_died")
@@ -120,10 +122,10 @@ def test_a_killed_server_is_missed_at_once_and_replaced(begin):
 
 def test_a_frozen_server_is_evicted_and_replaced(begin):
     with begin() as it:
-        it.until(fully_serving(3))
+        it.wait_until(fully_serving(3))
         victim = names(it.state)[0]
         signal_server(it, victim, signal.SIGSTOP)
-        it.until(lambda picture: picture.server_deaths == 1 and fully_serving(3)(picture))
+        it.wait_until(lambda run_state: run_state.server_deaths == 1 and fully_serving(3)(run_state))
         (out,) = rows(it, "put_out")
         assert out["server"] == victim
         assert "frozen" in out["reason"]
@@ -132,39 +134,41 @@ def test_a_frozen_server_is_evicted_and_replaced(begin):
 
 def test_a_drained_server_leaves_when_others_have_what_it_held(begin):
     with begin() as it:
-        it.until(fully_serving(3))
+        it.wait_until(fully_serving(3))
         with pytest.raises(ShoalError, match=r"SH613.*no server-99 now.*It has: worker-"):
             commands.drain(it.paths, "server-99")
         victim = names(it.state)[2]
         seat, answer = commands.drain(it.paths, victim)
         assert (seat.name, answer.servers_wanted) == (victim, 2)
         assert commands.wait_for_departure(it.paths, seat) == "left"
-        it.until(fully_serving(2))
+        it.wait_until(fully_serving(2))
         assert it.state.server_deaths == it.state.failovers == 0
 
 
 def test_more_servers_and_fewer(begin):
     with begin() as it:
-        it.until(fully_serving(3))
+        it.wait_until(fully_serving(3))
         assert commands.scale(it.paths, servers=5).servers_wanted == 5
-        it.until(fully_serving(5))
+        it.wait_until(fully_serving(5))
         answer = commands.scale(it.paths, 1, servers=2)
         assert (answer.wanted, answer.servers_wanted) == (1, 2)
-        it.until(fully_serving(2))
+        it.wait_until(fully_serving(2))
         it.wait_for_workers(1)
-        it.until(lambda picture: sum(s.state == "left" for s in picture.servers.values()) == 3)
+        it.wait_until(lambda run_state: sum(s.state == "left" for s in run_state.servers.values()) == 3)
         assert it.state.server_deaths == 0
         assert it.state.peak_servers == 5
 
 
 def test_when_all_copies_are_lost_the_run_goes_back(begin):
     with begin(ALONE) as it:
-        it.until(fully_serving(2))
+        it.wait_until(fully_serving(2))
         it.wait_for_workers(2)
-        before = {worker.name for worker in it.state.training}
+        before = {worker.name for worker in it.state.training_workers}
         signal_server(it, names(it.state)[0])
-        it.until(lambda picture: picture.server_deaths == 1 and fully_serving(2)(picture))
-        it.until(lambda p: len(p.training) == 2 and not before & {worker.name for worker in p.training})
+        it.wait_until(lambda run_state: run_state.server_deaths == 1 and fully_serving(2)(run_state))
+        it.wait_until(
+            lambda p: len(p.training_workers) == 2 and not before & {worker.name for worker in p.training_workers}
+        )
         (lost,) = rows(it, "servers_lost")
         assert "chunks were on servers that are gone" in lost["reason"]
         assert {event["worker"] for event in rows(it, "put_out")} == before
@@ -189,9 +193,9 @@ def test_when_all_copies_are_lost_the_run_goes_back(begin):
 )
 def test_who_is_no_server_of_ours_is_not_let_in(begin, hello):
     with begin() as it:
-        it.until(fully_serving(3))
-        contact = read_driver_address(it.paths.control)
-        with connect_host(contact.host, contact.port, contact.token, json.dumps(hello).encode()) as sock:
+        it.wait_until(fully_serving(3))
+        address = read_driver_address(it.paths.driver_address)
+        with connect_host(address.host, address.port, address.token, json.dumps(hello).encode()) as sock:
             sock.settimeout(10)
             with sock.makefile("rb") as lines:
                 assert b"welcome" not in lines.read()
@@ -200,11 +204,13 @@ def test_who_is_no_server_of_ours_is_not_let_in(begin, hello):
 
 def test_loss_is_not_survived_more_often_than_the_job_allows(begin):
     with begin(ALONE | {"engine": {"kind": "local", "restarts": 1}}, stops=False) as it:
-        it.until(fully_serving(2))
+        it.wait_until(fully_serving(2))
         it.wait_for_workers(2)
         signal_server(it, names(it.state)[0])
-        it.until(
-            lambda picture: picture.server_deaths == 1 and fully_serving(2)(picture) and len(picture.training) == 2
+        it.wait_until(
+            lambda run_state: (
+                run_state.server_deaths == 1 and fully_serving(2)(run_state) and len(run_state.training_workers) == 2
+            )
         )
         signal_server(it, names(it.state)[0])
     outcome = it.outcome.result()
@@ -228,34 +234,34 @@ def test_servers_that_die_at_once_are_not_started_for_ever(begin, job_dir):
 
 def test_the_run_goes_on_with_fewer_when_none_can_be_started(begin, job_dir):
     with begin() as it:
-        it.until(fully_serving(3))
+        it.wait_until(fully_serving(3))
         (job_dir / "runs" / "broken").touch()
         signal_server(it, names(it.state)[0])
-        it.until(lambda picture: picture.wanted_servers == 2 and fully_serving(2)(picture))
+        it.wait_until(lambda run_state: run_state.wanted_servers == 2 and fully_serving(2)(run_state))
         assert "exit code 3 before it could serve" in rows(it, "servers_wanted")[-1]["why"]
         (job_dir / "runs" / "broken").unlink()
         commands.scale(it.paths, servers=3)
-        it.until(fully_serving(3))
+        it.wait_until(fully_serving(3))
 
 
 DRIVER = """
 import sys
 from pathlib import Path
-from shoal.fleet.engines.local import Nursery
-from shoal.jobs import drive, harbour, helm
+from shoal.fleet.engines.local import ForkServer
+from shoal.jobs import executor, server_group, worker_group
 from shoal.spec.load import make_job
 import json, os
 
-harbour.SERVER, helm.WORKER = "stand_in_server", "stand_in_worker"
+server_group.SERVER_MODULE, worker_group.WORKER_MODULE = "fake_server", "fake_worker"
 job = make_job(json.loads(sys.argv[2]), base_dir=sys.argv[1], check_names=False)
 
-def look(paths, event, picture):
-    if len(picture.serving) == 3 and len(picture.training) == 2:
+def look(paths, event, run_state):
+    if len(run_state.serving_servers) == 3 and len(run_state.training_workers) == 2:
         print(paths.root, flush=True)
 
 if __name__ == "__main__":
-    with Nursery(os.environ, ["stand_in_server", "stand_in_worker"]) as fake_fork_server:
-        drive.run(job, runs=Path(sys.argv[1]) / "runs", look=look, nursery=fake_fork_server)
+    with ForkServer(os.environ, ["fake_server", "fake_worker"]) as fake_fork_server:
+        executor.run(job, runs=Path(sys.argv[1]) / "runs", on_event=look, fork_server=fake_fork_server)
 """
 
 
@@ -274,8 +280,8 @@ def test_servers_outlive_their_driver_and_are_adopted(begin, orphaned_run):
     before = {one.seat.name: one.pid for one in find_orphans(orphaned_run)}
     assert sorted(name.partition("-")[0] for name in before) == ["server"] * 3 + ["worker"] * 2
     with begin(resumed=orphaned_run) as it:
-        it.until(lambda picture: picture.starts == 2 and fully_serving(3)(picture))
-        assert {server.name: server.pid for server in it.state.serving}.items() <= before.items()
+        it.wait_until(lambda run_state: run_state.starts == 2 and fully_serving(3)(run_state))
+        assert {server.name: server.pid for server in it.state.serving_servers}.items() <= before.items()
         tables = rows(it, "table")
         assert [event["number"] for event in tables] == sorted({event["number"] for event in tables})
         assert len(tables) >= 2
@@ -288,7 +294,7 @@ def test_a_server_that_died_without_a_driver_is_replaced(begin, orphaned_run):
     victim = next(one for one in find_orphans(orphaned_run) if one.seat.role == "server")
     os.kill(victim.pid, signal.SIGKILL)
     with begin(resumed=orphaned_run) as it:
-        it.until(lambda picture: picture.starts == 2 and fully_serving(3)(picture))
+        it.wait_until(lambda run_state: run_state.starts == 2 and fully_serving(3)(run_state))
         assert victim.seat.name not in names(it.state)
         assert not rows(it, "servers_lost")
 
@@ -299,6 +305,8 @@ def test_when_all_died_without_a_driver_the_workers_go_back(begin, orphaned_run)
         if one.seat.role == "server":
             os.kill(one.pid, signal.SIGKILL)
     with begin(resumed=orphaned_run) as it:
-        it.until(lambda picture: picture.starts == 2 and fully_serving(3)(picture))
-        it.until(lambda p: len(p.training) == 2 and not workers & {worker.name for worker in p.training})
+        it.wait_until(lambda run_state: run_state.starts == 2 and fully_serving(3)(run_state))
+        it.wait_until(
+            lambda p: len(p.training_workers) == 2 and not workers & {worker.name for worker in p.training_workers}
+        )
         assert len(rows(it, "servers_lost")) == 1

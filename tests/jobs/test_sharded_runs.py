@@ -1,7 +1,7 @@
 """Jobs whose model is spread over several workers: real workers, the real loop.
 
-The bound is that of tests/parallel/shard/test_training.py: a layout adds the same products in another order, so after
-n steps every tensor is within n * 64 units in the last job_dir (2^-24) of its largest value. Jobs here train with SGD,
+The bound is that of tests/sharding/test_training.py: a layout adds the same products in another order, so after
+n steps every tensor is within n * 64 units in the last place (2^-24) of its largest value. Jobs here train with SGD,
 where an update is proportional to the gradient. What is said of bits is an equality of SHA-256.
 """
 
@@ -271,8 +271,8 @@ OTHERS = [
 @pytest.mark.parametrize(("shard", "line"), [("fsdp", "kill worker 1 at step 6 in together"), *long_only(*OTHERS)])
 def test_another_replica_has_what_died(shard, line, run, job_dir):
     """The rest go on at once as one replica, from memory; when there are enough, they are two again."""
-    dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.1}}
-    outcome = run(JOB, workers=4, shard=with_size(shard, 2), watch=[*fault_script(job_dir, line), dawdle])
+    delay = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.1}}
+    outcome = run(JOB, workers=4, shard=with_size(shard, 2), watch=[*fault_script(job_dir, line), delay])
     receipt = finished(outcome)
     assert fired_faults(job_dir) == {line}
     assert (receipt.redone, receipt.deaths_survived) == (0, 1)
@@ -321,7 +321,7 @@ def test_who_leaves_takes_nothing_along(seat, run, job_dir):
 def test_who_leaves_stays_until_a_save_succeeds(run, job_dir):
     job = JOB | {"model": {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "depth": 2, "hidden": 256}}}
     job |= {"steps": 16, "checkpoint": UNSAVED}
-    full = {"name": "faults.py:SmallDisk", "args": {"most_bytes": 100_000, "until": 7}}
+    full = {"name": "faults.py:FileSizeLimit", "args": {"most_bytes": 100_000, "until": 7}}
     line, shard = "terminate worker 0 at step 2 in together", with_size("fsdp", 2) | {"mirror": False}
     outcome = run(job, workers=2, shard=shard, watch=[*fault_script(job_dir, line), full, *slow_steps(0.4)])
     receipt = finished(outcome)
@@ -335,8 +335,8 @@ def test_who_leaves_stays_until_a_save_succeeds(run, job_dir):
 @pytest.mark.parametrize("act", ["freeze", *long_only("terminate")])
 def test_one_that_freezes_or_must_leave_is_replaced(act, run, job_dir):
     lines = [f"{act} worker 1 at step 6 in together"]
-    dawdle = {"name": "pace.py:Dawdle", "args": {"seconds": 0.1}}
-    outcome = run(JOB, workers=2, shard=with_size("fsdp", 2), watch=[*fault_script(job_dir, *lines), dawdle])
+    delay = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.1}}
+    outcome = run(JOB, workers=2, shard=with_size("fsdp", 2), watch=[*fault_script(job_dir, *lines), delay])
     receipt = finished(outcome)
     assert fired_faults(job_dir) == set(lines)
     assert receipt.weights_sha256 == sharded_reference(run, "fsdp", 2).weights_sha256
@@ -346,7 +346,7 @@ def test_one_that_freezes_or_must_leave_is_replaced(act, run, job_dir):
 
 @pytest.mark.parametrize("shard", ["pipeline", *long_only("fsdp", "tensor")])
 def test_a_run_that_is_stopped_goes_on_where_it_was(shard, run, resume):
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if event.kind == "evaluated" and event.step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -435,7 +435,7 @@ def task(name, **args):
 @pytest.mark.parametrize("shard", ["fsdp", "pipeline", *long_only("tensor")])
 def test_an_optimizer_with_groups_goes_on_with_what_it_had(shard, run, resume, job_dir):
     """From one process to several, which number the parameters as it did, and from the start."""
-    job = task("Decays")
+    job = task("ParamGroupsTask")
     one = load_weights(run(job, runs="one").paths.model)
     how = {
         "engine": {"kind": "local", "restarts": 0},
@@ -455,7 +455,7 @@ def test_an_optimizer_with_groups_goes_on_with_what_it_had(shard, run, resume, j
 
 def test_a_neighbours_copy_has_the_same_groups(run, job_dir):
     """Of a Task's optimizer: what died goes on with the bits that it had."""
-    job = task("Decays")
+    job = task("ParamGroupsTask")
     one = finished(run(job, runs="one", workers=2, shard=with_size("pipeline", 2)))
     line = "kill worker 1 at step 6 in together"
     outcome = run(job, workers=2, shard=with_size("pipeline", 2), watch=fault_script(job_dir, line), engine=RESTARTS)
@@ -466,9 +466,9 @@ def test_a_neighbours_copy_has_the_same_groups(run, job_dir):
 
 
 def test_an_optimizer_that_needs_whole_tensors_is_refused(run):
-    outcome = run(task("Whole"), workers=2, shard=FSDP)
+    outcome = run(task("WholeTensorOptimizerTask"), workers=2, shard=FSDP)
     assert outcome.error.code == "SH110"
-    assert "Trusts" in outcome.error.message
+    assert "TrustRatioSGD" in outcome.error.message
     assert "AdamW" in outcome.error.fix
     assert_nothing_left(outcome)
 
@@ -476,7 +476,9 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(run):
 @pytest.mark.parametrize(("late", "lines"), [(False, []), (True, ["kill worker 1 at step 6 in together"])])
 def test_a_task_that_keeps_its_model_is_told(late, lines, run, job_dir):
     """At once where it had it before, else when parts of another are needed."""
-    outcome = run(task("Keeps", late=late), workers=2, shard=FSDP, watch=fault_script(job_dir, *lines), engine=RESTARTS)
+    outcome = run(
+        task("ReusedModelTask", late=late), workers=2, shard=FSDP, watch=fault_script(job_dir, *lines), engine=RESTARTS
+    )
     assert outcome.error.code == "SH204"
     assert "same object" in outcome.error.message
     assert fired_faults(job_dir) == set(lines)
@@ -487,13 +489,13 @@ def test_a_task_that_keeps_its_model_is_told(late, lines, run, job_dir):
 
 
 def slow_steps(seconds):
-    return [{"name": "pace.py:Dawdle", "args": {"seconds": seconds}}]
+    return [{"name": "delays.py:SlowSteps", "args": {"seconds": seconds}}]
 
 
 def test_more_workers_make_another_replica_and_fewer_one_less(run):
     threads = []
 
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         wanted = {3: 4, 9: 2}.get(event.step) if event.kind == "evaluated" else None
         if wanted:  # in a thread: the driver, which calls this, answers
             threads.append(threading.Thread(target=scale, args=(paths, wanted)))

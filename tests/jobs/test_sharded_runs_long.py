@@ -12,7 +12,7 @@ WIDTH, DEPTH = 1024, 24
 LARGE = JOB | {
     "name": "large",
     "model": {
-        "name": "large.py:large",
+        "name": "memory_limited.py:memory_limited",
         "args": {"width": WIDTH, "depth": DEPTH, "inputs": 64, "classes": 10, "more_mb": MORE_MB},
     },
     "steps": 3,

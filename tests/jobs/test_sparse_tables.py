@@ -26,14 +26,16 @@ from tests.jobs.test_parameter_servers import InterruptAfterSave, ServerKiller, 
 
 WORDS = MLP | {
     "name": "words",
-    "model": {"name": "sparse.py:Words"},
+    "model": {"name": "sparse.py:SparseDigits"},
     "optimizer": {"name": "AdamW", "args": {"lr": 0.01}},
     "sync": server_sync(1, 0),
     "steps": 24,
     "lanes": 4,
     "evaluate": {"every_steps": 8},
 }
-SUMMED = {k: v for k, v in WORDS.items() if k not in ("model", "loss", "metrics")} | {"task": "sparse.py:Summed"}
+SUMMED = {k: v for k, v in WORDS.items() if k not in ("model", "loss", "metrics")} | {
+    "task": "sparse.py:WeightedSparseTask"
+}
 JOBS = {
     "words": WORDS,
     "clipped": WORDS | {"clip": {"value": 0.001}, "batch_size": 47, "lanes": 7},

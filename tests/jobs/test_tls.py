@@ -44,7 +44,7 @@ def certificates(tmp_path_factory):
 
 
 class ProxiedAddress:
-    """In the job_dir of `Address`: everybody seems to be on a host of its own, behind a relay."""
+    """In the place of `Address`: everybody seems to be on a host of its own, behind a proxy."""
 
     def __init__(self):
         self.proxies = {}
@@ -57,11 +57,11 @@ class ProxiedAddress:
 
     @property
     def recorded(self):
-        return b"".join(relay.tape for relay in self.proxies.values())
+        return b"".join(proxy.recorded for proxy in self.proxies.values())
 
     def close(self):
-        for relay in self.proxies.values():
-            relay.close()
+        for proxy in self.proxies.values():
+            proxy.close()
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def test_the_same_bits_and_nothing_to_read_on_the_way(run, proxied, certificates
     outcome = run(JOBS["mlp"], workers=2, sync=SYNCS[sync], engine=engine)
     assert_same(outcome, reference_receipt(run, JOBS["mlp"]))
     assert not events_of_kind(outcome, "worker_died")
-    tape = proxied.tape
-    assert len(tape) > 100_000, "everything went through the relays"
-    assert {handshake.MAGIC in tape, b"purpose" in tape} == {not encrypted}
+    recorded = proxied.recorded
+    assert len(recorded) > 100_000, "everything went through the proxies"
+    assert {handshake.MAGIC in recorded, b"purpose" in recorded} == {not encrypted}
 
 
 def test_a_killed_worker_is_missed_at_once(run, proxied, job_dir, certificates):
@@ -106,7 +106,7 @@ def test_users_and_joiners_come_in_with_certificates_alone(
     tmp_path_factory,
 ):
     ready = job_dir / "ready"
-    watch = [{"name": "pace.py:Dawdle", "args": {"seconds": 0.2, "until": str(ready)}}]
+    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
     stranger = CertificateAuthority(tmp_path_factory.mktemp("others") / "theirs").issue("member")
     said = []
 
@@ -153,12 +153,12 @@ def test_certificates_at_a_run_without_tls(run, certificates, second_fork_server
 
 
 def test_a_plain_caller_costs_a_run_nothing(run, certificates):
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if event.kind == "joined" and not asked:
-            contact = read_driver_address(paths.control)
-            tls.configure(None)  # this process has its door open already
+            address = read_driver_address(paths.driver_address)
+            tls.configure(None)  # this process has its listener open already
             with pytest.raises(TlsError, match="it uses TLS"):
-                connect_host(contact.host, contact.port, contact.token, json.dumps({"role": "user"}).encode())
+                connect_host(address.host, address.port, address.token, json.dumps({"role": "user"}).encode())
             asked.append(1)
 
     asked = []

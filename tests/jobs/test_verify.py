@@ -13,13 +13,17 @@ from shoal.jobs import verify
 from shoal.spec.load import make_job
 from tests.conftest import MLP
 
-UNEVEN = MLP | {"name": "uneven", "model": {"name": "uneven.py:Uneven", "args": {"after": 5}}, "steps": 12}
+UNEVEN = MLP | {
+    "name": "uneven",
+    "model": {"name": "worker_dependent.py:WorkerDependent", "args": {"after": 5}},
+    "steps": 12,
+}
 
 
 @pytest.fixture
 def command(job_dir, fork_server, monkeypatch, capsys):
     """`shoal` in this process: its exit code and what it printed."""
-    monkeypatch.setattr("shoal.jobs.run_driver.make_nursery", lambda *_, **__: contextlib.nullcontext(fork_server))
+    monkeypatch.setattr("shoal.jobs.run_driver.make_fork_server", lambda *_, **__: contextlib.nullcontext(fork_server))
     monkeypatch.chdir(job_dir)
 
     def go(*words):

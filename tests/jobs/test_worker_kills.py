@@ -62,7 +62,7 @@ def test_kills(name, run, job_dir):
     saves = {"every": "3 steps" if "save" in name else "never", "keep_best": 0}
     watch = fault_script(job_dir, *lines)
     if any("worker 3" in line or "feeding" in line for line in lines):
-        watch.append({"name": "pace.py:Dawdle", "args": {"seconds": 0.2}})
+        watch.append({"name": "delays.py:SlowSteps", "args": {"seconds": 0.2}})
     outcome = run(job, workers=3, watch=watch, engine=RESTARTS, checkpoint=saves)
     assert_same(outcome, reference_receipt(run, job))
     assert fired_faults(job_dir) == set(lines), "else the test says nothing"
@@ -71,8 +71,12 @@ def test_kills(name, run, job_dir):
 
 
 def test_metrics_are_reported_although_the_reporter_died(run, job_dir):
-    job = JOBS["mlp"] | {"evaluate": {"every_steps": 12}, "lanes": 6, "best": {"metric": "Fatal", "mode": "min"}}
-    job["metrics"] = [{"name": "models.py:Fatal", "args": {"marks": str(job_dir)}}]
+    job = JOBS["mlp"] | {
+        "evaluate": {"every_steps": 12},
+        "lanes": 6,
+        "best": {"metric": "KillingMetric", "mode": "min"},
+    }
+    job["metrics"] = [{"name": "models.py:KillingMetric", "args": {"marks": str(job_dir)}}]
     outcome = run(job, workers=3, engine=RESTARTS)
     told = events_of_kind(outcome, "evaluated")
     assert [(row.step, row.get("again", False)) for row in told] == [(12, True), (24, False)]
@@ -86,9 +90,9 @@ def test_many_kills_leave_no_memory_behind(run, job_dir):
     """Many views later a worker has its own arena and those of two peers, and few sockets."""
     seen = []
 
-    def look(paths, event, picture):
+    def look(paths, event, run_state):
         if event.kind == "evaluated" and event.step == 300:
-            seen.append(open_resources(picture.workers[event.who].pid))
+            seen.append(open_resources(run_state.workers[event.who].pid))
 
     lines = [f"kill worker {n} in exchange after 20 ms" for n in range(1, 7)]
     job = JOBS["mlp"] | {"evaluate": {"every_steps": 300}, "lanes": 6, "steps": 310}
@@ -125,7 +129,7 @@ def test_nothing_is_left_of_a_run_that_failed(run, job_dir):
 
 
 def test_an_error_in_the_model_ends_all_workers(run):
-    outcome = run(JOBS["mlp"], workers=3, lanes=6, model={"name": "models.py:Sinks"})
+    outcome = run(JOBS["mlp"], workers=3, lanes=6, model={"name": "models.py:NanOutput"})
     assert outcome.error.code == "SH403"
     assert_nothing_left(outcome)
 
@@ -147,7 +151,7 @@ def test_every_sample_is_seen_exactly_once_per_epoch(seed, run, job_dir):
     (job_dir / "samples.csv").write_text("number,y\n" + "".join(f"{n},0\n" for n in range(512)))
     job = {
         "name": "tally",
-        "task": {"name": "models.py:Tally", "args": {"samples": 512}},
+        "task": {"name": "models.py:SampleCounter", "args": {"samples": 512}},
         "optimizer": {"name": "SGD", "args": {"lr": 64.0}},
         "data": {"source": {"kind": "csv", "path": "samples.csv", "target": "y"}, "split": "none"},
         "batch_size": 64,

@@ -17,42 +17,42 @@ DRAWS = [
     lambda: np.random.random(),
     lambda: np.random.randint(3),
     lambda: np.random.standard_normal(),
-    lambda: np.random.byte_range(624 * 4),
+    lambda: np.random.bytes(624 * 4),
 ]
 
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_every_draw_is_seen(draw):
-    chance = LaneRng(torch.device("cpu"))
-    chance.seed_lane(1, 2)
-    assert not chance.drew_unseeded()
+    rng = LaneRng(torch.device("cpu"))
+    rng.seed_lane(1, 2)
+    assert not rng.drew_unseeded()
     draw()
-    assert chance.drew_unseeded()
-    chance.seed_lane(1, 2)
+    assert rng.drew_unseeded()
+    rng.seed_lane(1, 2)
     a = draw()
-    chance.seed_lane(1, 2)
+    rng.seed_lane(1, 2)
     assert draw() == a
-    assert not chance.drew_unseeded()
+    assert not rng.drew_unseeded()
 
 
 def test_torch_is_seeded_without_a_look():
-    chance = LaneRng(torch.device("cpu"))
-    chance.seed_lane(1, 2)
+    rng = LaneRng(torch.device("cpu"))
+    rng.seed_lane(1, 2)
     a = torch.rand(3)
-    chance.seed_lane(1, 2)
+    rng.seed_lane(1, 2)
     assert torch.equal(torch.rand(3), a)
-    assert not chance.drew_unseeded()
+    assert not rng.drew_unseeded()
 
 
 def test_memory_that_is_not_what_we_think_means_seeding_every_time(monkeypatch):
     monkeypatch.setattr("shoal.lanes.rng.python_state_probe", lambda: lambda: (0, 0))
-    chance = LaneRng(torch.device("cpu"))
-    chance.seed_lane(1, 2)
+    rng = LaneRng(torch.device("cpu"))
+    rng.seed_lane(1, 2)
     a = random.random()
-    chance.seed_lane(1, 2)
+    rng.seed_lane(1, 2)
     assert random.random() == a
 
 
-def test_marks_are_stable():
-    for mark in (python_state_probe(), numpy_state_probe()):
-        assert mark() == mark()
+def test_probes_are_stable():
+    for probe in (python_state_probe(), numpy_state_probe()):
+        assert probe() == probe()

@@ -1,4 +1,4 @@
-"""The door: who knows the token comes in, everybody else is refused and counted, and nobody holds up the others."""
+"""The listener: who knows the token comes in, everybody else is refused and counted, and nobody holds up the others."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from shoal.net import handshake
-from shoal.net import listener as door_module
+from shoal.net import listener as listener_module
 from shoal.net.handshake import LinkError, new_token
 from shoal.net.listener import AuthenticatedListener, connect, connect_host
 
@@ -17,7 +17,7 @@ TOKEN = new_token()
 
 
 class ListenerHarness:
-    """A door whose guests are kept in order."""
+    """A listener whose connections are kept in order."""
 
     def __init__(self, welcome=None, token=TOKEN):
         listener = socket.create_server(("127.0.0.1", 0))
@@ -99,7 +99,7 @@ def test_who_does_not_check_us_is_still_checked(harness):
     with harness.connect() as stranger:
         stranger.sendall(handshake.MAGIC + bytes(16) + b"\x02\x00" + b"me")
         proof = handshake.receive_exactly(stranger, 48)[16:]
-        stranger.sendall(proof)  # what the door itself said, played back
+        stranger.sendall(proof)  # what the listener itself said, played back
         assert read_until_closed(stranger) == b""
     assert harness.listener.refused == 1
     assert harness.accepted == []
@@ -162,7 +162,7 @@ def test_who_lets_its_bytes_drip_gets_no_more_time_than_others(harness, monkeypa
 
 def test_a_crowd_of_strangers_costs_only_so_many_threads(monkeypatch):
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.5)
-    monkeypatch.setattr(door_module, "MAX_CONCURRENT_HANDSHAKES", 2)
+    monkeypatch.setattr(listener_module, "MAX_CONCURRENT_HANDSHAKES", 2)
     with contextlib.closing(ListenerHarness()) as harness:
         crowd = [harness.connect() for _ in range(20)]
         assert sum(t.name == "shoal-caller" for t in threading.enumerate()) <= 2
@@ -271,7 +271,7 @@ def test_a_recorded_greeting_opens_nothing(harness):
     head, proof = bytes(tape[:26]), bytes(tape[26:])
     with harness.connect() as thief:
         thief.sendall(head + proof)
-        assert len(read_until_closed(thief)) == 48, "the door's challenge, and then nothing"
+        assert len(read_until_closed(thief)) == 48, "the listener's challenge, and then nothing"
     assert harness.listener.refused == 1
 
 

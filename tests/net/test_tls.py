@@ -77,7 +77,7 @@ def ends(pair, request):
     return pair if request.param == "caller" else pair[::-1]
 
 
-def carriers():
+def pump_threads():
     return [thread for thread in threading.enumerate() if thread.name == "shoal-tls"]
 
 
@@ -194,13 +194,13 @@ def test_a_connection_that_breaks_ends_both_at_once(harness):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_carrier_that_fails_leaves_nobody_waiting(pair):
+def test_a_pump_that_fails_leaves_nobody_waiting(pair):
     def fail():
         raise MemoryError
 
     caller, guest = pair
-    both = carriers()
-    caller._pump._take = fail
+    both = pump_threads()
+    caller._pump._read_user = fail
     caller.sendall(b"!")
     assert read_until_closed(caller) == read_until_closed(guest) == b""
     for thread in both:
@@ -214,14 +214,14 @@ def test_who_does_not_read_is_not_waited_for_in_memory(pair):
     while select.select([], [caller], [], 0.5)[1]:
         sent += caller.send(b"x" * 100_000)
         assert sent < 64 << 20
-    assert sum(len(carrier._ciphertext) for carrier in tls_pump._pumps) < 2 * tls_pump.CHUNK_BYTES
+    assert sum(len(pump._ciphertext) for pump in tls_pump._pumps) < 2 * tls_pump.CHUNK_BYTES
 
 
 def test_a_close_ends_thread_and_sockets(harness):
-    before = set(carriers())
+    before = set(pump_threads())
     with harness.call():
         guest, _ = harness.wait_accepted(0)
-        mine = set(carriers()) - before
+        mine = set(pump_threads()) - before
         assert len(mine) == 2
     guest.close()
     for thread in mine:
@@ -235,10 +235,10 @@ def test_who_hangs_up_on_one_that_never_reads_does_not_leave_a_thread(pair, monk
     caller.setblocking(False)
     while select.select([], [caller], [], 0.5)[1]:
         caller.send(b"x" * 100_000)
-    before = set(carriers())
+    before = set(pump_threads())
     caller.close()
     guest.setblocking(True)
-    while len(set(carriers()) & before) == 2:
+    while len(set(pump_threads()) & before) == 2:
         pass
     guest.close()
 
@@ -247,7 +247,7 @@ def test_who_hangs_up_on_one_that_never_reads_does_not_leave_a_thread(pair, monk
 
 
 def refused(harness):
-    """Waits for it: the caller may know before the door has counted."""
+    """Waits for it: the caller may know before the listener has counted."""
     while not harness.listener.refused:
         pass
     assert harness.listener.refused == 1
@@ -368,26 +368,26 @@ def test_nothing_readable_goes_over_the_wire(ours, encrypts):
 
 
 def test_unix_sockets_stay_as_they_are(encrypted):
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")
-    listener.listen()
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind("")
+    unix.listen()
     let_in = []
     came = threading.Event()
-    door = AuthenticatedListener([listener], TOKEN, lambda sock, hello: (let_in.append(sock), came.set()))
-    with connect(socket.AF_UNIX, listener.getsockname(), TOKEN, b"me") as caller:
+    listener = AuthenticatedListener([unix], TOKEN, lambda sock, hello: (let_in.append(sock), came.set()))
+    with connect(socket.AF_UNIX, unix.getsockname(), TOKEN, b"me") as caller:
         assert came.wait(LONGEST_S)
         assert {type(caller), type(let_in[0])} == {socket.socket}
     let_in[0].close()
-    door.close()
+    listener.close()
 
 
 SAY_AND_LEAVE = """
 import pathlib, socket, sys
-from shoal.spec.certificates import read_certificates
+from shoal.spec.certificates import load_tls_contexts
 from shoal.net import tls
-from shoal.net.listener import call
-tls.use(read_certificates(pathlib.Path(sys.argv[1]), where=""))
-sock = call(socket.AF_INET, ("127.0.0.1", int(sys.argv[2])), sys.argv[3], b"me")
+from shoal.net.listener import connect
+tls.configure(load_tls_contexts(pathlib.Path(sys.argv[1]), where=""))
+sock = connect(socket.AF_INET, ("127.0.0.1", int(sys.argv[2])), sys.argv[3], b"me")
 sock.sendall(b"x" * 1_000_000)
 """
 

@@ -121,7 +121,7 @@ class ShardedChunkStores:
         shard, first, last = self.rng.choice(self.pieces)
         first = self.rng.randrange(first, last)
         other = next(it for it in self.shards if it is not shard)
-        other.write_state(first, last, unpack_state(pack_state(shard.take(first, last))))
+        other.write_state(first, last, unpack_state(pack_state(shard.read_state(first, last))))
         shard.drop(first, last)
         self.owners[first:last] = [self.shards.index(other)] * (last - first)
         self.repartition()
@@ -142,7 +142,7 @@ class ShardedChunkStores:
         assert all(torch.equal(shard.sums.tensor, flat_buffer) for shard in self.shards)
 
     def collect(self, replica):
-        load_chunk_states(replica, self.layout, [(a, b, shard.take(a, b)) for shard, a, b in self.pieces])
+        load_chunk_states(replica, self.layout, [(a, b, shard.read_state(a, b)) for shard, a, b in self.pieces])
 
 
 def train_both(make, *, seed, clipping=None, counted=False, dtype=torch.float32, mixed=True, steps=6):

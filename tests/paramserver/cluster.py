@@ -1,7 +1,7 @@
 """Real servers and real workers, each a forked process, and a driver that decides tables and views from what happens.
 
 Whatever is killed is killed with SIGKILL: from outside when a worker has said how far it is, or by the server itself at
-a named moment (`Doom`), so that every moment of the protocol can be met without waiting for luck.
+a named moment (`CrashPoint`), so that every moment of the protocol can be met without waiting for luck.
 """
 
 import array
@@ -21,6 +21,7 @@ import torch
 
 from shoal.checkpoint import state_format
 from shoal.checkpoint.sha256 import state_sha256
+from shoal.collectives.outcome import Discarded
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.net.handshake import LinkError
 from shoal.paramserver import push_buffers
@@ -30,7 +31,6 @@ from shoal.paramserver.server import ServerConfig
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
 from shoal.spec import chunk_table as tables
 from shoal.spec.view import View
-from shoal.strategies.base import Discarded
 from shoal.strategies.parameter_server import ParameterServerSync
 from tests.collectives.worker_processes import _receive, _send
 from tests.paramserver.workloads import one_step
@@ -65,7 +65,7 @@ class ChildProcess:
 
 
 class Cluster:
-    """`elsewhere(seat)` is true for servers that everybody reaches over TCP; `carries` are the workers' lanes."""
+    """`is_remote(seat)` is true for servers that everybody reaches over TCP; `carries` are the workers' lanes."""
 
     def __init__(
         self, workload, *, servers=2, backups=1, workers=2, steps=8, staleness=0.0, is_remote=lambda seat: False, seed=0
@@ -392,73 +392,77 @@ def _server_main(cluster, seat, up, down):
         with saying:
             _send(up, words)
 
-    terms = ServerConfig(cluster.workload.lanes, cluster.staleness, cluster.workload.kind)
-    host = ServerLoop(seat, TOKEN, terms, bind="127.0.0.1", on_filled=lambda other, table: tell("filled", other, table))
-    tell("address", host.endpoint.address)
+    config = ServerConfig(cluster.workload.lanes, cluster.staleness, cluster.workload.optimizer_class)
+    server_loop = ServerLoop(
+        seat, TOKEN, config, bind="127.0.0.1", on_filled=lambda other, table: tell("filled", other, table)
+    )
+    tell("address", server_loop.endpoint.address)
 
     def listen():
         with contextlib.suppress(EOFError):
             while True:
                 word, *rest = _receive(down)
                 if word == "table":
-                    host.set_chunk_table(*rest)
+                    server_loop.set_chunk_table(*rest)
                 elif word == "doom":
-                    host._call_soon(lambda rest=rest: _install_crash_point(host, *rest))
+                    server_loop._call_soon(lambda rest=rest: _install_crash_point(server_loop, *rest))
                 elif word == "dump":
-                    host._call_soon(lambda: tell("answer", "dump", _dump(host)))
+                    server_loop._call_soon(lambda: tell("answer", "dump", _dump(server_loop)))
                 elif word == "cut":
-                    host._call_soon(lambda rest=rest: _drop_connections(host, *rest))
+                    server_loop._call_soon(lambda rest=rest: _drop_connections(server_loop, *rest))
                 elif word == "learnt":
-                    host._call_soon(lambda: tell("answer", "learnt", host.server.chunk_table_number))
+                    server_loop._call_soon(lambda: tell("answer", "learnt", server_loop.server.chunk_table_number))
                 elif word == "unsent":
-                    host._call_soon(
-                        lambda: tell("answer", "unsent", max(x._unsent_bytes for x in host._connections.values()))
+                    server_loop._call_soon(
+                        lambda: tell(
+                            "answer", "unsent", max(x._unsent_bytes for x in server_loop._connections.values())
+                        )
                     )
                 else:
-                    host.stop()
+                    server_loop.stop()
 
     threading.Thread(target=listen, daemon=True).start()
-    host.run()
+    server_loop.run()
 
 
-def _install_crash_point(host, crash_point):
-    keeper, got, left = host.server, host.server.got, crash_point.count
+def _install_crash_point(server_loop, crash_point):
+    server, handle_frame, left = server_loop.server, server_loop.server.handle_frame, crash_point.count
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def watch(line, frame):
+    def watch(connection, frame):
         nonlocal left
-        left -= crash_point.kind in (None, frame.kind)
+        left -= crash_point.frame_kind in (None, frame.kind)
         if left == 0 and crash_point.when == "before":
             die()
-        got(line, frame)
+        handle_frame(connection, frame)
         if left == 0:
-            die() if crash_point.when == "after" else host._call_soon(die)
+            die() if crash_point.when == "after" else server_loop._call_soon(die)
 
-    keeper.got = watch
-
-
-def _drop_connections(host, seat):
-    for line in [line for line in host._lines.values() if line.peer == seat]:
-        host._disconnect(line)
+    server.handle_frame = watch
 
 
-def _dump(host):
-    keeper = host.server
+def _drop_connections(server_loop, seat):
+    for connection in [one for one in server_loop._connections.values() if one.peer == seat]:
+        server_loop._disconnect(connection)
+
+
+def _dump(server_loop):
+    server = server_loop.server
     chunks = {}
-    for post in keeper.piece_states.values():
-        for i in range(post.piece.first, post.piece.last):
+    for piece_state in server.piece_states.values():
+        for i in range(piece_state.piece.first_chunk, piece_state.piece.end_chunk):
             with contextlib.suppress(ValueError, LinkError):  # it holds nothing
-                chunks[i] = state_format.pack_state(keeper.shard.take(i, i + 1))
-    return {"table": keeper.number, "chunks": chunks, "failures": host.failures}
+                chunks[i] = state_format.pack_state(server.chunk_store.read_state(i, i + 1))
+    return {"table": server.chunk_table_number, "chunks": chunks, "failures": server_loop.failures}
 
 
 # ---- a worker ----
 
 
 def _worker_main(cluster, seat, up, down):
-    cargo = cluster.workload
+    workload = cluster.workload
 
     saying = threading.Lock()
 
@@ -467,8 +471,8 @@ def _worker_main(cluster, seat, up, down):
             _send(up, words)
 
     endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
-    replica = cargo.replica()
-    sync = ParameterServerSync(cargo.lanes, replica, staleness=cluster.staleness, endpoint=endpoint, token=TOKEN)
+    replica = workload.replica()
+    sync = ParameterServerSync(workload.lanes, replica, staleness=cluster.staleness, endpoint=endpoint, token=TOKEN)
     tell("hello", endpoint.address, sync.chunk_offsets)
     orders, going = queue.SimpleQueue(), threading.Event()
     going.set()
@@ -525,7 +529,7 @@ def _die_after_first_answer(self):
 
     def then_die(server, frame):
         tell(server, frame)
-        server.line.flush()
+        server.connection.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     return then_die
@@ -537,7 +541,7 @@ def _train(cluster, sync, replica, view, seat, step, tell, going):
         return step, why
     lanes = sorted(view.carries[seat])
     step = sync.first_step(step, lanes)
-    begun = memoryview(cluster.begun).cast("q")
+    begun = memoryview(cluster.pushed_steps).cast("q")
     while step < cluster.steps:
         going.wait()
         for lane in lanes:
@@ -549,7 +553,7 @@ def _train(cluster, sync, replica, view, seat, step, tell, going):
         ahead = step - (min(begun) + 1)
         assert ahead <= cluster.staleness, f"step {step} was acknowledged {ahead} steps ahead of the slowest"
         tell("acked", step, float(outcome.loss), outcome.halt)
-    if isinstance(gone := sync.settle(replica, 4 * step + 3), Discarded):
+    if isinstance(gone := sync.barrier(replica, 4 * step + 3), Discarded):
         return step, gone.why
     if isinstance(gone := sync.pull_state(replica, step), Discarded):
         return step, gone.why

@@ -16,34 +16,34 @@ CRASH_FRAME_KINDS = [
 
 
 def schedule_random_faults(cluster, *, every=2):
-    chance = cluster.chance
+    rng = cluster.rng
 
     def kill():
         cluster.kill_random_servers(most=2)
 
-    def doom():
-        for seat in chance.sample(cluster.servers, min(2, len(cluster.servers))):
+    def crash():
+        for seat in rng.sample(cluster.servers, min(2, len(cluster.servers))):
             if cluster.survives_without(seat):
-                cluster.doom(seat, CrashPoint.at_random(chance, *CRASH_FRAME_KINDS))
+                cluster.schedule_crash(seat, CrashPoint.at_random(rng, *CRASH_FRAME_KINDS))
 
     def grow():
-        cluster.scale(cluster.placement.wanted + 1)
+        cluster.scale(cluster.placement.wanted_servers + 1)
 
     def shrink():
-        if cluster.placement.wanted > cluster.placement.backups + 1:
-            cluster.scale(cluster.placement.wanted - 1)
+        if cluster.placement.wanted_servers > cluster.placement.backups + 1:
+            cluster.scale(cluster.placement.wanted_servers - 1)
 
     def drain():
         if cluster.servers:
-            cluster.drain(chance.choice(cluster.servers))
+            cluster.drain(rng.choice(cluster.servers))
 
     def cut():
         if cluster.servers:
-            cluster.cut()
+            cluster.break_connection()
 
     def lose():
         if len(cluster.workers) > 1:
             cluster.kill_random_worker()
 
     for step in range(1, cluster.steps, every):
-        cluster.on_step[step] = [chance.choice([kill, kill, doom, doom, cut, grow, shrink, drain, lose])]
+        cluster.on_step[step] = [rng.choice([kill, kill, crash, crash, cut, grow, shrink, drain, lose])]

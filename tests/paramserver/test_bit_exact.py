@@ -24,9 +24,9 @@ def assert_exact(cluster, results):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits(kind):
-    with Cluster(KINDS[kind], workers=2, servers=2, backups=1) as harbour:
-        assert_exact(harbour, harbour.train())
-        harbour.assert_backups_equal()
+    with Cluster(KINDS[kind], workers=2, servers=2, backups=1) as cluster:
+        assert_exact(cluster, cluster.train())
+        cluster.assert_backups_equal()
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_same_bits(kind):
     ],
 )
 def test_any_number_of_workers_and_servers(workers, servers, backups, tcp):
-    harbour = Cluster(
+    cluster = Cluster(
         KINDS["all"], workers=workers, servers=servers, backups=backups, steps=5, is_remote=lambda seat: seat in tcp
     )
-    with harbour:
-        assert_exact(harbour, harbour.train())
-        harbour.assert_backups_equal()
+    with cluster:
+        assert_exact(cluster, cluster.train())
+        cluster.assert_backups_equal()

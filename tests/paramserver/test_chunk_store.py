@@ -39,7 +39,7 @@ FUSED = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad")
 KINDS = [
     (name, kind) for name in OPTIMIZERS for kind in ("loop", "foreach", "fused") if kind != "fused" or name in FUSED
 ]
-ROUNDS_AT_ENDS = [("momentum", "fused"), ("nesterov", "fused")]  # with 16 bits; `why_not_in_parts` knows
+ROUNDS_AT_ENDS = [("momentum", "fused"), ("nesterov", "fused")]  # with 16 bits; `why_not_sliceable` knows
 CLIPPINGS = [Clipping(), Clipping(norm=0.5), Clipping(norm=1e6), Clipping(value=0.3)]
 
 
@@ -132,10 +132,10 @@ def held(adam):
 
 def test_parts_that_are_an_update_ahead_are_kept_apart_until_the_rest_has_it_too(adam, held):
     hyper, stretch = group_hyperparameters(adam.optimizer), random_gradients(adam.layout, 0)
-    everything = held.chunks - 1
+    everything = held.chunk_count - 1
     held.apply(3, 9, hyper=hyper, source=stretch)
     ahead = held.read_state(3, 9)
-    held.arrange([(0, everything)])
+    held.set_pieces([(0, everything)])
     assert state_sha256(held.read_state(3, 9)) == state_sha256(ahead)
     held.apply(0, 3, hyper=hyper, source=stretch)
     held.apply(9, everything, hyper=hyper, source=stretch)
@@ -144,9 +144,9 @@ def test_parts_that_are_an_update_ahead_are_kept_apart_until_the_rest_has_it_too
         0, whole.chunk_count, chunk_state_from_replica(adam, adam.layout, 0, whole.chunk_count, lanes=LANES)
     )
     whole.apply(0, everything, hyper=hyper, source=stretch)
-    held.arrange([(0, everything)])
+    held.set_pieces([(0, everything)])
     assert state_sha256(held.read_state(0, everything)) == state_sha256(whole.read_state(0, everything))
-    assert len(held.read_state(0, everything)["runs"]) == len(adam.layout.parts(0, adam.layout.tail))
+    assert len(held.read_state(0, everything)["runs"]) == len(adam.layout.tensor_ranges(0, adam.layout.tail))
 
 
 @pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
@@ -170,7 +170,7 @@ def test_the_first_update_of_some_is_the_second_of_others(kind):
 
 
 def test_the_tail_is_kept_as_it_came(adam, held):
-    stretch, tail = random_gradients(adam.layout, 7), held.chunks - 1
+    stretch, tail = random_gradients(adam.layout, 7), held.chunk_count - 1
     held.apply(tail, tail + 1, hyper=group_hyperparameters(adam.optimizer), source=stretch, count=2.0, coefficient=0.5)
     assert torch.equal(held.read_state(tail, tail + 1)["parameters"], stretch[adam.layout.tail :])
     assert held.norms(tail, tail + 1) == []
@@ -179,25 +179,25 @@ def test_the_tail_is_kept_as_it_came(adam, held):
 def test_sums_can_be_scaled_where_they_lie(adam, held):
     """And are what `apply` would have made of them."""
     other, stretch, hyper = shard_of(adam), random_gradients(adam.layout, 1), group_hyperparameters(adam.optimizer)
-    other.write_state(0, other.chunk_count, held.read_state(0, held.chunks))
+    other.write_state(0, other.chunk_count, held.read_state(0, held.chunk_count))
     for shard in (held, other):
         shard.sums.tensor.copy_(stretch)
-    held.scale(0, held.chunks, count=3.3, coefficient=0.7)
-    held.apply(0, held.chunks, hyper=hyper)
+    held.scale(0, held.chunk_count, count=3.3, coefficient=0.7)
+    held.apply(0, held.chunk_count, hyper=hyper)
     other.apply(0, other.chunk_count, hyper=hyper, count=3.3, coefficient=0.7)
-    assert state_sha256(held.read_state(0, held.chunks)) == state_sha256(other.read_state(0, other.chunk_count))
+    assert state_sha256(held.read_state(0, held.chunk_count)) == state_sha256(other.read_state(0, other.chunk_count))
     assert torch.equal(held.sums.tensor[adam.layout.tail :], stretch[adam.layout.tail :])
 
 
 def test_options_that_are_not_named_are_those_of_the_beginning(adam, held):
     other, stretch = shard_of(adam), random_gradients(adam.layout, 1)
-    other.write_state(0, other.chunk_count, held.read_state(0, held.chunks))
-    held.apply(0, held.chunks, hyper=[{"lr": 0.5}, {"lr": 0.25}], source=stretch)
+    other.write_state(0, other.chunk_count, held.read_state(0, held.chunk_count))
+    held.apply(0, held.chunk_count, hyper=[{"lr": 0.5}, {"lr": 0.25}], source=stretch)
     full = [
         {**options, "lr": lr} for options, lr in zip(group_hyperparameters(adam.optimizer), (0.5, 0.25), strict=True)
     ]
     other.apply(0, other.chunk_count, hyper=full, source=stretch)
-    assert state_sha256(held.read_state(0, held.chunks)) == state_sha256(other.read_state(0, other.chunk_count))
+    assert state_sha256(held.read_state(0, held.chunk_count)) == state_sha256(other.read_state(0, other.chunk_count))
 
 
 def test_parameters_may_lie_in_shared_memory(adam):
@@ -236,7 +236,7 @@ def test_what_is_not_held_cannot_be_used(adam, held):
     with pytest.raises(ValueError, match="not all held"):
         held.read_state(4, 6)
     held.apply(5, 8, hyper=hyper, source=random_gradients(adam.layout, 0))
-    for first, last in ((-1, 2), (2, 2), (0, held.chunks + 1)):
+    for first, last in ((-1, 2), (2, 2), (0, held.chunk_count + 1)):
         with pytest.raises(ValueError, match="chunks"):
             held.read_state(first, last)
 
@@ -288,25 +288,25 @@ INVALID_STATES = [
 
 @pytest.mark.parametrize("spoil", INVALID_STATES)
 def test_a_state_that_does_not_fit_changes_nothing(adam, held, spoil):
-    before, state = state_sha256(held.read_state(0, held.chunks)), held.read_state(2, 6)
+    before, state = state_sha256(held.read_state(0, held.chunk_count)), held.read_state(2, 6)
     state["parameters"].zero_()
     spoil(state)
     with pytest.raises(ValueError, match=r"."):
-        held.put(2, 6, state)
-    assert state_sha256(held.read_state(0, held.chunks)) == before
+        held.write_state(2, 6, state)
+    assert state_sha256(held.read_state(0, held.chunk_count)) == before
     with pytest.raises(ValueError, match="chunks"):
-        held.put(2, 6, "nonsense")
+        held.write_state(2, 6, "nonsense")
 
 
 def test_two_servers_hold_nothing_of_each_other(adam):
     """States are copies: neither giver nor taker sees what becomes of the other."""
     servers = ShardedChunkStores(adam, adam.layout, random.Random(1))
     shard, first, last = servers.pieces[0]
-    state = shard.take(first, last)
+    state = shard.read_state(first, last)
     before = state_sha256(state)
     other = shard_of(adam)
     other.write_state(first, last, state)
     for it in (shard, other):
         it.apply(first, last, hyper=group_hyperparameters(adam.optimizer), source=random_gradients(adam.layout, 3))
     assert state_sha256(state) == before
-    assert state_sha256(shard.take(first, last)) == state_sha256(other.read_state(first, last)) != before
+    assert state_sha256(shard.read_state(first, last)) == state_sha256(other.read_state(first, last)) != before

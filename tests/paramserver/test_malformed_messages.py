@@ -28,7 +28,7 @@ from tests.paramserver.workloads import Workload
 MOST_GROWTH_BYTES = 700 << 20
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 KINDS = [*range(8), *range(15, 25), *range(31, 38), 255]
-CARGO = Workload(norm=0.5)
+WORKLOAD = Workload(norm=0.5)
 
 far = st.sampled_from([0, 1, 2, 3, 5, 77, (1 << 16) + 1, (1 << 31) - 1, (1 << 32) - 1])
 further = far | st.sampled_from([(1 << 33) - 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
@@ -40,7 +40,7 @@ values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionari
 @cache
 def reference_model():
     """A replica of the model, and what a worker says of it."""
-    replica = CARGO.replica()
+    replica = WORKLOAD.replica()
     hyper = [
         {k: v for k, v in group.items() if k != "initial_lr"} for group in group_hyperparameters(replica.optimizer)
     ]
@@ -113,7 +113,7 @@ def malformed_frames(seat, *, view=further, table=far):
     frame = st.builds(
         ServerFrame,
         kind=st.sampled_from(KINDS),
-        table=table,
+        chunk_table_number=table,
         piece=st.integers(0, 12) | far,
         view=view.filter(lambda v: v < 1 << 32),
         seat=far,
@@ -162,18 +162,18 @@ def peak_bytes(pid):
 
 
 def assert_still_serving(cluster, seat, before):
-    assert cluster.ask(seat, "dump")["failures"] == 0
+    assert cluster.request(seat, "dump")["failures"] == 0
     assert peak_bytes(cluster.children[seat].pid) - before < MOST_GROWTH_BYTES
 
 
 def test_malformed_messages_from_outside_the_view():
     """From seats that have no part in it, while a worker trains."""
-    with Cluster(CARGO, workers=1) as harbour:
-        harbour.begin()
-        harbour.run_until(lambda: harbour.step >= 1)
-        harbour.send(0, "pause")
-        before = peak_bytes(harbour.children[100].pid)
-        address = harbour.placement.chunk_table.addresses[100]
+    with Cluster(WORKLOAD, workers=1) as cluster:
+        cluster.begin()
+        cluster.run_until(lambda: cluster.step >= 1)
+        cluster.send(0, "pause")
+        before = peak_bytes(cluster.children[100].pid)
+        address = cluster.placement.chunk_table.addresses[100]
 
         @EXAMPLES
         @given(
@@ -186,16 +186,16 @@ def test_malformed_messages_from_outside_the_view():
         def pour(sayings, purpose, sent, cut, tcp):
             fd = None if sent is None else descriptor(sent)
             to = address.model_copy(update={"host_id": "x"}) if tcp else address
-            holds = any(frame.table > 1 for frame, _ in sayings)
+            holds = any(frame.chunk_table_number > 1 for frame, _ in sayings)
             send_raw(to, 900, purpose, sayings, fd=fd, cut=cut, holds=holds)
             if fd is not None:
                 os.close(fd)
-            assert_still_serving(harbour, 100, before)
+            assert_still_serving(cluster, 100, before)
 
         pour()
-        harbour.send(0, "go")
-        assert_exact(harbour, harbour.finish())
-        harbour.assert_backups_equal()
+        cluster.send(0, "go")
+        assert_exact(cluster, cluster.finish())
+        cluster.assert_backups_equal()
 
 
 def part_of(server, other):
@@ -263,12 +263,12 @@ def frame_sequences(meant, meaningless):
 def test_malformed_messages_from_a_member():
     """It may spoil what the server holds, and nothing else."""
     other = Endpoint(TOKEN, serve=_answer_with_noise, keep_open=("chain",))
-    with Cluster(CARGO, workers=0, servers=1, backups=0) as harbour, contextlib.closing(other):
-        harbour.run_until(lambda: 100 in harbour.placement._servers)
-        address = harbour.placement._servers[100]
+    with Cluster(WORKLOAD, workers=0, servers=1, backups=0) as cluster, contextlib.closing(other):
+        cluster.run_until(lambda: 100 in cluster.placement._servers)
+        address = cluster.placement._servers[100]
         table = part_of(address, other.address)
-        harbour.send(100, "table", table)
-        harbour.request(100, "learnt")
+        cluster.send(100, "table", table)
+        cluster.request(100, "learnt")
         words = json.dumps(entering(900)).encode()
         hyper = json.dumps({"groups": reference_model()[1]["hyper"], "clip_value": None}).encode()
         start = [
@@ -285,7 +285,7 @@ def test_malformed_messages_from_a_member():
             )
             setting = ServerFrame(protocol.SET, 1, piece.index, 1, 900, size=len(content))
             (start if piece.primary == 100 else joining).append((setting, content))
-        before = peak_bytes(harbour.children[100].pid)
+        before = peak_bytes(cluster.children[100].pid)
 
         @EXAMPLES
         @given(
@@ -294,7 +294,7 @@ def test_malformed_messages_from_a_member():
         )
         def pour(sayings, chain):
             send_raw(address, 900, "chain" if chain else "push", [*(joining if chain else start), *sayings])
-            assert_still_serving(harbour, 100, before)
+            assert_still_serving(cluster, 100, before)
 
         pour()
 
@@ -313,13 +313,13 @@ def _answer_with_noise(sock, hello):
 
 def test_malformed_messages_before_any_client_has_entered():
     """The server knows its table, and of the model what it is told now and then."""
-    with Cluster(CARGO, workers=0, servers=1, backups=0) as harbour:
-        harbour.run_until(lambda: 100 in harbour.placement._servers)
-        address = harbour.placement._servers[100]
+    with Cluster(WORKLOAD, workers=0, servers=1, backups=0) as cluster:
+        cluster.run_until(lambda: 100 in cluster.placement._servers)
+        address = cluster.placement._servers[100]
         table = part_of(address, address)
-        harbour.send(100, "table", table)
-        harbour.request(100, "learnt")
-        before = peak_bytes(harbour.children[100].pid)
+        cluster.send(100, "table", table)
+        cluster.request(100, "learnt")
+        before = peak_bytes(cluster.children[100].pid)
         join = json.dumps({"model": reference_model()[1]}).encode()
         joining = (ServerFrame(protocol.JOIN, 1, seat=900, size=len(join)), join)
         to_nobody = plausible_frames(table).map(lambda it: (it[0]._replace(view=0), it[1]))
@@ -331,7 +331,7 @@ def test_malformed_messages_before_any_client_has_entered():
         )
         def pour(sayings, purpose):
             send_raw(address, 900, purpose, sayings)
-            assert_still_serving(harbour, 100, before)
+            assert_still_serving(cluster, 100, before)
 
         pour()
         send_raw(address, 900, "chain", [joining])
@@ -340,10 +340,10 @@ def test_malformed_messages_before_any_client_has_entered():
 
 def test_one_who_asks_and_never_reads_is_not_heard():
     most = 1 << 20
-    with patch.object(connection, "MAX_UNREAD_BYTES", most), Cluster(CARGO, workers=1) as harbour:
-        harbour.begin()
-        harbour.run_until(lambda: harbour.step >= 1)
-        table = harbour.placement.chunk_table
+    with patch.object(connection, "MAX_UNREAD_BYTES", most), Cluster(WORKLOAD, workers=1) as cluster:
+        cluster.begin()
+        cluster.run_until(lambda: cluster.step >= 1)
+        table = cluster.placement.chunk_table
         mine = [piece.index for piece in build_pieces(table) if piece.primary == 100]
         asked = 100 * b"".join(ServerFrame(protocol.PULL, 1, piece, flags=protocol.WHOLE).pack() for piece in mine)
         with connect_to_peer(table.addresses[100], TOKEN, purpose="push", seat=900, view=0) as sock:
@@ -352,7 +352,7 @@ def test_one_who_asks_and_never_reads_is_not_heard():
             while deaf < 300:
                 with contextlib.suppress(BlockingIOError):
                     rest = rest[sock.send(rest) :] or asked
-                before, unsent = unsent, harbour.request(100, "unsent")
+                before, unsent = unsent, cluster.request(100, "unsent")
                 assert unsent < 2 * most
                 deaf = deaf + 1 if before == unsent >= most else 0
-            assert_exact(harbour, harbour.finish())
+            assert_exact(cluster, cluster.finish())

@@ -37,7 +37,7 @@ def test_the_same_bytes_as_in_a_flat_buffer(shapes, dtypes, data, turned, near):
     inner = data.draw(st.lists(st.integers(1, layout.size_bytes - 1), max_size=4, unique=True))
     ends = [0, *sorted(inner), layout.size_bytes]
     pieces = [ParameterPiece(i, i, i + 1, a, b, (0,), ()) for i, (a, b) in enumerate(pairwise(ends))]
-    with patch.object(push_buffers, "LEAST_BYTES", 400):
+    with patch.object(push_buffers, "ZERO_COPY_MIN_BYTES", 400):
         partials = ZeroCopyPush(layout, memory, 2)
         for step in range(2):  # nothing of the step before is left
             for index in range(2):
@@ -62,7 +62,7 @@ def same(layout, found, expected):
 
 
 def all_of(value):
-    return [*value.grads, *value.float_buffers, *value.first, value.loss, value.count]
+    return [*value.grads, *value.float_buffers, *value.int_buffers, value.loss, value.count]
 
 
 def test_large_gradients_are_not_copied():

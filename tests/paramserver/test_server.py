@@ -20,20 +20,20 @@ from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import Address
 from tests.paramserver.workloads import CounterWorkload
 
-CARGO = CounterWorkload(keys=100)
+WORKLOAD = CounterWorkload(keys=100)
 
 
 class FakeConnection:
-    """A line whose other end is the test."""
+    """A connection whose other end is the test."""
 
-    same_host, held = False, False
+    same_host, paused = False, False
 
     def __init__(self, peer):
-        self.peer, self.said, self.sent = peer, bytearray(), []
+        self.peer, self.payload, self.sent = peer, bytearray(), []
 
-    def room(self, size):
-        self.said = bytearray(size)
-        return [memoryview(self.said)]
+    def allocate_payload(self, size):
+        self.payload = bytearray(size)
+        return [memoryview(self.payload)]
 
     def send(self, frame, *payload, fd=-1):
         self.sent.append((frame, b"".join(bytes(part) for part in payload)))
@@ -41,18 +41,18 @@ class FakeConnection:
     def kinds(self):
         return [frame.kind for frame, _ in self.sent]
 
-    unsent = 0
+    unsent_buffers = 0
 
 
 class ServerHarness:
-    """A keeper with one worker before it and a successor behind it."""
+    """A server with one worker before it and a successor behind it."""
 
-    def __init__(self, **terms):
-        self.replica = CARGO.replica()
+    def __init__(self, **config):
+        self.replica = WORKLOAD.replica()
         self.cuts = self.replica.layout.chunk_offsets
         self.server = ParameterServer(
             100,
-            ServerConfig(CARGO.lanes, **terms),
+            ServerConfig(WORKLOAD.lanes, **config),
             connect_to=lambda *_: None,
             on_filled=lambda *_: None,
             run_in_thread=lambda *_: None,
@@ -70,13 +70,13 @@ class ServerHarness:
         self.worker, self.successor = FakeConnection(0), FakeConnection(101)
         self.server.add_client(self.worker)
 
-    def deliver(self, pen, frame, content=b""):
+    def deliver(self, connection, frame, content=b""):
         frame = frame._replace(size=len(content))
-        places = self.server.buffer_for(pen, frame)
+        places = self.server.buffer_for(connection, frame)
         assert places not in ("skip", "hold")
         for place in places:
             place[:], content = content[: len(place)], content[len(place) :]
-        self.server.handle_frame(pen, frame)
+        self.server.handle_frame(connection, frame)
 
     def enter(self, view, **more):
         hyper = [
@@ -103,92 +103,98 @@ class ServerHarness:
             self.deliver(self.successor, ServerFrame(protocol.ACK, 1, frame.piece, number=frame.number))
 
 
-def initialised(successor=None, **terms):
+def initialised(successor=None, **config):
     """Everything is set, and the worker is in."""
-    desk = ServerHarness(**terms)
-    desk.successor = successor or desk.successor
-    desk.enter(1, lead=True)
-    desk.connect()
-    for post in desk.server.piece_states.values():
+    harness = ServerHarness(**config)
+    harness.successor = successor or harness.successor
+    harness.enter(1, lead=True)
+    harness.connect()
+    for piece_state in harness.server.piece_states.values():
         state = chunk_state_from_replica(
-            desk.replica, desk.replica.layout, post.piece.first_chunk, post.piece.end_chunk, lanes=CARGO.lanes
+            harness.replica,
+            harness.replica.layout,
+            piece_state.piece.first_chunk,
+            piece_state.piece.end_chunk,
+            lanes=WORKLOAD.lanes,
         )
-        desk.deliver(desk.worker, ServerFrame(protocol.SET, 1, post.piece.index, 1), state_format.pack_state(state))
-    desk.deliver(desk.worker, ServerFrame(protocol.READY, 1, view=1))
-    assert protocol.ENTERED not in desk.worker.kinds()
-    desk.acknowledge()
-    assert desk.worker.kinds().count(protocol.ENTERED) == 1
-    desk.deliver(desk.worker, ServerFrame(protocol.HYPER, 1), desk.hyper)
-    return desk
+        harness.deliver(
+            harness.worker, ServerFrame(protocol.SET, 1, piece_state.piece.index, 1), state_format.pack_state(state)
+        )
+    harness.deliver(harness.worker, ServerFrame(protocol.READY, 1, view=1))
+    assert protocol.ENTERED not in harness.worker.kinds()
+    harness.acknowledge()
+    assert harness.worker.kinds().count(protocol.ENTERED) == 1
+    harness.deliver(harness.worker, ServerFrame(protocol.HYPER, 1), harness.hyper)
+    return harness
 
 
-def push(desk, piece=0, step=0):
-    post = desk.server.piece_states[piece]
-    size = post.piece.stop - post.piece.start
-    desk.hear(desk.worker, ServerFrame(protocol.PUSH, 1, piece, 1, 0, step), bytes(size))
+def push(harness, piece=0, step=0):
+    piece_state = harness.server.piece_states[piece]
+    size = piece_state.piece.stop - piece_state.piece.start
+    harness.deliver(harness.worker, ServerFrame(protocol.PUSH, 1, piece, 1, 0, step), bytes(size))
 
 
 def test_who_enters_is_let_in_when_all_that_was_pushed_has_reached_the_end_of_the_chain():
     """It would write over what is still being sent: where lanes push for themselves, records lie in its memory."""
-    desk = initialised(staleness=float("inf"))
-    push(desk)
-    assert protocol.RECORD in desk.successor.kinds()
-    desk.worker.sent.clear()
-    desk.enter(2, ready=False, lead=True)
-    desk.deliver(desk.worker, ServerFrame(protocol.READY, 1, view=2))
-    assert desk.worker.kinds() == [protocol.STATUS]
-    desk.acknowledge()
-    (answer,) = [content for frame, content in desk.worker.sent if frame.kind == protocol.ENTERED]
+    harness = initialised(staleness=float("inf"))
+    push(harness)
+    assert protocol.RECORD in harness.successor.kinds()
+    harness.worker.sent.clear()
+    harness.enter(2, ready=False, lead=True)
+    harness.deliver(harness.worker, ServerFrame(protocol.READY, 1, view=2))
+    assert harness.worker.kinds() == [protocol.STATUS]
+    harness.acknowledge()
+    (answer,) = [content for frame, content in harness.worker.sent if frame.kind == protocol.ENTERED]
     assert "clocks" in decode_json(answer)
 
 
 def test_who_comes_again_in_the_same_view_is_let_in_at_once():
     """It waits for an answer to what it has pushed, and may find it in the memory that it is shown."""
-    desk = initialised(staleness=float("inf"))
-    push(desk)
-    desk.worker.sent.clear()
-    desk.enter(1, ready=True)
-    assert desk.worker.kinds() == [protocol.ENTERED]
+    harness = initialised(staleness=float("inf"))
+    push(harness)
+    harness.worker.sent.clear()
+    harness.enter(1, ready=True)
+    assert harness.worker.kinds() == [protocol.ENTERED]
 
 
 def test_an_answer_waits_for_the_chain_and_comes_once():
-    desk = initialised(staleness=float("inf"))
-    desk.worker.sent.clear()
-    push(desk)
-    push(desk)  # again, for it heard nothing
-    assert not desk.worker.sent
-    desk.acknowledge()
-    assert desk.worker.kinds() == [protocol.VALUES]
-    assert desk.server.updates.stats.repeats == 1
+    harness = initialised(staleness=float("inf"))
+    harness.worker.sent.clear()
+    push(harness)
+    push(harness)  # again, for it heard nothing
+    assert not harness.worker.sent
+    harness.acknowledge()
+    assert harness.worker.kinds() == [protocol.VALUES]
+    assert harness.server.updates.stats.repeats == 1
 
 
 def test_an_acknowledgement_of_what_was_not_sent_is_refused():
-    desk = initialised(staleness=float("inf"))
+    harness = initialised(staleness=float("inf"))
     with pytest.raises(LinkError, match="acknowledges"):
-        desk.deliver(desk.successor, ServerFrame(protocol.ACK, 1, 0, number=1000))
+        harness.deliver(harness.successor, ServerFrame(protocol.ACK, 1, 0, number=1000))
 
 
 def test_a_successor_with_old_content_gets_nothing_from_one_that_holds_nothing():
     """After the run went back to a checkpoint: some servers still hold something, and all are about to be set."""
-    desk = ServerHarness(staleness=0.0)
-    desk.enter(1, lead=True)
-    desk.server.replication.add_successor(101, desk.successor, 1)
-    theirs = torch.full((2, len(desk.cuts) - 1), 7, dtype=torch.int64).numpy().tobytes()
-    desk.deliver(desk.successor, ServerFrame(protocol.STAMPS, 1, seat=101), theirs)
-    sets = [content for frame, content in desk.successor.sent if frame.kind == protocol.SET]
-    assert sets == [b""] * len(desk.server.piece_states)
-    assert desk.worker.kinds() == [protocol.STATUS]
-    state = chunk_state_from_replica(desk.replica, desk.replica.layout, 0, 1, lanes=CARGO.lanes)
-    desk.deliver(desk.worker, ServerFrame(protocol.SET, 1, 0, 1), state_format.pack_state(state))
-    assert desk.successor.sent[-1][1]
+    harness = ServerHarness(staleness=0.0)
+    harness.enter(1, lead=True)
+    harness.server.replication.add_successor(101, harness.successor, 1)
+    theirs = torch.full((2, len(harness.cuts) - 1), 7, dtype=torch.int64).numpy().tobytes()
+    harness.deliver(harness.successor, ServerFrame(protocol.STAMPS, 1, seat=101), theirs)
+    sets = [content for frame, content in harness.successor.sent if frame.kind == protocol.SET]
+    assert sets == [b""] * len(harness.server.piece_states)
+    assert harness.worker.kinds() == [protocol.STATUS]
+    state = chunk_state_from_replica(harness.replica, harness.replica.layout, 0, 1, lanes=WORKLOAD.lanes)
+    harness.deliver(harness.worker, ServerFrame(protocol.SET, 1, 0, 1), state_format.pack_state(state))
+    assert harness.successor.sent[-1][1]
 
 
 def test_a_late_caller_of_an_old_view_is_told_that_it_has_passed():
-    desk = initialised(staleness=0.0)
-    desk.enter(3, lead=True)
-    desk.worker.sent.clear()
-    desk.enter(2)
-    ((frame, _),) = desk.worker.sent
+    harness = initialised(staleness=0.0)
+    harness.enter(3, lead=True)
+    harness.worker.sent.clear()
+    harness.enter(2)
+    ((frame, _),) = harness.worker.sent
     assert (frame.kind, frame.view) == (protocol.REFUSED, 3)
 
 
@@ -232,34 +238,41 @@ class SameHostConnection(FakeConnection):
 @pytest.mark.parametrize("moment", ["never", "before", "meanwhile"])
 def test_sums_that_are_those_of_another_step_by_now(moment):
     """A successor reads them from this server's memory, unless it was too slow and is not waited for any more."""
-    desk = initialised(SameHostConnection(101), staleness=0)
-    post = desk.server.piece_states[0]
-    content = torch.arange((post.piece.stop - post.piece.start) // 4, dtype=torch.float32).numpy().tobytes()
-    desk.deliver(desk.worker, ServerFrame(protocol.PUSH, 1, 0, 1, 0, 0, number=1), content)
+    harness = initialised(SameHostConnection(101), staleness=0)
+    piece_state = harness.server.piece_states[0]
+    content = (
+        torch.arange((piece_state.piece.stop - piece_state.piece.start) // 4, dtype=torch.float32).numpy().tobytes()
+    )
+    harness.deliver(harness.worker, ServerFrame(protocol.PUSH, 1, 0, 1, 0, 0, number=1), content)
 
     other = ServerHarness(staleness=0)
     other.server.seat = 101
     other.server.chunk_table = None
-    other.server.set_chunk_table(desk.server.chunk_table)
-    line = SameHostConnection(100)
-    line.given = desk.successor.given
-    other.server.replication.add_predecessor(line)
-    *before, (record, nothing) = [it for it in desk.successor.sent if it[0].piece == 0 or it[0].kind == protocol.JOIN]
+    other.server.set_chunk_table(harness.server.chunk_table)
+    connection = SameHostConnection(100)
+    connection.given = harness.successor.given
+    other.server.replication.add_predecessor(connection)
+    *before, (record, nothing) = [
+        it for it in harness.successor.sent if it[0].piece == 0 or it[0].kind == protocol.JOIN
+    ]
     assert (record.kind, nothing) == (protocol.RECORD, b"")
     for frame, words in before:
-        other.deliver(line, frame, words)
-    chunk, mine, theirs = post.piece.first_chunk, other.server.chunk_store, desk.server.chunk_store
+        other.deliver(connection, frame, words)
+    chunk, mine, theirs = piece_state.piece.first_chunk, other.server.chunk_store, harness.server.chunk_store
     if moment == "never":
-        other.deliver(line, record)
+        other.deliver(connection, record)
         assert state_format.pack_state(mine.read_state(chunk, chunk + 1)) == state_format.pack_state(
             theirs.read_state(chunk, chunk + 1)
         )
         return
     if moment == "before":
-        desk.server.shared_sums.begin_write(post)
-    carry_out = other.server.updates.apply_record
-    other.server.updates.apply_record = lambda *it: (carry_out(*it), desk.server.shared_sums.begin_write(post))
+        harness.server.shared_sums.begin_write(piece_state)
+    apply_record = other.server.updates.apply_record
+    other.server.updates.apply_record = lambda *it: (
+        apply_record(*it),
+        harness.server.shared_sums.begin_write(piece_state),
+    )
     with pytest.raises(LinkError, match="gone on"):
-        other.deliver(line, record)
+        other.deliver(connection, record)
     assert int(mine.seq[chunk]) == (int(theirs.seq[chunk]) - 1 if moment == "before" else 0)
     assert bool(mine.term[chunk]) == (moment == "before"), "what was made of the wrong sums is held"

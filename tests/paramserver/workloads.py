@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.sha256 import state_sha256
+from shoal.collectives.outcome import Committed
 from shoal.lanes.clipping import Clipping
 from shoal.lanes.replica import Replica
 from shoal.spec.view import View
-from shoal.strategies.base import Committed
 from shoal.strategies.replicated import OrderedAllReduceSync
 
 LANES = 4
@@ -18,7 +18,7 @@ LANES = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with batch norm and a schedule. `counted`: the loss has a divisor of its own."""
+    """A model with batch norm and a schedule. `weighted_loss`: the loss has a divisor of its own."""
 
     optimizer: str = "adamw"
     norm: float | None = None
@@ -98,12 +98,12 @@ class CounterWorkload:
 
 def one_step(replica, sync, workload, step, lanes, *, halt=False):
     """As the training loop does it."""
-    sums, total = sync.sums(), workload.total(step)
-    replica.begin()
+    sums, total = sync.begin_step(), workload.total(step)
+    replica.begin_step()
     for lane in [lane for lane in lanes if sync.needs_lane(step, lane)]:
         batch = workload.batch(step, lane)
-        share = sync.share(lane, workload.size(step, lane), total)
-        sums.lane(lane, None if batch is None else replica.forward_backward(step, lane, batch, share=share))
+        share = sync.lane_weight(lane, workload.size(step, lane), total)
+        sums.push_lane(lane, None if batch is None else replica.forward_backward(step, lane, batch, share=share))
     outcome = sync.commit(replica, step, sums, halt=halt)
     if not isinstance(outcome, Committed):
         replica.undo_step()

@@ -1,5 +1,6 @@
-"""A run without processes and without time: workers that keep to the protocol, a driver around a real `Crew`, and
-messages between them that take as long as chance wants. Anything may die, freeze, come, go or be put out at any moment.
+"""A run without processes and without time: workers that keep to the protocol, a driver around a real
+`MembershipPolicy`, and messages between them that take as long as chance wants. Anything may die, freeze, come, go or
+be put out at any moment.
 
 What must always hold is checked where it could break; a `Broken` says what did not.
 """
@@ -19,7 +20,7 @@ NO_ADDRESS = Address(host="", port=0)
 
 @dataclass(eq=False)
 class SimulatedDriver:
-    """What `jobs.helm` does around a crew, with wires instead of sockets."""
+    """What `jobs.worker_group` does around a membership policy, with wires instead of sockets."""
 
     simulation: MembershipSimulation
     policy: MembershipPolicy
@@ -148,7 +149,7 @@ class SimulatedDriver:
             require(not lost or dead or worker.position <= (kept or 0), "the only holder was sent away")
 
     def members(self):
-        """Those who are in, as they are and not as the crew thinks."""
+        """Those who are in, as they are and not as the policy thinks."""
         return [
             self.connection_by_seat[seat].worker
             for seat in self.policy.members
@@ -320,19 +321,19 @@ class MembershipSimulation:
 
     def converged(self):
         """Everybody who is wanted is there; all who should carry lanes do, and train."""
-        crew, voices = self.driver.policy, self.driver.connection_by_seat
-        if crew.view is None or crew._expected or any(m.leaving for m in crew.members.values()):
+        policy, connections = self.driver.policy, self.driver.connection_by_seat
+        if policy.view is None or policy._expected or any(m.leaving for m in policy.members.values()):
             return False
-        if len(crew.members) < crew.wanted_workers or {voices[seat].worker for seat in crew.members} != set(
+        if len(policy.members) < policy.wanted_workers or {connections[seat].worker for seat in policy.members} != set(
             self.alive_workers()
         ):
             return False
-        carriers = [voices[seat].worker if seat in voices else None for seat in crew.view.carries]
-        if not all(worker and worker.stage == "training" and worker.group.view is crew.view for worker in carriers):
+        carriers = [connections[seat].worker if seat in connections else None for seat in policy.view.carries]
+        if not all(worker and worker.stage == "training" and worker.group.view is policy.view for worker in carriers):
             return False
-        fair = lane_assignment.assign_by_speed(self.lanes, {seat: m.lane_s for seat, m in crew.members.items()})
-        idle = [seat for seat in crew.members if seat not in crew.view.carries and fair[seat]]
-        return not idle or len(crew.view.carries) == self.lanes
+        fair = lane_assignment.assign_by_speed(self.lanes, {seat: m.lane_s for seat, m in policy.members.items()})
+        idle = [seat for seat in policy.members if seat not in policy.view.carries and fair[seat]]
+        return not idle or len(policy.view.carries) == self.lanes
 
 
 FAULTS = [

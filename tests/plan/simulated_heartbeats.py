@@ -1,4 +1,4 @@
-"""A crew of simulated workers that train in step, with their beats; freezes and hangs can be put in."""
+"""Simulated workers that train in step, with their heartbeats; freezes and hangs can be put in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker without a process: it keeps to the protocol of `train.voyage` and `train.loop`, one small act at a time.
+"""A worker without a process: it keeps to the protocol of `train.elastic` and `train.loop`, one small act at a time.
 
 What must hold in a worker is checked where it could break; a `Broken` says what did not.
 """
@@ -53,7 +53,7 @@ class SimulatedConnection:
 
 @dataclass(eq=False)
 class SimulatedWorker:
-    """Follows the protocol: its thread waits, catches up, meets, trains, follows, loads; its tie hears the driver."""
+    """Follows the protocol: its thread waits, catches up, meets, trains, follows, loads; its control client listens."""
 
     simulation: MembershipSimulation
     local: bool
@@ -75,7 +75,7 @@ class SimulatedWorker:
     connection: SimulatedConnection | None = None
     outbox: deque = field(default_factory=deque)
 
-    # ---- the tie ----
+    # ---- the control client ----
 
     def connect(self):
         driver = self.simulation.driver

@@ -1,4 +1,4 @@
-"""The crew under thousands of random schedules, and its decisions one by one."""
+"""The membership policy under thousands of random schedules, and its decisions one by one."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_without_faults_two_views_are_enough(workers):
 
 
 class PolicyHarness:
-    """A crew whose members stand where they are told to. `told` are the orders so far, apart from starts."""
+    """A membership policy whose members stand where they are told to. `orders` are those so far, without starts."""
 
     def __init__(self, *, lanes=4, wanted=2):
         self.policy = MembershipPolicy(lanes=lanes, wanted_workers=wanted)
@@ -102,263 +102,263 @@ class PolicyHarness:
 
 
 def test_nobody_begins_while_the_checkpoint_is_being_loaded():
-    crew = PolicyHarness()
-    crew.arrive(0, 1)
-    crew.stop_at({0: 0, 1: 0})
-    assert [order.view.loads for order in crew.orders] == [0]
-    crew.decide(60.0)
-    assert len(crew.orders) == 1
-    crew.stop_at({0: 100})
-    assert (crew.last.position, crew.last.source, crew.last.carries) == (100, 0, {0: [0, 1], 1: [2, 3]})
+    harness = PolicyHarness()
+    harness.arrive(0, 1)
+    harness.stop_at({0: 0, 1: 0})
+    assert [order.view.loads for order in harness.orders] == [0]
+    harness.decide(60.0)
+    assert len(harness.orders) == 1
+    harness.stop_at({0: 100})
+    assert (harness.last.position, harness.last.source, harness.last.carries) == (100, 0, {0: [0, 1], 1: [2, 3]})
 
 
 def test_if_the_loader_dies_another_loads():
-    crew = PolicyHarness()
-    crew.arrive(0, 1)
-    crew.stop_at({0: 0, 1: 0})
-    crew.policy.gone(0)
-    crew.arrive(2)
-    crew.stop_at({2: 0})
-    assert crew.last.loads == 1
+    harness = PolicyHarness()
+    harness.arrive(0, 1)
+    harness.stop_at({0: 0, 1: 0})
+    harness.policy.gone(0)
+    harness.arrive(2)
+    harness.stop_at({2: 0})
+    assert harness.last.loads == 1
 
 
 def test_who_calls_again_is_not_expected_again():
-    crew = PolicyHarness().train({0: 4, 1: 4})
-    crew.arrive(1)
-    assert crew.policy.members[1].training
-    assert not crew.policy._expected
+    harness = PolicyHarness().train({0: 4, 1: 4})
+    harness.arrive(1)
+    assert harness.policy.members[1].training
+    assert not harness.policy._expected
 
 
 def test_what_was_said_before_the_last_view_was_seen_does_not_count():
-    crew = PolicyHarness().train({0: 4, 1: 4})
-    crew.policy.stopped_at(0, crew.now_s, view=crew.last.number - 1, position=0)
-    assert crew.policy.members[0].training
+    harness = PolicyHarness().train({0: 4, 1: 4})
+    harness.policy.stopped_at(0, harness.now_s, view=harness.last.number - 1, position=0)
+    assert harness.policy.members[0].training
 
 
 def test_one_that_stops_stops_all_and_the_highest_position_counts():
-    crew = PolicyHarness().train({0: 4, 1: 4})
-    crew.stop_at({1: 6})
-    assert (crew.last.halt, crew.orders[-1].seats) == ("now", [0])
-    crew.stop_at({0: 8})
-    assert (crew.last.position, crew.last.source) == (8, 0)
+    harness = PolicyHarness().train({0: 4, 1: 4})
+    harness.stop_at({1: 6})
+    assert (harness.last.halt, harness.orders[-1].seats) == ("now", [0])
+    harness.stop_at({0: 8})
+    assert (harness.last.position, harness.last.source) == (8, 0)
 
 
 def test_a_death_stops_all_at_once_and_the_place_is_filled():
-    crew = PolicyHarness().train({0: 4, 1: 4})
-    crew.policy.gone(0)
-    crew.decide()
-    assert (crew.last.halt, crew.orders[-1].seats, crew.orders[-1].why) == ("now", [1], "worker-0 is gone")
-    assert crew.started == 3
-    crew.stop_at({1: 6})
-    assert crew.last.carries == {1: [0, 1, 2, 3]}
-    assert crew.last.saver == 1
+    harness = PolicyHarness().train({0: 4, 1: 4})
+    harness.policy.gone(0)
+    harness.decide()
+    assert (harness.last.halt, harness.orders[-1].seats, harness.orders[-1].why) == ("now", [1], "worker-0 is gone")
+    assert harness.started == 3
+    harness.stop_at({1: 6})
+    assert harness.last.carries == {1: [0, 1, 2, 3]}
+    assert harness.last.saver == 1
 
 
 def test_a_newcomer_follows_then_enters_at_a_boundary():
-    crew = PolicyHarness(wanted=1).train({0: 4})
-    crew.policy.scale(2)
-    crew.decide()
-    crew.arrive(1)
-    crew.stop_at({1: 0})
-    assert (crew.last.followers, crew.last.source) == ([1], 0)
-    crew.stop_at({1: 10})
-    assert (crew.last.halt, crew.orders[-1].seats) == ("boundary", [0])
-    crew.stop_at({0: 12})
-    assert (crew.last.carries, crew.last.position, crew.last.source) == ({0: [0, 1], 1: [2, 3]}, 12, 0)
+    harness = PolicyHarness(wanted=1).train({0: 4})
+    harness.policy.scale(2)
+    harness.decide()
+    harness.arrive(1)
+    harness.stop_at({1: 0})
+    assert (harness.last.followers, harness.last.source) == ([1], 0)
+    harness.stop_at({1: 10})
+    assert (harness.last.halt, harness.orders[-1].seats) == ("boundary", [0])
+    harness.stop_at({0: 12})
+    assert (harness.last.carries, harness.last.position, harness.last.source) == ({0: [0, 1], 1: [2, 3]}, 12, 0)
 
 
 def test_a_newcomer_that_is_much_too_slow_is_left_in_peace():
     """Else it would be let in, left out and let in again, for ever."""
-    crew = PolicyHarness(wanted=2).train({0: 4, 1: 4})
-    crew.policy.record_lane_time(0, 0.01)
-    crew.policy.record_lane_time(1, 1.0)
-    crew.decide(2.0)
-    crew.decide(2.0)
-    assert crew.orders[-1].why == "lanes move to faster workers"
-    crew.stop_at({0: 6, 1: 6})
-    assert crew.last.carries == {0: [0, 1, 2, 3]}
-    views = len(crew.orders)
-    crew.stop_at({1: 6})
+    harness = PolicyHarness(wanted=2).train({0: 4, 1: 4})
+    harness.policy.record_lane_time(0, 0.01)
+    harness.policy.record_lane_time(1, 1.0)
+    harness.decide(2.0)
+    harness.decide(2.0)
+    assert harness.orders[-1].why == "lanes move to faster workers"
+    harness.stop_at({0: 6, 1: 6})
+    assert harness.last.carries == {0: [0, 1, 2, 3]}
+    views = len(harness.orders)
+    harness.stop_at({1: 6})
     for _ in range(20):
-        crew.decide(1.0)
-        crew.stop_at({1: 6})
-    assert len(crew.orders) <= views + 1
+        harness.decide(1.0)
+        harness.stop_at({1: 6})
+    assert len(harness.orders) <= views + 1
 
 
 def test_one_that_missed_a_view_does_not_leave_the_others_waiting_for_it():
     """It saw that it should halt before it took up the view in which the others wait."""
-    crew = PolicyHarness(wanted=2).train({0: 4, 1: 4})
-    crew.policy.drain(0, "drained", replace=False)
-    crew.decide()
-    assert crew.last.halt == "boundary"
-    crew.stop_at({1: 4})
-    assert (crew.last.halt, crew.orders[-1].seats) == ("now", [0])
+    harness = PolicyHarness(wanted=2).train({0: 4, 1: 4})
+    harness.policy.drain(0, "drained", replace=False)
+    harness.decide()
+    assert harness.last.halt == "boundary"
+    harness.stop_at({1: 4})
+    assert (harness.last.halt, harness.orders[-1].seats) == ("now", [0])
 
 
 def test_who_stops_at_the_boundary_alarms_nobody():
-    crew = PolicyHarness(wanted=2).train({0: 4, 1: 4})
-    crew.policy.drain(1, "drained", replace=False)
-    crew.decide()
-    crew.stop_at({1: 6})
-    assert crew.last.halt == "boundary"
-    crew.stop_at({0: 6})
-    assert [order.view.carries or order.view.leave for order in crew.orders[-2:]] == [{0: [0, 1, 2, 3]}, [1]]
-    assert set(crew.orders[-2].view.addresses) == {0, 1}, "who stays may want what the other remembers"
+    harness = PolicyHarness(wanted=2).train({0: 4, 1: 4})
+    harness.policy.drain(1, "drained", replace=False)
+    harness.decide()
+    harness.stop_at({1: 6})
+    assert harness.last.halt == "boundary"
+    harness.stop_at({0: 6})
+    assert [order.view.carries or order.view.leave for order in harness.orders[-2:]] == [{0: [0, 1, 2, 3]}, [1]]
+    assert set(harness.orders[-2].view.addresses) == {0, 1}, "who stays may want what the other remembers"
 
 
 def test_the_only_holder_stays_until_another_holds_the_same():
-    crew = PolicyHarness(wanted=1).train({0: 4})
-    crew.policy.drain(0, "terminated", replace=True)
-    crew.decide()
-    assert crew.started == 2
-    crew.arrive(1)
-    crew.stop_at({1: 0})
-    crew.decide(2 * SHORTEST_VIEW_S)
-    assert crew.last.halt == "boundary"
-    crew.stop_at({0: 6})
-    assert (set(crew.last.carries), crew.last.source, crew.last.saver) == ({0, 1}, 0, 1)
-    crew.decide(2 * SHORTEST_VIEW_S)
-    crew.stop_at({0: 8})
-    assert not crew.last.leave
-    crew.stop_at({1: 8})
-    assert [order.view.carries or order.view.leave for order in crew.orders[-2:]] == [{1: [0, 1, 2, 3]}, [0]]
+    harness = PolicyHarness(wanted=1).train({0: 4})
+    harness.policy.drain(0, "terminated", replace=True)
+    harness.decide()
+    assert harness.started == 2
+    harness.arrive(1)
+    harness.stop_at({1: 0})
+    harness.decide(2 * SHORTEST_VIEW_S)
+    assert harness.last.halt == "boundary"
+    harness.stop_at({0: 6})
+    assert (set(harness.last.carries), harness.last.source, harness.last.saver) == ({0, 1}, 0, 1)
+    harness.decide(2 * SHORTEST_VIEW_S)
+    harness.stop_at({0: 8})
+    assert not harness.last.leave
+    harness.stop_at({1: 8})
+    assert [order.view.carries or order.view.leave for order in harness.orders[-2:]] == [{1: [0, 1, 2, 3]}, [0]]
 
 
 def test_a_single_lane_is_handed_over_by_checkpoint():
-    crew = PolicyHarness(lanes=1, wanted=1).train({0: 4})
-    crew.policy.drain(0, "terminated", replace=True)
-    crew.arrive(1)
-    crew.stop_at({1: 0})
-    crew.decide(2 * SHORTEST_VIEW_S)
-    crew.stop_at({0: 6})
-    assert (crew.last.leave, crew.last.saver) == ([0], 0)
-    crew.decide(60.0)
-    assert crew.last.leave == [0]
-    crew.policy.gone(0)
-    crew.decide()
-    assert crew.last.loads == 1
+    harness = PolicyHarness(lanes=1, wanted=1).train({0: 4})
+    harness.policy.drain(0, "terminated", replace=True)
+    harness.arrive(1)
+    harness.stop_at({1: 0})
+    harness.decide(2 * SHORTEST_VIEW_S)
+    harness.stop_at({0: 6})
+    assert (harness.last.leave, harness.last.saver) == ([0], 0)
+    harness.decide(60.0)
+    assert harness.last.leave == [0]
+    harness.policy.gone(0)
+    harness.decide()
+    assert harness.last.loads == 1
 
 
 def test_another_driver_stops_those_who_train_and_goes_on_where_they_are():
-    crew = PolicyHarness(wanted=2)
-    crew.arrive(0, 1, view=7, training=True)
-    crew.decide()
-    assert (crew.last.number, crew.last.halt, crew.orders[-1].seats) == (8, "boundary", [0, 1])
-    crew.stop_at({0: 20, 1: 20})
-    assert (crew.last.position, crew.last.source, set(crew.last.carries)) == (20, None, {0, 1})
+    harness = PolicyHarness(wanted=2)
+    harness.arrive(0, 1, view=7, training=True)
+    harness.decide()
+    assert (harness.last.number, harness.last.halt, harness.orders[-1].seats) == (8, "boundary", [0, 1])
+    harness.stop_at({0: 20, 1: 20})
+    assert (harness.last.position, harness.last.source, set(harness.last.carries)) == (20, None, {0, 1})
 
 
 def test_a_survivor_may_have_begun_to_train_whatever_it_says():
     """It saw a view of the driver that died, and had not taken it up when it called."""
-    crew = PolicyHarness(wanted=1)
-    crew.arrive(0, view=7, training=False)
-    crew.policy.stopped_at(0, crew.now_s, view=6, position=10)
-    crew.decide()
-    assert (crew.last.halt, crew.orders[-1].seats) == ("boundary", [0])
+    harness = PolicyHarness(wanted=1)
+    harness.arrive(0, view=7, training=False)
+    harness.policy.stopped_at(0, harness.now_s, view=6, position=10)
+    harness.decide()
+    assert (harness.last.halt, harness.orders[-1].seats) == ("boundary", [0])
 
 
 def test_a_survivor_that_calls_late_is_stopped_alone():
-    crew = PolicyHarness(wanted=2)
-    crew.arrive(0, view=7, training=True)
-    crew.decide()
-    crew.stop_at({0: 20})
-    assert set(crew.last.carries) == {0}
-    crew.arrive(1, view=12, training=True)
-    crew.decide()
-    assert (crew.last.number, crew.last.halt, crew.orders[-1].seats) == (13, "now", [1])
+    harness = PolicyHarness(wanted=2)
+    harness.arrive(0, view=7, training=True)
+    harness.decide()
+    harness.stop_at({0: 20})
+    assert set(harness.last.carries) == {0}
+    harness.arrive(1, view=12, training=True)
+    harness.decide()
+    assert (harness.last.number, harness.last.halt, harness.orders[-1].seats) == (13, "now", [1])
 
 
 def test_lanes_that_are_full_leave_newcomers_standing():
-    crew = PolicyHarness(lanes=2, wanted=2).train({0: 4, 1: 4})
-    views = len(crew.orders)
-    crew.arrive(2, local=False)
-    crew.stop_at({2: None})
-    crew.decide(60.0)
-    assert len(crew.orders) == views
+    harness = PolicyHarness(lanes=2, wanted=2).train({0: 4, 1: 4})
+    views = len(harness.orders)
+    harness.arrive(2, local=False)
+    harness.stop_at({2: None})
+    harness.decide(60.0)
+    assert len(harness.orders) == views
 
 
 def test_at_a_stop_all_stand_then_one_saves_and_then_all_leave():
-    crew = PolicyHarness(wanted=3).train({0: 4, 1: 4, 2: 4})
-    crew.policy.stop("interrupted")
-    crew.decide()
-    assert (crew.last.halt, crew.orders[-1].seats) == ("boundary", [0, 1, 2])
-    crew.stop_at({0: 6, 1: 6, 2: 6})
-    assert (crew.last.stop, crew.last.saver, crew.orders[-1].seats) == ("interrupted", 0, [0])
-    crew.decide(60.0)
-    crew.policy.gone(0, left_cleanly=True)
-    crew.decide()
-    assert (crew.last.stop, crew.last.saver, crew.orders[-1].seats) == ("interrupted", None, [1, 2])
+    harness = PolicyHarness(wanted=3).train({0: 4, 1: 4, 2: 4})
+    harness.policy.stop("interrupted")
+    harness.decide()
+    assert (harness.last.halt, harness.orders[-1].seats) == ("boundary", [0, 1, 2])
+    harness.stop_at({0: 6, 1: 6, 2: 6})
+    assert (harness.last.stop, harness.last.saver, harness.orders[-1].seats) == ("interrupted", 0, [0])
+    harness.decide(60.0)
+    harness.policy.gone(0, left_cleanly=True)
+    harness.decide()
+    assert (harness.last.stop, harness.last.saver, harness.orders[-1].seats) == ("interrupted", None, [1, 2])
 
 
 def test_if_the_saver_dies_at_a_stop_another_saves():
-    crew = PolicyHarness(wanted=3).train({0: 4, 1: 4, 2: 4})
-    crew.policy.stop("interrupted")
-    crew.decide()
-    crew.policy.gone(0)
-    crew.decide()
-    assert (crew.last.halt, crew.orders[-1].seats) == ("now", [1, 2])
-    crew.stop_at({1: 4, 2: 6})
-    assert (crew.last.saver, crew.orders[-1].seats) == (2, [2])
-    crew.policy.gone(2)
-    crew.decide()
-    assert (crew.last.saver, crew.orders[-1].seats) == (1, [1])
+    harness = PolicyHarness(wanted=3).train({0: 4, 1: 4, 2: 4})
+    harness.policy.stop("interrupted")
+    harness.decide()
+    harness.policy.gone(0)
+    harness.decide()
+    assert (harness.last.halt, harness.orders[-1].seats) == ("now", [1, 2])
+    harness.stop_at({1: 4, 2: 6})
+    assert (harness.last.saver, harness.orders[-1].seats) == (2, [2])
+    harness.policy.gone(2)
+    harness.decide()
+    assert (harness.last.saver, harness.orders[-1].seats) == (1, [1])
 
 
 def test_who_is_being_started_when_fewer_are_wanted_goes_again():
-    crew = PolicyHarness(wanted=2).train({0: 4, 1: 4})
-    crew.policy.scale(3)
-    crew.decide()
-    assert crew.started == 3
-    crew.policy.scale(2)
-    crew.arrive(2)
-    crew.stop_at({2: 0})
-    assert crew.last.leave == [2]
+    harness = PolicyHarness(wanted=2).train({0: 4, 1: 4})
+    harness.policy.scale(3)
+    harness.decide()
+    assert harness.started == 3
+    harness.policy.scale(2)
+    harness.arrive(2)
+    harness.stop_at({2: 0})
+    assert harness.last.leave == [2]
 
 
 def test_stop_lets_one_save_when_all_stand_and_then_all_go():
-    crew = PolicyHarness().train({0: 4, 1: 4})
-    crew.policy.stop("interrupted")
-    crew.decide()
-    assert (crew.last.halt, crew.orders[-1].seats) == ("boundary", [0, 1])
-    crew.stop_at({0: 6, 1: 6})
-    assert (crew.last.stop, crew.last.saver, crew.orders[-1].seats) == ("interrupted", 0, [0])
-    crew.decide(60.0)
-    assert crew.orders[-1].seats == [0]
-    crew.policy.gone(0, left_cleanly=True)
-    crew.decide()
-    assert (crew.last.stop, crew.last.saver, crew.orders[-1].seats) == ("interrupted", None, [1])
+    harness = PolicyHarness().train({0: 4, 1: 4})
+    harness.policy.stop("interrupted")
+    harness.decide()
+    assert (harness.last.halt, harness.orders[-1].seats) == ("boundary", [0, 1])
+    harness.stop_at({0: 6, 1: 6})
+    assert (harness.last.stop, harness.last.saver, harness.orders[-1].seats) == ("interrupted", 0, [0])
+    harness.decide(60.0)
+    assert harness.orders[-1].seats == [0]
+    harness.policy.gone(0, left_cleanly=True)
+    harness.decide()
+    assert (harness.last.stop, harness.last.saver, harness.orders[-1].seats) == ("interrupted", None, [1])
 
 
 def test_after_everybody_was_dismissed_nothing_is_ordered():
-    crew = PolicyHarness().train({0: 4, 1: 4})
-    order = crew.policy.dismiss("finished")
+    harness = PolicyHarness().train({0: 4, 1: 4})
+    order = harness.policy.dismiss("finished")
     assert (order.view.stop, order.seats) == ("finished", [0, 1])
-    crew.policy.gone(1)
-    assert crew.policy.decide(crew.now_s + 60.0) == []
+    harness.policy.gone(1)
+    assert harness.policy.decide(harness.now_s + 60.0) == []
 
 
 def test_lanes_do_not_move_to_and_fro_because_the_one_that_saves_is_slow():
     """It cannot be left out: what there is to gain is counted with it."""
-    crew = PolicyHarness().train({0: 4, 1: 4})
-    crew.policy.record_lane_time(0, 1.0)
-    crew.policy.record_lane_time(1, 0.01)
-    crew.decide(2.0)
-    crew.decide(2.0)
-    crew.stop_at({0: 6, 1: 6})
-    assert crew.last.carries == {0: [0], 1: [1, 2, 3]}
-    views = len(crew.orders)
+    harness = PolicyHarness().train({0: 4, 1: 4})
+    harness.policy.record_lane_time(0, 1.0)
+    harness.policy.record_lane_time(1, 0.01)
+    harness.decide(2.0)
+    harness.decide(2.0)
+    harness.stop_at({0: 6, 1: 6})
+    assert harness.last.carries == {0: [0], 1: [1, 2, 3]}
+    views = len(harness.orders)
     for _ in range(20):
-        crew.decide(10.0)
-    assert len(crew.orders) == views
+        harness.decide(10.0)
+    assert len(harness.orders) == views
 
 
 def test_another_driver_does_not_wait_for_ever_for_a_boundary():
     """They may wait for one that died, or never saw the view."""
-    crew = PolicyHarness(wanted=2)
-    crew.arrive(0, view=7, training=True)
-    crew.decide()
-    crew.decide(2 * TAKEOVER_S)
-    assert [order.view.halt for order in crew.orders] == ["boundary", "now"]
+    harness = PolicyHarness(wanted=2)
+    harness.arrive(0, view=7, training=True)
+    harness.decide()
+    harness.decide(2 * TAKEOVER_S)
+    assert [order.view.halt for order in harness.orders] == ["boundary", "now"]
 
 
 @pytest.mark.parametrize(
@@ -366,14 +366,14 @@ def test_another_driver_does_not_wait_for_ever_for_a_boundary():
     [(4, []), (3, []), (2, [2]), (1, [2, 1])],
 )
 def test_scale_sends_the_newest_away_and_never_the_one_that_saves(wanted, going):
-    crew = PolicyHarness(lanes=8, wanted=3).train({0: 4, 1: 4, 2: 4})
-    assert crew.last.saver == 0
-    assert crew.policy.scale(wanted) == going
-    assert crew.policy.wanted_workers == wanted
-    assert [seat for seat, m in crew.policy.members.items() if m.leaving] == sorted(going)
-    assert crew.policy.scale(wanted) == []  # once is enough
-    crew.decide()
-    assert crew.started == 3 + max(wanted - 3, 0)
+    harness = PolicyHarness(lanes=8, wanted=3).train({0: 4, 1: 4, 2: 4})
+    assert harness.last.saver == 0
+    assert harness.policy.scale(wanted) == going
+    assert harness.policy.wanted_workers == wanted
+    assert [seat for seat, m in harness.policy.members.items() if m.leaving] == sorted(going)
+    assert harness.policy.scale(wanted) == []  # once is enough
+    harness.decide()
+    assert harness.started == 3 + max(wanted - 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -382,60 +382,60 @@ def test_scale_sends_the_newest_away_and_never_the_one_that_saves(wanted, going)
     ids=["terminated here", "drained here", "terminated elsewhere", "drained elsewhere"],
 )
 def test_who_leaves_is_replaced_if_that_can_be_done_here(local, replace, wanted):
-    crew = MembershipPolicy(lanes=8, wanted_workers=3 if local else 2)
+    harness = MembershipPolicy(lanes=8, wanted_workers=3 if local else 2)
     for seat in (0, 1):
-        crew.arrived(seat, local=True, address=NO_ADDRESS)
-    crew.arrived(2, local=local, address=NO_ADDRESS)
-    assert crew.wanted_workers == 3
-    crew.drain(2, "why", replace=replace)
-    assert crew.wanted_workers == wanted
-    crew.drain(2, "again", replace=replace)
-    crew.gone(2)
-    assert crew.wanted_workers == wanted  # counted once
+        harness.arrived(seat, local=True, address=NO_ADDRESS)
+    harness.arrived(2, local=local, address=NO_ADDRESS)
+    assert harness.wanted_workers == 3
+    harness.drain(2, "why", replace=replace)
+    assert harness.wanted_workers == wanted
+    harness.drain(2, "again", replace=replace)
+    harness.gone(2)
+    assert harness.wanted_workers == wanted  # counted once
 
 
 def test_who_comes_by_itself_is_counted_while_it_is_there():
-    crew = MembershipPolicy(lanes=8, wanted_workers=2)
-    crew.arrived(5, local=False, address=NO_ADDRESS)
-    crew.arrived(5, local=False, address=NO_ADDRESS)
-    assert crew.wanted_workers == 3
-    crew.gone(5)
-    crew.gone(5)
-    assert crew.wanted_workers == 2
-    crew.arrived(6, local=True, address=NO_ADDRESS)
-    crew.gone(6)
-    assert crew.wanted_workers == 2  # it is started again
+    harness = MembershipPolicy(lanes=8, wanted_workers=2)
+    harness.arrived(5, local=False, address=NO_ADDRESS)
+    harness.arrived(5, local=False, address=NO_ADDRESS)
+    assert harness.wanted_workers == 3
+    harness.gone(5)
+    harness.gone(5)
+    assert harness.wanted_workers == 2
+    harness.arrived(6, local=True, address=NO_ADDRESS)
+    harness.gone(6)
+    assert harness.wanted_workers == 2  # it is started again
 
 
 def test_somebody_who_can_save_is_always_wanted():
-    crew = MembershipPolicy(lanes=8, wanted_workers=1)
-    crew.arrived(0, local=False, address=NO_ADDRESS)
-    crew.scale(1)
-    assert crew.decide(0.0) == [StartWorkers(1)]
+    harness = MembershipPolicy(lanes=8, wanted_workers=1)
+    harness.arrived(0, local=False, address=NO_ADDRESS)
+    harness.scale(1)
+    assert harness.decide(0.0) == [StartWorkers(1)]
 
 
 def test_who_was_being_started_when_fewer_were_wanted_goes_again():
-    crew = PolicyHarness(wanted=2)
-    crew.arrive(0)
-    crew.policy.scale(1)
-    crew.arrive(1)
-    assert [seat for seat, m in crew.policy.members.items() if m.leaving] == [1]
+    harness = PolicyHarness(wanted=2)
+    harness.arrive(0)
+    harness.policy.scale(1)
+    harness.arrive(1)
+    assert [seat for seat, m in harness.policy.members.items() if m.leaving] == [1]
 
 
 def test_who_was_started_because_nobody_else_can_save_stays():
     """Else it would be sent away and another one started, for ever."""
-    crew = PolicyHarness(wanted=1)
-    crew.arrive(7, local=False)
-    crew.policy.scale(1)
-    crew.arrive(0)
-    assert not crew.policy.members[0].leaving
+    harness = PolicyHarness(wanted=1)
+    harness.arrive(7, local=False)
+    harness.policy.scale(1)
+    harness.arrive(0)
+    assert not harness.policy.members[0].leaving
 
 
 def test_a_follower_that_is_not_wanted_any_more_goes_at_once():
-    crew = PolicyHarness(wanted=1).train({0: 4})
-    crew.arrive(7, local=False)
-    crew.stop_at({7: None})
-    assert crew.last.followers == [7]
-    crew.policy.drain(7, "drained", replace=False)
-    crew.stop_at({7: 10})
-    assert crew.last.leave == [7]
+    harness = PolicyHarness(wanted=1).train({0: 4})
+    harness.arrive(7, local=False)
+    harness.stop_at({7: None})
+    assert harness.last.followers == [7]
+    harness.policy.drain(7, "drained", replace=False)
+    harness.stop_at({7: 10})
+    assert harness.last.leave == [7]

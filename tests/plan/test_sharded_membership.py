@@ -1,4 +1,4 @@
-"""The crew of a grid: whole replicas, and parts that stay where they are."""
+"""The membership policy of sharded runs: whole replicas, and parts that stay where they are."""
 
 import pytest
 
@@ -10,11 +10,11 @@ NOWHERE = Address(host="127.0.0.1", port=1)
 
 
 class ShardedPolicyHarness:
-    """A crew of which all stand who are here. `views` are those that train."""
+    """A membership policy of which all stand who are here. `views` are those that train."""
 
     def __init__(self, *, wanted=4, lanes=4, **how):
-        self.crew = ShardedMembershipPolicy(
-            lanes=lanes, wanted=wanted, balance_lanes=False, workers_per_replica=2, **how
+        self.policy = ShardedMembershipPolicy(
+            lanes=lanes, wanted_workers=wanted, balance_lanes=False, workers_per_replica=2, **how
         )
         self.now_s = 0.0
         self.views, self.halts, self.sent_away, self.seats = [], [], [], 0
@@ -22,10 +22,10 @@ class ShardedPolicyHarness:
 
     def look(self):
         self.now_s += SHORTEST_VIEW_S + 0.1
-        for order in self.crew.decide(self.now_s):
+        for order in self.policy.decide(self.now_s):
             if isinstance(order, StartWorkers):
                 for _ in range(order.count):
-                    self.crew.expect(self.seats)
+                    self.policy.expect(self.seats)
                     self.seats += 1
             elif isinstance(order, PublishView):
                 self.views += [order.view] if order.view.carries else []
@@ -34,17 +34,17 @@ class ShardedPolicyHarness:
 
     def arrive(self, *seats, local=True):
         for seat in seats:
-            self.crew.arrived(seat, local=local, address=NOWHERE)
+            self.policy.arrived(seat, local=local, address=NOWHERE)
             self.stand(seat, None)
         self.look()
         self.look()
 
     def stand(self, seat, position, *, saved=False):
-        number = self.crew.members[seat].last_view_sent
-        self.crew.stopped_at(seat, self.now_s, view=number, position=position, checkpointed=saved)
+        number = self.policy.members[seat].last_view_sent
+        self.policy.stopped_at(seat, self.now_s, view=number, position=position, checkpointed=saved)
 
     def all_stand(self, position, *, saved=True):
-        for seat in list(self.crew.members):
+        for seat in list(self.policy.members):
             self.stand(seat, position, saved=saved)
         self.look()
 
@@ -75,12 +75,12 @@ def test_all_begin_together_and_make_whole_replicas():
     [(True, {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}), (False, {0: [0], 1: [1], 2: [2], 3: [3]})],
 )
 def test_replicas_share_the_lanes_and_their_ranks_share_them_or_have_the_same(together, carries):
-    assert begun(together=together).views[-1].carries == carries
+    assert begun(lanes_shared_in_replica=together).views[-1].carries == carries
 
 
 def test_after_a_death_the_others_go_on_with_fewer_replicas_and_keep_their_parts():
     told = begun()
-    told.crew.gone(0)
+    told.policy.gone(0)
     told.look()
     assert told.halts == ["now"]
     told.all_stand(position=10)
@@ -94,7 +94,7 @@ def test_after_a_death_the_others_go_on_with_fewer_replicas_and_keep_their_parts
 
 def test_one_replica_waits_until_it_is_whole():
     told = begun(wanted=2)
-    told.crew.gone(1)
+    told.policy.gone(1)
     told.look()
     told.all_stand(position=10)
     assert len(told.views) == 1
@@ -104,7 +104,7 @@ def test_one_replica_waits_until_it_is_whole():
 
 def test_who_must_leave_stays_until_another_is_there():
     told = begun(wanted=2)
-    told.crew.drain(1, "terminated", replace=True)
+    told.policy.drain(1, "terminated", replace=True)
     told.look()
     assert not told.halts
     told.arrive(2)
@@ -117,7 +117,7 @@ def test_who_must_leave_stays_until_another_is_there():
 def test_nobody_leaves_with_what_was_not_saved():
     """The save at the boundary failed: the same members go on, and try again a little later."""
     told = begun(wanted=2)
-    told.crew.drain(1, "terminated", replace=True)
+    told.policy.drain(1, "terminated", replace=True)
     told.arrive(2)
     told.all_stand(position=10, saved=False)
     assert told.rows == [[0, 1]]
@@ -134,7 +134,7 @@ def test_nobody_leaves_with_what_was_not_saved():
 
 def test_who_has_the_same_as_others_may_leave_all_the_same():
     told = begun()
-    told.crew.scale(2)
+    told.policy.scale(2)
     told.look()
     told.all_stand(position=10, saved=False)
     assert told.rows == [[0, 1]]
@@ -144,8 +144,8 @@ def test_who_has_the_same_as_others_may_leave_all_the_same():
 def test_who_leaves_when_another_dies_stays_for_what_it_holds():
     """It may have a copy of what died, and there was no time to save."""
     told = begun(wanted=2)
-    told.crew.drain(1, "terminated", replace=True)
-    told.crew.gone(0)
+    told.policy.drain(1, "terminated", replace=True)
+    told.policy.gone(0)
     told.look()
     assert told.halts == ["now"]
     told.stand(1, 10)
@@ -168,10 +168,10 @@ def test_who_holds_nothing_may_leave_at_once():
 
 def test_the_number_of_workers_stays_a_multiple():
     told = begun()
-    assert len(told.crew.scale(3)) == 2
-    assert told.crew.wanted_workers == 2
-    told.crew.scale(1)
-    assert told.crew.wanted_workers == 2
+    assert len(told.policy.scale(3)) == 2
+    assert told.policy.wanted_workers == 2
+    told.policy.scale(1)
+    assert told.policy.wanted_workers == 2
 
 
 def test_who_cannot_save_stands_by():

@@ -1,6 +1,6 @@
 """A worker in a process of its own, without torch: pushes -1 for every element, and says what came of it.
 
-    python worker.py ADDRESS WORKER STEPS
+    python client_process.py ADDRESS WORKER STEPS
 
 The token comes by the environment.
 """

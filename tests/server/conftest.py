@@ -12,7 +12,7 @@ import pytest
 import shoal.server
 from shoal.events import read_events
 
-WORKER = Path(__file__).parent / "worker.py"
+WORKER = Path(__file__).parent / "client_process.py"
 SGD_LR_1 = {"name": "SGD", "args": {"lr": 1.0}}
 
 

@@ -203,7 +203,7 @@ def test_nobody_waits_for_one_that_is_gone(how, start, worker):
 
 
 def test_a_frozen_worker_is_given_up_and_comes_back(start, worker, monkeypatch):
-    monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
+    monkeypatch.setattr(supervisor, "HEARTBEAT_TIMEOUT_S", 1.0)
     servers = start(workers=2, staleness=2)
     frozen = worker(servers, 1, 40)
     with connect(servers, 0) as client:

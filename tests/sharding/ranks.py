@@ -1,4 +1,4 @@
-"""Real processes that hold a model together: forked, each with a grid of its own; what each returns comes back."""
+"""Real processes that hold a model together: forked, each with a mesh of its own; what each returns comes back."""
 
 import contextlib
 import os
@@ -29,10 +29,10 @@ LANES = 4
 TIMEOUT_S = 120
 
 
-def run_ranks(world_size, act, shard_size=None):
-    """What `act(grid)` returned in each of `size` processes, by rank."""
+def run_ranks(world_size, act, replica_size=None):
+    """What `act(mesh)` returned in each of `world_size` processes, by rank."""
     with tempfile.TemporaryDirectory() as place:
-        started = [_fork(rank, world_size, shard_size or world_size, Path(place), act) for rank in range(world_size)]
+        started = [_fork(rank, world_size, replica_size or world_size, Path(place), act) for rank in range(world_size)]
         try:
             return _results([pipe for _, pipe in started])
         finally:
@@ -43,7 +43,7 @@ def run_ranks(world_size, act, shard_size=None):
                 os.waitpid(pid, 0)
 
 
-def _fork(rank, size, ways, place, act):
+def _fork(rank, world_size, replica_size, place, act):
     out, into = os.pipe()
     pid = os.fork()
     if pid:
@@ -54,8 +54,10 @@ def _fork(rank, size, ways, place, act):
     with os.fdopen(into, "wb") as pipe:
         try:
             torch.set_num_threads(1)
-            grid = ShardMesh(FileStore(str(place / "store"), size), rank=rank, world_size=size, replica_size=ways)
-            pipe.write(pickle.dumps((True, act(grid))))
+            mesh = ShardMesh(
+                FileStore(str(place / "store"), world_size), rank=rank, world_size=world_size, replica_size=replica_size
+            )
+            pipe.write(pickle.dumps((True, act(mesh))))
         except BaseException:
             pipe.write(pickle.dumps((False, traceback.format_exc())))
     os._exit(0)
@@ -189,7 +191,14 @@ class MaskedBlocks(nn.Module):
         return self.head(h).transpose(1, 2)
 
 
-MODELS = {"gpt": gpt, "tied": TiedGPT, "mlp": mlp, "frozen": partly_frozen, "normed": batch_normed, "encoder": Encoder}
+MODELS = {
+    "gpt": gpt,
+    "tied": TiedGPT,
+    "mlp": mlp,
+    "frozen": partly_frozen,
+    "batch_normed": batch_normed,
+    "encoder": Encoder,
+}
 MODELS |= {"given": NumpyInitialised, "loose": SharedParameters, "masked": MaskedBlocks}
 TOKEN_MODELS = {"gpt", "tied", "encoder", "given", "loose", "masked"}
 SPLIT_POINTS = {
@@ -197,7 +206,7 @@ SPLIT_POINTS = {
     "tied": ["blocks.1", "norm", "head"],
     "mlp": ["2", "4", "6"],
     "frozen": ["2", "4", "6"],
-    "normed": ["4", "5", "6"],
+    "batch_normed": ["4", "5", "6"],
     "encoder": ["layers.1", "layers.2", "head"],
     "given": ["feed.0", "feed.2", "head"],
     "masked": ["blocks.1", "blocks.3", "head"],
@@ -245,27 +254,29 @@ def seed_model():
     LaneRng(torch.device("cpu")).seed_all(SEED, seeds.MODEL)
 
 
-def sharded(grid, kind, name, optimizer=sgd, loss=loss, clip=None, **options):
+def sharded(mesh, kind, name, optimizer=sgd, loss=loss, clip=None, **options):
     seed_model()
-    spec = shard_config(kind, name, grid.ways, **options)
-    cut, held = build_sharded_model(spec, grid, MODELS[name], loss=loss, example=batch(name, 0, 0))
-    replica = ShardedReplica(cut, held, optimizer(held.param_module), loss, seed=SEED, clipping=Clipping(norm=clip))
+    spec = shard_config(kind, name, mesh.replica_size, **options)
+    sharded_model, local_state = build_sharded_model(spec, mesh, MODELS[name], loss=loss, example=batch(name, 0, 0))
+    replica = ShardedReplica(
+        sharded_model, local_state, optimizer(local_state.param_module), loss, seed=SEED, clipping=Clipping(norm=clip)
+    )
     replica.probe(batch(name, 0, 0))
     return replica
 
 
 def train(replica, name, steps, first=0):
     """Every lane once in a step, by whichever replica and member; all share equally."""
-    grid = replica.cut.grid
-    block = LANES // grid.replicas
-    lanes = range(grid.row * block, (grid.row + 1) * block)
-    mine = lanes if replica.cut.shares_lane else lanes[grid.seat :: grid.ways]
+    mesh = replica.sharded_model.mesh
+    block = LANES // mesh.replicas
+    lanes = range(mesh.replica_rank * block, (mesh.replica_rank + 1) * block)
+    mine = lanes if replica.sharded_model.shares_lane else lanes[mesh.shard_rank :: mesh.replica_size]
     losses = []
     for step in range(first, first + steps):
-        replica.begin()
+        replica.begin_step()
         sums = [replica.forward_backward(step, lane, batch(name, step, lane), share=1 / LANES) for lane in mine]
         total = tree_sum(sums)
-        replica.agree(total)
+        replica.reduce_across_replicas(total)
         losses.append(float(replica.apply(step, total)))
     return losses
 

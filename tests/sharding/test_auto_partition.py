@@ -16,10 +16,10 @@ def on_meta(name):
 
 
 def test_all_ranks_split_alike_and_no_stage_has_nearly_all():
-    def act(grid):
+    def act(mesh):
         model = on_meta("gpt")
-        cuts, seen = auto_split_points(model, grid, loss, batch("gpt", 0, 0))
-        held = seen.stages_of(cuts)
+        cuts, trace = auto_split_points(model, mesh, loss, batch("gpt", 0, 0))
+        held = trace.stages_of(cuts)
         sizes = [sum(model.get_parameter(n).numel() for n, s in held.items() if stage in s) for stage in range(2)]
         return cuts, sizes
 
@@ -32,9 +32,9 @@ def test_all_ranks_split_alike_and_no_stage_has_nearly_all():
 def test_bytes_and_cost_of_stages():
     model = on_meta("tied")
     calls = {}
-    seen = trace_with_inputs(model, loss, batch("tied", 0, 0), calls)
-    names = split_candidates(model, seen)
-    sizes = stage_bytes(model, seen, names)
+    trace = trace_with_inputs(model, loss, batch("tied", 0, 0), calls)
+    names = split_candidates(model, trace)
+    sizes = stage_bytes(model, trace, names)
     shared = model.tokens.weight.nbytes
     assert sum(sizes) == sum(p.nbytes for p in model.parameters()) + shared
     assert sizes[-1] == shared
@@ -44,9 +44,9 @@ def test_bytes_and_cost_of_stages():
 
 
 def test_a_model_without_blocks_cannot_be_split():
-    def act(grid):
+    def act(mesh):
         with pytest.raises(ShoalError, match="places to cut") as caught, torch.device("meta"):
-            auto_split_points(nn.Linear(12, 34), grid, loss, batch("mlp", 0, 0))
+            auto_split_points(nn.Linear(12, 34), mesh, loss, batch("mlp", 0, 0))
         return caught.value.code
 
     assert run_ranks(2, act) == ["SH405", "SH405"]

@@ -37,11 +37,11 @@ def test_the_same_bits_and_the_same_draws(make):
     after = torch.rand(1)
 
     torch.manual_seed(5)
-    blueprint = DeferredInit(make)
-    assert all(tensor.is_meta for tensor in named_tensors(blueprint.model).values())
+    deferred = DeferredInit(make)
+    assert all(tensor.is_meta for tensor in named_tensors(deferred.model).values())
     found = {}
-    blueprint.materialise(lambda name, values: found.setdefault(name, values.clone()))
-    assert blueprint.why_not_deferred == ""
+    deferred.materialise(lambda name, values: found.setdefault(name, values.clone()))
+    assert deferred.why_not_deferred == ""
     assert torch.equal(torch.rand(1), after)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -93,11 +93,11 @@ def test_a_model_that_needs_values_is_made_in_full(make):
     torch.manual_seed(5)
     expected = named_tensors(make())
     torch.manual_seed(5)
-    blueprint = DeferredInit(make)
-    assert blueprint.why_not_deferred
+    deferred = DeferredInit(make)
+    assert deferred.why_not_deferred
     found = {}
-    blueprint.materialise(lambda name, values: found.setdefault(name, values.clone()))
-    assert all(tensor.is_meta for tensor in named_tensors(blueprint.model).values())
+    deferred.materialise(lambda name, values: found.setdefault(name, values.clone()))
+    assert all(tensor.is_meta for tensor in named_tensors(deferred.model).values())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -110,11 +110,11 @@ def test_values_that_were_there_before_are_not_in_the_model():
         model[1].weight = model[0].weight
         return model
 
-    blueprint = DeferredInit(make)
-    assert blueprint.model[0].weight is blueprint.model[1].weight
-    assert blueprint.model[0].weight.requires_grad
-    blueprint.model.to_empty(device="cpu")
+    deferred = DeferredInit(make)
+    assert deferred.model[0].weight is deferred.model[1].weight
+    assert deferred.model[0].weight.requires_grad
+    deferred.model.to_empty(device="cpu")
     found = {}
-    blueprint.materialise(lambda name, tensor: found.setdefault(name, tensor.clone()))
+    deferred.materialise(lambda name, tensor: found.setdefault(name, tensor.clone()))
     assert found.keys() == {"0.weight", "1.bias"}
     assert torch.equal(found["0.weight"], torch.from_numpy(values))

@@ -1,4 +1,4 @@
-"""Members of a grid that wait for each other."""
+"""Members of a mesh that wait for each other."""
 
 import threading
 import time
@@ -14,12 +14,12 @@ LARGE = 50_000_000
 
 
 def test_a_message_comes_as_it_was_sent():
-    def act(grid):
-        if grid.seat:
+    def act(mesh):
+        if mesh.shard_rank:
             distributed.send(torch.arange(1000), 0)
             return True
         found = torch.zeros(1000, dtype=torch.int64)
-        grid.receive(found, 1)
+        mesh.receive(found, 1)
         return torch.equal(found, torch.arange(1000))
 
     assert run_ranks(2, act) == [True, True]
@@ -29,16 +29,16 @@ def test_who_waits_for_the_rest_of_a_message_is_woken(tmp_path):
     """Its sender is gone, and gloo says nothing."""
     begun = tmp_path / "begun"
 
-    def act(grid):
-        values = torch.zeros(LARGE) if grid.seat == 0 else torch.ones(LARGE)
-        if grid.seat:
+    def act(mesh):
+        values = torch.zeros(LARGE) if mesh.shard_rank == 0 else torch.ones(LARGE)
+        if mesh.shard_rank:
             sending = distributed.isend(values, 0)
             until(begun.exists)
             return sending.is_completed()  # and its process ends
         threading.Thread(target=lambda: (until(lambda: values[0] > 0), begun.touch()), daemon=True).start()
-        grid.given_up = begun.exists
+        mesh.is_aborted = begun.exists
         with pytest.raises(LinkError):
-            grid.receive(values, 1)
+            mesh.receive(values, 1)
         return True
 
     assert run_ranks(2, act) == [True, False]

@@ -41,15 +41,15 @@ def test_what_there_is():
 PROGRAM = """
 import ctypes, os
 from array import array
-from shoal.sharding.memory_limits import give_back
-from shoal.train.malloc import keep_memory
+from shoal.sharding.memory_limits import release_freed_memory
+from shoal.lanes.torch_setup import keep_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 file, held = os.open("/proc/self/statm", os.O_RDONLY), array("Q", [0] * 512)
 def resident():
     return int(os.pread(file, 100, 0).split()[1]) * 4096
-keep_memory()
-give_back()
+keep_freed_memory()
+release_freed_memory()
 before = resident()
 for i in range(512):
     held[i] = libc.malloc(1 << 19)

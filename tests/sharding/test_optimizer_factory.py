@@ -32,10 +32,10 @@ def by_dimensions(model, **more):
 
 def test_parameters_are_numbered_as_in_a_single_process():
     whole = DeferredInit(model).model
-    recipe = OptimizerFactory(by_dimensions(whole), whole)
-    assert recipe.param_order == ["0.bias", "1.bias", "0.weight", "1.weight"]
+    factory = OptimizerFactory(by_dimensions(whole), whole)
+    assert factory.param_order == ["0.bias", "1.bias", "0.weight", "1.weight"]
     here = part("1.weight", "1.bias", "0.bias")
-    for made in (recipe.make_another(here), recipe.rebind(here)):
+    for made in (factory.make_another(here), factory.rebind(here)):
         shapes = [[tuple(p.shape) for p in group["params"]] for group in made.param_groups]
         assert shapes == [[(2,), (2,)], [(2, 4)]]
         assert made.param_groups[0]["params"][1] is here.get_parameter("1.bias")
@@ -51,9 +51,9 @@ def test_every_kind_begins_as_one_that_is_made_of_the_parts(name):
     kind, here = getattr(torch.optim, name), part("0.weight", "1.bias")
     more = {"initial_accumulator_value": 0.5} if name == "Adagrad" else {"weight_decay": 0.1}
     whole = DeferredInit(model).model
-    recipe = OptimizerFactory(kind(whole.parameters(), lr=0.1, **more), whole)
-    recipe.make_another(nn.Module()).step()  # of a stretch where all is frozen
-    made = recipe.rebind(here)
+    factory = OptimizerFactory(kind(whole.parameters(), lr=0.1, **more), whole)
+    factory.make_another(nn.Module()).step()  # of a stretch where all is frozen
+    made = factory.rebind(here)
     expected = kind(here.parameters(), lr=0.1, **more)
     assert made.state_dict()["param_groups"] == expected.state_dict()["param_groups"]
     for parameter in here.parameters():
@@ -68,9 +68,9 @@ def test_what_somebody_does_at_each_step_is_done_to_all():
     whole, here = DeferredInit(model).model, part("0.weight")
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
-    recipe = OptimizerFactory(optimizer, whole)
-    assert recipe.rebind(here) is optimizer
-    other = recipe.make_another(here)
+    factory = OptimizerFactory(optimizer, whole)
+    assert factory.rebind(here) is optimizer
+    other = factory.make_another(here)
     optimizer.step()
     other.step()
     assert calls == [optimizer, other]

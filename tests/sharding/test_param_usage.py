@@ -22,7 +22,7 @@ def test_what_other_code_uses():
     assert fsdp_units(model) == ["blocks.0", "blocks.1", "tokens", "places"]  # nobody calls a list
 
 
-@pytest.mark.parametrize("name", ["gpt", "tied", "encoder", "mlp", "normed"])
+@pytest.mark.parametrize("name", ["gpt", "tied", "encoder", "mlp", "batch_normed"])
 def test_most_models_can_be_gathered_block_by_block(name):
     """torch's attention uses a layer in it without calling that; but it is in a block that is called."""
     model, found = outside(MODELS[name], name)

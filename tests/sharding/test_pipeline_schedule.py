@@ -83,9 +83,9 @@ def watched(name):
 
 
 def test_who_uses_what():
-    model, seen = watched("tied")
-    assert split_candidates(model, seen) == ["blocks.0", "blocks.1", "norm", "head"]
-    stages = seen.stages_of(["blocks.1", "norm"])
+    model, trace = watched("tied")
+    assert split_candidates(model, trace) == ["blocks.0", "blocks.1", "norm", "head"]
+    stages = trace.stages_of(["blocks.1", "norm"])
     assert stages["tokens.weight"] == [0, 2]
     assert stages["places.weight"] == [0]
     assert {n for n, s in stages.items() if s == [1]} == {n for n in stages if n.startswith("blocks.1.")}
@@ -94,8 +94,8 @@ def test_who_uses_what():
 
 
 def test_buffers_go_with_who_uses_them_and_the_rest_stays():
-    _, seen = watched("normed")
-    stages = seen.stages_of(["4"])
+    _, trace = watched("batch_normed")
+    stages = trace.stages_of(["4"])
     assert (stages["1.running_mean"], stages["6.bias"], stages["constant"]) == ([0], [1], [0])
 
 
@@ -108,9 +108,9 @@ def test_buffers_go_with_who_uses_them_and_the_rest_stays():
     ],
 )
 def test_invalid_split_points(cuts, code, words):
-    _, seen = watched("gpt")
+    _, trace = watched("gpt")
     with pytest.raises(ShoalError) as caught:
-        seen.stages_of(cuts)
+        trace.stages_of(cuts)
     assert caught.value.code == code
     assert words in f"{caught.value}"
 
@@ -133,7 +133,7 @@ def test_a_module_that_is_entered_twice_is_no_split_point():
 def test_boxes_that_overlap_share_what_both_have(data):
     shape = data.draw(st.lists(st.integers(1, 5), max_size=3))
 
-    def box():
+    def tensor_slice():
         start = [data.draw(st.integers(0, n - 1)) for n in shape]
         return TensorSlice(
             tuple(shape),
@@ -141,7 +141,7 @@ def test_boxes_that_overlap_share_what_both_have(data):
             tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)),
         )
 
-    one, other = box(), box()
+    one, other = tensor_slice(), tensor_slice()
     whole = torch.arange(max(TensorSlice.full(shape).view_of(torch.empty(shape)).numel(), 1)).reshape(shape)
     both = set(one.view_of(whole).flatten().tolist()) & set(other.view_of(whole).flatten().tolist())
     common = one.overlap(other)

@@ -46,8 +46,8 @@ def equal(one, other):
 def loaded_by_ranks(kind, name, make, ways, pieces):
     """What members of this layout hold after they took over, and what one more step makes of it."""
 
-    def act(grid):
-        replica = sharded(grid, kind, name, optimizer=make, **options_for(kind, name))
+    def act(mesh):
+        replica = sharded(mesh, kind, name, optimizer=make, **options_for(kind, name))
         load_local_state(replica.local_state, pieces, replica.optimizer)
         before = copy_pieces(replica.local_state, replica.optimizer)
         train(replica, name, 1, first=2)
@@ -67,11 +67,11 @@ def loaded_by_one(name, make, found):
 
 @pytest.mark.parametrize(
     ("name", "make"),
-    [("tied", adamw), ("normed", sgd), *long_only(("encoder", adamw), ("frozen", adamw), ("gpt", sgd))],
+    [("tied", adamw), ("batch_normed", sgd), *long_only(("encoder", adamw), ("frozen", adamw), ("gpt", sgd))],
 )
 def test_from_fsdp_on_four_to_one_to_tensor_on_two_to_pipeline_on_two(name, make):
-    def begin(grid):
-        replica = sharded(grid, "fsdp", name, optimizer=make)
+    def begin(mesh):
+        replica = sharded(mesh, "fsdp", name, optimizer=make)
         train(replica, name, 2)
         return copy_pieces(replica.local_state, replica.optimizer)
 
@@ -88,8 +88,8 @@ def test_from_fsdp_on_four_to_one_to_tensor_on_two_to_pipeline_on_two(name, make
 
 
 def test_through_files_each_with_its_own_part(tmp_path):
-    def write(grid):
-        replica = sharded(grid, "fsdp", "gpt", optimizer=adamw)
+    def write(mesh):
+        replica = sharded(mesh, "fsdp", "gpt", optimizer=adamw)
         train(replica, "gpt", 1)
         rows, blobs = write_pieces(open_files(tmp_path), owned_pieces(replica.local_state, replica.optimizer))
         told = json.dumps([row.to_dict() for row in rows])
@@ -123,7 +123,7 @@ def test_through_files_each_with_its_own_part(tmp_path):
     ],
 )
 def test_the_first_weights_are_those_of_a_single_process(kind, name, options):
-    found = run_ranks(2, lambda grid: owned_pieces(sharded(grid, kind, name, **options).local_state))
+    found = run_ranks(2, lambda mesh: owned_pieces(sharded(mesh, kind, name, **options).local_state))
     replica, _ = single_process(name, 0)
     assert equal(assembled(found), assembled([owned_pieces(LocalState.unsharded(replica.model))]))
 

@@ -40,14 +40,14 @@ def options_for(kind, name):
     if kind == "tensor" and name not in TOKEN_MODELS:
         return {"patterns": "mlp"}
     # Dropout draws for a microbatch: one of them draws what a single process does.
-    return {"microbatches": 1} if kind == "pipeline" and name in ("encoder", "normed") else {}
+    return {"microbatches": 1} if kind == "pipeline" and name in ("encoder", "batch_normed") else {}
 
 
 def train_ranks(kind, name, size, ways, steps, **options):
     """Losses and pieces of every process."""
 
-    def act(grid):
-        replica = sharded(grid, kind, name, **{**options_for(kind, name), **options})
+    def act(mesh):
+        replica = sharded(mesh, kind, name, **{**options_for(kind, name), **options})
         return train(replica, name, steps), copy_pieces(replica)
 
     return run_ranks(size, act, ways)
@@ -56,7 +56,7 @@ def train_ranks(kind, name, size, ways, steps, **options):
 def copy_pieces(replica):
     return {
         n: TensorPiece(p.tensor_slice, p.values.clone())
-        for n, p in owned_pieces(replica.held, replica.optimizer).items()
+        for n, p in owned_pieces(replica.local_state, replica.optimizer).items()
     }
 
 
@@ -90,16 +90,16 @@ PAIRS = [
     ("fsdp", "gpt", 4, 4),
     ("pipeline", "gpt", 4, 4),
     ("tensor", "tied", 2, 2),
-    ("pipeline", "normed", 2, 2),
+    ("pipeline", "batch_normed", 2, 2),
     ("pipeline", "masked", 4, 4),
     ("fsdp", "frozen", 4, 2),
     ("fsdp", "loose", 2, 2),
     *long_only(
         ("pipeline", "tied", 2, 2),
-        ("fsdp", "normed", 2, 2),
+        ("fsdp", "batch_normed", 2, 2),
         ("tensor", "gpt", 4, 2),
         ("fsdp", "tied", 2, 2),
-        ("tensor", "normed", 2, 2),
+        ("tensor", "batch_normed", 2, 2),
         ("pipeline", "mlp", 4, 2),
         ("tensor", "mlp", 4, 4),
         ("tensor", "encoder", 2, 2),
@@ -116,8 +116,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(("kind", "name", "size", "ways"), PAIRS)
 def test_one_step_and_ten_agree_with_a_single_process(kind, name, size, ways):
-    def act(grid):
-        replica = sharded(grid, kind, name, **options_for(kind, name))
+    def act(mesh):
+        replica = sharded(mesh, kind, name, **options_for(kind, name))
         first = train(replica, name, 1), copy_pieces(replica)
         return first, (train(replica, name, 9, first=1), copy_pieces(replica))
 
@@ -172,8 +172,8 @@ def test_schedules_of_a_pipeline_differ_in_time_only():
 
 
 def test_unsharded_tensors_have_the_same_bits_on_all_ranks():
-    def act(grid):
-        replica = sharded(grid, "tensor", "gpt")
+    def act(mesh):
+        replica = sharded(mesh, "tensor", "gpt")
         train(replica, "gpt", 3)
         return {
             n: p.local_tensor.detach().clone() for n, p in replica.local_state.shards.items() if p.tensor_slice.is_full
@@ -189,8 +189,8 @@ def test_unsharded_tensors_have_the_same_bits_on_all_ranks():
 def test_each_holds_its_share(kind):
     """Of parameters, and of the optimizer's two moments of each."""
 
-    def act(grid):
-        replica = sharded(grid, kind, "gpt", optimizer=adamw)
+    def act(mesh):
+        replica = sharded(mesh, kind, "gpt", optimizer=adamw)
         train(replica, "gpt", 1)
         moments = [v for state in replica.optimizer.state.values() for v in state.values() if v.dim()]
         return sum(p.local_tensor.numel() for p in replica.local_state.shards.values()), sum(v.numel() for v in moments)
@@ -205,11 +205,11 @@ def test_each_holds_its_share(kind):
 def test_a_member_without_a_lane_changes_nothing():
     """fsdp: all members run equally often, whatever there is to do."""
 
-    def act(grid):
-        replica = sharded(grid, "fsdp", "mlp")
+    def act(mesh):
+        replica = sharded(mesh, "fsdp", "mlp")
         replica.begin_step()
-        share = 0.0 if grid.seat else 1.0
-        total = replica.forward_backward(0, 0, batch("mlp", 0, grid.seat), share=share)
+        share = 0.0 if mesh.shard_rank else 1.0
+        total = replica.forward_backward(0, 0, batch("mlp", 0, mesh.shard_rank), share=share)
         return float(replica.apply(0, total)), owned_pieces(replica.local_state)
 
     results = run_ranks(2, act)
@@ -224,14 +224,14 @@ def test_a_member_without_a_lane_changes_nothing():
 def test_a_group_is_made_anew_and_goes_on(kind, tmp_path):
     """In the same processes, with what each of them held."""
 
-    def act(grid):
-        replica = sharded(grid, kind, "gpt", optimizer=adamw)
+    def act(mesh):
+        replica = sharded(mesh, kind, "gpt", optimizer=adamw)
         train(replica, "gpt", 2)
-        everybody = [None] * grid.ways
+        everybody = [None] * mesh.replica_size
         torch.distributed.all_gather_object(everybody, copy_pieces(replica))
         undisturbed = train(replica, "gpt", 2, first=2)
-        grid.close()
-        again = ShardMesh(FileStore(str(tmp_path / kind), 2), rank=grid.seat, world_size=2, replica_size=2)
+        mesh.close()
+        again = ShardMesh(FileStore(str(tmp_path / kind), 2), rank=mesh.shard_rank, world_size=2, replica_size=2)
         replica = sharded(again, kind, "gpt", optimizer=adamw)
         load_local_state(replica.local_state, PiecesInMemory(everybody), replica.optimizer)
         return undisturbed, train(replica, "gpt", 2, first=2)
@@ -242,8 +242,8 @@ def test_a_group_is_made_anew_and_goes_on(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor", "pipeline"])
 def test_the_model_can_be_looked_at(kind):
-    def act(grid):
-        replica = sharded(grid, kind, "encoder")
+    def act(mesh):
+        replica = sharded(mesh, kind, "encoder")
         replica.model.eval()
         return replica.sharded_model.forward(lambda model, batch: model(*batch.inputs), batch("encoder", 9, 9))
 

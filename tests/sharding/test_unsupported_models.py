@@ -43,9 +43,9 @@ def test_patterns_of_ones_own():
 def refused(shard, make):
     """The error of each of two processes."""
 
-    def act(grid):
+    def act(mesh):
         with pytest.raises(ShoalError) as caught:
-            build_sharded_model(shard, grid, make, loss=loss, example=batch("gpt", 0, 0))
+            build_sharded_model(shard, mesh, make, loss=loss, example=batch("gpt", 0, 0))
         return caught.value.code, str(caught.value)
 
     return run_ranks(2, act)
@@ -86,13 +86,13 @@ def twice(model, batch):
     ("make", "loss", "words"), [(SkipConnection, loss, "computed before"), (MODELS["mlp"], twice, "once")]
 )
 def test_what_pipelines_cannot_do(make, loss, words):
-    def act(grid):
+    def act(mesh):
         shard = PipelineParallelConfig(kind="pipeline", cuts=["two" if make is SkipConnection else "2"], microbatches=1)
-        cut, _ = build_sharded_model(shard, grid, make, loss=loss, example=batch("mlp", 0, 0))
-        if grid.seat == 0:
-            return cut.forward(loss, batch("mlp", 0, 0))
+        sharded_model, _ = build_sharded_model(shard, mesh, make, loss=loss, example=batch("mlp", 0, 0))
+        if mesh.shard_rank == 0:
+            return sharded_model.forward(loss, batch("mlp", 0, 0))
         with pytest.raises(ShoalError) as caught:
-            cut.forward(loss, batch("mlp", 0, 0))
+            sharded_model.forward(loss, batch("mlp", 0, 0))
         return str(caught.value)
 
     assert words in run_ranks(2, act)[1]
@@ -113,10 +113,10 @@ def begun_at_zero():
 def test_what_may_not_stand_between_columns_and_rows(make, steps):
     """Each member would have its own part of the gradient, and go on with other values than the rest."""
 
-    def act(grid):
+    def act(mesh):
         shard = TensorParallelConfig(kind="tensor", patterns={"0": "columns", "2": "rows"})
-        cut, held = build_sharded_model(shard, grid, make, loss=loss, example=batch("mlp", 0, 0))
-        replica = ShardedReplica(cut, held, sgd(held.param_module), loss, seed=0)
+        sharded_model, local_state = build_sharded_model(shard, mesh, make, loss=loss, example=batch("mlp", 0, 0))
+        replica = ShardedReplica(sharded_model, local_state, sgd(local_state.param_module), loss, seed=0)
         if steps:
             replica.probe(batch("mlp", 0, 0))
         with pytest.raises(ShoalError) as caught:
@@ -143,12 +143,12 @@ def decayed(model, batch):
 
 
 def test_fsdp_has_parameters_whole_only_within_the_model():
-    def act(grid):
-        cut, _ = build_sharded_model(
-            FsdpConfig(kind="fsdp"), grid, MODELS["mlp"], loss=decayed, example=batch("mlp", 0, 0)
+    def act(mesh):
+        sharded_model, _ = build_sharded_model(
+            FsdpConfig(kind="fsdp"), mesh, MODELS["mlp"], loss=decayed, example=batch("mlp", 0, 0)
         )
         with pytest.raises(ShoalError) as caught:
-            cut.forward_backward(decayed, batch("mlp", 0, 0), 1.0)
+            sharded_model.forward_backward(decayed, batch("mlp", 0, 0), 1.0)
         return caught.value.code, str(caught.value)
 
     for code, text in run_ranks(2, act):
@@ -178,13 +178,13 @@ class LateMaskUse(nn.Module):
 
 
 def test_a_tensor_made_before_a_split_point_is_not_read_after_it():
-    def act(grid):
+    def act(mesh):
         shard = PipelineParallelConfig(kind="pipeline", cuts=["blocks.1"], microbatches=1)
-        cut, _ = build_sharded_model(shard, grid, LateMaskUse, loss=loss, example=batch("gpt", 0, 0))
-        if grid.seat == 0:
-            return cut.forward(loss, batch("gpt", 0, 0))
+        sharded_model, _ = build_sharded_model(shard, mesh, LateMaskUse, loss=loss, example=batch("gpt", 0, 0))
+        if mesh.shard_rank == 0:
+            return sharded_model.forward(loss, batch("gpt", 0, 0))
         with pytest.raises(ShoalError) as caught:
-            cut.forward(loss, batch("gpt", 0, 0))
+            sharded_model.forward(loss, batch("gpt", 0, 0))
         return caught.value.code, str(caught.value)
 
     (code, text) = run_ranks(2, act)[1]

@@ -29,7 +29,7 @@ def files(member, tmp_path):
     return shutil.copytree(member, tmp_path / "tls")
 
 
-def told(directory):
+def tls_failure(directory):
     with pytest.raises(ShoalError) as failure:
         load_tls_contexts(directory, where="engine.tls")
     assert (failure.value.code, failure.value.where) == ("SH619", "engine.tls")
@@ -44,52 +44,52 @@ def test_good_files(files):
 @pytest.mark.parametrize("name", ["cert.pem", "key.pem", "ca.pem"])
 def test_a_missing_file_is_named(files, name):
     (files / name).unlink()
-    assert told(files) == f"no such file: {files / name}"
+    assert tls_failure(files) == f"no such file: {files / name}"
 
 
 @pytest.mark.parametrize("name", ["cert.pem", "key.pem", "ca.pem"])
 def test_a_file_with_something_else_is_named(files, name):
     (files / name).write_text("something else")
-    assert name in told(files)
+    assert name in tls_failure(files)
 
 
 def test_a_key_of_another_certificate(files, authority):
     shutil.copy(authority.issue("other") / "key.pem", files)
-    assert told(files) == f"{files / 'key.pem'} is not the key of cert.pem"
+    assert tls_failure(files) == f"{files / 'key.pem'} is not the key of cert.pem"
 
 
 def test_an_expired_certificate(authority):
-    assert "certificate has expired" in told(authority.issue("late", days=-1))
+    assert "certificate has expired" in tls_failure(authority.issue("late", days=-1))
 
 
 def test_a_certificate_of_another_authority(files, tmp_path):
     shutil.copy(CertificateAuthority(tmp_path / "theirs").directory / "ca.pem", files)
-    assert "cert.pem is not accepted by those who trust ca.pem: unable to get local issuer" in told(files)
+    assert "cert.pem is not accepted by those who trust ca.pem: unable to get local issuer" in tls_failure(files)
 
 
 def test_a_key_with_a_password_is_not_asked_for(files, authority):
-    authority.lock(files)
-    assert "without a password" in told(files)
+    authority.encrypt_key(files)
+    assert "without a password" in tls_failure(files)
 
 
-def test_it_is_checked_with_the_job_and_its_path_starts_there(files, place):
+def test_it_is_checked_with_the_job_and_its_path_starts_there(files, job_dir):
     data = MLP | {"engine": {"tls": "tls"}}
-    job = make_job(data, base_dir=place)
+    job = make_job(data, base_dir=job_dir)
     assert job.engine.tls == str(files)
     assert tls_contexts_for(job)
     (files / "ca.pem").unlink()
     with pytest.raises(ShoalError, match=r"SH619 engine\.tls.*ca\.pem"):
-        make_job(data, base_dir=place)
-    save_job(job, place / "saved.yaml")
-    assert load_job(place / "saved.yaml", check_names=False) == job, "what a run does not need any more is not missed"
+        make_job(data, base_dir=job_dir)
+    save_job(job, job_dir / "saved.yaml")
+    assert load_job(job_dir / "saved.yaml", check_names=False) == job, "what a run does not need any more is not missed"
 
 
-def test_what_is_trained_does_not_depend_on_it(files, place):
-    plain, encrypted = (make_job(MLP | {"engine": engine}, base_dir=place) for engine in ({}, {"tls": "tls"}))
+def test_what_is_trained_does_not_depend_on_it(files, job_dir):
+    plain, encrypted = (make_job(MLP | {"engine": engine}, base_dir=job_dir) for engine in ({}, {"tls": "tls"}))
     assert tls_contexts_for(plain) is None
     assert plain.sha256() == encrypted.sha256()
 
 
-def test_ddp_cannot_be_encrypted(files, place):
+def test_ddp_cannot_be_encrypted(files, job_dir):
     with pytest.raises(ShoalError, match=r"SH110 engine\.tls.*all-reduce cannot be encrypted"):
-        make_job(MLP | {"engine": {"tls": "tls"}, "sync": "ddp"}, base_dir=place)
+        make_job(MLP | {"engine": {"tls": "tls"}, "sync": "ddp"}, base_dir=job_dir)

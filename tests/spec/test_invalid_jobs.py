@@ -207,7 +207,7 @@ def test_each_mistake_is_told_with_its_place_and_its_fix(folder: Path, row: Row)
     assert GOOD.count(row.old) == 1, "the edit must hit one place"
     (problem, *others) = problems_of(folder, GOOD.replace(row.old, row.new))
     assert not others, [str(p) for p in others]
-    assert (problem.code, *line_and_field(problem, folder)) == (row.code, row.line, row.field_name), str(problem)
+    assert (problem.code, *line_and_field(problem, folder)) == (row.code, row.line, row.field), str(problem)
     assert row.fix in problem.fix, str(problem)
 
 

@@ -19,10 +19,10 @@ from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer
 from shoal.strategies.local_sgd.replica import LocalReplica
 from shoal.strategies.local_sgd.schedule import Segment, SyncSchedule, partition_into_fragments
 
-PACES = st.builds(SyncSchedule, st.integers(1, 12), st.integers(1, 5))
+SCHEDULES = st.builds(SyncSchedule, st.integers(1, 12), st.integers(1, 5))
 
 
-# ---- pace ----
+# ---- schedule ----
 
 
 def test_rounds_by_example():
@@ -38,47 +38,47 @@ def test_rounds_by_example():
     assert SyncSchedule().segments(7, 8, fragments=1) == [Segment(7, 8)]
 
 
-@given(PACES, st.integers(0, 200), st.integers(1, 200), st.integers(1, 6))
-def test_segments_cover_all_steps_and_no_fragment_stays_pending(pace, start, length, fragments):
-    start, steps = start // pace.steps_per_sync * pace.steps_per_sync, start + length
-    stop = pace.next_sync(start, steps=steps)
-    legs = pace.segments(start, stop, fragments=fragments)
-    assert [leg.start for leg in legs[1:]] == [leg.stop for leg in legs[:-1]]
-    assert (legs[0].start, legs[-1].stop) == (start, stop)
-    assert all(leg.start < leg.stop for leg in legs)
+@given(SCHEDULES, st.integers(0, 200), st.integers(1, 200), st.integers(1, 6))
+def test_segments_cover_all_steps_and_no_fragment_stays_pending(schedule, start, length, fragments):
+    start, steps = start // schedule.steps_per_sync * schedule.steps_per_sync, start + length
+    stop = schedule.next_sync(start, steps=steps)
+    segments = schedule.segments(start, stop, fragments=fragments)
+    assert [segment.start for segment in segments[1:]] == [segment.stop for segment in segments[:-1]]
+    assert (segments[0].start, segments[-1].stop) == (start, stop)
+    assert all(segment.start < segment.stop for segment in segments)
     under_way = None
-    for leg in legs:
-        if leg.arriving_fragment is not None:
-            assert leg.arriving_fragment == under_way
+    for segment in segments:
+        if segment.arriving_fragment is not None:
+            assert segment.arriving_fragment == under_way
             under_way = None
-        if leg.leaving_fragment is not None:
+        if segment.leaving_fragment is not None:
             assert under_way is None
-            assert leg.stop - start >= pace.every
-            under_way = leg.leaving_fragment
+            assert segment.stop - start >= schedule.steps_per_round
+            under_way = segment.leaving_fragment
     assert under_way is None
-    assert legs[-1].arriving_fragment is None, "then it is part of the agreement"
-    if fragments <= pace.every and stop - start > 2 * pace.every:
-        assert {leg.leaving_fragment for leg in legs} - {None} == set(range(fragments)), "each of them goes"
+    assert segments[-1].arriving_fragment is None, "then it is part of the agreement"
+    if fragments <= schedule.steps_per_round and stop - start > 2 * schedule.steps_per_round:
+        assert {segment.leaving_fragment for segment in segments} - {None} == set(range(fragments)), "each of them goes"
 
 
-@given(PACES, st.integers(1, 300))
-def test_agreements_lead_to_the_end(pace, steps):
+@given(SCHEDULES, st.integers(1, 300))
+def test_agreements_lead_to_the_end(schedule, steps):
     at, seen = 0, []
     while at < steps:
-        at = pace.next_sync(at, steps=steps)
+        at = schedule.next_sync(at, steps=steps)
         seen.append(at)
-    assert seen == [*range(pace.steps_per_sync, steps, pace.steps_per_sync), steps]
+    assert seen == [*range(schedule.steps_per_sync, steps, schedule.steps_per_sync), steps]
 
 
-@given(PACES, st.integers(1, 50), st.integers(1, 300))
-def test_a_mark_is_seen_once_at_the_first_agreement_that_has_reached_it(pace, mark, steps):
+@given(SCHEDULES, st.integers(1, 50), st.integers(1, 300))
+def test_a_mark_is_seen_once_at_the_first_agreement_that_has_reached_it(schedule, interval, steps):
     at, seen = 0, []
     while at < steps:
-        before, at = at, pace.next_sync(at, steps=steps)
-        if pace.crossed_multiple_of(at, mark):
+        before, at = at, schedule.next_sync(at, steps=steps)
+        if schedule.crossed_multiple_of(at, interval):
             seen.append((before, at))
-    passed = set(range(mark, steps + 1, mark))
-    assert {mark * (at // mark) for _, at in seen} <= passed
+    passed = set(range(interval, steps + 1, interval))
+    assert {interval * (at // interval) for _, at in seen} <= passed
     assert all(any(before < one <= at for before, at in seen) for one in passed)
 
 
@@ -141,44 +141,44 @@ def test_the_outer_state_comes_back():
 # ---- what is remembered between fragments ----
 
 
-def encoded(memory, value, start, stop):
-    before, after = memory.before_and_after(start, stop)
+def encoded(residual, value, start, stop):
+    before, after = residual.before_and_after(start, stop)
     after.fill_(value)
     return None if before is None else before.tolist()
 
 
 def test_a_part_that_leaves_twice_goes_on_from_what_was_left():
-    memory = Residual(4)
-    memory.branch()
-    assert encoded(memory, 1.0, 0, 2) == [0, 0]
-    memory.carry_forward(0, 2)
-    assert encoded(memory, 2.0, 0, 2) == [1, 1]
-    memory.carry_forward(0, 2)
-    assert memory.state() == {}, "for others the step has not happened"
-    assert encoded(memory, 3.0, 0, 4) == [2, 2, 0, 0]
-    memory.commit()
-    assert memory.state()["memory"].tolist() == [3, 3, 3, 3]
+    residual = Residual(4)
+    residual.branch()
+    assert encoded(residual, 1.0, 0, 2) == [0, 0]
+    residual.carry_forward(0, 2)
+    assert encoded(residual, 2.0, 0, 2) == [1, 1]
+    residual.carry_forward(0, 2)
+    assert residual.state() == {}, "for others the step has not happened"
+    assert encoded(residual, 3.0, 0, 4) == [2, 2, 0, 0]
+    residual.commit()
+    assert residual.state()["memory"].tolist() == [3, 3, 3, 3]
 
 
 def test_a_step_that_does_not_count_leaves_no_trace():
-    memory = Residual(2)
-    encoded(memory, 5.0, 0, 2)
-    memory.commit()
-    memory.branch()
-    encoded(memory, 6.0, 0, 1)
-    memory.carry_forward(0, 1)
-    assert memory.state()["memory"].tolist() == [5, 5]
-    memory.rollback()
-    assert encoded(memory, 7.0, 0, 2) == [5, 5]
+    residual = Residual(2)
+    encoded(residual, 5.0, 0, 2)
+    residual.commit()
+    residual.branch()
+    encoded(residual, 6.0, 0, 1)
+    residual.carry_forward(0, 1)
+    assert residual.state()["memory"].tolist() == [5, 5]
+    residual.rollback()
+    assert encoded(residual, 7.0, 0, 2) == [5, 5]
 
 
 def test_a_step_without_an_end_of_its_own_counts_too():
-    memory = Residual(2)
-    memory.branch()
-    encoded(memory, 6.0, 0, 1)
-    memory.carry_forward(0, 1)
-    memory.commit_unchanged()
-    assert memory.state()["memory"].tolist() == [6, 0]
+    residual = Residual(2)
+    residual.branch()
+    encoded(residual, 6.0, 0, 1)
+    residual.carry_forward(0, 1)
+    residual.commit_unchanged()
+    assert residual.state()["memory"].tolist() == [6, 0]
 
 
 # ---- fragments with a codec ----
@@ -193,60 +193,62 @@ def test_what_a_fragment_loses_comes_with_the_next(settings):
     torch.manual_seed(0)
     parameters = [torch.randn(40, 25), torch.randn(30)]
     like = LaneSum(parameters, [], [], *torch.zeros(2, dtype=torch.float64))
-    form = EncodedLayout(FlatLayout(like), settings)
-    memories = LaneResiduals()
-    memories.start_empty(memories.enter(0, [0]), form.residual_floats, lost=False)
-    memories.begin_step()
-    part = memories.fragment(0, form.residual_floats)
-    stream = EncodedFragmentAllReduce(form, {0: [0]}, 0, mesh=None, residuals=part, device=torch.device("cpu"))
+    layout = EncodedLayout(FlatLayout(like), settings)
+    residuals = LaneResiduals()
+    residuals.start_empty(residuals.enter(0, [0]), layout.residual_floats, lost=False)
+    residuals.begin_step()
+    part = residuals.fragment(0, layout.residual_floats)
+    allreduce = EncodedFragmentAllReduce(layout, {0: [0]}, 0, mesh=None, residuals=part, device=torch.device("cpu"))
     left = [torch.zeros_like(p) for p in parameters]
     for step in range(5):
-        sums = stream.begin_step()
+        sums = allreduce.begin_step()
         sums.push_lane(0, LaneSum([p.clone() for p in parameters], [], [], torch.zeros((), dtype=torch.float64)))
-        total = stream.run(step, sums).total
+        total = allreduce.run(step, sums).total
         left = [a + b for a, b in zip(left, total.grads, strict=True)]
-    remembered = memories.for_lane(0).before_and_after()[0].view(torch.uint8)[: form.grads_bytes]
-    rests = [place.view_in(remembered) for place in form.layout.grads]
+    remembered = residuals.for_lane(0).before_and_after()[0].view(torch.uint8)[: layout.grads_bytes]
+    rests = [place.view_in(remembered) for place in layout.layout.grads]
     for there, rest, whole in zip(left, rests, parameters, strict=True):
         torch.testing.assert_close(there + rest, 5 * whole)
-    stream.close()
+    allreduce.close()
 
 
 def test_a_lane_that_has_nothing_to_send_keeps_its_residual():
     torch.manual_seed(0)
     parameters = [torch.randn(40, 25)]
-    form = EncodedLayout(
+    layout = EncodedLayout(
         FlatLayout(LaneSum(parameters, [], [], *torch.zeros(2, dtype=torch.float64))), {"kind": "sign"}
     )
-    memories = LaneResiduals()
-    memories.start_empty(memories.enter(0, [0, 1]), form.residual_floats, lost=False)
-    memories.begin_step()
-    part = memories.fragment(0, form.residual_floats)
-    stream = EncodedFragmentAllReduce(form, {0: [0, 1]}, 0, mesh=None, residuals=part, device=torch.device("cpu"))
+    residuals = LaneResiduals()
+    residuals.start_empty(residuals.enter(0, [0, 1]), layout.residual_floats, lost=False)
+    residuals.begin_step()
+    part = residuals.fragment(0, layout.residual_floats)
+    allreduce = EncodedFragmentAllReduce(layout, {0: [0, 1]}, 0, mesh=None, residuals=part, device=torch.device("cpu"))
     kept = []
     for step, lanes in enumerate([[0], [0, 1], [0]]):
-        sums = stream.begin_step()
+        sums = allreduce.begin_step()
         for lane in lanes:
             sums.push_lane(lane, LaneSum([p.clone() for p in parameters], [], [], torch.zeros((), dtype=torch.float64)))
-        stream.run(step, sums)
-        kept.append(memories.for_lane(1).before_and_after()[0].clone())
+        allreduce.run(step, sums)
+        kept.append(residuals.for_lane(1).before_and_after()[0].clone())
     assert not kept[0].any()
     assert kept[1].any()
     assert torch.equal(kept[1], kept[2])
-    stream.close()
+    allreduce.close()
 
 
 @pytest.mark.parametrize("far", [0, 1])
 def test_what_would_be_sent_without_a_codec_is_known(far):
     """Of fragments too: receipts tell what a codec saves."""
     parameters = [torch.randn(40, 25)]
-    form = EncodedLayout(
+    layout = EncodedLayout(
         FlatLayout(LaneSum(parameters, [], [], *torch.zeros(2, dtype=torch.float64))), {"kind": "sign"}
     )
-    mesh = SimpleNamespace(far=[SimpleNamespace(seat=1)] * far)
-    stream = EncodedFragmentAllReduce(form, {0: [0], 1: [1]}, 0, mesh=mesh, residuals=None, device=torch.device("cpu"))
-    assert stream.plain_bytes >= 4000 * far > form.sent_bytes * far or stream.plain_bytes == far == 0
-    stream.close()
+    mesh = SimpleNamespace(remote_links=[SimpleNamespace(seat=1)] * far)
+    allreduce = EncodedFragmentAllReduce(
+        layout, {0: [0], 1: [1]}, 0, mesh=mesh, residuals=None, device=torch.device("cpu")
+    )
+    assert allreduce.plain_bytes >= 4000 * far > layout.sent_bytes * far or allreduce.plain_bytes == far == 0
+    allreduce.close()
 
 
 # ---- lanes of one worker ----
@@ -279,13 +281,13 @@ def local_replica(shared):
 
 
 def trained(shared, lanes):
-    """In legs of three steps; what each lane did, then another period from where it began."""
+    """In segments of three steps; what each lane did, then another period from where it began."""
     replica, found = local_replica(shared), []
     for _ in range(2):
         replica.begin_step()
-        for leg in (range(3), range(3, 6)):
+        for segment in (range(3), range(3, 6)):
             for lane in lanes:
-                for step in leg:
+                for step in segment:
                     replica.inner_step(step, lane, torch.full((2, 4), 1.0 + lane + step), size=2)
         found.append({lane: [t.clone() for t in replica.pseudo_gradient(lane, 4).grads] for lane in lanes})
         replica.undo_step()
@@ -319,7 +321,7 @@ def test_a_lane_that_is_put_away_is_not_copied():
 RATE, DECAY, OUTER = 0.1, 0.9, {"lr": 0.7, "momentum": 0.5}
 SIZES, LATE = (2, 3), 6
 """Samples of each lane in a step; the second lane has none before this step."""
-LEGS, FRAGMENTS = SyncSchedule(4, 3).segments(0, 12, fragments=2), ([0], [1])
+SEGMENTS, FRAGMENTS = SyncSchedule(4, 3).segments(0, 12, fragments=2), ([0], [1])
 
 
 def squares(model, x):
@@ -350,25 +352,28 @@ def total_of(stop):
 
 
 def run_replica(replica):
-    """As a worker does that carries both lanes; what the lanes have after every leg."""
+    """As a worker does that carries both lanes; what the lanes have after every segment."""
     seen, coming = [], []
-    replica.begin()
-    for leg in LEGS:
+    replica.begin_step()
+    for segment in SEGMENTS:
         for lane in (0, 1):
-            for step in range(leg.start, leg.stop):
+            for step in range(segment.start, segment.stop):
                 if has_samples(step, lane):
-                    replica.train(step, lane, batch_of(step, lane), size=SIZES[lane])
+                    replica.inner_step(step, lane, batch_of(step, lane), size=SIZES[lane])
                 else:
-                    replica.skip(step, lane)
-        if leg.arriving_fragment is not None:
-            replica.arrive(FRAGMENTS[leg.arriving_fragment], coming)
-        if leg.leaving_fragment is not None:
-            left = [replica.leave(lane, FRAGMENTS[leg.leaving_fragment], total_of(leg.stop)) for lane in (0, 1)]
+                    replica.skip_inner_step(step, lane)
+        if segment.arriving_fragment is not None:
+            replica.apply_fragment(FRAGMENTS[segment.arriving_fragment], coming)
+        if segment.leaving_fragment is not None:
+            left = [
+                replica.send_fragment(lane, FRAGMENTS[segment.leaving_fragment], total_of(segment.stop))
+                for lane in (0, 1)
+            ]
             coming = [sum(parts) for parts in zip(*(one.grads for one in left if one), strict=True)]
         for lane in (0, 1):
             replica.switch_to_lane(lane)
             seen.append([p.detach().clone() for p in replica.trainable])
-    replica.apply(0, add(*(replica.change(lane, total_of(12)) for lane in (0, 1))))
+    replica.apply(0, add(*(replica.pseudo_gradient(lane, total_of(12)) for lane in (0, 1))))
     return [*seen, [p.detach().clone() for p in replica.trainable]]
 
 
@@ -391,20 +396,20 @@ def expected_by_hand(start):
         velocity[i] = OUTER["momentum"] * velocity[i] + mean
         common[i] = common[i] - OUTER["lr"] * (mean + OUTER["momentum"] * velocity[i])
 
-    for leg in LEGS:
+    for segment in SEGMENTS:
         for lane in (0, 1):
-            for step in range(leg.start, leg.stop):
+            for step in range(segment.start, segment.stop):
                 weight, bias = lanes[lane]
                 grads = gradients(weight, bias, batch_of(step, lane)) if has_samples(step, lane) else (0, 0)
                 for value, grad in zip(lanes[lane], grads, strict=True):
                     value -= RATE * DECAY**step * grad
-        if (i := leg.arriving_fragment) is not None:
+        if (i := segment.arriving_fragment) is not None:
             mean, values = left.pop(i)
             agree(i, mean)
             for lane in (0, 1):
                 lanes[lane][i] = common[i] + (lanes[lane][i] - values[lane])
-        if (i := leg.leaving_fragment) is not None:
-            left[i] = mean_of(i, leg.stop), [lanes[lane][i].clone() for lane in (0, 1)]
+        if (i := segment.leaving_fragment) is not None:
+            left[i] = mean_of(i, segment.stop), [lanes[lane][i].clone() for lane in (0, 1)]
         seen += [[t.clone() for t in lanes[lane]] for lane in (0, 1)]
     for i in (0, 1):
         agree(i, mean_of(i, 12))
@@ -412,7 +417,7 @@ def expected_by_hand(start):
 
 
 def test_what_lanes_agree_on_is_what_the_words_say():
-    """After every leg and at the end, for two lanes with other numbers of samples, one of which has none at first."""
+    """After every segment and at the end, for two lanes of other sizes, one of which has no samples at first."""
     replica = scheduled()
     start = [p.detach().clone() for p in replica.trainable]
     torch.testing.assert_close(run_replica(replica), expected_by_hand(start))

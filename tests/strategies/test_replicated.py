@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shoal.collectives.outcome import Committed
 from shoal.data.batch import Batch
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import Clipping, Replica, add
 from shoal.spec.view import View
-from shoal.strategies.base import Committed
 from shoal.strategies.replicated import OrderedAllReduceSync
 from tests.collectives.worker_processes import WorkerProcesses
 
@@ -78,8 +78,8 @@ def fingerprint(replica):
 
 
 @pytest.mark.parametrize("loss", [mean, sum_with_count])
-@pytest.mark.parametrize("elsewhere", [(), (0,), (0, 1, 2)], ids=["one host", "mixed", "all apart"])
-def test_three_workers_train_what_one_does(loss, elsewhere):
+@pytest.mark.parametrize("remote_seats", [(), (0,), (0, 1, 2)], ids=["one host", "mixed", "all apart"])
+def test_three_workers_train_what_one_does(loss, remote_seats):
     def act(me):
         assert me.join() == ""
         return train(me.sync, me.carries[me.seat], loss)
@@ -87,5 +87,5 @@ def test_three_workers_train_what_one_does(loss, elsewhere):
     single = OrderedAllReduceSync(LANES)
     assert single.reconfigure(View(number=1, carries={0: list(range(LANES))}), 0) == ""
     expected = train(single, range(LANES), loss)
-    with WorkerProcesses({0: [0], 1: [1, 2], 2: [3, 4]}, LANES, remote_seats=elsewhere) as crowd:
-        assert set(map(str, crowd.run(act).values())) == {str(expected)}
+    with WorkerProcesses({0: [0], 1: [1, 2], 2: [3, 4]}, LANES, remote_seats=remote_seats) as workers:
+        assert set(map(str, workers.run(act).values())) == {str(expected)}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shoal.collectives import torch_group
+from shoal.collectives.outcome import Committed, Discarded
 from shoal.errors import ShoalError
 from shoal.spec.load import make_job
 from shoal.strategies import torch_ddp
-from shoal.strategies.base import Committed, Discarded
 from shoal.strategies.torch_ddp import TorchDdpSync, pick_backend
 from tests.collectives.worker_processes import TOKEN, RecordingReplica, WorkerProcesses, lane_sum, single_worker_total
 from tests.conftest import CNN, GPT, MLP
@@ -21,7 +21,7 @@ LANES = 5
 CPU = torch.device("cpu")
 
 
-def crowd_of(carries):
+def workers_of(carries):
     return WorkerProcesses(
         carries, LANES, make_sync=lambda peers: TorchDdpSync(LANES, "gloo", CPU, endpoint=peers.endpoint, token=TOKEN)
     )
@@ -42,9 +42,9 @@ def equal(totals):
     return all(torch.equal(a, b) for other in others for a, b in zip(first[1], other[1], strict=True))
 
 
-def leftovers(me):
+def leaked_resources(me):
     """Without the one pipe that libuv, inside torch's store, makes for the whole process and keeps."""
-    found = me.leftovers()
+    found = me.leaked_resources()
     pipes = [one for one in found if one.startswith("pipe:")]
     return found if len(pipes) > 1 else [one for one in found if one not in pipes]
 
@@ -72,10 +72,10 @@ def test_all_members_get_the_same_sum_and_one_worker_nearly_the_same(what, bucke
         replica = RecordingReplica(lane_sum(0, 0))
         outcomes = [me.sync.commit(replica, step, me.sums(make, step), halt=step == me.seat) for step in range(4)]
         assert me.sync.gather(7, bytes([me.seat])) == {0: b"\0", 1: b"\1", 2: b"\2"}
-        return replica.totals, [outcome.halt for outcome in outcomes], outcomes[0].bytes_sent, leftovers(me)
+        return replica.totals, [outcome.halt for outcome in outcomes], outcomes[0].bytes_sent, leaked_resources(me)
 
-    with crowd_of(THREE) as crowd:
-        results = crowd.run(act)
+    with workers_of(THREE) as workers:
+        results = workers.run(act)
     for step in range(4):
         assert equal([totals[step] for totals, *_ in results.values()])
         close(results[0][0][step], single_worker_total(make, LANES, step))
@@ -90,8 +90,8 @@ def test_a_step_without_samples_does_not_count():
         assert me.join() == ""
         return me.sync.commit(RecordingReplica(lane_sum(0, 0)), 0, me.sums(some_lanes(), 0))
 
-    with crowd_of(THREE) as crowd:
-        assert set(map(type, crowd.run(act).values())) == {Discarded}
+    with workers_of(THREE) as workers:
+        assert set(map(type, workers.run(act).values())) == {Discarded}
 
 
 def test_one_worker_needs_nobody():
@@ -99,10 +99,10 @@ def test_one_worker_needs_nobody():
         assert me.join() == ""
         replica = RecordingReplica(lane_sum(0, 0))
         assert isinstance(me.sync.commit(replica, 0, me.sums(lane_sum, 0)), Committed)
-        return replica.totals[0], leftovers(me)
+        return replica.totals[0], leaked_resources(me)
 
-    with crowd_of({4: [0, 1, 2, 3, 4]}) as crowd:
-        total, left = crowd.run(act)[4]
+    with workers_of({4: [0, 1, 2, 3, 4]}) as workers:
+        total, left = workers.run(act)[4]
     assert equal([total, single_worker_total(lane_sum, LANES, 0)])
     assert left == []
 
@@ -115,7 +115,7 @@ def die_in(moment):
     """In the third call of what happens at this moment."""
     owner, name = {
         "meeting before the all-reduce": (torch_ddp.StepHeader, "pack"),
-        "all-reduce": (torch_ddp.AllReduceBuffer, "add_up"),
+        "all-reduce": (torch_ddp.AllReduceBuffer, "allreduce"),
         "apply": (RecordingReplica, "apply"),
         "making the group": (torch_group, "_make_group"),
     }[moment]
@@ -137,8 +137,8 @@ def test_a_member_dies_and_the_others_go_on(moment):
     def act(me):
         if me.seat == 1:
             die_in(moment)
-        me.tell("here")
-        heard = threading.Thread(target=lambda: (me.hear(), me.sync.abort(1)))
+        me.send("here")
+        heard = threading.Thread(target=lambda: (me.receive(), me.sync.abort(1)))
         heard.start()
         replica = RecordingReplica(lane_sum(0, 0))
         why = me.join()
@@ -152,16 +152,16 @@ def test_a_member_dies_and_the_others_go_on(moment):
         assert me.join(2, carries) == ""
         outcomes = [me.sync.commit(replica, 10 + i, me.sums(lane_sum, 10 + i, carries)) for i in range(2)]
         assert set(map(type, outcomes)) == {Committed}
-        return why, step, replica.totals[-1], leftovers(me)
+        return why, step, replica.totals[-1], leaked_resources(me)
 
-    with crowd_of(THREE) as crowd:
-        crowd.start(act)
+    with workers_of(THREE) as workers:
+        workers.start(act)
         for seat in (0, 1, 2):
-            assert crowd.result(seat) == "here"
-        os.waitid(os.P_PID, crowd.pids[1], os.WEXITED | os.WNOWAIT)
+            assert workers.result(seat) == "here"
+        os.waitid(os.P_PID, workers.pids[1], os.WEXITED | os.WNOWAIT)
         for seat in (0, 2):
-            crowd.send(seat, "worker 1 died")
-        results = [crowd.result(seat) for seat in (0, 2)]
+            workers.send(seat, "worker 1 died")
+        results = [workers.result(seat) for seat in (0, 2)]
     assert equal([total for _, _, total, _ in results])
     steps = [step for _, step, _, _ in results]
     if moment == "apply":
@@ -183,7 +183,7 @@ def test_abort_wakes_whoever_waits_for_a_member_that_lives_but_does_nothing(wait
             if me.join() == "":
                 me.sync.commit(replica, 0, me.sums(lane_sum, 0))
             raise AssertionError("it should sleep for ever")
-        asked = threading.Thread(target=lambda: (me.hear(), me.sync.abort(1)))
+        asked = threading.Thread(target=lambda: (me.receive(), me.sync.abort(1)))
         asked.start()
         why = me.join() or me.sync.commit(replica, 0, me.sums(lane_sum, 0)).why
         asked.join()  # the other one, who was asked first, may have left meanwhile
@@ -199,16 +199,16 @@ def test_abort_wakes_whoever_waits_for_a_member_that_lives_but_does_nothing(wait
         owner, name = {
             "making the group": (torch_group, "_make_group"),
             "meeting before the all-reduce": (torch_ddp.StepHeader, "pack"),
-            "all-reduce": (torch_ddp.AllReduceBuffer, "add_up"),
+            "all-reduce": (torch_ddp.AllReduceBuffer, "allreduce"),
         }[moment]
-        setattr(owner, name, lambda *args, **kwargs: (me.tell("sleeps"), threading.Event().wait()))
+        setattr(owner, name, lambda *args, **kwargs: (me.send("sleeps"), threading.Event().wait()))
 
-    with crowd_of(THREE) as crowd:
-        crowd.start(act)
-        assert crowd.result(2) == "sleeps"
+    with workers_of(THREE) as workers:
+        workers.start(act)
+        assert workers.result(2) == "sleeps"
         for seat in (0, 1):
-            crowd.send(seat, "do not wait for it")
-        told = [crowd.result(seat) for seat in (0, 1)]
+            workers.send(seat, "do not wait for it")
+        told = [workers.result(seat) for seat in (0, 1)]
         assert all(told)
         assert any("aborted" in why for why in told)
 
@@ -237,10 +237,10 @@ def test_any_number_of_workers_trains_to_a_similar_loss(job, numbers, run):
 def test_kills_are_survived(run):
     kills = [30, 10]
 
-    def look(paths, event, picture):
-        if kills and event.kind == "step" and event.step >= kills[-1] and len(picture.training) == 3:
+    def look(paths, event, state):
+        if kills and event.kind == "step" and event.step >= kills[-1] and len(state.training_workers) == 3:
             kills.pop()
-            os.kill(list(picture.training)[len(kills)].pid, signal.SIGKILL)
+            os.kill(list(state.training_workers)[len(kills)].pid, signal.SIGKILL)
 
     undisturbed = run(CNN, lanes=6, steps=100).receipt
     outcome = run(CNN, look, lanes=6, steps=100, workers=3, sync="ddp", engine={"kind": "local", "restarts": 9})

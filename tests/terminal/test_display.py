@@ -10,13 +10,13 @@ from shoal.terminal import reports
 from shoal.terminal.live import LiveDisplay, _panel, event_line, join_hint
 
 
-def told(*rows):
+def make_events(*rows):
     """Rows of (who, kind, step, fields)."""
     return [Event(kind, float(i), who, step, fields) for i, (who, kind, step, fields) in enumerate(rows)]
 
 
 BUILT = {"steps": 90, "steps_per_epoch": 9, "lanes": 4, "samples": {}, "skipped": 0, "parameters": 1, "device": "cpu"}
-EVENTS = told(
+EVENTS = make_events(
     ("driver", "run_started", None, {"run": "mlp-1", "pid": 1, "listens": "10.0.0.5:4000"}),
     ("worker-0", "worker_started", None, {"host": "here", "pid": 2}),
     ("worker-1", "worker_started", None, {"host": "there", "pid": 3}),
@@ -47,10 +47,10 @@ def test_each_worker_that_is_there_has_a_line():
 
 
 def remarks(events):
-    picture, found = replay([]), []
+    state, found = replay([]), []
     for event in events:
-        picture.apply(event)
-        if text := event_line(event, picture):
+        state.apply(event)
+        if text := event_line(event, state):
             found.append(text)
     return found
 
@@ -63,12 +63,12 @@ def test_what_all_workers_tell_alike_is_shown_once():
 
 def test_a_model_that_is_never_whole_is_not_counted():
     built = {name: value for name, value in BUILT.items() if name != "parameters"}
-    (shown,) = remarks(told(("worker-0", "built", None, built)))
+    (shown,) = remarks(make_events(("worker-0", "built", None, built)))
     assert shown.startswith("samples: ")
 
 
 def test_views_without_a_reason_are_not_shown():
-    views = told(
+    views = make_events(
         ("driver", "view", None, {"number": 1, "why": "worker-2 is gone"}),
         ("driver", "view", None, {"number": 2, "why": "", "carries": {"worker-0": [0]}}),
         ("worker-0", "stopped", 3, {"view": 1, "why": "worker-2 is gone"}),
@@ -89,8 +89,8 @@ def test_how_to_join_is_shown_where_others_can():
 
 def test_the_live_display_survives_hundreds_of_workers():
     rows = [(f"worker-{n}", "joined", 0, {"view": 1, "lanes": [n], "saves": n == 0}) for n in range(300)]
-    picture = replay(told(*rows))
-    shown = printed(_panel(picture))
+    state = replay(make_events(*rows))
+    shown = printed(_panel(state))
     assert "and 284 more" in shown
     assert len(shown.splitlines()) < 30
     LiveDisplay(Console(file=io.StringIO()))
@@ -110,7 +110,7 @@ MUCH = {
     "bytes_out": 7000,
     "bytes_plain": 9000,
 }
-SERVERS = told(
+SERVERS = make_events(
     ("driver", "servers_wanted", None, {"number": 2, "why": ""}),
     ("driver", "server_started", None, {"server": "server-3", "pid": 5, "host": "here"}),
     ("driver", "server_started", None, {"server": "server-4", "pid": 6, "host": "here"}),
@@ -123,18 +123,18 @@ SERVERS = told(
 
 
 def test_servers_are_shown_and_what_they_hold():
-    picture = replay([*EVENTS, *SERVERS])
-    lines = [" ".join(line.split()) for line in printed(_panel(picture)).splitlines()]
+    state = replay([*EVENTS, *SERVERS])
+    lines = [" ".join(line.split()) for line in printed(_panel(state)).splitlines()]
     assert "server-3 serving 4.0 kB primary 0 B backup 30 pushes, 5.0 kB in, 7.0 kB out here" in lines
     assert "server-5 filling 0 B primary 0 B backup, 4.0 kB on the way" in lines
     assert not any(line.startswith("server-4") for line in lines)
     summary = "table 2, 1 of 2 servers serve, 1 died, 1 failovers, staleness 1.50 on average, 4 at most"
     assert f"{summary}, 4.0 kB saved by the codec" in lines
     console = Console(file=io.StringIO(), width=160)
-    reports.print_run(console, picture, width=160)
+    reports.print_run(console, state, width=160)
     assert summary in console.file.getvalue()
     assert "server-3  serving" in console.file.getvalue()
-    assert (picture.peak_servers, picture.server_deaths, picture.deaths) == (2, 1, 1)
+    assert (state.peak_servers, state.server_deaths, state.deaths) == (2, 1, 1)
 
 
 def test_of_servers_only_what_matters_has_a_line():
@@ -170,5 +170,5 @@ def test_the_receipt_says_what_became_of_the_servers():
 def test_what_every_worker_says_is_shown_once():
     """And what was said in between is not said again in its place."""
     notes = [("worker-0", "agree"), ("worker-1", "other"), ("worker-1", "agree"), ("worker-2", "agree")]
-    shown = remarks(told(*((who, "note", None, {"message": text}) for who, text in notes)))
+    shown = remarks(make_events(*((who, "note", None, {"message": text}) for who, text in notes)))
     assert shown == ["agree", "other"]

@@ -71,7 +71,9 @@ def test_lanes_that_follow_the_workers_are_named():
 
 
 def test_a_plan_of_a_job_that_leaves_it_open_says_how():
-    assert '\n  shoal run job.yaml --workers 4 --set "sync={kind: lanes}"\n' in shown(replace(planned(), sync_is_auto=True))
+    assert '\n  shoal run job.yaml --workers 4 --set "sync={kind: lanes}"\n' in shown(
+        replace(planned(), sync_is_auto=True)
+    )
 
 
 def test_few_rows_unless_all_are_wanted():

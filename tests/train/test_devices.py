@@ -12,8 +12,8 @@ from shoal.train.devices import claim_device, claim_slot, pick_device
 TAKE = """
 import sys
 from pathlib import Path
-from shoal.train.devices import take_place
-print(take_place(Path(sys.argv[1]), int(sys.argv[2])), flush=True)
+from shoal.train.devices import claim_slot
+print(claim_slot(Path(sys.argv[1]), int(sys.argv[2])), flush=True)
 sys.stdin.read()
 """
 
@@ -24,7 +24,7 @@ class DeviceHolder:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @property
-    def job_dir(self):
+    def slot(self):
         return int(self.process.stdout.readline())
 
     def die(self):
@@ -37,7 +37,7 @@ def test_places_are_taken_evenly_and_are_free_when_somebody_dies(tmp_path):
     try:
         for expected in (0, 1, 0):
             takers.append(DeviceHolder(tmp_path / "gpus", 2))
-            assert takers[-1].place == expected
+            assert takers[-1].slot == expected
         takers[1].die()
         assert claim_slot(tmp_path / "gpus", 2) == 1
     finally:

@@ -25,9 +25,9 @@ def test_who_leaves_while_it_follows_saves_the_last_commit():
     )
     before, saved = copy.deepcopy(replica.state()), []
     loop = SimpleNamespace(replica=replica, leave=lambda why: saved.append(copy.deepcopy(replica.state())))
-    voyage = ElasticLoop(loop, SimpleNamespace(), seat=1, save_lock=None)
-    voyage._catch_up_stream._stream = SimpleNamespace(close=lambda: None)
+    elastic = ElasticLoop(loop, SimpleNamespace(), seat=1, save_lock=None)
+    elastic._catch_up_stream._stream = SimpleNamespace(close=lambda: None)
     replica.apply_fragment([0], [torch.ones(2, 2)])
-    voyage._leave("asked to leave")
+    elastic._leave("asked to leave")
     assert torch.equal(saved[0]["outer"]["velocity"][0], before["outer"]["velocity"][0])
     assert torch.equal(saved[0]["model"]["weight"], before["model"]["weight"])

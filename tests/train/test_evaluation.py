@@ -8,7 +8,7 @@ from torch import nn
 from shoal import Batch, Task
 from shoal.data.datasets import DatasetSplit
 from shoal.lanes.replica import Replica
-from shoal.train.evaluation import Evaluator
+from shoal.tasks.evaluation import Evaluator
 
 
 class FourSampleSource:

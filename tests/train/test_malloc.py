@@ -11,9 +11,9 @@ STEPS, PIECE = 20, 4 << 20
 PROGRAM = f"""
 import resource, sys
 import torch
-from shoal.train.malloc import keep_memory
+from shoal.lanes.torch_setup import keep_freed_memory
 if "keep" in sys.argv:
-    keep_memory()
+    keep_freed_memory()
 def step():
     held = [torch.ones({PIECE} // 4) for _ in range(4)]
     for _ in range(3):

@@ -32,7 +32,7 @@ def test_the_receipt_tells_what_was_done(run):
 
 
 def test_lanes_change_speed_and_randomness_but_not_what_is_learnt(run):
-    plain = MLP | {"model": {"name": "models.py:Conditional"}, "metrics": ["accuracy"]}
+    plain = MLP | {"model": {"name": "models.py:UnusedParameter"}, "metrics": ["accuracy"]}
     one, eight = run(plain, lanes=1).receipt, run(plain, lanes=8).receipt
     assert one.metrics["loss"] == pytest.approx(eight.metrics["loss"], rel=1e-4)
 
@@ -103,14 +103,14 @@ def test_a_schedule_that_waits_for_the_metric(run):
 
 def test_a_schedule_per_epoch(run):
     schedule = {"name": "StepLR", "args": {"step_size": 1, "gamma": 0.5}, "every": "epoch"}
-    outcome = run(MLP, schedule=schedule, watch=[{"name": "models.py:Steps", "args": {"path": "/dev/null"}}])
+    outcome = run(MLP, schedule=schedule, watch=[{"name": "models.py:StepRecorder", "args": {"path": "/dev/null"}}])
     assert events(outcome, "step")[-1]["lr"] == pytest.approx(0.05 * 0.5**2)
 
 
 def test_watchers_see_every_step_and_may_stop(run, job_dir):
     seen = job_dir / "seen.txt"
     watch = [
-        {"name": "models.py:Steps", "args": {"path": str(seen)}},
+        {"name": "models.py:StepRecorder", "args": {"path": str(seen)}},
         {"name": "models.py:StopAt", "args": {"step": 17}},
     ]
     outcome = run(MLP, watch=watch)
@@ -132,12 +132,12 @@ def test_a_checkpoint_has_the_metric_of_its_own_step_or_none(run):
 
 
 def test_a_metric_that_is_not_a_number_spoils_nothing(run):
-    outcome = run(MLP, metrics=["models.py:Undefined"], best={"metric": "Undefined", "mode": "max"})
-    assert math.isnan(read_receipt(outcome.paths).metrics["Undefined"])
+    outcome = run(MLP, metrics=["models.py:NanMetric"], best={"metric": "NanMetric", "mode": "max"})
+    assert math.isnan(read_receipt(outcome.paths).metrics["NanMetric"])
     with pytest.raises(shoal.ShoalError, match="SH606"):
         shoal.load(outcome.paths.root, best=True)
-    summary = run(MLP, metrics=["models.py:Undefined"], data=MLP["data"] | {"split": {"kind": "kfold", "folds": 2}})
-    assert math.isnan(summary.metrics["Undefined"][1])
+    summary = run(MLP, metrics=["models.py:NanMetric"], data=MLP["data"] | {"split": {"kind": "kfold", "folds": 2}})
+    assert math.isnan(summary.metrics["NanMetric"][1])
 
 
 def test_evaluation_loads_as_the_job_says(run, job_dir):
@@ -162,9 +162,9 @@ def test_tensorboard(run):
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"watch": ["models.py:Clumsy"]}, "SH410", "oops"),
-        ({"model": {"name": "models.py:Sinks"}}, "SH403", "nan"),
-        ({"model": {"name": "models.py:Broken"}}, "SH401", "mat1 and mat2"),
+        ({"watch": ["models.py:RaisingWatcher"]}, "SH410", "oops"),
+        ({"model": {"name": "models.py:NanOutput"}}, "SH403", "nan"),
+        ({"model": {"name": "models.py:WrongInputWidth"}}, "SH401", "mat1 and mat2"),
         ({"model": {"name": "models.py:mlp", "args": {"inputs": 64}}}, "SH205", "classes"),
         ({"model": {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "widht": 3}}}, "SH205", "widht"),
         ({"model": {"name": "models.py:shift"}}, "SH205", ""),
@@ -178,8 +178,8 @@ def test_tensorboard(run):
         ({"schedule": {"name": "OneCycleLR", "args": {"max_lr": 0.1, "total_steps": 9}}}, "SH413", "step 10 times"),
         ({"device": "cuda:7"}, "SH411", "cuda:7"),
         ({"best": {"metric": "accuracy"}, "metrics": ["f1"]}, "SH106", "accuracy"),
-        ({"task": "models.py:Conditional", "model": None, "loss": None, "metrics": []}, "SH206", "Conditional"),
-        ({"watch": ["models.py:Conditional"]}, "SH206", "watch"),
+        ({"task": "models.py:UnusedParameter", "model": None, "loss": None, "metrics": []}, "SH206", "UnusedParameter"),
+        ({"watch": ["models.py:UnusedParameter"]}, "SH206", "watch"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told(run, changes, code, words):

@@ -9,8 +9,8 @@ from torch import nn
 from shoal.data.batch import Batch
 from shoal.errors import ShoalError
 from shoal.spec.base import Ref
-from shoal.train.metrics import MetricAccumulator, build_metrics, merge_lanes
-from shoal.train.task import align_shapes
+from shoal.tasks.metrics import MetricAccumulator, build_metrics, merge_lanes
+from shoal.tasks.task import align_shapes
 
 
 @pytest.mark.parametrize("classes_last", [True, False])

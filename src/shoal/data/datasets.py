@@ -64,7 +64,7 @@ def open_datasets(
         "base_dir": base_dir,
         "on_bad_row": data.on_bad_row,
         "cache_dir": str(cache_dir),
-        "tell": notify,
+        "notify": notify,
     }
     source = open_source(data.source, **options)
     transform = bind_ref(data.transform, base_dir=base_dir)

@@ -172,8 +172,8 @@ class Servers:
         """Also in the tender's thread: another table, or an end."""
         supervisor = getattr(self, "_supervisor", None)
         for client in list(self._clients):
-            if supervisor is not None and supervisor.table is not None:
-                client.set_chunk_table(supervisor.table)
+            if supervisor is not None and supervisor.chunk_table is not None:
+                client.set_chunk_table(supervisor.chunk_table)
             client.wake()
 
     def _run(self, request: Request) -> None:

@@ -296,7 +296,7 @@ def _needed_operations(operations: list[_RecordedOperation], live: set[int]) -> 
         live -= {spot.storage_id for spot in operation.created}
         read = {spot.storage_id for spot in operation.inputs}
         if operation.overwrites:
-            target = operation.args[0].key
+            target = operation.args[0].storage_id
             live.discard(target)
             others = [
                 leaf
@@ -310,7 +310,7 @@ def _needed_operations(operations: list[_RecordedOperation], live: set[int]) -> 
 
 def _advance_rng(operation: _RecordedOperation) -> None:
     """Only the generator moves on."""
-    operation.func(operation.args[0].scratch(), *operation.args[1:], **operation.kwargs)
+    operation.func(operation.args[0].scratch_tensor(), *operation.args[1:], **operation.kwargs)
 
 
 def _materialised(values: Any, storages: dict[int, torch.UntypedStorage]) -> Any:

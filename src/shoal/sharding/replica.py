@@ -73,14 +73,16 @@ class ShardedReplica(Replica):
 
     def probe(self, batch: Any) -> None:
         """Find the moving buffers: all members run one pass and put everything back."""
-        before = {name: part.local.clone() for name, part in self._buffer_shards.items()}
+        before = {name: part.local_tensor.clone() for name, part in self._buffer_shards.items()}
         self.rng.seed_all(self._seed, seeds.LANE, 0, 0)
         self.sharded_model.forward_backward(self._autocast_loss, batch, 1.0)
         for shard in self.local_state.trainable:
             shard.pop_gradient()
-        changed = [name for name, part in self._buffer_shards.items() if not torch.equal(part.local, before[name])]
+        changed = [
+            name for name, part in self._buffer_shards.items() if not torch.equal(part.local_tensor, before[name])
+        ]
         for name in changed:
-            self._buffer_shards[name].local.copy_(before[name])
+            self._buffer_shards[name].local_tensor.copy_(before[name])
         self._set_moving_buffers(changed)
 
     @property

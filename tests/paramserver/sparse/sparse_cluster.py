@@ -9,12 +9,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from shoal.collectives.outcome import Discarded
 from shoal.lanes.clipping import Clipping
 from shoal.lanes.replica import Replica
+from shoal.lanes.sparse.embedding import SparseTable
 from shoal.net.handshake import LinkError
-from shoal.paramserver.sparse.embedding import SparseTable
-from shoal.strategies.base import Discarded
-from tests.paramserver import cluster as harbours
+from tests.paramserver import cluster as clusters
 from tests.paramserver.cluster import Cluster
 from tests.paramserver.workloads import Workload
 
@@ -48,8 +48,8 @@ class SparseWorkload(Workload):
 
 @contextlib.contextmanager
 def sparse_cluster_patches():
-    """Harbours whose workers bring back what rows there are, and whose servers show theirs."""
-    step, train, dump = harbours.one_step, harbours._train, harbours._dump
+    """Clusters whose workers bring back what rows there are, and whose servers show theirs."""
+    step, train, dump = clusters.one_step, clusters._train, clusters._dump
 
     def one_step(replica, *rest, **more):
         try:
@@ -58,26 +58,26 @@ def sparse_cluster_patches():
             replica.undo_step()
             return Discarded(str(failure))
 
-    def with_rows(harbour, sync, *rest):
-        at, outcome = train(harbour, sync, *rest)
+    def with_rows(cluster, sync, *rest):
+        at, outcome = train(cluster, sync, *rest)
         if isinstance(outcome, str):
             return at, outcome
         rows = sync.external_sha256()
         return (at, rows.why) if isinstance(rows, Discarded) else (at, outcome | {"rows": rows})
 
-    def with_shelf(host):
-        found, shelf = dump(host), host.server.shard.row_tables
+    def with_row_tables(server_loop):
+        found, row_tables = dump(server_loop), server_loop.server.chunk_store.row_tables
         for i in found["chunks"]:
-            for kind, table, rows in shelf.read_bundles(i, i + 1):
+            for kind, table, rows in row_tables.read_bundles(i, i + 1):
                 found["chunks"][i] += bytes([kind, table]) + rows.keys.tobytes() + rows.values.tobytes()
         return found
 
     with (
         tempfile.TemporaryDirectory() as place,
-        patch.object(harbours, "Terms", functools.partial(harbours.ServerConfig, store=place)),
-        patch.object(harbours, "one_step", one_step),
-        patch.object(harbours, "_train", with_rows),
-        patch.object(harbours, "_dump", with_shelf),
+        patch.object(clusters, "ServerConfig", functools.partial(clusters.ServerConfig, checkpoint_path=place)),
+        patch.object(clusters, "one_step", one_step),
+        patch.object(clusters, "_train", with_rows),
+        patch.object(clusters, "_dump", with_row_tables),
     ):
         yield
 
@@ -85,8 +85,8 @@ def sparse_cluster_patches():
 @functools.cache
 def single_worker_and_server(workload, steps):
     """What one worker and one server make of it."""
-    with sparse_cluster_patches(), Cluster(workload, workers=1, servers=1, backups=0, steps=steps) as harbour:
-        (result,) = harbour.train().values()
+    with sparse_cluster_patches(), Cluster(workload, workers=1, servers=1, backups=0, steps=steps) as cluster:
+        (result,) = cluster.train().values()
         return result["sha256"], result["rows"]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shoal import SparseTable
 from shoal.errors import ShoalError
-from shoal.paramserver.sparse.embedding import InitialRows
+from shoal.lanes.sparse.embedding import InitialRows
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.lanes.reduction_tree import TreeSum
+from shoal.lanes.sparse.keys import chunks_of, ids_of, initial_rows, keys_of
+from shoal.lanes.sparse.optimizers import ROW_OPTIMIZERS, row_means
+from shoal.lanes.sparse.rows import RowBundle, SparseRows, add_rows, pack_rows, sort_rows, unpack_rows
+from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.net.handshake import LinkError
 from shoal.paramserver.sparse.hash_store import RowStore
-from shoal.paramserver.sparse.keys import chunks_of, ids_of, initial_rows, keys_of
-from shoal.paramserver.sparse.optimizers import ROW_OPTIMIZERS, row_means
 from shoal.paramserver.sparse.row_tables import RowTables, digests
-from shoal.paramserver.sparse.rows import RowBundle, SparseRows, add_rows, pack_rows, sort_rows, unpack_rows
-from shoal.paramserver.sparse.table_spec import TableSpec
 
 CHUNKS = 7
 numbers = st.integers(min_value=0, max_value=(1 << 48) - 1)
@@ -82,13 +82,13 @@ def test_memory_for_each_row():
 
 @pytest.mark.long
 def test_ten_million_rows():
-    shelf, count = RowTables([spec(dim=16)]), 10_000_000
+    row_tables, count = RowTables([spec(dim=16)]), 10_000_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for begin in range(0, count, 500_000):
         ids = np.arange(begin, begin + 500_000, dtype=np.int64)
         grads = sort_rows(keys_of(ids, table=0, chunks=64), np.ones((len(ids), 16), dtype=np.float32))
-        shelf.apply(0, 64, {0: grads})
-    assert len(shelf) == count
+        row_tables.apply(0, 64, {0: grads})
+    assert len(row_tables) == count
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert grown / count < 150
 
@@ -207,7 +207,7 @@ def test_nonsense_costs_a_line_and_no_more(noise, place, some):
 def test_like_torch_on_the_touched_rows(optimizer, theirs):
     """Lazily: what a dense optimizer does to rows with a gradient; of others it leaves zero gradients alone as well."""
     table = spec(optimizer)
-    shelf, ids = RowTables([table]), np.arange(20, dtype=np.int64)
+    row_tables, ids = RowTables([table]), np.arange(20, dtype=np.int64)
     keys = keys_of(ids, table=0, chunks=CHUNKS)
     order = np.argsort(keys)
     dense = torch.nn.Parameter(torch.from_numpy(table.initial_rows(keys[order])))
@@ -216,22 +216,22 @@ def test_like_torch_on_the_touched_rows(optimizer, theirs):
     for _ in range(6):
         touched = np.sort(chance.choice(20, 7, replace=False))
         grads = chance.standard_normal((7, 4), dtype=np.float32)
-        shelf.apply(0, CHUNKS, {0: SparseRows(keys[order][touched], grads)})
+        row_tables.apply(0, CHUNKS, {0: SparseRows(keys[order][touched], grads)})
         dense.grad = torch.zeros(20, 4)
         dense.grad[touched] = torch.from_numpy(grads)
         other.step()
-    np.testing.assert_allclose(shelf.read(0, keys[order]), dense.detach().numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(row_tables.read(0, keys[order]), dense.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_rowwise_adagrad():
     table = spec("rowwise_adagrad")
-    shelf, rows = RowTables([table]), rows_of([3, 4])
-    start = shelf.read(0, rows.keys)
-    shelf.apply(0, CHUNKS, {0: rows})
-    shelf.apply(0, CHUNKS, {0: rows})
+    row_tables, rows = RowTables([table]), rows_of([3, 4])
+    start = row_tables.read(0, rows.keys)
+    row_tables.apply(0, CHUNKS, {0: rows})
+    row_tables.apply(0, CHUNKS, {0: rows})
     square = (rows.values**2).mean(1, keepdims=True)
     expected = start - 0.1 * rows.values / np.sqrt(square) - 0.1 * rows.values / np.sqrt(2 * square)
-    np.testing.assert_allclose(shelf.read(0, rows.keys), expected, rtol=1e-4)
+    np.testing.assert_allclose(row_tables.read(0, rows.keys), expected, rtol=1e-4)
 
 
 @given(st.integers(1, 40))
@@ -246,7 +246,7 @@ def test_means_of_columns(dim):
 @settings(max_examples=20, deadline=None)
 @given(chance=st.randoms(use_true_random=False))
 def test_the_same_bits_however_chunks_are_held(optimizer, chance):
-    """One shelf with everything, and two between which ranges of chunks move; all see the same steps."""
+    """One row_tables with everything, and two between which ranges of chunks move; all see the same steps."""
     table = spec(optimizer)
     whole, parts = RowTables([table]), [RowTables([table]), RowTables([table])]
     holder = [chance.randrange(2) for _ in range(CHUNKS)]
@@ -263,25 +263,25 @@ def test_the_same_bits_however_chunks_are_held(optimizer, chance):
             old.drop(first, last)
             holder[first:last] = [1 - holder[first]] * (last - first)
     for chunk, at in enumerate(holder):
-        mine, theirs = whole.read_rows(chunk, chunk + 1), parts[at].take(chunk, chunk + 1)
+        mine, theirs = whole.read_rows(chunk, chunk + 1), parts[at].read_rows(chunk, chunk + 1)
         assert digests(mine, chunk, chunk + 1) == digests(theirs, chunk, chunk + 1)
         keys = keys_of(np.arange(40, dtype=np.int64), table=0, chunks=CHUNKS)
         keys = np.sort(keys[chunks_of(keys) == chunk])
         applied = np.full(CHUNKS, 8)
-        before = [shelf.read(0, keys, step=7, applied=applied) for shelf in (whole, parts[at])]
+        before = [row_tables.read(0, keys, step=7, applied=applied) for row_tables in (whole, parts[at])]
         assert before[0].tobytes() == before[1].tobytes()
 
 
 @given(st.integers(0, 3))
 def test_what_was_before_the_last_step(steps):
-    shelf, rows = RowTables([spec()]), rows_of([3, 4, 8])
-    seen = [shelf.read(0, rows.keys)]
+    row_tables, rows = RowTables([spec()]), rows_of([3, 4, 8])
+    seen = [row_tables.read(0, rows.keys)]
     for _ in range(steps + 1):
-        shelf.apply(0, CHUNKS, {0: rows})
-        seen.append(shelf.read(0, rows.keys))
+        row_tables.apply(0, CHUNKS, {0: rows})
+        seen.append(row_tables.read(0, rows.keys))
     applied = np.full(CHUNKS, steps + 1)
-    assert shelf.read(0, rows.keys, step=steps, applied=applied).tobytes() == seen[-2].tobytes()
-    assert shelf.read(0, rows.keys, step=steps + 1, applied=applied).tobytes() == seen[-1].tobytes()
+    assert row_tables.read(0, rows.keys, step=steps, applied=applied).tobytes() == seen[-2].tobytes()
+    assert row_tables.read(0, rows.keys, step=steps + 1, applied=applied).tobytes() == seen[-1].tobytes()
 
 
 @pytest.mark.parametrize(

@@ -34,19 +34,19 @@ def rows():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("workers", "servers", "backups"), [(2, 2, 0), (3, 3, 2)])
 def test_the_same_rows_whoever_holds_them(kind, workers, servers, backups):
-    with Cluster(KINDS[kind], workers=workers, servers=servers, backups=backups) as harbour:
-        assert_exact(harbour, harbour.train())
-        harbour.assert_backups_equal()
+    with Cluster(KINDS[kind], workers=workers, servers=servers, backups=backups) as cluster:
+        assert_exact(cluster, cluster.train())
+        cluster.assert_backups_equal()
 
 
 @pytest.mark.parametrize("moment", MOMENTS | MORE)
 def test_a_server_dies(moment):
-    with Cluster(KINDS["all"], workers=2, servers=2, backups=1, is_remote=lambda seat: seat % 2) as harbour:
-        harbour.on_step[2] = [lambda: harbour.schedule_crash(100, (MOMENTS | MORE)[moment])]
-        harbour.on_step[5] = [lambda: harbour.run_until(lambda: harbour.fully_replicated)]
-        assert_exact(harbour, harbour.train())
-        assert harbour.deaths == 1
-        harbour.assert_backups_equal()
+    with Cluster(KINDS["all"], workers=2, servers=2, backups=1, is_remote=lambda seat: seat % 2) as cluster:
+        cluster.on_step[2] = [lambda: cluster.schedule_crash(100, (MOMENTS | MORE)[moment])]
+        cluster.on_step[5] = [lambda: cluster.run_until(lambda: cluster.fully_replicated)]
+        assert_exact(cluster, cluster.train())
+        assert cluster.deaths == 1
+        cluster.assert_backups_equal()
 
 
 def die_in_the_midst_of(step, *, seat):
@@ -56,8 +56,8 @@ def die_in_the_midst_of(step, *, seat):
     def last_words(self, server, piece, frame):
         ask(self, server, piece, frame)
         if (frame.seat, self.step) == (seat, step):
-            while server.line.unsent_buffers:
-                server.line.flush()
+            while server.connection.unsent_buffers:
+                server.connection.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
     return patch.object(Push, "send", last_words)
@@ -69,30 +69,30 @@ def test_a_step_that_some_servers_have_done_is_done_again(kind, more):
     """Rows that were changed already are wanted as they were before."""
     with (
         die_in_the_midst_of(5, seat=1),
-        Cluster(KINDS[kind], workers=2, servers=2, backups=1, steps=9) as harbour,
+        Cluster(KINDS[kind], workers=2, servers=2, backups=1, steps=9) as cluster,
     ):
 
         def after():
-            harbour.run_until(lambda: harbour.workers == [0])
+            cluster.run_until(lambda: cluster.workers == [0])
             if more == "and its server":
-                harbour.kill(harbour.placement.chunk_table.chains[0][0])
-                harbour.run_until(lambda: harbour.deaths)
+                cluster.kill(cluster.placement.chunk_table.chains[0][0])
+                cluster.run_until(lambda: cluster.deaths)
             elif more:
-                harbour.placement.scale(4)
-                harbour._decide()
-                harbour.run_until(lambda: harbour.fully_replicated)
-            harbour.change_view()
+                cluster.placement.scale(4)
+                cluster._decide()
+                cluster.run_until(lambda: cluster.fully_replicated)
+            cluster.change_view()
 
-        harbour.on_step[5] = [after]
-        assert_exact(harbour, harbour.train())
-        harbour.assert_backups_equal()
+        cluster.on_step[5] = [after]
+        assert_exact(cluster, cluster.train())
+        cluster.assert_backups_equal()
 
 
 @pytest.mark.parametrize("seed", [0, *long_only(*range(1, 40))])
 def test_chaos(seed):
     kind = KINDS[sorted(KINDS)[seed % 3]]
     backups = 1 + seed % 2
-    harbour = Cluster(
+    cluster = Cluster(
         kind,
         workers=1 + seed % 4,
         servers=backups + 1 + seed // 2 % 2,
@@ -101,7 +101,7 @@ def test_chaos(seed):
         is_remote=lambda seat: seat * 37 % 100 < 50 * (seed % 3),
         seed=seed,
     )
-    with harbour:
-        schedule_random_faults(harbour)
-        assert_exact(harbour, harbour.train())
-        harbour.assert_backups_equal()
+    with cluster:
+        schedule_random_faults(cluster)
+        assert_exact(cluster, cluster.train())
+        cluster.assert_backups_equal()
