@@ -10,7 +10,7 @@ from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.state_stream import StateSubscription
 from shoal.net.handshake import LinkError
 from shoal.spec.view import View
-from shoal.strategies.context import Progress
+from shoal.strategies.context import RunProgress
 
 POLL_S = 0.05
 
@@ -25,7 +25,7 @@ class CatchUp:
     def __init__(
         self,
         peers: PeerServices,
-        progress: Progress,
+        progress: RunProgress,
         *,
         apply: Callable[[Mapping[str, Any]], None],
         settle: Callable[[], None],

@@ -22,7 +22,7 @@ PlaceChunks = Callable[[list[int], Callable[[ChunkTable], None]], None]
 """Tells the driver where parameters may be cut, and calls back, from any thread, with each table of servers."""
 
 
-class Activity(Protocol):
+class ActivityRecorder(Protocol):
     """What the training thread is doing, for the heartbeat."""
 
     def begin(self, phase: str, step: int) -> None: ...
@@ -30,7 +30,7 @@ class Activity(Protocol):
     def record_lane_time(self, seconds: float) -> None: ...
 
 
-class StepStats(Protocol):
+class StepRecorder(Protocol):
     """Where the time of a step went, and what was sent."""
 
     def add_time(self, name: str, seconds: float) -> None: ...
@@ -42,7 +42,7 @@ class StepStats(Protocol):
     def record_inner_step(self, step: int, *, loss: float, lr: float, emit: bool = True) -> None: ...
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """How far this worker is, besides its weights: step, evaluations, watchers, the task's own state.
 
     The strategy keeps it in step with the weights: it records every commit, whether this worker computed it or got it
@@ -87,8 +87,8 @@ class StepContext:
     evaluator: Evaluator
     store: CheckpointStore
     peers: PeerServices
-    progress: Progress
-    activity: Activity
-    stats: StepStats
+    progress: RunProgress
+    activity: ActivityRecorder
+    stats: StepRecorder
     report: Callable[..., object]
     place_chunks: PlaceChunks

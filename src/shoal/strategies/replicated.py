@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.checkpoint.export import export_model
+from shoal.checkpoint.layout import LOOP, SYNC, is_sharded, whole_state
 from shoal.checkpoint.sha256 import state_sha256, weights_sha256
-from shoal.checkpoint.sharded_files import PIECES_SECTION, open_pieces
+from shoal.checkpoint.sharded_files import open_pieces
 from shoal.checkpoint.state_tree import State
 from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
@@ -126,7 +127,7 @@ class ReplicatedStrategy:
     def _apply_entry(self, entry: Mapping[str, Any]) -> None:
         progress, kind = self._progress, entry["kind"]
         if kind == "state":
-            if entry["state"]["loop"]["task"] is not None:
+            if entry["state"][LOOP]["task"] is not None:
                 raise LinkError("a task that remembers cannot be followed")
             self._load_state(entry["state"])
         elif kind == "step":
@@ -274,13 +275,13 @@ class ReplicatedStrategy:
 
     def _peer_state(self) -> State:
         """For another worker: after loading it, that worker goes on as this one would."""
-        return {**self._held.state(), "loop": self._progress.state()}
+        return whole_state(self._held.state(), self._progress.state(), None)
 
     def _checkpoint_state(self) -> State:
         """With what only the members together have, or servers. LinkError if that cannot be had."""
         if discarded := self._complete_replica():
             raise LinkError(discarded.why)
-        return {**self._held.state(), "loop": {**self._progress.state(), "sync": self._sync.state()}}
+        return whole_state(self._held.state(), self._progress.state(), self._sync.state())
 
     def _complete_replica(self) -> Discarded | None:
         """Bring into the replica what is held elsewhere, so that it can be saved."""
@@ -298,13 +299,13 @@ class ReplicatedStrategy:
     def _load_state(self, state: dict[str, Any]) -> None:
         """Of one process, or of many that held the model together."""
         self._context.peers.state_publisher.drop_subscribers()
-        if PIECES_SECTION in state:
+        if is_sharded(state):
             load_unsharded(self._replica, open_pieces(self._context.store.files, state))
             state = unsharded_state(self._replica, state)
         self._held.load_state(state)
-        self._progress.load_state(state["loop"])
-        if state["loop"]["sync"] is not None:
-            self._sync.load_state(self._progress.step, state["loop"]["sync"])
+        self._progress.load_state(state[LOOP])
+        if state[LOOP][SYNC] is not None:
+            self._sync.load_state(self._progress.step, state[LOOP][SYNC])
         self._progress.has_state = True
 
     @property

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, distributed
 
 from shoal.checkpoint.export import export_sharded_model
+from shoal.checkpoint.layout import SharedSections, load_pieces, record_fields, sharded_state
 from shoal.checkpoint.sha256 import weights_sha256
 from shoal.checkpoint.sharded_files import (
-    NAMES_SECTION,
-    PIECES_SECTION,
     AssembledTensors,
     PieceRecord,
     SavedPieces,
-    open_full_tensors,
-    open_pieces,
     write_pieces,
 )
 from shoal.checkpoint.state_format import pack_state, unpack_state
@@ -233,23 +230,14 @@ class ShardedStrategy:
         return None
 
     def _restore_from_checkpoint(self, step: int) -> None:
-        """Whoever wrote it, in whatever layout. Nobody reads more than its part, or one tensor at a time."""
+        """In whatever layout it was written. No member reads more than its part, or one tensor at a time."""
         self._release()
-        store = self._context.store
-        loop = store.load(step, section="loop")[1]
-        schedule = store.load(step, section="schedule")[1]
-        layout, settings = store.load(step, section="layout")[1], store.load(step, section="settings")[1]
-        replica = self._build_replica(layout)
-        manifest, rows = store.load(step, section=PIECES_SECTION)
-        if rows is not None:
-            saved = open_pieces(store.files, {PIECES_SECTION: rows})
-        else:
-            settings = _without_params(store.load(step, section="optimizer/param_groups")[1])
-            names = _unsharded_names(replica.optimizer_factory.param_order)
-            saved = open_full_tensors(store.files, manifest, rename=names)
-        replica.load_pieces(saved)
+        shared = SharedSections.load(self._context.store, step)
+        replica = self._build_replica(shared.layout)
+        pieces, settings = load_pieces(self._context.store, step, param_order=replica.optimizer_factory.param_order)
+        replica.load_pieces(pieces)
         self._held = replica
-        self._load_shared_state({"settings": settings, "schedule": schedule, "loop": loop})
+        self._load_shared_state({"settings": settings, "schedule": shared.schedule, "loop": shared.loop})
 
     def _initialise(self) -> None:
         self._release()
@@ -403,7 +391,7 @@ class ShardedStrategy:
     def state(self) -> State | None:
         return None
 
-    def _gather_state(self) -> dict[str, Any]:
+    def _gather_state(self) -> State:
         """The state, of which others have written their parts."""
         told = self._write_own_pieces()
         for content in told.values():
@@ -411,13 +399,7 @@ class ShardedStrategy:
                 raise error("SH503", content["why"], where=self._context.store.files.where)
         self._piece_records = [PieceRecord.from_dict(row) for content in told.values() for row in content["rows"]]
         self._blobs = {blob: size for content in told.values() for blob, size in content["blobs"].items()}
-        rows = [_record_fields(row) for row in self._piece_records]
-        return {
-            **self._shared_state(),
-            "model": None,
-            PIECES_SECTION: rows,
-            NAMES_SECTION: self._replica.state_dict_names(),
-        }
+        return sharded_state(self._shared_state(), self._piece_records, self._replica.state_dict_names())
 
     def _write_own_pieces(self) -> dict[int, Any]:
         """This member's part, once the member that leads keeps it from being swept away; what all have written."""
@@ -431,7 +413,7 @@ class ShardedStrategy:
                 rows, blobs = write_pieces(self._context.store.files, self._replica.pieces())
         except OSError as problem:
             why = str(problem)
-        content = {"rows": [_record_fields(row) for row in rows], "blobs": blobs, "why": why}
+        content = {"rows": [record_fields(row) for row in rows], "blobs": blobs, "why": why}
         return self._gather(Channel.SAVE_PIECES, step, content)
 
     # ---- the end ----
@@ -476,10 +458,6 @@ class ShardedStrategy:
         self._sync.close()
 
 
-def _record_fields(row: PieceRecord) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in row.to_dict().items()}
-
-
 def _send_shard(tensors: Mapping[str, Tensor], specs: TensorSpecs, transfer: ShardTransfer) -> None:
     for name in sorted(specs):
         if tensors[name].numel():
@@ -494,22 +472,3 @@ def _receive_shard(specs: TensorSpecs, transfer: ShardTransfer, mesh: ShardMesh)
         if found[name].numel():
             mesh.receive(found[name], transfer.source_rank)
     return found
-
-
-# ---- what a single process has written ----
-
-
-def _without_params(groups: Any) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-
-def _unsharded_names(param_order: list[str]) -> Any:
-    """There, an optimizer's state goes by numbers."""
-
-    def rename(name: str) -> str:
-        head, _, rest = name.removeprefix("/optimizer/state/").partition("/")
-        if not name.startswith("/optimizer/state/") or not head.isdigit() or int(head) >= len(param_order):
-            return name
-        return f"/optimizer/{param_order[int(head)]}/{rest}"
-
-    return rename

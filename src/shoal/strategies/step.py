@@ -10,7 +10,7 @@ from typing import Protocol
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.errors import ShoalError
 from shoal.net.handshake import LinkError
-from shoal.strategies.context import StepContext, StepStats
+from shoal.strategies.context import StepContext, StepRecorder
 from shoal.tasks.user_errors import as_shoal_error
 
 
@@ -55,7 +55,7 @@ def attempt_step(
     return outcome
 
 
-def _record_times(stats: StepStats, outcome: Committed | Discarded, seconds: float) -> None:
+def _record_times(stats: StepRecorder, outcome: Committed | Discarded, seconds: float) -> None:
     if isinstance(outcome, Discarded):
         stats.add_time("recovery_s", seconds)
         return

@@ -21,7 +21,7 @@ from shoal.train.watchers import BestMetric
 
 
 class Progress:
-    """See the Protocol in strategies.context. Every worker comes to know the same here, and reports it.
+    """See RunProgress. Every worker comes to know the same here, and reports it.
 
     Belongs to the training thread. The strategy writes steps, the loop writes evaluations.
     """
