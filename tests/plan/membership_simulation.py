@@ -2,7 +2,7 @@
 `MembershipPolicy`, and messages between them that take as long as chance wants. Anything may die, freeze, come, go or
 be put out at any moment.
 
-What must always hold is checked where it could break; a `Broken` says what did not.
+What must always hold is checked where it could break; an `InvariantViolation` says what did not.
 """
 
 from __future__ import annotations
