@@ -2,13 +2,16 @@
 `MembershipPolicy`, and messages between them that take as long as chance wants. Anything may die, freeze, come, go or
 be put out at any moment.
 
-What must always hold is checked where it could break; a `Broken` says what did not.
+What must always hold is checked where it could break; an `InvariantViolation` says what did not.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shoal.plan import lane_assignment
 from shoal.plan.membership_policy import MembershipPolicy, StartWorkers
@@ -16,6 +19,7 @@ from shoal.spec.view import Address, Attachment, View
 from tests.plan.simulated_worker import SimulatedConnection, SimulatedGroup, SimulatedWorker, require
 
 NO_ADDRESS = Address(host="", port=0)
+SAVE_LOCK = Path(tempfile.gettempdir(), f"shoal-simulated-{os.getpid()}.lock")
 
 
 @dataclass(eq=False)
@@ -176,7 +180,13 @@ class MembershipSimulation:
         self.published_views: list[View] = []
         self.newest_numbers: dict[SimulatedDriver, int] = {}
         self.driver: SimulatedDriver | None = None
+        self.save_lock = SAVE_LOCK
         self.new_driver()
+
+    def close(self):
+        """Ends the threads of all workers."""
+        for worker in self.workers:
+            worker.end_thread()
 
     # ---- what there is ----
 

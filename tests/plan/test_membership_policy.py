@@ -1,5 +1,7 @@
 """The membership policy under thousands of random schedules, and its decisions one by one."""
 
+from contextlib import closing
+
 import pytest
 
 from shoal.plan.membership_policy import SHORTEST_VIEW_S, TAKEOVER_S, MembershipPolicy, StartWorkers
@@ -22,7 +24,8 @@ def test_whatever_happens_the_rules_hold_and_when_nothing_more_happens_all_lanes
     """What must always hold is checked in the world; here: it comes to rest, and stays there."""
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
         try:
-            run_with_faults(MembershipSimulation(seed))
+            with closing(MembershipSimulation(seed)) as world:
+                run_with_faults(world)
         except Exception as failure:
             failure.add_note(f"seed {seed}")
             raise
@@ -55,10 +58,10 @@ def run_until_converged(world):
 def test_without_faults_two_views_are_enough(workers):
     """One that loads, one that trains; all begin together."""
     for seed in range(20):
-        world = MembershipSimulation(seed, lanes=4, workers=workers)
-        run_until_converged(world)
-        assert world.views == 2
-        assert len(world.driver.policy.view.carries) == workers
+        with closing(MembershipSimulation(seed, lanes=4, workers=workers)) as world:
+            run_until_converged(world)
+            assert world.views == 2
+            assert len(world.driver.policy.view.carries) == workers
 
 
 # ---- one by one ----

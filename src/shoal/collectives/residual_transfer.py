@@ -26,22 +26,22 @@ class ResidualTransfer:
         """Who carried which lanes at the last step that this worker committed."""
         self._lost_worker: dict[int, str] = {}
 
-    def enter(self, view: View, seat: int) -> str:
-        """Get what my lanes remember from those who know it. '' or why the view cannot begin."""
+    def enter(self, view: View, seat: int) -> Discarded | None:
+        """Get what the lanes of this seat remember from members that know it. Discarded if the view cannot begin."""
         self._view, self._seat = view, seat
         memories, step = self._peers.residuals, step_of(view.position)
         missing = memories.enter(step, view.carries[seat])
         if step:
             found, failures = self._fetch_from_peers(view, step, missing)
             if why := next((why for source, why in failures.items() if source in view.carries), ""):
-                return why
+                return Discarded(why)
             memories.adopt(found, self._floats)
             missing -= found.keys()
         memories.start_empty(missing, self._floats, lost=step > 0)
         self._lost_worker |= {
             lane: f"worker-{who}" for who, lanes in self._carried.items() for lane in missing & {*lanes}
         }
-        return ""
+        return None
 
     def _fetch_from_peers(self, view: View, step: int, lanes: Iterable[int]) -> tuple[ResidualStates, dict[int, str]]:
         """Members, and those who were until now: first who carried the lanes before. Also whom it could not ask."""

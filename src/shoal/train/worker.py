@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import os
-import platform
 import signal
 import socket
 import sys
@@ -22,8 +20,6 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.export import export_model, export_sharded_model
-from shoal.checkpoint.sha256 import state_sha256, weights_sha256
 from shoal.collectives.peer_services import PeerServices
 from shoal.errors import ShoalError
 from shoal.events import EventWriter
@@ -39,12 +35,10 @@ from shoal.spec.job import Job
 from shoal.spec.load import load_run_job, save_job
 from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.view import Attachment, View
-from shoal.strategies.parameter_server import ParameterServerSync
 from shoal.train.activity import Activity
-from shoal.train.build import BuiltJob, build, build_loop
+from shoal.train.build import TrainingSession, build, build_loop
 from shoal.train.devices import claim_device
 from shoal.train.elastic import ElasticLoop
-from shoal.train.loop import Loop
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
@@ -222,38 +216,34 @@ def train(
         torch=torch.__version__,
     )
     built = build(job, cache_dir=cache_directory(), report=stream.emit, choose_device=claim_device)
-    loop = build_loop(
-        built,
-        paths,
-        membership=control,
-        peers=session.peers,
-        stream=stream,
-        activity=session.activity,
-        has_state=session.attachment.can_save and built.replica_builder is None,
-        on_finish=lambda loop, why: finish_run(loop, why, built, paths),
-        leave_reason=leave_reason,
-        trace=trace,
+    ways_out = TrainingSession(
+        control, session.peers, session.activity, partial(place_chunks, session, control), leave_reason
     )
-    if isinstance(loop.sync, ParameterServerSync):
-        connect_to_servers(session, control, loop.sync)
-    elastic = ElasticLoop(
-        loop, control, seat=session.seat, save_lock=paths.saving_lock if session.attachment.can_save else None
+    loop, context = build_loop(
+        built, paths, session=ways_out, stream=stream, has_state=session.attachment.can_save, trace=trace
     )
+    save_lock = paths.saving_lock if session.attachment.can_save else None
+    elastic = ElasticLoop(loop, peers=session.peers, seat=session.seat, save_lock=save_lock)
     session.on_view, session.on_seat_changed = elastic.on_view, elastic.on_seat_changed
     try:
         elastic.run()
     finally:
-        loop.batches.close()
-        loop.store.close()
+        context.batches.close()
+        context.store.close()
 
 
-def connect_to_servers(session: WorkerSession, control: ControlClient, sync: ParameterServerSync) -> None:
-    """Let the driver know what is to be placed, and the sync where it was placed."""
-    session.on_chunk_table = sync.set_chunk_table
+def place_chunks(
+    session: WorkerSession,
+    control: ControlClient,
+    chunk_offsets: list[int],
+    on_chunk_table: Callable[[ChunkTable], None],
+) -> None:
+    """Let the driver know what is to be placed on servers, and the strategy where it was placed."""
+    session.on_chunk_table = on_chunk_table
     if control.chunk_table is not None:
-        sync.set_chunk_table(control.chunk_table)
-    session.chunk_boundaries = sync.chunk_offsets
-    control.send("cuts", cuts=session.chunk_boundaries)
+        on_chunk_table(control.chunk_table)
+    session.chunk_boundaries = chunk_offsets
+    control.send("cuts", cuts=chunk_offsets)
 
 
 def install_leave_handler(session: WorkerSession, control: ControlClient, patience_s: float) -> Callable[[], str]:
@@ -272,53 +262,6 @@ def install_leave_handler(session: WorkerSession, control: ControlClient, patien
         return f"no driver came back in {patience_s:g} s" if control.driver_silence_s > patience_s else ""
 
     return why
-
-
-def combined_sha256(sha256: str, external_sha256: str) -> str:
-    """Of what the replica has, and of what it has not: rows of sparse tables."""
-    return hashlib.sha256(f"{sha256} {external_sha256}".encode()).hexdigest() if external_sha256 else sha256
-
-
-def finish_run(loop: Loop, why: str, built: BuiltJob, paths: RunPaths) -> None:
-    """Save, export, and say so. Every part may be repeated after a crash."""
-    loop.save(force=True)
-    model, shards = loop.replica.model, loop.sharded
-    if shards:
-        loop.store.wait()  # what is exported is what was saved
-    weights = combined_sha256(weights_sha256(shards.weights() if shards else model.state_dict()), loop.external_sha256)
-    export_options: dict[str, Any] = {
-        "program": "program" in built.job.export,
-        "emit": loop.reporter.report,
-        "info": {
-            "job": built.job.dump(),
-            "step": loop.step,
-            "weights_sha256": weights,
-            "metrics": loop.metrics,
-            "classes": built.data.train.source.classes,
-        },
-    }
-    if shards:
-        export_sharded_model(paths.model, shards.weights(), **export_options)
-    else:
-        export_model(paths.model, model, example_inputs=built.example.inputs, **export_options)
-    loop.store.wait()
-    loop.reporter.report(
-        "finished",
-        step=loop.step,
-        weights_sha256=weights,
-        state_sha256=shards.state_sha256()
-        if shards
-        else combined_sha256(state_sha256(loop.replica.state()), loop.external_sha256),
-        samples_seen=built.sampler.samples_before(loop.step),
-        metrics=loop.metrics,
-        stopped=why,
-        platform={
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-        },
-    )
 
 
 if __name__ == "__main__":
