@@ -1,6 +1,7 @@
 """The worker group with an engine and a control server that only write down what they are asked."""
 
 import copy
+import json
 
 import pytest
 
@@ -215,11 +216,8 @@ def test_the_events_of_a_remote_worker_are_relayed_and_its_failure_is_its_own(ha
     harness.connect(20, seat=None, joined=True)
     harness.say(20, "event", row='{"t": 1.0, "who": "worker-3", "kind": "note", "message": "hello"}')
     harness.say(20, "event", row='{"t": 1.0, "who": "worker-9", "kind": "note", "message": "not mine"}')
-    harness.say(
-        20,
-        "event",
-        row='{"t": 1.0, "who": "worker-3", "kind": "failed", "code": "SH301", "message": "no data", "where": "", "fix": ""}',
-    )
+    failed = {"kind": "failed", "code": "SH301", "message": "no data", "where": "", "fix": ""}
+    harness.say(20, "event", row=json.dumps({"t": 1.0, "who": "worker-3", **failed}))
     assert [event["message"] for event in harness.events("note")] == ["hello", "worker-3 (h) failed: no data"]
     assert harness.events("failed") == []
 
