@@ -18,10 +18,10 @@ from pathlib import Path
 INTERFACE = "wire"
 ADDRESSES = ("10.213.9.1", "10.213.9.2")
 BURST_S = 0.001
-LEAST_BURST_BYTES = 16 * 1024  # a few packets, whatever the rate
+MIN_BURST_BYTES = 16 * 1024  # a few packets, whatever the rate
 QUEUE_S = 0.05
 BUNDLE = 0.9  # of a burst: the rest is for the headers
-MOST_BUNDLE_BYTES = 65_536
+MAX_BUNDLE_BYTES = 65_536
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -136,8 +136,8 @@ def _shape(device: str, mbit: float) -> None:
     Packets pass in bundles of about a burst, as they do to a network card that cuts them up by itself. Without that
     the kernel cuts them and wakes up for each one, which at 100 Mbit/s takes a third of the cores that also train.
     """
-    burst = max(LEAST_BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
-    _ip(f"link set {device} gso_max_size {min(round(BUNDLE * burst), MOST_BUNDLE_BYTES)}")
+    burst = max(MIN_BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
+    _ip(f"link set {device} gso_max_size {min(round(BUNDLE * burst), MAX_BUNDLE_BYTES)}")
     words = f"rate {mbit}mbit burst {burst} latency {QUEUE_S * 1000:g}ms"
     _run(*f"tc qdisc replace dev {device} root tbf {words}".split())
 

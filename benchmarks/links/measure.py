@@ -16,10 +16,10 @@ from benchmarks.links.quality import SMOOTH_STEPS, smooth
 from benchmarks.links.sides import TIME_FIELDS, RunningSide, Start, StepRow
 from benchmarks.overhead.side_by_side import Numbers
 
-LEAST_ROWS = 2
+MIN_ROWS = 2
 IDLE = 10
 """Who tells nothing while others tell so many times has no lanes."""
-MOST_S = 300.0
+MAX_S = 300.0
 _places = itertools.count()
 
 
@@ -37,7 +37,7 @@ def speed(
     """Steps per second count the samples that all workers made; where steps are shared, that is the same. Where workers
     agree every `period` steps, whole periods are counted, the first without its first few steps. What happens before
     it has `settled`, which is asked with the time when the wire was shaped, does not count."""
-    least, begin = (LEAST_ROWS, 1) if period == 1 else (0, 0)
+    least, begin = (MIN_ROWS, 1) if period == 1 else (0, 0)
     with _running(start, hosts, scratch) as going:
         shaped_t = since_t = _shape(going, hosts, mbit)
         if settled:
@@ -95,10 +95,10 @@ def _shape(going: RunningSide, hosts: Hosts, mbit: float) -> float:
 
 
 def _until(going: RunningSide, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + MOST_S
+    deadline = time.monotonic() + MAX_S
     while not holds():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"no such progress in {MOST_S:g} s")
+            raise RuntimeError(f"no such progress in {MAX_S:g} s")
         going.tick()
 
 

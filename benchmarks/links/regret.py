@@ -36,7 +36,7 @@ from shoal.spec.load import make_job
 LANES, PERIOD = 4, 128
 SAMPLES = BATCH | {"gpt": 8}
 """In a batch: a period of the larger one would take a minute with a slow worker."""
-BALANCE_S, MOST_BALANCE_S = 8.0, 90.0
+BALANCE_S, MAX_BALANCE_S = 8.0, 90.0
 """Until lanes have moved to the faster worker. Where they agree now and then, they move at an agreement, if at all."""
 
 CLOSE = 0.8
@@ -116,7 +116,7 @@ class Bench:
     def speed(self, cell: Cell, side: str) -> Numbers:
         choice = cell.sides[side]
         period = choice.every * choice.settle
-        most_s = BALANCE_S if period == 1 else MOST_BALANCE_S * max(period / (2 * PERIOD), 1)
+        most_s = BALANCE_S if period == 1 else MAX_BALANCE_S * max(period / (2 * PERIOD), 1)
         asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": SAMPLES[cell.model]}
         plain = self._job(cell, choice)
         return measure.speed(

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median, ratio
 from shoal.data.batch_loader import BatchLoader
-from shoal.data.make_sampler import make_sampler
+from shoal.data.samplers import make_sampler
 from shoal.data.source import open_source
 from shoal.spec.data import NpzSourceConfig, ParquetSourceConfig, RandomSamplerConfig
 

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.recovery.workload import CommitLog, Workload
 from shoal import Event
 from shoal.data.datasets import open_datasets
-from shoal.data.make_sampler import LaneSampler, make_sampler
+from shoal.data.samplers import LaneSampler, make_sampler
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 

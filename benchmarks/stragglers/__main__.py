@@ -32,7 +32,7 @@ from shoal.spec.load import make_job
 WORKERS, SERVERS = 3, 2
 MANY = 12  # lanes that can move
 BATCH = 384
-MOST_S = 300.0
+MAX_S = 300.0
 BASE = "lanes, they stay"
 SIDES: Mapping[str, dict[str, Any]] = {
     BASE: {"lanes": MANY, "engine": {"balance": False}},
@@ -98,7 +98,7 @@ class Comparison:
         what it took until it was given up."""
         watch = LossWatch(self.slow)
         going = self._started(watch.on_event, workers=WORKERS, **SIDES[side])
-        deadline = time.monotonic() + MOST_S
+        deadline = time.monotonic() + MAX_S
         try:
             while (seconds := watch.reached(self.loss)) is None and time.monotonic() < deadline:
                 if outcome := going.tick(0.1):
@@ -106,7 +106,7 @@ class Comparison:
         finally:
             watch.stop()
             going.close()
-        return {"seconds": seconds or MOST_S, "samples/s": watch.samples_per_s()}
+        return {"seconds": seconds or MAX_S, "samples/s": watch.samples_per_s()}
 
     def target(self, steps: int) -> float:
         """The loss that one worker, which nobody slows, has after so many steps."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 EXIT_OK = 0
@@ -21,6 +22,7 @@ EXIT_CHECKPOINT = 5
 EXIT_RUN = 6
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+MAX_SUGGESTED_FILES = 10
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,20 @@ def did_you_mean(word: str, allowed: Iterable[str], *, most: int = 30) -> str:
     shown = ", ".join(names[:most]) + (", …" if len(names) > most else "")
     hint = f"Did you mean '{close}'? " if close else ""
     return f"{hint}Allowed: {shown}." if names else hint.strip()
+
+
+def suggest_path(path: Path, *, suffixes: tuple[str, ...] = ()) -> str:
+    """The file that was probably meant; what else there is; or the first directory that is missing."""
+    folder = path.parent
+    if not folder.is_dir():
+        while not folder.parent.is_dir():
+            folder = folder.parent
+        return f"There is no directory {folder}."
+    names = sorted(p.name for p in folder.iterdir() if not suffixes or p.suffix in suffixes)
+    shown = ", ".join(names[:MAX_SUGGESTED_FILES]) + (", …" if len(names) > MAX_SUGGESTED_FILES else "")
+    close = closest_name(path.name, names)
+    hint = f"Did you mean '{close}'? " if close else ""
+    return f"{hint}{folder} has: {shown}." if names else f"{folder} has no such files."
 
 
 def render_docs() -> str:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shoal.checkpoint import state_format
 from shoal.checkpoint.state_format import pack_state, receive_state, send_state, unpack_state
 from shoal.errors import CheckpointError
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 from .states import bit_equal, states, training_state
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from shoal.codecs.codec import ScratchBuffers
 from shoal.codecs.lowrank import hash_uniform
 from shoal.codecs.make import make_codec
 from shoal.codecs.residual import Residual
-from shoal.codecs.scratch import ScratchBuffers
 from tests.codecs.codec_cases import decoded, encoded, round_trip
 
 

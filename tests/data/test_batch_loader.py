@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import BatchLoader, evaluation_batches
 from shoal.data.files import find_files
-from shoal.data.make_sampler import make_sampler
 from shoal.data.prefetch import BatchBuilder, make_prefetcher
+from shoal.data.samplers import make_sampler
 from shoal.data.source import SourceOptions, open_source
 from shoal.data.sources import array_files
 from shoal.data.sources.arrays import ArraySource, InMemoryRows

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.make_sampler import make_sampler
 from shoal.data.sample_hash import hash_values
-from shoal.data.samplers import assign_longest_first, jump_hash
+from shoal.data.samplers import assign_longest_first, jump_hash, make_sampler
 from shoal.errors import DataError
 from shoal.spec.data import BalancedSamplerConfig, HashSamplerConfig, RandomSamplerConfig
 

@@ -10,7 +10,7 @@ from shoal.fleet.driver_address import read_driver_address
 from shoal.jobs import agent as joining
 from shoal.jobs import commands, server_group, worker_group
 from shoal.net import handshake, tls
-from shoal.net.handshake import TlsError
+from shoal.net.errors import TlsError
 from shoal.net.listener import connect_host
 from shoal.spec.view import Address
 from tests.conftest import MLP

@@ -10,7 +10,8 @@ import pytest
 
 from shoal.net import handshake
 from shoal.net import listener as listener_module
-from shoal.net.handshake import LinkError, new_token
+from shoal.net.errors import LinkError
+from shoal.net.handshake import new_token
 from shoal.net.listener import AuthenticatedListener, connect, connect_host
 
 TOKEN = new_token()

@@ -23,7 +23,8 @@ from torch import Tensor
 from shoal.checkpoint.state_tree import Skeleton, State, flatten, unflatten
 from shoal.checkpoint.tensor_bytes import DTYPE_CODES, DTYPES, bytes_of
 from shoal.errors import CheckpointError
-from shoal.net.handshake import LinkError, receive_exactly_into
+from shoal.net.errors import LinkError
+from shoal.net.handshake import receive_exactly_into
 
 MAX_HEADER_BYTES = 64 << 20
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from shoal.codecs.codec import check_decode, check_encode, shares_memory
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
 
 PIECE = 1 << 18  # measured: with half of it, starting kernels costs more than caches save
 ACCELERATOR_PIECE = 1 << 24  # accelerators want few and large kernels

@@ -112,3 +112,18 @@ def _check_bytes(data: Tensor, size_bytes: int) -> None:
         raise ValueError(f"{data.numel()} bytes, where the values take {size_bytes}")
     if data.data_ptr() % 4:
         raise ValueError("the encoded values do not begin at a multiple of 4 bytes")
+
+
+class ScratchBuffers:
+    """Gives the same memory whenever the same name is asked for. For one thread."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def get(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`count` elements that hold anything; valid until the name is asked for again."""
+        key = (name, dtype, device)
+        kept = self._buffers.get(key)
+        if kept is None or kept.numel() < count:
+            kept = self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
+        return kept[:count]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import pieces
-from shoal.codecs.codec import check_decode, check_encode, shares_memory
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
 from shoal.codecs.size import FLOAT_BYTES, MatrixSegment, Shape, matrix_segments
 
 ALIGNED_ROWS = 16  # so many rows of floats, of any length, end at a multiple of 64 bytes

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from shoal.codecs.cast import Cast
-from shoal.codecs.codec import Codec
+from shoal.codecs.codec import Codec, ScratchBuffers
 from shoal.codecs.int8 import Int8
 from shoal.codecs.lowrank import LowRank
 from shoal.codecs.packed_int import INT3, INT4, PackedInt
-from shoal.codecs.scratch import ScratchBuffers
 from shoal.codecs.sign import SignBits
 from shoal.codecs.size import Shape
 from shoal.codecs.topk import TopK

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import BlockwiseCodec
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers
 from shoal.codecs.size import FLOAT_BYTES, block_count
 
 GROUP_VALUES = 1 << 19

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import BlockwiseCodec
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers
 from shoal.codecs.size import FLOAT_BYTES, SIGN_BLOCK, block_count
 
 # Eight bytes of 0 or 1, taken as one number and multiplied by this, have their bits side by side in the top byte.

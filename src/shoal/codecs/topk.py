@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import pieces
-from shoal.codecs.codec import check_decode, check_encode, shares_memory
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
 from shoal.codecs.size import FLOAT_BYTES, topk_count
 
 SAMPLES = 1 << 14

@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
 OPERATION_TIMEOUT = timedelta(minutes=10)

@@ -19,7 +19,7 @@ from shoal.jobs.plan_file import read_plan_file
 from shoal.jobs.replanner import Replanner
 from shoal.jobs.server_group import SERVER_MODULE, ServerGroup
 from shoal.jobs.worker_group import WORKER_MODULE, WorkerGroup
-from shoal.plan.restart_budget import decide_restart
+from shoal.plan.membership_policy import decide_restart
 from shoal.spec.job import Job
 from shoal.spec.receipt import Receipt, WorkerContribution
 from shoal.spec.run_paths import RunPaths, write_atomically

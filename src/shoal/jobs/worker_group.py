@@ -21,6 +21,7 @@ from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.peer_status import RECONNECT_TIMEOUT_S, PeerStatus
 from shoal.jobs.server_group import ServerGroup
 from shoal.net import tls
+from shoal.net.address import format_address
 from shoal.net.handshake import new_token
 from shoal.plan.failure_detector import FailureDetector, Heartbeat
 from shoal.plan.membership_policy import PublishView, StartWorkers
@@ -188,8 +189,7 @@ class WorkerGroup:
     @property
     def address(self) -> str:
         """Where workers and users call."""
-        host = self.control.host
-        return f"[{host}]:{self.control.port}" if ":" in host else f"{host}:{self.control.port}"
+        return format_address(self.control.host, self.control.port)
 
     @property
     def refused(self) -> int:

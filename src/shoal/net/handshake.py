@@ -10,6 +10,8 @@ import socket
 import struct
 import time
 
+from shoal.net.errors import LinkError, TlsError, TokenError
+
 MAGIC = b"SHOAL\x01"
 TLS_RECORD_PREFIX = b"\x16\x03"
 TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
@@ -20,18 +22,6 @@ _ALERT_DRAIN_S = 0.2
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _SIZE = struct.Struct("<H")
-
-
-class LinkError(Exception):
-    """The connection cannot be used: closed, refused, or not speaking our language."""
-
-
-class TokenError(LinkError):
-    """The two sides do not know the same token."""
-
-
-class TlsError(LinkError):
-    """One of the two sides uses TLS, or one does not accept the other's certificate."""
 
 
 def new_token() -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shoal.net import handshake, tls
+from shoal.net.errors import LinkError, TlsError
 
 MAX_CONCURRENT_HANDSHAKES = 64
 
@@ -62,14 +63,14 @@ class AuthenticatedListener:
             sock.settimeout(handshake.TIMEOUT_S)
             hello = handshake.server_handshake(sock, self._token)
             sock.settimeout(None)
-        except (OSError, handshake.LinkError):
+        except (OSError, LinkError):
             self._refuse(sock)
             return
         finally:
             self._handshake_slots.release()
         try:
             self._on_connect(sock, hello)
-        except (OSError, handshake.LinkError):
+        except (OSError, LinkError):
             self._refuse(sock)
 
     def _refuse(self, sock: socket.socket) -> None:
@@ -95,13 +96,13 @@ def connect(family: socket.AddressFamily, address: object, token: str, hello: by
         sock.settimeout(handshake.TIMEOUT_S)
         handshake.client_handshake(sock, token, hello)
         sock.settimeout(None)
-    except (OSError, OverflowError, handshake.LinkError) as failure:
+    except (OSError, OverflowError, LinkError) as failure:
         sock.close()
         if trouble := tls.failure_reason(sock):
-            raise handshake.TlsError(trouble) from failure
-        if isinstance(failure, handshake.LinkError):
+            raise TlsError(trouble) from failure
+        if isinstance(failure, LinkError):
             raise
-        raise handshake.LinkError(f"cannot reach {address!r}: {failure}") from failure
+        raise LinkError(f"cannot reach {address!r}: {failure}") from failure
     return sock
 
 
@@ -110,10 +111,10 @@ def connect_host(host: str, port: int, token: str, hello: bytes) -> socket.socke
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # given a port above 65535 it takes another one
     except (OSError, UnicodeError) as failure:
-        raise handshake.LinkError(f"cannot find {host}: {failure}") from failure
+        raise LinkError(f"cannot find {host}: {failure}") from failure
     *others, last = [(family, (address[0], port, *address[2:])) for family, _, _, _, address in found]
     for family, address in others:
-        with contextlib.suppress(handshake.LinkError):
+        with contextlib.suppress(LinkError):
             return connect(family, address, token, hello)
     return connect(*last, token, hello)
 

@@ -10,14 +10,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
-
-
-class ProtocolError(LinkError):
-    """The other side speaks, but not our language."""
 
 
 class JsonMessage(NamedTuple):

@@ -9,7 +9,7 @@ import socket
 import ssl
 from dataclasses import dataclass
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.net.tls_pump import TlsSocket, wrap
 
 TlsContexts = tuple[ssl.SSLContext, ssl.SSLContext]

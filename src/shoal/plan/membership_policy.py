@@ -421,3 +421,16 @@ def _at_most_one_per_lane(needed: dict[int, Member], team: Sequence[Member], lan
 
 def _worker_names(seats: Iterable[int]) -> str:
     return ", ".join(f"worker-{seat}" for seat in seats)
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    action: Literal["restart", "give up"]
+    why: str
+
+
+def decide_restart(*, restarts_left: int, ready: bool) -> RestartDecision:
+    """`ready`: the worker that died had come so far that it could train; one that never does is broken."""
+    if restarts_left > 0:
+        return RestartDecision("restart", "from the newest checkpoint" if ready else "once more")
+    return RestartDecision("give up", "no restarts left" + ("" if ready else ", and it died before it could train"))

@@ -16,6 +16,7 @@ from shoal.fleet.driver_address import DriverAddress, write_driver_address
 from shoal.fleet.engine import Exit
 from shoal.fleet.engines.local import ForkServer, LocalEngine
 from shoal.jobs.server_group import ServerGroup
+from shoal.net.address import format_address
 from shoal.net.handshake import new_token
 from shoal.net.wakeup import Wakeup
 from shoal.server.clients import ClientRoster
@@ -81,8 +82,7 @@ class Supervisor:
 
     @property
     def address(self) -> str:
-        host = self.control.host
-        return f"[{host}]:{self.control.port}" if ":" in host else f"{host}:{self.control.port}"
+        return format_address(self.control.host, self.control.port)
 
     @property
     def processes(self) -> dict[str, int]:

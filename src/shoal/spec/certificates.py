@@ -6,9 +6,8 @@ import ssl
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.errors import ShoalError, error
+from shoal.errors import ShoalError, error, suggest_path
 from shoal.spec.job import Job
-from shoal.spec.suggest_path import suggest_path
 
 CERTIFICATE_FILES = ("cert.pem", "key.pem", "ca.pem")
 

@@ -12,9 +12,9 @@ from pydantic import PositiveInt, model_validator
 from shoal.spec.base import Spec
 from shoal.spec.view import Address
 
-MOST_CHUNKS = 1000
-LEAST_CHUNK_BYTES = 16 << 10
-MOST_PIECE_BYTES = 1 << 20
+MAX_CHUNKS = 1000
+MIN_CHUNK_BYTES = 16 << 10
+MAX_PIECE_BYTES = 1 << 20
 
 BOUNDARY_ALIGN_BYTES = 512
 """Cuts inside a tensor lie at multiples of it from the tensor's start. Vectorised kernels then treat every element as
@@ -98,7 +98,7 @@ def build_pieces(chunk_table: ChunkTable) -> list[ParameterPiece]:
     for i in range(1, len(chunk_table.chains)):
         size_bytes = chunk_table.cuts[i + 1] - chunk_table.cuts[firsts[-1]]
         tail = i == len(chunk_table.chains) - 1
-        if tail or size_bytes > MOST_PIECE_BYTES or not _same_replicas(chunk_table, i - 1, i):
+        if tail or size_bytes > MAX_PIECE_BYTES or not _same_replicas(chunk_table, i - 1, i):
             firsts.append(i)
     return [
         _build_piece(chunk_table, i, *chunks) for i, chunks in enumerate(pairwise([*firsts, len(chunk_table.chains)]))
@@ -115,7 +115,7 @@ def chunk_boundaries(tensor_extents: Sequence[tuple[int, int]], size_bytes: int,
         return [0, size_bytes]
     start, size = tensor_extents[-1]
     end = -(-(start + size) // _TENSOR_ALIGN_BYTES) * _TENSOR_ALIGN_BYTES
-    count = min(max(end // (LEAST_CHUNK_BYTES + 2 * BOUNDARY_ALIGN_BYTES), least_chunks, 1), MOST_CHUNKS)
+    count = min(max(end // (MIN_CHUNK_BYTES + 2 * BOUNDARY_ALIGN_BYTES), least_chunks, 1), MAX_CHUNKS)
     starts = [start for start, _ in tensor_extents]
     inner = {
         _allowed_boundary(end * i // count, tensor_extents[bisect_right(starts, end * i // count) - 1])

@@ -6,11 +6,10 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.errors import ShoalError, error
+from shoal.errors import ShoalError, error, suggest_path
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.data import BalancedSamplerConfig, IdxSourceConfig, NpySourceConfig, PythonSourceConfig, SourceConfig
 from shoal.spec.job import Job
-from shoal.spec.suggest_path import suggest_path
 
 
 def check_files(job: Job) -> list[ShoalError]:

@@ -22,7 +22,7 @@ from shoal.spec.base import Ref, Spec
 from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.sharding import NoShardingConfig, ShardingConfig
 
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 
 
 class ParamGroupConfig(Spec):
@@ -149,8 +149,8 @@ class WorkersConfig(Spec):
     def _ordered(self) -> WorkersConfig:
         if self.least > self.most:
             raise ValueError(f"write the smaller number first: {self.most}..{self.least}")
-        if self.most > MOST_WORKERS:
-            raise ValueError(f"write at most {MOST_WORKERS} workers")
+        if self.most > MAX_WORKERS:
+            raise ValueError(f"write at most {MAX_WORKERS} workers")
         return self
 
 
@@ -404,7 +404,7 @@ class Job(Spec):
             value["metrics"] = [value["metrics"]]
         undecided = value.get("sync") == {"kind": "auto"} and value.get("workers") is None
         if (undecided or value.get("workers") == "auto") and type(lanes := value.get("lanes")) is int and lanes > 0:
-            value["workers"] = {"least": 1, "most": min(lanes, MOST_WORKERS)}
+            value["workers"] = {"least": 1, "most": min(lanes, MAX_WORKERS)}
         return value
 
     @field_validator("name")

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError, closest_name, did_you_mean, error
+from shoal.errors import ShoalError, closest_name, did_you_mean, error, suggest_path
 from shoal.spec import static_names
 from shoal.spec.base import Ref
-from shoal.spec.suggest_path import suggest_path
 
 USER_PACKAGE = "shoal_user"
-MOST_NAMES = 30
+MAX_NAMES = 30
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 
 
@@ -152,7 +151,7 @@ def _check_defined(outlines: Sequence[static_names.ModuleNames], name: ParsedRef
 
 
 def _missing_name_error(word: str, names: Sequence[str], *, place: str) -> ShoalError:
-    if len(names) > MOST_NAMES:
+    if len(names) > MAX_NAMES:
         names = difflib.get_close_matches(word, names, n=10, cutoff=0.3)
     return error("SH202", f"{place} has no '{word}'", fix=did_you_mean(word, names))
 

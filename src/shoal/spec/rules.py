@@ -23,7 +23,7 @@ from shoal.spec.job import (
 from shoal.spec.names import iter_refs, metric_name, metric_names
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 
-MOST_ENCODED_LANES = 256
+MAX_ENCODED_LANES = 256
 
 Rule = Callable[[Job], list[ShoalError]]
 
@@ -143,9 +143,9 @@ def _codec(job: Job) -> list[ShoalError]:
         return [
             error("SH110", message, where="codec", fix="Remove `codec`, or use `sync: lanes`, `local` or `server`.")
         ]
-    if job.lane_count > MOST_ENCODED_LANES:
+    if job.lane_count > MAX_ENCODED_LANES:
         message = f"with a codec every lane is sent by itself, and {job.lane_count} are too many"
-        return [error("SH110", message, where="lanes", fix=f"Use at most {MOST_ENCODED_LANES} lanes.")]
+        return [error("SH110", message, where="lanes", fix=f"Use at most {MAX_ENCODED_LANES} lanes.")]
     return []
 
 

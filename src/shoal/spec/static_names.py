@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-MOST_STARS = 6
+MAX_STARS = 6
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def names_in_file(path: Path, *, package: str = "", first: str = "", depth: int 
 
 
 def _with_star_import(own: ModuleNames, module: str, *, first: str, depth: int) -> ModuleNames:
-    spec = find_module(module, first=first) if depth < MOST_STARS else None
+    spec = find_module(module, first=first) if depth < MAX_STARS else None
     if spec is None:
         return ModuleNames(own.names, own.exported, is_dynamic=True)
     other = names_of_module(spec, first=first, depth=depth + 1)

@@ -15,13 +15,12 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
-from shoal.errors import ErrorGroup, ShoalError, error
-from shoal.spec.suggest_path import suggest_path
+from shoal.errors import ErrorGroup, ShoalError, error, suggest_path
 
 SET_OPTION = "--set"
 YAML_FILES = (".yaml", ".yml")
-MOST_BYTES = 4 << 20
-MOST_NODES = 200_000
+MAX_BYTES = 4 << 20
+MAX_NODES = 200_000
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _read_text(path: Path) -> str:
         if path.is_dir():
             fix = suggest_path(path / "job.yaml", suffixes=YAML_FILES)
             raise error("SH101", "this is a directory, not a job file", where=str(path), fix=fix)
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise error("SH101", f"{size:,} bytes are too many for a job file", where=str(path))
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -210,7 +209,7 @@ class _NodeConverter:
 
     def convert(self, node: yaml.Node, place: str) -> Any:
         self._node_count += 1
-        if id(node) in self._ancestors or self._node_count > MOST_NODES:
+        if id(node) in self._ancestors or self._node_count > MAX_NODES:
             raise self._error_at(node, "an alias (*name) that contains itself or grows without end")
         self._ancestors.add(id(node))
         try:

@@ -23,7 +23,7 @@ from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.local_sgd.fragments import EncodedFragmentAllReduce, FragmentAllReduce
 from shoal.strategies.replicated import NO_SAMPLES, OrderedAllReduceSync

@@ -27,7 +27,7 @@ from shoal.checkpoint.state_format import pack_state, unpack_state
 from shoal.checkpoint.tensor_bytes import DTYPES
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.errors import CheckpointError, error
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.sharding.device_mesh import ShardMesh, all_reduce_max
 from shoal.sharding.memory_limits import fits_in_memory, memory_headroom
 from shoal.sharding.recovery import HeldShard, RecoveryPoint, ShardTransfer, can_reach, plan_transfers, recovery_point

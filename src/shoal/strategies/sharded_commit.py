@@ -27,7 +27,7 @@ from shoal.collectives.transport.endpoint import Endpoint
 from shoal.errors import ShoalError
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, Replica, add
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.gloo_sockets import GlooSockets
 from shoal.sharding.replica import ShardedReplica

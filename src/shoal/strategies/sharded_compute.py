@@ -13,7 +13,7 @@ from shoal.data.batch import Batch
 from shoal.data.datasets import DatasetSplit
 from shoal.lanes.lane_sum import LaneSum
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.sharding.replica import ShardedReplica
 from shoal.strategies.sharded_commit import ShardedSync
 from shoal.tasks.metrics import merge_lanes

@@ -29,7 +29,7 @@ from shoal.errors import error
 from shoal.lanes.flat_layout import FlatLayout, write_lane_sum
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, Replica, add
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.base import LockstepDefaults
 

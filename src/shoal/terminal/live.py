@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.events import Event, RunState
+from shoal.net.address import parse_address
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, servers
 
@@ -114,7 +115,7 @@ def event_line(event: Event, state: RunState) -> str:
 
 def join_hint(run: str, address: str, *, tls: bool = False) -> str:
     """Where others may join, and how; '' where nobody else can reach the run."""
-    host = address.rpartition(":")[0].strip("[]")
+    host = parse_address(address)[0] if address else ""
     if not host or host == "localhost" or ipaddress.ip_address(host).is_loopback:
         return ""
     return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}" + (" --tls DIR" if tls else "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.events import RunState
 from shoal.events.run_state import describe_choice
-from shoal.plan.costs.number_format import format_milliseconds
+from shoal.plan.costs.units import format_milliseconds
 
 MAX_REPLANS = 3
 _TIME_NAMES = {"compute_s": "compute", "encode_s": "coding", "exchange_s": "exchange", "apply_s": "update"}

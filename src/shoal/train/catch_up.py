@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.state_stream import StateSubscription, total_from_entry
 from shoal.events import Event
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.local_sgd.replica import LocalReplica
 

@@ -23,7 +23,7 @@ from shoal.errors import ShoalError, error
 from shoal.fleet.membership import Membership
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.sharding.build_replica import ShardedReplicaBuilder
 from shoal.sharding.local_state import load_unsharded, unsharded_state
 from shoal.spec.view import View, position_of

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.net.listener import AuthenticatedListener, connect
 from shoal.spec.view import Address
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shoal.plan.costs.model import CostPrediction, RunChoice
-from shoal.plan.costs.number_format import format_gigabytes, format_milliseconds, format_percent, format_times
+from shoal.plan.costs.units import format_gigabytes, format_milliseconds, format_percent, format_times
 
 KnownPredictions = Mapping[RunChoice, CostPrediction]
 

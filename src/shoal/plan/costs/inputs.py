@@ -11,7 +11,7 @@ from shoal.plan.costs.model import Cluster, CodecTime, HostResources, LaneTime, 
 from shoal.spec.job import Job, LocalSgdSyncConfig, ServerSyncConfig
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 
-LEAST_ROUND_S = 100e-6
+MIN_ROUND_S = 100e-6
 """Where it was not measured, or drowned in the noise."""
 
 
@@ -31,7 +31,7 @@ class PlanRequest:
 def read_cluster(facts: Mapping[str, Any], request: PlanRequest) -> Cluster:
     """Two workers exchanged a stretch: without laying it down and adding both up, that is what a round takes."""
     adding_s = 3 * facts["stretch_bytes"] / facts["add_bytes_s"]
-    round_s = max(facts["exchange_s"] - adding_s, LEAST_ROUND_S)
+    round_s = max(facts["exchange_s"] - adding_s, MIN_ROUND_S)
     host = HostResources(facts["cores"], facts["memory_bytes"])
     hosts = tuple(replace(host, speed=speed) for speed in request.speeds) or (host,) * request.hosts
     return Cluster(hosts, round_s, facts["add_bytes_s"], facts["crowding"], facts["socket_bytes_s"])

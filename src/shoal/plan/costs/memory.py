@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from shoal.plan.costs.model import Cluster, MeasuredJob, RunChoice
-from shoal.plan.costs.number_format import format_gigabytes
 from shoal.plan.costs.traffic import DRIVER_HOST, phase_count
+from shoal.plan.costs.units import format_gigabytes
 from shoal.plan.costs.worker_layout import WorkerLayout
 
 

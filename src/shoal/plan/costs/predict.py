@@ -15,7 +15,7 @@ from shoal.plan.costs.model import Cluster, CostPrediction, MeasuredJob, Network
 from shoal.plan.costs.sharded import predict_sharded
 from shoal.plan.costs.traffic import BUCKET_BYTES, DRIVER_HOST, ExchangePhase
 from shoal.plan.costs.worker_layout import WorkerLayout, lay_out_workers, workers_per_host
-from shoal.spec.rules import MOST_ENCODED_LANES
+from shoal.spec.rules import MAX_ENCODED_LANES
 
 SERVER_ROUNDS = 3
 """There, among the servers, and back."""
@@ -60,7 +60,7 @@ def _infeasible_reason(choice: RunChoice, measured: MeasuredJob, cluster: Cluste
         return measured.no_servers
     if choice.codec != "none" and measured.no_codecs:
         return measured.no_codecs
-    if choice.codec != "none" and measured.lanes > MOST_ENCODED_LANES:
+    if choice.codec != "none" and measured.lanes > MAX_ENCODED_LANES:
         return f"with a codec every lane is sent by itself, and {measured.lanes} are too many"
     if measured.gpus and (most := max(workers_per_host(choice, cluster))) > measured.gpus:
         return f"{most} workers on a machine with {measured.gpus} GPU{'s' if measured.gpus > 1 else ''}"

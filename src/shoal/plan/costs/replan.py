@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from shoal.plan.costs.calibration import CostInputs, ObservedTimes, calibrate
 from shoal.plan.costs.candidates import replicated_candidates
 from shoal.plan.costs.model import CostPrediction, RunChoice
-from shoal.plan.costs.number_format import format_milliseconds
 from shoal.plan.costs.predict import predict
 from shoal.plan.costs.select import ExecutionPlan, PlanCandidate, select_plan
+from shoal.plan.costs.units import format_milliseconds
 
 MOVE_GAIN = 1.2
 """So many times as fast another number of workers must look to be tried."""
@@ -18,6 +19,15 @@ MOVE_GAIN = 1.2
 _TIME_FIELDS = ("compute_s", "encode_s", "exchange_s", "apply_s", "hidden_s")
 ObservedStepTimes = Mapping[tuple[int, int], float]
 """What a step took with so many workers on so many hosts, where that was seen."""
+
+DRIFT_FACTOR = 1.5
+"""So many times as long, or as short, as expected is another thing than expected."""
+
+WINDOW, FEWEST_ROWS, LONG_S = 20, 5, 10.0
+"""So many rows of steps are looked at; where they take as long as this together, a few are enough."""
+
+COOLDOWN_STEPS, MAX_DOUBLINGS = 100, 6
+"""So many steps, or as long as that, lie between two looks that lead to something; twice as many after each."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +122,22 @@ def _reason(stays: CostPrediction, moves: CostPrediction | None, best: PlanCandi
 def _describe(choice: RunChoice) -> str:
     hosts = f" on {choice.hosts} hosts" if choice.hosts > 1 else ""
     return f"{choice.workers} worker{'s' if choice.workers > 1 else ''}{hosts} ({choice.name})"
+
+
+def typical_step_s(taken: Sequence[tuple[int, float]]) -> float | None:
+    """What a step takes by the newest of these rows (steps, seconds); None if they are too few to say."""
+    newest = [row for row in taken if row[0]][-WINDOW:]
+    if len(newest) < WINDOW and (len(newest) < FEWEST_ROWS or sum(seconds for _, seconds in newest) < LONG_S):
+        return None
+    return median(seconds / steps for steps, seconds in newest)
+
+
+def has_drifted(expected_s: float, measured_s: float) -> bool:
+    """Is it far from what was expected?"""
+    return not expected_s / DRIFT_FACTOR <= measured_s <= expected_s * DRIFT_FACTOR
+
+
+def cooldown_over(steps: int, seconds: float, replans: int) -> bool:
+    """Has there been enough since the last of so many looks?"""
+    times = 1 << min(replans, MAX_DOUBLINGS)
+    return steps >= times * COOLDOWN_STEPS or seconds >= times * LONG_S

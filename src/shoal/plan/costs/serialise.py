@@ -8,7 +8,7 @@ from typing import Any
 from shoal.plan.costs.model import CostPrediction
 from shoal.plan.costs.select import ExecutionPlan, PlanCandidate
 
-MOST_REPORTED = 5
+MAX_REPORTED = 5
 """So many of the ways that were not taken are told with their reasons."""
 
 _TIME_FIELDS = ("compute_s", "encode_s", "exchange_s", "apply_s")
@@ -23,7 +23,7 @@ def plan_fields(plan: ExecutionPlan, pick: PlanCandidate, notes: Sequence[str]) 
         "prediction": prediction_fields(pick.prediction),
         "reason": pick.reason,
         "offer": candidate_fields(plan.offer) if plan.offer else None,
-        "others": [candidate_fields(row) for row in fastest[:MOST_REPORTED]],
+        "others": [candidate_fields(row) for row in fastest[:MAX_REPORTED]],
         "notes": list(notes),
     }
 

@@ -38,3 +38,20 @@ def _parse_with_unit(text: str, units: dict[str, float], where: str, fix: str) -
     if not found or found[2] not in units:
         raise error("SH106", f"'{text}' is not a number with a unit", where=where, fix=fix)
     return float(found[1]) * units[found[2]]
+
+
+def format_milliseconds(seconds: float) -> str:
+    value = 1000 * seconds
+    return f"{value:.2g} ms" if value < 10 else f"{value:,.0f} ms"
+
+
+def format_gigabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e9:.2g} GB"
+
+
+def format_percent(ratio: float) -> str:
+    return f"{100 * ratio:.0f} %"
+
+
+def format_times(ratio: float) -> str:
+    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"

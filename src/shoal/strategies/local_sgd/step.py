@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal.lanes.lane_sum import LaneSum
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.strategies.local_sgd.fragments import FragmentChannel, PendingFragment
 from shoal.strategies.local_sgd.replica import LocalReplica
 from shoal.strategies.local_sgd.schedule import Segment
