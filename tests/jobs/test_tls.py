@@ -123,7 +123,7 @@ def test_users_and_joiners_come_in_with_certificates_alone(
 
     with background_run(run, MLP, watch=watch, engine={"tls": str(certificates)}, **LONG) as it:
         it.wait_for_workers(1)
-        with pytest.raises(ShoalError, match=r"SH620 127.*it uses TLS, and we do not"):
+        with pytest.raises(ShoalError, match=r"SH620 127.*the other side uses TLS"):
             join(None)
         with pytest.raises(ShoalError, match=r"SH620 127.*its certificate is not accepted"):
             join(stranger)
@@ -139,7 +139,7 @@ def test_users_and_joiners_come_in_with_certificates_alone(
 def test_certificates_at_a_run_without_tls(run, certificates, second_fork_server):
     with background_run(run, MLP, **ENDLESS) as it:
         it.wait_for_workers(1)
-        with pytest.raises(ShoalError, match=r"SH620 127.*it does not use TLS, and we do"):
+        with pytest.raises(ShoalError, match=r"SH620 127.*the other side does not use TLS"):
             joining.join(
                 it.address,
                 commands.read_token(it.paths),

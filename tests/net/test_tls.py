@@ -294,7 +294,7 @@ def test_a_listener_of_another_authority_is_not_trusted(harness, theirs):
 
 
 def test_a_plain_caller_is_told_that_tls_is_used(harness):
-    with using(None), pytest.raises(TlsError, match="it uses TLS, and we do not"):
+    with using(None), pytest.raises(TlsError, match="the other side uses TLS"):
         harness.call()
     refused(harness)
 
@@ -303,7 +303,7 @@ def test_a_caller_with_tls_is_told_that_it_is_not_used(ours):
     with using(None):
         plain = ListenerHarness()
     with contextlib.closing(plain):
-        with using(ours), pytest.raises(TlsError, match="it does not use TLS, and we do"):
+        with using(ours), pytest.raises(TlsError, match="the other side does not use TLS"):
             plain.call()
         refused(plain)
 

@@ -1,7 +1,7 @@
-"""A door: listening sockets that let in only those who know the token.
+"""Listening sockets that accept only clients that know the token, and the client side of that.
 
-Strangers, scanners and noise are refused and counted. Each costs a thread for three seconds at most, and there are
-never more than a few of them.
+Connections of unknown clients and port scanners are refused and counted. Each occupies a thread for at most
+`handshake.TIMEOUT_S`, and the number of such threads is bounded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_CONCURRENT_HANDSHAKES = 64
 
 
 class AuthenticatedListener:
-    """`welcome(sock, hello)` is called in a thread of its own for each caller that proved itself; it owns the socket
-    then. A LinkError or OSError out of it counts as a refusal."""
+    """Calls `on_connect(sock, hello)` in a thread of its own for each authenticated client. The callback owns the
+    socket; a LinkError or OSError that it raises counts as a refusal."""
 
     def __init__(
         self, listeners: Sequence[socket.socket], token: str, on_connect: Callable[[socket.socket, bytes], None]
@@ -42,7 +42,7 @@ class AuthenticatedListener:
             except OSError:
                 if listener.fileno() < 0:
                     return
-                time.sleep(0.01)  # the caller left before we looked, or there are too many open files: do not spin
+                time.sleep(0.01)  # the client is gone already, or there are too many open files: do not spin
                 continue
             if self._handshake_slots.acquire(blocking=False):
                 self._start_handshake(sock)
@@ -52,7 +52,7 @@ class AuthenticatedListener:
     def _start_handshake(self, sock: socket.socket) -> None:
         try:
             threading.Thread(target=self._authenticate, args=(sock,), name="shoal-caller", daemon=True).start()
-        except RuntimeError:  # no more threads are to be had; the door stays open
+        except RuntimeError:  # no thread is available; keep listening
             self._handshake_slots.release()
             self._refuse(sock)
 
@@ -86,7 +86,7 @@ class AuthenticatedListener:
 
 
 def connect(family: socket.AddressFamily, address: object, token: str, hello: bytes) -> socket.socket:
-    """Connect and greet. LinkError if the other side cannot be reached or trusted."""
+    """Connect and authenticate. LinkError if the other side cannot be reached or trusted."""
     sock = socket.socket(family)
     try:
         sock.settimeout(handshake.TIMEOUT_S)
@@ -107,9 +107,9 @@ def connect(family: socket.AddressFamily, address: object, token: str, hello: by
 
 
 def connect_host(host: str, port: int, token: str, hello: bytes) -> socket.socket:
-    """The same for a name or a literal address of either family; a name's addresses are tried in their order."""
+    """`connect` for a host name or an IPv4 or IPv6 address. The addresses of a name are tried in their order."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # given a port above 65535 it takes another one
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # it truncates ports above 65535
     except (OSError, UnicodeError) as failure:
         raise LinkError(f"cannot find {host}: {failure}") from failure
     *others, last = [(family, (address[0], port, *address[2:])) for family, _, _, _, address in found]

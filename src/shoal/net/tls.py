@@ -1,6 +1,6 @@
-"""TLS for what goes over TCP, if this process uses it. Unix sockets stay as they are: nobody else can listen there.
+"""TLS for TCP connections, if this process uses it. Unix sockets stay plain: other machines cannot reach them.
 
-A connection that is encrypted looks like one that is not, see `tunnel`; the token is proved inside it.
+An encrypted connection behaves like a plain socket, see `tls_pump`. The token handshake runs inside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.net.errors import LinkError
 from shoal.net.tls_pump import TlsSocket, wrap
 
 TlsContexts = tuple[ssl.SSLContext, ssl.SSLContext]
-"""One to answer callers with, and one to call."""
+"""The context for accepted connections, and the context for outgoing connections."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ _process = _ProcessTls()
 
 
 def configure(contexts: TlsContexts | None) -> None:
-    """From now on, for all doors that this process opens and all calls that it makes. Said once, at the start."""
+    """Use TLS for all listeners and connections of this process. Call it once, at the start."""
     _process.contexts = contexts
 
 
@@ -34,12 +34,12 @@ def configured() -> TlsContexts | None:
 
 
 def wrap_accepted(sock: socket.socket, contexts: TlsContexts | None) -> socket.socket:
-    """What to talk to a caller through; it owns the socket then. LinkError if there is no thread for it."""
+    """The socket to use for an accepted connection; it owns `sock`. LinkError if no thread is available."""
     return sock if contexts is None else _wrap(sock, contexts[0], server_side=True)
 
 
 def wrap_connected(sock: socket.socket) -> socket.socket:
-    """The same for one whom we called."""
+    """The same for an outgoing connection."""
     return sock if _process.contexts is None else _wrap(sock, _process.contexts[1], server_side=False)
 
 
@@ -53,5 +53,5 @@ def _wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) ->
 
 
 def failure_reason(sock: socket.socket) -> str:
-    """Why there is no agreement with the other side on TLS, if that is what ended the connection."""
+    """Why TLS ended the connection; '' if it did not."""
     return sock.failure_reason if isinstance(sock, TlsSocket) else ""
