@@ -89,7 +89,7 @@ def test_a_matrix_that_is_not_finite_decodes_to_nan_and_others_do_not(bad):
 
 def test_shapes_must_fill_the_buffer():
     codec = lowrank(2, (4, 4), (3,))
-    with pytest.raises(ValueError, match="hold 19 values, the stretch 20"):
+    with pytest.raises(ValueError, match="hold 19 values, but 20"):
         codec.size_bytes(20)
 
 

@@ -1,4 +1,4 @@
-"""From a job's `codec` section to the codec."""
+"""Build the codec of a job's `codec` section."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CAST_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 def make_codec(
     settings: Mapping[str, Any], *, shapes: Sequence[Shape] = (), scratch: ScratchBuffers | None = None
 ) -> Codec:
-    """`settings` is the section as plain data. One codec serves stretches of any length, but for `lowrank`: that one is
-    for a stretch that holds tensors of these `shapes` one after the other (`size.within` gives those of a piece).
+    """`settings` is the section as plain data. A codec handles any number of values, except `lowrank`: it handles
+    exactly the tensors of `shapes`, one after the other (`size.shapes_within` gives the shapes of a piece).
 
-    Codecs that are used by the same thread may share their scratch memory.
+    Codecs that the same thread uses may share scratch memory.
     """
     scratch = scratch or ScratchBuffers()
     kind = settings["kind"]
