@@ -1,4 +1,7 @@
-"""The dealers: every sample exactly once per epoch, and each at a place that step and lane alone decide."""
+"""Samplers: the samples of each lane at each step, as a pure function of step and lane. No worker keeps state for it.
+
+Every sample occurs exactly once per epoch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _WHERE = "data.deal"
 
 
 class EpochShuffle:
-    """The order of some samples in each epoch."""
+    """The order of the given samples in each epoch."""
 
     def __init__(self, ids: Ids, *, spec: ShuffledSamplerConfig, blocks: Ids | None, key: int) -> None:
         in_blocks = spec.shuffle and blocks is not None
@@ -33,7 +36,7 @@ class EpochShuffle:
         self._key = key
         blocks_used = len(self._edges) - 1 if self._edges is not None else 0
         self.window_samples = len(ids) * spec.open_blocks // blocks_used if blocks_used else 0
-        """About how many samples are shuffled together where storage comes in blocks; 0 where all are."""
+        """About how many samples are shuffled together if storage has blocks; 0 if all samples are."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -52,10 +55,10 @@ class EpochShuffle:
 
 
 class LaneSampler(ABC):
-    """Deals every sample exactly once per epoch, in batches of `batch_size`, each parted among the lanes.
+    """Gives every sample exactly once per epoch, in batches of `batch_size`, each divided among the lanes.
 
-    Steps count from 0 over the whole run. Any step may be asked for at any time, from any thread; steps that
-    follow each other are cheap, since some hundred steps (a page) are computed together and kept.
+    Steps count from 0 over the whole run. Any thread may ask for any step at any time. Consecutive steps are cheap,
+    because some hundred steps (a page) are computed together and kept.
     """
 
     def __init__(self, n: int, *, lanes: int, batch_size: int, drop_last: bool) -> None:
@@ -66,10 +69,10 @@ class LaneSampler(ABC):
         self._steps_per_page = max(1, min(PAGE_SAMPLES // batch_size, MAX_STEPS_PER_PAGE))
         self._pages: dict[tuple[int, int], list[NDArray[Any]]] = {}
         self.window_steps = 0
-        """For how many steps samples come from the same few storage blocks; 0 if they come from anywhere."""
+        """Number of steps whose samples come from the same few storage blocks; 0 without blocks."""
 
     def ids(self, step: int, lane: int) -> Ids:
-        """The samples of a lane at a step; the array is the caller's own."""
+        """The samples of a lane at a step. The array belongs to the caller."""
         epoch, step = divmod(step, self.steps_per_epoch)
         number, row = divmod(step, self._steps_per_page)
         page = self._pages.get((epoch, number))
@@ -78,25 +81,25 @@ class LaneSampler(ABC):
         return self._lane_ids(page, row, lane)
 
     def batch_samples(self, step: int) -> int:
-        """How many samples all lanes together have at a step."""
+        """Number of samples of all lanes at a step."""
         start = step % self.steps_per_epoch * self.batch_size
         return min(self.batch_size, self.samples_per_epoch - start)
 
     def samples_before(self, step: int) -> int:
-        """How many samples all steps before this one have."""
+        """Number of samples of all steps before this one."""
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.samples_per_epoch + steps * self.batch_size
 
     def _load_page(self, epoch: int, number: int) -> list[NDArray[Any]]:
         start = number * self._steps_per_page
         page = self._compute_page(epoch, start, min(start + self._steps_per_page, self.steps_per_epoch))
-        # One assignment: no thread sees half a change. The page before stays for whoever is behind.
+        # One assignment, so no thread sees a partial change. The previous page stays for threads that are behind.
         self._pages = {**dict(list(self._pages.items())[-1:]), (epoch, number): page}
         return page
 
     @abstractmethod
     def _compute_page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
-        """What `_pick` needs for the steps first..last-1 of an epoch."""
+        """The arrays that `_lane_ids` needs for the steps first..last-1 of an epoch."""
 
     @abstractmethod
     def _lane_ids(self, page: list[NDArray[Any]], row: int, lane: int) -> Ids:
@@ -104,7 +107,8 @@ class LaneSampler(ABC):
 
 
 class RandomLaneSampler(LaneSampler):
-    """Each batch in contiguous parts; the first lanes have one sample more where it is not even."""
+    """Each batch is divided into contiguous ranges. If it does not divide evenly, the first lanes get one sample
+    more."""
 
     def __init__(self, shuffle: EpochShuffle, *, lanes: int, batch_size: int, drop_last: bool) -> None:
         super().__init__(len(shuffle), lanes=lanes, batch_size=batch_size, drop_last=drop_last)
@@ -127,15 +131,15 @@ class RandomLaneSampler(LaneSampler):
 
 
 class BalancedLaneSampler(RandomLaneSampler):
-    """Each batch parted so that the lanes' costs are about the same.
+    """Each batch is divided so that all lanes have about the same cost.
 
-    The costliest sample left goes to the lane that has least (Graham's LPT: at most 4/3 of the best).
+    The costliest remaining sample goes to the lane with the lowest cost (Graham's LPT: at most 4/3 of the optimum).
     """
 
     def __init__(self, shuffle: EpochShuffle, *, costs: NDArray[np.float64], lanes: int, batch_size: int,
                  drop_last: bool) -> None:  # fmt: skip
         super().__init__(shuffle, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
-        # A sample of no cost still counts a little: otherwise all of them would go to one lane.
+        # A sample with cost 0 gets a small cost: otherwise all such samples would go to one lane.
         self._costs = np.maximum(costs, costs.max() * 2.0**-20 or 1.0)
 
     def _compute_page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
@@ -153,9 +157,9 @@ class BalancedLaneSampler(RandomLaneSampler):
 
 
 def assign_longest_first(costs: NDArray[np.float64], lanes: int) -> NDArray[np.intp]:
-    """The lane of each cost, for every row on its own; ties go to the first sample and the lowest lane.
+    """The lane of each cost, row by row. Ties go to the first sample and the lowest lane.
 
-    Costs below zero are no samples: they come last, so their lanes mean nothing and disturb nothing.
+    Costs below zero are padding: they come last, so their lanes do not affect the others.
     """
     rows = np.arange(len(costs))
     order = np.argsort(-costs, axis=1, kind="stable")
@@ -169,10 +173,10 @@ def assign_longest_first(costs: NDArray[np.float64], lanes: int) -> NDArray[np.i
 
 
 class HashLaneSampler(LaneSampler):
-    """Each lane has samples of its own, and in every batch a share of them in proportion.
+    """Each lane has its own samples, and each batch has a proportional share of every lane's samples.
 
-    The lanes' samples are merged so that any beginning of the merged order holds about the same part of every
-    lane (sample j of n stands at (j + 1/2) / n); batches are cut from that.
+    The lanes' samples are merged so that any prefix of the merged order holds about the same fraction of every lane
+    (sample j of n is at (j + 1/2) / n). Batches are consecutive ranges of the merged order.
     """
 
     def __init__(self, shuffles: list[EpochShuffle], *, batch_size: int, drop_last: bool) -> None:
@@ -182,7 +186,7 @@ class HashLaneSampler(LaneSampler):
         self._offsets = self._lane_offsets(sizes)
 
     def _lane_offsets(self, sizes: list[int]) -> Ids:
-        """How many samples each lane has had before each step; steps + 1 rows."""
+        """Number of samples of each lane before each step, in steps + 1 rows."""
         places = np.concatenate([(np.arange(size) + 0.5) / max(size, 1) for size in sizes])
         lane = np.repeat(np.arange(self.lanes), sizes)[np.argsort(places, kind="stable")]
         lane = lane[: self.samples_per_epoch]
@@ -205,7 +209,7 @@ class HashLaneSampler(LaneSampler):
 def jump_hash(keys: Hashes, lanes: int) -> NDArray[np.int64]:
     """The lane of each key, by jump consistent hashing (Lamping and Veach).
 
-    The n-th lane takes 1/n of the keys of each lane before; no other key moves.
+    When lane n is added, it takes 1/n of the keys of each other lane, and no other key moves.
     """
     state = keys.copy()
     lane = np.zeros(len(keys), dtype=np.int64)
@@ -230,7 +234,8 @@ def make_sampler(
     source: DataSource,
     drop_last: bool = False,
 ) -> LaneSampler:
-    """The dealer of these samples of a source. A path in `spec.by` must be absolute or start where we are."""
+    """The sampler of these samples of a source. A path in `spec.by` is absolute or relative to the working
+    directory."""
     _check_sizes(len(ids), batch_size, drop_last)
     key = derive_seed(seed, _STREAM)
     if isinstance(spec, HashSamplerConfig):
@@ -248,7 +253,7 @@ def make_sampler(
 
 def _check_sizes(n: int, batch_size: int, drop_last: bool) -> None:
     if n == 0:
-        raise error("SH355", "there are no samples to deal", where=_WHERE, fix="Give training samples.")
+        raise error("SH355", "there are no training samples", where=_WHERE, fix="Give training samples.")
     if drop_last and n < batch_size:
         raise error(
             "SH355",
@@ -287,7 +292,7 @@ def _load_costs(path: str) -> NDArray[Any]:
     try:
         values: NDArray[Any] = np.load(path, allow_pickle=False)
     except ValueError as failure:
-        raise error("SH307", f"{path} is no array of numbers: {failure}", where=f"{_WHERE}.by") from None
+        raise error("SH307", f"{path} is not an array of numbers: {failure}", where=f"{_WHERE}.by") from None
     return values
 
 
