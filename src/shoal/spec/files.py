@@ -1,4 +1,4 @@
-"""Whether the files that a job names are there. Relative paths start at `base_dir`."""
+"""Check that the files that a job names exist. Relative paths start at `base_dir`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.spec.job import Job
 
 
 def check_files(job: Job) -> list[ShoalError]:
-    """The local files that are not there; what lies behind a URL is the data room's business."""
+    """An error for each local file that does not exist. URLs are checked when the data is opened."""
     base = Path(job.base_dir)
     if not base.is_dir():
         return [error("SH301", f"there is no directory {base}", where="base_dir")]
@@ -40,7 +40,7 @@ def _named_paths(job: Job) -> Iterator[tuple[str, str]]:
             yield from ((f"data.{part}.{field}", path) for field, path in _source_paths(source))
     if isinstance(data.deal, BalancedSamplerConfig) and data.deal.by.endswith(".npy"):
         yield "data.deal.by", data.deal.by
-    # A bare word may be the name of a run, which only the one who keeps the runs can look up.
+    # A plain word may be the name of a run, which only the driver can look up.
     if job.init_from and job.init_from.path and ("/" in job.init_from.path or "." in job.init_from.path):
         yield "init_from.path", job.init_from.path
 
