@@ -1,4 +1,4 @@
-"""The proof that disturbances changed nothing: the weights of one worker that trained as many steps in peace."""
+"""Verify that faults changed nothing: compare with the weights of one undisturbed worker after as many steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoal.spec.run_paths import RunPaths
 
 
 def same_weights(job: Path, disturbed: RunPaths) -> bool:
-    """Whether a stopped run of this job holds what an undisturbed one of as many steps ends with."""
+    """Whether a stopped run of this job has the weights of an undisturbed run of as many steps."""
     step, weights = saved_weights(disturbed)
     return weights == reference_weights(job, steps=step, runs=disturbed.root.parent)
 
 
 def saved_weights(paths: RunPaths) -> tuple[int, str]:
-    """The newest checkpoint's step, and its weights' SHA-256."""
+    """Step of the newest checkpoint, and SHA-256 of its weights."""
     store = CheckpointStore(str(paths.checkpoints), job_sha256=None)
     found = store.load_latest()
     store.close()
@@ -30,7 +30,7 @@ def saved_weights(paths: RunPaths) -> tuple[int, str]:
 
 
 def reference_weights(job: Path, *, steps: int, runs: Path) -> str:
-    """The SHA-256 of the weights after so many steps. The job must say its lanes, and its length in steps."""
+    """SHA-256 of the weights after `steps`. The job must set `lanes`, and its length in steps."""
     changes = [f"steps={steps}", "name=undisturbed", "workers=1", "watch=[]"]
     words = [word for change in changes for word in ("--set", change)]
     command = [sys.executable, "-m", "shoal", "run", str(job), "--json", "--quiet", "--runs", str(runs), *words]

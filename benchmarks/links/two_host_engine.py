@@ -1,4 +1,4 @@
-"""An engine over two hosts: the second worker sits on the far one, everybody else on the near one."""
+"""An engine over two hosts: the second worker runs on the far host, all other processes on the near host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.spec.view import Seat
 
 
 class TwoHostEngine:
-    """`fork_servers`: of the near and the far host."""
+    """`fork_servers`: those of the near and the far host."""
 
     def __init__(self, fork_servers: tuple[ForkServer, ForkServer], *, name: str, logs: Path) -> None:
         self._near, self._far = (LocalEngine(fork_server, name=name, logs=logs) for fork_server in fork_servers)

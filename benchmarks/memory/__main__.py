@@ -25,7 +25,7 @@ MB = 1 << 20
 
 
 def run(side: str, size: int, shape: dict[str, int]) -> list[dict[str, Any]]:
-    """What each process of a side says."""
+    """The report of each process of a side."""
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "-m", "benchmarks.memory.worker", side]
         started = [
@@ -43,7 +43,7 @@ def run(side: str, size: int, shape: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def row(side: str, found: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:
-    """The worst of the workers."""
+    """The highest peak of all workers."""
     n, peak = len(found), max(one["peak"] for one in found)
     return {
         "side": side,

@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """0.8 million parameters: the small character model that people train on a CPU."""
+    """0.8 million parameters: the usual small character model for a CPU."""
 
     def __init__(self, *, vocabulary: int = 65, context: int = 64, width: int = 128, heads: int = 4, depth: int = 4):
         super().__init__()

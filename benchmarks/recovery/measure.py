@@ -1,4 +1,4 @@
-"""From rows of committed steps to numbers: pure functions, the same for every side."""
+"""Results from rows of committed steps: pure functions, the same for every side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Commit:
-    """A worker's row: it committed this step then. `worker` is a place that a restarted process takes again."""
+    """A worker committed this step at this time. `worker` is a slot that a restarted process takes again."""
 
     t: float
     worker: int
@@ -48,7 +48,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Replay:
-    """The commits whose effect the weights hold in the end, and how many steps were done again on the way."""
+    """The commits that the final weights contain, and the number of repeated steps."""
 
     kept: list[Commit]
     steps_redone: int
@@ -79,7 +79,7 @@ def replay(commits: Iterable[Commit]) -> Replay:
 
 
 def step_s(commits: Iterable[Commit]) -> float:
-    """The median time of a step. Recoveries are a few gaps among hundreds."""
+    """Median time of a step. Recoveries are a few gaps among hundreds and do not affect it."""
     by_worker: dict[int, list[Commit]] = {}
     for commit in sorted(commits, key=lambda one: one.t):
         by_worker.setdefault(commit.worker, []).append(commit)
@@ -123,7 +123,7 @@ def lost_and_repeated(kept: Iterable[Commit], *, samples: int, steps_per_epoch: 
 
 
 def summary(rival: str, traces: Sequence[Trace], *, samples: int, steps_per_epoch: int) -> dict[str, Any]:
-    """A rival's row: all of its runs together."""
+    """The result of one side over all of its runs."""
     found = [second for trace in traces for second in recoveries(trace)]
     replays = [replay(trace.commits) for trace in traces]
     tallies = [lost_and_repeated(one.kept, samples=samples, steps_per_epoch=steps_per_epoch) for one in replays]

@@ -56,7 +56,7 @@ def _run_cluster(
 
 
 def _as_remote(address: Address, setting: Setting) -> Address:
-    """As it looks from another host, if that is the way to go."""
+    """The address as seen from another host, if TCP is measured."""
     return address if setting.way == "shm" else address.model_copy(update={"host_id": "another", "unix": ""})
 
 

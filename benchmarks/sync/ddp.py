@@ -27,7 +27,7 @@ ENTRY = "benchmarks.sync.ddp"
 
 
 def run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> None:
-    """The driver's side: as many processes as asked for, from the fork server of Shoal's workers, until all ended."""
+    """Run the processes from the fork server of Shoal's workers, until all have ended."""
     engine = LocalEngine(fork_server, name=f"ddp-{asked['reports']}", logs=logs)
     try:
         engine.start([Seat(number=rank) for rank in range(asked["workers"])], ENTRY, [json.dumps(asked)])
@@ -35,7 +35,7 @@ def run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> None:
         while ended < asked["workers"]:
             exits = engine.poll(1.0)
             ended += len(exits)
-            if any(one.code for one in exits):  # the others would wait for it
+            if any(one.code for one in exits):  # the others would wait for the failed process
                 raise RuntimeError(f"a process of the plain side failed, see {logs}")
     finally:
         engine.close()
@@ -57,11 +57,11 @@ def main() -> None:
     train(model, optimizer, mine, steps=steps_to_run(asked["steps"]))
     if workers > 1:
         dist.barrier()
-        os._exit(0)  # taking gloo's group down hangs now and then, after everything was measured
+        os._exit(0)  # destroying gloo's group hangs sometimes, after everything is measured
 
 
 def batches(inputs: Tensor, targets: Tensor, batch_size: int, *, rank: int, workers: int) -> Iterator[Pair]:
-    """This rank's part of each global batch: all draw the same permutation, and each takes every n-th sample."""
+    """This rank's part of each global batch: all ranks use the same permutation, and each takes every n-th sample."""
     made = torch.Generator().manual_seed(0)
     while True:
         for ids in torch.split(torch.randperm(len(inputs), generator=made), batch_size):

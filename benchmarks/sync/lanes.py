@@ -1,4 +1,4 @@
-"""Whole Shoal runs with lanes over workers, all at their defaults: events and checkpoints included."""
+"""Full Shoal runs with lanes over workers and default settings, including events and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def run(
         raise ValueError(f"{lanes} lanes cannot be dealt evenly to {workers} workers")
     watch = {"model": model, "steps": steps, "calls": lanes // workers, "reports": str(reports)}
     timed = {"name": "benchmarks.sync.stopwatch:timed", "args": watch}
-    stay = {"kind": "local", "balance": False}  # lanes that move would make other numbers of forward passes
+    stay = {"kind": "local", "balance": False}  # moving lanes would change the number of forward passes
     plain = job(model, data, steps=steps_to_run(steps), window={}, lanes=lanes, workers=workers, engine=stay)
     shoal_run({**plain, "model": timed}, runs, fork_server)
