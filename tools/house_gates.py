@@ -140,20 +140,20 @@ def problems(tree: Tree, limits: Mapping[str, Any]) -> list[str]:
 
 def _ratchet(what: str, found: Mapping[str, int], limit: int, exceptions: Mapping[str, int]) -> list[str]:
     """Violations of one limit: numbers above it without an exception, and exceptions that are not exactly needed."""
-    said = []
+    violations = []
     for name, number in sorted(found.items()):
         if name not in exceptions:
             if number > limit:
-                said.append(f"{name}: {number} {what}, and {limit} are agreed.")
+                violations.append(f"{name}: {number} {what}, and {limit} are agreed.")
         elif number > exceptions[name]:
-            said.append(f"{name}: {number} {what}, and {exceptions[name]} is its exception.")
+            violations.append(f"{name}: {number} {what}, and {exceptions[name]} is its exception.")
         elif number < exceptions[name]:
             wanted = f"lower it to {number}" if number > limit else "remove it"
-            said.append(f"{name}: the exception for {what} in {LIMITS.name} is not needed any more: {wanted}.")
-    said += [
+            violations.append(f"{name}: the exception for {what} in {LIMITS.name} is not needed any more: {wanted}.")
+    violations += [
         f"{name}: an exception for {what}, but there is no such thing." for name in exceptions if name not in found
     ]
-    return said
+    return violations
 
 
 def numbers(tree: Tree) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def connected(rank: int) -> socket.socket:
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection((ADDRESSES[0], PORT), timeout=PATIENCE_S)
         if time.monotonic() > deadline:
-            raise TimeoutError("nobody listens")
+            raise TimeoutError("the other host does not listen")
         time.sleep(0.05)
 
 

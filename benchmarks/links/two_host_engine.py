@@ -28,7 +28,7 @@ class TwoHostEngine:
             (self._far if far else self._near).start([seat], entry, arguments)
 
     def adopt(self, seat: int, pid: int) -> None:
-        raise NotImplementedError("nobody is there before")
+        raise NotImplementedError("there are no earlier processes to adopt")
 
     def fileno(self) -> int:
         return self._epoll.fileno()

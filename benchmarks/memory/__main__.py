@@ -1,9 +1,9 @@
 """python -m benchmarks.memory [side ...] [--workers 2 4] [--width 768] [--depth 28] [--keep]
 
-How much of a model one worker has: a GPT of about 200 million parameters, trained with AdamW, whole in one process and
-spread over several by fsdp, by tensors and as a pipeline. The peak of a process is its private memory, looked at every
-two milliseconds from before the model is made until the last step, less what Python and torch had before. It stands
-beside the n-th part of what a single process has.
+Memory per worker of a GPT of about 200 million parameters, trained with AdamW: in one process, and sharded over several
+by fsdp, tensor parallelism and a pipeline. The peak of a process is its private memory, sampled every two milliseconds
+from before the model is built until the last step, minus the memory of Python and torch. It is compared with the n-th
+part of a single process's peak.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ VERSIONS = "import json, importlib.metadata as m; print(json.dumps({d.name: d.ve
 def torchrun(workload: Workload, *, python: str, own_store: bool = True) -> Job:
     """One agent: when a worker dies, the agent stops the others and starts all workers again.
 
-    With torch 2.13's defaults the restarted workers meet at the store of those before them, and with gloo most
-    restarts hang there. A store of their own for each attempt is a setting; without it the row is `torchrun, defaults`.
+    With the defaults of torch 2.13 restarted workers use the store of the previous attempt, and with gloo most restarts
+    hang there. A separate store for each attempt is a setting; without it the row is `torchrun, defaults`.
     """
     command = [*_torchrun(python, workload.workers), f"--master-port={_free_port()}"]
     if own_store:
@@ -87,7 +87,7 @@ def main() -> None:
     report.take_names(parser, "side", SIDES)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the dice that choose whom to kill, and when")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of workers and times to kill")
     parser.add_argument("--rivals-python", default=sys.executable, help="the python of an environment with torchft")
     parser.add_argument("--keep", type=Path, help="a directory for rows and logs; a temporary one if none is named")
     parser.add_argument("--quick", action="store_true", help="two kills, nothing written: does it work?")

@@ -44,9 +44,10 @@ class Tail:
 
 @dataclass
 class Job:
-    """A started job: its processes (the first is the last to be stopped), its rows, and what was committed so far.
+    """A started job: its processes (the first is stopped last), its rows, and the commits so far.
 
-    `prove` ends the job: are its weights those of an undisturbed run? None for a side that does not claim it.
+    `prove` ends the job and returns whether its weights are those of an undisturbed run; None if the side does not
+    claim that.
     """
 
     workload: Workload

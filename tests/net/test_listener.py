@@ -190,7 +190,7 @@ def test_nobody_comes_in_after_close(harness):
     with pytest.raises(LinkError, match="cannot reach"):
         harness.call()
     for thread in threading.enumerate():
-        if thread.name == "shoal-door":
+        if thread.name == "shoal-listener":
             thread.join(30)
             assert not thread.is_alive()
 

@@ -33,7 +33,7 @@ class AuthenticatedListener:
         self._refused_lock = threading.Lock()
         self.refused = 0
         for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="shoal-door", daemon=True).start()
+            threading.Thread(target=self._accept, args=(listener,), name="shoal-listener", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

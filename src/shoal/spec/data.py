@@ -13,7 +13,7 @@ TargetAs = Literal["auto", "class", "number"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-# ---- sources: one class per kind, told apart by `kind` ----
+# ---- sources: one class per `kind` ----
 
 
 class CsvSourceConfig(Spec):

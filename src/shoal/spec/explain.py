@@ -61,8 +61,8 @@ class FieldProblem:
 def explain(failure: ValidationError, *, model: type[Spec]) -> list[ShoalError]:
     """Each problem once. `where` of each error is the field."""
     faults = [_locate(raw, model) for raw in failure.errors(include_url=False)]
-    told = {f.path: _as_shoal_error(f) for f in reversed(list(_deepest(faults)))}
-    return list(reversed(told.values()))
+    by_path = {f.path: _as_shoal_error(f) for f in reversed(list(_deepest(faults)))}
+    return list(reversed(by_path.values()))
 
 
 def stray_booleans(data: Mapping[str, Any], *, model: type[Spec]) -> list[ShoalError]:

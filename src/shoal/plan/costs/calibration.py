@@ -24,7 +24,7 @@ class ObservedTimes:
 
     @property
     def workers_per_host(self) -> list[int]:
-        return [len(there) for there in self.lane_s]
+        return [len(workers) for workers in self.lane_s]
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,28 @@ class CostInputs:
 
 def predict_for_workers(current: RunChoice, inputs: CostInputs, workers_per_host: Sequence[int]) -> CostPrediction:
     """The prediction for these numbers of workers per host, without measured speeds of the workers."""
-    there = _with_actual_hosts(inputs.cluster, workers_per_host, current.threads)
-    return predict(current, inputs.measured, there, inputs.link)
+    cluster = _with_actual_hosts(inputs.cluster, workers_per_host, current.threads)
+    return predict(current, inputs.measured, cluster, inputs.link)
 
 
 def calibrate(current: RunChoice, inputs: CostInputs, observed: ObservedTimes) -> CostInputs:
     """Correct lane times by the fastest worker, then the speeds of the other workers; the rest of the step time
     corrects the exchange. A single worker exchanges nothing: its whole step is compute."""
-    there = replace(inputs, cluster=_with_actual_hosts(inputs.cluster, observed.workers_per_host, current.threads))
-    ratios = _slowdown_ratios(current, there, observed)
+    calibrated = replace(inputs, cluster=_with_actual_hosts(inputs.cluster, observed.workers_per_host, current.threads))
+    ratios = _slowdown_ratios(current, calibrated, observed)
     fastest = min(ratio for host in ratios for ratio in host)
     hosts = [
         replace(host, each=tuple(fastest / ratio for ratio in mine))
-        for host, mine in zip(there.cluster.hosts, ratios, strict=True)
+        for host, mine in zip(calibrated.cluster.hosts, ratios, strict=True)
     ]
-    there = replace(there, cluster=replace(there.cluster, hosts=tuple(hosts)))
-    there = _scale_compute(there, fastest)
-    said = predict(current, there.measured, there.cluster, there.link)
-    if said.refused:  # it runs all the same
-        return there
+    calibrated = replace(calibrated, cluster=replace(calibrated.cluster, hosts=tuple(hosts)))
+    calibrated = _scale_compute(calibrated, fastest)
+    predicted = predict(current, calibrated.measured, calibrated.cluster, calibrated.link)
+    if predicted.refused:  # it runs all the same
+        return calibrated
     if current.workers > 1:
-        return _calibrate_exchange(current, there, observed)
-    return _scale_compute(there, observed.step_s / said.step_s)
+        return _calibrate_exchange(current, calibrated, observed)
+    return _scale_compute(calibrated, observed.step_s / predicted.step_s)
 
 
 def _with_actual_hosts(cluster: Cluster, workers_per_host: Sequence[int], threads: int) -> Cluster:
@@ -69,19 +69,19 @@ def _with_actual_hosts(cluster: Cluster, workers_per_host: Sequence[int], thread
     return replace(cluster, hosts=(here, *others))
 
 
-def _slowdown_ratios(current: RunChoice, there: CostInputs, observed: ObservedTimes) -> list[list[float]]:
+def _slowdown_ratios(current: RunChoice, inputs: CostInputs, observed: ObservedTimes) -> list[list[float]]:
     """Measured over predicted lane time of every worker."""
-    time = there.measured.times[current.threads]
-    lane_s = time.lane_s + there.measured.rest_s + (time.apply_s if current.sync == "local" else 0.0)
+    time = inputs.measured.times[current.threads]
+    lane_s = time.lane_s + inputs.measured.rest_s + (time.apply_s if current.sync == "local" else 0.0)
     return [
-        [taken / (lane_s * slowdown_at(current, there.cluster, h, len(mine), k)) for k, taken in enumerate(mine)]
+        [taken / (lane_s * slowdown_at(current, inputs.cluster, h, len(mine), k)) for k, taken in enumerate(mine)]
         for h, mine in enumerate(observed.lane_s)
     ]
 
 
-def _scale_compute(there: CostInputs, factor: float) -> CostInputs:
+def _scale_compute(inputs: CostInputs, factor: float) -> CostInputs:
     """Scale all times of compute."""
-    measured, machine = there.measured, there.cluster
+    measured, machine = inputs.measured, inputs.cluster
     times = {
         threads: LaneTime(*(factor * value for value in (it.forward_s, it.backward_s, it.apply_s)))
         for threads, it in measured.times.items()
@@ -92,19 +92,19 @@ def _scale_compute(there: CostInputs, factor: float) -> CostInputs:
     }
     machine = replace(machine, add_bytes_s=machine.add_bytes_s / factor)
     measured = replace(measured, times=times, codecs=codecs, rest_s=factor * measured.rest_s)
-    return replace(there, measured=measured, cluster=machine)
+    return replace(inputs, measured=measured, cluster=machine)
 
 
-def _calibrate_exchange(current: RunChoice, there: CostInputs, observed: ObservedTimes) -> CostInputs:
+def _calibrate_exchange(current: RunChoice, inputs: CostInputs, observed: ObservedTimes) -> CostInputs:
     """Scale the time of a round on one host, and the link between hosts."""
 
     def rounds(factor: float) -> CostInputs:
-        return replace(there, cluster=replace(there.cluster, round_s=factor * there.cluster.round_s))
+        return replace(inputs, cluster=replace(inputs.cluster, round_s=factor * inputs.cluster.round_s))
 
     def wire(factor: float) -> CostInputs:
-        link = there.link
+        link = inputs.link
         slow = NetworkLink(factor * link.latency_s, link.send_bytes_s / factor, link.receive_bytes_s / factor)
-        return replace(there, link=slow)
+        return replace(inputs, link=slow)
 
     way = rounds if current.hosts == 1 else wire
     return way(_fit_factor(lambda factor: _predicted_step_s(current, way(factor)), observed.step_s))

@@ -34,14 +34,14 @@ def why_not_chosen(
         return it.refused
     if it.choice.shard != "none" and pick is None:
         return f"fits: {format_gigabytes(it.memory_bytes)} on the fullest machine"
-    if said := _why_not_codec(it, known):
-        return said
+    if reason := _why_not_codec(it, known):
+        return reason
     if pick is not None and needs and it.step_s < pick.step_s:
         how = f"shard: {it.choice.shard}" if "shard" in needs else f"needs allow [{', '.join(needs)}]"
         return f"{_faster(it, pick)}, with another result: {how}"
     for why in (_why_not_more_workers, _why_not_servers):
-        if said := why(it, known):
-            return said
+        if reason := why(it, known):
+            return reason
     if pick is None:
         return ""
     if it.step_s < pick.step_s:

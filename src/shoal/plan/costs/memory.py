@@ -33,7 +33,7 @@ def memory_shortfall(needed: Mapping[int, float], cluster: Cluster) -> str:
 
 def _exchange_bytes(choice: RunChoice, measured: MeasuredJob, layout: WorkerLayout, seat: int) -> int:
     """Exchange buffers of one worker, in addition to the memory of a single worker."""
-    stretch = measured.stretch_bytes
+    flat_bytes = measured.stretch_bytes
     if choice.sync == "server":
         lane = measured.encoded_lane_bytes(choice.codec)
         sums = (
@@ -41,16 +41,16 @@ def _exchange_bytes(choice: RunChoice, measured: MeasuredJob, layout: WorkerLayo
             if _sends_lanes_separately(choice)
             else layout.partial_sums[seat] + _extra_tree_sums(layout, seat)
         )
-        return max(sums * lane + 2 * stretch - measured.optimizer_bytes, 0)
+        return max(sums * lane + 2 * flat_bytes - measured.optimizer_bytes, 0)
     if choice.sync == "local":
-        copies = stretch + measured.optimizer_bytes
-        return layout.lane_counts[seat] * copies + 3 * stretch + _shared_buffer_bytes(stretch, layout, seat)
+        copies = flat_bytes + measured.optimizer_bytes
+        return layout.lane_counts[seat] * copies + 3 * flat_bytes + _shared_buffer_bytes(flat_bytes, layout, seat)
     if choice.codec == "none":
-        return _shared_buffer_bytes(stretch, layout, seat) + _extra_tree_sums(layout, seat) * stretch
+        return _shared_buffer_bytes(flat_bytes, layout, seat) + _extra_tree_sums(layout, seat) * flat_bytes
     lane = measured.encoded_lane_bytes(choice.codec)
     others = sum(layout.lane_counts[peer] for peer in _peers_on_other_hosts(layout, seat))
     own = 2 * layout.lane_counts[seat] * (lane + measured.residual_bytes(choice.codec))
-    return 2 * stretch + own + others * lane
+    return 2 * flat_bytes + own + others * lane
 
 
 def _extra_tree_sums(layout: WorkerLayout, seat: int) -> int:

@@ -200,11 +200,11 @@ def _server_cost(case: PredictionCase) -> SyncCost:
     pulls = layout.lane_counts if stale else dict.fromkeys(layout.seats, 1)
     updates = layout.lanes if stale else 1
     phases = traffic.push_pull_phases(layout, lambda seat: lane * pushes[seat], lambda seat: stretch * pulls[seat])
-    there, back = case.transfer_s(phases)
+    push_s, pull_s = case.transfer_s(phases)
     laid_s = case.max_slowdown * case.add_s(max(pushes.values()) * lane)
     moved = sum(pushes.values()) + sum(pulls.values()) + default_backups(choice) * updates
     rounds = SERVER_ROUNDS * (max(layout.lane_counts.values()) if stale else 1)
-    exchange = max(there, back) + min(case.link.latency_s, there, back) + laid_s
+    exchange = max(push_s, pull_s) + min(case.link.latency_s, push_s, pull_s) + laid_s
     exchange += case.add_s(stretch * moved) / case.server_parallelism + rounds * case.cluster.round_s
     apply = updates * measured.times[min(measured.times)].apply_s / case.server_parallelism
     return SyncCost(exchange, apply, encode_s=_server_codec_s(case), sent_bytes=_most_sent_bytes(phases))

@@ -60,14 +60,14 @@ def replan(
 ) -> Replan:
     """`least` and `most` are the numbers of workers that the job allows on the driver's host. `seen` step times replace
     predictions."""
-    there = calibrate(current, inputs, observed)
+    calibrated = calibrate(current, inputs, observed)
     own = replace(current, workers=1, hosts=1)
     looked_at = replicated_candidates(
-        own, there.measured, there.cluster, most=most + sum(observed.workers_per_host[1:])
+        own, calibrated.measured, calibrated.cluster, most=most + sum(observed.workers_per_host[1:])
     )
     known = {**(seen or {}), (current.workers, current.hosts): observed.step_s}
     predictions = [
-        _scaled_to_observed(predict(choice, there.measured, there.cluster, there.link), current, known)
+        _scaled_to_observed(predict(choice, calibrated.measured, calibrated.cluster, calibrated.link), current, known)
         for choice in [*looked_at, current]
         if choice == current or _allowed_size(choice, observed, least=least, most=most)
     ]
@@ -113,13 +113,13 @@ def _faster_size(plan: ExecutionPlan, current: RunChoice, stays: CostPrediction)
 
 def _reason(stays: CostPrediction, moves: CostPrediction | None, best: PlanCandidate | None) -> str:
     if moves:
-        said = f"{_describe(moves.choice)} should take {format_milliseconds(moves.step_s)} for a step"
+        text = f"{_describe(moves.choice)} should take {format_milliseconds(moves.step_s)} for a step"
     else:
-        said = f"no other number of workers is {MOVE_GAIN:g} times as fast"
+        text = f"no other number of workers is {MOVE_GAIN:g} times as fast"
     if best is None:
-        return said
+        return text
     took = format_milliseconds(best.prediction.step_s)
-    return f"{said}; a new run would take {_describe(best.prediction.choice)}: {took}"
+    return f"{text}; a new run would take {_describe(best.prediction.choice)}: {took}"
 
 
 def _describe(choice: RunChoice) -> str:

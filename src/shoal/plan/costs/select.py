@@ -75,11 +75,11 @@ def select_plan(predictions: Sequence[CostPrediction], *, own: RunChoice, allow:
     better = [row for row in others if not pick or pick.prediction.step_s > WORTHWHILE_GAIN * row.prediction.step_s]
     offer = _best(better)
     known = {row.prediction.choice: row.prediction for row in rows if row.feasible}
-    told = {id(row): _with_reason(row, pick, known) for row in rows}
+    explained = {id(row): _with_reason(row, pick, known) for row in rows}
     return ExecutionPlan(
-        candidates=tuple(told[id(row)] for row in rows),
-        pick=told[id(pick)] if pick else None,
-        offer=told[id(offer)] if offer else None,
+        candidates=tuple(explained[id(row)] for row in rows),
+        pick=explained[id(pick)] if pick else None,
+        offer=explained[id(offer)] if offer else None,
     )
 
 
