@@ -125,7 +125,7 @@ def test_users_and_joiners_come_in_with_certificates_alone(
         it.wait_for_workers(1)
         with pytest.raises(ShoalError, match=r"SH620 127.*the other side uses TLS"):
             join(None)
-        with pytest.raises(ShoalError, match=r"SH620 127.*its certificate is not accepted"):
+        with pytest.raises(ShoalError, match=r"SH620 127.*the certificate of the other side is not accepted"):
             join(stranger)
         with pytest.raises(ShoalError, match=r"SH619 --tls.*cert\.pem"):
             join(job_dir)
@@ -157,7 +157,7 @@ def test_a_plain_caller_costs_a_run_nothing(run, certificates):
         if event.kind == "joined" and not asked:
             address = read_driver_address(paths.driver_address)
             tls.configure(None)  # this process has its listener open already
-            with pytest.raises(TlsError, match="it uses TLS"):
+            with pytest.raises(TlsError, match="the other side uses TLS"):
                 connect_host(address.host, address.port, address.token, json.dumps({"role": "user"}).encode())
             asked.append(1)
 

@@ -288,7 +288,7 @@ def careless(directory=None):
 
 
 def test_a_listener_of_another_authority_is_not_trusted(harness, theirs):
-    with using(theirs), pytest.raises(TlsError, match="its certificate is not accepted"):
+    with using(theirs), pytest.raises(TlsError, match="the certificate of the other side is not accepted"):
         harness.call()
     refused(harness)
 
