@@ -291,7 +291,7 @@ def test_failing_functions_of_the_user(held):
         with pytest.raises(ShoalError, match=r"SH311.*augment: ValueError: oh") as caught:
             load_batches(held, workers=workers, augment=broken)
         assert "test_batch_loader.py:" in caught.value.where
-    with pytest.raises(ShoalError, match=r"SH311.*transform gave a int"):
+    with pytest.raises(ShoalError, match=r"SH311.*transform returned a int"):
         load_batches(held, workers=0, transform=lambda batch: 3)
 
 

@@ -260,7 +260,7 @@ def test_missing_things():
         make_sampler_of(spec=BalancedSamplerConfig(kind="balanced", by="nowhere.npy"), n=9, lanes=1, batch_size=1)
     with pytest.raises(DataError, match="drop_last"):
         make_sampler_of(spec=RandomSamplerConfig(), n=9, lanes=1, batch_size=10, drop_last=True)
-    with pytest.raises(DataError, match="no samples"):
+    with pytest.raises(DataError, match="no training samples"):
         make_sampler_of(spec=RandomSamplerConfig(), n=9, lanes=1, batch_size=1, ids=np.arange(0))
 
 
