@@ -140,7 +140,7 @@ def _read_state(fill: _Fill, *, max_bytes: int) -> State:
     skeleton, specs, max_bytes = _read_header(fill, max_bytes=max_bytes)
     size_bytes = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in specs)
     if size_bytes > max_bytes:
-        raise LinkError(f"the peer sends tensors of {size_bytes} bytes; the limit is {max_bytes}")
+        raise LinkError(f"the peer sends tensors of {size_bytes} bytes; at most {max_bytes} are allowed")
     tensors, crc = {}, 0
     for name, dtype, shape in specs:
         tensors[name] = _empty(dtype, shape)
