@@ -1,1 +1,1 @@
-"""Claims about speed, each with a file that anybody can run again."""
+"""Benchmarks: one runnable package for each claim about speed."""

@@ -1,4 +1,4 @@
-"""The proof that disturbances changed nothing: the weights of one worker that trained as many steps in peace."""
+"""Verify that faults changed nothing: compare with the weights of one undisturbed worker after as many steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoal.spec.run_paths import RunPaths
 
 
 def same_weights(job: Path, disturbed: RunPaths) -> bool:
-    """Whether a stopped run of this job holds what an undisturbed one of as many steps ends with."""
+    """Whether a stopped run of this job has the weights of an undisturbed run of as many steps."""
     step, weights = saved_weights(disturbed)
     return weights == reference_weights(job, steps=step, runs=disturbed.root.parent)
 
 
 def saved_weights(paths: RunPaths) -> tuple[int, str]:
-    """The newest checkpoint's step, and its weights' SHA-256."""
+    """Step of the newest checkpoint, and SHA-256 of its weights."""
     store = CheckpointStore(str(paths.checkpoints), job_sha256=None)
     found = store.load_latest()
     store.close()

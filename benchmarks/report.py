@@ -1,4 +1,4 @@
-"""What every benchmark does around its measurements: take names from the command line, show a table, keep results."""
+"""Common code of benchmarks: parse names on the command line, show a table, store results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def take_names(parser: argparse.ArgumentParser, kind: str, known: Collection[str
 
 
 def environment() -> dict[str, str]:
-    """For processes of any side: one thread each, and these benchmarks can be imported."""
+    """Environment for the processes of any side: one thread each, and an import path with these benchmarks."""
     paths = dict.fromkeys([str(SOURCES), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -50,13 +50,13 @@ def _shown(value: Any) -> str:
 
 
 def kept(benchmark: str) -> dict[str, Any]:
-    """Its results so far, by part."""
+    """The stored results of a benchmark, by part."""
     path = RESULTS / f"{benchmark}.json"
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def keep(benchmark: str, part: str, found: Mapping[str, Any]) -> None:
-    """Into the benchmark's results, beside those of its other parts, with the machine that gave them."""
+    """Store results beside those of the benchmark's other parts, with a description of the machine."""
     results = kept(benchmark) | {part: {"machine": machine(), **found}}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{benchmark}.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -1,1 +1,1 @@
-"""Programs for those who work on Shoal itself."""
+"""Programs for the development of Shoal."""

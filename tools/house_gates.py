@@ -1,7 +1,7 @@
-"""python -m tools.house_gates: is the tree as small, flat and plainly named as agreed? Run by `make check`.
+"""python -m tools.house_gates: check size limits and duplicate class names of the source tree. Run by `make check`.
 
-Limits and today's exceptions stand in `tools/house_limits.toml`. The lists may only shrink: an exception that is no
-longer needed fails the check too, until it is removed from the file. `--numbers` prints what was counted.
+Limits and exceptions are in `tools/house_limits.toml`. The exceptions may only shrink: one that is no longer needed
+fails the check too, until it is removed from the file. `--numbers` prints the counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYOUT_TOKENS = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDEN
 
 @dataclass
 class Tree:
-    """What was counted in the source files below a directory."""
+    """Counts over the source files below a directory."""
 
     code_lines: Counter[str] = field(default_factory=Counter)  # by room
     file_lines: dict[str, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Tree:
 
 
 def count(source: Path) -> Tree:
-    """Read every module of the package in `source`."""
+    """Count over every module of the package in `source`."""
     tree = Tree()
     paths = sorted(source.rglob("*.py"))
     modules = {_dotted(source, path): path for path in paths}
@@ -111,7 +111,7 @@ def imported_modules(parsed: ast.Module, modules: Mapping[str, Path]) -> Iterato
 
 
 def problems(tree: Tree, limits: Mapping[str, Any]) -> list[str]:
-    """What the limits forbid, a sentence each."""
+    """Violations of the limits, one sentence each."""
     found = []
     total = sum(tree.code_lines.values())
     if total > limits["code_lines"]:
@@ -139,25 +139,25 @@ def problems(tree: Tree, limits: Mapping[str, Any]) -> list[str]:
 
 
 def _ratchet(what: str, found: Mapping[str, int], limit: int, exceptions: Mapping[str, int]) -> list[str]:
-    """Nothing is above the limit but the exceptions, and these are as large as the file says and no larger."""
-    said = []
+    """Violations of one limit: numbers above it without an exception, and exceptions that are not exactly needed."""
+    violations = []
     for name, number in sorted(found.items()):
         if name not in exceptions:
             if number > limit:
-                said.append(f"{name}: {number} {what}, and {limit} are agreed.")
+                violations.append(f"{name}: {number} {what}, and {limit} are agreed.")
         elif number > exceptions[name]:
-            said.append(f"{name}: {number} {what}, and {exceptions[name]} is its exception.")
+            violations.append(f"{name}: {number} {what}, and {exceptions[name]} is its exception.")
         elif number < exceptions[name]:
             wanted = f"lower it to {number}" if number > limit else "remove it"
-            said.append(f"{name}: the exception for {what} in {LIMITS.name} is not needed any more: {wanted}.")
-    said += [
+            violations.append(f"{name}: the exception for {what} in {LIMITS.name} is not needed any more: {wanted}.")
+    violations += [
         f"{name}: an exception for {what}, but there is no such thing." for name in exceptions if name not in found
     ]
-    return said
+    return violations
 
 
 def numbers(tree: Tree) -> dict[str, Any]:
-    """The house in numbers."""
+    """The counts, as a summary."""
     lengths = sorted(tree.function_lines)
     return {
         "files": len(tree.file_lines),

@@ -18,7 +18,7 @@ from shoal.codecs.codec import Codec
 from shoal.codecs.make import make_codec
 from shoal.codecs.residual import Residual
 
-SIDE = 1000  # of the matrices that `lowrank` sees
+SIDE = 1000  # rows and columns of the matrices for `lowrank`
 COPY, RIVAL = "copy", "torch.topk 1 %"
 CODECS: dict[str, dict[str, Any]] = {
     "none": {"kind": "none"},
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(count: int, *, repeats: int) -> list[Row]:
-    """Times are CPU ms, medians over the turns. `encode` is with the memory that the codec needs in training."""
+    """Times are CPU ms, medians over the rounds. `encode` includes the residual that the codec needs in training."""
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 1e-3
     sides: dict[str, Callable[[], Numbers]] = {COPY: copying(values), RIVAL: picking(values, count // 100)}
     codecs = {name: make_codec(kind, shapes=[(SIDE, SIDE)] * (count // SIDE**2)) for name, kind in CODECS.items()}
@@ -72,7 +72,7 @@ def copying(values: Tensor) -> Callable[[], Numbers]:
 
 
 def picking(values: Tensor, k: int) -> Callable[[], Numbers]:
-    """What torch itself offers, without a memory."""
+    """The conversions of torch itself, without error feedback."""
     out = torch.zeros_like(values)
     chosen = torch.arange(k)
 
@@ -103,7 +103,7 @@ def coding(codec: Codec, values: Tensor) -> Callable[[], Numbers]:
 
 
 def timed(encode: Callable[[], object], decode: Callable[[], object], add: Callable[[], object]) -> Numbers:
-    """Seconds of processor time; the best of three, for the other two have found cold caches or company."""
+    """Seconds of processor time, the best of three, to exclude cold caches and other load."""
     found = {"encode": best(encode), "decode": best(decode), "decode, add": best(add)}
     return {**found, "both": found["encode"] + found["decode"]}
 

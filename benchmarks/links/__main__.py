@@ -1,6 +1,6 @@
 """python -m benchmarks.links [part ...] [--links 10,100,1000] [--models gpt,cnn] [--codecs ...] [--data DIR] [--quick]
 
-Needs root and `tc`. Two network namespaces are the hosts; they have no names, and nothing of them is left.
+Needs root and `tc`. Two unnamed network namespaces are the hosts; the kernel removes them at the end.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, rat
 
 COMPARED = ("quality", "speed")
 PARTS = (*COMPARED, "regret", "regrets")
-"""`regret`: what the planner would choose, beside all that it could have chosen, cell by cell. `regrets`: the table of
-all cells that were kept; it measures nothing. Both only when they are named."""
+"""`regret`: the planner's choice compared with all candidates, cell by cell. `regrets`: the table of all stored cells,
+without measuring. Both run only if named."""
 ROUNDS, SLOWEST_MBIT = 5, 10.0
-"""At the slowest one turn is usual: a step takes seconds."""
+"""Rounds, except on the slowest link, where a step takes seconds and one round is the default."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Bench:
         return in_turns(variants, self.rounds or (ROUNDS if mbit > SLOWEST_MBIT else 1))
 
     def race(self, model: str, mbit: float, loss: float) -> dict[str, float | None]:
-        """Seconds of those sides whose steps to the loss depend on the link."""
+        """Seconds to the loss, for sides whose number of steps depends on the link."""
         asked: dict[str, Any] = {"mbit": mbit, "most_s": self.most_s, "batch": BATCH[model]}
         return {
             name: measure.seconds_to(loss, start, self.hosts, self.scratch, **asked)
@@ -181,8 +181,8 @@ def _row(
 
 
 def _seconds_to(name: str, goal: Goal, raced: Mapping[str, float | None], steps_per_s: float) -> float | None:
-    """Servers without staleness take the steps of lanes with the same codec, DDP those without; who is alone gets
-    nowhere."""
+    """Servers without staleness need as many steps as lanes with the same codec, DDP as many as lanes without a codec.
+    The workers without communication never reach the loss."""
     if name in (ALONE, BUSY, MEETING):
         return None
     if name in raced:
@@ -201,7 +201,7 @@ def _two_hosts() -> Iterator[tuple[Hosts, ForkServers]]:
 
 
 def _interrupt_on_signals() -> None:
-    """Whoever ends it, everything is cleaned up, also where a shell in the background has Ctrl-C ignored."""
+    """Clean up after any signal, even if a background shell ignores Ctrl-C."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
 

@@ -1,7 +1,7 @@
-"""Two hosts on this machine: network namespaces without names, joined by a wire whose speed can be set.
+"""Two hosts on this machine: unnamed network namespaces, joined by a virtual wire with an adjustable speed.
 
-A namespace lives as long as somebody is in it or holds its descriptor. So nothing is left when the benchmark ends,
-however it ends.
+A namespace exists while a process is in it or holds its descriptor. So nothing is left when the benchmark ends, even
+after a crash.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pathlib import Path
 INTERFACE = "wire"
 ADDRESSES = ("10.213.9.1", "10.213.9.2")
 BURST_S = 0.001
-LEAST_BURST_BYTES = 16 * 1024  # a few packets, whatever the rate
+MIN_BURST_BYTES = 16 * 1024  # a few packets, whatever the rate
 QUEUE_S = 0.05
-BUNDLE = 0.9  # of a burst: the rest is for the headers
-MOST_BUNDLE_BYTES = 65_536
+BUNDLE = 0.9  # share of a burst; the rest is for headers
+MAX_BUNDLE_BYTES = 65_536
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The thread that made them is on the near one; `far` is a descriptor of the other's namespace."""
+    """The thread that created them is on the near host; `far` is a descriptor of the far host's namespace."""
 
     near: int
     far: int
 
     @contextlib.contextmanager
     def on_remote(self) -> Iterator[None]:
-        """Processes that are started here are started there."""
+        """Processes started inside the block run on the far host."""
         _enter(self.far)
         try:
             yield
@@ -43,7 +43,7 @@ class Hosts:
             _enter(self.near)
 
     def shape(self, mbit: float) -> None:
-        """Both ways."""
+        """Limit the speed in both directions."""
         self._both(lambda: _shape(INTERFACE, mbit))
 
     def unshape(self) -> None:
@@ -56,7 +56,7 @@ class Hosts:
 
     @staticmethod
     def moved_bytes() -> tuple[int, int]:
-        """What has come to the near host over the wire, and what has left it."""
+        """Bytes that the near host has received and sent over the wire."""
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         counts = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:")).partition(":")[2].split()
         return int(counts[0]), int(counts[8])
@@ -64,7 +64,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Needs root. The calling thread is on the near host meanwhile; others that it starts are too."""
+    """Needs root. Inside the block, the calling thread and threads that it starts are on the near host."""
     home = _here()
     try:
         _leave()
@@ -87,9 +87,9 @@ def two_hosts() -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def switched(count: int, mbit: float) -> Iterator[list[Callable[[], str]]]:
-    """So many hosts at one switch, each with a wire of that speed, both ways at once.
+    """`count` hosts at one switch, each with a full-duplex wire of `mbit`.
 
-    What is yielded puts the process that calls it on a host and returns its address; let a child do that. Needs root.
+    Each yielded function moves the calling process to a host and returns its address; call it in a child. Needs root.
     """
     home = _here()
     kept = [home]
@@ -110,7 +110,7 @@ def switched(count: int, mbit: float) -> Iterator[list[Callable[[], str]]]:
 
 
 def _plug_in(number: int, switch: int, mbit: float) -> tuple[int, str]:
-    """A new host; the calling thread is at the switch before and after."""
+    """Add a host to the switch. The calling thread returns to the switch's namespace."""
     port, address = f"port{number}", f"10.213.8.{number + 1}"
     _leave()
     host = _here()
@@ -131,13 +131,13 @@ def _configure_in(host: int, address: str) -> str:
 
 
 def _shape(device: str, mbit: float) -> None:
-    """What the wire cannot take waits in a queue of 50 ms, then it is dropped, as a switch does it.
+    """Packets above the rate wait in a queue of 50 ms and are dropped when it is full, as in a switch.
 
-    Packets pass in bundles of about a burst, as they do to a network card that cuts them up by itself. Without that
-    the kernel cuts them and wakes up for each one, which at 100 Mbit/s takes a third of the cores that also train.
+    Packets pass in bundles of about a burst, as with a network card that segments them itself. Otherwise the kernel
+    segments them and wakes up for each one, which at 100 Mbit/s takes a third of the cores that also train.
     """
-    burst = max(LEAST_BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
-    _ip(f"link set {device} gso_max_size {min(round(BUNDLE * burst), MOST_BUNDLE_BYTES)}")
+    burst = max(MIN_BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
+    _ip(f"link set {device} gso_max_size {min(round(BUNDLE * burst), MAX_BUNDLE_BYTES)}")
     words = f"rate {mbit}mbit burst {burst} latency {QUEUE_S * 1000:g}ms"
     _run(*f"tc qdisc replace dev {device} root tbf {words}".split())
 
@@ -163,7 +163,7 @@ def _here() -> int:
 
 
 def _leave() -> None:
-    """To a new namespace of one's own."""
+    """Move the calling thread to a new namespace."""
     _checked(_libc.unshare(_CLONE_NEWNET))
 
 

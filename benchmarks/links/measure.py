@@ -1,4 +1,4 @@
-"""How fast a side is on a link. It starts on a fast one, for starting is not what is measured."""
+"""Measure the speed of a side on a link. It starts on a fast link, because the start is not measured."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from benchmarks.links.quality import SMOOTH_STEPS, smooth
 from benchmarks.links.sides import TIME_FIELDS, RunningSide, Start, StepRow
 from benchmarks.overhead.side_by_side import Numbers
 
-LEAST_ROWS = 2
+MIN_ROWS = 2
 IDLE = 10
-"""Who tells nothing while others tell so many times has no lanes."""
-MOST_S = 300.0
+"""A worker has no lanes if it reports nothing while others report this many times."""
+MAX_S = 300.0
 _places = itertools.count()
 
 
@@ -34,10 +34,9 @@ def speed(
     period: int = 1,
     settled: Callable[[RunningSide, float], bool] | None = None,
 ) -> Numbers:
-    """Steps per second count the samples that all workers made; where steps are shared, that is the same. Where workers
-    agree every `period` steps, whole periods are counted, the first without its first few steps. What happens before
-    it has `settled`, which is asked with the time when the wire was shaped, does not count."""
-    least, begin = (LEAST_ROWS, 1) if period == 1 else (0, 0)
+    """Steps per second, from the samples of all workers. If workers synchronise every `period` steps, whole periods are
+    counted, the first without its first few steps. Counting starts when `settled(side, time of shaping)` is true."""
+    least, begin = (MIN_ROWS, 1) if period == 1 else (0, 0)
     with _running(start, hosts, scratch) as going:
         shaped_t = since_t = _shape(going, hosts, mbit)
         if settled:
@@ -63,8 +62,8 @@ def speed(
 def seconds_to(
     loss: float, start: Start, hosts: Hosts, scratch: Path, *, mbit: float, most_s: float, batch: int
 ) -> float | None:
-    """Until the loss of all workers' lanes together is there, from the first step on; None if that takes too long.
-    For sides whose bits depend on the link."""
+    """Seconds from the first step until the mean loss of all workers reaches `loss`; None if that takes too long. For
+    sides whose bits depend on the link."""
     with _running(start, hosts, scratch) as going:
         began_t = _shape(going, hosts, mbit)
         while time.time() < began_t + most_s:
@@ -88,22 +87,22 @@ def _running(start: Start, hosts: Hosts, scratch: Path) -> Iterator[RunningSide]
 
 
 def _shape(going: RunningSide, hosts: Hosts, mbit: float) -> float:
-    """As soon as both train."""
+    """Shape the wire as soon as both workers train. Returns the time."""
     _until(going, lambda: len(going.rows) == going.workers and all(going.rows.values()))
     hosts.shape(mbit) if math.isfinite(mbit) else hosts.unshape()
     return time.time()
 
 
 def _until(going: RunningSide, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + MOST_S
+    deadline = time.monotonic() + MAX_S
     while not holds():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"no such progress in {MOST_S:g} s")
+            raise RuntimeError(f"no such progress in {MAX_S:g} s")
         going.tick()
 
 
 def _periods_reported(going: RunningSide, since_t: float, period: int) -> int:
-    """How many ends of a period everybody has told who has lanes at all: all may be with the faster worker."""
+    """Number of period ends that every worker with lanes has reported. The faster worker may have all lanes."""
     found = going.rows
     if len(found) < going.workers:
         return 0
@@ -115,12 +114,12 @@ def fewest_reported(counts: Sequence[int]) -> int:
 
 
 def _ends(rows: list[StepRow], since_t: float, period: int) -> list[int]:
-    """The rows that are there when all have agreed."""
+    """Indices of the rows that end a period."""
     return [i for i, row in enumerate(rows) if row.t > since_t and row.step % period == 0 and not row.inner]
 
 
 def whole_periods(rows: list[StepRow], since_t: float, period: int, *, first: bool = False) -> list[StepRow]:
-    """From the end of one period to the end of another, or, with the first period, from the first row on."""
+    """The rows between the ends of two periods or, with `first`, from the first row on."""
     ends = _ends(rows, since_t, period)
     begin = next(i for i, row in enumerate(rows) if row.t > since_t) if first else ends[0]
     return rows[begin : ends[-1] + 1]
@@ -136,7 +135,7 @@ def _samples_per_s(rows: list[StepRow]) -> float:
 
 
 def _spent(counted: list[list[StepRow]]) -> dict[str, float]:
-    """Milliseconds per step, of the workers' mean."""
+    """Milliseconds per step, mean over the workers."""
     steps = sum(rows[-1].step - rows[0].step for rows in counted)
     if not steps:
         return {}

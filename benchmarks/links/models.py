@@ -1,5 +1,5 @@
-"""What is trained: a character GPT of 3.2 million parameters, the CNN that people train on MNIST (1.2 million), and an
-MLP (0.4 million)."""
+"""The models: a character GPT of 3.2 million parameters, the usual MNIST CNN (1.2 million), and an MLP (0.4
+million)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ USUAL = ("gpt", "cnn")
 
 
 def job(model: str, data: Path, **changes: Any) -> Mapping[str, Any]:
-    """As plain data, for two workers with a lane each. Everything that is not here is at its default."""
+    """The job as plain data, for two workers with one lane each. Other fields have their defaults."""
     text = {"kind": "text", "path": str(data / TEXT), "context": CONTEXT, "stride": 4}
     images = {"kind": "idx", "path": str(data / IMAGES), "target": str(data / LABELS)}
     return {

@@ -1,6 +1,6 @@
-"""Plain torch on two hosts: DistributedDataParallel over gloo, or two processes that never talk.
+"""Plain torch on two hosts: DistributedDataParallel over gloo, or two processes without communication.
 
-The loop is the fastest that we know how to write by hand: everything in memory, nothing saved.
+The loop is the fastest hand-written loop that we know: everything in memory, nothing saved.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train(
     report: Path,
     meet: Callable[[], None] | None,
 ) -> None:
-    """Until somebody ends it, with a row for each step."""
+    """Train until the process is killed, and write a row for each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     criterion, order = nn.CrossEntropyLoss(), torch.Generator().manual_seed(rank)
     with (report / f"rank-{rank}.rows").open("w", buffering=1) as rows:
@@ -72,7 +72,7 @@ def train(
 
 
 def meeting(rank: int) -> Callable[[], None]:
-    """Waits until the other one has come as far: a byte each way."""
+    """A function that waits until the other process has reached the same step: one byte each way."""
     sock = connected(rank)
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,7 +80,7 @@ def meeting(rank: int) -> Callable[[], None]:
     def meet() -> None:
         sock.sendall(b".")
         if not sock.recv(1):
-            sys.exit("the other one is gone")
+            sys.exit("the other process is gone")
 
     return meet
 

@@ -1,5 +1,5 @@
-"""What codecs do to the loss. The bits of a run depend neither on the number of workers nor on the link, so one worker
-with two lanes and no link finds out, and steps to a loss are the same on every link."""
+"""The effect of codecs on the loss. The bits of a run depend neither on the number of workers nor on the link, so one
+worker with two lanes is enough, and the number of steps to a loss is the same on every link."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SMOOTH_STEPS = 20
 TOGETHER = 4
 AT_ONCE = 2
 TARGET_AT = 2 / 3
-"""The loss that sides race to is where the uncompressed run is at this part of its steps."""
+"""The target loss is the loss of the uncompressed run at this fraction of its steps."""
 
 
 Curves = dict[str, list["Curve"]]
-"""By codec, one per seed."""
+"""Curves by codec, one per seed."""
 
 
 @dataclass
 class Curve:
-    """The training loss at each step that was told, and the validation loss at the end."""
+    """The training loss at each reported step, and the validation loss at the end."""
 
     batch: int
     losses: list[tuple[int, float, int]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Curve:
         return cls(batch, told, plain["final"])
 
     def plain(self) -> dict[str, Any]:
-        """Short: the means of some steps together."""
+        """A compact form: means over several steps."""
         found = defaultdict[int, list[tuple[float, int]]](list)
         for step, loss, samples in self.losses:
             found[(step - 1) // TOGETHER].append((loss, samples))
@@ -67,8 +67,7 @@ class Curve:
 
 
 def smooth(losses: Iterable[tuple[Any, float, int]], over: int) -> Iterator[tuple[Any, float]]:
-    """When, and the mean over that many samples at least: one batch says little. Given when, a loss, and of how many
-    samples."""
+    """(time, mean loss over at least `over` samples) from (time, loss, samples): a single batch is too noisy."""
     recent: deque[tuple[float, int]] = deque()
     total, seen = 0.0, 0
     for when, loss, samples in losses:
@@ -91,7 +90,7 @@ def train_curves(
     scratch: Path,
     done: Callable[[str, int, Curve], None],
 ) -> None:
-    """Of each codec and seed."""
+    """Train one run per codec and seed, and call `done` with each curve."""
     waiting, going = list(wanted), dict[tuple[str, int], tuple[RunDriver, Curve]]()
     try:
         while waiting or going:
@@ -114,7 +113,7 @@ def train_curves(
 def train_missing_curves(
     model: str, data: Path, codecs: Sequence[str], *, seeds: int, steps: int, keep: bool, **how: Any
 ) -> Curves:
-    """What was learned before and kept under the same title is not learned again; all that is new is kept at once."""
+    """Train only the curves that are not stored under the same title yet, and store each new one at once."""
     title = f"{model}: {TITLE} {steps} steps"
     kept: dict[str, dict[str, Any]] = report.kept("links").get(title, {}).get("curves", {}) if keep else {}
 
@@ -149,7 +148,7 @@ def _started(plain: Mapping[str, Any], runs: Path, fork_server: ForkServer, curv
 
 @dataclass(frozen=True)
 class Goal:
-    """A loss to race to, and how many steps it takes, by codec; None for those that never came so far."""
+    """The target loss, and the steps to it by codec; None for codecs that never reach it."""
 
     loss: float
     steps: Mapping[str, float | None]
@@ -161,7 +160,7 @@ def goal(curves: Mapping[str, list[Curve]], steps: int) -> Goal:
 
 
 def kept_goal(model: str) -> Goal | None:
-    """Of the last time, if there was one."""
+    """The stored goal of an earlier benchmark, if any."""
     parts = [it["rows"] for part, it in report.kept("links").items() if part.startswith(f"{model}: {TITLE}")]
     if not parts:
         return None
@@ -171,7 +170,7 @@ def kept_goal(model: str) -> Goal | None:
 
 
 def target(curves: Mapping[str, list[Curve]], steps: int) -> float:
-    """The loss to race to."""
+    """The target loss."""
     return statistics.fmean(
         next(loss for step, loss in reversed(list(curve.smooth())) if step <= TARGET_AT * steps)
         for curve in curves[UNCOMPRESSED]
@@ -179,13 +178,13 @@ def target(curves: Mapping[str, list[Curve]], steps: int) -> float:
 
 
 def steps_to(curves: Sequence[Curve], loss: float) -> float | None:
-    """The median over the seeds; None if one of them never came so far."""
+    """Median over the seeds; None if one of them never reaches the loss."""
     found = [next((step for step, value in curve.smooth() if value <= loss), None) for curve in curves]
     return None if None in found else float(statistics.median(step for step in found if step))
 
 
 def rows(curves: Mapping[str, list[Curve]], wanted: Goal) -> list[Row]:
-    """`within`: is the mean no higher than the worst of the uncompressed runs? `of none`: how much above their mean?"""
+    """`within`: whether the mean is at most the worst uncompressed run. `of none`: difference to their mean."""
     worst = max(curve.final for curve in curves[UNCOMPRESSED])
     usual = statistics.fmean(curve.final for curve in curves[UNCOMPRESSED])
     return [

@@ -1,7 +1,7 @@
-"""What a planner's choice costs against the best of what it could have chosen.
+"""The cost of the planner's choice compared with the best candidate.
 
-It gets what it would have measured itself: the job on this machine, and the link over the shaped wire. How much slower
-a slow host is it is told: one that is stopped and continued looks as fast as ever to who measures for moments only.
+The planner gets what it would measure itself: the job on this machine, and the link over the shaped wire. It is given
+the slowdown of the slow host, because short measurements cannot see a process that is stopped and continued.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from shoal.spec.load import make_job
 
 LANES, PERIOD = 4, 128
 SAMPLES = BATCH | {"gpt": 8}
-"""In a batch: a period of the larger one would take a minute with a slow worker."""
-BALANCE_S, MOST_BALANCE_S = 8.0, 90.0
-"""Until lanes have moved to the faster worker. Where they agree now and then, they move at an agreement, if at all."""
+"""Batch sizes. With the larger one a period would take a minute with a slow worker."""
+BALANCE_S, MAX_BALANCE_S = 8.0, 90.0
+"""Seconds until lanes have moved to the faster worker. With local SGD lanes move only at a synchronisation."""
 
 CLOSE = 0.8
-"""Of the best: who may be better in the next turn."""
+"""Sides within this fraction of the best are measured again."""
 ALLOW = ("codecs", "local")
 TITLE = "regret: "
 _PAIR = RunChoice(workers=2, hosts=2)
@@ -59,12 +59,12 @@ SLOW_MBIT = 10.0
 SLOW_LINK_SIDES: Mapping[str, RunChoice] = {
     "local 128, int4": replace(_PAIR, sync="local", every=128, settle=4, codec="int4"),
 }
-"""Of little use but where the link is slow, and a period takes long to measure."""
+"""Candidates that help only on slow links, and whose periods take long to measure."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`slow`: how many times slower the far host is."""
+    """`slow`: slowdown of the far host."""
 
     model: str
     mbit: float
@@ -77,12 +77,12 @@ class Cell:
 
     @property
     def sides(self) -> Mapping[str, RunChoice]:
-        """What it may choose from."""
+        """The candidates of the cell."""
         return {**SIDES, **SLOW_LINK_SIDES} if self.mbit <= SLOW_MBIT else SIDES
 
 
 class UnequalShoalSide(ShoalSide):
-    """A run whose second worker gets a part of its processor as soon as both train."""
+    """A run whose second worker is throttled as soon as both workers train."""
 
     def __init__(self, slow: int, *made: Any) -> None:
         self._slow = slow
@@ -118,7 +118,7 @@ class Bench:
     def speed(self, cell: Cell, side: str) -> Numbers:
         choice = cell.sides[side]
         period = choice.every * choice.settle
-        most_s = BALANCE_S if period == 1 else MOST_BALANCE_S * max(period / (2 * PERIOD), 1)
+        most_s = BALANCE_S if period == 1 else MAX_BALANCE_S * max(period / (2 * PERIOD), 1)
         asked: dict[str, Any] = {"mbit": cell.mbit, "window_s": self.window_s, "batch": SAMPLES[cell.model]}
         plain = self._job(cell, choice)
         return measure.speed(
@@ -154,7 +154,7 @@ class Bench:
 
 
 def balanced(going: RunningSide, shaped_t: float, *, most_s: float) -> bool:
-    """As far as it will be."""
+    """Whether lanes have had time to move."""
     assert isinstance(going, UnequalShoalSide)
     return time.time() > shaped_t + (BALANCE_S if going.moved else most_s)
 
@@ -162,7 +162,7 @@ def balanced(going: RunningSide, shaped_t: float, *, most_s: float) -> bool:
 def predictions(
     sides: Mapping[str, RunChoice], measured: MeasuredJob, machine: Cluster, link: NetworkLink, slow: int
 ) -> dict[str, CostPrediction]:
-    """The hosts have the cores of one machine: those of two slow each other down, one alone has it for itself."""
+    """Both hosts share the cores of one machine: two busy hosts slow each other down, a single one does not."""
     memory, crowding = machine.hosts[0].memory_bytes / 2, machine.crowding
     alone = replace(machine, hosts=(HostResources(1, memory),))
     both = replace(
@@ -174,7 +174,7 @@ def predictions(
 
 
 def measured_link(hosts: Hosts, mbit: float) -> NetworkLink:
-    """As two workers would find it."""
+    """The link as two workers would measure it."""
     hosts.shape(mbit) if mbit < float("inf") else hosts.unshape()
     with socket.create_server((ADDRESSES[0], 0)) as listener:
         with hosts.on_remote():
@@ -190,14 +190,14 @@ def measured_link(hosts: Hosts, mbit: float) -> NetworkLink:
 
 
 def with_kept(cell: Cell, planned: Mapping[str, Any], found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The cell as it is now: sides that were measured before, and these."""
+    """The cell with these and all earlier measurements."""
     kept = report.kept("links").get(cell.title, {"rows": []})
     turns = {row["side"]: row["turns"] for row in kept["rows"]} | dict(found)
     return {"planner": dict(planned), "rows": rows(planned, turns)}
 
 
 def rows(planned: Mapping[str, Any], turns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """From fast to slow."""
+    """The rows of the table, from fast to slow."""
     true = {name: level for name, level in levels(turns).items() if name in planned["said"]}
     in_turn = sorted(true, key=lambda name: -true[name])
     return [
@@ -214,8 +214,8 @@ def rows(planned: Mapping[str, Any], turns: Mapping[str, Sequence[float]]) -> li
 
 
 def levels(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """A side's median, without the ups and downs that most had together: the machine is faster in some minutes. What
-    one or two sides had may be their own, and so is what doubles or halves one: its lanes are elsewhere."""
+    """The median of each side, corrected for changes in the speed of the machine that most sides share. Changes of one
+    or two sides, and factors of two, are kept: they may be real (for example, lanes have moved)."""
     drift = [1.0]
     for number in range(1, max(map(len, turns.values()), default=0)):
         changes = [its[number] / its[0] for its in turns.values() if len(its) > number]
@@ -225,7 +225,7 @@ def levels(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def regrets(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every cell that was measured: what was chosen, what was best, and how many times as fast that was."""
+    """For every measured cell: the planner's choice, the best side, and their ratio."""
     found = []
     for title, cell in kept.items():
         if title.startswith(TITLE) and (true := {row["side"]: row["steps/s"] for row in cell["rows"]}):
@@ -237,9 +237,9 @@ def regrets(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(bench: Bench, cells: Sequence[Cell], sides: Sequence[str], rounds: int, *, keep: bool, show: Any) -> None:
-    """Cell by cell, and side by side within: what is there is kept if the rest is interrupted. After the first round
-    only those go on, in turns, that may be the best, and the choice: one turn says little where they are close. If no
-    side has such a name, it is only planned anew."""
+    """Measure cell by cell and side by side; finished measurements are kept if the rest is interrupted. After the first
+    round only the planner's choice and the sides that may be the best continue, because one round cannot rank close
+    sides. If no side has such a name, the cell is only planned again."""
     for cell in cells:
         wanted = [name for name in cell.sides if not sides or name.startswith(tuple(sides))]
         planned, found = bench.planned(cell), dict[str, list[float]]()

@@ -29,7 +29,7 @@ def prepare(given: Path | None, into: Path) -> Path:
 
 
 def markov_text(rng: np.random.Generator, length: int) -> np.ndarray:
-    """Letters of which the last two make a few likelier than the rest."""
+    """Random letters whose probabilities depend on the last two letters."""
     likely = rng.integers(0, LETTERS, (LETTERS, LETTERS, 8))
     choices, found = rng.geometric(0.4, length) - 1, [0, 0]
     for choice in choices.tolist():

@@ -1,4 +1,4 @@
-"""What is compared. A side that goes has rows: who made how many samples of which step when, and with which loss."""
+"""The sides of the comparison. A running side has rows: worker, time, step, samples and loss."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ LOCALS = (
     "local 128, none",
     "local 128, int8",
 )
-"""Steps of a round, and the codec."""
+"""Names of the local SGD sides: steps per round, and codec."""
 PERIOD = 512
-"""After so many steps lanes that train by themselves agree on everything."""
+"""Steps between full synchronisations of local SGD."""
 EXACT, STALENESS = "0", ("4", "inf")
 TIME_FIELDS = ("compute_s", "exchange_s", "waiting_s", "data_s")
 ForkServers = tuple[ForkServer, ForkServer]
@@ -64,7 +64,7 @@ class StepRow:
     loss: float = 0.0
     spent: Mapping[str, float] = field(default_factory=dict)
     inner: bool = False
-    """By one worker alone; the others need not have come so far."""
+    """A step of one worker; the other workers may be behind."""
 
 
 class RunningSide(Protocol):
@@ -73,29 +73,29 @@ class RunningSide(Protocol):
 
     @property
     def rows(self) -> dict[str, list[StepRow]]:
-        """By worker."""
+        """Rows by worker."""
 
     def tick(self) -> None:
-        """Take in what happened. RuntimeError if it cannot go on."""
+        """Read new rows. RuntimeError if the side has failed."""
 
     def pids(self) -> list[int]:
-        """Workers and servers."""
+        """The pids of workers and servers."""
 
     def close(self) -> None: ...
 
 
 Start = Callable[[Path], RunningSide]
-"""Given a directory of its own."""
+"""Starts a side in a directory of its own."""
 
 
 def open_fork_server() -> ForkServer:
-    """Where all processes of a host come from, of all sides."""
+    """One fork server per host, for all sides."""
     os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # it imports the plain side at once
     return make_fork_server(1, modules=[PLAIN])
 
 
 class ShoalSide:
-    """A whole run, all at its defaults, on both hosts."""
+    """A full run with default settings, on both hosts."""
 
     def __init__(self, plain_job: Mapping[str, Any], fork_servers: ForkServers, place: Path) -> None:
         made = make_job(dict(plain_job))
@@ -166,13 +166,13 @@ def _read(path: Path) -> list[StepRow]:
 
 
 ALONE, BUSY, MEETING, RIVAL = "alone", "alone, a busy wire", "in step", "ddp"
-"""Never a word; beside others' traffic; a byte each step, so what waiting for each other costs by itself; plain DDP."""
+"""No communication; no communication beside traffic; one byte per step (the cost of waiting alone); plain DDP."""
 
 
 def sides(
     model: str, data: Path, codecs: Sequence[str], locals_: Sequence[str], fork_servers: ForkServers
 ) -> dict[str, Start]:
-    """All of them by name."""
+    """All sides by name."""
 
     def plain(*, talk: bool = False, traffic: bool = False, meet: bool = False) -> Start:
         asked = {"model": model, "data": str(data), "talk": talk, "traffic": traffic, "meet": meet}
@@ -193,7 +193,7 @@ def sides(
 
 
 def local(name: str) -> dict[str, Any]:
-    """What makes a job one of LOCALS."""
+    """The sync and codec sections of a side in LOCALS."""
     every, codec = name.removeprefix("local ").split(", ")
     return {
         "sync": {"kind": "local", "every": int(every), "rounds_per_sync": PERIOD // int(every)},
@@ -202,7 +202,7 @@ def local(name: str) -> dict[str, Any]:
 
 
 def period(name: str) -> int:
-    """After how many steps the workers of a side agree."""
+    """Steps between synchronisations of a side."""
     return PERIOD if name in LOCALS else 1
 
 
@@ -211,5 +211,5 @@ def _number(staleness: str) -> int | str:
 
 
 def has_staleness(side: str) -> bool:
-    """Do the bits of this side depend on who is faster?"""
+    """Whether the bits of this side depend on the speed of workers."""
     return side.startswith("server") and not side.startswith(f"server, {EXACT}")

@@ -1,4 +1,4 @@
-"""A wire that is busy although nobody talks: what the imitation of a slow link costs those who compute beside it.
+"""Keep the wire busy without training traffic: measures what the emulation of a slow link costs the workers.
 
 Real network cards move bytes by themselves. Here the kernel does, packet by packet, on the cores that also train.
 """
@@ -19,7 +19,7 @@ PATIENCE_S = 20.0
 
 
 def keep_busy(rank: int) -> None:
-    """As much as the wire takes, both ways, by a process of its own that ends with this one."""
+    """Send as much as the wire takes, both ways, in a separate process that ends with this one."""
     parent = os.getpid()
     if os.fork() == 0:
         with contextlib.suppress(OSError), connected(rank) as sock:
@@ -31,7 +31,7 @@ def keep_busy(rank: int) -> None:
 
 
 def connected(rank: int) -> socket.socket:
-    """To the other one."""
+    """Send to the other host."""
     if rank == 0:
         with socket.create_server((ADDRESSES[0], PORT)) as server:
             server.settimeout(PATIENCE_S)
@@ -41,7 +41,7 @@ def connected(rank: int) -> socket.socket:
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection((ADDRESSES[0], PORT), timeout=PATIENCE_S)
         if time.monotonic() > deadline:
-            raise TimeoutError("nobody listens")
+            raise TimeoutError("the other host does not listen")
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""An engine over two hosts: the second worker sits on the far one, everybody else on the near one."""
+"""An engine over two hosts: the second worker runs on the far host, all other processes on the near host."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """python -m benchmarks.memory [side ...] [--workers 2 4] [--width 768] [--depth 28] [--keep]
 
-How much of a model one worker has: a GPT of about 200 million parameters, trained with AdamW, whole in one process and
-spread over several by fsdp, by tensors and as a pipeline. The peak of a process is its private memory, looked at every
-two milliseconds from before the model is made until the last step, less what Python and torch had before. It stands
-beside the n-th part of what a single process has.
+Memory per worker of a GPT of about 200 million parameters, trained with AdamW: in one process, and sharded over several
+by fsdp, tensor parallelism and a pipeline. The peak of a process is its private memory, sampled every two milliseconds
+from before the model is built until the last step, minus the memory of Python and torch. It is compared with the n-th
+part of a single process's peak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MB = 1 << 20
 
 
 def run(side: str, size: int, shape: dict[str, int]) -> list[dict[str, Any]]:
-    """What each process of a side says."""
+    """The report of each process of a side."""
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "-m", "benchmarks.memory.worker", side]
         started = [
@@ -43,7 +43,7 @@ def run(side: str, size: int, shape: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def row(side: str, found: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:
-    """The worst of the workers."""
+    """The highest peak of all workers."""
     n, peak = len(found), max(one["peak"] for one in found)
     return {
         "side": side,

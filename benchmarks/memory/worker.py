@@ -28,13 +28,13 @@ PAGE = 4096
 
 
 def private_bytes() -> int:
-    """What this process alone has in memory: resident, without files and shared memory."""
+    """Private memory of this process: resident, without files and shared memory."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * PAGE
 
 
 class PeakMemory(threading.Thread):
-    """Looks again and again, so that nothing that lasts a few milliseconds is missed."""
+    """Samples memory continuously, so that short peaks are not missed."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -74,13 +74,13 @@ def replica_of(kind: str, rank: int, size: int, store: str, make: Any, example: 
 def main() -> None:
     kind, rank, size, store, told = sys.argv[1:]
     shape = json.loads(told)
-    keep_freed_memory()  # as every worker does; who holds a part gives it back after all
+    keep_freed_memory()  # as every worker does; sharded workers release it after all
     torch.set_num_threads(1)
     samples, steps = shape.pop("samples"), shape.pop("steps")
     vocabulary, context = shape["vocabulary"], shape["context"]
     peak = PeakMemory()
     torch.manual_seed(0)
-    # With fsdp each worker has samples of its own, with the others all work on the same.
+    # With fsdp each worker has its own samples; otherwise all workers use the same samples.
     share = 1 / int(size) if kind == "fsdp" else 1.0
     samples = max(int(samples * share), 1)
     example = batch(vocabulary, context, samples, 0)

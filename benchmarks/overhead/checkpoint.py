@@ -1,4 +1,4 @@
-"""Saving: how long training stands still, how long the writing takes, and how much is stored."""
+"""Saving: how long training is blocked, how long writing takes, and how many bytes are stored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_state(size_bytes: int) -> dict[str, Any]:
 
 
 def change(state: dict[str, Any], *, half: bool = False) -> None:
-    """A step of training, as far as a save can see it; `half`: the first half of the layers is frozen."""
+    """Change the state as a training step does; `half`: the first half of the layers is frozen."""
     for name in list(state["model"])[TENSORS // 2 if half else 0 :]:
         for tensor in (state["model"][name], *state["optimizer"].get(name, {}).values()):
             tensor.add_(1e-3)
@@ -43,7 +43,7 @@ def stalls(state: dict[str, Any], bench: Bench) -> list[Row]:
     bench.say(f"checkpoint: stall, {bench.repeats} turns")
     place = bench.scratch / "shoal"
     store = CheckpointStore(place, job_sha256=None, keep=2)
-    save_with_shoal(store, state)  # the memory for copies is reserved once
+    save_with_shoal(store, state)  # memory for copies is allocated once
     variants: dict[str, Callable[[], Numbers]] = {
         "shoal": functools.partial(save_with_shoal, store, state),
         "torch.save": functools.partial(save_with_torch, state, bench.scratch / "state.pt", sync=False),
@@ -89,12 +89,12 @@ def save_with_torch(state: dict[str, Any], path: Path, *, sync: bool) -> Numbers
     wall_s = time.perf_counter() - start
     cpu_s = time.process_time() - start_cpu
     path.unlink()
-    os.sync()  # what was not forced to disk must not slow the next turn
+    os.sync()  # pending writes must not slow the next round
     return {"stall_s": wall_s, "total_s": wall_s, "cpu_s": cpu_s}
 
 
 def stored(state: dict[str, Any], bench: Bench) -> list[Row]:
-    """Ten checkpoints of a model of which half is frozen: an optimizer keeps no moments for that half."""
+    """Ten checkpoints of a half-frozen model, whose optimizer has no moments for the frozen half."""
     bench.say(f"checkpoint: {SAVES} of a half-frozen model")
     frozen = list(state["model"])[: TENSORS // 2]
     half = {"model": state["model"], "optimizer": {n: m for n, m in state["optimizer"].items() if n not in frozen}}

@@ -1,4 +1,4 @@
-"""Loading: Shoal's feed against torch's DataLoader, from memory and from a Parquet table that is not held."""
+"""Loading: Shoal's batch loader against torch's DataLoader, from memory and from a Parquet table on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median, ratio
 from shoal.data.batch_loader import BatchLoader
-from shoal.data.make_sampler import make_sampler
+from shoal.data.samplers import make_sampler
 from shoal.data.source import open_source
 from shoal.spec.data import NpzSourceConfig, ParquetSourceConfig, RandomSamplerConfig
 
@@ -85,7 +85,7 @@ def in_process(make: Callable[[], Batches]) -> Numbers:
 
 
 def one_pass(batches: Batches) -> Numbers:
-    """The time of a pass, and by how much the memory of this process and its children grows over it."""
+    """The time of a pass, and the growth of the memory of this process and its children."""
     torch.set_num_threads(1)
     iterator = iter(batches)
     next(iterator)
@@ -101,7 +101,7 @@ def one_pass(batches: Batches) -> Numbers:
 
 
 def cpu_s() -> float:
-    """Of this process and its children, those that have ended among them."""
+    """Processor time of this process and its children, including children that have ended."""
     own = os.times()
     alive = [child.cpu_times() for child in psutil.Process().children()]
     return sum(own[:4]) + sum(float(t.user + t.system) for t in alive)
@@ -129,7 +129,7 @@ class MemoryMonitor:
         me = psutil.Process()
         total = 0
         for process in (me, *me.children()):
-            with contextlib.suppress(psutil.NoSuchProcess):  # a loader that has just ended
+            with contextlib.suppress(psutil.NoSuchProcess):  # a loader process that has just ended
                 memory = process.memory_info()
                 total += memory.rss - memory.shared
         return total

@@ -26,7 +26,7 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def compare(model: str, bench: Bench, fork_server: ForkServer) -> list[Row]:
-    """One model. `of fastest` is samples/s as a part of the fastest plain loop's, by wall and by processor time."""
+    """One model. `of fastest` is samples/s relative to the fastest plain loop, by wall and by processor time."""
     steps = STEPS[model] // (10 if bench.quick else 1)
     bench.say(f"loop: {model}, {steps} steps, {bench.repeats} turns")
     plain = {name: functools.partial(plain_loop, model, steps, how, bench, fork_server) for name, how in PLAIN.items()}
@@ -59,7 +59,7 @@ def shoal_loop(model: str, steps: int, bench: Bench, fork_server: ForkServer, *,
 
 
 def window_of(steps: int, bench: Bench, *, calls: int = 1) -> dict[str, Any]:
-    """From which to which forward pass the stopwatch runs, with `calls` of them in a step."""
+    """First and last forward pass of the stopwatch, with `calls` forward passes per step."""
     warm = min(20, steps)
     return {"first": warm * calls, "last": (warm + steps) * calls, "report": str(bench.scratch / "report.json")}
 

@@ -1,7 +1,7 @@
-"""The models of the benchmark, and the stopwatch that stands inside them.
+"""The models of the benchmark, with a stopwatch inside.
 
 The same module object is trained by Shoal and by the plain loops, so the stopwatch sees both in the same way: it
-counts the forward passes and notes wall and processor time at the first and the last one of the window.
+counts forward passes and records wall and processor time at the first and the last pass of the window.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """0.8 million parameters: the small character model that people train on a CPU."""
+    """0.8 million parameters: the usual small character model for a CPU."""
 
     def __init__(self, *, vocabulary: int = 65, context: int = 64, width: int = 128, heads: int = 4, depth: int = 4):
         super().__init__()

@@ -32,7 +32,7 @@ def open_fork_server() -> ForkServer:
 
 
 def job(model: str, data: Path, *, steps: int, window: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """The benchmark's job as plain data. Everything that is not here is at its default."""
+    """The benchmark's job as plain data. Other fields have their defaults."""
     text = {"kind": "text", "path": str(data / TEXT), "context": 64, "stride": 1}
     images = {"kind": "idx", "path": str(data / IMAGES), "target": str(data / LABELS)}
     return {

@@ -1,4 +1,4 @@
-"""Fair comparison on a machine that others use too: short measurements in turns, medians, ratios of neighbours."""
+"""Fair comparison on a shared machine: short measurements in turns, medians, ratios within a round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bench:
-    """What every part is given: where it may write, the samples, how often to repeat, and whether to hurry."""
+    """The input of every part: scratch directory, samples, number of rounds, and whether to be quick."""
 
     scratch: Path
     data: Path
@@ -24,7 +24,7 @@ class Bench:
 
 
 def in_turns(variants: Mapping[str, Callable[[], Numbers]], repeats: int) -> dict[str, list[Numbers]]:
-    """A B C, then B C A, and so on: what slows the machine for a while slows every variant."""
+    """A B C, then B C A, and so on, so that a temporary slowdown of the machine affects every variant."""
     found: dict[str, list[Numbers]] = {name: [] for name in variants}
     names = list(variants)
     for turn in range(repeats):
@@ -39,5 +39,5 @@ def median(numbers: list[Numbers], key: str) -> float:
 
 
 def ratio(numbers: list[Numbers], base: list[Numbers], key: str) -> float:
-    """The median over the turns of number / base of the same turn."""
+    """Median over the rounds of number / base of the same round."""
     return statistics.median(a[key] / b[key] for a, b in zip(numbers, base, strict=True))

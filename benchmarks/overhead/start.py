@@ -58,7 +58,7 @@ def plain_script(bench: Bench) -> Numbers:
 
 
 def shoal_command(bench: Bench) -> Numbers:
-    """The stream tells when what happened; all clocks are this machine's."""
+    """The times of the phases, from the event stream. All clocks are those of this machine."""
     runs = bench.scratch / "start"
     path = bench.scratch / "start.yaml"
     path.write_text(yaml.safe_dump(job("mlp", bench.data, steps=1, window={}) | {"model": MODEL}))

@@ -1,1 +1,1 @@
-"""What `shoal plan` predicts, beside what happens."""
+"""Predictions of `shoal plan` against measurements."""

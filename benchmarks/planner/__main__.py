@@ -48,7 +48,7 @@ BETWEEN: Mapping[str, RunChoice] = {
     **{f"lanes, {codec}": RunChoice(workers=2, hosts=2, codec=codec) for codec in ("none", "bf16", "int8", "topk")},
     "server, 0, none": RunChoice(workers=2, hosts=2, sync="server", servers=1),
 }
-LATENCY_S = 30e-6  # of a pair of virtual wires
+LATENCY_S = 30e-6  # of a virtual wire
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Bench:
         return list(rows(said, true))
 
     def _steps_per_s(self, model: str, choice: RunChoice, fork_server: ForkServer) -> float:
-        """Of a whole run, from the moment on when all its workers train."""
+        """Speed of a full run, from the moment when all its workers train."""
         sync = {"kind": "server", "servers": choice.servers} if choice.servers else "lanes"
         plain = job(model, self.data, workers=choice.workers, sync=sync, codec=CODECS[choice.codec])
         made = make_job(dict(plain))
@@ -119,7 +119,7 @@ class Bench:
 
 
 def rows(said: Mapping[str, Sequence[float]], true: Mapping[str, Sequence[float]]) -> Iterator[dict[str, Any]]:
-    """`off`: the median over the turns of what was said as a part of what was true. `gain`: over the first side."""
+    """`off`: median over the rounds of predicted over measured. `gain`: speed-up over the first side."""
     first = next(iter(said))
     for name in said:
         pairs = list(zip(said[name], true[name], strict=True))
@@ -134,7 +134,7 @@ def rows(said: Mapping[str, Sequence[float]], true: Mapping[str, Sequence[float]
 
 
 def _halved(machine: Cluster) -> Cluster:
-    """The two hosts have the cores of one, and slow each other down as its workers would."""
+    """Both hosts share the cores of one machine, and slow each other down as its workers would."""
     host = machine.hosts[0]
     half = HostResources(max(host.cores // 2, 1), host.memory_bytes / 2, speed=1 / machine.crowding)
     return replace(machine, hosts=(half, half))

@@ -1,1 +1,1 @@
-"""What a killed worker costs: how long training stands still, which steps are done again, which samples are lost."""
+"""The cost of a killed worker: how long training stops, which steps are repeated, which samples are lost."""

@@ -27,10 +27,10 @@ VERSIONS = "import json, importlib.metadata as m; print(json.dumps({d.name: d.ve
 
 
 def torchrun(workload: Workload, *, python: str, own_store: bool = True) -> Job:
-    """One agent: when a worker dies, it stops the others and starts all of them again.
+    """One agent: when a worker dies, the agent stops the others and starts all workers again.
 
-    With torch 2.13's defaults the restarted workers meet at the store of those before them, and with gloo most
-    restarts hang there. A store of their own for each attempt is a setting; without it the row is `torchrun, defaults`.
+    With the defaults of torch 2.13 restarted workers use the store of the previous attempt, and with gloo most restarts
+    hang there. A separate store for each attempt is a setting; without it the row is `torchrun, defaults`.
     """
     command = [*_torchrun(python, workload.workers), f"--master-port={_free_port()}"]
     if own_store:
@@ -54,7 +54,7 @@ def torchft(workload: Workload, *, python: str, hook: str = "torchft") -> Job:
 
 
 def shoal(workload: Workload, *, python: str) -> Job:
-    """The command line, with the defaults. In the end it is stopped, and the checkpoint must hold what it claims."""
+    """The command line with defaults. At the end the run is stopped, and its checkpoint is verified."""
     from benchmarks.recovery.shoal_job import write_job
     from benchmarks.reference_run import same_weights
     from shoal.jobs import commands
@@ -72,7 +72,7 @@ def shoal(workload: Workload, *, python: str) -> Job:
     return Job(workload, [driver], Tail(workload), prove)
 
 
-# How each side starts its job. A new one is a function here: it starts a job that writes rows, and brings them back.
+# How each side starts its job. A new side is a function here: it starts a job that writes rows, and returns them.
 SIDES: dict[str, Callable[..., Job]] = {
     "shoal": shoal,
     "torchrun": torchrun,
@@ -87,7 +87,7 @@ def main() -> None:
     report.take_names(parser, "side", SIDES)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the dice that choose whom to kill, and when")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of workers and times to kill")
     parser.add_argument("--rivals-python", default=sys.executable, help="the python of an environment with torchft")
     parser.add_argument("--keep", type=Path, help="a directory for rows and logs; a temporary one if none is named")
     parser.add_argument("--quick", action="store_true", help="two kills, nothing written: does it work?")
@@ -98,7 +98,7 @@ def main() -> None:
     shown = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in rows]
     console.print(report.table("recovery", shown))
     if not asked.quick:
-        for row in rows:  # in place of what the same side got before
+        for row in rows:  # replaces earlier results of the same side
             report.keep("recovery", row["rival"], {"rivals": versions(asked.rivals_python), **row})
 
 
@@ -119,7 +119,7 @@ def measure(side: str, asked: argparse.Namespace, directory: Path, console: Cons
 
 
 def versions(python: str) -> dict[str, str]:
-    """Of the rivals, in their environment."""
+    """Versions of the rivals, in their environment."""
     found = json.loads(subprocess.check_output([python, "-c", VERSIONS]))
     return {name: found[name] for name in ("torch", "torchft") if name in found}
 

@@ -1,4 +1,4 @@
-"""Runs a job and kills its workers from outside, one at a time, whenever all of them are at work."""
+"""Run a job and kill its workers from outside, one at a time, whenever all of them train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAUSE_S = (2.0, 5.0)
 
 
 class Tail:
-    """The rows of a run as they come. A side that keeps another kind of record brings a tail of its own."""
+    """The rows of a run as they are written. A side with another format brings its own tail."""
 
     def __init__(self, workload: Workload) -> None:
         self._paths = [Path(workload.directory, f"rows-{worker}.jsonl") for worker in range(workload.workers)]
@@ -44,9 +44,10 @@ class Tail:
 
 @dataclass
 class Job:
-    """A started job: its processes (the first is the last to be stopped), its rows, and what was committed so far.
+    """A started job: its processes (the first is stopped last), its rows, and the commits so far.
 
-    `prove` ends the job: are its weights those of an undisturbed run? None for a side that does not claim it.
+    `prove` ends the job and returns whether its weights are those of an undisturbed run; None if the side does not
+    claim that.
     """
 
     workload: Workload
@@ -57,7 +58,7 @@ class Job:
     newest: dict[int, Commit] = field(default_factory=dict)
 
     def wait(self, until: Callable[[], bool], *, timeout_s: float) -> bool:
-        """False: it has not happened in time, or everything ended before."""
+        """Wait until a condition holds. False if it does not in time, or if all processes have ended."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             ended = all(process.poll() is not None for process in self.processes)
@@ -82,7 +83,7 @@ class Job:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for one in self.newest.values():  # whom nobody was left to stop
+        for one in self.newest.values():  # processes that no agent is left to stop
             if self._is_ours(one.pid):
                 os.kill(one.pid, signal.SIGKILL)
 
@@ -97,14 +98,14 @@ Start = Callable[[Workload], Job]
 
 @dataclass(frozen=True)
 class Killer:
-    """How often to kill, with which dice, and whom to tell."""
+    """Number of kills, random generator, and progress callback."""
 
     kills: int
     rng: random.Random
     say: Callable[[str], None] = print
 
     def runs(self, start: Start, workload: Callable[[], Workload]) -> list[Trace]:
-        """Runs until all kills are done: one, and another for each that did not come back."""
+        """Run until all kills are done. A run that does not recover is replaced by another."""
         traces: list[Trace] = []
         while (left := self.kills - sum(len(trace.kills) for trace in traces)) > 0:
             job = start(workload())
@@ -128,7 +129,7 @@ class Killer:
         failure = ""
         while len(kills) < most and not failure:
             job.wait(lambda: False, timeout_s=self.rng.uniform(*PAUSE_S))
-            around = len(job.commits) - WARM_STEPS  # judging a kill by all rows would take time from those measured
+            around = len(job.commits) - WARM_STEPS  # reading all rows would take processor time from the job
             kill, pid = self._kill(job)
             kills.append(kill)
             failure = _failure(job, kill, pid, around)
@@ -140,7 +141,7 @@ class Killer:
         victim = self.rng.choice(sorted(job.newest.items()))[1]
         now = time.time()
         os.kill(victim.pid, signal.SIGKILL)
-        job.wait(lambda: True, timeout_s=LOOK_S)  # rows that were written before the kill
+        job.wait(lambda: True, timeout_s=LOOK_S)  # read rows that were written before the kill
         return Kill(now, victim.worker), victim.pid
 
 
@@ -149,7 +150,7 @@ def _all_reached(job: Job, step: int) -> bool:
 
 
 def _failure(job: Job, kill: Kill, pid: int, around: int) -> str:
-    """Empty when the training goes on, with all workers."""
+    """Why the job did not recover; '' if all workers train again."""
 
     def goes_on() -> bool:
         return recovery_s(job.commits[around:], kill, step_s=0) is not None

@@ -1,4 +1,4 @@
-"""From rows of committed steps to numbers: pure functions, the same for every side."""
+"""Results from rows of committed steps: pure functions, the same for every side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Commit:
-    """A worker's row: it committed this step then. `worker` is a place that a restarted process takes again."""
+    """A worker committed this step at this time. `worker` is a slot that a restarted process takes again."""
 
     t: float
     worker: int
@@ -34,10 +34,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Trace:
-    """One run: what was committed, who was killed when, and why the run was given up, if it was.
+    """One run: commits, kills, and why the run was given up, if it was.
 
-    `proven`: the weights are those of an undisturbed run. None where nobody claims that, and every worker's rows tell
-    what it did itself.
+    `proven`: whether the weights are those of an undisturbed run. None for sides that do not claim that; there the rows
+    of a worker describe its own work.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Replay:
-    """The commits whose effect the weights hold in the end, and how many steps were done again on the way."""
+    """The commits that the final weights contain, and the number of repeated steps."""
 
     kept: list[Commit]
     steps_redone: int
@@ -57,9 +57,9 @@ class Replay:
 def replay(commits: Iterable[Commit]) -> Replay:
     """Follow a run through its returns to a checkpoint.
 
-    A worker that commits a step it had committed before has gone back. The first one to do so voids what everybody
-    did from that step on; the others, who follow it back, are in the new attempt with it. So are processes that were
-    not there when it committed last: they may have begun the new attempt before it.
+    A worker that commits a step again has gone back. The first worker that does so voids all commits from that step on;
+    the other workers follow it into the new attempt. Processes that did not exist at its last commit belong to the new
+    attempt too, because they may have started it before that worker.
     """
     kept: list[Commit] = []
     last: dict[int, Commit] = {}
@@ -79,7 +79,7 @@ def replay(commits: Iterable[Commit]) -> Replay:
 
 
 def step_s(commits: Iterable[Commit]) -> float:
-    """The median time of a step. Recoveries are a few gaps among hundreds."""
+    """Median time of a step. Recoveries are a few gaps among hundreds and do not affect it."""
     by_worker: dict[int, list[Commit]] = {}
     for commit in sorted(commits, key=lambda one: one.t):
         by_worker.setdefault(commit.worker, []).append(commit)
@@ -89,11 +89,11 @@ def step_s(commits: Iterable[Commit]) -> float:
 
 
 def recovery_s(commits: Iterable[Commit], kill: Kill, *, step_s: float) -> float | None:
-    """How long the kill held training up: until the next committed step, less what a step takes anyway.
+    """Seconds from the kill to the next committed step, minus the usual time of a step.
 
-    A step that was under way may still be committed just after the kill, with what the dead worker had sent; that is
-    not yet a recovery. It is one when the step after it is committed, or when somebody commits an old step again.
-    None: nobody has done either.
+    A step in progress may still be committed just after the kill, with the data that the dead worker had sent; that is
+    not a recovery. Training has recovered when the step after it is committed, or when a worker commits an old step
+    again. None if neither happens.
     """
     ordered = sorted(commits, key=lambda one: one.t)
     before = [one for one in ordered if one.t <= kill.t]
@@ -109,9 +109,10 @@ def recovery_s(commits: Iterable[Commit], kill: Kill, *, step_s: float) -> float
 
 
 def lost_and_repeated(kept: Iterable[Commit], *, samples: int, steps_per_epoch: int) -> tuple[int, int]:
-    """Over the whole epochs that were trained: visits to samples that are missing, and visits too many.
+    """Over the complete epochs: number of samples that were missed, and of samples that were repeated.
 
-    Rows of one step may name a sample more than once (a worker may tell the whole step's samples): it was seen once.
+    The rows of one step may name a sample more than once (a worker may report the samples of all workers): it counts
+    once.
     """
     kept = list(kept)
     epochs = (max((one.step for one in kept), default=-1) + 1) // steps_per_epoch
@@ -123,7 +124,7 @@ def lost_and_repeated(kept: Iterable[Commit], *, samples: int, steps_per_epoch: 
 
 
 def summary(rival: str, traces: Sequence[Trace], *, samples: int, steps_per_epoch: int) -> dict[str, Any]:
-    """A rival's row: all of its runs together."""
+    """The result of one side over all of its runs."""
     found = [second for trace in traces for second in recoveries(trace)]
     replays = [replay(trace.commits) for trace in traces]
     tallies = [lost_and_repeated(one.kept, samples=samples, steps_per_epoch=steps_per_epoch) for one in replays]

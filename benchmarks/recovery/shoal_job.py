@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.recovery.workload import CommitLog, Workload
 from shoal import Event
 from shoal.data.datasets import open_datasets
-from shoal.data.make_sampler import LaneSampler, make_sampler
+from shoal.data.samplers import LaneSampler, make_sampler
 from shoal.spec.job import Job
 from shoal.spec.load import load_job
 
@@ -26,9 +26,9 @@ def model(workload: str) -> nn.Module:
 class CommitLogger:
     """One row per committed step, with the samples that the sampler gives to all lanes of that step.
 
-    A committed step is everybody's: its row says what the step holds, also where whoever computed a part of it was
-    killed before it could write a row. That the weights really hold it, the weights must show in the end.
-    A worker takes the lowest place that is free, as one that is restarted would.
+    A committed step belongs to all workers: its row lists all samples of the step, even if a worker that computed a
+    part was killed before it could write a row. The final weights prove that they contain it. A worker takes the lowest
+    free slot, as a restarted worker would.
     """
 
     def __init__(self, workload: str) -> None:

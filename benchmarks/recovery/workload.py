@@ -1,4 +1,4 @@
-"""The job that every side runs: an MLP on made-up images, and the rows from which everything is measured."""
+"""The job that every side runs: an MLP on generated images, and the rows from which results are computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of `batch_size` samples for each of the workers takes some 30 ms where each has a core of its own."""
+    """A step of `batch_size` samples per worker takes about 30 ms if each worker has its own core."""
 
     directory: str
     workers: int = 3
@@ -56,7 +56,7 @@ class Workload:
 
 
 class CommitLog:
-    """One line per committed step of one worker. A line is one write, so that `kill -9` leaves it whole or out."""
+    """One line per committed step of one worker. Each line is a single write, so `kill -9` cannot split it."""
 
     def __init__(self, workload: Workload, worker: int) -> None:
         self.worker = worker
@@ -68,7 +68,7 @@ class CommitLog:
 
 
 def save_atomically(state: Any, path: Path) -> None:
-    """Better than the tutorials, which write in place: a worker killed while it saves leaves the checkpoint before."""
+    """Save atomically. Tutorials write in place, and a worker killed while saving would destroy the checkpoint."""
     import torch
 
     torch.save(state, path.with_suffix(f".{os.getpid()}"))

@@ -1,1 +1,1 @@
-"""What a push and a pull of 40 MB cost: Shoal's servers beside bare sockets, Ray actors and torch's RPC."""
+"""The cost of pushing and pulling 40 MB: Shoal's servers against bare sockets, Ray actors and torch's RPC."""

@@ -29,7 +29,7 @@ def shoal(way: str, optimizer: str, *, workers: int = 1, servers: int = 1, backu
 
 
 def pair(rivals_python: str | None) -> dict[str, Sides]:
-    """One worker and one server: everybody."""
+    """One worker and one server, on every side."""
     wanted = dict(shoal(way, optimizer) for way in ("tcp", "shm") for optimizer in ("SGD", "AdamW"))
     sides = {LIMIT: _side("bare_sockets", Setting()), BOTH: _side("bare_sockets", Setting(way="both"))}
     sides |= {name: _side("shoal_servers", setting) for name, setting in wanted.items()}
@@ -38,7 +38,7 @@ def pair(rivals_python: str | None) -> dict[str, Sides]:
 
 
 def replication(rivals_python: str | None) -> dict[str, Sides]:
-    """Two servers, each the other's backup, or not."""
+    """Two servers, with and without backups on each other."""
     ways = [(way, optimizer) for way in ("tcp", "shm") for optimizer in ("SGD", "AdamW")]
     wanted = dict(shoal(*way, servers=2, backups=backups) for way in ways for backups in (0, 1))
     sides = {LIMIT: _side("bare_sockets", Setting())} | {
@@ -48,7 +48,7 @@ def replication(rivals_python: str | None) -> dict[str, Sides]:
 
 
 def apart(rivals_python: str | None) -> dict[str, Sides]:
-    """The same where every process has a host of its own: what a chain costs when wires are the limit. Needs root."""
+    """The same with every process on its own host: the cost of replication if the network is the limit. Needs root."""
     found: dict[str, Sides] = {}
     for mbit in LINKS:
         limit = {
@@ -62,7 +62,7 @@ def apart(rivals_python: str | None) -> dict[str, Sides]:
 
 
 def crowd(rivals_python: str | None) -> dict[str, Sides]:
-    """More workers, more servers. The limit has as many pairs as there are workers."""
+    """More workers and servers. The limit has one pair of sockets per worker."""
     found: dict[str, Sides] = {}
     for workers in PROCESS_COUNTS:
         for servers in PROCESS_COUNTS:

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _pair(setting: Setting, client_host: processes.EnterHost, server_host: processes.EnterHost) -> Connection:
-    """A process that sends first and one that answers."""
+    """A pair of processes: one sends first, the other answers."""
     both = setting.way == "both"
     answering = processes.start(_echo if both else _reply_whole, server_host, setting.size_bytes)
     return processes.start(_client, client_host, answering.recv(), setting.size_bytes, both)
@@ -42,7 +42,7 @@ def _accepted(pipe: Connection, enter_host: processes.EnterHost) -> socket.socke
 
 
 def _echo(pipe: Connection, enter_host: processes.EnterHost, size_bytes: int) -> None:
-    """One thread receives, another sends what has come."""
+    """One thread receives, another sends back what has arrived."""
     sock = _accepted(pipe, enter_host)
     buffer = memoryview(bytearray(size_bytes))
     came: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -98,7 +98,7 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
 
 
 def _choose_cubic(sock: socket.socket) -> None:
-    """Where it can be had: bbr, a common default, paces itself and is slower on a loopback."""
+    """Use cubic if available: bbr, a common default, paces itself and is slower on loopback."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")

@@ -1,4 +1,4 @@
-"""A model of so many parameters that is never run: only what it would send counts."""
+"""A model with a given number of parameters that is never run: only the bytes that it would send matter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Weights(nn.Module):
 
 
 def replica(setting: Setting) -> Replica:
-    """With the optimizer as Shoal's jobs have it by default: fused."""
+    """The model with the default optimizer of Shoal's jobs: fused."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Weights(setting.floats)

@@ -1,4 +1,4 @@
-"""Processes of a side that is written here: forked, each with a pipe to the one that started them."""
+"""Forked processes of a side, each with a pipe to its parent."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 from benchmarks.links.hosts import switched
 
 _FORK = multiprocessing.get_context("fork")
-_OPTIMIZERS_NEED = "torch._dynamo"  # torch imports it when the first optimizer is made: better once than everywhere
+_OPTIMIZERS_NEED = "torch._dynamo"  # torch imports it with the first optimizer: once here, not in every fork
 
 
 def prepare() -> None:
-    """Before processes are started that use torch."""
+    """Call before forking processes that use torch."""
     importlib.import_module(_OPTIMIZERS_NEED)
 
 
 def start(act: Callable[..., None], *args: Any) -> Connection:
-    """`act(pipe, *args)` in a process of its own, which goes with this one. If it fails, so does the side."""
+    """Run `act(pipe, *args)` in a process that ends with this one. If it fails, the side fails."""
     ours, theirs = _FORK.Pipe()
     _FORK.Process(target=_exit_on_error, args=(act, theirs, *args), daemon=True).start()
     theirs.close()
@@ -40,12 +40,12 @@ def _exit_on_error(act: Callable[..., None], pipe: Connection, *args: Any) -> No
 
 
 EnterHost = Callable[[], str]
-"""Puts the process that calls it where it belongs, and returns its address there."""
+"""Moves the calling process to its host, and returns its address there."""
 
 
 @contextlib.contextmanager
 def hosts_for(count: int, mbit: float) -> Iterator[list[EnterHost]]:
-    """For so many processes: all on this host, or each on one of its own behind a wire of that speed."""
+    """Hosts for `count` processes: all on this host, or each on its own host behind a wire of that speed."""
     if mbit:
         with switched(count, mbit) as hosts:
             yield hosts
@@ -54,7 +54,7 @@ def hosts_for(count: int, mbit: float) -> Iterator[list[EnterHost]]:
 
 
 def lockstep_rounds(workers: list[Connection]) -> Callable[[int], list[float]]:
-    """Tells all workers how many rounds to make; a round takes as long as for the slowest of them."""
+    """Tell all workers how many rounds to make. A round takes as long as the slowest worker needs."""
 
     def make_rounds(rounds: int) -> list[float]:
         for worker in workers:

@@ -1,4 +1,4 @@
-"""The other end of a side: says that it is ready, then makes as many rounds as each line says, until one says none."""
+"""The process of a side: reports that it is ready, then reads the number of rounds line by line, until 0."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 def serve(make_rounds: Callable[[int], list[float]]) -> None:
     """`make_rounds(n)` returns how many seconds each round took."""
     said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not look like an answer
-    make_rounds(3)  # pages that are touched for the first time, connections that find their speed
+    os.dup2(2, 1)  # other output must not look like an answer
+    make_rounds(3)  # warm up memory pages and connections
     _reply(said, [])
     for line in sys.stdin:
         if not int(line):

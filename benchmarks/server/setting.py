@@ -1,4 +1,4 @@
-"""What a side is asked to do, as text for its command line."""
+"""The setting of a measurement, as text for the command line of a side."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """`floats` are pushed by each worker, and come back to it. `way`: tcp, as between hosts, or shm; for bare sockets
-    also `both`. A transport that knows none takes what it finds. With `mbit`, every process is on a host of its own,
-    with a wire of that speed."""
+    """Each worker pushes and pulls `floats`. `way`: tcp, as between hosts, or shm; for bare sockets also `both`. Sides
+    without this option ignore it. With `mbit`, every process is on its own host behind a wire of that speed."""
 
     workers: int = 1
     servers: int = 1
@@ -33,5 +32,5 @@ class Setting:
 
     @property
     def round_bytes(self) -> int:
-        """There and back, all workers."""
+        """Bytes per round, pushed and pulled by all workers."""
         return 2 * self.workers * self.size_bytes

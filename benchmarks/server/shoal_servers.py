@@ -1,7 +1,7 @@
-"""Shoal: server processes and worker processes as they are in a run, held together by a table and a view made by hand.
+"""Shoal: server and worker processes as in a run, with a chunk table and a view made by hand.
 
 A round is what `ParameterServerSync.commit` does once the gradients are there: copy them to where they are sent from,
-push, wait for everybody's, take the new values into the model.
+push, wait for all workers, copy the new values into the model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _run_cluster(
 
 
 def _as_remote(address: Address, setting: Setting) -> Address:
-    """As it looks from another host, if that is the way to go."""
+    """The address as seen from another host, if TCP is measured."""
     return address if setting.way == "shm" else address.model_copy(update={"host_id": "another", "unix": ""})
 
 

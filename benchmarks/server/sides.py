@@ -1,4 +1,4 @@
-"""A side is a command that stands ready and makes rounds when it is told to, so that sides can take turns."""
+"""A side is a process that waits and makes rounds on request, so that sides can take turns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Side:
         self._receive()
 
     def measure(self, rounds: int) -> Numbers:
-        """The median round, the mean one, and the processor time per round of all processes together."""
+        """Median and mean time of a round, and the processor time per round of all processes."""
         before = self._cpu_s()
         self._send(rounds)
         times = self._receive()
@@ -70,7 +70,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 @contextlib.contextmanager
 def ready_sides(wanted: Mapping[str, Callable[[], Side]]) -> Iterator[dict[str, Side]]:
-    """All of these, ready; they start one after the other, for starting is work."""
+    """Start all sides one after the other, because starting takes processor time."""
     with contextlib.ExitStack() as stack:
         sides = {}
         for name, start in wanted.items():

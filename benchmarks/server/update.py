@@ -1,4 +1,4 @@
-"""What the update itself takes on a server, piece by piece, without anybody who pushes."""
+"""The time of the update on a server, piece by piece, without pushes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Training for an hour while every few seconds something dies, freezes or joins."""
+"""Train for an hour while every few seconds a worker dies, freezes or joins."""

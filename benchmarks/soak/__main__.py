@@ -49,7 +49,7 @@ JOB = {
 
 
 class Soak:
-    """A run in a process of its own, looked at and disturbed from here."""
+    """A run in a separate process, observed and disturbed by this one."""
 
     def __init__(self, scratch: Path, *, workers: int, seed: int) -> None:
         job = scratch / "job.yaml"
@@ -76,7 +76,7 @@ class Soak:
             self.events[event.kind] += 1
 
     def disturb(self) -> str:
-        """One of the four, at random."""
+        """Inject one of the four faults, at random."""
         self.poll_events()
         kind = self._rng.choice(["kill", "kill", "freeze", "join", "leave"])
         try:
@@ -93,7 +93,7 @@ class Soak:
         return kind
 
     def counts(self) -> dict[str, Any]:
-        """What the whole tree of processes uses now."""
+        """Resources that the process tree uses now."""
         self.poll_events()
         driver = _used(self.driver)
         known = {worker.pid for worker in self.state.training_workers}

@@ -1,4 +1,4 @@
-"""A small model whose lanes take their time without using the processor: an hour of training beside other work."""
+"""A small model whose lanes sleep instead of computing, so that an hour of training leaves the processor free."""
 
 import os
 import time

@@ -26,7 +26,7 @@ BATCH = 2048
 
 
 class RunWatch:
-    """When steps were done, and how much memory servers have."""
+    """Records the times of steps and the memory of the servers."""
 
     def __init__(self) -> None:
         self.servers: dict[str, psutil.Process] = {}
@@ -83,7 +83,7 @@ def measure(rows: int, dim: int, servers: int, workers: int, passes: int, place:
 
 
 def speed(steps: list[tuple[int, float]], first: int, last: int) -> float:
-    """Between the first and the last row of events that fall into these steps."""
+    """Seconds between the first and the last event of these steps."""
     inside = [(step, time) for step, time in steps if first < step <= last]
     (a, began), (b, ended) = inside[0], inside[-1]
     return (b - a) * BATCH * IDS / (ended - began)

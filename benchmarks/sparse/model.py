@@ -1,4 +1,4 @@
-"""A model that touches every row of a table once in a pass, and next to nothing else."""
+"""A model that uses every row of a table once per pass, and does almost nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IDS = 64
 
 
 def row_ids(rows: int) -> TensorDataset:
-    """Samples of 64 row numbers; all together they are all rows, in a scattered order."""
+    """Samples of 64 row numbers each. Together they cover all rows, in a scattered order."""
     ids = torch.arange(rows // IDS * IDS) * 7919 % rows
     return TensorDataset(ids.reshape(-1, IDS), torch.zeros(rows // IDS))
 

@@ -1,1 +1,1 @@
-"""Three workers, one of them four times slower: how long until a loss is reached, and by which kind of sync."""
+"""Three workers, one of them four times slower: seconds until a loss is reached, by kind of sync."""

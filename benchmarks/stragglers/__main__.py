@@ -32,7 +32,7 @@ from shoal.spec.load import make_job
 WORKERS, SERVERS = 3, 2
 MANY = 12  # lanes that can move
 BATCH = 384
-MOST_S = 300.0
+MAX_S = 300.0
 BASE = "lanes, they stay"
 SIDES: Mapping[str, dict[str, Any]] = {
     BASE: {"lanes": MANY, "elastic": {"balance": False}},
@@ -43,7 +43,7 @@ SIDES: Mapping[str, dict[str, Any]] = {
         "elastic": {"balance": words == "they move"},
         "sync": {"kind": "server", "servers": SERVERS, "staleness": staleness},
     }
-    # where lanes do not wait for each other each of them pushes by itself: no more of them than workers
+    # with staleness each lane pushes separately, so there is one lane per worker
     for staleness, lanes, words in (
         (0, MANY, "they stay"),
         (0, MANY, "they move"),
@@ -55,7 +55,7 @@ SIDES: Mapping[str, dict[str, Any]] = {
 
 @dataclass
 class LossWatch:
-    """Slows the last worker when all have joined, and notes who lost how much when."""
+    """Slows the last worker when all have joined, and records the losses of each worker."""
 
     slow: int
     joined: dict[str, int] = field(default_factory=dict)
@@ -94,11 +94,10 @@ class Comparison:
     loss: float = 0.0
 
     def measure(self, side: str) -> Numbers:
-        """Seconds from the moment when one became slow until the loss is there. One that takes too long counts as
-        what it took until it was given up."""
+        """Seconds from the slowdown until the loss is reached; `MAX_S` for a run that takes longer."""
         watch = LossWatch(self.slow)
         going = self._started(watch.on_event, workers=WORKERS, **SIDES[side])
-        deadline = time.monotonic() + MOST_S
+        deadline = time.monotonic() + MAX_S
         try:
             while (seconds := watch.reached(self.loss)) is None and time.monotonic() < deadline:
                 going.wait(0.1)
@@ -107,10 +106,10 @@ class Comparison:
         finally:
             watch.stop()
             going.close()
-        return {"seconds": seconds or MOST_S, "samples/s": watch.samples_per_s()}
+        return {"seconds": seconds or MAX_S, "samples/s": watch.samples_per_s()}
 
     def target(self, steps: int) -> float:
-        """The loss that one worker, which nobody slows, has after so many steps."""
+        """The loss of one undisturbed worker after `steps`."""
         curve = Curve(BATCH)
         going = self._started(curve.on_event, steps=steps, workers=1)
         while going.tick() is None:

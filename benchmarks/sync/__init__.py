@@ -1,1 +1,1 @@
-"""What synchronous training over processes costs: Shoal's lanes beside torch's DistributedDataParallel."""
+"""The cost of synchronous training over processes: Shoal's lanes against torch's DistributedDataParallel."""

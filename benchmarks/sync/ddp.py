@@ -62,11 +62,11 @@ def main() -> None:
     train(model, optimizer, mine, steps=steps_to_run(asked["steps"]))
     if workers > 1:
         dist.barrier()
-        os._exit(0)  # taking gloo's group down hangs now and then, after everything was measured
+        os._exit(0)  # destroying gloo's group hangs sometimes, after everything is measured
 
 
 def batches(inputs: Tensor, targets: Tensor, batch_size: int, *, rank: int, workers: int) -> Iterator[Pair]:
-    """This rank's part of each global batch: all draw the same permutation, and each takes every n-th sample."""
+    """This rank's part of each global batch: all ranks use the same permutation, and each takes every n-th sample."""
     made = torch.Generator().manual_seed(0)
     while True:
         for ids in torch.split(torch.randperm(len(inputs), generator=made), batch_size):

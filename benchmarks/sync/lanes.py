@@ -1,4 +1,4 @@
-"""Whole Shoal runs with lanes over workers, all at their defaults: events and checkpoints included."""
+"""Full Shoal runs with lanes over workers and default settings, including events and checkpoints."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def steps_to_run(steps: int) -> int:
 
 
 def gather(reports: Path, *, workers: int) -> Numbers:
-    """All processes of a run together: the slowest one's time, and everybody's processor time."""
+    """All processes of a run together: the time of the slowest, and the processor time of all."""
     found = [json.loads(path.read_text()) for path in reports.glob("*.json")]
     if len(found) != workers:
         raise RuntimeError(f"{workers} workers were to report, {len(found)} did")

@@ -1,1 +1,1 @@
-"""Two workers, one of them slow: lanes that move to the faster against equal shares."""
+"""Two workers, one of them slow: lanes that move to the faster worker against equal shares."""

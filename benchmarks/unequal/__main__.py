@@ -28,7 +28,7 @@ STEPS = {"mlp": 6000, "cnn": 400, "gpt": 500}
 
 
 class ThroughputWatch:
-    """Slows worker-1 as soon as it trains, and notes when steps were committed."""
+    """Slows worker-1 as soon as it trains, and records the times of committed steps."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -49,7 +49,7 @@ class ThroughputWatch:
             self.slowed.stop()
 
     def steps_per_s(self) -> float:
-        """After lanes had time to settle."""
+        """Steps per second after lanes had time to move."""
         late = [(t, step) for t, step in self.seen if t > REBALANCE_S]
         return (late[-1][1] - late[0][1]) / (late[-1][0] - late[0][0])
 

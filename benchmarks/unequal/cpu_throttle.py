@@ -1,4 +1,4 @@
-"""A process that gets a part of its processor."""
+"""Throttle a process to a fraction of its processor time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SLICE_S = 0.01
 
 
 class CpuThrottle(threading.Thread):
-    """Lets a process run one slice of every `times`, from outside."""
+    """Lets a process run one of every `times` time slices, by SIGSTOP and SIGCONT."""
 
     def __init__(self, pid: int, slowdown: int) -> None:
         super().__init__(daemon=True)

@@ -1,8 +1,8 @@
 """The error tree. Every error that a user can cause has a code, a place and a fix.
 
-An error is data: it crosses from worker to driver as a row of the event stream (`to_row`, `from_row`) and is
-printed without a traceback. `CATALOGUE` is the single list of codes; docs/errors.md is made from it by
-`python -m shoal.errors` and a test keeps the two in step.
+An error is data: a worker sends it to the driver as an event (`to_fields`, `error_from_fields`), and it is printed
+without a traceback. `CATALOGUE` is the only list of codes; `python -m shoal.errors` makes docs/errors.md from it and a
+test compares the two.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 EXIT_OK = 0
@@ -21,11 +22,12 @@ EXIT_CHECKPOINT = 5
 EXIT_RUN = 6
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+MAX_SUGGESTED_FILES = 10
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the catalogue knows of a code: its title, and the fix that is shown when the error brings none."""
+    """Title of a code, and the fix that is shown if the error has none of its own."""
 
     title: str
     fix: str
@@ -34,13 +36,13 @@ class Entry:
 CATALOGUE: dict[str, Entry] = {
     # 1xx: the job file
     "SH101": Entry("the job file cannot be read", "Give the path of a readable YAML file."),
-    "SH102": Entry("the file is not valid YAML", "Mend the YAML at the line shown; indent with spaces."),
+    "SH102": Entry("the file is not valid YAML", "Fix the YAML at the line shown; indent with spaces."),
     "SH103": Entry("unknown field", "Use one of the allowed fields."),
     "SH104": Entry("a required field is missing", "Add the field."),
     "SH105": Entry("wrong type", "Write a value of the type shown."),
     "SH106": Entry("value out of range or not among the choices", "Use an allowed value."),
     "SH107": Entry("two fields contradict each other", "Keep one of the two."),
-    "SH108": Entry("a field stands twice", "Remove one of the two lines."),
+    "SH108": Entry("a field is given twice", "Remove one of the two lines."),
     "SH109": Entry("a bad --set override", "Write --set path.to.field=value."),
     "SH110": Entry("not supported together", "Change one of the two settings."),
     "SH111": Entry("a field has another name now", "Write the name shown."),
@@ -48,46 +50,46 @@ CATALOGUE: dict[str, Entry] = {
     "SH201": Entry("the module or file of a name is not found", "Check the spelling, or install the package."),
     "SH202": Entry("the module has no such name", "Use a name that the module defines."),
     "SH203": Entry("a name is not written as module:name or file.py:name", "Write module:name or file.py:name."),
-    "SH204": Entry("importing the name failed", "Mend the error in the imported code."),
+    "SH204": Entry("importing the name failed", "Fix the error in the imported code."),
     "SH205": Entry("the arguments do not fit", "Change `args` to what the function or class takes."),
     "SH206": Entry("the name is not of the right kind", "Refer to an object of the kind shown."),
     "SH207": Entry("an optional package is not installed", "Install the extra shown."),
-    "SH208": Entry("calling the name failed", "Mend the error in the called code, or change `args`."),
+    "SH208": Entry("calling the name failed", "Fix the error in the called code, or change `args`."),
     # 3xx: data
     "SH301": Entry("a data file is not found", "Check the path; relative paths start at the job file's directory."),
     "SH302": Entry("a data file is empty", "Give a file with at least one sample."),
     "SH303": Entry("a column or array is missing", "Use a name that the data has."),
-    "SH304": Entry("a bad row", "Mend the row, or set data.on_bad_row: skip."),
-    "SH305": Entry("a value that is not a number (NaN) or is infinite", "Mend the data, or set data.on_bad_row: skip."),
+    "SH304": Entry("a bad row", "Fix the row, or set data.on_bad_row: skip."),
+    "SH305": Entry("a value that is not a number (NaN) or is infinite", "Fix the data, or set data.on_bad_row: skip."),
     "SH306": Entry("wrong shape or length", "Make the arrays agree."),
-    "SH307": Entry("the data file cannot be parsed", "Check that the file is of the kind that `source.kind` names."),
+    "SH307": Entry("the data file cannot be parsed", "Check that the file has the format of `source.kind`."),
     "SH308": Entry("the data cannot be reached", "Check the URL, the credentials and the network."),
-    "SH309": Entry("the dataset failed to give a sample", "Mend the dataset's code."),
+    "SH309": Entry("the dataset failed to return a sample", "Fix the dataset's code."),
     "SH310": Entry("wrong value type in the data", "Convert the column, or leave it out of the inputs."),
-    "SH311": Entry("augment or transform failed", "Mend the function; the message is its own."),
+    "SH311": Entry("augment or transform failed", "Fix the function; the message is its own."),
     "SH312": Entry("a loader process died", "Set data.loader.workers: 0 to see the error itself, or free memory."),
     "SH313": Entry("the data cache cannot be written", "Free some disk space, or give another cache directory."),
     # 35x: splits and dealing
     "SH351": Entry("too few samples for the split", "Use fewer folds or more data."),
     "SH352": Entry("the split needs a column", "Name the column in the split."),
-    "SH353": Entry("a leak: the same data stands on both sides of the split", "Change the split, or remove doubles."),
+    "SH353": Entry("a leak: the same data is on both sides of the split", "Change the split, or remove duplicates."),
     "SH354": Entry("the split is not possible with this data", "Choose another split."),
     "SH355": Entry("the dealing is not possible with this data", "Choose another `data.sampler`."),
     "SH356": Entry("the dealing needs a column", "Name a column of the data in the dealing."),
     # 4xx: training
-    "SH401": Entry("the model failed on a batch", "Mend the model or the data; the message is the model's own."),
+    "SH401": Entry("the model failed on a batch", "Fix the model or the data; the message is the model's own."),
     "SH402": Entry("the loss failed", "Check that the loss fits the model's output and the target."),
     "SH403": Entry("the loss is not finite", "Lower the learning rate, clip the gradients, or check the data."),
-    "SH404": Entry("there is nothing to train", "Unfreeze a parameter, or give a model with parameters."),
+    "SH404": Entry("no parameter is trained", "Unfreeze a parameter, or give a model with parameters."),
     "SH405": Entry("a pattern matches no parameter", "Use a pattern that matches; * is a wildcard."),
     "SH406": Entry("weights do not fit the model", "Use weights of the same shapes, or init_from.strict: false."),
     "SH407": Entry("out of memory", "Lower batch_size, raise lanes, or use a smaller model."),
     "SH408": Entry("a metric failed", "Check that the metric fits the model's output and the target."),
     "SH409": Entry("a metric is not known", "Monitor a metric that the job computes."),
-    "SH410": Entry("a watcher failed", "Mend the watcher's code."),
-    "SH411": Entry("the device is not there", "Use device: auto or cpu."),
+    "SH410": Entry("a watcher failed", "Fix the watcher's code."),
+    "SH411": Entry("the device does not exist", "Use device: auto or cpu."),
     "SH412": Entry("a step is not possible with so few samples", "Raise batch_size, lower lanes, or drop_last: true."),
-    "SH413": Entry("the update of the weights failed", "Mend the optimizer's or the schedule's arguments."),
+    "SH413": Entry("the update of the weights failed", "Fix the optimizer's or the schedule's arguments."),
     "SH415": Entry("the servers lost what they held", "Start the run again: shoal resume goes on from the checkpoint."),
     "SH417": Entry("servers cannot use the optimizer", "Use one that treats every element by itself, or sync: lanes."),
     "SH416": Entry("a server refuses a step", "Start the run again: shoal resume goes on from the checkpoint."),
@@ -115,15 +117,15 @@ CATALOGUE: dict[str, Entry] = {
                    "Put the class or function into a .py file, and guard the call by if __name__ == '__main__'."),
     "SH609": Entry("bad command line", "See --help."),
     "SH610": Entry("the driver cannot be reached",
-                   "See that the driver runs, and that its host and port can be reached from this machine."),
+                   "Check that the driver runs, and that its host and port can be reached from this machine."),
     "SH611": Entry("the driver cannot listen", "Give an address of this machine to listen on."),
-    "SH612": Entry("nobody drives the run", "`shoal resume` drives it again."),
+    "SH612": Entry("no driver is running for this run", "`shoal resume` drives it again."),
     "SH613": Entry("no such worker", "Name one of the workers that the run has now."),
     "SH614": Entry("the run has folds", "Name one fold, such as RUN/fold-0."),
     "SH615": Entry("the token is missing or wrong",
                    "Set SHOAL_TOKEN to what `shoal token RUN` prints on the machine that drives the run."),
     "SH616": Entry("the receipt is of another job", "Compare with a run of the same job, lanes and length."),
-    "SH617": Entry("a fault is not understood",
+    "SH617": Entry("a fault cannot be parsed",
                    "Write: kill worker 2 at step 7; or freeze, slow, kill server 1, or join at step 7."),
     "SH618": Entry("the servers are lost", "See the servers' logs; `shoal resume` goes on from the last checkpoint."),
     "SH619": Entry("the files for TLS cannot be used",
@@ -134,17 +136,19 @@ CATALOGUE: dict[str, Entry] = {
     "SH621": Entry("no way to run the job can be taken", "See the reasons of all ways: shoal plan JOB --all."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
-    "SH702": Entry("the arrays are not those of the servers", "Give an array for each name, of its shape and dtype."),
+    "SH702": Entry("the arrays do not match those of the servers",
+                   "Give an array for each name, of its shape and dtype."),
     "SH703": Entry("the servers are gone", "Start them again; start(from_=...) goes on from what was saved."),
-    "SH704": Entry("no such worker, or it is here already", "Give each process a worker number of its own, from 0."),
-    "SH705": Entry("what was saved cannot be used", "Give a file that `save` wrote, for the same optimizer."),
-    "SH706": Entry("a step out of turn", "Push the step that the client stands at: client.step."),
-    "SH707": Entry("no answer in time", "See that every worker runs, or give connect a longer timeout_s."),
+    "SH704": Entry("no such worker, or it is connected already",
+                   "Give each process a worker number of its own, from 0."),
+    "SH705": Entry("the saved file cannot be used", "Give a file that `save` wrote, for the same optimizer."),
+    "SH706": Entry("a step out of turn", "Push the client's current step: client.step."),
+    "SH707": Entry("no answer in time", "Check that every worker runs, or give connect a longer timeout_s."),
 }  # fmt: skip
 
 
 class ShoalError(Exception):
-    """An error that somebody can act on. `where` is a place: file and line, field, worker."""
+    """An error that the user can act on. `where` is a place: file and line, field, worker."""
 
     exit_code = EXIT_BUG
 
@@ -160,7 +164,7 @@ class ShoalError(Exception):
         return f"{self.code} {place}{self.message} ({self.fix})"
 
     def at(self, where: str) -> ShoalError:
-        """The same error with a better place."""
+        """The same error with another place."""
         return type(self)(self.code, self.message, where=where, fix=self.fix)
 
     def to_fields(self) -> dict[str, str]:
@@ -168,13 +172,13 @@ class ShoalError(Exception):
 
 
 class JobError(ShoalError):
-    """1xx and 2xx: what the user wrote is wrong."""
+    """1xx and 2xx: the job file or the command line is wrong."""
 
     exit_code = EXIT_JOB
 
 
 class DataError(ShoalError):
-    """3xx: the data is wrong, or cannot be had."""
+    """3xx: the data is wrong or cannot be read."""
 
     exit_code = EXIT_DATA
 
@@ -186,7 +190,7 @@ class TrainError(ShoalError):
 
 
 class CheckpointError(ShoalError):
-    """5xx: what must survive cannot be written or read."""
+    """5xx: a checkpoint cannot be written or read."""
 
     exit_code = EXIT_CHECKPOINT
 
@@ -197,8 +201,8 @@ class RunError(ShoalError):
     exit_code = EXIT_RUN
 
 
-class ErrorGroup(ShoalError):  # noqa: N818 - it is several errors
-    """Several errors at once; the job file is checked whole before anything is told."""
+class ErrorGroup(ShoalError):  # noqa: N818 - it holds several errors
+    """Several errors at once: all problems of a job file are collected before any is shown."""
 
     def __init__(self, errors: Sequence[ShoalError]) -> None:
         first = errors[0]
@@ -222,26 +226,26 @@ def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalEr
 
 
 def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
-    """The error that another process told of."""
+    """The error that another process sent as an event."""
     return error(
         fields["code"], str(fields["message"]), where=str(fields.get("where", "")), fix=str(fields.get("fix", ""))
     )
 
 
 def single_errors(failure: ShoalError) -> list[ShoalError]:
-    """The single errors in it."""
+    """The errors of a group, or the error itself."""
     return failure.errors if isinstance(failure, ErrorGroup) else [failure]
 
 
 def closest_name(word: str, allowed: Iterable[str]) -> str:
-    """The allowed word that was probably meant, or ''; large and small letters are the same here."""
+    """The allowed name that was probably meant, or ''. Case does not matter."""
     by_folded = {name.casefold(): name for name in allowed}
     found = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[found[0]] if found else ""
 
 
 def did_you_mean(word: str, allowed: Iterable[str], *, most: int = 30) -> str:
-    """A fix: the nearest name, then what is allowed."""
+    """A fix: the closest name, then the allowed names."""
     names = sorted(set(allowed))
     close = closest_name(word, names)
     shown = ", ".join(names[:most]) + (", …" if len(names) > most else "")
@@ -249,18 +253,32 @@ def did_you_mean(word: str, allowed: Iterable[str], *, most: int = 30) -> str:
     return f"{hint}Allowed: {shown}." if names else hint.strip()
 
 
+def suggest_path(path: Path, *, suffixes: tuple[str, ...] = ()) -> str:
+    """A fix for a path that does not exist: the closest file name and the files there, or the missing directory."""
+    folder = path.parent
+    if not folder.is_dir():
+        while not folder.parent.is_dir():
+            folder = folder.parent
+        return f"There is no directory {folder}."
+    names = sorted(p.name for p in folder.iterdir() if not suffixes or p.suffix in suffixes)
+    shown = ", ".join(names[:MAX_SUGGESTED_FILES]) + (", …" if len(names) > MAX_SUGGESTED_FILES else "")
+    close = closest_name(path.name, names)
+    hint = f"Did you mean '{close}'? " if close else ""
+    return f"{hint}{folder} has: {shown}." if names else f"{folder} has no such files."
+
+
 def render_docs() -> str:
-    """docs/errors.md."""
+    """The text of docs/errors.md."""
     groups = {"1": "The job file", "2": "Names", "3": "Data and splits", "4": "Training", "5": "Checkpoints",
               "6": "Runs and processes", "7": "Servers for other programs"}  # fmt: skip
     lines = ["# Errors and exit codes", "",
              "Every error says what is wrong, where, and what to do. Made by `python -m shoal.errors`.", "",
              "| exit code | meaning |", "|---|---|",
              f"| {EXIT_OK} | finished |",
-             f"| {EXIT_BUG} | a bug in Shoal: the traceback is shown, please report it; of `verify` and `chaos`: "
+             f"| {EXIT_BUG} | a bug in Shoal: the traceback is shown, please report it; for `verify` and `chaos`: "
              "the weights differ |",
              f"| {EXIT_JOB} | the job file or the command line is wrong (SH1xx, SH2xx) |",
-             f"| {EXIT_DATA} | the data is wrong or cannot be had (SH3xx) |",
+             f"| {EXIT_DATA} | the data is wrong or cannot be read (SH3xx) |",
              f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx) |",
              f"| {EXIT_CHECKPOINT} | a checkpoint cannot be written or read (SH5xx) |",
              f"| {EXIT_RUN} | runs, processes, engines (SH6xx), servers for other programs (SH7xx) |",

@@ -171,7 +171,7 @@ def test_what_holds_no_weights(run, tmp_path):
     other = CheckpointStore(run / "checkpoints", job_sha256="job", name="fold-1")
     other.save(5, {"weights": torch.ones(2)})
     other.close()
-    with pytest.raises(CheckpointError, match="several runs share it: fold-1, manifests"):
+    with pytest.raises(CheckpointError, match="several runs share this store: fold-1, manifests"):
         load_weights(run)
     with pytest.raises(CheckpointError, match="no section 'model'"):
         load_weights(run / "checkpoints" / "fold-1" / f"{5:012d}.json")

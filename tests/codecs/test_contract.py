@@ -242,11 +242,11 @@ def test_what_does_not_fit_is_refused(kind):
         with pytest.raises(ValueError, match="bytes"):
             codec.decode(data, values)
     crooked = torch.empty(len(good) + 1, dtype=torch.uint8)[1:]
-    with pytest.raises(ValueError, match="multiple of 4"):
+    with pytest.raises(ValueError, match="aligned to 4 bytes"):
         codec.encode(values, crooked)
     with pytest.raises(ValueError, match="flat"):
         codec.encode(torch.zeros(16)[::2], good)
-    with pytest.raises(ValueError, match="no room for the next"):
+    with pytest.raises(ValueError, match="without `residual_out`"):
         codec.encode(values, good, residual_in=memory)
     with pytest.raises(ValueError, match="instead of"):
         codec.encode(values, good, residual_out=torch.zeros(len(memory) + 1))

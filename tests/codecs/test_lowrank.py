@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from shoal.codecs.codec import ScratchBuffers
 from shoal.codecs.lowrank import hash_uniform
 from shoal.codecs.make import make_codec
 from shoal.codecs.residual import Residual
-from shoal.codecs.scratch import ScratchBuffers
 from tests.codecs.codec_cases import decoded, encoded, round_trip
 
 
@@ -89,7 +89,7 @@ def test_a_matrix_that_is_not_finite_decodes_to_nan_and_others_do_not(bad):
 
 def test_shapes_must_fill_the_buffer():
     codec = lowrank(2, (4, 4), (3,))
-    with pytest.raises(ValueError, match="hold 19 values, the stretch 20"):
+    with pytest.raises(ValueError, match="hold 19 values, but 20"):
         codec.size_bytes(20)
 
 

@@ -45,7 +45,7 @@ def test_a_state_is_copied_and_none_means_from_the_beginning():
 
 def test_what_does_not_fit_is_refused():
     for found in (torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(3, 1)):
-        with pytest.raises(ValueError, match="where the codec has 3"):
+        with pytest.raises(ValueError, match="the codec needs 3"):
             Residual(3).load_state({"memory": found})
     with pytest.raises(ValueError, match="nothing was encoded"):
         Residual(3).commit()

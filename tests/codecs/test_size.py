@@ -69,7 +69,7 @@ def test_a_cut_matrix_keeps_its_whole_rows():
 
 
 def test_shapes_must_fill_the_buffer():
-    with pytest.raises(ValueError, match="hold 6 values, the stretch 7"):
+    with pytest.raises(ValueError, match="hold 6 values, but 7"):
         matrix_segments([(2, 3)], 1, 7)
 
 

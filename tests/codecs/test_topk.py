@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.codecs import topk
+from shoal.codecs.codec import ScratchBuffers
 from shoal.codecs.make import make_codec
 from shoal.codecs.residual import Residual
-from shoal.codecs.scratch import ScratchBuffers
 from shoal.codecs.size import topk_count
 from tests.codecs.codec_cases import DGC, TOPK, decoded, encoded, gradients, round_trip
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from shoal.collectives.transport.bandwidth import answer_link_test, measure_link
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 
 def tcp_pair():

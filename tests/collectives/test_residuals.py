@@ -11,7 +11,7 @@ from shoal.collectives import residuals
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.residuals import LaneResiduals, receive_residuals
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 
 FLOATS = 4

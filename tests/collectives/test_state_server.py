@@ -11,7 +11,7 @@ import torch
 
 from shoal.collectives import state_server as module
 from shoal.collectives.state_server import StateServer, fetch_state
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import Address
 
 NOWHERE = Address(host="nowhere", port=1)

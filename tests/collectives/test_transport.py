@@ -23,7 +23,8 @@ from shoal.collectives.transport.shared_memory import SharedMemory, attach
 from shoal.collectives.tree_reduce import TreeReduce
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.net.handshake import LinkError, receive_exactly
+from shoal.net.errors import LinkError
+from shoal.net.handshake import receive_exactly
 from shoal.net.listener import connect
 from shoal.spec.view import View
 from shoal.strategies.ordered_sync import OrderedAllReduceSync

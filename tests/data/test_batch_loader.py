@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import BatchLoader, evaluation_batches
 from shoal.data.files import find_files
-from shoal.data.make_sampler import make_sampler
 from shoal.data.prefetch import BatchBuilder, make_prefetcher
+from shoal.data.samplers import make_sampler
 from shoal.data.source import SourceOptions, open_source
 from shoal.data.sources import array_files
 from shoal.data.sources.arrays import ArraySource, InMemoryRows
@@ -291,7 +291,7 @@ def test_failing_functions_of_the_user(held):
         with pytest.raises(ShoalError, match=r"SH311.*augment: ValueError: oh") as caught:
             load_batches(held, workers=workers, augment=broken)
         assert "test_batch_loader.py:" in caught.value.where
-    with pytest.raises(ShoalError, match=r"SH311.*transform gave a int"):
+    with pytest.raises(ShoalError, match=r"SH311.*transform returned a int"):
         load_batches(held, workers=0, transform=lambda batch: 3)
 
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.make_sampler import make_sampler
 from shoal.data.sample_hash import hash_values
-from shoal.data.samplers import assign_longest_first, jump_hash
+from shoal.data.samplers import assign_longest_first, jump_hash, make_sampler
 from shoal.errors import DataError
 from shoal.spec.data import BalancedSamplerConfig, HashSamplerConfig, RandomSamplerConfig
 
@@ -261,7 +260,7 @@ def test_missing_things():
         make_sampler_of(spec=BalancedSamplerConfig(kind="balanced", by="nowhere.npy"), n=9, lanes=1, batch_size=1)
     with pytest.raises(DataError, match="drop_last"):
         make_sampler_of(spec=RandomSamplerConfig(), n=9, lanes=1, batch_size=10, drop_last=True)
-    with pytest.raises(DataError, match="no samples"):
+    with pytest.raises(DataError, match="no training samples"):
         make_sampler_of(spec=RandomSamplerConfig(), n=9, lanes=1, batch_size=1, ids=np.arange(0))
 
 

@@ -16,7 +16,8 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.fleet import connection_thread, control_server
 from shoal.fleet.control_server import ControlServer
-from shoal.net.handshake import LinkError, new_token
+from shoal.net.errors import LinkError
+from shoal.net.handshake import new_token
 from shoal.net.listener import connect_host
 from shoal.net.messages import MAX_MESSAGE_BYTES
 from shoal.spec.view import View

@@ -13,7 +13,7 @@ from shoal.collectives.transport import frames
 from shoal.collectives.transport.frames import PeerFrame
 from shoal.fleet.driver_address import read_driver_address
 from shoal.net import handshake
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 HELLOS = (b"{}", b"", b'{"role":"worker","seat":0,"attachment":{}}', b'{"purpose":"mesh","seat":0,"view":2}')
 NOISE = (

@@ -170,7 +170,7 @@ def test_the_command(job_dir):
     (picked,) = [line for line in done.stdout.splitlines() if line.startswith("→")]
     assert picked.split()[1] == "1"
     assert "and nothing to exchange" in picked
-    assert "the job has 1 lane: of 2 workers 1 would carry nothing" in done.stdout
+    assert "the job has 1 lane: of 2 workers 1 would have no lane" in done.stdout
     assert "Take 1 worker: " in done.stdout
     assert "  shoal run job.yaml --set lanes=1 --workers 1\n" in done.stdout
     assert "The job has one lane" in done.stdout

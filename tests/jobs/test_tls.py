@@ -10,7 +10,7 @@ from shoal.fleet.driver_address import read_driver_address
 from shoal.jobs import commands, server_group, worker_group
 from shoal.jobs import join as joining
 from shoal.net import handshake
-from shoal.net.handshake import TlsError
+from shoal.net.errors import TlsError
 from shoal.net.listener import connect_host
 from shoal.spec.view import Address
 from tests.conftest import MLP
@@ -122,9 +122,9 @@ def test_users_and_joiners_come_in_with_certificates_alone(
 
     with background_run(run, MLP, watchers=watchers, network={"tls": str(certificates)}, **LONG) as it:
         it.wait_for_workers(1)
-        with pytest.raises(ShoalError, match=r"SH620 127.*it uses TLS, and we do not"):
+        with pytest.raises(ShoalError, match=r"SH620 127.*the other side uses TLS"):
             join(None)
-        with pytest.raises(ShoalError, match=r"SH620 127.*its certificate is not accepted"):
+        with pytest.raises(ShoalError, match=r"SH620 127.*the certificate of the other side is not accepted"):
             join(stranger)
         with pytest.raises(ShoalError, match=r"SH619 --tls.*cert\.pem"):
             join(job_dir)
@@ -138,7 +138,7 @@ def test_users_and_joiners_come_in_with_certificates_alone(
 def test_certificates_at_a_run_without_tls(run, certificates, second_fork_server):
     with background_run(run, MLP, **ENDLESS) as it:
         it.wait_for_workers(1)
-        with pytest.raises(ShoalError, match=r"SH620 127.*it does not use TLS, and we do"):
+        with pytest.raises(ShoalError, match=r"SH620 127.*the other side does not use TLS"):
             joining.join(
                 it.address,
                 commands.read_token(it.paths),

@@ -10,7 +10,8 @@ import pytest
 
 from shoal.net import handshake
 from shoal.net import listener as listener_module
-from shoal.net.handshake import LinkError, new_token
+from shoal.net.errors import LinkError
+from shoal.net.handshake import new_token
 from shoal.net.listener import AuthenticatedListener, connect, connect_host
 
 TOKEN = new_token()
@@ -192,7 +193,7 @@ def test_nobody_comes_in_after_close(harness):
     with pytest.raises(LinkError, match="cannot reach"):
         harness.call()
     for thread in threading.enumerate():
-        if thread.name == "shoal-door":
+        if thread.name == "shoal-listener":
             thread.join(30)
             assert not thread.is_alive()
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError, ProtocolError
 from shoal.net.messages import (
     MAX_MESSAGE_BYTES,
     MessageConnection,
     Outbox,
-    ProtocolError,
     decode_message,
     decode_object,
     encode_message,

@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from shoal.net import handshake, tls_pump
-from shoal.net.handshake import TLS_ALERT, LinkError, TlsError, TokenError, new_token
+from shoal.net.errors import LinkError, TlsError, TokenError
+from shoal.net.handshake import TLS_ALERT, new_token
 from shoal.net.listener import AuthenticatedListener, connect
 from shoal.net.tls_pump import TlsSocket
 from shoal.spec.certificates import load_tls_contexts

@@ -26,7 +26,7 @@ LANES = 3
 
 @contextlib.contextmanager
 def small_chunks():
-    with patch.object(chunk_table, "LEAST_CHUNK_BYTES", 512):
+    with patch.object(chunk_table, "MIN_CHUNK_BYTES", 512):
         yield
 
 

@@ -24,7 +24,7 @@ from shoal.checkpoint.sha256 import state_sha256
 from shoal.collectives.group import ViewGroup
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.transport.endpoint import Endpoint
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import push_buffers
 from shoal.paramserver.event_loop import ServerLoop
 from shoal.paramserver.requests import Push
@@ -102,8 +102,8 @@ class Cluster:
     # ---- a run ----
 
     def __enter__(self):
-        self._patches.enter_context(patch.object(tables, "LEAST_CHUNK_BYTES", 512))
-        self._patches.enter_context(patch.object(tables, "MOST_PIECE_BYTES", 2048))
+        self._patches.enter_context(patch.object(tables, "MIN_CHUNK_BYTES", 512))
+        self._patches.enter_context(patch.object(tables, "MAX_PIECE_BYTES", 2048))
         self._patches.enter_context(patch.object(push_buffers, "ZERO_COPY_MIN_BYTES", 4096))
         for seat in self.workers:
             self._fork(seat, lambda up, down, seat=seat: _worker_main(self, seat, up, down))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from shoal.checkpoint import state_format
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
 from shoal.collectives.transport.shared_memory import SharedMemory
-from shoal.net.handshake import LinkError, receive_exactly
+from shoal.net.errors import LinkError
+from shoal.net.handshake import receive_exactly
 from shoal.paramserver import connection, protocol
 from shoal.paramserver.chunk_state import chunk_state_from_replica, group_hyperparameters, param_group_indices
 from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame, unpack
@@ -25,7 +26,7 @@ from tests.paramserver.cluster import TOKEN, Cluster
 from tests.paramserver.test_bit_exact import assert_exact
 from tests.paramserver.workloads import Workload
 
-MOST_GROWTH_BYTES = 700 << 20
+MAX_GROWTH_BYTES = 700 << 20
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 KINDS = [*range(8), *range(15, 25), *range(31, 38), 255]
 WORKLOAD = Workload(norm=0.5)
@@ -163,7 +164,7 @@ def peak_bytes(pid):
 
 def assert_still_serving(cluster, seat, before):
     assert cluster.request(seat, "dump")["failures"] == 0
-    assert peak_bytes(cluster.children[seat].pid) - before < MOST_GROWTH_BYTES
+    assert peak_bytes(cluster.children[seat].pid) - before < MAX_GROWTH_BYTES
 
 
 def test_malformed_messages_from_outside_the_view():

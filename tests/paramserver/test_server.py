@@ -10,7 +10,8 @@ import torch
 
 from shoal.checkpoint import state_format
 from shoal.collectives.transport.endpoint import connect_to_peer
-from shoal.net.handshake import LinkError, receive_exactly
+from shoal.net.errors import LinkError
+from shoal.net.handshake import receive_exactly
 from shoal.paramserver import protocol
 from shoal.paramserver.chunk_state import chunk_state_from_replica, group_hyperparameters, param_group_indices
 from shoal.paramserver.event_loop import ServerLoop

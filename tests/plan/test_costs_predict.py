@@ -192,12 +192,12 @@ def test_what_travels_beside_computing_takes_time_of_the_core(changes):
 
 
 NOES = [
-    (RunChoice(workers=12), LARGE_MODEL, machine(), "the job has 8 lanes: of 12 workers 4 would carry nothing"),
+    (RunChoice(workers=12), LARGE_MODEL, machine(), "the job has 8 lanes: of 12 workers 4 would have no lane"),
     (
         RunChoice(workers=2),
         replace(LARGE_MODEL, lanes=1),
         machine(),
-        "the job has 1 lane: of 2 workers 1 would carry nothing",
+        "the job has 1 lane: of 2 workers 1 would have no lane",
     ),
     (RunChoice(), LARGE_MODEL, machine(HostResources(4, 0.4 * GB)), "needs 0.5 GB, the machine has 0.4 GB"),
     (TWO_HOSTS, LARGE_MODEL, machine(HOST, HostResources(4, 0.4 * GB)), "needs 0.6 GB, the machine has 0.4 GB"),
@@ -214,7 +214,7 @@ NOES = [
         RunChoice(threads=8),
         replace(LARGE_MODEL, times={8: LARGE_MODEL.times[1]}),
         machine(),
-        "8 threads, and a machine has 4 cores",
+        "8 threads, but a machine has 4 cores",
     ),
 ]
 

@@ -6,21 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plan.costs import drift
 from shoal.plan.costs.calibration import CostInputs, ObservedTimes, calibrate
-from shoal.plan.costs.drift import (
+from shoal.plan.costs.model import HostResources, RunChoice
+from shoal.plan.costs.predict import predict
+from shoal.plan.costs.replan import (
     COOLDOWN_STEPS,
     DRIFT_FACTOR,
     FEWEST_ROWS,
     LONG_S,
+    MAX_DOUBLINGS,
+    MOVE_GAIN,
     WINDOW,
     cooldown_over,
     has_drifted,
+    replan,
     typical_step_s,
 )
-from shoal.plan.costs.model import HostResources, RunChoice
-from shoal.plan.costs.predict import predict
-from shoal.plan.costs.replan import MOVE_GAIN, replan
 from tests.plan.cost_model_cases import FAST_LINK, GB, LARGE_MODEL, SLOW_LINK, TINY_MODEL, machine
 
 HERE = CostInputs(LARGE_MODEL, machine(), FAST_LINK)
@@ -73,7 +74,7 @@ def test_rests_grow():
         False,
         True,
     ]
-    assert cooldown_over(COOLDOWN_STEPS << drift.MOST_DOUBLINGS, 0, 1000)
+    assert cooldown_over(COOLDOWN_STEPS << MAX_DOUBLINGS, 0, 1000)
 
 
 @pytest.mark.parametrize("choice", [RunChoice(), TWO, RunChoice(workers=4), RunChoice(workers=4, codec="int8")])

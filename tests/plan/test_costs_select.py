@@ -297,7 +297,7 @@ def test_speeds_of_hosts(text, value):
 
 def test_speeds_are_of_each_host():
     assert units.parse_speeds("1,0.5", where="--speeds", hosts=2) == (1, 0.5)
-    with pytest.raises(JobError, match="SH106 --speeds: 3 hosts, and the speeds of 2"):
+    with pytest.raises(JobError, match="SH106 --speeds: 3 hosts, but 2 speeds"):
         units.parse_speeds("1,0.5", where="--speeds", hosts=3)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.checkpoint import state_format
 from shoal.fleet.roster import Peer, Roster
 from shoal.lanes.flat_layout import FlatLayout
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.server.clients import ClientMembership
 from shoal.server.numpy_format import pack, unpack
 from shoal.server.numpy_layout import CODES, NumpyLayout

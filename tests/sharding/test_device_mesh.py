@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from tests.sharding.ranks import run_ranks
 
 LARGE = 50_000_000

@@ -64,7 +64,7 @@ def test_an_expired_certificate(authority):
 
 def test_a_certificate_of_another_authority(files, tmp_path):
     shutil.copy(CertificateAuthority(tmp_path / "theirs").directory / "ca.pem", files)
-    assert "cert.pem is not accepted by those who trust ca.pem: unable to get local issuer" in tls_failure(files)
+    assert "cert.pem is not accepted by peers that trust ca.pem: unable to get local issuer" in tls_failure(files)
 
 
 def test_a_key_with_a_password_is_not_asked_for(files, authority):

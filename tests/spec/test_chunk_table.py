@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from shoal.spec.chunk_table import (
     BOUNDARY_ALIGN_BYTES,
-    LEAST_CHUNK_BYTES,
-    MOST_PIECE_BYTES,
+    MAX_PIECE_BYTES,
+    MIN_CHUNK_BYTES,
     ChunkTable,
     ParameterPiece,
     build_pieces,
@@ -73,8 +73,8 @@ def test_chunks_are_equal_and_not_too_small(elements):
     sizes = [b - a for a, b in pairwise(chunk_boundaries(places, end + 128))][:-1]
     assert max(sizes) <= 2 * min(sizes)
     assert len(sizes) <= 1000
-    assert len(sizes) == 1 or min(sizes) >= LEAST_CHUNK_BYTES
-    assert len(sizes) > 1 or end < 3 * LEAST_CHUNK_BYTES
+    assert len(sizes) == 1 or min(sizes) >= MIN_CHUNK_BYTES
+    assert len(sizes) > 1 or end < 3 * MIN_CHUNK_BYTES
 
 
 def test_a_big_model_has_a_thousand_chunks():
@@ -98,7 +98,7 @@ def test_where_nothing_is_trained_there_is_only_a_tail():
 @st.composite
 def tables(draw):
     sizes = draw(
-        st.lists(st.sampled_from([64, 16 << 10, 300_000, MOST_PIECE_BYTES, 3_000_000]), min_size=1, max_size=40)
+        st.lists(st.sampled_from([64, 16 << 10, 300_000, MAX_PIECE_BYTES, 3_000_000]), min_size=1, max_size=40)
     )
     seats = st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True)
     orders = [draw(seats) for _ in sizes]
@@ -121,7 +121,7 @@ def test_pieces_cover_all_chunks_and_never_mix_ways(table):
         assert (piece.start, piece.stop) == (table.cuts[piece.first_chunk], table.cuts[piece.end_chunk])
         assert {tuple(table.chains[i]) for i in range(piece.first_chunk, piece.end_chunk)} == {piece.chain}
         assert {tuple(table.filling[i]) for i in range(piece.first_chunk, piece.end_chunk)} == {piece.filling}
-        assert piece.end_chunk == piece.first_chunk + 1 or piece.stop - piece.start <= MOST_PIECE_BYTES
+        assert piece.end_chunk == piece.first_chunk + 1 or piece.stop - piece.start <= MAX_PIECE_BYTES
     assert found[-1].first_chunk == len(table.chains) - 1
 
 
@@ -131,7 +131,7 @@ def test_pieces_are_no_smaller_than_they_must_be(table):
     for one, other in pairwise(found[:-1]):
         first = table.cuts[other.first_chunk + 1] - table.cuts[other.first_chunk]
         same = (one.chain, one.filling) == (other.chain, other.filling)
-        assert not same or one.stop - one.start + first > MOST_PIECE_BYTES
+        assert not same or one.stop - one.start + first > MAX_PIECE_BYTES
 
 
 def test_a_record_passes_the_chain_and_then_those_that_are_filled():

@@ -188,7 +188,7 @@ TABLE = {
     "dots only": Row("CrossEntropyLoss", "torch.nn.MSELoss", "SH203", 6, "loss", "Write torch.nn:MSELoss."),
     "file without a name": Row("net.py:Net", "net.py", "SH203", 4, "model.name", "net.py:name"),
     "two colons": Row("net.py:Net", "net.py::Net", "SH203", 4, "model.name", "Write net.py:Net."),
-    "syntax error": Row("net.py:Net", "bad.py:f", "SH204", 4, "model.name", "Mend this line"),
+    "syntax error": Row("net.py:Net", "bad.py:f", "SH204", 4, "model.name", "Fix this line"),
     # -- files
     "no data": Row("path: rows.csv", "path: row.csv", "SH301", 14, "data.source.path", "Did you mean 'rows.csv'?"),
     "no data directory": Row("path: rows.csv", "path: there/row.csv", "SH301", 14, "data.source.path", "no directory"),

@@ -15,7 +15,7 @@ from torch import nn
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.state_stream import StatePublisher, StateSubscription
 from shoal.lanes.replica import Replica
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import Address, View
 from shoal.strategies.catch_up import CatchUp
 from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer

@@ -38,7 +38,7 @@ REPLICA = int(os.environ["REPLICA_GROUP_ID"])
 
 
 class Mended(DistributedDataParallel):  # type: ignore[misc,unused-ignore]
-    """torchft's wrapper, whose survivors live: a failed all-reduce is known to the manager, which discards the step."""
+    """torchft's wrapper, with survivors that stay alive: the manager sees a failed all-reduce and discards the step."""
 
     @staticmethod
     def _comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -67,7 +67,7 @@ def main() -> None:
         checkpoint_transport=PGTransport(group, timeout=timedelta(seconds=10), device="cpu"),
     )
     model, optimizer = HOOKS[hook](manager, inner_model), Optimizer(manager, inner)
-    if workload.checkpoint.is_file():  # every replica is gone: the manager knows nobody to heal from
+    if workload.checkpoint.is_file():  # every replica is gone, so the manager has no replica to heal from
         saved = torch.load(workload.checkpoint)
         load(saved, inner_model, inner)
         manager.load_state_dict(saved["torchft"])
@@ -76,8 +76,9 @@ def main() -> None:
 
 
 def begin_together(workload: Workload) -> None:
-    """The first steps would otherwise be those of the first replica alone, and look like samples that kills cost.
-    Whoever is started again finds that all were there."""
+    """Wait for all replicas. Otherwise the first replica would make the first steps alone, which would look like
+    samples
+    lost by kills. A restarted replica finds that all have been there."""
     ready = [Path(workload.directory, f"ready-{replica}") for replica in range(workload.workers)]
     ready[REPLICA].touch()
     while not all(file.is_file() for file in ready):
@@ -96,7 +97,7 @@ def train(workload: Workload, manager: Any, model: Any, optimizer: Any, inner: t
     ids: list[int] = []
 
     def committed(*_: Any) -> None:
-        """Only a step that counts reaches the inner optimizer; who is healing takes part with gradients of zero."""
+        """Only a committed step reaches the inner optimizer. A healing replica takes part with zero gradients."""
         step = manager.current_step()
         rows.add(step - 1, ids if manager.is_participating() else [])
         if step % workload.save_every == 0 and manager.participating_rank() == 0:
@@ -111,7 +112,7 @@ def train(workload: Workload, manager: Any, model: Any, optimizer: Any, inner: t
 
 
 def batches(workload: Workload) -> Iterator[list[int]]:
-    """This replica's batches, from where it was when it died. A batch whose step was discarded is not tried again."""
+    """This replica's batches, from its position when it died. The batch of a discarded step is not repeated."""
     place = Path(workload.directory, f"position-{REPLICA}")
     position = int(place.read_text()) if place.is_file() else 0
     sampler = DistributedSampler(

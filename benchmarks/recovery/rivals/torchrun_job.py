@@ -51,7 +51,7 @@ def train(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def batches(workload: Workload, start: int) -> Iterator[list[int]]:
-    """This rank's batches from a step on: inside the epoch too, so that a restart neither skips nor repeats samples."""
+    """This rank's batches from a step on, also within an epoch, so that a restart neither skips nor repeats samples."""
     sampler: DistributedSampler[int] = DistributedSampler(range(workload.samples), seed=workload.seed)  # type: ignore[arg-type]
     first, skip = divmod(start, workload.steps_per_epoch)
     for epoch in itertools.count(first):

@@ -1,1 +1,1 @@
-"""Parameter servers as one writes them with other tools. These files run without Shoal."""
+"""Parameter servers written with other tools. These files run without Shoal."""

@@ -16,7 +16,7 @@ from benchmarks.server.setting import Setting
 
 
 class Server:
-    """Its part of the parameters."""
+    """Holds a part of the parameters."""
 
     def __init__(self, setting: Setting) -> None:
         torch.set_num_threads(1)

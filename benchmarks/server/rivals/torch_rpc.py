@@ -23,7 +23,7 @@ from benchmarks.server.setting import Setting
 
 
 class Server:
-    """Its part of the parameters."""
+    """Holds a part of the parameters."""
 
     def __init__(self, setting: Setting) -> None:
         self._lock = threading.Lock()

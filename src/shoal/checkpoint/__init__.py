@@ -1,1 +1,1 @@
-"""What must survive: atomic saves, manifests, content-addressed tensors, exports."""
+"""Checkpoints: atomic saves, manifests, content-addressed tensors, exports."""

@@ -1,8 +1,8 @@
 """Tensors in safetensors files that are named by the SHA-256 of their content.
 
-A large tensor is a blob of its own, so that it is stored once while it does not change; the small ones
-of a section of the state share a blob. What a blob begins with follows from the manifest, so that reading
-compares instead of parsing: nothing in a damaged or hostile blob is ever interpreted.
+A large tensor is a blob of its own, so it is stored once while it does not change. The small tensors of a section of
+the state share a blob. The header of a blob follows from the manifest: the reader compares it and parses nothing, so
+nothing in a damaged or hostile blob is ever interpreted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LARGE_BYTES = 64 << 10
 SINGLE_TENSOR_KEY = "tensor"
 
 TensorSpec = tuple[str, tuple[int, ...]]
-"""safetensors' word for the dtype, and the shape."""
+"""safetensors' dtype code, and the shape."""
 
 
 @dataclass(frozen=True)
 class Blob:
-    """A file to be: its name, its size, and its content in pieces that are not copied together."""
+    """A file to write: its name, its size, and its content in chunks that need not be contiguous."""
 
     digest: str
     size_bytes: int
@@ -39,7 +39,8 @@ class Blob:
 
 
 def encode_blob(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> Blob:
-    """A safetensors file. Its chunks look into the tensors' memory: leave that alone until it is written."""
+    """A safetensors file. Its chunks are views of the tensors' memory: do not change the tensors until it is
+    written."""
     specs = {key: tensor_spec(tensor) for key, tensor in tensors.items()}
     chunks: list[memoryview | bytes] = [safetensors_header(specs, metadata=metadata)]
     chunks += [bytes_of(tensors[key]) for key in safetensors_order(specs)]
@@ -50,11 +51,11 @@ def encode_blob(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | 
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Blob], dict[str, TensorRef]]:
-    """The blobs, by digest, that hold a state's tensors, and where each tensor is."""
+    """The blobs that hold a state's tensors, by digest, and the location of each tensor."""
     blobs: dict[str, Blob] = {}
     refs: dict[str, TensorRef] = {}
     for group in _blob_groups(tensors):
-        # A lone tensor's key is not its name: equal tensors are one blob whatever they are called.
+        # The key of a single tensor is not its name, so equal tensors with different names are one blob.
         keys = {name: SINGLE_TENSOR_KEY if len(group) == 1 else name for name in group}
         blob = encode_blob({keys[name]: tensors[name] for name in group})
         blobs[blob.digest] = blob
@@ -64,9 +65,9 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Blob], dict[s
 
 
 def decode_blob(file: BinaryIO, specs: Mapping[str, TensorSpec], *, digest: str, where: str = "") -> dict[str, Tensor]:
-    """The tensors of a blob that must hold exactly these. SH502 unless every bit is right.
+    """The tensors of a blob, which must hold exactly `specs`. SH502 unless every bit is right.
 
-    Allocates no more than the file is long.
+    Allocates at most the size of the file.
     """
     start = _expected_header(specs, where=where)
     size_bytes = len(start) + sum(_size_bytes(spec) for spec in specs.values())
@@ -89,7 +90,7 @@ def decode_blob(file: BinaryIO, specs: Mapping[str, TensorSpec], *, digest: str,
 
 
 def safetensors_header(specs: Mapping[str, TensorSpec], *, metadata: Mapping[str, str] | None = None) -> bytes:
-    """The start of a safetensors file: a length, and a JSON table, padded so that the data is aligned."""
+    """The header of a safetensors file: a length and a JSON table, padded so that the data is aligned."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for key in safetensors_order(specs):
@@ -107,7 +108,8 @@ def tensor_spec(tensor: Tensor) -> TensorSpec:
 
 
 def _blob_groups(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names that share a blob: a large tensor has its own, small ones go by the first part of their names."""
+    """Names that share a blob: each large tensor is alone, small tensors are grouped by the first part of their
+    names."""
     alone = [[name] for name, tensor in tensors.items() if tensor.nbytes >= LARGE_BYTES]
     sections: dict[str, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -117,7 +119,7 @@ def _blob_groups(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def safetensors_order(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """As safetensors itself does: wide types first, so that every tensor is aligned to its type."""
+    """The order that safetensors uses: wide types first, so that every tensor is aligned to its type."""
     return sorted(specs, key=lambda key: (-DTYPES[specs[key][0]].itemsize, key))
 
 

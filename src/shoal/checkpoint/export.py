@@ -1,4 +1,4 @@
-"""A finished model as files that others can read, and weights from whatever holds some."""
+"""Export a finished model to files that other programs read, and load weights from files, runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def export_model(
 ) -> dict[str, Any]:
     """Write model.safetensors, model.json (also returned) and, if wanted and possible, model.pt2.
 
-    model.json is removed first and written last: where it stands, what it describes is complete. Tells
-    `export_skipped` for what cannot be exported; SH503 if the files cannot be written.
+    model.json is removed first and written last: if it exists, the files that it describes are complete. Emits
+    `export_skipped` for anything that cannot be exported. SH503 if the files cannot be written.
     """
     target = Path(directory)
     weights, left_out = _plain_weights(model)
@@ -75,7 +75,7 @@ def export_sharded_model(
     program: bool,
     emit: EmitEvent,
 ) -> dict[str, Any]:
-    """The same of a model that nobody holds, tensor by tensor."""
+    """`export_model` for a model that is larger than one worker's memory: written tensor by tensor."""
     target = Path(directory)
     specs = {name: weights.spec(name) for name in weights}
     chunks = (bytes_of(weights[name]) for name in safetensors_order(specs))
@@ -95,14 +95,14 @@ def export_sharded_model(
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Weights by name from a .safetensors file, a model, a run, a store of checkpoints, or a manifest in one.
 
-    A run's finished model counts before its checkpoints; of a checkpoint, the section `model` is read. SH501
-    if there is nothing to load, SH505 if a file is not safetensors, SH502 if a checkpoint is damaged.
+    The finished model of a run takes precedence over its checkpoints. From a checkpoint, only the section `model` is
+    read. SH501 if there is nothing to load, SH505 if a file is not safetensors, SH502 if a checkpoint is damaged.
     """
     return dict(open_weights(path))
 
 
 def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """The same for who cannot hold all of them: each is read when it is asked for, where that can be."""
+    """`load_weights` for callers that cannot hold all weights: where possible, a tensor is read on access."""
     where = os.fspath(path)
     if (step := step_from_path(where)) is not None:
         return _from_manifest(where, step)
@@ -124,7 +124,8 @@ def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
 
 
 def _plain_weights(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-    """The state dict's plain tensors, tied ones under each name; and the names of what else it has."""
+    """The plain tensors of the state dict, tied tensors under each of their names; and the names of its other
+    entries."""
     state = model.state_dict()
     weights = {n: t for n, t in state.items() if isinstance(t, Tensor) and not unsaveable_reason(t)}
     return weights, [name for name in state if name not in weights]
@@ -145,7 +146,7 @@ def _description(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, ...] | None, *, emit: EmitEvent) -> bool:
-    """Any failure of torch.export is told: the weights are what counts, and they are written."""
+    """Report any failure of torch.export as an event: the weights are already written and the export continues."""
     try:
         if not example_inputs:
             raise ValueError("there are no example inputs")
@@ -161,14 +162,14 @@ def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, .
 
 
 def _batch_dims(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The first dimension of each tensor is a batch of any size, unless the model insists on this one."""
+    """Mark the first dimension of each tensor as a batch of any size, unless the model specialises on this size."""
     auto = torch.export.Dim.AUTO
     return tuple({0: auto} if isinstance(x, Tensor) and x.dim() else None for x in inputs)
 
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and afterwards in the mode it had."""
+    """Every module in evaluation mode; afterwards each module is back in its previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -182,7 +183,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class _SafetensorsFile(Mapping[str, Tensor]):
-    """A safetensors file of this machine."""
+    """A safetensors file on this machine."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -193,7 +194,7 @@ class _SafetensorsFile(Mapping[str, Tensor]):
         if name not in self._names:
             raise KeyError(name)
         with self._open() as file:
-            # A copy: mapped memory would change, or crash the process, when somebody overwrites the file.
+            # A copy: mapped memory would change, or crash the process, when another process overwrites the file.
             tensor: Tensor = file.get_tensor(name).clone()
             return tensor
 
@@ -244,11 +245,11 @@ def _from_store(root: Path) -> Mapping[str, Tensor]:
     names = sorted({path.split("/")[0] for path in files.sizes() if step_from_path(path) is not None})
     if len(names) > 1:
         fix = f"Give one of their manifests, such as {root / names[0]}/<step>.json."
-        raise error("SH501", f"several runs share it: {', '.join(names)}", where=str(root), fix=fix)
+        raise error("SH501", f"several runs share this store: {', '.join(names)}", where=str(root), fix=fix)
     store = CheckpointStore(root, job_sha256=None, name=names[0]) if names else None
     found = store.load_latest(section=MODEL_SECTION) if store else None
     if store is None or found is None:
-        raise error("SH501", "no checkpoint here is whole", where=str(root), fix=FIX_NO_WEIGHTS)
+        raise error("SH501", "no checkpoint here is complete", where=str(root), fix=FIX_NO_WEIGHTS)
     if found[1] is None:
         return _weights_at(store, found[0].step, where=str(root))
     return _model_section(found[1], where=str(root))

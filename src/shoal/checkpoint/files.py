@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a directory of files that appear whole or not at all, local or behind an fsspec URL.
+"""Storage of checkpoints: a directory, local or behind an fsspec URL, in which files appear completely or not at all.
 
 Paths are relative to the directory and written with `/`. Torch-free.
 """
@@ -22,35 +22,35 @@ SWEEP_GRACE_S = 3600.0
 
 
 class CheckpointFiles(Protocol):
-    """What a store needs of a place. Failures are OSErrors."""
+    """The storage operations that a store needs. Failures are OSErrors."""
 
     where: str
     has_locks: bool
-    """Whether `saving` keeps the sweeps of other processes out. If not, only its age protects a file."""
+    """Whether `save_lock` keeps the sweeps of other processes out. If not, only its age protects a file."""
 
     def open(self, path: str) -> BinaryIO: ...
 
     def write(self, path: str, chunks: Iterable[memoryview | bytes]) -> None:
-        """All of it under its name, or an error and nothing."""
+        """Write the file completely, or raise and leave nothing."""
 
     def remove(self, path: str) -> None:
-        """Gone afterwards; it need not have been there."""
+        """Remove the file. No error if it does not exist."""
 
     def sizes(self, under: str = "") -> dict[str, int]:
         """Every file below `under` with its size in bytes; empty if there is no such directory."""
 
     def save_lock(self) -> AbstractContextManager[None]:
-        """Held while a save relies on files that it found; many may hold it."""
+        """Held while a save relies on existing files. Shared: several saves may hold it."""
 
     def sweep_lock(self) -> AbstractContextManager[bool]:
-        """False if somebody is saving: then remove nothing."""
+        """Yields False if a save is in progress: then the caller must remove nothing."""
 
     def is_stale(self, path: str) -> bool:
-        """Within `sweeping`: no save that is under way can rely on this file."""
+        """Under `sweep_lock`: no save in progress can rely on this file."""
 
 
 class LocalFiles:
-    """A directory of this machine. What was written survives a power cut."""
+    """A directory on this machine. Written files survive a power cut."""
 
     has_locks = True
 
@@ -87,7 +87,7 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def _locked(self, mode: int) -> Iterator[bool]:
-        """Where the filesystem knows no locks, saves go on and nobody ever sweeps."""
+        """Yields whether the lock was taken. On a filesystem without locks saves work and sweeps never run."""
         make_directory(self._root)
         with (self._root / LOCK_FILE).open("ab") as file:
             try:
@@ -103,10 +103,10 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """A bucket or any other place that fsspec reaches. Objects are put whole.
+    """A bucket or any other storage that fsspec reaches. Objects are uploaded completely or not at all.
 
-    Without locks, a blob that nobody refers to is removed only when older than `grace_s`: a save under way
-    has put all that it relies on within that time, or finds it in a manifest of its own.
+    There are no locks, so an unreferenced blob is removed only when it is older than `grace_s`. A save in progress has
+    written every blob that it relies on within that time, or finds the blob in one of its own manifests.
     """
 
     has_locks = False
@@ -159,14 +159,14 @@ class RemoteFiles:
 
 
 def open_files(where: str | os.PathLike[str]) -> CheckpointFiles:
-    """The files at a local path or a URL. Nothing is made until something is written."""
+    """The files at a local path or a URL. No directory is created before the first write."""
     text = os.fspath(where).removeprefix("file://")
     return RemoteFiles(text) if "://" in text else LocalFiles(text)
 
 
 @contextlib.contextmanager
 def atomic_replace(target: Path) -> Iterator[Path]:
-    """A path to write to. It replaces `target` when the block ends well, and is removed otherwise."""
+    """A temporary path to write to. It replaces `target` when the block succeeds, and is removed when it raises."""
     make_directory(target.parent)
     temp = target.with_name(f"{TEMP_PREFIX}{secrets.token_hex(6)}-{target.name}")
     try:
@@ -180,7 +180,7 @@ def atomic_replace(target: Path) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """With its parents, each entered durably in its own parent."""
+    """Create the directory and its parents, and fsync each new entry."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -200,7 +200,7 @@ def _fsync(path: Path) -> None:
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, int]]:
-    """Files and sizes. What vanishes meanwhile, swept by another process, is left out."""
+    """Files and sizes. Files that another process removes meanwhile are left out."""
     for directory, _, names in os.walk(top):
         for name in names:
             file = Path(directory) / name

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, as one small checked file. Torch-free: the driver reads it too.
+"""The contents of a checkpoint as one small file with a checksum. Torch-free: the driver reads it too.
 
 Layout of a store: `blobs/ab/<sha256>` holds tensors, `<name or "manifests">/<step>.json` says which of them
 make a checkpoint. A checkpoint exists from the moment its manifest does.
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Where a tensor's values lie: under which key of which blob. `dtype` is safetensors' word for it."""
+    """Location of a tensor's values: the blob and the key in it. `dtype` is safetensors' code."""
 
     blob: str
     key: str
@@ -53,11 +53,11 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of all its blobs, also those that it shares with others."""
+        """Bytes of all its blobs, including those shared with other checkpoints."""
         return sum(self.blobs.values())
 
     def dump(self) -> bytes:
-        """As JSON, with a checksum of its own."""
+        """The manifest as JSON with a checksum."""
         body = {
             "step": self.step,
             "created": self.created,
@@ -72,14 +72,14 @@ class Manifest:
 
 
 def parse_manifest(raw: bytes, *, where: str = "") -> Manifest:
-    """The manifest in a file's bytes. SH502 says what is wrong with them, SH507 that they are too new."""
+    """Parse the bytes of a manifest file. SH502 if they are damaged, SH507 if a newer version wrote them."""
     try:
         document = json.loads(raw)
         if not isinstance(document, dict):
             raise ValueError("it is not a JSON object")
         version = _parse_integer(document.get("format"), "format")
         if version > FORMAT:
-            raise error("SH507", f"format {version}, known up to {FORMAT}", where=where)
+            raise error("SH507", f"format {version}; this version reads formats up to {FORMAT}", where=where)
         if version < 1:
             raise ValueError(f"there is no format {version}")
         body = document.get("body")
@@ -93,9 +93,9 @@ def parse_manifest(raw: bytes, *, where: str = "") -> Manifest:
 def steps_to_delete(
     metas: Iterable[tuple[int, float | None]], keep: int, keep_best: int, metric_sign: int
 ) -> list[int]:
-    """Which of the (step, metric) to drop: all but the newest `keep` and the best `keep_best`.
+    """The steps to delete: all but the newest `keep` and the best `keep_best`.
 
-    `sign` is 1 if a larger metric is better, -1 if a smaller one is. Of equals the earlier counts as better.
+    `metric_sign` is 1 if a larger metric is better, -1 if a smaller one is. Among equal metrics the earlier step wins.
     """
     metas = sorted(metas, reverse=True)
     newest = {step for step, _ in metas[:keep]}
@@ -109,7 +109,7 @@ def steps_to_delete(
 
 
 def manifest_directory(name: str) -> str:
-    """The directory of a name's manifests; '' is the name of a store that has only one."""
+    """The directory of the manifests of a name. The name is '' in a store for a single run."""
     if name and (name == "blobs" or not _NAME.fullmatch(name)):
         raise ValueError(f"not a name for a directory of manifests: {name!r}")
     return name or DEFAULT_NAME
@@ -124,24 +124,24 @@ def blob_path(digest: str) -> str:
 
 
 def step_from_path(path: str) -> int | None:
-    """The step of a manifest's path; None if it is not one."""
+    """The step of a manifest path; None for any other path."""
     directory, _, file = path.rpartition("/")
     match = _FILE.fullmatch(file)
     return int(match[1]) if match and directory and not directory.startswith("blobs") else None
 
 
 def steps_in(files: CheckpointFiles, directory: str) -> list[int]:
-    """The steps that have a manifest, newest first; it may yet be a damaged one."""
+    """The steps that have a manifest file, newest first. The manifests may be damaged."""
     found = (step_from_path(path) for path in files.sizes(directory))
     return sorted((step for step in found if step is not None), reverse=True)
 
 
 def read_manifest(files: CheckpointFiles, path: str) -> Manifest:
-    """SH501 if it is not there, SH502 if it is damaged."""
+    """SH501 if the file does not exist, SH502 if it is damaged."""
     where = f"{files.where.rstrip('/')}/{path}"
     try:
         with files.open(path) as file:
-            size_bytes = min(file.seek(0, 2), MAX_MANIFEST_BYTES + 1)  # Python makes room for as much as one asks for
+            size_bytes = min(file.seek(0, 2), MAX_MANIFEST_BYTES + 1)  # read() allocates what it is asked for
             file.seek(0)
             raw = file.read(size_bytes)
     except FileNotFoundError:
@@ -157,7 +157,7 @@ def read_manifest(files: CheckpointFiles, path: str) -> Manifest:
 
 
 def list_manifests(path: str | os.PathLike[str], *, name: str = "") -> list[Manifest]:
-    """The undamaged manifests at a store's path, newest first. Blobs are not looked at."""
+    """The undamaged manifests at a store's path, newest first. Does not check blobs."""
     files, directory = open_files(path), manifest_directory(name)
     found = []
     for step in steps_in(files, directory):
@@ -169,7 +169,7 @@ def list_manifests(path: str | os.PathLike[str], *, name: str = "") -> list[Mani
 
 
 def newest_manifest(path: str | os.PathLike[str], *, name: str = "") -> Manifest | None:
-    """The undamaged manifest with the highest step. Blobs are not looked at."""
+    """The undamaged manifest with the highest step. Does not check blobs."""
     files, directory = open_files(path), manifest_directory(name)
     for step in steps_in(files, directory):
         try:
@@ -179,7 +179,7 @@ def newest_manifest(path: str | os.PathLike[str], *, name: str = "") -> Manifest
     return None
 
 
-# ---- the body, checked field by field: a checksum keeps out accidents, not somebody who can compute one ----
+# ---- the body, checked field by field: a checksum detects accidents, not forgeries ----
 
 
 def _from_body(body: Any) -> Manifest:
@@ -220,7 +220,7 @@ def _parse_integer(value: Any, what: str) -> int:
 
 
 def _metric_to_json(metric: float | None) -> float | str | None:
-    """JSON has no word for infinities and NaN: they are written as text."""
+    """JSON cannot represent infinities and NaN: they are written as text."""
     return metric if metric is None or math.isfinite(metric) else str(float(metric))
 
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints back, every bit verified."""
+"""Read checkpoints and verify every bit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shoal.errors import error
 
 
 def read_state(files: CheckpointFiles, manifest: Manifest, *, section: str = "") -> State:
-    """The state of a checkpoint, or one section of it (`loop`, or one within another: `optimizer/param_groups`); only
-    the blobs that this needs are read.
+    """The state of a checkpoint, or one section of it (`loop`, or a nested one: `optimizer/param_groups`). Reads only
+    the blobs that the section needs.
 
-    The tensors are the caller's own, apart from each other. SH502 if anything is missing or damaged.
+    The tensors belong to the caller and share no memory. SH502 if anything is missing or damaged.
     """
     skeleton = manifest.tree
     for key in section.split("/") if section else ():
@@ -27,7 +27,7 @@ def read_state(files: CheckpointFiles, manifest: Manifest, *, section: str = "")
 
 
 def missing_blob_reason(files: CheckpointFiles, manifest: Manifest) -> str:
-    """What is wrong with a checkpoint at a glance, without reading its blobs; '' if nothing is."""
+    """Why a checkpoint cannot be complete, from the sizes of its blobs alone; '' if all sizes are right."""
     present = files.sizes("blobs")
     for digest, size in manifest.blobs.items():
         found = present.get(blob_path(digest))
@@ -53,7 +53,7 @@ def _read_tensors(files: CheckpointFiles, manifest: Manifest, wanted: set[str]) 
         taken = set()
         for name in names:
             key = manifest.tensors[name].key
-            # Equal tensors are stored once, but nobody shares memory with anybody.
+            # Equal tensors are stored once, but the tensors returned share no memory.
             tensors[name] = content[key].clone() if key in taken else content[key]
             taken.add(key)
     return tensors

@@ -1,4 +1,4 @@
-"""When to save: a decision, and no act."""
+"""Decides when to save. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Literal
 SaveInterval = tuple[Literal["auto", "steps", "seconds", "never"], float]
 
 FIRST_SAVE_S = 2.0
-"""`auto` saves first after this time: it shows what a save costs."""
+"""Seconds before the first save of `auto`, which measures what a save costs."""
 MIN_INTERVAL_S = 10.0
-"""`auto` never saves twice within this time."""
+"""Minimum seconds between two saves of `auto`."""
 TIME_BUDGET = 0.03
-"""The part of the wall time that `auto` may spend on saving."""
+"""Share of the wall time that `auto` may spend on saving."""
 
 
 @dataclass(frozen=True)
 class SaveTiming:
-    """What is known at the end of a step. Times are seconds.
+    """Timing of saves, as known at the end of a step. Times are seconds.
 
-    `cost_s` is what the last save cost (None before the first), `spent_s` what all of them did: the time that
-    training stood still, and the processor time that was taken from it in the background. `busy`: a save is
+    `cost_s` is the cost of the last save (None before the first) and `spent_s` the cost of all saves: the time for
+    which training was blocked, plus the processor time that the background thread took from it. `busy`: a save is
     still being written.
     """
 
@@ -34,7 +34,7 @@ class SaveTiming:
 
 
 def decide_save(interval: SaveInterval, timing: SaveTiming) -> Literal["save", "wait", "skip"]:
-    """`skip`: it is time, but the last save is still being written."""
+    """`skip`: a save is due, but the previous one is still being written."""
     unit, number = interval
     if unit == "never":
         return "wait"

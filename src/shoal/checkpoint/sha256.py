@@ -14,12 +14,12 @@ from shoal.checkpoint.tensor_bytes import bytes_of
 
 
 def weights_sha256(named_tensors: Mapping[str, Tensor]) -> str:
-    """Of name, dtype, shape and little-endian values of each tensor, in the order of names."""
+    """SHA-256 over name, dtype, shape and little-endian values of each tensor, in the order of names."""
     return _hash_tensors(hashlib.sha256(), named_tensors)
 
 
 def state_sha256(state: State) -> str:
-    """Of all that `flatten` takes. The order of a dict's keys is no part of it."""
+    """SHA-256 of any state that `flatten` accepts. The order of a dict's keys does not matter."""
     tensors, skeleton = flatten(state)
     text = json.dumps(_sort_dict_keys(skeleton), sort_keys=True, separators=(",", ":"))
     return _hash_tensors(hashlib.sha256(text.encode("ascii")), tensors)
@@ -35,7 +35,7 @@ def _hash_tensors(sha256: Any, named_tensors: Mapping[str, Tensor]) -> str:
 
 
 def _sort_dict_keys(skeleton: Skeleton) -> Skeleton:
-    """The same skeleton with the pairs of every dict by the type and value of their keys."""
+    """The same skeleton, with the pairs of every dict sorted by type and value of their keys."""
     if isinstance(skeleton, list):
         return [_sort_dict_keys(item) for item in skeleton]
     if not isinstance(skeleton, dict):

@@ -1,7 +1,7 @@
-"""Pieces in a checkpoint's files: each process writes those that it answers for, and reads those that it needs.
+"""Pieces of tensors in a checkpoint: each rank writes the pieces that it owns and reads the pieces that it needs.
 
-What is written is told as plain data, one row for each piece, and checked before it is used. A large piece is a blob of
-its own, so that whoever needs some of it reads and checks that one alone.
+Each written piece is described by a `PieceRecord`, which is checked before use. A large piece is a blob of its own, so
+a rank that needs some of it reads and verifies only that blob.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shoal.checkpoint.tensor_bytes import DTYPES
 from shoal.errors import error
 
 PIECES_SECTION = "pieces"
-"""The section of a checkpoint's state that says which pieces there are."""
+"""The section of a checkpoint's state that lists the pieces."""
 NAMES_SECTION = "names"
-"""The section that gives each name of the model's state dict and the one under which its pieces lie."""
+"""The section that maps each name of the model's state dict to the name under which its pieces are stored."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_SIZE = 1 << 62
@@ -33,7 +33,7 @@ _MAX_SIZE = 1 << 62
 
 @dataclass(frozen=True)
 class PieceRecord:
-    """One piece: which block of which tensor it is, and where it lies. ValueError for nonsense."""
+    """One piece: its tensor, its block of that tensor, and the blob that holds it. ValueError if that is impossible."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,13 +46,13 @@ class PieceRecord:
     def __post_init__(self) -> None:
         for numbers in (self.shape, self.start, self.size):
             if len(numbers) != len(self.shape) or any(type(n) is not int or not 0 <= n < _MAX_SIZE for n in numbers):
-                raise ValueError("a piece that was saved has numbers that are none")
+                raise ValueError("a saved piece has a size or offset that is not a valid whole number")
         if any(a + n > whole for a, n, whole in zip(self.start, self.size, self.shape, strict=True)):
-            raise ValueError("a piece that was saved is no part of its tensor")
+            raise ValueError("a saved piece is not inside its tensor")
         if not all(isinstance(word, str) for word in (self.name, self.key, self.dtype)):
-            raise ValueError("a piece that was saved has no name")
+            raise ValueError("a saved piece has no name")
         if not isinstance(self.blob, str) or not _DIGEST.fullmatch(self.blob):
-            raise ValueError("a piece that was saved lies in no blob")
+            raise ValueError("a saved piece names no blob")
 
     @property
     def tensor_slice(self) -> TensorSlice:
@@ -67,11 +67,11 @@ class PieceRecord:
             numbers = {key: tuple(description[key]) for key in ("shape", "start", "size")}
             return cls(**{**description, **numbers})
         except (KeyError, TypeError) as problem:
-            raise ValueError(f"not a piece that was saved: {problem!r:.200}") from None
+            raise ValueError(f"not the record of a saved piece: {problem!r:.200}") from None
 
 
 def write_pieces(files: CheckpointFiles, pieces: Mapping[str, TensorPiece]) -> tuple[list[PieceRecord], dict[str, int]]:
-    """Write them. Returns what to tell, and the blobs with their sizes. OSError if that fails."""
+    """Write pieces. Returns their records, and the blobs with their sizes. OSError if writing fails."""
     blobs, refs = pack_tensors({name: piece.values.contiguous() for name, piece in pieces.items()})
     for blob in blobs.values():
         files.write(blob_path(blob.digest), blob.chunks)
@@ -91,7 +91,7 @@ def write_pieces(files: CheckpointFiles, pieces: Mapping[str, TensorPiece]) -> t
 
 
 class SavedPieces:
-    """Pieces in files, of all who wrote some. Keeps what small pieces share a blob, and of large ones nothing."""
+    """The pieces that all ranks have written. Caches blobs that several small pieces share, but no large ones."""
 
     def __init__(self, files: CheckpointFiles, records: Iterable[PieceRecord]) -> None:
         self._files = files
@@ -109,14 +109,14 @@ class SavedPieces:
         return [row.tensor_slice for row in self._records.get(name, ())]
 
     def spec(self, name: str) -> TensorSpec:
-        """Of the whole. SH502 if there is none of it."""
+        """Dtype and shape of the full tensor. SH502 if no piece of it was saved."""
         if not self._records.get(name):
             raise error("SH502", f"'{name}' was not saved", where=self._files.where)
         row = self._records[name][0]
         return row.dtype, row.shape
 
     def read(self, name: str, number: int) -> Tensor:
-        """SH502 if it is damaged or gone."""
+        """The values of one piece. SH502 if it is damaged or missing."""
         row = self._records[name][number]
         content = self._shared_blobs.get(row.blob) or self._read_blob(row.blob)
         if len(content) > 1:
@@ -129,19 +129,19 @@ class SavedPieces:
             with self._files.open(blob_path(digest)) as file:
                 return decode_blob(file, self._specs[digest], digest=digest, where=where)
         except OSError as problem:
-            raise error("SH502", f"pieces that were saved cannot be read: {problem}", where=where) from problem
+            raise error("SH502", f"saved pieces cannot be read: {problem}", where=where) from problem
 
 
 def open_pieces(files: CheckpointFiles, state: Mapping[str, Any]) -> SavedPieces:
-    """The pieces of a state that was written by many. SH502 if it does not say which these are."""
+    """The pieces of a state that several ranks wrote. SH502 if the state does not list them."""
     try:
         return SavedPieces(files, [PieceRecord.from_dict(row) for row in state[PIECES_SECTION]])
     except (KeyError, TypeError, ValueError) as problem:
-        raise error("SH502", f"the pieces of a checkpoint are not described well: {problem}") from None
+        raise error("SH502", f"the list of pieces in the checkpoint is damaged: {problem}") from None
 
 
 def open_full_tensors(files: CheckpointFiles, manifest: Manifest, *, rename: Callable[[str], str]) -> SavedPieces:
-    """The tensors of a state that one process has written, as pieces: each in full, under another name."""
+    """The tensors of a state that one worker wrote, as pieces: each is one full piece, under its new name."""
 
     def row(name: str) -> PieceRecord:
         ref = manifest.tensors[name]
@@ -151,8 +151,7 @@ def open_full_tensors(files: CheckpointFiles, manifest: Manifest, *, rename: Cal
 
 
 class AssembledTensors(Mapping[str, Tensor]):
-    """Whole tensors, each put together in the moment in which it is asked for. `names` gives for each the one under
-    which its pieces lie."""
+    """Full tensors, each assembled from its pieces on access. `names` maps each tensor to the name of its pieces."""
 
     def __init__(self, pieces: SavedPieces, names: Mapping[str, str]) -> None:
         self._pieces = pieces
@@ -177,5 +176,5 @@ class AssembledTensors(Mapping[str, Tensor]):
         return len(self._names)
 
     def spec(self, name: str) -> TensorSpec:
-        """What it will be."""
+        """Dtype and shape, without reading the tensor."""
         return self._pieces.spec(self._names[name])

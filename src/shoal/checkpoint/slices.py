@@ -1,4 +1,4 @@
-"""Blocks of tensors: which part of a whole lies somewhere, and its values."""
+"""Rectangular blocks of tensors: their position in the full tensor, and their values."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class TensorSlice:
         return 0 in self.size
 
     def view_of(self, whole: Tensor) -> Tensor:
-        """This part of it: a view."""
+        """This block of the full tensor, as a view."""
         return whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))]
 
     def overlap(self, other: TensorSlice) -> tuple[Slices, Slices] | None:
-        """What two blocks of one tensor share: where it lies in this one, and where in the other."""
+        """The overlap of two blocks of one tensor: its indices in this block, and in the other."""
         pairs = zip(self.start, self.size, other.start, other.size, strict=True)
         common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in pairs]
         if any(first >= last for first, last in common):
@@ -49,19 +49,19 @@ class TensorSlice:
 
 
 class TensorPiece(NamedTuple):
-    """Some values, and where they belong in the whole."""
+    """The values of a block, and its position in the full tensor."""
 
     tensor_slice: TensorSlice
     values: Tensor
 
 
 class PieceReader(Protocol):
-    """Where pieces come from."""
+    """A source of pieces: a checkpoint or other workers."""
 
     def slices(self, name: str) -> Sequence[TensorSlice]:
-        """Of all pieces of this name, wherever they were; together they are the whole."""
+        """The positions of all pieces of this tensor. Together they cover it."""
 
     def read(self, name: str, number: int) -> Tensor:
-        """The values of one of them."""
+        """The values of piece `number`."""
 
     def names(self) -> Iterable[str]: ...

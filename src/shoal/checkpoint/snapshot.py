@@ -1,4 +1,4 @@
-"""The moment of a save: the state as it is now, copied out of training's way."""
+"""A copy of the state at the moment of a save, so that training can go on while it is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ BufferLayout = dict[str, tuple[torch.dtype, torch.Size]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state that nobody changes until it is written. `others` are blobs that somebody else has written for it."""
+    """A state that stays unchanged until it is written. `external_blobs` are blobs that other processes wrote for
+    it."""
 
     step: int
     metric: float | None
@@ -31,14 +32,14 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Memory for one snapshot. It is kept, since the page faults of fresh memory cost more than the copy."""
+    """Memory for one snapshot. It is reused, because the page faults of fresh memory cost more than the copy."""
 
     def __init__(self) -> None:
         self._layout: BufferLayout = {}
         self._buffers: dict[str, Tensor] = {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous copies on the host, good until the next call. Tied tensors are copied once."""
+        """Contiguous copies on the host, valid until the next call. Tied tensors are copied once."""
         first: dict[tuple[Any, ...], str] = {}
         owner = {name: first.setdefault(_memory_identity(tensor), name) for name, tensor in tensors.items()}
         self._reserve({name: (tensors[name].dtype, tensors[name].shape) for name in first.values()})
@@ -48,7 +49,7 @@ class HostBuffers:
 
     def _reserve(self, layout: BufferLayout) -> None:
         if layout != self._layout:
-            self._layout, self._buffers = {}, {}  # the old memory goes before the new comes
+            self._layout, self._buffers = {}, {}  # free the old memory before allocating the new
             self._buffers = _allocate(layout)
             self._layout = layout
 
@@ -64,7 +65,7 @@ def _allocate(layout: BufferLayout) -> dict[str, Tensor]:
 
 
 def _allocate_pages(size_bytes: int) -> mmap.mmap:
-    """Huge pages where there are any: the first save is then two to three times shorter."""
+    """Huge pages where available: they make the first save two to three times faster."""
     memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,9 +1,9 @@
-"""A state from one process's memory to another's: exact, without pickle and without a file between.
+"""Send a state from one process to another: exact, without pickle and without a file.
 
     magic · size and CRC-32 of the header · header (JSON) · the tensors' bytes, in the header's order · CRC-32 of these
 
 The header is the state's skeleton with the name, dtype and shape of each tensor. Sizes are checked before memory is
-reserved for them. The checksums find accidents; that the peer may be believed is the handshake's matter.
+allocated. The checksums detect accidents; the handshake decides whether the peer is trusted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 from shoal.checkpoint.state_tree import Skeleton, State, flatten, unflatten
 from shoal.checkpoint.tensor_bytes import DTYPE_CODES, DTYPES, bytes_of
 from shoal.errors import CheckpointError
-from shoal.net.handshake import LinkError, receive_exactly_into
+from shoal.net.errors import LinkError
+from shoal.net.handshake import receive_exactly_into
 
 MAX_HEADER_BYTES = 64 << 20
 
@@ -35,11 +36,11 @@ _MAX_CHUNKS_PER_SEND = 256
 
 _NamedTensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 _Fill = Callable[[memoryview], None]
-"""Fills all of a stretch of memory with what comes next, or raises LinkError."""
+"""Fills a buffer completely with the next bytes, or raises LinkError."""
 
 
 def send_state(sock: socket.socket, state: State) -> int:
-    """Send a state that nobody changes meanwhile; the number of bytes. LinkError if the other side goes away.
+    """Send a state, which must not change meanwhile. Returns the number of bytes. LinkError if the peer is gone.
 
     SH506 for a state that cannot be saved, before anything is sent.
     """
@@ -52,21 +53,21 @@ def send_state(sock: socket.socket, state: State) -> int:
 
 
 def receive_state(sock: socket.socket, *, max_bytes: int) -> State:
-    """The state that `send_state` sent, on the host, its tensors the caller's own.
+    """The state that `send_state` sent, in host memory. The tensors belong to the caller.
 
-    LinkError for whatever is malformed, truncated, garbled, or longer than `most_bytes`.
+    LinkError if the bytes are malformed, truncated, corrupt, or more than `max_bytes`.
     """
     return _read_state(lambda view: receive_exactly_into(sock, view), max_bytes=max_bytes)
 
 
 def pack_state(state: State) -> bytes:
-    """What `send_state` sends."""
+    """The bytes that `send_state` sends."""
     tensors, skeleton = flatten(state)
     return b"".join(_message_chunks(_message_head(tensors, skeleton), tensors))
 
 
 def unpack_state(content: bytes) -> State:
-    """The state that was packed. LinkError for anything else."""
+    """The state that `pack_state` packed. LinkError for anything else."""
     rest = memoryview(content)
 
     def fill(view: memoryview) -> None:
@@ -91,9 +92,9 @@ def _message_head(tensors: Mapping[str, Tensor], skeleton: Skeleton) -> bytes:
 
 
 def _message_chunks(start: bytes, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """All that is sent, in small pieces: the other side works on one while the next is being checksummed.
+    """The whole message in small chunks: the peer receives one while the next is checksummed.
 
-    A tensor that has to be copied to the host is copied when its turn comes.
+    A tensor on a device is copied to the host just before it is sent.
     """
     yield from _chunks(memoryview(start))
     crc = 0
@@ -109,7 +110,7 @@ def _chunks(view: memoryview) -> Iterator[memoryview]:
 
 
 def _batches(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """A model has hundreds of small tensors: many of them go with one call."""
+    """Group chunks, so that one call sends many: a model has hundreds of small tensors."""
     batch: list[memoryview] = []
     size = 0
     for piece in pieces:
@@ -139,7 +140,7 @@ def _read_state(fill: _Fill, *, max_bytes: int) -> State:
     skeleton, specs, max_bytes = _read_header(fill, max_bytes=max_bytes)
     size_bytes = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in specs)
     if size_bytes > max_bytes:
-        raise LinkError(f"tensors of {size_bytes} bytes where at most {max_bytes} are taken")
+        raise LinkError(f"the peer sends tensors of {size_bytes} bytes; at most {max_bytes} are allowed")
     tensors, crc = {}, 0
     for name, dtype, shape in specs:
         tensors[name] = _empty(dtype, shape)
@@ -155,12 +156,12 @@ def _read_state(fill: _Fill, *, max_bytes: int) -> State:
 
 
 def _read_header(fill: _Fill, *, max_bytes: int) -> tuple[Skeleton, list[_NamedTensorSpec], int]:
-    """The skeleton, the tensors to come, and how many bytes these may have."""
+    """The skeleton, the specs of the tensors that follow, and their total size in bytes."""
     magic, size, crc = _START.unpack(_read_exactly(fill, _START.size))
     if magic != _MAGIC:
-        raise LinkError("not a state")
+        raise LinkError("the peer does not send a state")
     if size > min(MAX_HEADER_BYTES, max_bytes):
-        raise LinkError(f"a header of {size} bytes")
+        raise LinkError(f"the header of the state has {size} bytes")
     text = _read_exactly(fill, size)
     if zlib.crc32(text) != crc:
         raise LinkError("the header does not match its checksum")

@@ -1,7 +1,7 @@
 """A state as named tensors and a JSON skeleton, and back: exact, and without pickle.
 
-Names are JSON pointers (`/model/0.weight`). In the skeleton None, bool, int, finite floats, text and lists
-stand for themselves; all else is an object with one key: `tensor`, `float`, `tuple` or `dict` (in pairs).
+Names are JSON pointers (`/model/0.weight`). In the skeleton None, bool, int, finite floats, text and lists stand for
+themselves. Anything else is an object with one key: `tensor`, `float`, `tuple` or `dict` (a list of pairs).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _MAX_INT_BITS = 8192
 
 
 def flatten(state: State) -> tuple[dict[str, Tensor], Skeleton]:
-    """The tensors of a state by name (the very ones, not copies), and its skeleton.
+    """The tensors of a state by name (not copies), and its skeleton.
 
-    Tensors are values: two that share memory come back equal and apart. SH506 names what cannot be saved.
+    Tensors are values: two that share memory are restored as two equal tensors. SH506 names what cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _encode(state, "", tensors, MAX_DEPTH)
 
 
 def unflatten(tensors: Mapping[str, Tensor], skeleton: Skeleton) -> State:
-    """The state again. SH502 if `flatten` makes no such skeleton, or it names a tensor that is missing."""
+    """The inverse of `flatten`. SH502 if the skeleton is invalid or names a tensor that is missing."""
     return _rebuild(skeleton, tensors.__getitem__)
 
 
@@ -78,7 +78,7 @@ def _encode_scalar(node: Any, path: str) -> Skeleton:
 
 
 def _child_paths(node: Mapping[Any, Any], path: str) -> dict[Any, str]:
-    """The path of each key. 0 and '0' may stand in one dict: then the number is written `~i0`."""
+    """The path of each key. If a dict has both 0 and '0' as keys, the number is written `~i0`."""
     names: dict[str | int, str] = {}
     for key in node:
         if type(key) is str:

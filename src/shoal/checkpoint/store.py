@@ -1,4 +1,4 @@
-"""The store: decides when to save, saves beside training, and gives back the newest state that is whole."""
+"""The checkpoint store: decides when to save, saves in the background, and loads the newest intact state."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from shoal.errors import CheckpointError, ShoalError, error
 
 
 class EmitEvent(Protocol):
-    """Called with what happened, always on the thread that calls the store."""
+    """Receives the events of the store, always on the thread that calls the store."""
 
     def __call__(self, kind: str, /, **fields: Any) -> object: ...
 
 
 def _no_emit(kind: str, /, **fields: Any) -> None:
-    """Nobody listens."""
+    """Discard the event."""
 
 
 class CheckpointStore:
     """The checkpoints of one run at a local path or fsspec URL. Used by one thread.
 
-    Several stores, of this or other processes, may share a path and its blobs under different names. A save
-    makes training wait for a copy in memory only; one background thread does the rest, one save at a time.
-    One that fails leaves the older checkpoints as they were and is told, not raised; `wait` raises it.
+    Several stores, in this or other processes, may share a path and its blobs under different names. A save blocks
+    training only for a copy in memory; one background thread does the rest, one save at a time. A failed save leaves
+    the older checkpoints unchanged and emits `save_failed`; only `wait` raises it.
 
-    Told: `saved`, `save_failed`, `save_skipped`, `checkpoint_invalid`, `cleanup_failed`.
+    Events: `saved`, `save_failed`, `save_skipped`, `checkpoint_invalid`, `cleanup_failed`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CheckpointStore:
 
     @property
     def files(self) -> CheckpointFiles:
-        """For those who write parts of a checkpoint by themselves, or read them."""
+        """The storage, for callers that write or read parts of a checkpoint directly."""
         return self._files
 
     # ---- saving ----
@@ -90,11 +90,11 @@ class CheckpointStore:
         force: bool = False,
         external_blobs: Callable[[], Mapping[str, int]] | None = None,
     ) -> bool:
-        """Call after every step; saves if it is time, or if forced (also where `every` is never).
+        """Call after every step. Saves if a save is due, or if `force` is set (even if `every` is "never").
 
-        Returns whether a save was begun. A step is not saved twice, unless its metric has become known since.
-        `others` gives the blobs (and their sizes) that other processes have written to this store while the state was
-        made: they belong to the checkpoint.
+        Returns whether a save was started. A step is not saved twice, unless its metric has become known since.
+        `external_blobs` returns the blobs, with their sizes, that other processes wrote to this store for this state:
+        they belong to the checkpoint.
         """
         self._collect_result()
         now_s = self._start_clock(step)
@@ -106,7 +106,7 @@ class CheckpointStore:
         return True
 
     def is_due(self, step: int) -> bool:
-        """Is it time to save this step? For those who save together, and must know it of each other."""
+        """Whether a save of this step is due. For workers that save together and decide together."""
         self._collect_result()
         return self._is_due(step, self._start_clock(step))
 
@@ -118,7 +118,7 @@ class CheckpointStore:
         metric: float | None,
         external_blobs: Callable[[], Mapping[str, int]],
     ) -> None:
-        """Begin a save now, after the one under way, to which others bring their parts: see `maybe_save`."""
+        """Start a save to which other ranks contribute blobs (see `maybe_save`), after the one in progress."""
         self._start_clock(step)
         self._save(step, state_fn, metric=metric, info=None, external_blobs=external_blobs)
 
@@ -132,18 +132,18 @@ class CheckpointStore:
     def save(
         self, step: int, state: State, *, metric: float | None = None, info: Mapping[str, Any] | None = None
     ) -> None:
-        """Begin a save now, after the one under way. SH506 if the state holds what cannot be saved."""
+        """Start a save now, after the one in progress. SH506 if the state holds something that cannot be saved."""
         self._start_clock(step)
         self._save(step, lambda: state, metric=metric, info=info)
 
     def wait(self) -> None:
-        """Until nothing is being written. SH503 if the last save failed."""
+        """Wait until nothing is being written. SH503 if the last save failed."""
         self._wait_for_save()
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Finish what is being written. The store can still load, but no longer save."""
+        """Finish the save in progress. The store can still load, but no longer save."""
         self._wait_for_save()
         self._thread.shutdown()
 
@@ -161,7 +161,7 @@ class CheckpointStore:
         plain_info = _json_copy(info)
         try:
             with ExitStack() as stack:
-                if external_blobs is not None:  # nobody must sweep away what has no manifest yet
+                if external_blobs is not None:  # no process may sweep blobs that have no manifest yet
                     stack.enter_context(self._files.save_lock())
                 tensors, tree = flatten(state_fn())
                 written_elsewhere = dict(external_blobs()) if external_blobs is not None else {}
@@ -229,17 +229,17 @@ class CheckpointStore:
                 stall_s=result.stall_s,
                 write_s=result.write_s,
             )
-        if result.untidy:
-            self._emit("cleanup_failed", step=result.step, reason=result.untidy)
+        if result.cleanup_error:
+            self._emit("cleanup_failed", step=result.step, reason=result.cleanup_error)
 
     # ---- loading ----
 
     def latest(self) -> Manifest | None:
-        """The newest checkpoint that looks whole: a sound manifest, every blob there in the right size."""
+        """The newest checkpoint that looks intact: a valid manifest, and every blob has the right size."""
         return next(self.intact_manifests(), None)
 
     def intact_manifests(self) -> Iterator[Manifest]:
-        """All checkpoints that look whole, newest first."""
+        """All checkpoints that look intact, newest first."""
         for step in self._steps():
             try:
                 manifest = self._manifest(step)
@@ -251,14 +251,14 @@ class CheckpointStore:
                 yield manifest
 
     def mark_damaged(self, step: int, reason: str) -> None:
-        """Somebody found it damaged after all."""
+        """Record that a caller found the checkpoint damaged while reading it."""
         self._writer.damaged.add(step)
         self._emit("checkpoint_invalid", step=step, reason=reason)
 
     def load(self, step: int, *, section: str = "") -> tuple[Manifest, State]:
         """The state of a step, or one section of it (None if it has no such section).
 
-        SH501 if there is none, SH502 if it is damaged, SH504 if it belongs to another job.
+        SH501 if there is no such checkpoint, SH502 if it is damaged, SH504 if it belongs to another job.
         """
         self._wait_for_save()
         manifest = self._manifest(step)
@@ -267,7 +267,8 @@ class CheckpointStore:
         return manifest, read_state(self._files, manifest, section=section)
 
     def load_latest(self, *, section: str = "") -> tuple[Manifest, State] | None:
-        """The newest checkpoint of which every bit is right; damaged ones are told and passed over."""
+        """The newest checkpoint whose every bit verifies. Emits `checkpoint_invalid` for damaged ones and skips
+        them."""
         for step in self._steps():
             try:
                 return self.load(step, section=section)
@@ -292,10 +293,10 @@ class CheckpointStore:
         return manifest
 
     def _report_invalid(self, step: int, problem: CheckpointError) -> None:
-        """Go on to an older one if this one is damaged; that it is not ours the caller must know."""
+        """Report a damaged checkpoint, so that the caller tries an older one. Other errors are raised."""
         if problem.code not in ("SH501", "SH502"):
             raise problem
-        if not isinstance(problem.__cause__, OSError):  # what could not be read now may be sound
+        if not isinstance(problem.__cause__, OSError):  # a read error may be temporary
             self._writer.damaged.add(step)
         self._emit("checkpoint_invalid", step=step, reason=f"{problem.where}: {problem.message}")
 
@@ -309,7 +310,7 @@ def _reason(problem: Exception) -> str:
 
 
 def _json_copy(info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of the info as JSON has it."""
+    """A deep copy through JSON."""
     try:
         return dict(json.loads(json.dumps(dict(info or {}), allow_nan=False)))
     except (TypeError, ValueError) as problem:

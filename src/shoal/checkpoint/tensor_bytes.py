@@ -1,4 +1,4 @@
-"""A tensor as plain bytes, without a copy where it lies contiguously in host memory."""
+"""A tensor as plain bytes, without a copy if it is contiguous in host memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ DTYPE_CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-"""safetensors' word for every dtype that can be saved."""
+"""safetensors' code for every dtype that can be saved."""
 
 DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 def unsaveable_reason(tensor: Tensor) -> str:
-    """Why a tensor has no plain bytes that could be saved; '' if it has."""
+    """Why a tensor cannot be saved as plain bytes; '' if it can."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return "a sparse, quantised or meta tensor"
     return "" if tensor.dtype in DTYPE_CODES else f"a tensor of dtype {tensor.dtype}"
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The values in row-major order; of a contiguous tensor on the host, its very memory."""
+    """The values in row-major order. For a contiguous tensor on the host this is its own memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # Not reshape: a tensor of one element counts as contiguous with any stride, and would keep it.
+    # Not reshape: a tensor of one element is contiguous with any stride, and reshape would keep that stride.
     flat = plain.as_strided((plain.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""The background half of a save: hash, write what is new, name it all in a manifest, drop what is too old."""
+"""The background half of a save: hash, write new blobs, write the manifest, delete old checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save went. `reason` says why it failed; `untidy`, why old files could not be removed."""
+    """The outcome of a save. `reason`: why it failed. `cleanup_error`: why old files could not be removed."""
 
     step: int
     metric: float | None
@@ -34,12 +34,12 @@ class SaveResult:
     write_s: float = 0.0
     cpu_s: float = 0.0
     reason: str = ""
-    untidy: str = ""
+    cleanup_error: str = ""
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How many of the newest and of the best checkpoints stay."""
+    """How many of the newest and of the best checkpoints are kept."""
 
     keep: int
     keep_best: int
@@ -59,11 +59,11 @@ class CheckpointWriter:
         self._verified: set[str] = set()
         self._needs_sweep = True
         self.damaged: set[int] = set()
-        """Steps that cannot be loaded: they do not count as kept, and go with the next save that succeeds."""
+        """Steps that cannot be loaded. They do not count as kept, and the next successful save deletes them."""
 
     def write(self, snapshot: Snapshot, *, on_written: Callable[[], None] = lambda: None) -> SaveResult:
-        """Never raises: whatever goes wrong with a save is told, and training goes on. Calls `written` when all
-        files are there, or will not be."""
+        """Never raises: a failure is part of the result, and training goes on. Calls `on_written` when all files are
+        written or the save has failed."""
         begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
         result = SaveResult(snapshot.step, snapshot.metric)
         try:
@@ -75,7 +75,7 @@ class CheckpointWriter:
         try:
             self._clean_up(snapshot.step, saved=not result.reason)
         except Exception as problem:
-            result = replace(result, untidy=_reason(problem))
+            result = replace(result, cleanup_error=_reason(problem))
         took_s, took_cpu_s = time.perf_counter() - begun_s, time.thread_time() - begun_cpu_s
         return replace(result, write_s=took_s, cpu_s=took_cpu_s)
 
@@ -103,9 +103,9 @@ class CheckpointWriter:
         return replace(result, size_bytes=manifest.size_bytes, written_bytes=written)
 
     def _is_stored(self, blob: Blob, present: dict[str, int]) -> bool:
-        """A blob that is there need not be sound: one that this process has not seen to be is read once.
+        """Whether an intact copy of the blob is stored. A blob that this process has not verified yet is read once.
 
-        Where nothing keeps other processes from sweeping, it is written again instead, which makes it young.
+        In storage without locks the blob is written again instead: a new file is safe from sweeps by other processes.
         """
         path = blob_path(blob.digest)
         if present.get(path) != blob.size_bytes:
@@ -126,7 +126,7 @@ class CheckpointWriter:
             self._needs_sweep = not sweep_blobs(self._files)
 
     def _delete_old(self, step: int) -> None:
-        """Drop the manifests that retention does not keep; the one just written stays whatever its step."""
+        """Delete the manifests that retention does not keep. The one just written is always kept."""
         self.damaged.discard(step)
         manifests, broken = self._read_manifests()
         rule = self._retention
@@ -136,7 +136,7 @@ class CheckpointWriter:
             self._files.remove(manifest_path(self._directory, old))
         self._needs_sweep = self._needs_sweep or bool(drop)
         self.damaged.clear()
-        # Only what a manifest of ours refers to is safe from the sweeps of others.
+        # Only blobs that our own manifests refer to are safe from sweeps by other processes.
         self._verified &= {digest for old, m in manifests.items() if old not in drop for digest in m.blobs}
 
     def _read_manifests(self) -> tuple[dict[int, Manifest], set[int]]:
@@ -155,9 +155,9 @@ class CheckpointWriter:
 
 
 def sweep_blobs(files: CheckpointFiles) -> bool:
-    """Remove the blobs that no manifest of any name refers to, and what crashed saves left.
+    """Remove the blobs that no manifest of any name refers to, and the remains of crashed saves.
 
-    False if something remains for next time, because somebody is saving or it is too young.
+    False if something was left for next time, because a save is in progress or a file is too new.
     """
     with files.sweep_lock() as alone:
         if not alone:
@@ -172,7 +172,7 @@ def sweep_blobs(files: CheckpointFiles) -> bool:
 
 
 def _referenced_blobs(files: CheckpointFiles, present: dict[str, int]) -> set[str]:
-    """The blobs that manifests refer to. A damaged one needs none; an unreadable one stops the sweep."""
+    """The blobs that manifests refer to. A damaged manifest refers to none; an unreadable one stops the sweep."""
     needed: set[str] = set()
     for path in present:
         if step_from_path(path) is None:

@@ -1,1 +1,2 @@
-"""Tensors to fewer bytes and back. `size` knows how many, without torch; `make` gives the codec of a job."""
+"""Gradient codecs: tensors to fewer bytes and back. `size` computes sizes without torch; `make` builds a job's
+codec."""

@@ -1,6 +1,6 @@
-"""Codecs that treat their values piece by piece, each piece small enough to stay in a core's cache.
+"""Codecs that process values piece by piece. Each piece fits in a core's cache.
 
-That is what makes several passes over the values about as cheap as one, and keeps scratch memory small.
+So several passes over the values cost about as much as one, and scratch memory stays small.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from shoal.codecs.codec import check_decode, check_encode, shares_memory
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
 
-PIECE = 1 << 18  # measured: with half of it, starting kernels costs more than caches save
-ACCELERATOR_PIECE = 1 << 24  # accelerators want few and large kernels
+PIECE = 1 << 18  # measured: with half of it, kernel launches cost more than the caches save
+ACCELERATOR_PIECE = 1 << 24  # accelerators are fastest with few large kernels
 
 
 class BlockwiseCodec(ABC):
-    """The walk over the pieces. What is lost is found by reading back what was written."""
+    """The loop over the pieces. The residual is computed by decoding what was just encoded."""
 
     exact = False
     needs_residual = False
     adds_residual = True
-    alignment = 1  # no piece but the last ends within so many values
+    alignment = 1  # every piece but the last holds a multiple of this many values
 
     def __init__(self, scratch: ScratchBuffers) -> None:
         self._scratch = scratch
@@ -34,7 +33,7 @@ class BlockwiseCodec(ABC):
 
     @abstractmethod
     def _sections(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
-        """The parts of the encoded bytes, each as what it holds."""
+        """The sections of the encoded bytes, each as a typed view."""
 
     @abstractmethod
     def _encode_piece(self, values: Tensor, sections: tuple[Tensor, ...], start: int) -> None:
@@ -45,7 +44,7 @@ class BlockwiseCodec(ABC):
         """Decode the piece that begins at value number `start`."""
 
     def _decode_last_piece(self, sections: tuple[Tensor, ...], start: int, out: Tensor) -> None:
-        """Decode the piece that was written just now: the same bits."""
+        """Decode the piece that was encoded last. The result is the same, to the bit, as `_decode_piece`."""
         self._decode_piece(sections, start, out)
 
     def residual_floats(self, count: int) -> int:
@@ -98,12 +97,12 @@ class BlockwiseCodec(ABC):
         return self._scratch.get("piece", like.numel(), torch.float32, like.device)
 
     def _block_rows(self, piece: Tensor) -> Tensor:
-        """One row per block. What is left at the end is a piece of its own and one shorter row."""
+        """One row per block. The rest after the last full block is a piece of its own: one shorter row."""
         return piece.view(-1, min(self.alignment, piece.numel()))
 
 
 def pieces(count: int, alignment: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Where pieces of whole blocks of this width begin and end; the last may be the rest, less than a block."""
+    """Start and stop of each piece. Pieces hold whole blocks of `alignment` values; the last may hold less than one."""
     most = PIECE if device.type == "cpu" else ACCELERATOR_PIECE
     step = max(most // alignment, 1) * alignment
     whole = count // alignment * alignment

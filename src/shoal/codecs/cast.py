@@ -1,4 +1,4 @@
-"""Values as they are, or in half as many bytes."""
+"""float32 values unchanged, or rounded to bfloat16 or float16."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import BlockwiseCodec
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers
 
 
 class Cast(BlockwiseCodec):
-    """Each value in another type, rounded to the nearest. What is too large for it becomes infinite: never hidden."""
+    """Each value in another dtype, rounded to nearest. A value that is too large becomes infinite, so training
+    notices."""
 
     def __init__(self, dtype: torch.dtype, scratch: ScratchBuffers) -> None:
         super().__init__(scratch)

@@ -1,4 +1,4 @@
-"""Whole numbers of -127..127, with one scale per block."""
+"""Integers from -127 to 127, with one scale per block."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import BlockwiseCodec
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers
 from shoal.codecs.size import FLOAT_BYTES, block_count
 
 MAX_INT = 127
-MIN_SCALE = 2.0**-120  # below, 127 / scale would not be finite
-# Added to a small number, this leaves the nearest whole number in the low bits of the sum: rounding for one addition,
-# and without float's conversion to int, which gives anything for what is not finite.
+MIN_SCALE = 2.0**-120  # below this, 127 / scale would not be finite
+# Added to a small number, this leaves the nearest integer in the low bits of the sum. So rounding is one addition, and
+# needs no conversion from float to int, which is undefined for values that are not finite.
 ROUNDING_OFFSET = 1.5 * 2**23
 
 
 class Int8(BlockwiseCodec):
-    """A block's largest value becomes ±127; nothing is off by more than 1/254 of it.
+    """The largest value of a block becomes ±127. The error of a value is at most 1/254 of the largest.
 
-    A block whose largest value is below 2**-120 becomes zeros. A block that holds a value that is not finite has a
-    scale that is not finite, and all of it decodes to values that are not.
+    A block whose largest value is below 2**-120 becomes zeros. A block with a value that is not finite gets a scale
+    that is not finite, so all of its values decode to values that are not finite.
     """
 
     def __init__(self, block: int, scratch: ScratchBuffers) -> None:

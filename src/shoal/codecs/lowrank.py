@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import pieces
-from shoal.codecs.codec import check_decode, check_encode, shares_memory
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
 from shoal.codecs.size import FLOAT_BYTES, MatrixSegment, Shape, matrix_segments
 
-ALIGNED_ROWS = 16  # so many rows of floats, of any length, end at a multiple of 64 bytes
+ALIGNED_ROWS = 16  # this many rows of floats, of any length, end at a multiple of 64 bytes
 MIN_NORM = 2.0**-126
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A part of the stretch, where it begins in what is sent, and where its Q lies in the memory."""
+    """A segment of the values, its offset in the encoded floats, and the offset of its Q in the residual."""
 
     segment: MatrixSegment
     sent_start: int
@@ -47,14 +46,14 @@ class _Slot:
 
 
 class LowRank:
-    """Each matrix of the stretch becomes P Q of the given rank; vectors, and what would not get smaller, stay.
+    """Each matrix becomes P Q of the given rank. Vectors, and matrices that would not get smaller, are sent unchanged.
 
-    One step of the power method, which starts from the Q of the step before: over the steps it comes to hold the
-    matrix's main directions. In the original, workers sum P, orthogonalise, and sum Q: two rounds. Here everybody sends
-    P and Q of its own matrix, and the products are summed. That is one round, it works through servers and with members
-    that come and go, and the sum has a higher rank; but what arrives grows with the number of contributors.
+    Each step is one power iteration that starts from the Q of the previous step, so Q converges to the main directions
+    of the matrix. In PowerSGD the workers sum P, orthogonalise, and sum Q: two rounds. Here each worker sends P and Q
+    of its own matrix and the receiver sums the products. That needs one round, works with servers and with changing
+    workers, and the sum has a higher rank; but the bytes received grow with the number of contributors.
 
-    A matrix that holds a value that is not finite decodes to NaN.
+    A matrix with a value that is not finite decodes to NaN.
     """
 
     exact = False
@@ -129,7 +128,7 @@ class LowRank:
                 slot.matrix(out).copy_(slot.uncompressed(sent))
 
     def _products(self, slot: _Slot, sent: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Some rows at a time, from and into memory of our own: bits must not depend on where bytes happen to lie."""
+        """P Q, some rows at a time. Works in aligned scratch memory, because the bits must not depend on alignment."""
         p, q = self._aligned_copy("p", slot.p(sent)), self._aligned_copy("q", slot.q(sent))
         columns = slot.segment.columns
         for start, stop in pieces(slot.segment.rows * columns, columns * ALIGNED_ROWS, sent.device):
@@ -141,7 +140,7 @@ class LowRank:
         return self._scratch.get(name, matrix.numel(), torch.float32, matrix.device).view_as(matrix).copy_(matrix)
 
     def _initial_q(self, slot: _Slot, residual_in: Tensor | None, device: torch.device) -> Tensor:
-        """The last Q with rows of size 1. A row that is zero or not finite leads nowhere and starts anew."""
+        """The Q of the previous step with normalised rows. A row that is zero or not finite is initialised anew."""
         key = (slot.segment.columns, slot.segment.rank, device)
         if key not in self._initial_factors:
             self._initial_factors[key] = hash_uniform(slot.segment.columns * slot.segment.rank, device).view(
@@ -155,20 +154,20 @@ class LowRank:
 
     def _check_count(self, count: int) -> None:
         if count != self._count:
-            raise ValueError(f"the shapes hold {self._count} values, the stretch {count}")
+            raise ValueError(f"the shapes hold {self._count} values, but {count} are given")
 
 
 def _power_iteration(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """P with orthonormal columns, and Q, so that P Q is the matrix seen along P. Thin matrices lie so that BLAS is
-    quick with them: measured, up to ten times."""
+    """P with orthonormal columns, and Q, so that P Q is the projection of the matrix onto P. The memory layout of the
+    thin matrices makes BLAS up to ten times faster (measured)."""
     along = torch.mm(matrix, start.T)
-    along.div_(along.abs().amax(0).clamp_min(MIN_NORM))  # squares of what is very large or small stay finite
+    along.div_(along.abs().amax(0).clamp_min(MIN_NORM))  # so that squares of very large or small values stay finite
     p = torch.linalg.qr(along).Q
     return p, torch.mm(p.T, matrix)
 
 
 def hash_uniform(count: int, device: torch.device) -> Tensor:
-    """Numbers in -1..1 without a pattern: a hash of their position."""
+    """Pseudo-random numbers in -1..1: a hash of their position."""
     it = torch.arange(1, count + 1, device=device)
     for _ in range(2):
         it = (it ^ it >> 16) * 0x7FEB352D & 0xFFFFFFFF

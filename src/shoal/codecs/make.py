@@ -1,4 +1,4 @@
-"""From a job's `codec` section to the codec."""
+"""Build the codec of a job's `codec` section."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from shoal.codecs.cast import Cast
-from shoal.codecs.codec import Codec
+from shoal.codecs.codec import Codec, ScratchBuffers
 from shoal.codecs.int8 import Int8
 from shoal.codecs.lowrank import LowRank
 from shoal.codecs.packed_int import INT3, INT4, PackedInt
-from shoal.codecs.scratch import ScratchBuffers
 from shoal.codecs.sign import SignBits
 from shoal.codecs.size import Shape
 from shoal.codecs.topk import TopK
@@ -23,10 +22,10 @@ CAST_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 def make_codec(
     settings: Mapping[str, Any], *, shapes: Sequence[Shape] = (), scratch: ScratchBuffers | None = None
 ) -> Codec:
-    """`settings` is the section as plain data. One codec serves stretches of any length, but for `lowrank`: that one is
-    for a stretch that holds tensors of these `shapes` one after the other (`size.within` gives those of a piece).
+    """`settings` is the section as plain data. A codec handles any number of values, except `lowrank`: it handles
+    exactly the tensors of `shapes`, one after the other (`size.shapes_within` gives the shapes of a piece).
 
-    Codecs that are used by the same thread may share their scratch memory.
+    Codecs that the same thread uses may share scratch memory.
     """
     scratch = scratch or ScratchBuffers()
     kind = settings["kind"]

@@ -1,4 +1,4 @@
-"""Small whole numbers, several in a word, with one scale per block: `int4` and `int3`."""
+"""Small integers, several per word, with one scale per block: `int4` and `int3`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import BlockwiseCodec
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers
 from shoal.codecs.size import FLOAT_BYTES, block_count
 
 GROUP_VALUES = 1 << 19
-MIN_STEP = 2.0**-120  # below, 1 / step would not be finite
+MIN_STEP = 2.0**-120  # below this, 1 / step would not be finite
 
 
 @dataclass(frozen=True)
 class PackedIntFormat:
-    """-most..most. The step between them is the largest of a block's `typical` times the mean size of its values, and
-    the size of its largest over `reach`: what is larger than `most` steps is cut off, and comes later. With a `reach`
-    of `most` there is no such thing."""
+    """Integers from -max_int to max_int. The step of a block is the larger of `mean_factor` times its mean magnitude
+    and its largest magnitude over `range_steps`. Values beyond `max_int` steps are clipped, and the residual sends the
+    rest later. With `range_steps` equal to `max_int` no value is clipped."""
 
     max_int: int
     per_word: int
@@ -37,22 +37,22 @@ class PackedIntFormat:
 
     @property
     def zero_word(self) -> int:
-        """The word of zeros: digits are numbers plus `most`."""
+        """The word that encodes zeros: a digit is the integer plus `max_int`."""
         return sum(self.max_int * self.base**i for i in range(self.per_word))
 
 
 INT4 = PackedIntFormat(7, 2, torch.uint8, torch.int8, range_steps=7)
-# For normal values `typical` is nearly the best step, and `reach` does nothing. Where few values are large, as in what
-# an embedding gets, a third of them comes at once.
+# For normally distributed values `mean_factor` gives nearly the best step, and `range_steps` has no effect. Where few
+# values are large, as in gradients of embeddings, a third of a large value is sent at once.
 INT3 = PackedIntFormat(3, 5, torch.int16, torch.int16, range_steps=8, mean_factor=0.88)
 
 
 class PackedInt(BlockwiseCodec):
-    """What values are off by must not be forgotten.
+    """Needs error feedback.
 
-    Values go in groups. Of a group, the first digits of all words come first, then the second ones, and so on: so all
-    work is on neighbours. A block whose step is below 2**-120 becomes zeros. A block that holds a value that is not
-    finite has a scale that is not finite, and all of it decodes to values that are not.
+    Values are encoded in groups. A group stores the first digits of all words, then the second digits, and so on, so
+    that all work is on contiguous memory. A block whose step is below 2**-120 becomes zeros. A block with a value that
+    is not finite gets a scale that is not finite, so all of its values decode to values that are not finite.
     """
 
     needs_residual = True
@@ -68,7 +68,7 @@ class PackedInt(BlockwiseCodec):
         return FLOAT_BYTES * block_count(count, self._block) + self._int_format.word.itemsize * words
 
     def _pieces(self, count: int, device: torch.device) -> Iterable[tuple[int, int]]:
-        """Groups, on any device. A short rest goes with the one before it: each has two dozen kernels to start."""
+        """Groups, on any device. A short rest joins the group before it, because a group starts two dozen kernels."""
         starts = list(range(0, count, self.alignment))
         if len(starts) > 1 and 2 * (count - starts[-1]) < self.alignment:
             starts.pop()
@@ -87,11 +87,11 @@ class PackedInt(BlockwiseCodec):
         last = digits[(int_format.per_word - 1) * count : int_format.per_word * count]
         for i in reversed(range(int_format.per_word - 1)):
             last = torch.add(digits[i * count : (i + 1) * count], last, alpha=int_format.base, out=sums)
-        words.view(int_format.signed).copy_(last)  # to what has a sign: torch is quick at that
+        words.view(int_format.signed).copy_(last)  # torch is faster with a signed type
         words.add_(int_format.zero_word)
 
     def _quantise(self, values: Tensor, steps: Tensor, digits: Tensor) -> None:
-        """The numbers as floats, with zeros behind the last; and the steps."""
+        """Write the steps, and the integers as floats, padded with zeros."""
         int_format, count = self._int_format, values.numel()
         torch.abs(values, out=digits[:count])
         if len(digits) > count:
@@ -113,7 +113,8 @@ class PackedInt(BlockwiseCodec):
         digits.round_()
 
     def _decode_last_piece(self, sections: tuple[Tensor, ...], start: int, out: Tensor) -> None:
-        """The numbers still lie there. Zeros have no sign in what is sent, and what is not finite reads as it reads."""
+        """Uses the digits that `_encode_piece` left in the scratch buffer. Zeros have no sign, as in the encoded
+        bytes."""
         steps, _ = self._section_slices(sections, start, out)
         if math.isfinite(float(steps.sum())):
             self._multiply_blocks(self._digit_buffer(out)[: out.numel()], steps, out)
@@ -133,7 +134,7 @@ class PackedInt(BlockwiseCodec):
         self._multiply_blocks(out, steps, out)
 
     def _multiply_blocks(self, values: Tensor, factors: Tensor, out: Tensor) -> None:
-        """Each block times its factor. The last may be shorter."""
+        """Multiply each block by its factor. The last block may be shorter."""
         whole = values.numel() // self._block
         end = whole * self._block
         shape = (whole, self._block)
@@ -142,7 +143,7 @@ class PackedInt(BlockwiseCodec):
             torch.mul(values[end:], factors[whole:], out=out[end:])
 
     def _digit_buffer(self, like: Tensor) -> Tensor:
-        """Room for a number each, in whole words and blocks."""
+        """A buffer with room for one digit per value, rounded up to whole words and blocks."""
         count, per_word = like.numel(), self._int_format.per_word
         size = max(per_word * block_count(count, per_word), self._block * block_count(count, self._block))
         return self._scratch.get("digits", size, torch.float32, like.device)
@@ -156,5 +157,5 @@ class PackedInt(BlockwiseCodec):
 
 
 def group_size(block: int, per_word: int) -> int:
-    """About as many values as are encoded at once, in whole blocks and words."""
+    """Values per group: about `GROUP_VALUES`, in whole blocks and words."""
     return block * per_word * max(GROUP_VALUES // (block * per_word), 1)

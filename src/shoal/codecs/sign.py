@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import BlockwiseCodec
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers
 from shoal.codecs.size import FLOAT_BYTES, SIGN_BLOCK, block_count
 
-# Eight bytes of 0 or 1, taken as one number and multiplied by this, have their bits side by side in the top byte.
+# Multiplying eight bytes of 0 or 1, read as one integer, by this puts their bits side by side into the top byte.
 GATHER_BITS = 0x0102040810204080
 LOWEST_BITS = 0x0101010101010101
 
 
 class SignBits(BlockwiseCodec):
-    """A value's sign times the mean size of its block. What that is off by must not be forgotten.
+    """Each value becomes its sign times the mean magnitude of its block. Needs error feedback.
 
-    A block that holds a value that is not finite has a scale that is not finite, and so is all that it decodes to.
+    A block with a value that is not finite gets a scale that is not finite, so all of its values decode to such.
     """
 
     needs_residual = True
@@ -41,7 +41,7 @@ class SignBits(BlockwiseCodec):
         torch.mean(torch.abs(rows, out=room.view_as(rows)), 1, out=scales)
         below = torch.bitwise_right_shift(values.view(torch.int32), 31, out=room.view(torch.int32))
         words = self._scratch.get("words", bits.numel(), torch.int64, values.device)
-        words[-1] = 0  # behind the last value
+        words[-1] = 0  # padding after the last value
         words.view(torch.int8)[: values.numel()].copy_(below)
         words.bitwise_and_(LOWEST_BITS).mul_(GATHER_BITS).bitwise_right_shift_(56)
         bits.copy_(words)
@@ -61,7 +61,7 @@ class SignBits(BlockwiseCodec):
         return scales[first : first + len(rows)], bits[byte : byte + block_count(rows.numel(), 8)]
 
     def _byte_signs(self, device: torch.device) -> Tensor:
-        """For each byte the eight signs that its bits stand for, as int8 numbers side by side."""
+        """A lookup table: for each byte the eight signs that its bits encode, as int8."""
         if device not in self._signs_of_byte:
             bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
             self._signs_of_byte[device] = (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)

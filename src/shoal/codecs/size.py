@@ -1,4 +1,4 @@
-"""How many bytes a codec sends and how much it keeps in memory: arithmetic alone, for planners that have no torch.
+"""Encoded size and residual size of each codec. Plain arithmetic, because the planner does not load torch.
 
 Settings are a job's `codec` section as plain data: `{"kind": "int8", "block": 256}`.
 """
@@ -16,7 +16,7 @@ Shape = Sequence[int]
 
 
 def size_bytes(settings: Mapping[str, Any], count: int, *, shapes: Iterable[Shape] = ()) -> int:
-    """What `count` float32 values take when they are sent. `lowrank` needs the shapes of what lies in the stretch."""
+    """Encoded size of `count` float32 values. `lowrank` needs the shapes of the tensors that they make up."""
     kind = settings["kind"]
     if kind == "none":
         return FLOAT_BYTES * count
@@ -38,7 +38,7 @@ def size_bytes(settings: Mapping[str, Any], count: int, *, shapes: Iterable[Shap
 
 
 def residual_floats(settings: Mapping[str, Any], count: int, *, shapes: Iterable[Shape] = ()) -> int:
-    """How many float32 values one contributor carries from step to step: what was not sent, and more in some."""
+    """Float32 values that one contributor carries from step to step: the encoding error, plus codec state."""
     kind = settings["kind"]
     if kind == "none":
         return 0
@@ -54,13 +54,13 @@ def block_count(count: int, block: int) -> int:
 
 
 def topk_count(count: int, keep: float) -> int:
-    """How many values top-k sends: at least one of any."""
+    """Number of values that top-k sends: at least one."""
     return min(count, max(1, round(count * keep)))
 
 
 @dataclass(frozen=True)
 class MatrixSegment:
-    """A run of values in a stretch: a matrix that is sent as two thin ones, or (rank 0) values sent as they are."""
+    """A range of values: a matrix that is sent as two thin matrices, or (rank 0) values that are sent unchanged."""
 
     start: int
     rows: int
@@ -77,15 +77,15 @@ class MatrixSegment:
 
     @property
     def sent_floats(self) -> int:
-        """How many it sends."""
+        """Number of floats in the encoded segment."""
         return self.rank * (self.rows + self.columns) if self.rank else self.count
 
 
 def matrix_segments(shapes: Iterable[Shape], rank: int, count: int) -> list[MatrixSegment]:
-    """The parts of a stretch that holds tensors of these shapes one after the other.
+    """The segments of values that hold tensors of these shapes one after the other.
 
-    A tensor is a matrix with a row for each index of its first dimension. It is sent as it is where two thin matrices
-    of this rank would not be fewer numbers; neighbours of that kind become one part.
+    A tensor is a matrix with a row for each index of its first dimension. It is sent unchanged if two thin matrices of
+    this rank would not be smaller; neighbouring unchanged tensors become one segment.
     """
     segments: list[MatrixSegment] = []
     offset = 0
@@ -100,12 +100,12 @@ def matrix_segments(shapes: Iterable[Shape], rank: int, count: int) -> list[Matr
             segments.append(MatrixSegment(start, 1, offset + size - start))
         offset += size
     if offset != count:
-        raise ValueError(f"the shapes hold {offset} values, the stretch {count}")
+        raise ValueError(f"the shapes hold {offset} values, but {count} are given")
     return segments
 
 
 def shapes_within(shapes: Iterable[Shape], start: int, stop: int) -> Iterator[Shape]:
-    """The shapes in a piece [start, stop) of the stretch: a matrix that is cut keeps its whole rows as a matrix."""
+    """The shapes in the range [start, stop) of the values. A matrix that is cut keeps its full rows as a matrix."""
     offset = 0
     for shape in shapes:
         size = prod(shape)

@@ -1,4 +1,4 @@
-"""The few largest values, and where they were."""
+"""The k values of largest magnitude, and their indices."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import pieces
-from shoal.codecs.codec import check_decode, check_encode, shares_memory
-from shoal.codecs.scratch import ScratchBuffers
+from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
 from shoal.codecs.size import FLOAT_BYTES, topk_count
 
 SAMPLES = 1 << 14
-MAGNITUDE_MASK = (
-    0x7FFFFFFF  # a float32's bits without its sign; as whole numbers they have the order of sizes, NaN on top
-)
+# The bits of a float32 without its sign. As integers they sort by magnitude, with NaN on top.
+MAGNITUDE_MASK = 0x7FFFFFFF
 WORD_VALUES = 8
 
 
 class TopK:
-    """Exactly the k largest by size, of equal ones the first; k follows from the number of values.
+    """Exactly the k values of largest magnitude; of equal magnitudes the first. k depends only on the number of values.
 
-    A value that is not finite counts as the largest and is sent as it is, and what is sent is not remembered.
-    With `momentum`, what is remembered are velocities, as in Deep Gradient Compression: the optimizer then needs none.
+    A value that is not finite counts as the largest and is sent unchanged. Sent values leave no residual. With
+    `momentum` the residual holds velocities, as in Deep Gradient Compression: the optimizer then needs no momentum.
     """
 
     exact = False
@@ -72,7 +70,7 @@ class TopK:
         out.index_add_(0, indices, picked)
 
     def _accumulate(self, values: Tensor, residual_in: Tensor | None, residual_out: Tensor) -> Tensor:
-        """What was not sent so far, with these values; then, with momentum, the velocities."""
+        """The residual plus these values; with momentum, the updated velocities follow."""
         count = values.numel()
         if shares_memory(values, residual_out):
             return values
@@ -87,10 +85,10 @@ class TopK:
 
 
 def topk_indices(values: Tensor, k: int, scratch: ScratchBuffers) -> Tensor:
-    """Where the k largest by size are, in rising order; of equal ones the first count.
+    """Indices of the k values of largest magnitude, in rising order; of equal magnitudes the first.
 
-    A sample tells which size about so many exceed. It decides how long this takes, and never the outcome: from all
-    that reach that size the k largest are picked, and where too few do, a lower size is tried.
+    A sample estimates the magnitude that about k values reach. The estimate affects the time, never the result: the k
+    largest are picked among all values that reach it, and if fewer than k do, a lower magnitude is tried.
     """
     stride = max(1, values.numel() // SAMPLES) | 1
     sample = values[::stride].view(torch.int32) & MAGNITUDE_MASK
@@ -106,18 +104,18 @@ def topk_indices(values: Tensor, k: int, scratch: ScratchBuffers) -> Tensor:
 
 
 def _safe_sample_rank(expected: float) -> int:
-    """Of a sample that should hold so many of the largest, a number that it hardly ever holds more of."""
+    """An upper bound, rarely exceeded, for the number of top values in a sample that should hold `expected`."""
     return ceil(expected + 4 * sqrt(expected) + 4)
 
 
 def _indices_at_least(values: Tensor, limit: int, scratch: ScratchBuffers) -> Tensor:
-    """Where the sizes are at least `limit`, which is above 0. Words of eight are looked at first: most hold none."""
+    """Indices of the magnitudes of at least `limit` (above 0). Tests words of eight first, since most hold none."""
     device, where, which = values.device, list[Tensor](), list[Tensor]()
     for start, stop in pieces(values.numel(), WORD_VALUES, device):
         count = stop - start
         sizes = scratch.get("sizes", count, torch.int32, device)
         torch.bitwise_and(values[start:stop].view(torch.int32), MAGNITUDE_MASK, out=sizes)
-        sizes.neg_().add_(limit - 1).bitwise_right_shift_(31)  # -1 where it is reached, else 0
+        sizes.neg_().add_(limit - 1).bitwise_right_shift_(31)  # -1 where the limit is reached, else 0
         words = scratch.get("words", -(-count // WORD_VALUES), torch.int64, device)
         words[-1] = 0  # behind the last value
         words.view(torch.int8)[:count].copy_(sizes)
@@ -137,7 +135,7 @@ def _first_k(found: Tensor, values: Tensor, k: int) -> Tensor:
 
 
 def _fill_with_zeros(found: Tensor, values: Tensor, k: int) -> Tensor:
-    """All that are not zero, and the first zeros. Fewer than k are not, so there are enough among the first k."""
+    """All nonzero values and the first zeros. Fewer than k are nonzero, so the first k values hold enough zeros."""
     zeros = (values[:k] == 0).nonzero().view(-1)[: k - len(found)]
     return torch.cat([found, zeros]).sort().values
 

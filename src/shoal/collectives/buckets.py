@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.codecs.codec import Codec
+from shoal.codecs.codec import Codec, ScratchBuffers
 from shoal.codecs.make import make_codec
-from shoal.codecs.scratch import ScratchBuffers
 from shoal.codecs.size import FLOAT_BYTES, Shape
 from shoal.collectives.tree_reduce import SumTree, TreeReduce, build_sum_tree
 from shoal.errors import error

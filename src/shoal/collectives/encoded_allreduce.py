@@ -25,7 +25,7 @@ from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.lanes.flat_layout import write_lane_sum
 from shoal.lanes.reduction_tree import Node, TreeSum
 from shoal.lanes.replica import LaneSum, add
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 BANKS = 2
 _MAX_CACHED_SUMS = 8

@@ -12,7 +12,7 @@ from shoal.collectives.transport.connection import PeerLink
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.collectives.transport.frames import PeerFrame
 from shoal.collectives.transport.mesh import Mesh
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 
 MAX_GATHERED_BYTES = 1 << 30

@@ -33,7 +33,7 @@ from shoal.collectives.tree_reduce import TreeReduce, build_sum_tree
 from shoal.lanes.flat_layout import write_lane_sum
 from shoal.lanes.reduction_tree import Node, TreeSum
 from shoal.lanes.replica import LaneSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 _MAX_CACHED_REDUCTIONS = 8
 

@@ -17,7 +17,7 @@ from shoal.collectives.state_server import StateServer, fetch_state
 from shoal.collectives.state_stream import StatePublisher, StateSubscription
 from shoal.collectives.transport.bandwidth import LinkSpeed, answer_link_test, measure_link
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
 from shoal.spec.view import Address, View
 

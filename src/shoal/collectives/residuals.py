@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.checkpoint.state_format import receive_state, send_state
 from shoal.codecs.residual import Residual
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 ResidualStates = dict[int, dict[str, Any]]
 """By lane; an empty entry for a lane that has nothing to remember yet."""

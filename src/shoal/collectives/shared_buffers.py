@@ -15,7 +15,7 @@ from shoal.collectives.transport.frames import PeerFrame
 from shoal.collectives.transport.mesh import Mesh
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, attach
 from shoal.lanes.flat_layout import ALIGN
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 SEQUENCE_NUMBERS_BYTES = ALIGN
 UNFINISHED = (1 << 64) - 1

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from shoal.checkpoint.state_format import receive_state, send_state
 from shoal.checkpoint.state_tree import State
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import Address
 
 MAX_WAIT_S = 10.0

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.checkpoint.state_format import receive_state, send_state
 from shoal.checkpoint.state_tree import State, flatten, unflatten
 from shoal.lanes.replica import LaneSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 MAX_QUEUED_BYTES = 1 << 30
 CAUGHT_UP = {"kind": "current"}

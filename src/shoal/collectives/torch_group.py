@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Discarded
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
 OPERATION_TIMEOUT = timedelta(minutes=10)

@@ -1,4 +1,4 @@
-"""Randomness that belongs to a batch: whoever makes it, in whatever order, draws the same numbers."""
+"""Randomness that belongs to a batch: any worker, thread or process that builds the batch draws the same numbers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shoal.spec.resolve import user_line
 
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """Inside, the global generators of torch, numpy and random start from this number; then as before.
+    """Seed the global generators of torch, numpy and random inside the block, and restore them afterwards.
 
-    Only for the one thread that computes: the generators belong to the process.
+    Only for the thread that computes: the generators belong to the process.
     """
     before = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
@@ -37,7 +37,7 @@ def seeded_rng(seed: int) -> Iterator[None]:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Inside, torch computes with one thread. The setting is the process's: not for side threads."""
+    """Torch computes with one thread inside the block. The setting belongs to the process: not for side threads."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield
@@ -51,7 +51,7 @@ def single_threaded() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Augment:
-    """The user's function: with a generator of its own if it takes one, else on seeded global generators."""
+    """The user's function. It gets its own generator if it accepts one; otherwise the global generators are seeded."""
 
     function: Callable[..., Batch]
     takes_generator: bool
@@ -69,7 +69,7 @@ class Augment:
 
 
 def apply_user_function(function: Callable[[Batch], Any], batch: Batch, role: str) -> Batch:
-    """What the user's function makes of a batch; its failures as errors at its own line."""
+    """The batch that the user's function returns. Its failures become errors that name its line."""
     try:
         made = function(batch)
     except ShoalError:
@@ -78,7 +78,7 @@ def apply_user_function(function: Callable[[Batch], Any], batch: Batch, role: st
         message = f"{role}: {type(failure).__name__}: {failure}"
         raise error("SH311", message, where=user_line(failure)) from failure
     if not isinstance(made, Batch):
-        raise error("SH311", f"{role} gave a {type(made).__name__}", fix="Return a shoal.data.batch.Batch.")
+        raise error("SH311", f"{role} returned a {type(made).__name__}", fix="Return a shoal.data.batch.Batch.")
     return made
 
 

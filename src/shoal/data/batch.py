@@ -1,4 +1,4 @@
-"""What the model and the loss get: `loss(model(*batch.inputs), batch.target)`."""
+"""A batch, the input of model and loss: `loss(model(*batch.inputs), batch.target)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`size` samples. Inputs and target are tensors, or what a dataset gave: dicts, lists, tuples of them."""
+    """`size` samples. Inputs and target are tensors, or dicts, lists and tuples of tensors from a dataset."""
 
     inputs: tuple[Any, ...]
     target: Any
@@ -23,12 +23,12 @@ class Batch:
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin(self) -> Batch:
-        """In page-locked memory, from where `to(..., non_blocking=True)` copies beside the computation."""
+        """A copy in page-locked memory, from which `to(..., non_blocking=True)` copies during computation."""
         return self._map_tensors(Tensor.pin_memory)
 
     def chunk(self, count: int) -> list[Batch]:
-        """The samples in so many batches, in order, or in as many as there are samples. What has not one row for each
-        sample goes into all of them."""
+        """The samples as `count` batches in order, or fewer if there are fewer samples. A value without one row per
+        sample goes into every batch."""
         count = max(min(count, self.size), 1)
         cuts = [self.size * i // count for i in range(count + 1)]
         return [self._slice(first, last) for first, last in pairwise(cuts)]

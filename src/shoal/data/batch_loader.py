@@ -1,7 +1,7 @@
-"""What the training loop asks: the batch of a lane at a step, loaded ahead where that helps.
+"""The batch of a lane at a step, prefetched where that helps.
 
-A batch is a pure function of (seed, step, lane). Threads, processes and the order of requests change when it
-is made, never what it is.
+A batch is a pure function of (seed, step, lane). Threads, processes and the order of requests change when it is
+built, never its content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.spec.seeds import AUGMENT, EVALUATION
 
 
 class BatchLoader:
-    """The batches of a run. Belongs to the training thread; carries all lanes until it is told otherwise."""
+    """The batches of a run. Belongs to the training thread. Serves all lanes until `set_lanes`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class BatchLoader:
         self._submitted_until = dict.fromkeys(self._lanes, 0)
 
     def set_lanes(self, lanes: Sequence[int], step: int) -> None:
-        """From this step on these lanes are mine: load ahead in the order in which I shall ask."""
+        """From this step on, prefetch for these lanes, in this order."""
         self._lanes = tuple(lanes)
         self._submitted_until = dict.fromkeys(self._lanes, step)
         if self._block_prefetcher:
@@ -56,7 +56,7 @@ class BatchLoader:
                     self._submit(lane, ahead)
 
     def get(self, step: int, lane: int) -> Batch | None:
-        """The batch of a lane, None if it has no samples at this step. Any order of requests is right."""
+        """The batch of a lane; None if the lane has no samples at this step. Requests may come in any order."""
         if self._prefetcher:
             self._advance(lane, step)
             batch = self._prefetcher.result((step, lane))
@@ -73,7 +73,7 @@ class BatchLoader:
                 helper.close()
 
     def _advance(self, lane: int, step: int) -> None:
-        """Each lane by itself: one may be asked for many steps before the next is."""
+        """Advance one lane: the caller may request many steps of one lane before the next lane."""
         assert self._prefetcher
         if lane in self._submitted_until and self._submitted_until[lane] <= step + self._prefetch_steps:
             self._prefetcher.cancel(lane, before=step)
@@ -98,7 +98,7 @@ def evaluation_batches(
     loader: LoaderConfig | None = None,
     seed: int = 0,
 ) -> Iterator[tuple[int, Batch]]:
-    """These chunks of the samples, with their numbers: chunk c is ids[c·chunk : (c+1)·chunk]."""
+    """The requested chunks with their numbers. Chunk c is ids[c * chunk_size : (c + 1) * chunk_size]."""
     loader = loader or LoaderConfig()
     builder = BatchBuilder(source, seed, EVALUATION, transform)
     prefetcher = make_prefetcher(builder, loader)

@@ -1,4 +1,4 @@
-"""Things made once from data files and kept on disk: copies of remote files, tables as arrays."""
+"""A cache on disk of what is made from data files: copies of remote files, tables as arrays."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shoal.errors import error
 _FORMAT = 1
 MAX_UNUSED_S = 30 * 24 * 3600
 SMALL_BYTES = 64 << 20
-"""Up to here data is rather held in memory than mapped."""
+"""Data up to this size is held in memory; larger data is memory-mapped."""
 
 
 def cached_directory(cache_dir: Path, key: list[Any], make: Callable[[Path], None]) -> Path:
-    """The directory that `make` filled for this key, now or at any time before.
+    """The directory that `make` filled for this key, now or in an earlier call.
 
-    Of several processes one makes it and the others wait. A directory under its final name is complete.
+    One process fills it while other processes wait. A directory under its final name is complete.
     """
     name = hashlib.sha256(json.dumps([_FORMAT, *key], default=str).encode()).hexdigest()[:32]
     final = cache_dir / name
@@ -45,7 +45,7 @@ def cached_directory(cache_dir: Path, key: list[Any], make: Callable[[Path], Non
 
 
 def _remove_unused(cache_dir: Path) -> None:
-    """Forget what nobody used for a month. A process that still maps such a file keeps it until it ends."""
+    """Remove entries that were not used for `MAX_UNUSED_S`. A process that maps such a file keeps it until it ends."""
     for old in cache_dir.iterdir():
         if old.is_dir() and old.suffix != ".part" and time.time() - old.stat().st_mtime > MAX_UNUSED_S:
             shutil.rmtree(old, ignore_errors=True)
@@ -53,7 +53,7 @@ def _remove_unused(cache_dir: Path) -> None:
 
 def _fill(final: Path, make: Callable[[Path], None]) -> None:
     part = final.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)  # what a killed process left: only the holder of the lock is here
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed process; this process holds the lock
     part.mkdir()
     try:
         make(part)
@@ -64,7 +64,7 @@ def _fill(final: Path, make: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock is the kernel's: it is free again when its holder dies."""
+    """A kernel lock: it is released when its holder dies."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -95,7 +95,7 @@ class NpyWriter:
                 self._write_header()
 
     def _write_header(self) -> None:
-        """numpy leaves room for the first axis to grow, so that the header can be written again in place."""
+        """numpy pads the header so that the first axis can grow: the header is rewritten in place."""
         assert self._dtype is not None
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(

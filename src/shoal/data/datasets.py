@@ -1,4 +1,4 @@
-"""From the data section of a job to the parts that train, validate and test."""
+"""Open the data section of a job: sources, split, and leak check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_ROWS_CHECKED_FOR_WARNINGS = 100_000
 
 @dataclass(frozen=True)
 class DatasetSplit:
-    """Some samples of a source, with what is done to each batch of them."""
+    """The samples of one part of the data, with the functions applied to each batch."""
 
     name: str
     source: DataSource
@@ -39,7 +39,7 @@ class DatasetSplit:
 
 @dataclass(frozen=True)
 class Datasets:
-    """`others` holds validation and test, as far as there are any."""
+    """The training split; `held_out` holds validation and test if the job has them."""
 
     train: DatasetSplit
     held_out: dict[str, DatasetSplit] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Datasets:
 def open_datasets(
     data: DataConfig, *, seed: int, base_dir: str, cache_dir: Path, notify: Notify = no_notify
 ) -> Datasets:
-    """Open the sources, split them, look for leaks. `data.split.fold` tells which fold."""
+    """Open the sources, split them, and look for leaks. `data.split.fold` selects the fold."""
     options: dict[str, Any] = {
         "base_dir": base_dir,
         "on_bad_row": data.on_bad_row,
@@ -86,13 +86,13 @@ def open_datasets(
 
 
 def leaks_between_sources(datasets: Datasets) -> list[Leak]:
-    """Samples of the training part that stand again in a source of its own."""
+    """Training samples that also occur in a separate validation or test source."""
     own = [part for part in datasets.held_out.values() if part.source is not datasets.train.source]
     return [leak for part in own for leak in find_duplicates(datasets.train, part)]
 
 
 def _check_leaks(datasets: Datasets, split_ids: SplitIds, data: DataConfig, notify: Notify) -> None:
-    """`leaks: fail` always looks; `warn` looks where that costs next to nothing."""
+    """`leaks: fail` always checks; `leaks: warn` checks only where that is cheap."""
     everything = [datasets.train, *datasets.held_out.values()]
     quick = all(p.source.in_memory for p in everything) and sum(map(len, everything)) <= MAX_ROWS_CHECKED_FOR_WARNINGS
     if data.leaks == "ignore" or (data.leaks == "warn" and not quick):
@@ -105,7 +105,7 @@ def _check_leaks(datasets: Datasets, split_ids: SplitIds, data: DataConfig, noti
 
 
 def bind_ref(ref: Ref | None, *, base_dir: str) -> Callable[..., Any] | None:
-    """A function with its arguments given, or an object of a class."""
+    """The function with its arguments bound, or an instance of the class."""
     if ref is None:
         return None
     target = import_ref(ref, base_dir=base_dir)

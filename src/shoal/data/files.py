@@ -1,4 +1,4 @@
-"""Where data files are: a path, glob, directory or URL to a list of files, and remote files to local ones."""
+"""Find data files: a path, glob, directory or URL becomes a list of files. Remote files are copied to a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "upda
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file that was there. `stamp` changes when the content does; `fs` is None for a local one."""
+    """An existing file. `stamp` changes when the content changes; `fs` is None for a local file."""
 
     path: str
     size_bytes: int
@@ -39,12 +39,12 @@ def is_url(path: str) -> bool:
 
 
 def absolute_path(path: str, base_dir: str) -> str:
-    """A local path as the job file means it."""
+    """A local path, relative to the job file's directory."""
     return os.path.abspath(os.path.join(base_dir, os.path.expanduser(path)))
 
 
 def find_files(path: str, *, options: SourceOptions, suffixes: tuple[str, ...]) -> list[DataFile]:
-    """The files of a path, glob, directory or URL, in sorted order; at least one, none of them empty."""
+    """The files of a path, glob, directory or URL, sorted: at least one, and none is empty."""
     if is_url(path):
         found = _find_remote(path, suffixes)
     else:
@@ -58,10 +58,10 @@ def find_files(path: str, *, options: SourceOptions, suffixes: tuple[str, ...]) 
 
 
 def find_file(path: str, *, options: SourceOptions) -> str:
-    """One file as a local path; a remote one is copied into the cache once."""
+    """One file as a local path. A remote file is copied into the cache once."""
     found = find_files(path, options=options, suffixes=("",))
     if len(found) != 1:
-        raise error("SH301", f"one file is wanted, {len(found)} are there", where=path)
+        raise error("SH301", f"one file is expected, but {len(found)} match", where=path)
     return local_path(found[0], options=options)
 
 
@@ -80,11 +80,11 @@ def local_path(file: DataFile, *, options: SourceOptions) -> str:
 
 
 def ensure_seekable(file: DataFile, *, options: SourceOptions) -> DataFile:
-    """The file if parts of it can be read, else its copy in the cache: not every server answers for ranges."""
+    """The file if ranges of it can be read; otherwise its copy in the cache: not every server supports ranges."""
     if file.fs is None:
         return file
     if file.size_bytes > 0:
-        with wrap_file_errors(file.path), contextlib.suppress(ValueError, NotImplementedError):  # a refusal of ranges
+        with wrap_file_errors(file.path), contextlib.suppress(ValueError, NotImplementedError):  # no ranges
             with file.fs.open(file.path, "rb") as raw:
                 raw.seek(file.size_bytes - 1)
                 raw.read(1)
@@ -94,7 +94,7 @@ def ensure_seekable(file: DataFile, *, options: SourceOptions) -> DataFile:
 
 @contextmanager
 def wrap_file_errors(url: str) -> Iterator[None]:
-    """Whatever a file system raises, as an error that says what to do."""
+    """Turn any exception of a file system into an error with a fix."""
     try:
         yield
     except ShoalError:
@@ -103,7 +103,7 @@ def wrap_file_errors(url: str) -> Iterator[None]:
         raise error("SH301", f"no such file: {url}", where=url) from failure
     except ImportError as failure:
         raise _missing_package(url, failure) from failure
-    except Exception as failure:  # file systems raise what their client libraries raise
+    except Exception as failure:  # file systems raise the exceptions of their client libraries
         raise error("SH308", f"{type(failure).__name__}: {failure}", where=url) from failure
 
 
@@ -137,7 +137,7 @@ def _walk(directory: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _is_data_file(path: str, suffixes: tuple[str, ...]) -> bool:
-    """Files such as `_SUCCESS` and `.part.crc` are the business of the tool that wrote them."""
+    """False for files such as `_SUCCESS` and `.part.crc`, which tools write for themselves."""
     name = path.rsplit("/", 1)[-1]
     return not name.startswith(("_", ".")) and name.lower().endswith(suffixes)
 
@@ -182,7 +182,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
     try:
         fs, path = fsspec.core.url_to_fs(url)
-    except ValueError as failure:  # fsspec's way to say that it has never heard of the protocol
+    except ValueError as failure:  # fsspec does not know the protocol
         raise ImportError(str(failure)) from failure
     return fs, str(path)
 
@@ -190,6 +190,6 @@ def _file_system(url: str) -> tuple[Any, str]:
 def _stat_remote(fs: Any, path: str) -> DataFile:
     info = fs.info(path)
     stamp = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
-    # HTTP servers may not tell a size: then the file is copied, and an empty copy fails to parse.
+    # An HTTP server may not report a size: then the file is copied, and an empty copy fails to parse.
     size = info.get("size")
     return DataFile(fs.unstrip_protocol(path), -1 if size is None else int(size), stamp, fs)

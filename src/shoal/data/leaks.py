@@ -1,4 +1,4 @@
-"""Leaks: what stands on both sides of a split and makes the validation look better than the model is."""
+"""Leaks: data on both sides of a split, which makes validation results look better than the model is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 3
 
 
 class SplitLike(Protocol):
-    """A part that may come from a source of its own."""
+    """A part of the data that may have its own source."""
 
     @property
     def name(self) -> str: ...
@@ -32,10 +32,10 @@ class SplitLike(Protocol):
 
 @dataclass(frozen=True)
 class Leak:
-    """`count` samples of the part `right` have their like in the part `left`; `pairs` are some of them.
+    """`count` samples of the part `right` match samples of the part `left`; `pairs` are examples.
 
-    A pair is the number of a sample on the left, and of its like on the right. For times it is the latest
-    sample on the left and one on the right that is not later.
+    A pair is the id of a sample on the left and of its match on the right. For times it is the latest sample on the
+    left and a sample on the right that is not later.
     """
 
     kind: Literal["rows", "group", "time"]
@@ -59,9 +59,9 @@ def find_leaks(
     max_pairs: int = 10,
     hashes: Hashes | None = None,
 ) -> list[Leak]:
-    """Identical samples, groups and times on both sides, at most one `Leak` of each kind for two parts.
+    """Samples, groups and times that are on both sides: at most one `Leak` of each kind for two parts.
 
-    `digests` of all samples (`digest_rows`) may be given, so that several folds are read only once.
+    `hashes` of all samples (`hash_samples`) may be given, so that the data is read once for several folds.
     """
     sides = {name: np.unique(ids) for name, ids in split_ids.by_name().items() if len(ids)}
     if len(sides) < 2:
@@ -84,7 +84,7 @@ def group_column(spec: spec_of.SplitConfig) -> str | None:
 
 
 def time_column(spec: spec_of.SplitConfig) -> str | None:
-    """The column by which the split goes forward; 'id' where that is the order of rows."""
+    """The time column of the split; 'id' if the order of rows is the order of time."""
     if isinstance(spec, spec_of.TimeSeriesSplitConfig | spec_of.WindowsSplitConfig):
         return spec.by or "id"
     return None
@@ -100,7 +100,7 @@ def _hash_sides(sides: dict[str, Ids], source: DataSource) -> Hashes:
 def _find_shared(
     sides: dict[str, Ids], keys: Hashes, kind: Literal["rows", "group"], what: str, max_pairs: int
 ) -> list[Leak]:
-    """A leak for each two parts with a mark in common."""
+    """A leak for each pair of parts that share a key."""
     leaks = []
     for left, right in combinations(sides, 2):
         count, pairs = _match_pairs((sides[left], keys[sides[left]]), (sides[right], keys[sides[right]]), max_pairs)
@@ -112,7 +112,7 @@ def _find_shared(
 def _match_pairs(
     left: tuple[Ids, Hashes], right: tuple[Ids, Hashes], max_pairs: int
 ) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """How many on the right have a mark of the left, and some of them with their like."""
+    """How many samples on the right share a key with the left, and example pairs."""
     known, first = np.unique(left[1], return_index=True)
     place = np.searchsorted(known, right[1]).clip(max=len(known) - 1)
     like = np.flatnonzero(known[place] == right[1])

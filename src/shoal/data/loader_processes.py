@@ -1,7 +1,7 @@
-"""Loader processes: forks of this one that make batches beside it.
+"""Loader processes: forks of the worker that build batches in parallel.
 
-Not torch's DataLoader: its workers would keep the sockets of the process that forked them open, so that peers
-would not see it leave, and they would inherit its signal handlers.
+Not torch's DataLoader: its processes would keep the worker's sockets open, so that peers would not see the worker
+exit, and they would inherit its signal handlers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LoaderProcess:
 
 
 class LoaderPool:
-    """Processes that run `make`. A call waits for a free one; calls may come from several threads."""
+    """Processes that run `build`. A call waits for a free process. Any thread may call."""
 
     def __init__(self, count: int, build: BuildBatch) -> None:
         self._processes: list[LoaderProcess] = []
@@ -69,7 +69,7 @@ class LoaderPool:
         raise RuntimeError(f"in a loader process:\n{answer}")
 
     def close(self) -> None:
-        """They hold nothing that must be saved."""
+        """Kill the processes: they hold no state that must be saved."""
         for loader in self._processes:
             with suppress(ProcessLookupError):
                 os.kill(loader.pid, signal.SIGKILL)
@@ -81,14 +81,14 @@ class LoaderPool:
 def _death_error(loader: LoaderProcess, ids: Ids) -> ShoalError:
     how = ""
     with suppress(ChildProcessError):
-        # It is left to `close` to take the dead one away: until then its number belongs to no other process.
+        # `close` reaps the dead process: until then no other process gets its pid.
         end = os.waitid(os.P_PID, loader.pid, os.WEXITED | os.WNOWAIT)
         if end is not None and end.si_code == os.CLD_EXITED:
             how = f" with exit code {end.si_status}"
         elif end is not None:
             how = f" of {signal.Signals(end.si_status).name}"
     shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
-    return error("SH312", f"a loader process died{how} while it made samples [{shown}]")
+    return error("SH312", f"a loader process died{how} while it built samples [{shown}]")
 
 
 # ---- in the loader process ----
@@ -97,7 +97,7 @@ def _death_error(loader: LoaderProcess, ids: Ids) -> ShoalError:
 def _fork(build: BuildBatch) -> LoaderProcess:
     ours, theirs = Pipe()
     parent = os.getpid()
-    sys.stdout.flush()  # or the child would write what stands in the buffers once more
+    sys.stdout.flush()  # otherwise the child would write the buffered text again
     sys.stderr.flush()
     pid = os.fork()
     if pid:
@@ -111,7 +111,7 @@ def _fork(build: BuildBatch) -> LoaderProcess:
 
 
 def _detach_from_parent(pipe: int, parent: int) -> None:
-    """Cut what binds a fork to the life of its parent, and bind it to its death."""
+    """Close what the fork shares with its parent, and make it die with its parent."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -124,7 +124,8 @@ def _detach_from_parent(pipe: int, parent: int) -> None:
 
 
 def _close_sockets(*, keep: int) -> None:
-    """A socket closes when its last holder does. Their numbers stay taken: objects here refer to them."""
+    """Close inherited sockets, so that they close when the parent closes them. Their descriptor numbers stay in use,
+    because inherited objects refer to them."""
     with suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/proc/self/fd"):
@@ -158,11 +159,11 @@ def _build_or_error(build: BuildBatch, key: BatchKey, ids: Ids) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors travel as numpy arrays, whose bytes are sent as they lie in memory."""
+    """Pickles tensors as numpy arrays, whose bytes are sent without a copy."""
 
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is torch.Tensor and thing.device.type == "cpu" and not thing.requires_grad:
-            with suppress(TypeError, RuntimeError):  # bfloat16 and sparse ones go the long way
+            with suppress(TypeError, RuntimeError):  # bfloat16 and sparse tensors use torch's own pickling
                 return torch.from_numpy, (thing.numpy(),)
         return NotImplemented
 

@@ -1,7 +1,7 @@
-"""Random orders without memory: which sample stands at a position is computed, not stored.
+"""Random permutations that are computed, not stored.
 
-Nothing here depends on Python's `hash`, on a generator's state or on a library's version: the same numbers
-give the same order everywhere and for ever.
+Nothing here depends on Python's `hash`, on a generator's state or on a library's version: the same key gives the same
+order on every machine and in every version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def random_ids(n: int, count: int, *, key: int) -> Ids:
 
 
 class IndexOrder(Protocol):
-    """Which place stands at which position: a bijection of 0..n-1, for any positions in any sequence."""
+    """A bijection of 0..n-1 that can be evaluated at any positions."""
 
     def __call__(self, positions: Ids) -> Ids: ...
 
@@ -47,9 +47,9 @@ class IndexOrder(Protocol):
 class Permutation:
     """A random bijection of 0..n-1.
 
-    A Feistel network permutes the smallest domain of 2^(2h) numbers that holds n; what falls outside 0..n-1
-    is sent through again until it falls inside (cycle walking: at most four passes on average, except for
-    tiny n). Halves have at most 32 bits: all arithmetic is on uint32, where vector units are at their best.
+    A Feistel network permutes the smallest domain of 2^(2h) numbers that holds n. A result outside 0..n-1 goes through
+    the network again until it is inside (cycle walking: at most four passes on average, except for tiny n). Halves
+    have at most 32 bits, so all arithmetic is on uint32, which vector units handle fastest.
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -69,7 +69,7 @@ class Permutation:
         return out
 
     def _lookup_table(self) -> Ids:
-        """The network on its whole domain: in a tiny one most walks are long, and looking up is faster."""
+        """The network on its whole domain. For tiny n most walks are long, and a table is faster."""
         return self._feistel(np.arange(1 << 2 * self._half_bits))
 
     def _feistel(self, x: Ids) -> Ids:
@@ -94,8 +94,8 @@ def _murmur3_mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
 class BlockShuffle:
     """A random order that touches few storage blocks at a time.
 
-    The blocks are permuted, `open_blocks` neighbours of the permuted ones make a window, and positions are
-    permuted inside each window. `edges` are the places at which blocks start, and n (see `block_edges`).
+    The blocks are permuted, each `open_blocks` consecutive permuted blocks form a window, and positions are permuted
+    inside each window. `edges` are the starts of the blocks, and n (see `block_edges`).
     """
 
     def __init__(self, edges: Ids, *, open_blocks: int, key: int) -> None:
@@ -124,6 +124,6 @@ class BlockShuffle:
 
 
 def block_edges(ids: Ids, blocks: Ids) -> Ids:
-    """Where the blocks that start at rows `blocks` begin among the sorted `ids`; empty ones are left out."""
+    """Positions in the sorted `ids` at which the blocks that start at rows `blocks` begin. Empty blocks are omitted."""
     starts = np.searchsorted(ids, blocks, side="left")
     return np.unique(np.concatenate([[0], starts, [len(ids)]])).astype(np.int64)

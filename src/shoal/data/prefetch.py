@@ -1,4 +1,4 @@
-"""How a batch is made, and where: when it is needed, or ahead of that in a thread or in loader processes."""
+"""Build batches on demand, or ahead of time in a thread or in loader processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOAD, _AUGMENT = 0, 1
 
 
 class Sampler(Protocol):
-    """What a feed wants of a dealer."""
+    """The interface of samplers that the batch loader uses."""
 
     window_steps: int
 
@@ -30,9 +30,9 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """From sample ids to a batch. The key (step and lane, or chunk) is the only source of chance.
+    """Builds a batch from sample ids. The key (step and lane, or chunk) is the only source of randomness.
 
-    Code of the user's runs with one thread wherever it runs: with more, sums could come out in another order.
+    The user's code always runs with one torch thread: with more, sums could be added in another order.
     """
 
     source: DataSource
@@ -61,9 +61,9 @@ class BatchBuilder:
 
 
 class Prefetcher:
-    """Batches asked for before they are needed. Belongs to the thread that asks.
+    """Batches that are requested before they are needed. Belongs to the thread that requests them.
 
-    `start` runs beside that thread (`workers` of them at once), `finish` in it.
+    `load` runs in side threads (`workers` calls at once), `finish` in the requesting thread.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Prefetcher:
         self._pending[key] = self._threads.submit(self._load, key, ids)
 
     def result(self, key: BatchKey) -> Batch | None:
-        """The batch, None if it was not asked for."""
+        """The batch; None if it was not submitted."""
         future = self._pending.pop(key, None)
         if future is None:
             return None
@@ -92,7 +92,7 @@ class Prefetcher:
         return batch if self._finish is None else self._finish(key, batch)
 
     def cancel(self, lane: int | None = None, *, before: int = 0) -> None:
-        """Drop what is not wanted any more: everything, or of a lane what belongs to steps before this one."""
+        """Drop batches that are no longer needed: all, or those of `lane` for steps before `before`."""
         for key in [key for key in self._pending if lane is None or (key[0] < before and key[1] == lane)]:
             self._pending.pop(key).cancel()
 
@@ -104,19 +104,19 @@ class Prefetcher:
 
 
 class BlockPrefetcher:
-    """Looks one window of steps ahead and has the storage blocks that will be needed there decoded, in a thread."""
+    """Decodes, in a thread, the storage blocks that the next window of steps needs."""
 
     STRIDE = 8
 
     def __init__(self, source: DataSource, sampler: Sampler) -> None:
         self._source = source
-        self._sampler = copy.copy(sampler)  # its pages are far from those that training reads
+        self._sampler = copy.copy(sampler)  # a copy, because it reads other pages than training does
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scout")
         self._in_flight: Future[None] | None = None
         self._next_step = 0
 
     def prefetch(self, step: int, lanes: Sequence[int]) -> None:
-        """Called at every step; does something at few of them."""
+        """Call at every step. Most calls do nothing."""
         if step < self._next_step or (self._in_flight and not self._in_flight.done()):
             return
         self._next_step = step + self.STRIDE
@@ -134,15 +134,15 @@ class BlockPrefetcher:
 
 
 def make_prefetcher(builder: BatchBuilder, loader: LoaderConfig) -> Prefetcher | None:
-    """None where batches are best made when they are needed."""
+    """None if building batches on demand is fastest."""
     processes = _process_count(builder.source, loader)
     if processes:
         loader_pool = LoaderPool(processes, builder.build)
         return Prefetcher(loader_pool, None, workers=processes, loader_pool=loader_pool)
     source = builder.source
     if loader.workers == "auto" and not source.in_memory and not source.per_sample and source.blocks is None:
-        # Reading and decoding let go of Python's lock. The user's functions stay in the asking thread: they
-        # may draw from the global generators, and torch's number of threads is the whole process's.
+        # Reading and decoding release the GIL. The user's functions stay in the requesting thread: they may use the
+        # global generators, and torch's number of threads is a setting of the process.
         return Prefetcher(builder.load, builder.apply_transforms, workers=1, loader_pool=None)
     return None
 

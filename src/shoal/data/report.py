@@ -1,4 +1,4 @@
-"""What a split looks like in numbers, and the split itself as a file."""
+"""Statistics of a split, and the split as a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RESERVED_COLUMNS = ("fold", "part", "id")
 def split_report(
     source: DataSource, splits_by_fold: Mapping[int, SplitIds], spec: spec_of.SplitConfig
 ) -> dict[str, Any]:
-    """Per fold and part: sizes, balance of classes or spread of the target, times, groups; and the leaks."""
+    """Per fold and part: sizes, class balance or statistics of the target, times and groups; and the leaks."""
     digests = hash_samples(source, np.arange(len(source)))
     statistics = _SplitStatistics(source, spec)
     folds = [
@@ -48,7 +48,7 @@ def split_report(
 
 
 class _SplitStatistics:
-    """The columns that a report is about, read once."""
+    """The columns that a report describes, read once."""
 
     def __init__(self, source: DataSource, spec: spec_of.SplitConfig) -> None:
         self._n = len(source)
@@ -75,7 +75,7 @@ class _SplitStatistics:
 def _target(source: DataSource) -> NDArray[Any] | None:
     try:
         return source.column("target")
-    except DataError:  # not every source has one
+    except DataError:  # not every source has a target
         return None
 
 
@@ -107,7 +107,7 @@ def _plain_time(time: Any) -> Any:
 def export_split(splits_by_fold: Mapping[int, SplitIds], source: DataSource, directory: str | Path) -> Path:
     """Write `split.parquet`: fold, part, id, and the source's columns. Returns its path.
 
-    Holds one column of the source and some ten thousand rows in memory, however large the source is.
+    Holds one column of the source and some ten thousand rows in memory, whatever the size of the source.
     """
     import pyarrow.parquet as pq
 
@@ -138,7 +138,8 @@ def _tables(splits_by_fold: Mapping[int, SplitIds], columns: dict[str, pa.Chunke
 
 
 def _map_columns(source: DataSource, scratch: Path) -> dict[str, pa.ChunkedArray]:
-    """The source's columns, mapped from files: read one by one, they need not fit in memory together."""
+    """The source's columns, memory-mapped from files: they are written one by one and need not fit in memory
+    together."""
     import pyarrow as pa
 
     names = [name for name in source.columns() if name not in BUILTIN_COLUMNS]

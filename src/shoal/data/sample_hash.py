@@ -1,4 +1,4 @@
-"""Stable 64-bit numbers for values and for whole samples: equal content, equal number."""
+"""Stable 64-bit hashes of values and of samples: equal content gives an equal hash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_ROWS = 64
 
 
 def category_codes(values: NDArray[Any]) -> tuple[list[Any], Ids]:
-    """The different values, and for each row the number of its value; values need not be sortable."""
+    """The distinct values, and for each row the index of its value. Values need not be sortable."""
     if values.dtype != object:
         kinds, inverse = np.unique(values, return_inverse=True)
         return kinds.tolist(), inverse.reshape(-1).astype(np.int64)
@@ -32,7 +32,7 @@ def category_codes(values: NDArray[Any]) -> tuple[list[Any], Ids]:
 
 
 def hash_values(values: NDArray[Any]) -> Hashes:
-    """One digest per value of a column: of its number, or of its text."""
+    """One hash per value of a column, of the number or of the text."""
     if values.dtype.kind in "biumM":
         return splitmix64(values.astype(np.int64).view(np.uint64))
     if values.dtype.kind == "f":
@@ -46,7 +46,7 @@ def _hash_text(text: str) -> int:
 
 
 def hash_samples(source: DataSource, ids: Ids) -> Hashes:
-    """One digest per sample, of the bytes of its inputs and target; reads a few megabytes at a time."""
+    """One hash per sample, of the bytes of its inputs and target. Reads a few megabytes at a time."""
     out = np.empty(len(ids), dtype=np.uint64)
     start, rows = 0, _FIRST_ROWS
     while start < len(ids):
@@ -58,7 +58,7 @@ def hash_samples(source: DataSource, ids: Ids) -> Hashes:
 
 
 def _hash_batch(batch: Batch) -> tuple[Hashes, int]:
-    """The digests, and the number of bytes that they are of."""
+    """The hashes, and the number of bytes hashed."""
     digests = np.zeros(batch.size, dtype=np.uint64)
     size_bytes = 0
     for leaf in _leaves((batch.inputs, batch.target), batch.size):
@@ -69,7 +69,7 @@ def _hash_batch(batch: Batch) -> tuple[Hashes, int]:
 
 
 def _hash_rows(rows: NDArray[np.uint8]) -> Hashes:
-    """A sum over the row's words, each scrambled with a key of its place."""
+    """A sum over the words of a row, each mixed with a key of its position."""
     padded = np.zeros((len(rows), -(-rows.shape[1] // 8) * 8), dtype=np.uint8)
     padded[:, : rows.shape[1]] = rows
     words = padded.view(np.uint64)
@@ -79,7 +79,7 @@ def _hash_rows(rows: NDArray[np.uint8]) -> Hashes:
 
 
 def _leaves(value: Any, size: int) -> Iterator[NDArray[Any]]:
-    """Per leaf of a batch: bytes of the rows (uint8, size × n), or digests of them where they are texts."""
+    """Per leaf of a batch: the bytes of the rows (uint8, size × n), or hashes if the rows are texts."""
     if isinstance(value, Tensor):
         yield value.detach().cpu().contiguous().reshape(size, -1).view(torch.uint8).numpy()
     elif isinstance(value, dict):

@@ -1,24 +1,32 @@
-"""The dealers: every sample exactly once per epoch, and each at a place that step and lane alone decide."""
+"""Samplers: the samples of each lane at each step, as a pure function of step and lane. No worker keeps state for it.
+
+Every sample occurs exactly once per epoch.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.permutation import BlockShuffle, Ids, IndexOrder, Permutation, block_edges
-from shoal.data.sample_hash import Hashes
-from shoal.spec.data import ShuffledSamplerConfig
+from shoal.data.sample_hash import Hashes, hash_values
+from shoal.data.source import DataSource
+from shoal.errors import did_you_mean, error
+from shoal.spec.data import BalancedSamplerConfig, HashSamplerConfig, SamplerConfig, ShuffledSamplerConfig
 from shoal.spec.seeds import derive_seed
 
 PAGE_SAMPLES = 1 << 16
 MAX_STEPS_PER_PAGE = 512
+_STREAM = 0xDEA1
+_WHERE = "data.deal"
 
 
 class EpochShuffle:
-    """The order of some samples in each epoch."""
+    """The order of the given samples in each epoch."""
 
     def __init__(self, ids: Ids, *, spec: ShuffledSamplerConfig, blocks: Ids | None, key: int) -> None:
         in_blocks = spec.shuffle and blocks is not None
@@ -28,7 +36,7 @@ class EpochShuffle:
         self._key = key
         blocks_used = len(self._edges) - 1 if self._edges is not None else 0
         self.window_samples = len(ids) * spec.open_blocks // blocks_used if blocks_used else 0
-        """About how many samples are shuffled together where storage comes in blocks; 0 where all are."""
+        """About how many samples are shuffled together if storage has blocks; 0 if all samples are."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -47,10 +55,10 @@ class EpochShuffle:
 
 
 class LaneSampler(ABC):
-    """Deals every sample exactly once per epoch, in batches of `batch_size`, each parted among the lanes.
+    """Gives every sample exactly once per epoch, in batches of `batch_size`, each divided among the lanes.
 
-    Steps count from 0 over the whole run. Any step may be asked for at any time, from any thread; steps that
-    follow each other are cheap, since some hundred steps (a page) are computed together and kept.
+    Steps count from 0 over the whole run. Any thread may ask for any step at any time. Consecutive steps are cheap,
+    because some hundred steps (a page) are computed together and kept.
     """
 
     def __init__(self, n: int, *, lanes: int, batch_size: int, drop_last: bool) -> None:
@@ -61,10 +69,10 @@ class LaneSampler(ABC):
         self._steps_per_page = max(1, min(PAGE_SAMPLES // batch_size, MAX_STEPS_PER_PAGE))
         self._pages: dict[tuple[int, int], list[NDArray[Any]]] = {}
         self.window_steps = 0
-        """For how many steps samples come from the same few storage blocks; 0 if they come from anywhere."""
+        """Number of steps whose samples come from the same few storage blocks; 0 without blocks."""
 
     def ids(self, step: int, lane: int) -> Ids:
-        """The samples of a lane at a step; the array is the caller's own."""
+        """The samples of a lane at a step. The array belongs to the caller."""
         epoch, step = divmod(step, self.steps_per_epoch)
         number, row = divmod(step, self._steps_per_page)
         page = self._pages.get((epoch, number))
@@ -73,25 +81,25 @@ class LaneSampler(ABC):
         return self._lane_ids(page, row, lane)
 
     def batch_samples(self, step: int) -> int:
-        """How many samples all lanes together have at a step."""
+        """Number of samples of all lanes at a step."""
         start = step % self.steps_per_epoch * self.batch_size
         return min(self.batch_size, self.samples_per_epoch - start)
 
     def samples_before(self, step: int) -> int:
-        """How many samples all steps before this one have."""
+        """Number of samples of all steps before this one."""
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.samples_per_epoch + steps * self.batch_size
 
     def _load_page(self, epoch: int, number: int) -> list[NDArray[Any]]:
         start = number * self._steps_per_page
         page = self._compute_page(epoch, start, min(start + self._steps_per_page, self.steps_per_epoch))
-        # One assignment: no thread sees half a change. The page before stays for whoever is behind.
+        # One assignment, so no thread sees a partial change. The previous page stays for threads that are behind.
         self._pages = {**dict(list(self._pages.items())[-1:]), (epoch, number): page}
         return page
 
     @abstractmethod
     def _compute_page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
-        """What `_pick` needs for the steps first..last-1 of an epoch."""
+        """The arrays that `_lane_ids` needs for the steps first..last-1 of an epoch."""
 
     @abstractmethod
     def _lane_ids(self, page: list[NDArray[Any]], row: int, lane: int) -> Ids:
@@ -99,7 +107,8 @@ class LaneSampler(ABC):
 
 
 class RandomLaneSampler(LaneSampler):
-    """Each batch in contiguous parts; the first lanes have one sample more where it is not even."""
+    """Each batch is divided into contiguous ranges. If it does not divide evenly, the first lanes get one sample
+    more."""
 
     def __init__(self, shuffle: EpochShuffle, *, lanes: int, batch_size: int, drop_last: bool) -> None:
         super().__init__(len(shuffle), lanes=lanes, batch_size=batch_size, drop_last=drop_last)
@@ -122,15 +131,15 @@ class RandomLaneSampler(LaneSampler):
 
 
 class BalancedLaneSampler(RandomLaneSampler):
-    """Each batch parted so that the lanes' costs are about the same.
+    """Each batch is divided so that all lanes have about the same cost.
 
-    The costliest sample left goes to the lane that has least (Graham's LPT: at most 4/3 of the best).
+    The costliest remaining sample goes to the lane with the lowest cost (Graham's LPT: at most 4/3 of the optimum).
     """
 
     def __init__(self, shuffle: EpochShuffle, *, costs: NDArray[np.float64], lanes: int, batch_size: int,
                  drop_last: bool) -> None:  # fmt: skip
         super().__init__(shuffle, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
-        # A sample of no cost still counts a little: otherwise all of them would go to one lane.
+        # A sample with cost 0 gets a small cost: otherwise all such samples would go to one lane.
         self._costs = np.maximum(costs, costs.max() * 2.0**-20 or 1.0)
 
     def _compute_page(self, epoch: int, first: int, last: int) -> list[NDArray[Any]]:
@@ -148,9 +157,9 @@ class BalancedLaneSampler(RandomLaneSampler):
 
 
 def assign_longest_first(costs: NDArray[np.float64], lanes: int) -> NDArray[np.intp]:
-    """The lane of each cost, for every row on its own; ties go to the first sample and the lowest lane.
+    """The lane of each cost, row by row. Ties go to the first sample and the lowest lane.
 
-    Costs below zero are no samples: they come last, so their lanes mean nothing and disturb nothing.
+    Costs below zero are padding: they come last, so their lanes do not affect the others.
     """
     rows = np.arange(len(costs))
     order = np.argsort(-costs, axis=1, kind="stable")
@@ -164,10 +173,10 @@ def assign_longest_first(costs: NDArray[np.float64], lanes: int) -> NDArray[np.i
 
 
 class HashLaneSampler(LaneSampler):
-    """Each lane has samples of its own, and in every batch a share of them in proportion.
+    """Each lane has its own samples, and each batch has a proportional share of every lane's samples.
 
-    The lanes' samples are merged so that any beginning of the merged order holds about the same part of every
-    lane (sample j of n stands at (j + 1/2) / n); batches are cut from that.
+    The lanes' samples are merged so that any prefix of the merged order holds about the same fraction of every lane
+    (sample j of n is at (j + 1/2) / n). Batches are consecutive ranges of the merged order.
     """
 
     def __init__(self, shuffles: list[EpochShuffle], *, batch_size: int, drop_last: bool) -> None:
@@ -177,7 +186,7 @@ class HashLaneSampler(LaneSampler):
         self._offsets = self._lane_offsets(sizes)
 
     def _lane_offsets(self, sizes: list[int]) -> Ids:
-        """How many samples each lane has had before each step; steps + 1 rows."""
+        """Number of samples of each lane before each step, in steps + 1 rows."""
         places = np.concatenate([(np.arange(size) + 0.5) / max(size, 1) for size in sizes])
         lane = np.repeat(np.arange(self.lanes), sizes)[np.argsort(places, kind="stable")]
         lane = lane[: self.samples_per_epoch]
@@ -200,7 +209,7 @@ class HashLaneSampler(LaneSampler):
 def jump_hash(keys: Hashes, lanes: int) -> NDArray[np.int64]:
     """The lane of each key, by jump consistent hashing (Lamping and Veach).
 
-    The n-th lane takes 1/n of the keys of each lane before; no other key moves.
+    When lane n is added, it takes 1/n of the keys of each other lane, and no other key moves.
     """
     state = keys.copy()
     lane = np.zeros(len(keys), dtype=np.int64)
@@ -213,3 +222,82 @@ def jump_hash(keys: Hashes, lanes: int) -> NDArray[np.int64]:
         there[moving] = ((lane[moving] + 1) * (2.0**31 / roll)).astype(np.int64)
         moving = moving[there[moving] < lanes]
     return lane
+
+
+def make_sampler(
+    spec: SamplerConfig,
+    *,
+    ids: Ids,
+    lanes: int,
+    batch_size: int,
+    seed: int,
+    source: DataSource,
+    drop_last: bool = False,
+) -> LaneSampler:
+    """The sampler of these samples of a source. A path in `spec.by` is absolute or relative to the working
+    directory."""
+    _check_sizes(len(ids), batch_size, drop_last)
+    key = derive_seed(seed, _STREAM)
+    if isinstance(spec, HashSamplerConfig):
+        lane = jump_hash(_hash_keys(spec, ids, source), lanes)
+        shuffles = [
+            EpochShuffle(ids[lane == i], spec=spec, blocks=source.blocks, key=derive_seed(key, i)) for i in range(lanes)
+        ]
+        return HashLaneSampler(shuffles, batch_size=batch_size, drop_last=drop_last)
+    shuffle = EpochShuffle(ids, spec=spec, blocks=source.blocks, key=key)
+    if isinstance(spec, BalancedSamplerConfig):
+        costs = _costs(spec, source)
+        return BalancedLaneSampler(shuffle, costs=costs, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
+    return RandomLaneSampler(shuffle, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
+
+
+def _check_sizes(n: int, batch_size: int, drop_last: bool) -> None:
+    if n == 0:
+        raise error("SH355", "there are no training samples", where=_WHERE, fix="Give training samples.")
+    if drop_last and n < batch_size:
+        raise error(
+            "SH355",
+            f"drop_last leaves no step: {n} samples are less than one batch of {batch_size}",
+            where="drop_last",
+            fix=f"Set batch_size to at most {n}, or drop_last: false.",
+        )
+
+
+def _hash_keys(spec: HashSamplerConfig, ids: Ids, source: DataSource) -> Hashes:
+    return hash_values(ids if spec.by is None else _column(spec.by, source)[ids])
+
+
+def _costs(spec: BalancedSamplerConfig, source: DataSource) -> NDArray[np.float64]:
+    values = _load_costs(spec.by) if spec.by.endswith(".npy") else _column(spec.by, source)
+    if values.dtype.kind not in "biuf":
+        raise error("SH355", f"the costs '{spec.by}' are not numbers", where=f"{_WHERE}.by")
+    if values.shape != (len(source),):
+        shape = "×".join(map(str, values.shape))
+        raise error("SH355", f"'{spec.by}' has {shape} costs for {len(source)} samples", where=f"{_WHERE}.by")
+    costs = values.astype(np.float64)
+    bad = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+    if bad.size:
+        raise error(
+            "SH355",
+            f"the cost of sample {bad[0]} in '{spec.by}' is {costs[bad[0]]} ({bad.size} such samples)",
+            where=f"{_WHERE}.by",
+            fix="Costs must be finite numbers from 0 upwards.",
+        )
+    return costs
+
+
+def _load_costs(path: str) -> NDArray[Any]:
+    if not Path(path).is_file():
+        raise error("SH301", f"no such file: {path}", where=f"{_WHERE}.by")
+    try:
+        values: NDArray[Any] = np.load(path, allow_pickle=False)
+    except ValueError as failure:
+        raise error("SH307", f"{path} is not an array of numbers: {failure}", where=f"{_WHERE}.by") from None
+    return values
+
+
+def _column(name: str, source: DataSource) -> NDArray[Any]:
+    if name not in source.columns():
+        fix = did_you_mean(name, source.columns())
+        raise error("SH356", f"the data has no column '{name}'", where=f"{_WHERE}.by", fix=fix)
+    return source.column(name)

@@ -1,4 +1,4 @@
-"""What a source of samples is, and how one is opened from its spec."""
+"""The interface of data sources, and `open_source`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ BUILTIN_COLUMNS = ("id", "size", "target")
 
 
 class DataSource(Protocol):
-    """Samples by number. Nothing changes after opening: `take` may be called in any thread, and in a fork."""
+    """Samples by number. Immutable after opening: any thread, and a fork, may call `take`."""
 
     blocks: Ids | None = None
-    """Where storage blocks start, when access is cheap only inside a block; None: it is cheap anywhere."""
+    """Rows at which storage blocks start, if access is cheap only within a block; None if it is cheap everywhere."""
     in_memory: bool = True
-    """`take` costs no more than an index into a tensor: loading ahead would only cost time."""
+    """`take` is as cheap as indexing a tensor, so prefetching would only cost time."""
     per_sample: bool = False
-    """Python code makes each sample and may draw from global generators: processes help, threads do not."""
+    """Python code builds each sample and may use global generators: prefetching needs processes, not threads."""
     skipped_rows: int = 0
-    """Bad rows that were left out."""
+    """Number of bad rows that were skipped."""
     classes: tuple[Any, ...] | None = None
-    """What the class numbers (or tokens) stand for, where the source has numbered them."""
+    """The classes (or tokens) in the order of their numbers, if the source has numbered them."""
 
     def __len__(self) -> int: ...
 
@@ -42,15 +42,15 @@ class DataSource(Protocol):
         ...
 
     def warm(self, ids: Ids) -> None:
-        """Have these samples at hand soon. Called from a thread beside training, for sources with `blocks`."""
+        """Decode these samples soon. Called from a side thread, for sources with `blocks`."""
         return
 
     def columns(self) -> list[str]:
-        """The names that `column` knows."""
+        """The names that `column` accepts."""
         return list(dict.fromkeys((*BUILTIN_COLUMNS, *self.own_columns())))
 
     def column(self, name: str) -> Array:
-        """One value per sample. Every source knows `target` (as numbers), and by default `id` and `size`."""
+        """One value per sample. Every source has `target` (as numbers), and by default `id` and `size`."""
         if name == "target":
             return self.targets()
         if name in self.own_columns():
@@ -65,7 +65,7 @@ class DataSource(Protocol):
         return []
 
     def own_column(self, name: str) -> Array:
-        """A column that `own_columns` names."""
+        """A column listed in `own_columns`."""
         return self.column(name)
 
     def sizes(self) -> Array:
@@ -77,9 +77,9 @@ class DataSource(Protocol):
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How sources are opened: where relative paths start, what to do with bad rows, where caches go.
+    """Options of `open_source`: base of relative paths, handling of bad rows, cache directory.
 
-    `classes` are those of another source (the training data) that this one must number in the same way.
+    `classes` are the classes of the training source, which this source must number in the same way.
     """
 
     base_dir: str
@@ -94,7 +94,7 @@ class SourceOptions:
 
 
 def no_notify(_: str) -> None:
-    """Tells nobody."""
+    """Discard the message."""
 
 
 def open_source(
@@ -108,7 +108,7 @@ def open_source(
 ) -> DataSource:
     """The source that a spec describes.
 
-    `like` is the training source when validation or test data is opened: classes and tokens get its numbers.
+    Validation and test data get the `training_source`, so that classes and tokens have the same numbers.
     """
     cache = Path(cache_dir) if cache_dir else cache_directory()
     classes = training_source.classes if training_source is not None else None

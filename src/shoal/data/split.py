@@ -1,4 +1,4 @@
-"""Which samples train, which validate, which test: a pure function of spec, data, seed and fold."""
+"""Split samples into train, validation and test: a pure function of spec, data, seed and fold."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SplitIds:
 
 
 def split(spec: spec_of.SplitConfig, source: DataSource, *, seed: int, fold: int = 0) -> SplitIds:
-    """The parts of one fold. `fold` counts for splits with folds only."""
+    """The parts of one fold. `fold` is ignored by splits without folds."""
     n, key = len(source), derive_seed(seed, _STREAM)
     match spec:
         case spec_of.NoSplitConfig():
@@ -78,7 +78,7 @@ def _holdout(spec: spec_of.HoldoutSplitConfig, source: DataSource, *, key: int) 
     if validation + test >= n:
         raise error(
             "SH351",
-            f"{n} samples cannot be split: {validation} validate, {test} test, and none is left to train",
+            f"{n} samples cannot be split: {validation} validation, {test} test, and none is left for training",
             where=WHERE,
             fix="Use more data, or a smaller validation or test part.",
         )
@@ -110,7 +110,7 @@ def _holdout_stratified(label: Ids, validation: int, test: int, *, key: int) -> 
 
 
 def _holdout_groups(spec: spec_of.HoldoutSplitConfig, source: DataSource, by: str, *, key: int) -> SplitIds:
-    """Whole groups, in a random order, until a part has about its share of the samples."""
+    """Assign whole groups in random order until each part has about its share of the samples."""
     shares = {name: share for name, share in (("test", spec.test), ("validation", spec.validation)) if share}
     group = group_numbers(source, by, field="group", minimum=1 + len(shares))
     sizes = np.bincount(group)
@@ -140,7 +140,7 @@ def _by_column(spec: spec_of.ColumnSplitConfig, source: DataSource) -> SplitIds:
     if unknown:
         raise error(
             "SH354",
-            f"column '{spec.by}' says {unknown[0]!r}, which is neither train, validation nor test",
+            f"column '{spec.by}' has the value {unknown[0]!r}, which is neither train, validation nor test",
             where=f"{WHERE}.by",
             fix="Name the value in split.train, validation, test or ignore.",
         )
@@ -192,7 +192,7 @@ def _bootstrap(spec: spec_of.BootstrapSplitConfig, n: int, *, key: int) -> Split
     check_sample_count(n, 2)
     size = max(1, round(spec.size * n))
     draws = (np.sort(random_ids(n, size, key=derive_seed(key, attempt))) for attempt in count())
-    # Few samples may all be drawn, and then none is left to validate: draw again.
+    # A small set may be drawn completely, which leaves no sample for validation: draw again.
     train = next(drawn for drawn in draws if len(np.unique(drawn)) < n)
     return SplitIds(train, np.setdiff1d(np.arange(n), train))
 
@@ -235,5 +235,5 @@ def _timeline(source: DataSource, by: str | None) -> Timeline:
 
 
 def _sklearn_seed(key: int) -> int:
-    """A seed as scikit-learn takes it."""
+    """A seed in the range that scikit-learn accepts."""
     return key & 0xFFFFFFFF

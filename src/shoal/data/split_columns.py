@@ -1,4 +1,4 @@
-"""What a split needs of the data, and what it says when the data does not have it."""
+"""Columns, classes and groups that a split needs, with an error if the data does not have them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def class_numbers(source: DataSource, name: str, *, field: str) -> Ids:
     if values.dtype.kind == "f" and not (np.isfinite(values) & (values == np.round(values))).all():
         raise error(
             "SH354",
-            f"'{name}' is a continuous number and has no classes to keep in balance",
+            f"'{name}' is a continuous number and has no classes to balance",
             where=f"{WHERE}.{field}",
             fix="Name a column with classes, or use kfold or holdout without stratify.",
         )
@@ -46,13 +46,13 @@ def class_numbers(source: DataSource, name: str, *, field: str) -> Ids:
 
 
 def group_numbers(source: DataSource, name: str, *, field: str, minimum: int) -> Ids:
-    """The number of each sample's group; there are at least so many groups."""
+    """The number of each sample's group. SH351 if there are fewer than `minimum` groups."""
     kinds, numbers = category_codes(split_column(source, name, field=field))
     if len(kinds) == 1 < minimum:
         raise error("SH354", f"all samples are in one group of '{name}'", where=f"{WHERE}.{field}",
                     fix="Name a column with several groups.")  # fmt: skip
     if len(kinds) < minimum:
-        raise error("SH351", f"'{name}' has {len(kinds)} groups, and {minimum} parts are wanted",
+        raise error("SH351", f"'{name}' has {len(kinds)} groups, but {minimum} parts are needed",
                     where=f"{WHERE}.{field}", fix="Use fewer folds, or more groups.")  # fmt: skip
     return numbers
 
@@ -67,7 +67,7 @@ def check_class_sizes(labels: Ids, minimum: int) -> None:
     if sizes.min() < minimum:
         raise error(
             "SH351",
-            f"a class has only {sizes.min()} samples, and each of {minimum} parts needs one",
+            f"a class has only {sizes.min()} samples, but each of {minimum} parts needs one",
             where=WHERE,
             fix="Use fewer folds, merge rare classes, or do not stratify.",
         )

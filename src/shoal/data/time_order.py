@@ -1,4 +1,4 @@
-"""Time: the order in which samples happened, and cuts of it that let nothing look ahead."""
+"""The order of samples in time, and splits of it in which training never sees the future."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Timeline:
 
     @staticmethod
     def of_rows(n: int) -> Timeline:
-        """The order of rows is the order of time."""
+        """The timeline in which the order of rows is the order of time."""
         return Timeline(np.arange(n), np.arange(n))
 
     @staticmethod
@@ -32,7 +32,7 @@ class Timeline:
         return Timeline(rows, times[rows])
 
     def boundary_at(self, position: int) -> int:
-        """The last position up to this one at which a cut parts no rows of the same time."""
+        """The last position up to this one that does not separate rows of the same time."""
         if position >= len(self.rows):
             return len(self.rows)
         return int(np.searchsorted(self.times, self.times[position], side="left"))
@@ -41,9 +41,10 @@ class Timeline:
 def forward_split(
     timeline: Timeline, start: int, boundary: int, stop: int, *, gap: int, max_train: int | None = None
 ) -> tuple[Ids, Ids]:
-    """Positions start..cut train (the last `keep` of them), cut..stop validate, `gap` rows between do none.
+    """Positions start..boundary train (the last `max_train` of them), boundary..stop validate, and `gap` rows between
+    them are unused.
 
-    Cuts are moved back to where they part no rows of the same time.
+    Boundaries move back so that they do not separate rows of the same time.
     """
     boundary, stop = timeline.boundary_at(boundary), timeline.boundary_at(stop)
     end = timeline.boundary_at(max(boundary - gap, 0))
@@ -52,7 +53,7 @@ def forward_split(
     if not len(train) or not len(validation):
         raise error(
             "SH354",
-            "so many rows have the same time that nothing is left to train or to validate",
+            "so many rows have the same time that no sample is left for training or validation",
             where="data.split",
             fix="Use fewer folds, or a column with finer times.",
         )
@@ -60,7 +61,7 @@ def forward_split(
 
 
 def parse_times(values: NDArray[Any], name: str) -> NDArray[Any]:
-    """Numbers and dates as they are, texts as ISO dates."""
+    """Numbers and dates unchanged, texts parsed as ISO dates."""
     times = values if values.dtype.kind in "iufM" else _parse_text(values, name)
     missing = np.isnan(times) if times.dtype.kind == "f" else np.isnat(times) if times.dtype.kind == "M" else None
     if missing is not None and missing.any():
@@ -73,7 +74,7 @@ def parse_times(values: NDArray[Any], name: str) -> NDArray[Any]:
 def _parse_text(values: NDArray[Any], name: str) -> NDArray[Any]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy turns times with a zone into UTC, and warns
+            warnings.simplefilter("ignore")  # numpy converts times with a zone to UTC, and warns
             return np.array(values.tolist(), dtype="datetime64[us]")
     except (ValueError, TypeError) as failure:
         raise error("SH354", f"'{name}' holds no times: {failure}", where="data.split.by",

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from shoal.fleet.liveness_clock import LivenessClock
-from shoal.net.handshake import LinkError
-from shoal.net.messages import JsonMessage, MessageConnection, Outbox, ProtocolError, encode_message
+from shoal.net.errors import LinkError, ProtocolError
+from shoal.net.messages import JsonMessage, MessageConnection, Outbox, encode_message
 from shoal.net.wakeup import Wakeup
 
 PING_INTERVAL_S = 0.5

@@ -22,9 +22,9 @@ from shoal.errors import error
 from shoal.fleet.driver_address import DriverAddress
 from shoal.fleet.liveness_clock import LivenessClock
 from shoal.net import handshake
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError, ProtocolError
 from shoal.net.listener import connect_host
-from shoal.net.messages import JsonMessage, MessageConnection, Outbox, ProtocolError, encode_message
+from shoal.net.messages import JsonMessage, MessageConnection, Outbox, encode_message
 from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
 from shoal.spec.chunk_table import ChunkTable

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.jobs.server_group import ServerGroup
 from shoal.plan.membership_policy import MembershipPolicy
-from shoal.spec.job import MOST_WORKERS
+from shoal.spec.job import MAX_WORKERS
 
 
 class CommandHandler:
@@ -45,7 +45,7 @@ class CommandHandler:
         }
 
     def _scale(self, numbers: Mapping[str, int]) -> None:
-        if not numbers or not all(1 <= number <= MOST_WORKERS for number in numbers.values()):
+        if not numbers or not all(1 <= number <= MAX_WORKERS for number in numbers.values()):
             raise ValueError(f"scale to {dict(numbers)}")
         if "servers" in numbers:
             self._servers.scale(numbers["servers"])

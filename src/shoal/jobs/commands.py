@@ -16,12 +16,13 @@ from shoal.events import Event, EventReader, RunState, replay
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
 from shoal.fleet.orphans import Orphan, find_orphans
 from shoal.jobs import run_dir
-from shoal.net.handshake import LinkError, TlsError, TokenError
+from shoal.net.address import format_address
+from shoal.net.errors import LinkError, TlsError, TokenError
 from shoal.net.listener import connect_host
 from shoal.net.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
 from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import tls_contexts_for
-from shoal.spec.job import MOST_WORKERS, Job
+from shoal.spec.job import MAX_WORKERS, Job
 from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Role, Seat
@@ -53,9 +54,9 @@ def scale(paths: RunPaths, wanted: int | None = None, *, servers: int | None = N
     if not numbers:
         raise error("SH609", "no number of workers or servers", fix="Write shoal scale RUN 4, or --servers 2.")
     for who, number in numbers.items():
-        if not 1 <= number <= MOST_WORKERS:
+        if not 1 <= number <= MAX_WORKERS:
             name = "workers" if who == "wanted" else who
-            raise error("SH609", f"{number} {name}", fix=f"Ask for 1 to {MOST_WORKERS}.")
+            raise error("SH609", f"{number} {name}", fix=f"Ask for 1 to {MAX_WORKERS}.")
     job = load_run_job(_without_folds(paths).job)
     if servers is not None and job.sync.kind != "server":
         raise error("SH609", f"'{paths.name}' has no servers: its sync is {job.sync.kind}", where="--servers")
@@ -192,9 +193,9 @@ def _connection(
     except TokenError as failure:
         raise error("SH615", f"the driver at {address.host}:{address.port} has another token") from failure
     except TlsError as failure:
-        raise error("SH620", str(failure), where=f"{address.host}:{address.port}") from failure
+        raise error("SH620", str(failure), where=format_address(address.host, address.port)) from failure
     except (LinkError, OSError) as failure:
-        raise error("SH610", str(failure), where=f"{address.host}:{address.port}") from failure
+        raise error("SH610", str(failure), where=format_address(address.host, address.port)) from failure
 
 
 def _read_replies(sock: socket.socket) -> Iterator[dict[str, Any]]:

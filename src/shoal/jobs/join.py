@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 import socket
 import tempfile
@@ -23,8 +22,9 @@ from shoal.jobs import commands
 from shoal.jobs.executor import catch_stop_signals
 from shoal.jobs.fork_servers import make_fork_server
 from shoal.jobs.worker_group import WORKER_MODULE
+from shoal.net.address import parse_address
 from shoal.spec.certificates import TlsContexts, load_tls_contexts
-from shoal.spec.job import MOST_WORKERS
+from shoal.spec.job import MAX_WORKERS
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
@@ -49,8 +49,8 @@ def join(
     uses TLS do. `show` gets a line for what happens.
     """
     contact = _parse_address(where, token)
-    if not 1 <= workers <= MOST_WORKERS:
-        raise error("SH609", f"{workers} workers", where="--workers", fix=f"Ask for 1 to {MOST_WORKERS}.")
+    if not 1 <= workers <= MAX_WORKERS:
+        raise error("SH609", f"{workers} workers", where="--workers", fix=f"Ask for 1 to {MAX_WORKERS}.")
     contexts = load_tls_contexts(tls_dir, where="--tls") if tls_dir else None
     welcome = commands.fetch_welcome(contact, tls_contexts=contexts)
     with (
@@ -70,12 +70,13 @@ def join(
 
 
 def _parse_address(where: str, token: str) -> DriverAddress:
-    found = re.fullmatch(r"\[?([^\[\]\s]+?)\]?:(\d{1,5})", where)
-    if not found:
-        raise error("SH609", f"'{where}' is no address", where=where, fix="Write HOST:PORT, as `shoal run` shows it.")
+    try:
+        host, port = parse_address(where)
+    except ValueError as failure:
+        raise error("SH609", str(failure), where=where, fix="Write HOST:PORT, as `shoal run` shows it.") from failure
     if not token:
         raise error("SH615", "there is no token", where=TOKEN_VARIABLE)
-    return DriverAddress(found[1], int(found[2]), token)
+    return DriverAddress(host, port, token)
 
 
 def _connect_agent(address: DriverAddress, tls_contexts: TlsContexts | None) -> ControlClient:

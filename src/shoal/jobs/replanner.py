@@ -15,10 +15,9 @@ from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.plan_file import PlanFile
 from shoal.jobs.steps import BackgroundCall
 from shoal.plan.costs.calibration import CostInputs, ObservedTimes, predict_for_workers
-from shoal.plan.costs.drift import WINDOW, cooldown_over, has_drifted, typical_step_s
 from shoal.plan.costs.inputs import job_choice, read_cluster, read_link, read_measured, slowest_link
 from shoal.plan.costs.model import RunChoice
-from shoal.plan.costs.replan import Replan, replan
+from shoal.plan.costs.replan import WINDOW, Replan, cooldown_over, has_drifted, replan, typical_step_s
 from shoal.plan.costs.serialise import candidate_fields, choice_fields, prediction_fields, round_significant
 from shoal.plan.membership_policy import Member, MembershipPolicy
 from shoal.spec.job import Job

@@ -13,7 +13,7 @@ from shoal.jobs.executor import OnEvent, RunExecutor, open_executor, run_to_end
 from shoal.jobs.resolve_auto import resolve_auto_steps
 from shoal.jobs.run_result import RunResult
 from shoal.jobs.steps import run_steps
-from shoal.spec.job import MOST_WORKERS, Job, WorkersConfig
+from shoal.spec.job import MAX_WORKERS, Job, WorkersConfig
 from shoal.spec.load import check_job
 from shoal.spec.receipt import Receipt
 from shoal.spec.run_paths import RunPaths
@@ -51,7 +51,7 @@ class VerifyResult:
 def parse_worker_counts(text: str) -> list[int]:
     """`1,2,3` as numbers of workers."""
     words = [word.strip() for word in text.split(",")]
-    found = [int(word) for word in words if word.isdecimal() and 1 <= int(word) <= MOST_WORKERS]
+    found = [int(word) for word in words if word.isdecimal() and 1 <= int(word) <= MAX_WORKERS]
     if len(found) < len(words) or len(found) < 2:
         fix = "Write two or more numbers, such as 1,2,3; the same one twice tells whether a job repeats."
         raise error("SH609", f"'{text}' is not a list of numbers of workers", where="--workers", fix=fix)

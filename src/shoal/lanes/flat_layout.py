@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.checkpoint.tensor_bytes import DTYPE_CODES, DTYPES
 from shoal.lanes.lane_sum import LaneSum
-from shoal.spec.chunk_table import BOUNDARY_ALIGN_BYTES, MOST_CHUNKS, chunk_boundaries
+from shoal.spec.chunk_table import BOUNDARY_ALIGN_BYTES, MAX_CHUNKS, chunk_boundaries
 
 ALIGN = 64
 MAX_BYTES = 1 << 46
@@ -152,7 +152,7 @@ class FlatLayout:
                 _checked_int(averaged, MAX_TENSORS),
                 _checked_int(first, MAX_TENSORS),
             )
-            least = _checked_int(description.get("least", 0), MOST_CHUNKS)
+            least = _checked_int(description.get("least", 0), MAX_CHUNKS)
             if len(tensors) != sum(sizes) + 2:
                 raise ValueError(f"{len(tensors)} tensors")
             added = sizes[0] + sizes[1] + 2

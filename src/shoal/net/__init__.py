@@ -1,1 +1,1 @@
-"""Bytes between processes: who may talk, and how much."""
+"""Connections between processes: authentication, TLS, framed JSON messages with bounded size."""

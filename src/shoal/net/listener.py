@@ -1,7 +1,7 @@
-"""A door: listening sockets that let in only those who know the token.
+"""Listening sockets that accept only clients that know the token, and the client side of that.
 
-Strangers, scanners and noise are refused and counted. Each costs a thread for three seconds at most, and there are
-never more than a few of them.
+Connections of unknown clients and port scanners are refused and counted. Each occupies a thread for at most
+`handshake.TIMEOUT_S`, and the number of such threads is bounded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shoal.net import handshake, tls
+from shoal.net.errors import LinkError, TlsError
 from shoal.net.tls import TlsContexts
 
 MAX_CONCURRENT_HANDSHAKES = 64
@@ -38,7 +39,7 @@ class AuthenticatedListener:
         self._refused_lock = threading.Lock()
         self.refused = 0
         for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="shoal-door", daemon=True).start()
+            threading.Thread(target=self._accept, args=(listener,), name="shoal-listener", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -47,7 +48,7 @@ class AuthenticatedListener:
             except OSError:
                 if listener.fileno() < 0:
                     return
-                time.sleep(0.01)  # the caller left before we looked, or there are too many open files: do not spin
+                time.sleep(0.01)  # the client is gone already, or there are too many open files: do not spin
                 continue
             if self._handshake_slots.acquire(blocking=False):
                 self._start_handshake(sock)
@@ -57,7 +58,7 @@ class AuthenticatedListener:
     def _start_handshake(self, sock: socket.socket) -> None:
         try:
             threading.Thread(target=self._authenticate, args=(sock,), name="shoal-caller", daemon=True).start()
-        except RuntimeError:  # no more threads are to be had; the door stays open
+        except RuntimeError:  # no thread is available; keep listening
             self._handshake_slots.release()
             self._refuse(sock)
 
@@ -68,14 +69,14 @@ class AuthenticatedListener:
             sock.settimeout(handshake.TIMEOUT_S)
             hello = handshake.server_handshake(sock, self._token)
             sock.settimeout(None)
-        except (OSError, handshake.LinkError):
+        except (OSError, LinkError):
             self._refuse(sock)
             return
         finally:
             self._handshake_slots.release()
         try:
             self._on_connect(sock, hello)
-        except (OSError, handshake.LinkError):
+        except (OSError, LinkError):
             self._refuse(sock)
 
     def _refuse(self, sock: socket.socket) -> None:
@@ -108,13 +109,13 @@ def connect(
         sock.settimeout(handshake.TIMEOUT_S)
         handshake.client_handshake(sock, token, hello)
         sock.settimeout(None)
-    except (OSError, OverflowError, handshake.LinkError) as failure:
+    except (OSError, OverflowError, LinkError) as failure:
         sock.close()
         if trouble := tls.failure_reason(sock):
-            raise handshake.TlsError(trouble) from failure
-        if isinstance(failure, handshake.LinkError):
+            raise TlsError(trouble) from failure
+        if isinstance(failure, LinkError):
             raise
-        raise handshake.LinkError(f"cannot reach {address!r}: {failure}") from failure
+        raise LinkError(f"cannot reach {address!r}: {failure}") from failure
     return sock
 
 
@@ -123,12 +124,12 @@ def connect_host(
 ) -> socket.socket:
     """The same for a name or a literal address of either family; a name's addresses are tried in their order."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # given a port above 65535 it takes another one
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # it truncates ports above 65535
     except (OSError, UnicodeError) as failure:
-        raise handshake.LinkError(f"cannot find {host}: {failure}") from failure
+        raise LinkError(f"cannot find {host}: {failure}") from failure
     *others, last = [(family, (address[0], port, *address[2:])) for family, _, _, _, address in found]
     for family, address in others:
-        with contextlib.suppress(handshake.LinkError):
+        with contextlib.suppress(LinkError):
             return connect(family, address, token, hello, tls_contexts=tls_contexts)
     return connect(*last, token, hello, tls_contexts=tls_contexts)
 

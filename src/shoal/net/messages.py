@@ -1,4 +1,4 @@
-"""Rows: one JSON object per line over a socket that never blocks, with a bound on everything that can grow."""
+"""Messages: one JSON object per line over a non-blocking socket. Everything that can grow is bounded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
-
-
-class ProtocolError(LinkError):
-    """The other side speaks, but not our language."""
 
 
 class JsonMessage(NamedTuple):
@@ -29,7 +25,7 @@ class JsonMessage(NamedTuple):
 def encode_message(kind: str, fields: dict[str, Any]) -> bytes:
     line = json.dumps({"kind": kind} | fields, separators=(",", ":"), default=str).encode() + b"\n"
     if len(line) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a row '{kind}' of {len(line)} bytes; at most {MAX_MESSAGE_BYTES}")
+        raise ValueError(f"the message '{kind}' has {len(line)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
     return line
 
 
@@ -37,29 +33,29 @@ def decode_message(line: bytes | bytearray) -> JsonMessage:
     fields = decode_object(line)
     kind = fields.pop("kind", None)
     if not isinstance(kind, str):
-        raise ProtocolError("a row without a kind")
+        raise ProtocolError("the message has no kind")
     return JsonMessage(kind, fields, len(line))
 
 
 def decode_object(data: bytes | bytearray) -> dict[str, Any]:
     if len(data) >= MAX_MESSAGE_BYTES:
-        raise ProtocolError("a row that is too long")
+        raise ProtocolError("the message is too long")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as failure:
-        raise ProtocolError("a row that is not JSON") from failure
+        raise ProtocolError("the message is not JSON") from failure
     if not isinstance(found, dict):
-        raise ProtocolError("a row that is not an object")
+        raise ProtocolError("the message is not a JSON object")
     return found
 
 
 class Outbox:
-    """Rows that wait to be sent, in order. Any thread may put; it outlives the connection that empties it."""
+    """Messages that wait to be sent, in order. Any thread may `put`. It outlives connections."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._messages: deque[bytes] = deque()
-        self._sent_bytes = 0  # what the socket took of the first row
+        self._sent_bytes = 0  # of the first message
         self.size_bytes = 0
 
     def put(self, message: bytes) -> None:
@@ -68,22 +64,22 @@ class Outbox:
             self.size_bytes += len(message)
 
     def flush_to(self, sock: socket.socket) -> None:
-        """As much as the socket takes now."""
+        """Send as much as the socket accepts now."""
         with self._lock, contextlib.suppress(BlockingIOError):
             while self._messages:
-                row = self._messages[0]
-                self._sent_bytes += sock.send(memoryview(row)[self._sent_bytes :])
-                if self._sent_bytes == len(row):
+                message = self._messages[0]
+                self._sent_bytes += sock.send(memoryview(message)[self._sent_bytes :])
+                if self._sent_bytes == len(message):
                     self._remove(0)
                     self._sent_bytes = 0
 
     def rewind(self) -> None:
-        """On a new connection nobody knows the beginning of a row that was half sent."""
+        """Send a half-sent message again from its start: a new connection has not seen its beginning."""
         with self._lock:
             self._sent_bytes = 0
 
     def drop_oldest(self, max_bytes: int) -> int:
-        """Drop the oldest rows, except one that is half sent; how many."""
+        """Drop the oldest messages, except a half-sent one, until `max_bytes` are left. Returns how many it dropped."""
         dropped = 0
         with self._lock:
             first = 1 if self._sent_bytes else 0
@@ -98,7 +94,7 @@ class Outbox:
 
 
 class MessageConnection:
-    """A connected socket that speaks rows. Owned by one thread; after a LinkError there is only `close`."""
+    """A connected socket that carries messages. Belongs to one thread. After a LinkError only `close` is allowed."""
 
     def __init__(self, sock: socket.socket, outbox: Outbox) -> None:
         sock.setblocking(False)
@@ -116,11 +112,12 @@ class MessageConnection:
 
     @property
     def has_unsent(self) -> bool:
-        """Is there something that the socket did not take yet?"""
+        """Whether messages wait to be sent."""
         return self._outbox.size_bytes > 0
 
     def read(self) -> Iterator[JsonMessage]:
-        """What came; LinkError, after the rows before it, when the other side is gone or breaks the language."""
+        """The messages that have arrived. When the peer is gone or breaks the protocol, yields the messages before
+        that and then raises LinkError."""
         try:
             data = self._sock.recv(_READ_BYTES)
         except BlockingIOError:
@@ -130,14 +127,14 @@ class MessageConnection:
         if not data:
             raise LinkError("the other side closed the connection")
         self._partial += data
-        if b"\n" in data:  # else a peer that lets its bytes drip would let us search the whole again for each
+        if b"\n" in data:  # otherwise a peer that sends byte by byte would make us search everything again for each
             *lines, self._partial = self._partial.split(b"\n")
             yield from map(decode_message, lines)
         if len(self._partial) >= MAX_MESSAGE_BYTES:
-            raise ProtocolError("a row that is too long")
+            raise ProtocolError("the message is too long")
 
     def write(self) -> None:
-        """Send what the socket takes now."""
+        """Send what the socket accepts now."""
         try:
             self._outbox.flush_to(self._sock)
             if self._finishing and not self.has_unsent:
@@ -146,8 +143,8 @@ class MessageConnection:
             raise LinkError(str(failure)) from failure
 
     def finish_sending(self) -> None:
-        """Say goodbye after the last row. Who reads on until the other side closes loses nothing: a socket that is
-        closed with something unread in it takes back what it had sent."""
+        """Half-close after the last message. The caller reads until the peer closes: closing a socket with unread data
+        would discard what it has sent."""
         self._finishing = True
         self.write()
 

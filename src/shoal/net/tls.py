@@ -9,11 +9,11 @@ from __future__ import annotations
 import socket
 import ssl
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.net.tls_pump import TlsSocket, wrap
 
 TlsContexts = tuple[ssl.SSLContext, ssl.SSLContext]
-"""One to answer callers with, and one to call."""
+"""The context for accepted connections, and the context for outgoing connections."""
 
 
 def wrap_accepted(sock: socket.socket, contexts: TlsContexts | None) -> socket.socket:
@@ -36,5 +36,5 @@ def _wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) ->
 
 
 def failure_reason(sock: socket.socket) -> str:
-    """Why there is no agreement with the other side on TLS, if that is what ended the connection."""
+    """Why TLS ended the connection; '' if it did not."""
     return sock.failure_reason if isinstance(sock, TlsSocket) else ""

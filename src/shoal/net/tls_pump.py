@@ -1,8 +1,8 @@
-"""A tunnel: a plain socket whose bytes go through TLS, carried by a thread.
+"""A plain socket whose bytes go through TLS, copied by a thread.
 
-Loops here poll many sockets and read into the place where the bytes belong; a TLS socket can do neither. So its bytes
-are carried between it and one end of a socketpair, and everybody uses the other end. What ends one ends the other: a
-half-close is a half-close there, and a connection that breaks is a closed one here, at once.
+Shoal's loops poll many sockets and read directly into their buffers; a TLS socket supports neither. So a thread copies
+bytes between the TLS connection and one end of a socketpair, and the program uses the other end. A half-close on one
+side becomes a half-close on the other, and a broken connection becomes a closed socket at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.net.handshake import TLS_ALERT
 
 CHUNK_BYTES = 1 << 18
 LINGER_S = 10.0
-"""How long what was said before a close may take to go out."""
+"""Seconds for sending what was written before a close."""
 EXIT_FLUSH_S = 5.0
 ALERT_DRAIN_S = 0.5
 _RECORD_BYTES = 1 << 15
@@ -30,8 +30,8 @@ _pumps: set[TlsPump] = set()
 
 
 class TlsSocket(socket.socket):
-    """The end that everybody uses. It passes for the connection itself: family, addresses and TCP's options are that
-    connection's, and no descriptors can be sent through."""
+    """The end of the socketpair that the program uses. Family, addresses and TCP options are those of the connection.
+    It cannot pass file descriptors."""
 
     def __init__(self, end: socket.socket, outer: socket.socket, pump: TlsPump) -> None:
         super().__init__(fileno=end.detach())
@@ -54,7 +54,7 @@ class TlsSocket(socket.socket):
         if level != socket.IPPROTO_TCP:
             super().setsockopt(level, *option)
             return
-        with contextlib.suppress(OSError):  # it may have ended, as whoever reads or writes will learn
+        with contextlib.suppress(OSError):  # the connection may be closed; the next read or write reports that
             self._outer.setsockopt(level, *option)
 
     @property
@@ -63,23 +63,23 @@ class TlsSocket(socket.socket):
 
 
 def wrap(outer: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> TlsSocket:
-    """Owns the connection from now on. Who reads waits for the handshake, and finds a closed socket if that fails;
-    `trouble` says why then. RuntimeError if there is no thread to be had."""
+    """Takes ownership of `outer`. A read waits for the TLS handshake, and finds a closed socket if that fails; then
+    `failure_reason` says why. RuntimeError if no thread is available."""
     inner, end = socket.socketpair()
-    carrier = TlsPump(outer, inner, context, server_side=server_side)
+    pump = TlsPump(outer, inner, context, server_side=server_side)
     try:
-        tunnel = TlsSocket(end, outer, carrier)
-        threading.Thread(target=carrier.run, name="shoal-tls", daemon=True).start()
+        wrapped = TlsSocket(end, outer, pump)
+        threading.Thread(target=pump.run, name="shoal-tls", daemon=True).start()
     except (OSError, RuntimeError):
         for sock in (outer, inner, end):
             sock.close()
         raise
-    return tunnel
+    return wrapped
 
 
 class TlsPump:
-    """Everything here is the thread's own, but `trouble` and `finish`. It holds two chunks of each direction at most:
-    nothing is taken from one side before the other has taken what there was."""
+    """Belongs to its thread, except `failure_reason` and `flush`. Buffers at most two chunks per direction: it reads
+    from one side only after the other side has accepted the previous data."""
 
     def __init__(
         self, outer: socket.socket, inner: socket.socket, context: ssl.SSLContext, *, server_side: bool
@@ -91,13 +91,13 @@ class TlsPump:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._read_buffer = memoryview(bytearray(CHUNK_BYTES))
-        self._decrypt_buffer = memoryview(bytearray(CHUNK_BYTES + _RECORD_BYTES))  # with the rest of an earlier chunk
-        self._plaintext = memoryview(b"")  # for the inner socket
-        self._ciphertext = memoryview(b"")  # for the outer one
+        self._decrypt_buffer = memoryview(bytearray(CHUNK_BYTES + _RECORD_BYTES))  # room for the rest of a chunk
+        self._plaintext = memoryview(b"")  # to write to the inner socket
+        self._ciphertext = memoryview(b"")  # to write to the outer socket
         self._handshake_done = False
-        self._peer_open = True  # the other side may say more
-        self._user_open = True  # the user may
-        self._linger_deadline_s: float | None = None  # the user has hung up
+        self._peer_open = True  # the peer may send more
+        self._user_open = True  # the program may send more
+        self._linger_deadline_s: float | None = None  # set once the program has closed its end
         self._flushed = threading.Event()
 
     def run(self) -> None:
@@ -106,18 +106,18 @@ class TlsPump:
             self._advance_handshake()
             while not self._done():
                 self._pump_once()
-        except OSError as failure:  # ssl's own are such
+        except OSError as failure:  # ssl errors are OSErrors
             self.failure_reason = _explain(failure, handshake_done=self._handshake_done)
             if not self._handshake_done:
                 self._send_alert()
-        finally:  # whatever happened, nobody waits any longer
+        finally:  # always wake a reader, and a thread in `flush`
             self._inner.close()
             self._outer.close()
             self._flushed.set()
             _pumps.discard(self)
 
     def flush(self, timeout_s: float) -> None:
-        """From any thread: the user says no more. Waits until what was said has gone out."""
+        """From any thread: end the program's output. Waits until everything written has been sent."""
         with contextlib.suppress(OSError):
             self._inner.shutdown(socket.SHUT_RD)
         if self._handshake_done:
@@ -148,19 +148,19 @@ class TlsPump:
         return self._user_open and not self._ciphertext and self._handshake_done
 
     def _wait(self) -> tuple[int, int]:
-        """What happened outside, and inside."""
+        """Poll events of the outer and of the inner socket."""
         poll = select.poll()
         outside = (select.POLLIN if self._wants_peer_data else 0) | (select.POLLOUT if self._ciphertext else 0)
         if outside:
             poll.register(self._outer, outside)
-        if self._linger_deadline_s is None or self._wants_user_data:  # else its end would be told for ever
+        if self._linger_deadline_s is None or self._wants_user_data:  # otherwise poll would report its hang-up for ever
             inside = (select.POLLIN if self._wants_user_data else 0) | (select.POLLOUT if self._plaintext else 0)
             poll.register(self._inner, inside)
         left_s = None if self._linger_deadline_s is None else max(0.0, self._linger_deadline_s - time.monotonic())
         happened = dict(poll.poll(None if left_s is None else 1000 * left_s))
         return happened.get(self._outer.fileno(), 0), happened.get(self._inner.fileno(), 0)
 
-    # ---- from the other side to the user ----
+    # ---- from the peer to the program ----
 
     def _read_peer(self) -> None:
         try:
@@ -170,12 +170,12 @@ class TlsPump:
         if size:
             self._incoming.write(self._read_buffer[:size])
         else:
-            self._incoming.write_eof()  # without a goodbye it is no end that can be trusted: an error below
+            self._incoming.write_eof()  # an end without TLS close_notify may be forged: it becomes an error below
         if self._handshake_done or self._advance_handshake():
             self._decrypt()
 
     def _advance_handshake(self) -> bool:
-        """As much of the handshake as can be done now; is it over?"""
+        """Do as much of the handshake as possible now. Returns whether it is done."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self._tls.do_handshake()
             self._handshake_done = True
@@ -184,7 +184,7 @@ class TlsPump:
         return self._handshake_done
 
     def _decrypt(self) -> None:
-        """All that has arrived, so that a goodbye of ours never meets something unread, which TLS would not forgive."""
+        """Decrypt everything that has arrived: TLS reports an error if we close while data is unread."""
         size = 0
         try:
             while got := self._tls.read(CHUNK_BYTES, self._decrypt_buffer[size:]):
@@ -192,7 +192,7 @@ class TlsPump:
             self._peer_open = False
         except ssl.SSLWantReadError:
             pass
-        except ssl.SSLZeroReturnError:  # so it is told to one who has said goodbye himself
+        except ssl.SSLZeroReturnError:  # raised instead of an empty read if we have sent close_notify ourselves
             self._peer_open = False
         self._plaintext = self._decrypt_buffer[:size]
         self._collect_ciphertext()
@@ -208,20 +208,20 @@ class TlsPump:
         except OSError:
             self._start_linger()
 
-    # ---- from the user to the other side ----
+    # ---- from the program to the peer ----
 
     def _read_user(self) -> None:
         try:
             size = self._inner.recv_into(self._read_buffer)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # closed, with something unread
+        except ConnectionResetError:  # closed with unread data
             size = 0
         if size:
             self._tls.write(self._read_buffer[:size])
         else:
             self._user_open = False
-            with contextlib.suppress(ssl.SSLError):  # it would wait for the other side's goodbye
+            with contextlib.suppress(ssl.SSLError):  # it would wait for the peer's close_notify
                 self._tls.unwrap()
         self._collect_ciphertext()
 
@@ -245,8 +245,8 @@ class TlsPump:
         self._plaintext = memoryview(b"")
 
     def _send_alert(self) -> None:
-        """Say why there is no agreement, and see that it is heard: a socket that is closed with something unread takes
-        back what it had sent."""
+        """Send the alert that explains the failure, and drain the input: closing a socket with unread data would
+        discard the alert."""
         until = time.monotonic() + ALERT_DRAIN_S
         with contextlib.suppress(OSError):
             self._outer.settimeout(ALERT_DRAIN_S)
@@ -257,22 +257,24 @@ class TlsPump:
 
 
 def _explain(failure: OSError, *, handshake_done: bool) -> str:
-    """What the two do not agree on; nothing if the connection just broke."""
+    """The reason that TLS gives; '' if the connection just broke."""
     reason = getattr(failure, "reason", None) or ""
     if isinstance(failure, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: {failure.verify_message}"
+        return f"the certificate of the other side is not accepted: {failure.verify_message}"
     if reason == "TLSV1_ALERT_PROTOCOL_VERSION" or (not handshake_done and reason == "WRONG_VERSION_NUMBER"):
-        return "it does not use TLS, and we do"
+        return "the other side does not use TLS, but this process does"
     if "ALERT" in reason:
-        return f"it does not accept our certificate: {reason.partition('ALERT_')[2].replace('_', ' ').lower()}"
+        return (
+            f"the other side does not accept our certificate: {reason.partition('ALERT_')[2].replace('_', ' ').lower()}"
+        )
     return ""
 
 
 def flush_all(timeout_s: float = EXIT_FLUSH_S) -> None:
-    """What was said goes out before the process ends, as the kernel would see to without TLS."""
+    """Send everything that was written before the process ends, as the kernel does for plain sockets."""
     until = time.monotonic() + timeout_s
-    for carrier in list(_pumps):
-        carrier.flush(max(0.0, until - time.monotonic()))
+    for pump in list(_pumps):
+        pump.flush(max(0.0, until - time.monotonic()))
 
 
 atexit.register(flush_all)

@@ -1,4 +1,4 @@
-"""A bell: wakes a thread that waits in select()."""
+"""Wakes a thread that waits in select()."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import socket
 
 
 class Wakeup:
-    """Readable from `ring` until `clear`. Any thread may ring; many rings are one; a closed bell is silent."""
+    """Readable from `notify` until `clear`. Any thread may `notify`; several calls count as one; after `close` they do
+    nothing."""
 
     def __init__(self) -> None:
-        # Sockets and not a pipe: a ring that comes after `close` must not end in a file that got the same number.
+        # Sockets, not a pipe: a `notify` after `close` must not write to a file that got the same descriptor.
         self._read_end, self._write_end = socket.socketpair()
         self._read_end.setblocking(False)
         self._write_end.setblocking(False)
@@ -19,7 +20,7 @@ class Wakeup:
         return self._read_end.fileno()
 
     def notify(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is ringing already
+        with contextlib.suppress(OSError):  # full: it is readable already
             self._write_end.send(b"!")
 
     def clear(self) -> None:

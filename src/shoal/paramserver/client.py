@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from shoal.collectives.transport.endpoint import connect_to_peer
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, attach
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
 from shoal.paramserver import protocol

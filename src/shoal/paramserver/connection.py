@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame
 

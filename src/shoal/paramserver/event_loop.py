@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
 from shoal.paramserver.connection import ServerConnection

@@ -9,7 +9,7 @@ import json
 import struct
 from typing import Any, NamedTuple
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 # from workers, and from whoever else pushes
 ENTER, READY, HYPER, SHARE_MEMORY, PUSH, APPLY, PULL = range(1, 8)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from shoal.checkpoint import state_format
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.sparse.rows import RowBundle, pack_rows
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
 from shoal.paramserver.piece_state import PendingAck, PieceState

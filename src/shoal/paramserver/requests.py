@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shoal.collectives.transport.shared_memory import ByteBuffer
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.client import ServerSession
 from shoal.paramserver.connection import PayloadTarget

@@ -22,7 +22,7 @@ from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, 
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import Node, partial_nodes
 from shoal.lanes.sparse.table_spec import MAX_TABLES, TableSpec
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.chunk_store import ChunkStore, optimizer_class
 from shoal.paramserver.connection import PayloadTarget, ServerConnection

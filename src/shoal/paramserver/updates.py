@@ -12,7 +12,7 @@ from shoal.checkpoint import state_format
 from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.sparse.rows import scale_rows
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget
 from shoal.paramserver.piece_state import ClientSession, PendingReply, PieceState, PushRound

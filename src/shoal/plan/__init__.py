@@ -1,1 +1,1 @@
-"""Every decision and no act."""
+"""Decisions of the driver as pure functions and state machines. Nothing here does I/O."""

@@ -1,8 +1,8 @@
-"""Which servers should hold which chunks, the primary first: evenly by bytes, and with as little to move as can be.
+"""Assign chunks to servers, the primary first: evenly by bytes, and with as few bytes to move as possible.
 
-First come the holders, then the primaries among them. If everybody holds as much, and every chunk has as many holders,
-then everybody can also be primary for as much, whoever holds what: the chunks that are held only within some group
-of servers are never more than the group's part of all bytes.
+Holders are chosen first, then the primaries among them. If all servers hold the same number of bytes and every chunk
+has the same number of holders, an even choice of primaries always exists: the chunks that are held only within a group
+of servers are never more than the group's share of all bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from itertools import accumulate
 VIRTUAL_NODES = 256
 
 ChunkHolders = list[list[int]]
-"""Per chunk the seats that hold it, the primary first."""
+"""For each chunk the seats that hold it, the primary first."""
 
 
 def assign_chunks(
     sizes: Sequence[int], seats: Sequence[int], *, copies: int, preferred: ChunkHolders, held: ChunkHolders
 ) -> ChunkHolders:
-    """From what is wished for (seats that are gone are passed over, the first ones count) and `held` already.
+    """The new holders of each chunk, from `preferred` holders (seats that are gone are skipped, the first ones count)
+    and the chunks that seats have `held` so far.
 
-    No chunk is on a seat twice. Without any wish, every seat is primary of one range. Backups stand in the order of
-    seats, from the primary round, so that neighbours with the same holders are sent together.
+    No chunk is on a seat twice. Without preferences every seat is primary of one range. Backups follow the primary in
+    cyclic order of seats, so that neighbouring chunks with the same holders are sent together.
     """
     here = set(seats)
     kept = [[seat for seat in order if seat in here][:copies] for order in preferred]
@@ -42,7 +43,7 @@ def assign_chunks(
 
 
 def assign_by_consistent_hashing(chunks: int, seats: Sequence[int], *, copies: int) -> ChunkHolders:
-    """Consistent hashing: each chunk goes to the seats that follow it on a circle. Knows nothing of sizes."""
+    """Consistent hashing: each chunk goes to the next seats on a ring. Ignores sizes."""
     circle = sorted((_ring_hash(f"seat {seat} {i}"), seat) for seat in seats for i in range(VIRTUAL_NODES))
     angles = [angle for angle, _ in circle]
     found: ChunkHolders = [[] for _ in range(chunks)]
@@ -70,7 +71,7 @@ def _contiguous_ranges(sizes: Sequence[int], seats: Sequence[int], copies: int) 
 
 
 def _add_missing_holders(orders: ChunkHolders, sizes: Sequence[int], load: dict[int, int], copies: int) -> None:
-    """Give chunks the holders that they lack. Neighbours go to the same seat as long as it has less than its part."""
+    """Add the missing holders. Neighbouring chunks go to the same seat as long as it has less than its share."""
     mean = copies * sum(sizes) / len(load)
     last = None
     for order, size in zip(orders, sizes, strict=True):
@@ -84,14 +85,14 @@ def _add_missing_holders(orders: ChunkHolders, sizes: Sequence[int], load: dict[
 def _balance_holders(
     orders: ChunkHolders, sizes: Sequence[int], load: dict[int, int], held: Sequence[Collection[int]]
 ) -> None:
-    """Hand chunks from the fullest seat to the emptiest, until that makes nothing more even."""
+    """Move chunks from the fullest seat to the emptiest, until that no longer improves the balance."""
     mean = sum(load.values()) / len(load)
     moved = True
     while moved:
         moved = False
         full, empty = max(load, key=load.__getitem__), min(load, key=load.__getitem__)
         cost = {
-            i: (empty not in held[i]) - (full not in held[i])  # what nobody has sent yet is free to go elsewhere
+            i: (empty not in held[i]) - (full not in held[i])  # chunks that are not sent yet can move at no cost
             for i, order in enumerate(orders)
             if full in order and empty not in order
         }
@@ -107,14 +108,14 @@ def _balance_holders(
 
 
 def _balance_primaries(orders: ChunkHolders, sizes: Sequence[int], seats: Sequence[int]) -> None:
-    """Let other holders lead where the fullest primary leads too much: nothing is moved by that.
+    """Make other holders primary where one seat is primary of too many bytes. No bytes move.
 
-    Its chunk may go to a seat that leads too much then and hands on another one, and so forth: the way to the seat
-    that leads least is searched over all.
+    A chunk may pass to a seat that then has too many itself and passes another chunk on, and so on: a path to the seat
+    with the fewest bytes as primary is searched over all seats.
     """
     load = dict.fromkeys(seats, 0)
     can_take_over: dict[int, dict[int, set[int]]] = {seat: defaultdict(set) for seat in seats}
-    """The chunks that the first one leads and the second one could."""
+    """For each pair of seats, the chunks of which the first is primary and the second is a backup."""
     for i, order in enumerate(orders):
         load[order[0]] += sizes[i]
         for other in order[1:]:
@@ -144,7 +145,8 @@ def _balance_primaries(orders: ChunkHolders, sizes: Sequence[int], seats: Sequen
 def _handover_path(
     full: int, can_take_over: Mapping[int, Mapping[int, set[int]]], load: Mapping[int, int], sizes: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Which chunk goes to whom, from the fullest on; nothing if that would not make it more even."""
+    """The chunks to pass on and their new primaries, starting at the fullest; [] if that does not improve the
+    balance."""
     before = {full: full}
     queue = deque([full])
     while queue:
@@ -157,7 +159,7 @@ def _handover_path(
     after = dict(load)
     handed: list[tuple[int, int]] = []
     while seat != full:
-        chunk = max(can_take_over[before[seat]][seat])  # the last first: neighbours go the same way
+        chunk = max(can_take_over[before[seat]][seat])  # the last chunk first, so that neighbours take the same path
         handed.append((chunk, seat))
         after[seat] += sizes[chunk]
         after[before[seat]] -= sizes[chunk]

@@ -1,12 +1,12 @@
-"""Which servers hold which chunks: facts go in, numbered tables come out; nothing is done here.
+"""Which servers hold which chunks: facts go in, numbered chunk tables come out. No I/O.
 
-Rules that lose nothing, whatever dies:
-- only a seat that holds all of a chunk stands in its chain, and is let go only when enough others do;
-- a seat holds a chunk when the last of the chain has said so under the newest table. Whoever says so acknowledges
-  nothing more without the seat that it filled, so that the seat may lead from then on;
-- what was said under an older table does not count: it is said again under the newer one;
-- of a chunk one seat is filled at a time, so that who fills holds it;
-- an earlier driver's newest table counts until this one has decided its first; after that only its number does.
+Rules that keep all parameters when servers die:
+- a server is in a chain only if it holds the full chunk, and is removed only when enough other servers hold it;
+- a server holds a chunk when the last server of the chain has reported so under the newest table. From then on that
+  last server acknowledges nothing without the new server, so the new server may become primary;
+- reports under an older table are ignored, and are repeated under the newer one;
+- one server per chunk is filled at a time, so that the server that fills it holds the chunk;
+- the newest table of an earlier driver is valid until this driver has decided its first; then only its number matters.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from shoal.spec.view import Address
 PlacementMethod = Literal["table", "ring"]
 
 TAKEOVER_NUMBER_GAP = 1000
-"""So much higher a new driver begins to number. The one before may have sent tables that nobody alive has seen."""
+"""A new driver skips this many table numbers, because the earlier driver may have sent tables that no living process
+has seen."""
 
 
 @dataclass(frozen=True)
 class ChunksLost:
-    """Some chunk has no holder left: the run must go back to a checkpoint."""
+    """A chunk has no holder left: the run must return to a checkpoint."""
 
     why: str
 
 
 class ChunkPlacement:
-    """Belongs to the thread that drives the run. `servers` are wanted; every chunk is to have so many `backups`."""
+    """Belongs to the thread that drives the run. `servers` is the wanted number; every chunk gets `backups` backups."""
 
     def __init__(self, *, servers: int, backups: int, method: PlacementMethod = "table") -> None:
         self.wanted_servers = servers
         self.backups = backups
         self.method = method
         self.chunk_table: ChunkTable | None = None
-        """The newest."""
+        """The newest table."""
         self._table_number = 0
         self._decided_here = False
         self._boundaries: list[int] = []
@@ -56,34 +57,34 @@ class ChunkPlacement:
     # ---- facts ----
 
     def expect(self, seat: int) -> None:
-        """This seat is being filled, or its server lives and will call."""
+        """A server is being started in this seat, or lives and will connect."""
         if seat not in self._servers:
             self._expected.add(seat)
 
     def arrived(self, seat: int, address: Address) -> None:
-        """A server took its seat, or called again."""
+        """A server connected or reconnected."""
         if seat not in self._servers and len(self._staying()) >= self.wanted_servers and not self._in_table(seat):
-            self._leaving.add(seat)  # fewer are wanted than when it was started
+            self._leaving.add(seat)  # scaled down while the server was starting
         self._changed = self._changed or self._servers.get(seat) != address
         self._servers[seat] = address
         self._expected.discard(seat)
 
     def gone(self, seat: int) -> None:
-        """Its process ended, or it was put out. It never comes back under this number."""
+        """The server's process ended, or it was evicted. Its seat number is never used again."""
         self._servers.pop(seat, None)
         self._expected.discard(seat)
         self._leaving.discard(seat)
         self._changed = True
 
     def drain(self, seat: int, *, replace: bool = False) -> None:
-        """It asks to go, or is asked to: others get what it holds before it is dispensable."""
+        """Let the server leave, after other servers have received the chunks that it holds."""
         if seat in self._servers and seat not in self._leaving:
             self._leaving.add(seat)
             self.wanted_servers = self.wanted_servers if replace else max(self.wanted_servers - 1, 1)
             self._changed = True
 
     def scale(self, servers: int) -> list[int]:
-        """Another number of servers. The seats that have to go for it: the newest."""
+        """Change the number of servers. Returns the seats that must leave: the newest."""
         self.wanted_servers = servers
         going = self._staying()[servers:]
         self._leaving.update(going)
@@ -91,13 +92,13 @@ class ChunkPlacement:
         return going
 
     def set_boundaries(self, boundaries: Sequence[int]) -> None:
-        """A worker knows the model. All say the same; the first counts."""
+        """The chunk boundaries, as a worker reports them. All workers report the same; only the first call counts."""
         if not self._boundaries:
             self._boundaries, self._changed = list(boundaries), True
 
     def observe_table(self, chunk_table: ChunkTable) -> None:
-        """The newest table that one who calls has seen. Let servers and workers tell it to a new driver before it
-        decides. What an earlier driver had filled is begun anew, for nobody knows what it heard."""
+        """The newest table that a connecting process has seen. Servers and workers report it to a new driver before it
+        decides. Fillings of an earlier driver start again, because its reports are lost."""
         if chunk_table.number <= self._table_number:
             return
         self._changed = True
@@ -108,13 +109,13 @@ class ChunkPlacement:
             self._target = [[*chain[:1], *filling, *chain[1:]] for chain, filling in parts]
 
     def filled(self, by: int, seat: int, table_number: int) -> None:
-        """Under this table, `seat` has all chunks that it was to get from `by`."""
+        """Under this table, `seat` has received all its chunks from `by`."""
         if self._decided_here and self.chunk_table and table_number == self.chunk_table.number:
             self._filled_links.add((by, seat))
             self._changed = True
 
     def reset(self) -> None:
-        """What servers hold is void, the run goes back to a checkpoint. All are empty then, and so all are in sync."""
+        """The run returns to a checkpoint: the contents of all servers are void, so all servers are equally empty."""
         self.chunk_table, self._decided_here, self._changed = None, True, True
         self._target, self._target_seats = [], []
         self._filled_links.clear()
@@ -122,15 +123,15 @@ class ChunkPlacement:
     # ---- decisions ----
 
     def missing_servers(self) -> int:
-        """So many servers are to be started."""
+        """Number of servers to start."""
         return max(self.wanted_servers - len(self._staying()) - len(self._expected), 0)
 
     def releasable_seats(self) -> list[int]:
-        """Those that leave and hold nothing that is needed any more."""
+        """Leaving servers that no longer hold anything needed."""
         return sorted(seat for seat in self._leaving if not self._in_table(seat))
 
     def decide(self) -> ChunkTable | ChunksLost | None:
-        """The next table, if there must be another one. Called after every fact, and now and then."""
+        """The next table, if a new one is needed. Call after every fact, and periodically."""
         if not self._changed or not self._ready():
             return None
         held = self._live_holders()
@@ -152,13 +153,14 @@ class ChunkPlacement:
         return self.chunk_table
 
     def _ready(self) -> bool:
-        """The first table waits for all that are wanted; that of another driver, for all whom it names and who live."""
+        """The first table waits for all wanted servers; after a takeover, for all living servers of the last table."""
         if self.chunk_table is None:
             return bool(self._boundaries) and len(self._staying()) >= self.wanted_servers
         return self._decided_here or not self._expected & self.chunk_table.addresses.keys()
 
     def _is_current(self, chains: ChunkHolders, filling: ChunkHolders, addresses: dict[int, Address]) -> bool:
-        """Does the newest table say this already, and is it ours and the newest that anybody has seen?"""
+        """Whether the newest table already says this, comes from this driver, and is the newest that any process has
+        seen."""
         table = self.chunk_table
         if table is None or not self._decided_here or table.number < self._table_number:
             return False
@@ -168,11 +170,11 @@ class ChunkPlacement:
         return sorted(seat for seat in self._servers if seat not in self._leaving)
 
     def _in_table(self, seat: int) -> bool:
-        """Does it stand in the newest table?"""
+        """Whether the seat is in the newest table."""
         return self.chunk_table is not None and seat in self.chunk_table.addresses
 
     def _live_holders(self) -> ChunkHolders:
-        """Per chunk the living seats that hold it, in the order of the newest table."""
+        """For each chunk the living seats that hold it, in the order of the newest table."""
         if self.chunk_table is None:
             return [[] for _ in self._boundaries[1:]]
         return [
@@ -184,7 +186,7 @@ class ChunkPlacement:
         ]
 
     def _choose_target(self, held: ChunkHolders) -> None:
-        """Another target, if there are others to hold things than when it was chosen. What moves already, goes on."""
+        """Choose a new target if the set of servers has changed. Fillings in progress continue."""
         seats = self._staying() or sorted(self._servers)
         if seats == self._target_seats:
             return
@@ -204,9 +206,9 @@ class ChunkPlacement:
         filling = [seat for seat in target if seat not in held]
         enough = min(self.backups + 1, self.wanted_servers)
         others = [seat for seat in held if seat not in target][: max(enough - len(there), 0)]
-        if not held or not (filling or others):  # where nobody holds anything, all are in sync
+        if not held or not (filling or others):  # if no server holds anything, all are in sync
             return target, []
         chain = there + others
         if target[0] not in held:
-            chain.sort(key=held.index)  # who leads goes on until the target's primary can
+            chain.sort(key=held.index)  # the present primary stays until the target's primary has the chunk
         return chain, filling[:1]

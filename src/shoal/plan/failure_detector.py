@@ -1,8 +1,8 @@
-"""Who is frozen or hangs, from the signs of life alone: nobody sets a timeout.
+"""Detect frozen and hanging workers from their heartbeats. There is no timeout to configure.
 
-A worker says every quarter of a second what it is at, how long its present unit of work (a lane, a batch, a chunk of
-an evaluation) takes and how many it has done. How long is too long follows from how long such units took lately.
-Whoever waits for others is never to blame.
+Each worker sends a heartbeat four times a second with its phase, the time spent on its present unit of work (a lane, a
+batch, a chunk of an evaluation) and the number of finished units. The limit for a unit follows from recent units of the
+same phase. Waiting for other workers never counts against a worker.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ WAITING_PHASES = ("exchange", "waiting")
 
 SILENT_S = 2.5
 SILENT_BUILDING_S = 30.0
-"""Imports may hold the interpreter's lock."""
+"""Longer while building, because imports may hold the GIL."""
 STOPPED_S = 0.5
 SILENT_STOPPED_S = 1.0
 
 SHORTEST_HANG_S, HANG_FACTOR = 3.0, 8.0
 SHORTEST_HANG_ALONE_S, HANG_FACTOR_ALONE = 30.0, 10.0
-"""Nobody waits for a worker that is alone."""
+"""Longer for a single worker, because no other worker waits for it."""
 NO_BASELINE_LIMIT_S = 300.0
-"""For what has no usual time: the first unit of a phase, building, saving, the user's watchers."""
+"""Limit for work without a usual time: the first unit of a phase, building, saving, the user's watchers."""
 SHORTEST_FIRST_S = 30.0
-"""For the first unit of a later process: those before it have shown how long that takes."""
+"""Minimum limit for the first unit of a later process: earlier processes have shown how long it takes."""
 SHORTEST_STALL_S = 4.0
 
 OBSERVER_PAUSE_S = 1.0
@@ -37,11 +37,11 @@ FORGET_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What is known of a member at one moment.
+    """The state of a worker at one moment.
 
-    `heard_s` is the age of its last beat. The rest is from that beat: `units` it has done in all and `units_in_phase`
-    in the present phase since its process began, `since_s` for how long it has been at the present one, and where;
-    `moved_bytes` changes as long as something gets through to it or from it.
+    `heard_s` is the age of its last heartbeat. The other fields come from that heartbeat: finished `units` in total,
+    finished `units_in_phase` in the present phase since the process started, seconds on the present unit (`since_s`),
+    and its step and source line. `moved_bytes` changes while the worker sends or receives.
     """
 
     seat: int
@@ -63,10 +63,10 @@ class DetectedFailure:
 
 
 class FailureDetector:
-    """Looks often, at all members at once. Each seat is convicted once.
+    """Checks all members together, several times a second. Each seat is reported once.
 
-    `stuck` tells of the last look: all members wait for each other, so a link must be cut and none of them is to
-    blame; a new view helps.
+    `stuck` is set if in the last check all members waited for each other: then a link is broken, no worker is at
+    fault, and a new view helps.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class FailureDetector:
         self.stalled = False
 
     def check(self, now_s: float, heartbeats: Sequence[Heartbeat]) -> list[DetectedFailure]:
-        """The members that must be replaced, and why. Give a time that only grows, and all members."""
+        """The members that must be replaced, with reasons. `now_s` must not decrease; pass all members."""
         self._clock.tick(now_s)
         self._stopped_since_s = {
             sign.seat: self._stopped_since_s.get(sign.seat, now_s) for sign in heartbeats if sign.stopped
@@ -99,7 +99,7 @@ class FailureDetector:
         return failures
 
     def reset_before(self, step: int) -> None:
-        """A step is committed: what happened in it and before it counts no more."""
+        """The step is committed: forget timeouts of it and of earlier steps."""
         self._backoff.reset_before(step)
 
     def _failure_reason(self, heartbeat: Heartbeat, slowest: dict[str, float], *, alone: bool) -> str:
@@ -140,8 +140,8 @@ class FailureDetector:
         return stuck
 
     def _all_waiting_s(self, heartbeats: Sequence[Heartbeat]) -> float:
-        """For how long all members have been waiting for each other, and nothing has got through; 0 if anybody works,
-        is silent or is alone."""
+        """Seconds for which all members have waited for each other without any transfer; 0 if a member works, is
+        silent or is alone."""
         if len(heartbeats) < 2 or any(sign.phase not in WAITING_PHASES for sign in heartbeats):
             return 0.0
         if any(self._clock.elapsed(sign.heard_s) > SILENT_STOPPED_S for sign in heartbeats):
@@ -154,7 +154,7 @@ class FailureDetector:
 
 
 def _unit_limit_s(heartbeat: Heartbeat, slowest_s: float, first_s: float | None, *, alone: bool) -> float:
-    """`first_s`: the slowest first unit of any process so far."""
+    """The limit for one unit. `first_s` is the slowest first unit of any process so far."""
     if heartbeat.phase not in WORKING_PHASES:
         return NO_BASELINE_LIMIT_S
     if heartbeat.units_in_phase == 0:
@@ -165,7 +165,7 @@ def _unit_limit_s(heartbeat: Heartbeat, slowest_s: float, first_s: float | None,
 
 
 class _ObserverClock:
-    """Whoever looks may be held up himself; then all the others look silent, and every clock starts anew."""
+    """Detects that the driver itself was paused. All workers look silent then, so all timers restart."""
 
     def __init__(self) -> None:
         self.now_s = float("-inf")
@@ -177,12 +177,12 @@ class _ObserverClock:
         self.now_s = now_s
 
     def elapsed(self, seconds: float) -> float:
-        """As much of a time as lies after the clocks' start."""
+        """The part of a duration since the last restart."""
         return min(seconds, self.now_s - self._restarted_at_s)
 
 
 class _UnitTimes:
-    """How long units took lately, by worker and phase: a slow worker counts as much as many fast ones."""
+    """Durations of recent units by worker and phase, so that one slow worker counts as much as many fast ones."""
 
     def __init__(self) -> None:
         self._last_heartbeats: dict[int, tuple[float, Heartbeat]] = {}
@@ -199,7 +199,7 @@ class _UnitTimes:
         self._forget({seat for seat, (seen_s, _) in self._last_heartbeats.items() if now_s - seen_s > FORGET_AFTER_S})
 
     def _unit_finished(self, unit: Heartbeat) -> None:
-        """The first unit of a process (it compiles, opens files) counts only as long as there is no other."""
+        """The first unit of a process (it compiles, opens files) counts only until another unit has finished."""
         key = (unit.seat, unit.phase)
         if key in self._first_only:
             self._durations_s[key].clear()
@@ -217,7 +217,7 @@ class _UnitTimes:
             del self._last_heartbeats[seat]
 
     def slowest(self) -> dict[str, float]:
-        """By phase, over all workers."""
+        """The slowest recent unit of each phase, over all workers."""
         slowest: dict[str, float] = {}
         for (_, phase), took in self._durations_s.items():
             slowest[phase] = max(slowest.get(phase, 0.0), *took)
@@ -225,7 +225,7 @@ class _UnitTimes:
 
 
 class _ExchangeTimes:
-    """How long exchanges took lately from the moment when everybody was there: links may be slow."""
+    """Durations of recent exchanges, from the moment when all workers had joined: links may be slow."""
 
     def __init__(self) -> None:
         self._durations_s: deque[float] = deque([0.0], maxlen=RECENT_UNITS)
@@ -234,7 +234,7 @@ class _ExchangeTimes:
         self.stalled_at_s = float("-inf")
 
     def limit_s(self, step: int, waiting_s: float) -> float:
-        """How long the present one may take."""
+        """Limit in seconds for the present exchange."""
         if step > self._step:
             self._durations_s.append(self._waiting_s)
             self._step, self._waiting_s = step, 0.0
@@ -246,7 +246,7 @@ class _ExchangeTimes:
 
 
 class _LastTransfer:
-    """When something last got through, between any two."""
+    """Time of the last transfer between any two workers."""
 
     def __init__(self) -> None:
         self._moved_bytes: dict[int, int] = {}
@@ -259,7 +259,7 @@ class _LastTransfer:
 
 
 class _TimeoutBackoff:
-    """What was too long at a step before. If it comes again the step is slow, and gets twice the time each time."""
+    """Timeouts per step. If a timeout occurs again at the same step, the step is slow: its limit doubles each time."""
 
     def __init__(self) -> None:
         self._exceeded_at_s: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -267,7 +267,8 @@ class _TimeoutBackoff:
     def exceeded(
         self, kind: Literal["silent", "hanging", "stuck"], step: int, now_s: float, took_s: float, *, limit_s: float
     ) -> bool:
-        """Only what ended before this began counts: two that hang at once are not one after the other."""
+        """Whether the limit is exceeded. Only timeouts that ended before this one began double the limit: two workers
+        that hang at the same time count once."""
         times = self._exceeded_at_s.get((kind, step), [])
         began_s = now_s - took_s
         if took_s <= limit_s * 2 ** sum(time_s <= began_s for time_s in times):

@@ -1,8 +1,7 @@
-"""Faults as readable lines, and a seeded plan of them over the steps of a job. Nothing is done here.
+"""Faults as readable lines, and a seeded plan of faults over the steps of a job. No I/O except reading a plan.
 
-`worker 2` is the third (counted from 0) of those who train when the step has come, by their seats; if there are fewer,
-the count starts again. The same for `server 2` and those who serve. Seats themselves cannot be planned: whoever
-replaces a dead one has a new one.
+`worker 2` is the third worker (counted from 0, ordered by seat) that trains at that step, modulo the number of workers.
+The same holds for `server 2`. A plan cannot name seats, because a replacement gets a new seat.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shoal.errors import error
 
 FaultKind = Literal["kill", "freeze", "slow", "join", "kill server"]
 LAST_FRACTION = 0.9
-"""Nothing is planned for the rest of the steps: what happens there might come too late."""
+"""Faults are planned only in this fraction of the steps: later faults might come too late."""
 
 _LINE = re.compile(r"(?:(kill|freeze|slow) worker (\d{1,4})|(kill server) (\d{1,4})|(join)) at step (\d{1,12})")
 
@@ -34,21 +33,21 @@ class Fault:
         return f"{self.kind}{who} at step {self.step}"
 
     def target_seat(self, seats: Sequence[int]) -> int:
-        """Which of those who are there is meant."""
+        """The seat that the fault hits, out of the present seats."""
         return sorted(seats)[self.target_index % len(seats)]
 
 
 def parse_fault(line: str) -> Fault:
-    """The fault that a line tells of; SH617 if it tells of none."""
+    """Parse one line. SH617 if it is not a fault."""
     found = _LINE.fullmatch(" ".join(line.split()))
     if not found:
-        raise error("SH617", f"'{line.strip()}' is no fault")
+        raise error("SH617", f"'{line.strip()}' is not a fault")
     harm, worker, server_harm, server, join, step = found.groups()
     return Fault(cast(FaultKind, harm or server_harm or join), int(step), int(worker or server or 0))
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """One fault per line, in the order of steps; empty lines and what follows a # are passed over."""
+    """One fault per line, sorted by step. Empty lines and comments (#) are skipped."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return sort_faults([parse_fault(line) for line in lines if line])
 
@@ -65,11 +64,11 @@ def sort_faults(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def random_fault_plan(counts: Mapping[FaultKind, int], *, steps: int, workers: int, seed: int) -> list[Fault]:
-    """So many faults of each kind, at random steps and workers; the same for the same seed."""
-    chance = random.Random(seed)  # noqa: S311
+    """`counts` faults of each kind, at random steps and workers. The same seed gives the same plan."""
+    rng = random.Random(seed)  # noqa: S311
     last = max(int(steps * LAST_FRACTION), 1)
     faults = [
-        Fault(kind, chance.randint(1, last), 0 if kind == "join" else chance.randrange(workers))
+        Fault(kind, rng.randint(1, last), 0 if kind == "join" else rng.randrange(workers))
         for kind in get_args(FaultKind)
         for _ in range(counts.get(kind, 0))
     ]

@@ -1,7 +1,7 @@
-"""Who carries which lanes, so that a step takes as little time as it can. It changes speed and nothing else.
+"""Assign lanes to workers so that a step is as fast as possible. The assignment changes speed, never the result.
 
-Every worker carries one run of neighbouring lanes. The fewer nodes of the reduction's tree a run consists of, the
-fewer partial sums its worker has to send.
+Every worker gets one range of neighbouring lanes. The fewer nodes of the reduction tree a range consists of, the fewer
+partial sums the worker has to send.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 
 EXCLUDE_GAIN = 1.3
-"""A worker that is there works, unless the step is so many times as fast without it."""
+"""A worker gets no lanes only if the step is this many times as fast without it."""
 
 LaneAssignment = dict[int, list[int]]
 
 
 def assign_evenly(lanes: int, seats: Sequence[int]) -> LaneAssignment:
-    """Runs in the order of the seats, whose lengths differ by at most one. Seats beyond the lanes carry none."""
+    """Ranges in the order of seats, whose lengths differ by at most one. Surplus seats get no lanes."""
     working = seats[:lanes]
     blocks = _equal_blocks(lanes, len(working)) if working else []
     return _assign_blocks(seats, zip(working, blocks, strict=True))
 
 
 def assign_by_speed(lanes: int, lane_s: Mapping[int, float | None], *, needed: Collection[int] = ()) -> LaneAssignment:
-    """Runs whose slowest takes as little time as can be, from each seat's seconds per lane.
+    """Ranges that minimise the time of the slowest worker, from each seat's seconds per lane.
 
-    None is not measured yet, and taken as the median of the others. Every seat carries a lane if there are enough,
-    except hopelessly slow ones; of more seats than lanes the fastest carry one. Seats that are `needed` carry in any
-    case.
+    None means not measured, and counts as the median of the others. Every seat gets a lane if there are enough lanes,
+    except very slow seats; with more seats than lanes the fastest seats get one. Seats in `needed` always get a lane.
     """
     pace = _seconds_per_lane(lane_s)
     if len(set(pace.values())) <= 1:
@@ -50,9 +49,9 @@ def better_assignment(
     gain: float = 1.15,
     needed: Collection[int] = (),
 ) -> LaneAssignment | None:
-    """A better assignment, if a step becomes `gain` times as fast by it; None if lanes should stay where they are.
+    """An assignment that makes a step `gain` times as fast; None if lanes should stay.
 
-    Give measurements that are smoothed over some steps, and keep the last one of a seat that carries nothing: without
+    Pass measurements that are smoothed over some steps, and keep the last measurement of a seat without lanes: without
     it the seat counts as average and is tried again.
     """
     known = {seat: lane_s.get(seat) for seat in current}
@@ -62,13 +61,13 @@ def better_assignment(
 
 
 def step_s(carries: Mapping[int, Sequence[int]], pace: Mapping[int, float]) -> float:
-    """How long the slowest takes, from each seat's seconds per lane."""
+    """Time of the slowest worker, from each seat's seconds per lane."""
     return max((len(mine) * pace[seat] for seat, mine in carries.items()), default=0.0)
 
 
 def partial_sum_count(first: int, end: int, lanes: int) -> int:
-    """How many nodes of the tree over all lanes the run [first, end) consists of."""
-    limit = end if end < lanes else 1 << lanes.bit_length()  # beyond the last lane nothing is missing
+    """Number of nodes of the reduction tree that make up the lanes [first, end)."""
+    limit = end if end < lanes else 1 << lanes.bit_length()  # nodes may extend beyond the last lane
     count = 0
     while first < end:
         room = 1 << (limit - first).bit_length() - 1
@@ -77,16 +76,16 @@ def partial_sum_count(first: int, end: int, lanes: int) -> int:
     return count
 
 
-# ---- lengths of runs ----
+# ---- lengths of ranges ----
 
 
 def _equal_blocks(lanes: int, count: int) -> list[int]:
-    """The order of long and short blocks that makes the fewest partials; long ones first where that is the same."""
+    """The order of long and short blocks with the fewest partial sums; for equal counts long blocks come first."""
     short, long_ones = divmod(lanes, count)
     fewest: list[dict[int, float]] = [{} for _ in range(count)] + [{long_ones: 0}]
 
     def cost(done: int, longs: int, extra: int) -> float:
-        """Partials of the next block and of those after it, when `done` blocks lie behind, `longs` of them long."""
+        """Partial sums of the next block and all later ones, after `done` blocks of which `longs` are long."""
         begin = done * short + longs
         return partial_sum_count(begin, begin + short + extra, lanes) + fewest[done + 1].get(longs + extra, math.inf)
 
@@ -103,10 +102,10 @@ def _equal_blocks(lanes: int, count: int) -> list[int]:
 
 
 def _lane_counts(lanes: int, pace: Mapping[int, float], needed: Collection[int]) -> dict[int, int]:
-    """How many lanes each seat carries; those that are missing carry none."""
+    """Number of lanes of each seat; seats that are missing get none."""
     in_turn = sorted(pace, key=lambda seat: (seat not in needed, pace[seat], seat))
     best = candidate = _greedy_lane_counts(lanes, pace, in_turn[:lanes])
-    # Only those who keep all others waiting with a single lane can be worth leaving out.
+    # Only a worker that delays all others with a single lane can be worth leaving out.
     while 0 < len(others := _faster_than_step(candidate, pace)) < len(candidate) and all(s in others for s in needed):
         candidate = _greedy_lane_counts(lanes, pace, others)
         if _slowest_s(best, pace) >= EXCLUDE_GAIN * _slowest_s(candidate, pace):
@@ -115,12 +114,12 @@ def _lane_counts(lanes: int, pace: Mapping[int, float], needed: Collection[int])
 
 
 def _faster_than_step(counts: Mapping[int, int], pace: Mapping[int, float]) -> list[int]:
-    """The seats that do a lane in less than the time of the whole step."""
+    """The seats that compute one lane in less than the time of the step."""
     return [seat for seat in counts if pace[seat] < _slowest_s(counts, pace)]
 
 
 def _greedy_lane_counts(lanes: int, pace: Mapping[int, float], seats: Sequence[int]) -> dict[int, int]:
-    """One lane for each seat, then each further one to whom is done with it first: no other way is faster."""
+    """One lane for each seat, then each further lane to the seat that finishes it first. This is optimal."""
     counts = dict.fromkeys(seats, 1)
     ready = [(2 * pace[seat], seat) for seat in seats]
     heapq.heapify(ready)
@@ -136,7 +135,7 @@ def _slowest_s(counts: Mapping[int, int], pace: Mapping[int, float]) -> float:
 
 
 def _seconds_per_lane(lane_s: Mapping[int, float | None]) -> dict[int, float]:
-    """Seconds per lane of every seat. What is no such time counts as not measured."""
+    """Seconds per lane of every seat. Invalid values count as not measured."""
     known = {seat: pace for seat, pace in lane_s.items() if pace is not None and math.isfinite(pace) and pace > 0}
     usual = median(known.values()) if known else 1.0
     return {seat: known.get(seat, usual) for seat in lane_s}
@@ -151,7 +150,7 @@ def _total_partial_sums(lanes: int, blocks: Iterable[int]) -> int:
 
 
 def _assign_blocks(seats: Iterable[int], blocks: Iterable[tuple[int, int]]) -> LaneAssignment:
-    """Lanes from 0 on to (seat, how many) in turn; nothing to the other seats."""
+    """Assign lanes from 0 on to the (seat, count) blocks in order; no lanes to the other seats."""
     carries: LaneAssignment = {seat: [] for seat in seats}
     begin = 0
     for seat, size in blocks:

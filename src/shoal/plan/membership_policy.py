@@ -1,10 +1,10 @@
-"""The crew of a run: who is in, and which view comes next. Facts go in, orders come out; nothing is done here.
+"""Membership of a run: which workers are in, and the next view. Facts go in, actions come out. No I/O.
 
-Rules that keep every run exact, whatever dies:
-- a training view is decided only from seats that stand still and have said where (or are gone);
-- it names the highest position that anyone holds, and from whom those behind get it;
-- whoever stops without being asked was left alone by a peer: everybody stops, and a new view follows;
-- a seat number is never used again, so that a seat that was put out cannot come back under its old name.
+Rules that keep every run exact when workers die:
+- a training view is decided only when every worker has stopped and reported its position (or is gone);
+- it names the highest position that any worker holds, and the worker from which the others get it;
+- a worker that stops without being asked has lost a peer: all workers stop, and a new view follows;
+- a seat number is never used again, so an evicted worker cannot return under its old name.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from shoal.plan import lane_assignment
 from shoal.spec.view import Address, Attachment, View
 
 REBALANCE_DELAY_S, LONGEST_REBALANCE_DELAY_S = 1.0, 30.0
-"""How long another assignment must have looked faster, all the time, before lanes are moved for speed alone. It
-doubles with every move, so that noise does not move lanes to and fro; where much is to be gained it stays short."""
+"""Seconds for which another assignment must look faster without interruption before lanes move. The delay doubles with
+every move, so that noise does not move lanes back and forth; for a large gain it stays short."""
 LARGE_GAIN = 1.5
 JOIN_WAIT_S = 5.0
-"""How long one that is ready waits for others that are being started, so that they enter together."""
+"""Seconds that a ready worker waits for workers that are being started, so that they enter together."""
 
 SHORTEST_VIEW_S = 0.2
-"""A view is not changed sooner, unless it must be: its members may not have seen it yet."""
+"""Minimum seconds between views, unless a change is forced: the members may not have seen the last view yet."""
 
 TAKEOVER_S = 5.0
-"""How long those who train may take to a boundary when another driver takes over."""
+"""Seconds that training workers get to reach a step boundary when another driver takes over."""
 
 HaltUrgency = Literal["", "boundary", "now"]
 _URGENCY: Mapping[HaltUrgency, int] = {"": 0, "boundary": 1, "now": 2}
@@ -38,9 +38,9 @@ _URGENCY: Mapping[HaltUrgency, int] = {"": 0, "boundary": 1, "now": 2}
 class Member:
     """A seat as the driver knows it; see `Attachment` for `managed` and `can_save`.
 
-    `position` is what it said when it last stood still; None: it holds nothing. `saved`: a checkpoint has all of that.
-    `told` is the last view that was sent to it. A newcomer is `followed` when it caught up, or could not, while the
-    others went on. For one that is `busy` loading or saving, the others wait.
+    `position` is what it reported when it last stopped; None: it holds no state. `checkpointed`: a checkpoint has that
+    position. `last_view_sent` is the number of the last view sent to it. `catch_up_attempted`: it has caught up, or
+    failed to, while the others trained. While it is `busy` loading or saving, the others wait.
     """
 
     seat: int
@@ -62,7 +62,7 @@ class Member:
 
 @dataclass(frozen=True)
 class PublishView:
-    """Tell these seats of a view."""
+    """Send a view to these seats."""
 
     view: View
     seats: list[int]
@@ -137,10 +137,10 @@ class MembershipPolicy:
     def stopped_at(
         self, seat: int, now_s: float, *, view: int, position: int | None, checkpointed: bool = False
     ) -> None:
-        """It waits for a view; `view` is the last that it took up."""
+        """The worker has stopped and waits for a view; `view` is the last that it adopted."""
         member = self.members.get(seat)
         if member is None or view < member.last_view_sent:
-            return  # said before it saw the last view
+            return  # sent before it saw the last view
         if not member.stopped:
             member.ready_since_s = now_s
         member.training, member.stopped, member.position = False, True, position
@@ -148,7 +148,7 @@ class MembershipPolicy:
         self._expected.discard(seat)
 
     def gone(self, seat: int, *, left_cleanly: bool = False) -> None:
-        """Its process ended, or it was put out. `well`: it left as it was asked to."""
+        """The worker's process ended, or it was evicted. `left_cleanly`: it left as requested."""
         self._final_state_saved = self._final_state_saved or (left_cleanly and seat == self._final_saver)
         member = self.members.pop(seat, None)
         self._expected.discard(seat)
@@ -156,7 +156,7 @@ class MembershipPolicy:
             self.wanted_workers = max(self.wanted_workers - 1, 1)  # the engine did not start it, and cannot replace it
 
     def drain(self, seat: int, why: str, *, replace: bool) -> None:
-        """It asks to go, or is asked to."""
+        """Let the worker leave, at its own request or at the user's."""
         member = self.members.get(seat)
         if member and not member.leaving:
             member.leaving = why
@@ -168,11 +168,11 @@ class MembershipPolicy:
             self.members[seat].lane_s = lane_s
 
     def exchange_stalled(self) -> None:
-        """Everybody waits for everybody."""
+        """All workers wait for each other."""
         self._stalled = True
 
     def scale(self, wanted_workers: int) -> list[int]:
-        """Another number of workers. The seats that have to go for it: the newest, but never the one that saves."""
+        """Change the number of workers. Returns the seats that must leave: the newest, but never the saver."""
         self.wanted_workers = wanted_workers
         staying = [m for m in self.members.values() if not m.leaving]
         saver = self.view.saver if self.view else None
@@ -185,7 +185,7 @@ class MembershipPolicy:
     # ---- decisions ----
 
     def decide(self, now_s: float) -> list[MembershipAction]:
-        """What is to be done now. Called after every fact, and now and then."""
+        """The actions to take now. Call after every fact, and periodically."""
         if self.stop_reason:
             return self._shutdown_actions(now_s)
         found: list[MembershipAction] = []
@@ -202,7 +202,7 @@ class MembershipPolicy:
         return found
 
     def _halt_actions(self, how: HaltUrgency, why: str, now_s: float) -> list[MembershipAction]:
-        """To all who train and were not yet asked so urgently."""
+        """Halt all training workers that have not yet been asked with this urgency."""
         found: list[MembershipAction] = []
         self._halt_requested_at_s = self._halt_requested_at_s if self._halt_requested else now_s
         self._halt_requested = max(self._halt_requested, how, key=_URGENCY.__getitem__)
@@ -215,11 +215,11 @@ class MembershipPolicy:
         return found
 
     def stop(self, why: str) -> None:
-        """Everybody is to leave: all stop at a boundary, one that holds the newest state saves it, then all go."""
+        """Stop the run: all workers halt at a boundary, one with the newest state saves it, then all exit."""
         self.stop_reason = why
 
     def dismiss(self, why: str) -> PublishView:
-        """Everybody leaves as things are."""
+        """All workers exit immediately, without saving."""
         self.stop_reason, self._dismissed = why, True
         return self._publish(View(number=self.view_number + 1, stop=why), list(self.members), why)
 
@@ -237,10 +237,10 @@ class MembershipPolicy:
         return [self._publish(View(number=self.view_number + 1, stop=self.stop_reason, saver=last.seat), [last.seat])]
 
     def _releasable_seats(self) -> list[int]:
-        """Those who leave, stand still, and hold nothing that nobody else holds."""
+        """Leaving workers that have stopped and hold no state that only they have."""
         kept = max((m.position or 0 for m in self.members.values() if not m.leaving), default=0)
         leaving = [m for m in self.members.values() if m.leaving and m.stopped]
-        others_train = bool(self._training_seats())  # and one that follows them is no further than they are
+        others_train = bool(self._training_seats())  # a worker that catches up from them is not ahead of them
         return [m.seat for m in leaving if (m.position or 0) <= kept or (m.catch_up_attempted and others_train)]
 
     def _release(self, seats: list[int], *, saver: int | None = None) -> PublishView:
@@ -254,7 +254,7 @@ class MembershipPolicy:
         return self._publish(View(number=self.view_number + 1, halt=how), seats, why)
 
     def _stale_members(self) -> list[int]:
-        """Those who called when the others had gone on without them."""
+        """Workers that reconnected after the others had continued without them."""
         known = self.view.carries if self.view else self.members
         return [m.seat for m in self.members.values() if m.training and m.seat not in known and not m.halt_sent]
 
@@ -274,11 +274,11 @@ class MembershipPolicy:
         return max(self.wanted_workers - len(staying), 0 if can_save else 1, 0)
 
     def _halt_reason(self, now_s: float) -> tuple[HaltUrgency, str]:
-        """Why those who train have to stop."""
+        """Why training workers must stop, and how urgently."""
         training = self._training_seats()
         if not training:
             return "", ""
-        if self.view is None:  # what they wait for may have died with the driver, or before they saw the last view
+        if self.view is None:  # the peer they wait for may have died with the driver, or before they saw the last view
             late = self._halt_requested and now_s - self._halt_requested_at_s > TAKEOVER_S
             return "now" if late else "boundary", "another driver took over"
         lost = sorted(set(self.view.carries) - set(self.members))
@@ -302,16 +302,16 @@ class MembershipPolicy:
         return "", ""
 
     def _never_trained(self, stopped: Iterable[int]) -> bool:
-        """Did one of them never train in this view? It saw the next before it took up this one, and others wait for
-        it. Who stops at a boundary has made a step; one that is alone need not."""
+        """Whether one of them never trained in this view: it saw the next view before it adopted this one, and others
+        wait for it. A worker that stops at a boundary has made a step; a single worker need not."""
         assert self.view is not None
         return len(self.view.carries) > 1 and any(
             (self.members[seat].position or 0) <= self.view.position for seat in stopped
         )
 
     def _newcomers(self) -> list[Member]:
-        """Those who are ready while others train, and would carry lanes: there are enough, and they are not so slow
-        that the others are faster without them."""
+        """Workers that are ready while others train and would get lanes: there are enough lanes, and they are not so
+        slow that the others are faster without them."""
         if not self._training_seats() or self.view is None or len(self.view.carries) >= self.lanes:
             return []
         new = [m for m in self._eligible_members() if m.stopped and m.seat not in self.view.carries]
@@ -327,7 +327,7 @@ class MembershipPolicy:
         return any(m.can_save for m in self._eligible_members())
 
     def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
-        """They catch up from one that trains, if possible not from the one that saves."""
+        """The newcomers catch up from a training worker, if possible not from the saver."""
         source = min(self._training_seats(), key=lambda seat: (not self._is_not_saver(self.members[seat]), seat))
         for member in newcomers:
             member.stopped, member.catch_up_attempted = False, True
@@ -338,11 +338,11 @@ class MembershipPolicy:
         ]
 
     def _eligible_members(self) -> list[Member]:
-        """Those that may carry lanes from the next view on."""
+        """Workers that may get lanes in the next view."""
         return [m for _, m in sorted(self.members.items()) if (m.stopped or m.training) and not m.leaving]
 
     def _should_rebalance(self, now_s: float) -> bool:
-        """Would others carry faster, and has it looked so for long enough?"""
+        """Whether another assignment would be faster, and has looked faster for long enough."""
         assert self.view is not None
         if not self.balance_lanes:
             return False
@@ -360,12 +360,12 @@ class MembershipPolicy:
         return True
 
     def _next_view(self, now_s: float) -> PublishView | None:
-        """The next training view, once everybody stands."""
+        """The next training view, once all workers have stopped."""
         standing = [m for _, m in sorted(self.members.items()) if m.stopped]
         if self._training_seats() or not standing or any(m.busy for m in self.members.values()):
             return None
         if self._expected and all(m.position in (None, 0) for m in standing):
-            return None  # those that start at the same time begin together
+            return None  # workers that start at the same time enter together
         best = max((m.position for m in standing if m.position is not None), default=None)
         team = [m for m in standing if not m.leaving]
         if not any(m.position == best for m in team):
@@ -381,13 +381,13 @@ class MembershipPolicy:
         return self._enter_view(team, savers, best)
 
     def _load_checkpoint(self, member: Member) -> PublishView:
-        """Nobody holds anything: the newest checkpoint counts, or the job's start."""
+        """No worker holds any state: continue from the newest checkpoint, or from the job's start."""
         self._loading_seat = member.seat
         member.stopped, member.busy = False, True
         return self._publish(View(number=self.view_number + 1, loads=member.seat), [member.seat])
 
     def _hand_over(self, best: int, standing: list[Member]) -> PublishView:
-        """One lane cannot be carried by one that leaves and one that learns from it: the state goes by checkpoint."""
+        """With one lane, a leaving worker and its successor cannot share the work: the state moves by checkpoint."""
         holder = next(m for m in standing if m.position == best)
         self._loading_seat, holder.busy = None, True
         return self._release([holder.seat], saver=holder.seat)
@@ -400,7 +400,7 @@ class MembershipPolicy:
         view = View(
             number=self.view_number + 1,
             carries=carries,
-            # of all, those who leave too: they may know what members need
+            # including leaving workers: members may need state from them
             addresses={s: m.address for s, m in sorted(self.members.items())},
             position=best,
             source=holder.seat if behind else None,
@@ -413,22 +413,35 @@ class MembershipPolicy:
         return self._publish(view, carries)
 
     def _assign_lanes(self, team: list[Member], needed: list[Member]) -> lane_assignment.LaneAssignment:
-        """Who of the team carries which lanes, those who are needed among them."""
+        """The lanes of each worker of the team; `needed` workers always get a lane."""
         chosen = _at_most_one_per_lane({m.seat: m for m in needed}, team, self.lanes)
         times = {m.seat: m.lane_s if self.balance_lanes else None for m in chosen}
         dealt = lane_assignment.assign_by_speed(self.lanes, times, needed=[m.seat for m in needed])
         return {seat: lanes for seat, lanes in dealt.items() if lanes}
 
     def _is_not_saver(self, member: Member) -> bool:
-        """False (first) for the seat that saves already."""
+        """False, which sorts first, for the present saver."""
         return not (self.view and self.view.saver == member.seat)
 
 
 def _at_most_one_per_lane(needed: dict[int, Member], team: Sequence[Member], lanes: int) -> list[Member]:
-    """At most as many as there are lanes: those that are needed, then the fastest."""
+    """At most one worker per lane: the needed workers first, then the fastest."""
     rest = sorted((m for m in team if m.seat not in needed), key=lambda m: (bool(m.leaving), m.lane_s or 0.0, m.seat))
     return sorted([*needed.values(), *rest][: max(lanes, len(needed))], key=lambda m: m.seat)
 
 
 def _worker_names(seats: Iterable[int]) -> str:
     return ", ".join(f"worker-{seat}" for seat in seats)
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    action: Literal["restart", "give up"]
+    why: str
+
+
+def decide_restart(*, restarts_left: int, ready: bool) -> RestartDecision:
+    """What to do when no worker is left that holds the state. `ready`: the worker that died had been able to train."""
+    if restarts_left > 0:
+        return RestartDecision("restart", "from the newest checkpoint" if ready else "once more")
+    return RestartDecision("give up", "no restarts left" + ("" if ready else ", and it died before it could train"))

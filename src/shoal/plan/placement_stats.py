@@ -1,4 +1,4 @@
-"""What a table of servers means in bytes: who holds how much, and how much the next one moves."""
+"""Statistics of a chunk table: bytes per server, and bytes that the next table moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.spec.chunk_table import ChunkTable
 
 @dataclass(frozen=True)
 class ServerPlacementStats:
-    """The bytes of one server: as primary, as backup, and those that are still on their way to it."""
+    """Bytes of one server: as primary, as backup, and still being sent to it."""
 
     primary_bytes: int = 0
     backup_bytes: int = 0
@@ -18,7 +18,7 @@ class ServerPlacementStats:
 
 
 def placement_stats(chunk_table: ChunkTable) -> dict[int, ServerPlacementStats]:
-    """Of every seat that holds something, or will."""
+    """The statistics of every seat that holds or receives chunks."""
     primary: Counter[int] = Counter()
     backup: Counter[int] = Counter()
     filling: Counter[int] = Counter()
@@ -33,7 +33,7 @@ def placement_stats(chunk_table: ChunkTable) -> dict[int, ServerPlacementStats]:
 
 
 def moved_bytes(before: ChunkTable, after: ChunkTable) -> int:
-    """What has to go to servers that did not have it, nor were already getting it."""
+    """Bytes to send to servers that neither had them nor were already receiving them."""
     held = [{*chain, *coming} for chain, coming in zip(before.chains, before.filling, strict=True)]
     return sum(
         size * len(set(coming) - had)

@@ -1,4 +1,4 @@
-"""The crew of a run whose workers hold the model together, so many to a replica.
+"""Membership of a run with a sharded model.
 
 A view is a fixed layout: members in rows of `workers_per_replica`, each row a replica, each column the same part of
 all of them. A member that has a part keeps its column, so that parts stay where they are. What members go on from,
@@ -16,7 +16,7 @@ from shoal.spec.job import Job
 from shoal.spec.view import View
 
 SAVE_RETRY_S = 2.0
-"""How long members train before they try again to save for one that leaves."""
+"""Seconds of training before the members try again to save for a leaving worker."""
 
 
 def make_membership_policy(job: Job, *, wanted_workers: int) -> MembershipPolicy:
@@ -34,16 +34,17 @@ def make_membership_policy(job: Job, *, wanted_workers: int) -> MembershipPolicy
 
 @dataclass
 class ShardedMembershipPolicy(MembershipPolicy):
-    """See Crew. `together`: the members of a row work on the same lanes, and else each has lanes of its own.
+    """See MembershipPolicy. `lanes_shared_in_replica`: the members of a row work on the same lanes; otherwise each has
+    its own lanes.
 
-    Before members stop at a boundary they save together: then whoever leaves may go at once. Where that failed, or they
-    had to stop at once, it stays for another view. Those who cannot reach the run's directory stand by.
+    Before members stop at a boundary they save together, so a leaving worker may exit at once. If saving failed, or
+    they had to stop immediately, it stays for another view. Workers without the run directory are not used.
     """
 
     workers_per_replica: int = 2
     lanes_shared_in_replica: bool = True
     _positions_before: dict[int, int | None] = field(default_factory=dict)
-    """Where members of the view stood before it. They may have gone back, to a checkpoint, and not only on."""
+    """Positions of the members before the view. Members may since have gone back to a checkpoint."""
 
     def gone(self, seat: int, *, left_cleanly: bool = False) -> None:
         super().gone(seat, left_cleanly=left_cleanly)
@@ -54,14 +55,14 @@ class ShardedMembershipPolicy(MembershipPolicy):
         self.wanted_workers = max(self.wanted_workers, self.workers_per_replica)
 
     def scale(self, wanted_workers: int) -> list[int]:
-        """To whole replicas."""
+        """Round down to full replicas, at least one."""
         return super().scale(max(wanted_workers - wanted_workers % self.workers_per_replica, self.workers_per_replica))
 
     def _releasable_seats(self) -> list[int]:
         return [m.seat for m in self.members.values() if m.leaving and m.stopped and not self._may_hold_only_copy(m)]
 
     def _may_hold_only_copy(self, member: Member) -> bool:
-        """Does it hold what may be nowhere else: not in a checkpoint, and not in its column of another replica?"""
+        """Whether its shard may exist nowhere else: neither in a checkpoint nor in its column of another replica."""
         places = self.view.places if self.view else {member.seat: 0}
         if member.checkpointed or not member.position or member.seat not in places:
             return False
@@ -76,7 +77,7 @@ class ShardedMembershipPolicy(MembershipPolicy):
         return any(self.members[seat].position == self._positions_before[seat] for seat in stopped)
 
     def _newcomers(self) -> list[Member]:
-        """Those who wait, as soon as they make another replica."""
+        """Waiting workers, as soon as they are enough for another replica."""
         if not self._training_seats() or self.view is None:
             return []
         able = self._able_to_save(self._eligible_members())
@@ -85,7 +86,7 @@ class ShardedMembershipPolicy(MembershipPolicy):
         return [m for m in able if m.stopped and m.seat not in self.view.carries]
 
     def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
-        """Parts come when the new view is there."""
+        """Newcomers get their shards after the new view starts."""
         for member in newcomers:
             member.catch_up_attempted = True
         return []
@@ -95,7 +96,7 @@ class ShardedMembershipPolicy(MembershipPolicy):
         if self._training_seats() or any(m.busy for m in self.members.values()):
             return None
         if self._expected and all(m.position in (None, 0) for m in standing):
-            return None  # those that start at the same time begin together
+            return None  # workers that start at the same time enter together
         team = self._able_to_save([m for m in standing if not m.leaving or self._may_hold_only_copy(m)])
         rows = self._replica_count(team)
         if not rows:
@@ -107,11 +108,11 @@ class ShardedMembershipPolicy(MembershipPolicy):
         return [m for m in members if m.can_save]
 
     def _replica_count(self, members: Sequence[Member]) -> int:
-        """How many replicas they make. One without a lane would be of no use."""
+        """Number of replicas that the members can form, at most one per lane."""
         return min(len(members) // self.workers_per_replica, self.lanes)
 
     def _in_rank_order(self, team: Sequence[Member], replicas: int) -> list[Member]:
-        """By rank: those with the newest state stay in their columns, the others go where one is missing."""
+        """The team by rank: workers with the newest state keep their columns, the others fill the gaps."""
         columns: list[list[Member]] = [[] for _ in range(self.workers_per_replica)]
         spare: list[Member] = []
         for member in sorted(team, key=lambda m: (-(m.position or 0), m.seat)):

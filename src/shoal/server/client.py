@@ -20,7 +20,8 @@ from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.errors import ShoalError, error
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress
-from shoal.net.handshake import LinkError, TokenError
+from shoal.net.address import parse_address
+from shoal.net.errors import LinkError, TokenError
 from shoal.net.listener import connect_host
 from shoal.paramserver.client import ParameterServerClient as Lines
 from shoal.paramserver.client import RefusedError, Request, ViewEntry
@@ -266,14 +267,13 @@ def pull_snapshot(run: Any, layout: NumpyLayout, *, synchronous: bool) -> snapsh
 
 
 def _parse_address(address: str, token: str) -> DriverAddress:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise error(
-            "SH610", f"'{address}' is not an address", fix="Write HOST:PORT, as `address` of the servers has it."
-        )
+    try:
+        host, port = parse_address(address)
+    except ValueError as failure:
+        raise error("SH610", str(failure), fix="Write HOST:PORT, as `address` of the servers has it.") from failure
     if not token:
         raise error("SH615", "there is no token", fix=f"Give token=, or set {TOKEN_VARIABLE}.")
-    return DriverAddress(host.strip("[]"), int(port), token)
+    return DriverAddress(host, port, token)
 
 
 def _probe_address(driver_address: DriverAddress) -> None:

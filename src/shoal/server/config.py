@@ -14,7 +14,7 @@ from shoal.errors import ShoalError, did_you_mean, error
 from shoal.server.numpy_layout import Arrays, NumpyLayout
 from shoal.server.snapshot import why_unfit
 from shoal.spec.base import Spec
-from shoal.spec.job import ELEMENTWISE_OPTIMIZERS, MOST_WORKERS, ServerSyncConfig
+from shoal.spec.job import ELEMENTWISE_OPTIMIZERS, MAX_WORKERS, ServerSyncConfig
 from shoal.spec.run_paths import write_atomically
 
 LOADING_VIEW, TRAINING_VIEW = 1, 2
@@ -33,7 +33,7 @@ class StandaloneServerConfig(Spec):
     """`like`: dtype and shape of the arrays by name, in their order."""
 
     sync: ServerSyncConfig
-    workers: PositiveInt = Field(le=MOST_WORKERS)
+    workers: PositiveInt = Field(le=MAX_WORKERS)
     optimizer: ServerOptimizerConfig
     like: dict[str, tuple[str, tuple[int, ...]]]
 

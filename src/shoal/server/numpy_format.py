@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 State = Any
 CODES = {

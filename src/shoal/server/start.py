@@ -16,7 +16,7 @@ from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.errors import error
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import fork_servers
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver.client import ParameterServerClient as Lines
 from shoal.paramserver.client import Request, ViewEntry
 from shoal.paramserver.requests import Pull, SetState

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 POLL_S = 0.05

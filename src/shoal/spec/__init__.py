@@ -1,4 +1,4 @@
-"""The nouns as frozen, checked data: job, seat, view, receipt; loading them."""
+"""Job, seat, view and receipt as frozen, validated data, and how they are loaded."""
 
 from shoal.spec.base import Ref, Spec
 from shoal.spec.job import Job

@@ -1,4 +1,4 @@
-"""What every noun has in common: frozen, and no field that nobody knows."""
+"""The base of all specs: frozen, and without unknown fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Spec(BaseModel):
-    """Checked data that nobody changes: `model_copy(update=...)` makes another one."""
+    """Validated, immutable data. `model_copy(update=...)` makes a changed copy."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -20,7 +20,7 @@ class Spec(BaseModel):
 
 
 class Ref(Spec):
-    """Something of the user's by name, with arguments: `package.module:name`, `file.py:name` or a short name.
+    """A class or function by name, with arguments: `package.module:name`, `file.py:name` or a short name.
 
     A short name (`AdamW`) is looked up in the modules of the field (`torch.optim` for an optimizer).
     """
@@ -31,7 +31,7 @@ class Ref(Spec):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
-        """A name alone, or in Python the class or function itself."""
+        """Accept a name alone or, in Python, the class or function itself."""
         if not isinstance(value, dict | Ref):
             value = {"name": value}
         if isinstance(value, dict) and callable(value.get("name")):

@@ -6,16 +6,15 @@ import ssl
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.errors import ShoalError, error
+from shoal.errors import ShoalError, error, suggest_path
 from shoal.spec.job import Job
-from shoal.spec.suggest_path import suggest_path
 
 CERTIFICATE_FILES = ("cert.pem", "key.pem", "ca.pem")
 
 
 class TlsContexts(NamedTuple):
-    """As contexts of TLS 1.3 for both ends of a connection. Either end shows its certificate, and wants one that the
-    same authority signed; names and addresses in it are not looked at, for workers come from anywhere."""
+    """TLS 1.3 contexts for both ends of a connection. Each end shows its certificate and requires one that the same
+    authority signed. Names and addresses in certificates are not checked, because workers may join from any host."""
 
     server_context: ssl.SSLContext
     client_context: ssl.SSLContext
@@ -29,7 +28,7 @@ def tls_contexts_for(job: Job) -> TlsContexts | None:
 
 
 def load_tls_contexts(directory: Path, *, where: str) -> TlsContexts:
-    """Checked as far as one can alone: a peer with the same files would accept us, as caller and as called."""
+    """Load the contexts and check that a peer with the same files would accept them, as client and as server."""
     for name in CERTIFICATE_FILES:
         if not (directory / name).is_file():
             fix = suggest_path(directory / name) or f"Put {', '.join(CERTIFICATE_FILES)} there."
@@ -41,7 +40,7 @@ def load_tls_contexts(directory: Path, *, where: str) -> TlsContexts:
     try:
         _self_handshake(made)
     except ssl.SSLCertVerificationError as failure:
-        message = f"{directory / 'cert.pem'} is not accepted by those who trust ca.pem: {failure.verify_message}"
+        message = f"{directory / 'cert.pem'} is not accepted by peers that trust ca.pem: {failure.verify_message}"
         raise error("SH619", message, where=where) from failure
     except ssl.SSLError as failure:
         raise error("SH619", f"no connection can be made with {directory}: {failure}", where=where) from failure
@@ -54,10 +53,10 @@ def _context(directory: Path, protocol: int, *, where: str) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # nobody resumes a session, and a caller that never reads would not take them
+        context.num_tickets = 0  # sessions are never resumed, and a client that never reads would block on them
     certificate, key, authority = (directory / name for name in CERTIFICATE_FILES)
     try:
-        context.load_cert_chain(certificate, key, password="")  # else it would ask on the terminal
+        context.load_cert_chain(certificate, key, password="")  # without a password OpenSSL would ask on the terminal
     except (OSError, ValueError) as failure:
         raise _certificate_error(certificate, key, failure).at(where) from failure
     try:
@@ -78,7 +77,7 @@ def _reason(failure: Exception) -> str:
 
 
 def _self_handshake(contexts: TlsContexts) -> None:
-    """A handshake in memory."""
+    """Do a TLS handshake with ourselves, in memory."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         contexts.client_context.wrap_bio(back, there),

@@ -1,4 +1,4 @@
-"""Which server holds which bytes of the parameters: the numbered table, its chunks, and the pieces that are sent."""
+"""The chunk table: which servers hold which bytes of the parameters; and the pieces in which bytes are sent."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pydantic import PositiveInt, model_validator
 from shoal.spec.base import Spec
 from shoal.spec.view import Address
 
-MOST_CHUNKS = 1000
-LEAST_CHUNK_BYTES = 16 << 10
-MOST_PIECE_BYTES = 1 << 20
+MAX_CHUNKS = 1000
+MIN_CHUNK_BYTES = 16 << 10
+MAX_PIECE_BYTES = 1 << 20
 
 BOUNDARY_ALIGN_BYTES = 512
-"""Cuts inside a tensor lie at multiples of it from the tensor's start. Vectorised kernels then treat every element as
-they do in the whole tensor, and what is computed element by element has the same bits."""
+"""A boundary inside a tensor is a multiple of this from the tensor's start. Vectorised kernels then treat every element
+as in the full tensor, so elementwise results have the same bits."""
 
-_TENSOR_ALIGN_BYTES = 64  # of every tensor in a stretch
+_TENSOR_ALIGN_BYTES = 64  # of every tensor in the flat buffer
 
 
 class ChunkTable(Spec):
-    """The numbered agreement on who holds what. A higher number replaces a lower one, without a halt of the workers.
+    """Numbered assignment of chunks to servers. A higher number replaces a lower one while workers go on.
 
-    Chunk i is the bytes [cuts[i], cuts[i + 1]) of the stretch; the last chunk is the tail. Its `chain` holds it, the
-    primary first. Seats in its `filling` come after the chain and do not hold all of it yet. `addresses` are those of
-    the seats that stand in a chain or are filled.
+    Chunk i is the bytes [cuts[i], cuts[i + 1]) of the flat buffer; the last chunk is the tail. The servers in its
+    `chain` hold it, the primary first. The servers in its `filling` follow the chain and do not have a full copy yet.
+    `addresses` has every seat in a chain or in a filling.
     """
 
     number: PositiveInt
@@ -50,13 +50,13 @@ class ChunkTable(Spec):
         return self
 
     def primaries(self) -> list[int]:
-        """The seats that workers talk to, ascending."""
+        """The seats that workers push to and pull from, ascending."""
         return sorted({chain[0] for chain in self.chains})
 
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """The chunks [first, last), which are the bytes [start, stop) and go the same way. The unit of messages."""
+    """The chunks [first_chunk, end_chunk), i.e. the bytes [start, stop), with the same chain. The unit of messages."""
 
     index: int
     first_chunk: int
@@ -76,16 +76,16 @@ class ParameterPiece:
 
     @property
     def replication_order(self) -> tuple[int, ...]:
-        """All that a record passes, in turn."""
+        """The seats that an update passes, in order."""
         return self.chain + self.filling
 
     def predecessor(self, seat: int) -> int | None:
-        """From whom this seat has it; None for the primary, and for one that has no part in it."""
+        """The seat from which this seat receives updates; None for the primary and for seats outside the chain."""
         place = self.replication_order.index(seat) if seat in self.replication_order else 0
         return self.replication_order[place - 1] if place else None
 
     def successor(self, seat: int) -> int | None:
-        """To whom this seat gives it; None for the last, and for one that has no part in it."""
+        """The seat to which this seat forwards updates; None for the last and for seats outside the chain."""
         following = (
             self.replication_order[self.replication_order.index(seat) + 1 :] if seat in self.replication_order else ()
         )
@@ -93,12 +93,12 @@ class ParameterPiece:
 
 
 def build_pieces(chunk_table: ChunkTable) -> list[ParameterPiece]:
-    """Neighbouring chunks that go the same way, at most 1 MiB together, but one chunk at least. The tail is alone."""
+    """Groups of neighbouring chunks with the same chain: at most 1 MiB, but at least one chunk. The tail is alone."""
     firsts = [0]
     for i in range(1, len(chunk_table.chains)):
         size_bytes = chunk_table.cuts[i + 1] - chunk_table.cuts[firsts[-1]]
         tail = i == len(chunk_table.chains) - 1
-        if tail or size_bytes > MOST_PIECE_BYTES or not _same_replicas(chunk_table, i - 1, i):
+        if tail or size_bytes > MAX_PIECE_BYTES or not _same_replicas(chunk_table, i - 1, i):
             firsts.append(i)
     return [
         _build_piece(chunk_table, i, *chunks) for i, chunks in enumerate(pairwise([*firsts, len(chunk_table.chains)]))
@@ -106,16 +106,17 @@ def build_pieces(chunk_table: ChunkTable) -> list[ParameterPiece]:
 
 
 def chunk_boundaries(tensor_extents: Sequence[tuple[int, int]], size_bytes: int, *, least_chunks: int = 1) -> list[int]:
-    """Where a stretch of `size_bytes` is cut into chunks: about 1000 equal ones of at least 16 KiB, and the tail.
+    """Boundaries of the chunks of a flat buffer of `size_bytes`: about 1000 equal chunks of at least 16 KiB, and the
+    tail.
 
-    `places` are start and size of each gradient, in the order in which they lie; behind the last one begins the tail.
-    Where there is enough to cut, there are at least so many chunks, though smaller ones.
+    `tensor_extents` are start and size of each gradient, in order; the tail begins after the last one. If possible
+    there are at least `least_chunks`, even if they are smaller.
     """
     if not tensor_extents:
         return [0, size_bytes]
     start, size = tensor_extents[-1]
     end = -(-(start + size) // _TENSOR_ALIGN_BYTES) * _TENSOR_ALIGN_BYTES
-    count = min(max(end // (LEAST_CHUNK_BYTES + 2 * BOUNDARY_ALIGN_BYTES), least_chunks, 1), MOST_CHUNKS)
+    count = min(max(end // (MIN_CHUNK_BYTES + 2 * BOUNDARY_ALIGN_BYTES), least_chunks, 1), MAX_CHUNKS)
     starts = [start for start, _ in tensor_extents]
     inner = {
         _allowed_boundary(end * i // count, tensor_extents[bisect_right(starts, end * i // count) - 1])
@@ -125,7 +126,7 @@ def chunk_boundaries(tensor_extents: Sequence[tuple[int, int]], size_bytes: int,
 
 
 def _allowed_boundary(point: int, tensor_extent: tuple[int, int]) -> int:
-    """The last place at or before the point where the tensor that lies there may be cut."""
+    """The last allowed boundary at or before the point, inside the tensor at that point."""
     start, size = tensor_extent
     return start + min(point - start, size) // BOUNDARY_ALIGN_BYTES * BOUNDARY_ALIGN_BYTES
 

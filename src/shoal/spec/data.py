@@ -1,4 +1,4 @@
-"""The data section of a job: where samples come from, how they are split, who gets which."""
+"""The data section of a job: sources, splits, and samplers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TargetAs = Literal["auto", "class", "number"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-# ---- sources: one class per kind, told apart by `kind` ----
+# ---- sources: one class per `kind` ----
 
 
 class CsvSourceConfig(Spec):
-    """Rows of text. `path` is a file, a glob, a directory or a URL; large ones are read once into a cache.
+    """CSV files. `path` is a file, a glob, a directory or a URL; large files are read once into a cache.
 
-    `inputs` default to all columns of numbers but the target. Whole numbers in the target are classes as they
-    stand, words are numbered in sorted order; `target_as: class` numbers any value, `number` wants a float.
+    `inputs` default to all numeric columns except the target. Integers in the target are class numbers; texts are
+    numbered in sorted order. `target_as: class` numbers any value, `number` requires floats.
     """
 
     kind: Literal["csv"]
@@ -33,7 +33,7 @@ class CsvSourceConfig(Spec):
 
 
 class ParquetSourceConfig(Spec):
-    """Rows in row groups, read group by group and shuffled in blocks; fields as for csv."""
+    """Parquet files, read by row group and shuffled in blocks; fields as for csv."""
 
     kind: Literal["parquet"]
     path: str
@@ -45,7 +45,7 @@ class ParquetSourceConfig(Spec):
 class NpySourceConfig(Spec):
     """One array per file, memory-mapped: `path` holds the inputs, `target` the labels.
 
-    Floats and bytes become float32 as they are, other whole numbers int64 (tokens, classes).
+    Floats and bytes become float32 without scaling, other integers int64 (tokens, classes).
     """
 
     kind: Literal["npy"]
@@ -71,7 +71,7 @@ class IdxSourceConfig(Spec):
 
 
 class ImagesSourceConfig(Spec):
-    """A folder with one sub-folder of images per class. `size` (height, width) is needed where images differ."""
+    """A folder with one sub-folder of images per class. `size` (height, width) is needed if image sizes differ."""
 
     kind: Literal["images"]
     path: str
@@ -90,7 +90,7 @@ class TextSourceConfig(Spec):
 
 
 class PythonSourceConfig(Spec):
-    """A function or class that gives a torch Dataset with a length."""
+    """A function or class that returns a torch Dataset with a length."""
 
     kind: Literal["python"]
     factory: Ref
@@ -121,13 +121,13 @@ SourceConfig = Annotated[
 
 
 class NoSplitConfig(Spec):
-    """Everything trains."""
+    """All samples are for training."""
 
     kind: Literal["none"] = "none"
 
 
 class HoldoutSplitConfig(Spec):
-    """One cut. `stratify` keeps the balance of a column (the target if true); `group` keeps groups together.
+    """One split. `stratify` keeps the balance of a column (the target if true); `group` keeps groups together.
 
     Without `shuffle` the order of rows is kept: the first rows train, the last ones test.
     """
@@ -142,7 +142,7 @@ class HoldoutSplitConfig(Spec):
     @model_validator(mode="after")
     def _check_fractions(self) -> HoldoutSplitConfig:
         if self.validation + self.test >= 1:
-            raise ValueError("validation and test leave nothing to train: their sum must be below 1")
+            raise ValueError("validation and test leave no sample for training: their sum must be below 1")
         if self.stratify and self.group:
             raise ValueError("stratify and group do not go together: keep one of the two")
         if self.stratify and not self.shuffle:
@@ -151,7 +151,7 @@ class HoldoutSplitConfig(Spec):
 
 
 class FoldSplitConfig(Spec):
-    """What all splits with several folds have: `fold` picks one of them, otherwise the job runs them all."""
+    """Common fields of splits with several folds: `fold` selects one; without it the job runs all folds."""
 
     folds: Annotated[int, Field(ge=2)] = 5
     fold: NonNegativeInt | None = None
@@ -177,7 +177,7 @@ class StratifiedSplitConfig(FoldSplitConfig):
 
 
 class GroupedSplitConfig(FoldSplitConfig):
-    """K folds; a group never stands on both sides."""
+    """K folds; a group is never on both sides."""
 
     kind: Literal["grouped"]
     by: str
@@ -186,8 +186,8 @@ class GroupedSplitConfig(FoldSplitConfig):
 class TimeSeriesSplitConfig(FoldSplitConfig):
     """Folds that go forward in time. `by` is the time column (the order of rows if none).
 
-    `gap` rows between training and validation stay unused. `size` is the number of rows that train in a
-    sliding window; as many as validate if not given. Rows of the same time are never parted.
+    `gap` rows between training and validation are unused. `size` is the number of training rows in a sliding window
+    (default: as many as for validation). Rows of the same time are never separated.
     """
 
     kind: Literal["timeseries"]
@@ -204,17 +204,17 @@ class TimeSeriesSplitConfig(FoldSplitConfig):
 
 
 class BootstrapSplitConfig(FoldSplitConfig):
-    """Draws with replacement, `size` times the number of rows; what was not drawn (out of bag) validates."""
+    """Draws `size` times the number of rows with replacement; rows that are not drawn (out of bag) validate."""
 
     kind: Literal["bootstrap"]
     size: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class WindowsSplitConfig(FoldSplitConfig):
-    """Overlapping windows over the order of rows or of `by`; the last `validation` part of each validates.
+    """Overlapping windows over the order of rows or of `by`; the last fraction `validation` of each validates.
 
-    `folds` windows of one length cover all rows; neighbours share the part `overlap`. Rows of the same time
-    are never parted.
+    `folds` windows of equal length cover all rows; neighbours share the fraction `overlap`. Rows of the same time are
+    never separated.
     """
 
     kind: Literal["windows"]
@@ -225,9 +225,9 @@ class WindowsSplitConfig(FoldSplitConfig):
 
 
 class ColumnSplitConfig(Spec):
-    """A column of the data says: `train`, `validation`, `test`, or the values given here.
+    """A column of the data names the part: `train`, `validation`, `test`, or the values given here.
 
-    Rows with a value of `ignore` are left out; a value that stands nowhere is an error.
+    Rows with a value in `ignore` are left out. A value in none of the lists is an error.
     """
 
     kind: Literal["column"]
@@ -242,7 +242,7 @@ class ColumnSplitConfig(Spec):
         values = [*self.train, *self.validation, *self.test, *self.ignore]
         doubles = [value for i, value in enumerate(values) if value in values[:i]]
         if doubles:
-            raise ValueError(f"the value {doubles[0]!r} stands in two lists")
+            raise ValueError(f"the value {doubles[0]!r} is in two lists")
         return self
 
 
@@ -260,27 +260,27 @@ SplitConfig = Annotated[
 ]
 
 
-# ---- dealing: which sample goes to which lane ----
+# ---- samplers: which sample goes to which lane ----
 
 
 class ShuffledSamplerConfig(Spec):
-    """What all dealings have. A source stored in blocks (Parquet's row groups) is shuffled within windows of
-    `open_blocks` random blocks, so that only these need be open at once."""
+    """Common fields of samplers. A source stored in blocks (Parquet row groups) is shuffled within windows of
+    `open_blocks` random blocks, so that only these need to be open at once."""
 
     shuffle: bool = True
     open_blocks: PositiveInt = 8
 
 
 class RandomSamplerConfig(ShuffledSamplerConfig):
-    """Each step's batch in `lanes` parts of the same size."""
+    """Divides the batch of each step equally among the lanes."""
 
     kind: Literal["random"] = "random"
 
 
 class HashSamplerConfig(ShuffledSamplerConfig):
-    """Consistent hashing of a key (the sample's number if none is named).
+    """Consistent hashing of a column (default: the sample's number).
 
-    A sample stays with its lane in every epoch, and a changed number of lanes moves few.
+    A sample stays in its lane in every epoch, and a change of the number of lanes moves few samples.
     """
 
     kind: Literal["hash"]
@@ -298,14 +298,14 @@ SamplerConfig = Annotated[RandomSamplerConfig | HashSamplerConfig | BalancedSamp
 
 
 class LoaderConfig(Spec):
-    """`workers`: processes that load ahead (0: none, auto: as the source needs); `prefetch`: steps ahead."""
+    """`workers`: loader processes (0: none, auto: as the source needs); `prefetch`: steps to load ahead."""
 
     workers: NonNegativeInt | Literal["auto"] = "auto"
     prefetch: PositiveInt = 2
 
 
 class DataConfig(Spec):
-    """What to learn from. `validation` and `test` name sources of their own instead of a split."""
+    """Training data. `validation` and `test` name separate sources instead of a split."""
 
     source: SourceConfig
     validation: SourceConfig | None = None

@@ -1,4 +1,4 @@
-"""Pydantic's errors as ours: in plain words, with the field as the user wrote it and what to do."""
+"""Pydantic's errors as Shoal's errors: in plain words, with the field as the user wrote it, and a fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.spec import schema
 from shoal.spec.base import Ref, Spec
 from shoal.spec.migrate import RENAMED_FIELDS
 
-# Words of other tools at the top of a job, and where their meaning stands here.
+# Field names of other tools at the top of a job, and the field to write instead.
 _NAMES_IN_OTHER_TOOLS = {
     "lr": "optimizer.args.lr",
     "learning_rate": "optimizer.args.lr",
@@ -36,9 +36,9 @@ _NAMES_IN_OTHER_TOOLS = {
 class FieldProblem:
     """One pydantic error, with its place found in the models.
 
-    `place` is the field as the user wrote it, without pydantic's tags of unions; `kind` its type; `section`
-    what is around it; `others` the sections that may stand there instead, by kind; `union` the place of the
-    plain union (text or a list) that the error came through.
+    `path` is the field as the user wrote it, without pydantic's union tags; `expected_type` its type; `section` the
+    section around it; `alternatives` the other sections that are allowed there, by kind; `union_path` the path of the
+    plain union (text or a list) in which the error occurred.
     """
 
     code: str
@@ -60,14 +60,14 @@ class FieldProblem:
 
 
 def explain(failure: ValidationError, *, model: type[Spec]) -> list[ShoalError]:
-    """Every problem once. `where` of each is the field."""
+    """Each problem once. `where` of each error is the field."""
     faults = [_locate(raw, model) for raw in failure.errors(include_url=False)]
-    told = {f.path: _as_shoal_error(f) for f in reversed(list(_deepest(faults)))}
-    return list(reversed(told.values()))
+    by_path = {f.path: _as_shoal_error(f) for f in reversed(list(_deepest(faults)))}
+    return list(reversed(by_path.values()))
 
 
 def stray_booleans(data: Mapping[str, Any], *, model: type[Spec]) -> list[ShoalError]:
-    """`epochs: yes` is true for YAML and 1 for pydantic; for us it is a mistake."""
+    """Errors for booleans where a number is expected: `epochs: yes` is true in YAML and 1 in pydantic."""
     numbers = (int, float)
     return [
         _wrong_type(place, kinds, value)
@@ -77,7 +77,7 @@ def stray_booleans(data: Mapping[str, Any], *, model: type[Spec]) -> list[ShoalE
 
 
 def _locate(raw: Mapping[str, Any], model: type[Spec]) -> FieldProblem:
-    """Follow pydantic's location through the models; tags and labels of unions are no part of the place."""
+    """Follow pydantic's location through the models; tags and labels of unions are not part of the path."""
     place: list[str] = []
     kind: Any = model
     section: Any = model
@@ -113,7 +113,7 @@ def _alternative_by_label(alternatives: list[Any], label: str) -> Any:
 
 
 def _deepest(faults: list[FieldProblem]) -> Iterator[FieldProblem]:
-    """Of a plain union's faults the one that got furthest, or one for the union as a whole."""
+    """For each plain union the problem that got furthest, or one problem for the whole union."""
     for fault in faults:
         inside = any(f.union_path == fault.union_path and f.path != fault.union_path for f in faults)
         if fault.union_path is None or fault.path != fault.union_path or not inside:
@@ -149,7 +149,7 @@ def _unknown_field(fault: FieldProblem) -> ShoalError:
     fix = did_you_mean(name, section.model_fields)
     if _is_ref(section):
         inside += ", which takes a name and its arguments"
-        fix = f"Arguments stand under `args`: {fault.parent_path}.args.{name}. {fix}"
+        fix = f"Arguments belong under `args`: {fault.parent_path}.args.{name}. {fix}"
     elif takers := [kind for kind, other in fault.alternatives.items() if name in other.model_fields]:
         fix = f"'{name}' is for kind {', '.join(takers)}. {fix}"
     elif not fault.parent_path and name in _NAMES_IN_OTHER_TOOLS:
@@ -166,7 +166,7 @@ def _missing_field(fault: FieldProblem) -> ShoalError:
 def _missing_kind(fault: FieldProblem) -> ShoalError:
     names = schema.sections_by_kind(schema.union_members(fault.expected_type))
     fix = f"Add `kind:` with one of {', '.join(names)}."
-    return error("SH104", f"`{fault.path}` does not say its kind", where=f"{fault.path}.kind", fix=fix)
+    return error("SH104", f"`{fault.path}` has no `kind`", where=f"{fault.path}.kind", fix=fix)
 
 
 def _unknown_kind(fault: FieldProblem) -> ShoalError:
@@ -190,14 +190,14 @@ def _wrong_type(place: str, kind: Any, value: Any) -> ShoalError:
 
 
 def _out_of_range(fault: FieldProblem) -> ShoalError:
-    """A bound was broken; the type's own words say which."""
+    """A value outside the bounds; the description of the type names them."""
     wanted = _BOUND_WORDS.get(fault.code, schema.describe_type(fault.expected_type)).format(**fault.context)
     message = f"expected {wanted}, found {schema.describe_value(fault.value)}"
     return error("SH106", message, where=fault.path, fix=f"Write {wanted}.")
 
 
 def _from_own_validator(fault: FieldProblem) -> ShoalError:
-    """A validator of ours refused the value, in words for the user: "write …", or what is the matter."""
+    """One of Shoal's validators refused the value. Its message starts with "write …" or describes the problem."""
     words = str(fault.context["error"])
     if isinstance(fault.value, dict):
         place = _first_named_field(words, fault)
@@ -209,7 +209,7 @@ def _from_own_validator(fault: FieldProblem) -> ShoalError:
 
 
 def _first_named_field(words: str, fault: FieldProblem) -> str:
-    """The first field of a section that the words about it name, or the section."""
+    """The first field of the section that the message mentions, or the section."""
     fields = {
         f
         for m in schema.union_members(fault.expected_type)

@@ -1,4 +1,4 @@
-"""Whether the files that a job names are there. Relative paths start at `base_dir`."""
+"""Check that the files that a job names exist. Relative paths start at `base_dir`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.errors import ShoalError, error
+from shoal.errors import ShoalError, error, suggest_path
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.data import BalancedSamplerConfig, IdxSourceConfig, NpySourceConfig, PythonSourceConfig, SourceConfig
 from shoal.spec.job import Job
-from shoal.spec.suggest_path import suggest_path
 
 
 def check_files(job: Job) -> list[ShoalError]:
-    """The local files that are not there; what lies behind a URL is the data room's business."""
+    """An error for each local file that does not exist. URLs are checked when the data is opened."""
     base = Path(job.base_dir)
     if not base.is_dir():
         return [error("SH301", f"there is no directory {base}", where="base_dir")]

@@ -1,4 +1,4 @@
-"""The job: everything that decides what a run produces, and how it is run."""
+"""The job: everything that determines the result of a run, and how it is run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.engine import ElasticConfig, EngineConfig, LocalEngineConfig, NetworkConfig
 from shoal.spec.sharding import NoShardingConfig, ShardingConfig
 
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 
 
 class ParamGroupConfig(Spec):
-    """Parameters whose names match get arguments of their own: `{match: "head.*", args: {lr: 0.01}}`."""
+    """Optimizer arguments for parameters whose names match: `{match: "head.*", args: {lr: 0.01}}`."""
 
     match: str
     args: dict[str, Any] = Field(default_factory=dict)
@@ -49,14 +49,14 @@ class LRScheduleConfig(Ref):
 
 
 class ClipConfig(Spec):
-    """Gradients are clipped after they were reduced: by their total norm, or value by value."""
+    """Gradients are clipped after the reduction: by their total norm, or value by value."""
 
     norm: PositiveFloat | None = None
     value: PositiveFloat | None = None
 
 
 class EvaluationConfig(Spec):
-    """When the validation part is measured: every n epochs or steps, and always at the end."""
+    """When to evaluate on the validation data: every n epochs or steps, and always at the end."""
 
     every_epochs: PositiveInt | None = None
     every_steps: PositiveInt | None = None
@@ -92,7 +92,7 @@ _INTERVAL = re.compile(r"(?=.*[1-9])(\d+|\d+\.\d+(?! step)) (step|second|minute|
 
 
 class MonitorConfig(Spec):
-    """Which metric tells the better model. `mode` auto: min for losses and errors, max for the rest."""
+    """The metric that ranks models. `mode` auto: min for losses and errors, max for other metrics."""
 
     metric: str = "loss"
     mode: Literal["auto", "min", "max"] = "auto"
@@ -106,7 +106,7 @@ class MonitorConfig(Spec):
 
 
 class EarlyStoppingConfig(MonitorConfig):
-    """Stop when the monitored metric did not get better for `patience` evaluations."""
+    """Stop when the monitored metric has not improved for `patience` evaluations."""
 
     patience: PositiveInt = 3
     min_delta: NonNegativeFloat = 0.0
@@ -116,7 +116,7 @@ class InitFromConfig(Spec):
     """Start from weights: a run, a checkpoint or a .safetensors file.
 
     `freeze` and `unfreeze` are name patterns, applied in this order. `rename` maps prefixes of the file's
-    names to the model's. `strict: false` takes what fits and tells what was left.
+    names to the model's. `strict: false` loads what fits and reports the rest.
     """
 
     path: str | None = None
@@ -127,7 +127,7 @@ class InitFromConfig(Spec):
 
 
 class WorkersConfig(Spec):
-    """How many workers: `2`, or `1..8` for elastic. In a job, `auto` stands for one to as many as there are lanes."""
+    """Number of workers: `2`, or `1..8` for an elastic run. In a job, `auto` means from one worker to one per lane."""
 
     least: PositiveInt = 1
     most: PositiveInt = 1
@@ -150,8 +150,8 @@ class WorkersConfig(Spec):
     def _ordered(self) -> WorkersConfig:
         if self.least > self.most:
             raise ValueError(f"write the smaller number first: {self.most}..{self.least}")
-        if self.most > MOST_WORKERS:
-            raise ValueError(f"write at most {MOST_WORKERS} workers")
+        if self.most > MAX_WORKERS:
+            raise ValueError(f"write at most {MAX_WORKERS} workers")
         return self
 
 
@@ -171,14 +171,14 @@ class DdpSyncConfig(Spec):
 
 
 ELEMENTWISE_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
-"""The optimizers of torch that treat every element by itself, and a part of a tensor as they treat the whole."""
+"""torch's elementwise optimizers: a slice of a tensor is updated exactly as in the full tensor."""
 
 
 class ServerSyncConfig(Spec):
-    """Servers hold the parameters in chunks, each on a primary and its `backups`, and apply what workers push.
+    """Servers hold the parameters in chunks, each on a primary and `backups` replicas, and apply pushed gradients.
 
-    `staleness`: how many steps a lane may be ahead of the slowest. 0 is exact, inf asynchronous; above 0 gradients
-    are applied as they come, and with `staleness_aware` in smaller steps the later they are.
+    `staleness`: how many steps a lane may be ahead of the slowest lane. 0 is exact, inf is asynchronous. Above 0
+    gradients are applied in order of arrival; `staleness_aware` scales late gradients down.
     """
 
     kind: Literal["server"]
@@ -190,7 +190,7 @@ class ServerSyncConfig(Spec):
 
     @property
     def inexact_reason(self) -> str:
-        return "servers apply gradients in the order in which they come" if self.staleness else ""
+        return "servers apply gradients in the order of arrival" if self.staleness else ""
 
     @property
     def staleness_bound(self) -> float:
@@ -200,7 +200,7 @@ class ServerSyncConfig(Spec):
     @model_validator(mode="before")
     @classmethod
     def _default_backups(cls, value: Any) -> Any:
-        """Where there are two servers, one death should cost nothing."""
+        """With two or more servers, losing one must not lose parameters."""
         several = isinstance(value, dict) and isinstance(value.get("servers"), int) and value["servers"] > 1
         return {"backups": 1, **value} if several else value
 
@@ -213,7 +213,7 @@ class ServerSyncConfig(Spec):
 
 
 class LocalSgdSyncConfig(Spec):
-    """Every lane trains by itself for `every` steps; then all agree on the mean of what they did, and go on from there.
+    """Local SGD: each lane trains alone for `every` steps, then all lanes apply the mean of their changes.
 
     `outer`: how they go along that mean: `average` to it, `nesterov` with a rate and a momentum, as DiLoCo does.
     `rounds_per_sync`: of so many rounds, lanes wait for the last alone; in the others, fragments travel while lanes
@@ -231,7 +231,7 @@ class LocalSgdSyncConfig(Spec):
 
 
 class AutoSyncConfig(Spec):
-    """The driver plans when it starts: the run's own job has what it took instead, and how many workers."""
+    """The driver plans at the start. The job of the run then has the chosen sync and number of workers."""
 
     kind: Literal["auto"]
     inexact_reason: ClassVar[str] = ""
@@ -241,11 +241,11 @@ SyncConfig = Annotated[
     LanesSyncConfig | LocalSgdSyncConfig | ServerSyncConfig | DdpSyncConfig | AutoSyncConfig,
     Field(discriminator="kind"),
 ]
-"""`inexact` says why another number of workers gives other bits, or nothing."""
+"""`inexact_reason` says why another number of workers gives other bits; '' if it does not."""
 
 
 class NoCodecConfig(Spec):
-    """Values are sent as they are."""
+    """Values are sent unchanged."""
 
     kind: Literal["none"] = "none"
 
@@ -257,40 +257,40 @@ class Bf16CodecConfig(Spec):
 
 
 class Fp16CodecConfig(Spec):
-    """Half the bytes: 11 bits of precision, and nothing beyond 65504."""
+    """Half the bytes: 11 bits of precision, and no values above 65504."""
 
     kind: Literal["fp16"]
 
 
 class Int8CodecConfig(Spec):
-    """A quarter of the bytes: whole numbers, with a scale for every `block` values."""
+    """A quarter of the bytes: integers, with a scale for every `block` values."""
 
     kind: Literal["int8"]
     block: Annotated[int, Field(ge=8, le=65536)] = 256
 
 
 class Int4CodecConfig(Spec):
-    """A seventh of the bytes: as int8 with numbers of -7..7; what is lost is added to the next values."""
+    """A seventh of the bytes: as int8, with integers from -7 to 7 and error feedback."""
 
     kind: Literal["int4"]
     block: Annotated[int, Field(ge=8, le=65536)] = 64
 
 
 class Int3CodecConfig(Spec):
-    """A tenth of the bytes: numbers of -3..3; what is lost is added to the next values."""
+    """A tenth of the bytes: integers from -3 to 3, with error feedback."""
 
     kind: Literal["int3"]
     block: Annotated[int, Field(ge=8, le=65536)] = 256
 
 
 class SignCodecConfig(Spec):
-    """One bit per value, with a scale per block; what is lost is added to the next values."""
+    """One bit per value, with a scale per block and error feedback."""
 
     kind: Literal["sign"]
 
 
 class TopKCodecConfig(Spec):
-    """The largest values alone; the others wait until they have grown. `momentum` makes them grow as velocities do."""
+    """Only the largest values; the others accumulate until they are sent. `momentum` accumulates velocities instead."""
 
     kind: Literal["topk"]
     keep: Annotated[float, Field(gt=0, le=1)] = 0.01
@@ -298,7 +298,7 @@ class TopKCodecConfig(Spec):
 
 
 class LowRankCodecConfig(Spec):
-    """Matrices as products of two thin ones; what is lost is added to the next values."""
+    """Matrices as products of two thin matrices, with error feedback."""
 
     kind: Literal["lowrank"]
     rank: PositiveInt = 4
@@ -326,7 +326,7 @@ class FaultInjectionConfig(Spec):
 
 
 class PlanConfig(Spec):
-    """What `shoal plan` and `sync: auto` may choose although the result is another one then."""
+    """What `shoal plan` and `sync: auto` may choose although it changes the result."""
 
     allow: list[Literal["codecs", "local", "staleness", "threads"]] = Field(default_factory=list)
 
@@ -356,7 +356,7 @@ _SHORT_FORM_FIELDS = ("sync", "codec", "shard", "engine")
 
 
 class Job(Spec):
-    """What the user wrote. Everything in it is checked before anything starts."""
+    """The job as the user wrote it. It is validated completely before anything starts."""
 
     name: str = "job"
     seed: NonNegativeInt = 0
@@ -413,7 +413,7 @@ class Job(Spec):
             value["metrics"] = [value["metrics"]]
         undecided = value.get("sync") == {"kind": "auto"} and value.get("workers") is None
         if (undecided or value.get("workers") == "auto") and type(lanes := value.get("lanes")) is int and lanes > 0:
-            value["workers"] = {"least": 1, "most": min(lanes, MOST_WORKERS)}
+            value["workers"] = {"least": 1, "most": min(lanes, MAX_WORKERS)}
         return value
 
     @field_validator("name")
@@ -425,7 +425,7 @@ class Job(Spec):
 
     @property
     def lane_count(self) -> int:
-        """`lanes`, or the most workers there may be."""
+        """`lanes`, or the maximum number of workers."""
         return self.lanes or self.workers.most
 
     @property
@@ -435,21 +435,21 @@ class Job(Spec):
 
     @property
     def inexact_reason(self) -> str:
-        """Why another number of workers gives other bits, or nothing."""
+        """Why another number of workers gives other bits; '' if it does not."""
         return self.sync.inexact_reason if isinstance(self.shard, NoShardingConfig) else self.shard.inexact_reason
 
     @property
     def fold_count(self) -> int:
-        """How many runs this job makes: its folds, or 1."""
+        """Number of runs of this job: its folds, or 1."""
         split = self.data.split
         return split.folds if isinstance(split, FoldSplitConfig) and split.fold is None else 1
 
     def dump(self) -> dict[str, Any]:
-        """As plain data, without what was left at its default where that is None."""
+        """The job as plain data, without fields whose value and default are None."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def resume_compatibility_sha256(self) -> str:
-        """The identity of what can go on from each other's checkpoints: however the model is spread."""
+        """Equal for jobs that can resume from each other's checkpoints, even if the model is sharded differently."""
         return self.model_copy(update={"shard": NoShardingConfig(), "lanes": self.lane_count}).sha256()
 
     def sha256(self) -> str:

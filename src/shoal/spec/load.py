@@ -1,4 +1,4 @@
-"""From a job file to a checked job, and back. All problems of a file are told at once."""
+"""Load and validate a job file, and save a job. All problems of a file are reported at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LocateField = Callable[[str], str]
 
 
 def load_job(path: str | Path, *, overrides: Sequence[str] = (), check_names: bool = True) -> Job:
-    """Read, override and check a job file. Raises `Problems` with a line for each thing that is wrong.
+    """Read, override and check a job file. Raises `ErrorGroup` with an error for each problem.
 
-    `check_names: False` leaves out what depends on this machine: the names and files that the job refers to.
+    `check_names=False` skips the checks that depend on this machine: names and files that the job refers to.
     """
     return _load(read_document(path), Path(path).parent, overrides, check_names=check_names)
 
@@ -48,15 +48,15 @@ def _load(document: YamlDocument, folder: Path, overrides: Sequence[str], *, che
 
 
 def make_job(data: Mapping[str, Any], *, base_dir: str | Path = ".", check_names: bool = True) -> Job:
-    """A checked job from plain data, with the same errors as a file's; `where` is the field alone."""
+    """A checked job from plain data, with the same errors as for a file; `where` is only the field."""
     job = _validate(dict(data), folder=Path(base_dir), where=str)
     return check_job(job, check_names=check_names)
 
 
 def check_job(job: Job, *, where: LocateField = str, check_names: bool = True) -> Job:
-    """Check what one field cannot know alone: rules between fields, names, files. Raises `Problems`.
+    """Check rules between fields, names and files. Raises `ErrorGroup`.
 
-    Gives the job with an absolute `base_dir`; a relative one starts at the current directory.
+    Returns the job with an absolute `base_dir`; a relative one starts at the current directory.
     """
     job = _with_absolute_paths(job)
     problems = check_rules(job)
@@ -67,12 +67,12 @@ def check_job(job: Job, *, where: LocateField = str, check_names: bool = True) -
 
 
 def save_job(job: Job, path: str | Path) -> None:
-    """Write the job so that `load_job` reads an equal one from anywhere: its paths start where they did."""
+    """Write the job so that `load_job` reads an equal job from any directory."""
     write_atomically(Path(path), write_value(_with_absolute_paths(job).dump()))
 
 
 def _with_absolute_paths(job: Job) -> Job:
-    """With absolute paths: a run may be resumed from any directory, and must find its checkpoints there."""
+    """The job with absolute paths, because a run may be resumed from any directory."""
     base = Path(job.base_dir).resolve()
     where = job.checkpoint.path
     if where is not None and "://" not in where:

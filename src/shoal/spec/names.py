@@ -1,4 +1,4 @@
-"""Which of a job's fields refer to something by name, and what their short names stand for."""
+"""The fields of a job that refer to classes and functions, and their short names."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def expand_alias(ref: Ref, *, field: str) -> Ref:
 
 
 def metric_name(ref: Ref) -> str:
-    """What a metric is called in events, receipts and `best.metric`: `accuracy`, `F1Score`, `top5`."""
+    """The name of a metric in events, receipts and `best.metric`: `accuracy`, `F1Score`, `top5`."""
     return ref.name.rpartition(":")[2].rpartition(".")[2]
 
 
 def metric_names(refs: Sequence[Ref]) -> list[str]:
-    """What each of several metrics is called; the second of a name gets its number in the list: `f1_3`."""
+    """The names of several metrics. A repeated name gets its number in the list: `f1_3`."""
     names: list[str] = []
     for number, ref in enumerate(refs):
         name = metric_name(ref)
@@ -61,7 +61,7 @@ def metric_names(refs: Sequence[Ref]) -> list[str]:
 
 
 def iter_refs(job: Job) -> Iterator[tuple[str, str, Ref]]:
-    """Every reference in a job: its place (`metrics.0`), its field (`metrics`), and itself."""
+    """Every reference in a job: its path (`metrics.0`), its field (`metrics`), and the reference."""
     yield from _iter_refs(job, "", "")
 
 
@@ -77,7 +77,7 @@ def _iter_refs(value: Any, place: str, field: str) -> Iterator[tuple[str, str, R
 
 
 def check_names(job: Job) -> list[ShoalError]:
-    """The names that lead nowhere; nothing is imported. `where` of each is the field."""
+    """An error for each name that cannot be found; nothing is imported. `where` of each error is the field."""
     found = []
     for place, field, ref in iter_refs(job):
         modules = DEFAULT_MODULES.get(field, ())
@@ -89,11 +89,11 @@ def check_names(job: Job) -> list[ShoalError]:
 
 
 def _located_in_job(problem: ShoalError, place: str, field: str, ref: Ref) -> ShoalError:
-    """The same problem, seen from the job file; the place in the user's code moves into the message."""
+    """The same problem with the field of the job as its place; the place in the user's code moves into the message."""
     message = f"{problem.where}: {problem.message}" if problem.where else problem.message
     short = ref.name.isidentifier() and field in _ALIASES
     fix = problem.fix
     if short and problem.code in ("SH202", "SH203"):
-        message = f"there is no '{ref.name}' among the short names of `{field}`"
+        message = f"`{field}` has no short name '{ref.name}'"
         fix = f"{did_you_mean(ref.name, _ALIASES[field])} Or write file.py:name or package.module:name."
     return error(problem.code, message, where=f"{place}.name", fix=fix)

@@ -15,7 +15,7 @@ from shoal.spec.yaml_document import SET_OPTION, YamlDocument, parse_value
 
 
 def apply_overrides(document: YamlDocument, assignments: Sequence[str], *, model: type[Spec]) -> YamlDocument:
-    """The document with each `path=value` put in; sections on the way are made where they are missing."""
+    """The document with each `path=value` applied; missing sections on the path are created."""
     data, lines = copy.deepcopy(document.data), dict(document.lines)
     for assignment in assignments:
         path, value = _parse(assignment)
@@ -35,9 +35,9 @@ def _parse(assignment: str) -> tuple[str, Any]:
 
 
 def _set_field(data: dict[str, Any], path: Sequence[str], value: Any, *, model: type[Spec]) -> list[str]:
-    """Walk down data and models together; a short form on the way (`optimizer: AdamW`) is written out.
+    """Walk down data and models together; a short form on the path (`optimizer: AdamW`) is expanded.
 
-    Gives the sections that had to be made.
+    Returns the sections that were created.
     """
     made = []
     here: Any = data

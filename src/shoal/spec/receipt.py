@@ -1,4 +1,4 @@
-"""What a run says when it ends."""
+"""The receipt: the result of a finished run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.spec.base import Spec
 
 
 class WorkerContribution(Spec):
-    """What one worker did: `lanes` are those it carried last."""
+    """The work of one worker; `lanes` are the lanes that it ran last."""
 
     host: str = ""
     lanes: list[int] = Field(default_factory=list)
@@ -22,12 +22,13 @@ class WorkerContribution(Spec):
 
 
 class Receipt(Spec):
-    """The end of a run in numbers. Times are seconds, added up over all workers and starts; `total_s` is from first
-    to last. `workers` is the most that worked at the same time, `carried` who did how much. `servers` is the most that
-    held parameters at the same time; staleness is by how many steps their pushes were late. `bytes_plain` would have
-    been sent without a codec. `redone` steps were made again, since their result had died with workers.
+    """Result of a run. Times are seconds, summed over all workers and starts; `total_s` is wall time from first start
+    to end. `workers` is the maximum that worked at the same time; `carried` has the work of each worker. `servers` is
+    the maximum that held parameters at the same time; staleness counts the steps by which pushes were late.
+    `bytes_plain` is what would have been sent without a codec. `redone` counts steps that were repeated because their
+    result was lost with workers.
 
-    A metric may be NaN: what was measured is told as it is.
+    A metric may be NaN: measured values are reported unchanged.
     """
 
     model_config = ConfigDict(allow_inf_nan=True)

@@ -1,7 +1,7 @@
 """Names that a job refers to: `package.module:name`, `dir/file.py:name`, or a short name of its field.
 
-`find_ref` looks without importing, for the driver, where torch must not be loaded. `import_ref` and
-`build_ref` are for the worker. `ref_of` goes the other way, from an object to its name.
+`check_ref` reads source code without importing, for the driver, which must not load torch. `import_ref` and
+`build_ref` are for the worker. `ref_of` is the inverse: from an object to its name.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError, closest_name, did_you_mean, error
+from shoal.errors import ShoalError, closest_name, did_you_mean, error, suggest_path
 from shoal.spec import static_names
 from shoal.spec.base import Ref
-from shoal.spec.suggest_path import suggest_path
 
 USER_PACKAGE = "shoal_user"
-MOST_NAMES = 30
+MAX_NAMES = 30
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 
 
 @dataclass(frozen=True)
 class ParsedRef:
-    """A reference taken apart: from a file, from a module, or (neither) a short name."""
+    """The parts of a reference: from a file, from a module, or (neither) a short name."""
 
     text: str
     attrs: tuple[str, ...]
@@ -43,7 +42,7 @@ class ParsedRef:
 
 
 def parse_ref(ref: Ref | str) -> ParsedRef:
-    """Take a reference apart; SH203 if it is not written as one."""
+    """Parse a reference. SH203 if the syntax is wrong."""
     text = ref.name if isinstance(ref, Ref) else ref
     place, colon, attrs = text.rpartition(":")
     if colon and re.fullmatch(_DOTTED, attrs):
@@ -57,7 +56,7 @@ def parse_ref(ref: Ref | str) -> ParsedRef:
 
 
 def _suggest_spelling(text: str) -> str:
-    """What was probably meant by a name that is badly written."""
+    """A fix for a name with wrong syntax."""
     guesses = (
         (r"(.+\.py)", r"\1:name, with the class or function that the file defines"),
         (r"(.+\.py)(?:::|/|\.|#)(\w+)", r"\1:\2"),
@@ -71,14 +70,14 @@ def _suggest_spelling(text: str) -> str:
     return "Write package.module:name or file.py:name."
 
 
-# ---- looking, without importing ----
+# ---- checking without importing ----
 
 
 def check_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence[str] = ()) -> None:
     """Check that a name exists by reading source code; nothing is imported or executed.
 
-    Raises SH201 (no such module or file), SH202 (no such name in it), SH203 (badly written) or SH204 (the
-    source does not parse). Where a module may make names as it runs, they are accepted.
+    Raises SH201 (no such module or file), SH202 (no such name in it), SH203 (wrong syntax) or SH204 (the source does
+    not parse). If a module may define names dynamically, any name is accepted.
     """
     name, base = parse_ref(ref), str(Path(base_dir).resolve())
     if name.file:
@@ -95,7 +94,7 @@ def check_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence
 def _modules_of_short_name(name: ParsedRef, default_modules: Sequence[str]) -> Sequence[str]:
     if default_modules:
         return default_modules
-    message = f"'{name.text}' is a short name, and this field has none"
+    message = f"'{name.text}' is a short name, but this field has no short names"
     raise error("SH203", message, fix=f"Write file.py:{name.text} or package.module:{name.text}.")
 
 
@@ -125,7 +124,7 @@ def _module_outline(module: str, base: str) -> static_names.ModuleNames:
 
 
 def _missing_module_error(module: str, base: str) -> ShoalError:
-    """The error for the first part of a dotted name that is not there."""
+    """The error for the first part of a dotted name that does not exist."""
     parts = module.split(".")
     prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
     missing = next((p for p in prefixes if static_names.find_module(p, first=base) is None), module)
@@ -141,7 +140,7 @@ def _source_error(failure: Exception, path: Path) -> ShoalError:
     if isinstance(failure, SyntaxError):
         text = f": `{failure.text.strip()}`" if failure.text else ""
         where = f"{path}:{failure.lineno or 1}"
-        return error("SH204", f"{failure.msg}{text}", where=where, fix="Mend this line.")
+        return error("SH204", f"{failure.msg}{text}", where=where, fix="Fix this line.")
     return error("SH204", f"cannot be read: {failure}", where=str(path))
 
 
@@ -152,7 +151,7 @@ def _check_defined(outlines: Sequence[static_names.ModuleNames], name: ParsedRef
 
 
 def _missing_name_error(word: str, names: Sequence[str], *, place: str) -> ShoalError:
-    if len(names) > MOST_NAMES:
+    if len(names) > MAX_NAMES:
         names = difflib.get_close_matches(word, names, n=10, cutoff=0.3)
     return error("SH202", f"{place} has no '{word}'", fix=did_you_mean(word, names))
 
@@ -161,7 +160,7 @@ def _missing_name_error(word: str, names: Sequence[str], *, place: str) -> Shoal
 
 
 def import_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence[str] = ()) -> Any:
-    """Import what a name stands for. Puts `base_dir` on sys.path: the user's files may import each other.
+    """Import the object of a name. Puts `base_dir` on sys.path, because the user's files may import each other.
 
     A file becomes one module, however often it is named. Raises SH201 to SH204; `where` is the user's line.
     """
@@ -199,7 +198,7 @@ def _load_module(module: str, base: str) -> types.ModuleType:
 
 
 def _load_file(path: Path) -> types.ModuleType:
-    """Import a file under a name made from its path: the same path, the same module and classes."""
+    """Import a file under a name derived from its path, so that the same path gives the same module and classes."""
     real = Path(os.path.realpath(path))
     full = f"{_package_of(real.parent)}.{real.stem.replace('.', '_')}"
     if full in sys.modules:
@@ -219,7 +218,7 @@ def _load_file(path: Path) -> types.ModuleType:
 
 
 def _package_of(folder: Path) -> str:
-    """A package of its own for each directory, so that its files may also use `from . import`."""
+    """A separate package for each directory, so that its files may use `from . import`."""
     name = f"{USER_PACKAGE}.d{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     for full, path in ((USER_PACKAGE, []), (name, [str(folder)])):
         if full not in sys.modules:
@@ -229,12 +228,12 @@ def _package_of(folder: Path) -> str:
 
 
 def _user_code_error(code: str, failure: BaseException, doing: str, *, place: str = "") -> ShoalError:
-    """The user's code raised: its own words, at its own line."""
+    """The error for an exception of the user's code: its message, at its line."""
     if isinstance(failure, SyntaxError):
         return _source_error(failure, Path(failure.filename or place))
     fix = ""
     if isinstance(failure, ModuleNotFoundError) and USER_PACKAGE not in str(failure):
-        fix = f"Install the package {failure.name}, or mend the import."
+        fix = f"Install the package {failure.name}, or fix the import."
     elif isinstance(failure, SystemExit):
         fix = "Put what the script does under `if __name__ == '__main__':`."
     message = f"{doing} failed: {type(failure).__name__}: {failure}".rstrip(": ")
@@ -250,7 +249,7 @@ def user_line(failure: BaseException) -> str:
 
 
 def _library_paths() -> list[str]:
-    """Where code lives that is not the user's: Python's own, installed packages, this package."""
+    """Directories with code that is not the user's: the standard library, installed packages, this package."""
     paths = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     return [*paths, str(Path(__file__).parent.parent)]
 
@@ -267,7 +266,7 @@ def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Se
     made = import_ref(ref, base_dir=base_dir, default_modules=default_modules)
     arguments = {**ref.args, **extra}
     if not callable(made):
-        raise error("SH206", f"'{ref.name}' is {_article(type(made).__name__)}: it cannot be called",
+        raise error("SH206", f"'{ref.name}' is {_article(type(made).__name__)}, which cannot be called",
                     fix="Refer to a class or a function.")  # fmt: skip
     _check_arguments(ref.name, made, len(leading), arguments)
     try:
@@ -281,7 +280,7 @@ def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Se
 def _check_arguments(name: str, made: Any, leading: int, arguments: Mapping[str, Any]) -> None:
     try:
         parameters = inspect.signature(made).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature: the call itself will tell
+    except (TypeError, ValueError):  # written in C, without a signature: the call reports wrong arguments
         return
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ours = {p.name for p in [p for p in parameters if p.kind in positional][:leading]}
@@ -291,7 +290,7 @@ def _check_arguments(name: str, made: Any, leading: int, arguments: Mapping[str,
         if word in ours:
             raise error("SH205", f"the argument '{word}' of {name} is given already", fix="Remove it.")
         if word not in free and not takes_any:
-            fix = did_you_mean(word, free) or "Remove it: there are none to set."
+            fix = did_you_mean(word, free) or "Remove it: there are no arguments to set."
             raise error("SH205", f"{name} takes no argument '{word}'", fix=fix)
     for word, parameter in free.items():
         if parameter.default is parameter.empty and word not in arguments:
@@ -307,10 +306,10 @@ def _article(word: str) -> str:
 
 
 def ref_of(thing: Any, *, base_dir: str | Path | None = None) -> str:
-    """The name by which a worker finds a class or function: `module:name`, or `file.py:name` for a script's.
+    """The name by which a worker finds a class or function: `module:name`, or `file.py:name` for one in a script.
 
-    Raises SH608 for what only this process knows (notebook cells, lambdas, local definitions). The file is
-    given relative to `base_dir` where it lies inside.
+    Raises SH608 for objects that only this process has (notebook cells, lambdas, local definitions). The file is
+    relative to `base_dir` if it is inside.
     """
     if not isinstance(thing, type | types.FunctionType | types.BuiltinFunctionType):
         raise error("SH608", f"{_article(type(thing).__name__)} object is neither a class nor a function")
@@ -329,7 +328,7 @@ def ref_of(thing: Any, *, base_dir: str | Path | None = None) -> str:
 
 
 def _is_users_file(module: str, file: str) -> bool:
-    """A script, or a lone file beside it, which a worker would not find on its own sys.path."""
+    """Whether it is a script or a file beside it, which a worker would not find on its own sys.path."""
     if module == "__main__" or module.startswith(f"{USER_PACKAGE}."):
         return True
     return "." not in module and file.endswith(".py") and not file.startswith(tuple(_library_paths()))

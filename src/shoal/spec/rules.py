@@ -1,6 +1,6 @@
-"""What must hold between the fields of a job: one small function per rule, all in `RULES`.
+"""Rules between the fields of a job: one small function per rule, all listed in `RULES`.
 
-Each rule gives the errors that it found; `where` of an error is the field to change.
+Each rule returns its errors; `where` of an error is the field to change.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shoal.spec.job import (
 from shoal.spec.names import iter_refs, metric_name, metric_names
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 
-MOST_ENCODED_LANES = 256
+MAX_ENCODED_LANES = 256
 
 Rule = Callable[[Job], list[ShoalError]]
 
 
 def check_rules(job: Job) -> list[ShoalError]:
-    """Everything that the fields say against each other."""
+    """The errors of all rules."""
     return [problem for rule in RULES for problem in rule(job)]
 
 
 def has_validation(job: Job) -> bool:
-    """Whether some samples are kept for validation."""
+    """Whether the job has validation samples."""
     split = job.data.split
     if job.data.validation is not None:
         return True
@@ -48,10 +48,10 @@ def has_validation(job: Job) -> bool:
 def _training_length(job: Job) -> list[ShoalError]:
     if job.epochs is None and job.steps is None:
         fix = "Add `epochs:` (passes over the data) or `steps:` (updates of the weights)."
-        return [error("SH104", "the job does not say how long to train", where="epochs", fix=fix)]
+        return [error("SH104", "the length of training is not set", where="epochs", fix=fix)]
     if job.epochs is not None and job.steps is not None:
         fix = "Keep `epochs` or `steps` (--set epochs=null removes one)."
-        return [error("SH107", "`epochs` and `steps` both say how long to train", where="steps", fix=fix)]
+        return [error("SH107", "`epochs` and `steps` both set the length of training", where="steps", fix=fix)]
     return []
 
 
@@ -59,10 +59,10 @@ def _what_is_trained(job: Job) -> list[ShoalError]:
     if job.task is not None:
         fix = "Keep `task`, or `model` with `loss`."
         both = [name for name in ("model", "loss") if getattr(job, name) is not None]
-        return [error("SH107", f"the `task` already brings a {name}", where=name, fix=fix) for name in both]
+        return [error("SH107", f"the `task` already has a {name}", where=name, fix=fix) for name in both]
     if job.model is None and job.loss is None:
         fix = "Add `model:` with `loss:`, or `task:`, as file.py:name or package.module:name."
-        return [error("SH104", "the job does not say what to train", where="model", fix=fix)]
+        return [error("SH104", "the job has neither a `model` nor a `task`", where="model", fix=fix)]
     if job.loss is None:
         fix = "Add `loss:`, for example CrossEntropyLoss or MSELoss."
         return [error("SH104", "a `model` needs a `loss`", where="loss", fix=fix)]
@@ -87,7 +87,7 @@ def _learning_rate(job: Job) -> list[ShoalError]:
 
 
 def _plain_arguments(job: Job) -> list[ShoalError]:
-    """Arguments cross to workers as text; from Python anything could stand there."""
+    """Arguments are sent to workers as text. A job made in Python could hold any object."""
     fix = "Use numbers, text, true, false, lists and mappings; make objects inside the class or function."
     groups = [(f"optimizer.groups.{i}", group.args) for i, group in enumerate(job.optimizer.groups)]
     return [
@@ -110,17 +110,17 @@ def _clip(job: Job) -> list[ShoalError]:
         return []
     if job.clip.norm is None and job.clip.value is None:
         fix = "Add `norm:` or `value:`, or remove `clip`."
-        return [error("SH104", "`clip` does not say by what to clip", where="clip.norm", fix=fix)]
+        return [error("SH104", "`clip` has neither a norm nor a value", where="clip.norm", fix=fix)]
     if job.clip.norm is not None and job.clip.value is not None:
         fix = "Keep `norm` or `value`."
-        return [error("SH107", "gradients are clipped by norm or by value", where="clip.value", fix=fix)]
+        return [error("SH107", "`clip` has both a norm and a value", where="clip.value", fix=fix)]
     return []
 
 
 def _lanes(job: Job) -> list[ShoalError]:
     lanes, least = job.lane_count, job.workers.least
     if not isinstance(job.shard, NoShardingConfig):
-        least //= job.workers_per_replica  # those who hold a replica together may carry the same lanes
+        least //= job.workers_per_replica  # the workers of one replica run the same lanes
     field = "workers" if job.lanes is None else "lanes"
     found = []
     if lanes > job.batch_size:
@@ -128,34 +128,34 @@ def _lanes(job: Job) -> list[ShoalError]:
         fix = f"Raise `batch_size` to at least {lanes}, or set `lanes` to at most {job.batch_size}."
         found.append(error("SH107", message, where=field, fix=fix))
     if lanes < least:
-        message = f"{least} workers but {lanes} lanes: {least - lanes} would have nothing to carry"
+        message = f"{least} workers but {lanes} lanes: {least - lanes} workers would have no lane"
         fix = f"Raise `lanes` to at least {least}, or ask for fewer workers."
         found.append(error("SH107", message, where="lanes", fix=fix))
     return found
 
 
 def _codec(job: Job) -> list[ShoalError]:
-    """A codec that nobody uses would be a promise not kept."""
+    """An unused codec would mislead the user."""
     if job.codec.kind == "none":
         return []
     if job.sync.kind == "ddp":
-        message = f"`sync: {job.sync.kind}` sends gradients as they are, not by `codec: {job.codec.kind}`"
+        message = f"`sync: {job.sync.kind}` sends gradients unchanged and does not use `codec: {job.codec.kind}`"
         return [
             error("SH110", message, where="codec", fix="Remove `codec`, or use `sync: lanes`, `local` or `server`.")
         ]
-    if job.lane_count > MOST_ENCODED_LANES:
-        message = f"with a codec every lane is sent by itself, and {job.lane_count} are too many"
-        return [error("SH110", message, where="lanes", fix=f"Use at most {MOST_ENCODED_LANES} lanes.")]
+    if job.lane_count > MAX_ENCODED_LANES:
+        message = f"with a codec every lane is sent separately, and {job.lane_count} lanes are too many"
+        return [error("SH110", message, where="lanes", fix=f"Use at most {MAX_ENCODED_LANES} lanes.")]
     return []
 
 
 def _split_or_validation(job: Job) -> list[ShoalError]:
     data, found = job.data, []
     if data.validation is not None and not isinstance(data.split, NoSplitConfig):
-        message = "`data.validation` and `data.split` both say what validates"
+        message = "`data.validation` and `data.split` both set the validation data"
         found.append(error("SH107", message, where="data.split", fix="Keep one of the two."))
     if data.test is not None and isinstance(data.split, HoldoutSplitConfig) and data.split.test > 0:
-        message = "`data.test` and `data.split.test` both say what tests"
+        message = "`data.test` and `data.split.test` both set the test data"
         found.append(error("SH107", message, where="data.split.test", fix="Keep one of the two."))
     return found
 
@@ -164,7 +164,7 @@ def _evaluate(job: Job) -> list[ShoalError]:
     if job.evaluate.every_epochs is None or job.evaluate.every_steps is None:
         return []
     fix = "Keep `every_epochs` or `every_steps`."
-    message = "`every_epochs` and `every_steps` both say when to evaluate"
+    message = "`every_epochs` and `every_steps` both set when to evaluate"
     return [error("SH107", message, where="evaluate.every_steps", fix=fix)]
 
 
@@ -176,7 +176,7 @@ def _needs_validation(job: Job) -> list[ShoalError]:
         "best": job.best != MonitorConfig(),
         "evaluate": job.evaluate != EvaluationConfig(batch_size=job.evaluate.batch_size),
     }
-    message = "`{}` needs validation samples and the job keeps none"
+    message = "`{}` needs validation samples, but the job has none"
     fix = "Add `data.split` (for example holdout) or `data.validation`, or remove `{}`."
     return [
         error("SH107", message.format(field), where=field, fix=fix.format(field))
@@ -186,7 +186,7 @@ def _needs_validation(job: Job) -> list[ShoalError]:
 
 
 def _monitored_metrics(job: Job) -> list[ShoalError]:
-    """A task brings metrics that only the worker knows; without one the names are all here."""
+    """The metrics of a task are known only to the worker. Without a task all names are known here."""
     if job.task is not None:
         return []
     known = ["loss", *metric_names(job.metrics)]
@@ -223,10 +223,10 @@ def _init_from(job: Job) -> list[ShoalError]:
         return []
     if start.rename:
         fix = "Add `path:`, or remove `rename`."
-        return [error("SH104", "`rename` has no file whose names to change", where="init_from.path", fix=fix)]
+        return [error("SH104", "`rename` is set without a file", where="init_from.path", fix=fix)]
     if start.freeze or start.unfreeze:
         return []
-    message = "`init_from` says neither where from nor what to freeze"
+    message = "`init_from` has neither a path nor patterns to freeze"
     fix = "Add `path:` to weights, or patterns to `freeze`; or remove `init_from`."
     return [error("SH104", message, where="init_from.path", fix=fix)]
 
@@ -253,7 +253,7 @@ def _tls_supported(job: Job) -> list[ShoalError]:
 
 
 def _outer_optimizer(job: Job) -> list[ShoalError]:
-    """Numbers that nobody uses would mislead."""
+    """Unused numbers would mislead the user."""
     sync = job.sync
     if not isinstance(sync, LocalSgdSyncConfig) or sync.outer != "average":
         return []
@@ -274,7 +274,7 @@ def _server_copies(job: Job) -> list[ShoalError]:
 
 
 def _elementwise_optimizer(job: Job) -> list[ShoalError]:
-    """Servers, and workers with `shard`, update parts of tensors."""
+    """Servers, and workers with `shard`, update slices of tensors."""
     module, _, name = job.optimizer.name.rpartition(":")
     elementwise = name in ELEMENTWISE_OPTIMIZERS and f"{module or 'torch.optim'}.".startswith("torch.optim.")
     whole = not isinstance(job.sync, ServerSyncConfig) and isinstance(job.shard, NoShardingConfig)
@@ -283,40 +283,40 @@ def _elementwise_optimizer(job: Job) -> list[ShoalError]:
     holders, instead = (
         ("servers", "`sync: lanes`") if isinstance(job.shard, NoShardingConfig) else ("workers", "`shard: none`")
     )
-    message = f"{holders} hold parts of tensors, and '{job.optimizer.name}' may need whole ones"
+    message = f"{holders} hold slices of tensors, but '{job.optimizer.name}' may need full tensors"
     fix = f"Use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}; or {instead}, which takes any."
     return [error("SH110", message, where="optimizer.name", fix=fix)]
 
 
 def _shard(job: Job) -> list[ShoalError]:
-    """What no sharded job can do."""
+    """Settings that sharded jobs do not support."""
     if isinstance(job.shard, NoShardingConfig):
         return []
     found = []
     if job.device not in ("auto", "cpu"):
         fix = "Use `device: cpu`, or remove `shard`."
-        found.append(error("SH110", f"shards live on the CPU, not on '{job.device}'", where="device", fix=fix))
+        found.append(error("SH110", f"sharded models need the CPU, not '{job.device}'", where="device", fix=fix))
     if isinstance(job.shard, PipelineParallelConfig) and job.precision != "float32":
-        message = "a stretch of a pipeline cannot foresee what another sends in a precision of its own"
+        message = "pipeline stages do not support mixed precision"
         fix = "Use `precision: float32`, or `shard: fsdp`."
         found.append(error("SH110", message, where="precision", fix=fix))
     if job.sync.kind == "local":
-        message = "lanes that train by themselves need a whole model each"
+        message = "with local SGD each lane needs a full model"
         found.append(error("SH110", message, where="shard", fix="Use `sync: lanes`, or remove `shard`."))
     if job.sync.kind == "server":
-        message = "servers hold the parameters already: there is nothing left to shard"
+        message = "servers already hold the parameters, so there is nothing to shard"
         found.append(error("SH110", message, where="shard", fix="Use `sync: lanes`, or remove `shard`."))
     if job.sync.kind == "auto":
-        message = "a plan does not choose shards yet"
+        message = "`sync: auto` does not support sharded models"
         found.append(error("SH110", message, where="sync", fix="Use `sync: lanes`, or remove `shard`."))
     if job.codec.kind != "none":
-        message = f"shards of gradients are sent as they are, not by `codec: {job.codec.kind}`"
+        message = f"sharded gradients are sent unchanged and do not use `codec: {job.codec.kind}`"
         found.append(error("SH110", message, where="codec", fix="Remove `codec` or `shard`."))
     return found + _whole_replicas(job)
 
 
 def _whole_replicas(job: Job) -> list[ShoalError]:
-    """Replicas are whole: so many workers as hold one, or a multiple."""
+    """The number of workers must be a multiple of the workers per replica."""
     least, most, shard = job.workers.least, job.workers.most, job.shard
     assert not isinstance(shard, NoShardingConfig)
     size = job.workers_per_replica

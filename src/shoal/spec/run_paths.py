@@ -1,4 +1,4 @@
-"""Where things lie in a run's directory. The one place that knows."""
+"""The layout of a run directory."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class RunPaths:
 
     @property
     def plan(self) -> Path:
-        """What was planned for a job that left it open, and what it was planned from; of all folds together."""
+        """The plan of a `sync: auto` job and its inputs, shared by all folds."""
         return self.parent_run.root / "plan.json"
 
     def store(self, checkpoint_path: str | None) -> str:
-        """The checkpoint store: a directory of its own below the job's `checkpoint.path`, or in the run's directory."""
+        """The checkpoint store: a directory below the job's `checkpoint.path`, or in the run directory."""
         return f"{checkpoint_path.rstrip('/')}/{self.parent_run.name}" if checkpoint_path else str(self.checkpoints)
 
     @property
     def driver_address(self) -> Path:
-        """Where the driver listens, and the token; for this user's eyes only."""
+        """Address and token of the driver, readable only by this user."""
         return self.root / ".control.json"
 
     @property
     def trace(self) -> Path:
-        """Every step's state in short, where somebody asked for it."""
+        """A digest of the state after every step, if requested."""
         return self.root / "trace.jsonl"
 
     @property
@@ -67,12 +67,12 @@ class RunPaths:
 
     @property
     def checkpoints(self) -> Path:
-        """The store; folds of one job share it, so that what they have in common is stored once."""
+        """The store. The folds of a job share it, so equal blobs are stored once."""
         return self.parent_run.root / "checkpoints"
 
     @property
     def checkpoint_namespace(self) -> str:
-        """What keeps a fold's checkpoints apart in the shared store."""
+        """The name of this fold's checkpoints in the shared store."""
         return "" if self.parent_run is self else self.name
 
     @property
@@ -97,30 +97,30 @@ class RunPaths:
         return self.root / "logs"
 
     def log(self, seat: int, role: Role = "worker") -> Path:
-        """What a worker or server printed."""
+        """Standard output of a worker or server."""
         return self.logs / f"{role}-{seat}.log"
 
     def error_log(self, seat: int, role: Role = "worker") -> Path:
-        """What it, Python or torch had to complain of; tracebacks too."""
+        """Standard error of a worker or server: warnings and tracebacks."""
         return self.logs / f"{role}-{seat}.err"
 
     @property
     def saving_lock(self) -> Path:
-        """Held while a worker saves that no driver chose."""
+        """Held while a worker saves without a driver."""
         return self.root / ".saving.lock"
 
     def seat_lock(self, seat: int, role: Role = "worker") -> Path:
-        """Held by the process in a seat for as long as it lives; its number stands in it."""
+        """Held by the process of a seat while it lives. The file contains its pid."""
         return self.root / f".seat-{seat}.{role}.lock"
 
 
 def cache_directory() -> Path:
-    """What is made once from data files and shared by all runs of this user; it may be deleted at any time."""
+    """The data cache, shared by all runs of this user. It may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """All of it or nothing, also when the machine stops in between."""
+    """Write the file completely or not at all, even if the machine crashes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:

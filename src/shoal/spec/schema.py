@@ -1,4 +1,4 @@
-"""What the models themselves say of a field: which type, which choices, in words that anybody reads."""
+"""Types and choices of the fields of the models, and their description in plain words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.spec.base import Ref, Spec
 
 
 def union_members(kind: Any) -> list[Any]:
-    """The alternatives of a type, without None; one for a type that is no union."""
+    """The alternatives of a union type, without None; the type itself if it is not a union."""
     if isinstance(kind, FieldInfo):
         bounded = Annotated[kind.annotation, *kind.metadata] if kind.metadata else kind.annotation
         return union_members(bounded)
@@ -34,7 +34,7 @@ def is_section(kind: Any) -> bool:
 
 
 def sections_by_kind(alternatives: list[Any]) -> dict[str, type[Spec]]:
-    """The sections that `kind` tells apart, by its value; {} where nothing does."""
+    """The sections of a union by their `kind`; {} if they have none."""
     found = {}
     for section in alternatives:
         if not is_section(section) or "kind" not in section.model_fields:
@@ -54,7 +54,7 @@ def literal_values(kind: Any) -> list[Any]:
 
 
 def child_type(kind: Any, key: str | int) -> Any:
-    """The type of what stands in a section, list or mapping under a key; Any where nobody knows."""
+    """The type of an entry of a section, list or mapping; Any if unknown."""
     kind = strip_annotated(kind)
     if is_section(kind):
         return kind.model_fields.get(key, Any)
@@ -94,7 +94,7 @@ _BOUND_WORDS = {"gt": "above {:g}", "ge": "of at least {:g}", "lt": "below {:g}"
 
 
 def describe_type(kind: Any) -> str:
-    """In plain words what a field takes: "a whole number above 0"."""
+    """The type of a field in plain words: "a whole number above 0"."""
     alternatives = union_members(kind)
     if len(alternatives) > 1 and (sections := sections_by_kind(alternatives)):
         return f"a section with `kind: {' | '.join(sections)}`"
@@ -124,7 +124,7 @@ def _describe_section(kind: type[Spec]) -> str:
 
 
 def _describe_bounds(bound: Any) -> list[str]:
-    """The words of a bound; pydantic keeps some inside a FieldInfo."""
+    """A bound in words; pydantic keeps some bounds inside a FieldInfo."""
     if isinstance(bound, FieldInfo):
         return [word for m in bound.metadata for word in _describe_bounds(m)]
     values = {name: getattr(bound, name, None) for name in _BOUND_WORDS}
@@ -132,7 +132,7 @@ def _describe_bounds(bound: Any) -> list[str]:
 
 
 def describe_value(value: Any) -> str:
-    """In plain words what stands there instead."""
+    """A value in plain words."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""One stable way to make seeds from numbers. Not Python's hash: the same on every machine and version."""
+"""Derive seeds from numbers. Unlike Python's hash, the result is the same on every machine and version."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def derive_seed(*numbers: int) -> int:
     return state
 
 
-# What a seed is for: the first number after the job's seed, so that no two uses share a stream.
+# The use of a seed: the first number after the job's seed, so that no two uses share a stream.
 MODEL, LANE, EVALUATION, ORDER, SPLIT, AUGMENT = range(1, 7)

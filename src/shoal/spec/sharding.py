@@ -1,4 +1,4 @@
-"""How one replica of a model is spread over several workers.
+"""How one replica of a model is sharded over several workers.
 
 `size`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
 `mirror`: where there is one replica, does each worker keep a copy of a neighbour's part? Left out: if memory allows.
@@ -21,13 +21,13 @@ TensorParallelStyle = Literal["columns", "gathered", "rows", "sliced"]
 
 
 class NoShardingConfig(Spec):
-    """Every worker holds the whole model."""
+    """Every worker holds the full model."""
 
     kind: Literal["none"] = "none"
 
 
 class FsdpConfig(Spec):
-    """Every parameter is cut, and put together again for the moment in which it is used."""
+    """Every parameter is sharded, and gathered just before it is used."""
 
     kind: Literal["fsdp"]
     size: ShardingDegree | None = None
@@ -36,11 +36,12 @@ class FsdpConfig(Spec):
 
 
 class TensorParallelConfig(Spec):
-    """The matrices of linear layers and embeddings are cut, and each worker multiplies with its part.
+    """The matrices of linear layers and embeddings are sharded, and each worker multiplies with its shard.
 
-    `patterns`: a ready set, or names of modules with how to cut each. `columns`: by outputs, and the next layer takes
-    its part as it is; `gathered`: by outputs, which are put together again; `rows`: by inputs, a part of which the
-    layer before has left here; `sliced`: by inputs, of which this worker takes its part.
+    `patterns`: a predefined set, or module names with a style for each. `columns`: split by outputs, and the next layer
+    uses the local outputs; `gathered`: split by outputs, which are gathered; `rows`: split by inputs, which the
+    previous
+    layer has left sharded; `sliced`: split by inputs, of which each worker takes its slice.
     """
 
     kind: Literal["tensor"]
@@ -51,9 +52,9 @@ class TensorParallelConfig(Spec):
 
 
 class PipelineParallelConfig(Spec):
-    """Workers hold consecutive stretches of the model; a lane's samples go through in `microbatches`.
+    """Workers hold consecutive stages of the model; a lane's samples pass through in `microbatches`.
 
-    `cuts`: the modules with which the second stretch and all later ones begin, or auto.
+    `cuts`: the first modules of the second and all later stages, or auto.
     """
 
     kind: Literal["pipeline"]

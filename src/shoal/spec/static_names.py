@@ -1,4 +1,4 @@
-"""Which names a module defines, read from its source. Nothing is imported, so checking is fast and safe."""
+"""The names that a module defines, read from its source. Nothing is imported, so checking is fast and safe."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-MOST_STARS = 6
+MAX_STARS = 6
 
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """The top level of a module. `open`: it makes names as it runs, so that only an import can tell."""
+    """The top level of a module. `is_dynamic`: it defines names at run time, so only an import can list them."""
 
     names: frozenset[str]
     exported: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class ModuleNames:
 
 
 def find_module(name: str, *, first: str = "") -> ModuleSpec | None:
-    """The spec that `import` would find with the directory `first` on sys.path; no parent is executed."""
+    """The spec that `import` would find with the directory `first` on sys.path; no parent module is executed."""
     top, *rest = name.split(".")
     spec = _find_top(top, first)
     for part in rest:
@@ -35,7 +35,7 @@ def find_module(name: str, *, first: str = "") -> ModuleSpec | None:
 
 
 def _find_top(name: str, first: str) -> ModuleSpec | None:
-    """A mere directory of the name counts last, as it does on import."""
+    """A plain directory of the name has the lowest priority, as in an import."""
     own = PathFinder.find_spec(name, [first]) if first else None
     return own if own and own.origin else _ask_finders(name, None) or own
 
@@ -43,7 +43,7 @@ def _find_top(name: str, first: str) -> ModuleSpec | None:
 def _find_submodule(name: str, path: list[str]) -> ModuleSpec | None:
     try:
         return _ask_finders(name, path)
-    except KeyError:  # a directory without __init__.py, for which Python wants its parent imported
+    except KeyError:  # a directory without __init__.py: Python would need its parent imported
         spec = ModuleSpec(name, None, is_package=True)
         folders = (Path(folder, name.rpartition(".")[2]) for folder in path)
         spec.submodule_search_locations = [str(folder) for folder in folders if folder.is_dir()]
@@ -51,7 +51,7 @@ def _find_submodule(name: str, path: list[str]) -> ModuleSpec | None:
 
 
 def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
-    """All finders, not only the one for sys.path: packages installed in editable mode bring their own."""
+    """Ask all finders, not only the one for sys.path: packages installed in editable mode have their own."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         if find and (spec := find(name, path)):
@@ -60,7 +60,7 @@ def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
 
 
 def siblings(name: str, *, first: str = "") -> list[str]:
-    """The modules beside a module that was not found, by full name."""
+    """The full names of the modules beside a module that was not found."""
     parent = name.rpartition(".")[0]
     spec = find_module(parent, first=first) if parent else None
     folders = list(spec.submodule_search_locations or ()) if spec else [] if parent else [first]
@@ -77,7 +77,7 @@ def _modules(folder: Path) -> Iterator[str]:
 
 
 def names_of_module(spec: ModuleSpec, *, first: str = "", depth: int = 0) -> ModuleNames:
-    """What `module.name` can find, star imports followed."""
+    """The names that `module.name` can find, including star imports."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return ModuleNames(frozenset(), is_dynamic=spec.origin is not None)
     package = spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
@@ -85,7 +85,7 @@ def names_of_module(spec: ModuleSpec, *, first: str = "", depth: int = 0) -> Mod
 
 
 def names_in_file(path: Path, *, package: str = "", first: str = "", depth: int = 0) -> ModuleNames:
-    """The same for a source file, which belongs to a package or to none."""
+    """The same for a source file, inside or outside a package."""
     own = parse_names(path)
     for level, module in own.star_imports:
         own = _with_star_import(own, _absolute(package, level, module), first=first, depth=depth)
@@ -93,7 +93,7 @@ def names_in_file(path: Path, *, package: str = "", first: str = "", depth: int 
 
 
 def _with_star_import(own: ModuleNames, module: str, *, first: str, depth: int) -> ModuleNames:
-    spec = find_module(module, first=first) if depth < MOST_STARS else None
+    spec = find_module(module, first=first) if depth < MAX_STARS else None
     if spec is None:
         return ModuleNames(own.names, own.exported, is_dynamic=True)
     other = names_of_module(spec, first=first, depth=depth + 1)
@@ -111,7 +111,7 @@ def _absolute(package: str, level: int, module: str) -> str:
 
 
 def parse_names(path: Path) -> ModuleNames:
-    """Parse a source file, once per version of it. SyntaxError, OSError and ValueError are the caller's."""
+    """Parse a source file, once per version of it. The caller handles SyntaxError, OSError and ValueError."""
     stat = path.stat()
     return _parse_names(str(path), stat.st_mtime_ns, stat.st_size)
 
@@ -134,7 +134,7 @@ def _parse_names(path: str, mtime_ns: int, size: int) -> ModuleNames:
 
 
 def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run on import, those inside if, try, with and loops among them."""
+    """Statements that run on import, including those inside if, try, with and loops."""
     for node in body:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -161,7 +161,7 @@ def _bound_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _exported_names(node: ast.stmt) -> list[str]:
-    """The names in `__all__ = [...]` and `__all__ += [...]`, as far as they are written out."""
+    """The literal names in `__all__ = [...]` and `__all__ += [...]`."""
     targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
     if not any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
         return []
@@ -176,7 +176,7 @@ def _star_imports(node: ast.stmt) -> list[tuple[int, str]]:
 
 
 def _defines_dynamic_names(node: ast.stmt) -> bool:
-    """Whether a statement calls globals(), vars(), exec() or setattr(): names that no reader can know."""
+    """Whether a statement calls globals(), vars(), exec() or setattr(), which may define any name."""
     if not isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.For):
         return False
     makers = ("globals", "vars", "exec", "setattr")

@@ -1,4 +1,4 @@
-"""Seats and views: who is in, who carries what, and from where they go on."""
+"""Seats and views: which workers take part, which lanes each runs, and the position they continue from."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Role = Literal["worker", "server"]
 
 
 class Seat(Spec):
-    """A numbered place that an engine fills with a worker or a server. A number is never used again."""
+    """A numbered slot for a worker or a server process. A number is never used again."""
 
     number: NonNegativeInt
     role: Role = "worker"
 
     @property
     def name(self) -> str:
-        """What everybody calls who sits there: worker-2, server-3."""
+        """The name of the process in this seat: worker-2, server-3."""
         return f"{self.role}-{self.number}"
 
 
 class Address(Spec):
-    """Where peers reach a seat. Workers with the same `host_id` share memory and meet at the `unix` address."""
+    """The address of a seat. Workers with the same `host_id` share memory and connect by the `unix` address."""
 
     host: str
     port: int
@@ -43,16 +43,16 @@ class Attachment(Spec):
 
 
 class View(Spec):
-    """The numbered agreement of a run.
+    """A numbered agreement between the driver and the workers of a run.
 
-    A view that `carries` is for training: seats to lanes, their `addresses` (and those of others who still know
-    something), the `position` from which they go on and the `source` whose memory holds it (None: every member does).
-    One member, the `saver`, writes for all. Where members hold a model together, `places` are their ranks in the grid,
-    and they find out among themselves what they go on from.
+    A view with `carries` is a training view. It maps seats to lanes, and has the `addresses` of the members (and of
+    other workers that still hold state), the `position` to continue from, and the `source`: the seat whose memory holds
+    that position (None: every member holds it). One member, the `saver`, writes checkpoints for all. If the model is
+    sharded, `places` are the ranks of the members, and the members find out together what they continue from.
 
-    The other views ask for something: `halt` lets the members stop, at the next step boundary or now, and say where
-    they stand; `loads` lets a seat take up the newest checkpoint; `followers` catch up from the memory of the source
-    while it goes on training; seats in `leave` go; `stop` sends everybody home.
+    Other views request something. `halt`: the members stop, at the next step boundary or now, and report their
+    position. `loads`: this seat loads the newest checkpoint. `followers`: these seats catch up from the memory of the
+    source while it goes on training. `leave`: these seats exit. `stop`: all workers exit, for this reason.
     """
 
     number: PositiveInt
@@ -69,13 +69,14 @@ class View(Spec):
     stop: str = ""
 
     def concerns(self, seat: int) -> bool:
-        """Must this seat look at it?"""
+        """Whether the process in this seat must act on the view."""
         called = seat == self.loads or seat in self.followers or seat in self.leave
         return bool(self.stop or self.halt) or seat in self.carries or called
 
 
 def position_of(step: int, *, evaluated: bool) -> int:
-    """How far a replica is, as one number that grows: steps committed, and whether what follows them was evaluated."""
+    """The progress of a replica as one growing number: committed steps, and whether the evaluation after them is
+    done."""
     return 2 * step + evaluated
 
 

@@ -1,7 +1,7 @@
-"""A YAML file as plain data that remembers on which line each field stands.
+"""A YAML file as plain data, with the line of each field.
 
-YAML 1.1 has traps that cost people evenings. Here they are gone: `1e-3` is a number, `010` is ten, `12:30`
-and `2024-01-01` are text, and a key is always the text that was written, also when it is `on`, `no` or `1`.
+Avoids the traps of YAML 1.1: `1e-3` is a number, `010` is ten, `12:30` and `2024-01-01` are text, and a key is always
+the text that was written, even if it is `on`, `no` or `1`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
-from shoal.errors import ErrorGroup, ShoalError, error
-from shoal.spec.suggest_path import suggest_path
+from shoal.errors import ErrorGroup, ShoalError, error, suggest_path
 
 SET_OPTION = "--set"
 YAML_FILES = (".yaml", ".yml")
-MOST_BYTES = 4 << 20
-MOST_NODES = 200_000
+MAX_BYTES = 4 << 20
+MAX_NODES = 200_000
 
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """What a file says. `lines` maps a field (`data.split.folds`) to its line, or to `--set`."""
+    """The content of a file. `lines` maps a field (`data.split.folds`) to its line, or to `--set`."""
 
     name: str
     data: dict[str, Any]
@@ -41,7 +40,7 @@ class YamlDocument:
         return f"{self.name}:{line} {field_path}".rstrip() if line else f"{self.name} {field_path}".rstrip()
 
     def _as_written(self, field_path: str) -> str:
-        """`loss.name` is `loss` to somebody who wrote `loss: MSELoss`."""
+        """The field as the user wrote it: `loss.name` becomes `loss` if the file has `loss: MSELoss`."""
         here: Any = self.data
         keys = field_path.split(".")
         for i, key in enumerate(keys):
@@ -62,7 +61,7 @@ def read_document(path: str | Path) -> YamlDocument:
 
 
 def parse_document(text: str, *, name: str) -> YamlDocument:
-    """Plain data of a YAML text whose top level is a mapping."""
+    """Parse a YAML text whose top level is a mapping."""
     data, lines = _parse(text, name)
     if not isinstance(data, dict):
         found = "the file is empty" if data is None else "the file is not made of `field: value` lines"
@@ -78,7 +77,7 @@ def parse_value(text: str, *, name: str) -> Any:
 def write_value(data: Any) -> str:
     """YAML text that `parse_document` reads back to equal data."""
     text = _dump(data, readable=True)
-    # PyYAML writes the line breaks of Unicode as they are, and then reads them as a line break.
+    # PyYAML writes Unicode line breaks unescaped, and then reads them as line breaks.
     return _dump(data, readable=False) if re.search("[\x85\u2028\u2029]", text) else text
 
 
@@ -92,8 +91,8 @@ def _read_text(path: Path) -> str:
         if path.is_dir():
             fix = suggest_path(path / "job.yaml", suffixes=YAML_FILES)
             raise error("SH101", "this is a directory, not a job file", where=str(path), fix=fix)
-        if size > MOST_BYTES:
-            raise error("SH101", f"{size:,} bytes are too many for a job file", where=str(path))
+        if size > MAX_BYTES:
+            raise error("SH101", f"the file has {size:,} bytes, too many for a job file", where=str(path))
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         fix = suggest_path(path, suffixes=YAML_FILES)
@@ -110,11 +109,11 @@ def _read_text(path: Path) -> str:
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2, but yes, no, on and off are booleans as most people expect."""
+    """SafeLoader with the scalars of YAML 1.2, except that yes, no, on and off are booleans."""
 
 
 class _Yaml12Dumper(yaml.SafeDumper):
-    """Quotes the text that `_Loader` would take for something else."""
+    """Quotes texts that `_Yaml12Loader` would read as another type."""
 
 
 _BOOL = re.compile(r"yes|no|on|off|true|false", re.IGNORECASE)
@@ -151,17 +150,17 @@ _SCALAR_PARSERS: dict[str, Callable[[str], Any]] = {
     _TAG + "float": lambda text: float(re.sub(r"_|\.(?=inf|nan)", "", text.lower())),
 }
 
-# The parser's words, and what they mean to somebody who never read the YAML specification.
+# Messages of the YAML parser, and their meaning in plain words.
 _PLAIN_MESSAGES = (
     (r"character '\\t' that cannot start", "a tab is used to indent", "Indent with spaces."),
     (r"character '(.)' that cannot start", r"the value starts with '\1'", r"Put the value in quotes."),
-    (r"mapping values are not allowed", "a ':' stands where none can be",
+    (r"mapping values are not allowed", "a ':' is in the wrong place",
      "Check the indentation of this line and the one above; put a value that contains ': ' in quotes."),
     (r"could not find expected ':'", "this line has no ':' after the field", "Write `field: value`."),
     (r"end of stream", "a quote or bracket is opened and never closed", "Close it."),
     (r"expected ',' or", "a bracket is opened and never closed", "Close it, or add the missing comma."),
     (r"expected <block end>", "this line is not indented like its neighbours", "Line it up with them."),
-    (r"duplicate anchor", "an anchor (&name) stands twice", "Rename one of them."),
+    (r"duplicate anchor", "an anchor (&name) is defined twice", "Rename one of them."),
     (r"undefined alias|scanning an alias", "an alias (*name) without its anchor (&name)",
      "Put a value that starts with '*' in quotes, or add the anchor."),
     (r"but found another document", "the file holds several documents", "Keep one; remove the line `---`."),
@@ -180,7 +179,7 @@ def _parse(text: str, name: str) -> tuple[Any, dict[str, int | str]]:
         message = f"the character {chr(int(failure.character))!r} is not allowed"
         raise error("SH102", message, where=where) from None
     except RecursionError:
-        raise error("SH102", "sections inside sections without end", where=name) from None
+        raise error("SH102", "sections are nested too deeply", where=name) from None
     if walk.problems:
         raise ErrorGroup(walk.problems)
     return value, walk.lines
@@ -197,7 +196,7 @@ def _yaml_error(failure: yaml.MarkedYAMLError, name: str) -> ShoalError:
 
 
 class _NodeConverter:
-    """Nodes to plain data, noting each field's line and every field that stands twice."""
+    """Converts nodes to plain data, and records the line of each field and every duplicate field."""
 
     def __init__(self, name: str) -> None:
         self.lines: dict[str, int | str] = {}
@@ -210,8 +209,8 @@ class _NodeConverter:
 
     def convert(self, node: yaml.Node, place: str) -> Any:
         self._node_count += 1
-        if id(node) in self._ancestors or self._node_count > MOST_NODES:
-            raise self._error_at(node, "an alias (*name) that contains itself or grows without end")
+        if id(node) in self._ancestors or self._node_count > MAX_NODES:
+            raise self._error_at(node, "an alias (*name) contains itself or expands without end")
         self._ancestors.add(id(node))
         try:
             return self._convert_node(node, place)
@@ -235,7 +234,7 @@ class _NodeConverter:
         return self.convert(node, place)
 
     def _mapping(self, node: yaml.MappingNode, place: str) -> dict[str, Any]:
-        if id(node) not in self._merged:  # an alias leads here again, when the keys of `<<` are among its own
+        if id(node) not in self._merged:  # an alias leads here again after the keys of `<<` were merged
             self._report_duplicate_keys(node, place)
             self._merge_constructor.flatten_mapping(node)
             self._merged.add(id(node))
@@ -252,7 +251,7 @@ class _NodeConverter:
             line = key.start_mark.line + 1
             if self._key(key) in first:
                 where = f"{self._name}:{line} {_child_path(place, key.value)}"
-                message = f"'{key.value}' stands here and on line {first[key.value]}"
+                message = f"'{key.value}' is given here and on line {first[key.value]}"
                 self.problems.append(error("SH108", message, where=where))
             first.setdefault(key.value, line)
 

@@ -8,7 +8,7 @@ from typing import Any
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.state_stream import StateSubscription
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.context import RunProgress
 

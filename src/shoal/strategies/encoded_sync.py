@@ -21,7 +21,7 @@ from shoal.collectives.residual_transfer import Report, ResidualTransfer
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.base import HeldWeights
 from shoal.strategies.ordered_sync import OrderedAllReduceSync

@@ -13,7 +13,7 @@ from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.base import HeldWeights
 from shoal.strategies.sync_defaults import NO_SAMPLES, OnTotal, SyncDefaults

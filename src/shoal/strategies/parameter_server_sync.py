@@ -23,7 +23,7 @@ from shoal.lanes.elementwise import is_known_elementwise, why_not_sliceable
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.reduction_tree import Node, TreeSum, partial_nodes
 from shoal.lanes.replica import GradientSink, Replica
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.chunk_state import (
     chunk_state_from_replica,

@@ -21,7 +21,7 @@ from shoal.collectives.state_stream import total_from_entry
 from shoal.data.datasets import DatasetSplit
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.sharding.local_state import load_unsharded, unsharded_state
 from shoal.spec.view import View
 from shoal.strategies.base import FinalModel, GradientSync, HeldWeights, Metrics, Traits

@@ -29,7 +29,7 @@ from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.data.datasets import DatasetSplit
 from shoal.errors import CheckpointError, error
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.sharding.build_replica import ShardedReplicaBuilder, ShardLayout
 from shoal.sharding.device_mesh import ShardMesh, all_reduce_max
 from shoal.sharding.memory_limits import fits_in_memory, memory_headroom

@@ -23,7 +23,7 @@ from shoal.collectives.torch_group import rendezvous
 from shoal.errors import ShoalError
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.gloo_sockets import GlooSockets
 from shoal.sharding.replica import ShardedReplica

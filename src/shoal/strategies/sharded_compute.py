@@ -15,7 +15,7 @@ from shoal.data.batch import Batch
 from shoal.data.datasets import DatasetSplit
 from shoal.lanes.lane_sum import LaneSum
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.sharding.replica import ShardedReplica
 from shoal.spec.view import View
 from shoal.strategies.context import Metrics, StepContext

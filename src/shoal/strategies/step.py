@@ -9,7 +9,7 @@ from typing import Protocol
 
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.errors import ShoalError
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.strategies.context import StepContext, StepRecorder
 from shoal.tasks.user_errors import as_shoal_error
 

@@ -26,7 +26,7 @@ from shoal.errors import error
 from shoal.lanes.flat_layout import FlatLayout, write_lane_sum
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.base import HeldWeights
 from shoal.strategies.sync_defaults import NO_SAMPLES, OnTotal, SyncDefaults

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from shoal.errors import ShoalError, error
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.resolve import user_line
 
 

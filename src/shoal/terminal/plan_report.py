@@ -10,8 +10,8 @@ from rich.text import Text
 
 from shoal.jobs.planner import PlanResult
 from shoal.plan.costs.model import Cluster, RunChoice
-from shoal.plan.costs.number_format import format_milliseconds, format_times
 from shoal.plan.costs.select import PlanCandidate
+from shoal.plan.costs.units import format_milliseconds, format_times
 from shoal.plan.costs.worker_layout import workers_per_host
 from shoal.terminal import formatting, reports
 

@@ -17,8 +17,7 @@ from shoal.collectives.peer_services import PeerServices
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import BatchLoader
 from shoal.data.datasets import Datasets, open_datasets
-from shoal.data.make_sampler import make_sampler
-from shoal.data.samplers import LaneSampler
+from shoal.data.samplers import LaneSampler, make_sampler
 from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.fleet.membership import Membership

@@ -28,6 +28,7 @@ from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
 from shoal.fleet.process import WELCOME_TIMEOUT_S, emit_failure, hold_seat_lock, run_reporting_errors
 from shoal.lanes.torch_setup import prepare_torch
+from shoal.net.address import parse_address
 from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
@@ -137,8 +138,7 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
 
 def run_remote_worker(paths: RunPaths, driver: str, base_dir: str, *, tls_contexts: TlsContexts | None = None) -> int:
     """A worker from elsewhere. What it tells is kept in its own directory too, for whoever started it."""
-    host, _, port = driver.rpartition(":")
-    driver_address = DriverAddress(host.strip("[]"), int(port), os.environ.pop(TOKEN_VARIABLE, ""))
+    driver_address = DriverAddress(*parse_address(driver), os.environ.pop(TOKEN_VARIABLE, ""))
     own_stream = EventWriter(paths.events, "worker")
     with open_session(driver_address, lambda: driver_address, JOINED, seat=None, tls_contexts=tls_contexts) as (
         session,

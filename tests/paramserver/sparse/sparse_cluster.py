@@ -13,7 +13,7 @@ from shoal.collectives.outcome import Discarded
 from shoal.lanes.clipping import Clipping
 from shoal.lanes.replica import Replica
 from shoal.lanes.sparse.embedding import SparseTable
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from tests.paramserver import cluster as clusters
 from tests.paramserver.cluster import Cluster
 from tests.paramserver.workloads import Workload

@@ -14,7 +14,7 @@ from shoal.lanes.sparse.keys import chunks_of, ids_of, initial_rows, keys_of
 from shoal.lanes.sparse.optimizers import ROW_OPTIMIZERS, row_means
 from shoal.lanes.sparse.rows import RowBundle, SparseRows, add_rows, pack_rows, sort_rows, unpack_rows
 from shoal.lanes.sparse.table_spec import TableSpec
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver.sparse.hash_store import RowStore
 from shoal.paramserver.sparse.row_tables import RowTables, digests
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 _ECHO = """
 import socket, sys

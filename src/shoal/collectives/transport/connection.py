@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.collectives.transport import frames
 from shoal.collectives.transport.frames import FRAME_BYTES, PeerFrame
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 LOW_WATER_BYTES = 1 << 17  # less is not worth waking up for: on a slow link packets come one by one
 

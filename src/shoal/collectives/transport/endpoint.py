@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.net.host_id import host_id
 from shoal.net.listener import AuthenticatedListener, connect
 from shoal.net.tls import TlsContexts

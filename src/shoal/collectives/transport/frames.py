@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 HERE, SETUP, PARTIAL, TOTAL, GATHER, LEFT = range(1, 7)
 HALT, COUNTED = 1, 2

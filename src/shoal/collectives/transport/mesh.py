@@ -15,7 +15,7 @@ from shoal.collectives.transport import frames
 from shoal.collectives.transport.connection import BuffersFor, PeerError, PeerLink
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
 from shoal.collectives.transport.frames import PeerFrame
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import Address, View
 
 CONNECT_TIMEOUT_S = 1.0

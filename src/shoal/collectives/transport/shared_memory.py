@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 if TYPE_CHECKING:
     from torch import Tensor

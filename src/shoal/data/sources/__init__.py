@@ -1,1 +1,1 @@
-"""The bodies of `Source`, one per kind of data."""
+"""The implementations of `DataSource`, one per kind of data."""

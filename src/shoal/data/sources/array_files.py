@@ -1,4 +1,4 @@
-"""numpy's files: .npy is mapped; arrays in an .npz are mapped where the zip file holds them uncompressed."""
+"""numpy files: .npy is memory-mapped; arrays in an .npz are mapped if the zip file holds them uncompressed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def from_arrays(
     names: tuple[str, ...] = (),
     lookup: Callable[[str], Array] | None = None,
 ) -> ArraySource:
-    """A source of named arrays. Checked now if in memory or if rows may be skipped, else when taken."""
+    """A source of named arrays. Values are checked now if they are in memory or if rows may be skipped, otherwise in
+    `take`."""
     for name, array in arrays.items():
         _check_type(name, array)
     check_same_length({name: len(array) for name, array in arrays.items()})
@@ -88,7 +89,7 @@ def from_arrays(
 def _row_array(name: str, array: Array, dtype_of: Callable[[np.dtype[Any]], torch.dtype]) -> RowArray:
     wanted = dtype_of(array.dtype)
     if not isinstance(array, np.memmap):
-        # Bytes grow to four times their size as floats: they are converted batch by batch.
+        # Bytes become four times as large as floats: they are converted batch by batch.
         small = array.dtype.itemsize < wanted.itemsize and (array.dtype.kind != "u" or array.dtype.itemsize == 1)
         return InMemoryRows(array, _cast(wanted)) if small else InMemoryRows(array.astype(_NUMPY[wanted], copy=False))
     return MemoryMappedRows(array, name, None if array.dtype == _NUMPY[wanted] else _cast(wanted))
@@ -116,7 +117,7 @@ def _check_type(name: str, array: Array) -> None:
     if array.ndim == 0:
         raise error("SH306", "a single value is not a set of samples", where=name)
     if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
-        raise error("SH310", f"values of type {array.dtype}; numbers are wanted", where=name)
+        raise error("SH310", f"the values are of type {array.dtype}; numbers are needed", where=name)
 
 
 # ---- reading ----
@@ -133,12 +134,12 @@ def _load_npy(path: str) -> Array:
 
 
 def _load_if_small(array: Array) -> Array:
-    """What is held needs no loading ahead, and its values are checked before training starts."""
+    """Arrays in memory need no prefetching, and their values are checked before training starts."""
     return np.array(array) if array.nbytes <= HELD_BYTES else array
 
 
 def _native_byte_order(array: Array) -> Array:
-    """torch wants this machine's byte order and rows one after the other."""
+    """torch needs this machine's byte order and contiguous rows."""
     if array.dtype.isnative and (array.flags.c_contiguous or isinstance(array, np.memmap)):
         return array
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
@@ -172,7 +173,7 @@ def _map_member(path: str, info: zipfile.ZipInfo) -> Array:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(file)
         if dtype.hasobject:
-            raise ValueError("Python objects; numbers are wanted")
+            raise ValueError("the array holds Python objects; numbers are needed")
         if 0 in shape:
             return np.empty(shape, dtype=dtype)
         return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")

@@ -1,4 +1,4 @@
-"""Samples that are rows of arrays, held in memory or mapped from a file."""
+"""Samples that are rows of arrays, in memory or memory-mapped."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class RowArray(Protocol):
     def take(self, ids: Ids) -> Tensor: ...
 
     def raw(self) -> Array:
-        """The array as it is stored."""
+        """The stored array, not converted."""
         ...
 
 
 class InMemoryRows:
-    """Rows in memory. `finish` makes the batch's tensor: pixels may stay bytes until they are used."""
+    """Rows in memory. `convert` makes the tensor of a batch, so pixels can be stored as bytes."""
 
     def __init__(self, array: Array, convert: ConvertRows | None = None) -> None:
         self._tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
@@ -51,10 +51,10 @@ class InMemoryRows:
 
 
 class MemoryMappedRows:
-    """Rows of a file in the page cache. Values are checked when they are taken; pages are given back in time.
+    """Memory-mapped rows. Values are checked in `take`, and pages are released from time to time.
 
-    The kernel would reclaim the pages itself, but until then they count as memory of this process, so that
-    a job would look as large as its data to whoever watches or limits it.
+    The kernel would reclaim the pages itself, but until then they count as memory of this process, and monitors and
+    memory limits would see a job as large as its data.
     """
 
     def __init__(self, array: np.memmap[Any, Any], where: str, convert: ConvertRows | None = None) -> None:
@@ -89,7 +89,7 @@ class MemoryMappedRows:
 
 
 class ArraySource(DataSource):
-    """Inputs and target as rows; other columns are looked up by name when they are asked for."""
+    """Inputs and target as rows. `lookup` reads other columns on demand."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ArraySource(DataSource):
 
 
 def bad_rows(rows: Array) -> Array:
-    """Which rows hold a NaN or an infinite value."""
+    """A mask of the rows that hold NaN or an infinite value."""
     return np.asarray(~np.isfinite(rows).reshape(len(rows), -1).all(axis=1))
 
 
@@ -149,9 +149,9 @@ def not_finite_error(where: str, row: int) -> Exception:
 
 
 def find_good_rows(arrays: Mapping[str, Array], *, skip_bad_rows: bool) -> Array | None:
-    """The numbers of the good rows where there are bad ones and they are skipped; None when all are good.
+    """The ids of the good rows if bad rows exist and are skipped; None if all rows are good.
 
-    Goes through the arrays a piece at a time, so that mapped ones may be larger than memory.
+    Scans the arrays chunk by chunk, so mapped arrays may be larger than memory.
     """
     bad = np.zeros(len(next(iter(arrays.values()))), dtype=bool)
     for where, array in arrays.items():
@@ -174,7 +174,7 @@ def _chunks(array: Array) -> Iterator[tuple[int, Array]]:
 
 
 def check_same_length(lengths: Mapping[str, int]) -> None:
-    """SH306 where arrays of one set differ in length; SH302 where they are empty."""
+    """SH306 if the arrays differ in length, SH302 if they are empty."""
     (first, rows), *others = lengths.items()
     for name, length in others:
         if length != rows:

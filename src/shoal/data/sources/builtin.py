@@ -1,4 +1,4 @@
-"""The small sets that come with scikit-learn."""
+"""The small datasets that come with scikit-learn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows of text. pyarrow splits them into words, block by block; what the words mean is decided here.
+"""CSV files. pyarrow splits them into text fields, block by block; this module decides the types.
 
-Types are not left to pyarrow, which infers them from the first block and then fails later on: here a
-column is of numbers when most of its values in the whole file are, and the others are bad rows.
+pyarrow would infer types from the first block and fail on a later one. Here a column is numeric if most of its values
+in the whole file are numbers, and rows with other values are bad rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def open_csv(spec: CsvSourceConfig, options: SourceOptions) -> ArraySource:
 
 @dataclass(frozen=True)
 class CsvSchema:
-    """What only a look at all rows tells."""
+    """Types and classes, which are known only after reading all rows."""
 
     kinds: dict[str, ColumnKind]
     classes: tuple[str, ...] | None
@@ -126,7 +126,7 @@ def _uncompressed_bytes(files: list[DataFile]) -> int:
 
 
 class CsvReader:
-    """The words of some files. `misshapen` counts the rows with a wrong number of fields in the last pass."""
+    """The text fields of the files. `malformed_rows` counts the rows with a wrong number of fields in the last pass."""
 
     def __init__(self, paths: Sequence[str], spec: CsvSourceConfig, *, skip_bad_rows: bool) -> None:
         self._paths = paths
@@ -166,7 +166,7 @@ class CsvReader:
     def _open(self, path: str, columns: list[str], on_wrong: object) -> pa_csv.CSVStreamingReader:
         return pa_csv.open_csv(
             path,
-            # One thread: only then does pyarrow know the number of a row with too many or too few fields.
+            # One thread: only then does pyarrow report the number of a row with too many or too few fields.
             read_options=pa_csv.ReadOptions(
                 use_threads=False, block_size=_BLOCK_BYTES, autogenerate_column_names=not self._spec.header
             ),
@@ -199,7 +199,7 @@ class CsvReader:
         return names
 
     def _locate(self, path: str, row: int) -> str:
-        """file:line of a row. Rows and lines differ where fields hold line ends or lines are empty."""
+        """file:line of a row. Row and line numbers differ if fields contain line breaks or lines are empty."""
         for number, (line, _) in enumerate(self._records(path)):
             if number == row + self._spec.header:
                 return f"{path}:{line}"
@@ -220,7 +220,7 @@ class CsvReader:
 
 
 def _column_kinds(blocks: Iterable[TableBlock], names: Sequence[str]) -> dict[str, ColumnKind]:
-    """What most values of each column are."""
+    """The kind of most values of each column."""
     counts = {name: np.zeros(3, dtype=np.int64) for name in names}
     for block in blocks:
         for name in names:
@@ -238,7 +238,7 @@ def _column_kind(words: int, numbers: int, whole: int) -> ColumnKind:
 
 
 def _parse_column(chunks: Iterable[pa.Array], kind: ColumnKind) -> Array:
-    """A column for splits and dealing: whole numbers, floats, times, or words."""
+    """A column for splits and samplers: integers, floats, times, or texts."""
     column = pa.chunked_array(list(chunks), type=pa.string()).combine_chunks()
     wanted = {"int": pa.int64(), "float": pa.float64()}.get(kind, pa.timestamp("us"))
     try:

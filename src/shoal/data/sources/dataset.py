@@ -1,4 +1,4 @@
-"""A dataset of the user's own: anything with a length and samples by number."""
+"""The user's own dataset: any object with __len__ and __getitem__."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.spec.resolve import build_ref, import_ref, user_line
 def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
     dataset = _build_dataset(spec.factory, options.base_dir)
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise error("SH206", f"'{spec.factory.name}' gives a {type(dataset).__name__}, no dataset",
+        raise error("SH206", f"'{spec.factory.name}' returns a {type(dataset).__name__}, which is not a dataset",
                     fix="Give a torch Dataset with __len__ and __getitem__.")  # fmt: skip
     if len(dataset) == 0:
         raise error("SH302", "the dataset is empty", where=spec.factory.name)
@@ -30,7 +30,7 @@ def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
 
 
 def _build_dataset(factory: Ref, base_dir: str) -> Any:
-    """A class or function is called; a dataset that stands ready in a module is taken."""
+    """Call a class or function; use a dataset object of a module as it is."""
     found = import_ref(factory, base_dir=base_dir)
     if hasattr(found, "__getitem__") and not isinstance(found, type) and not factory.args:
         return found
@@ -38,7 +38,7 @@ def _build_dataset(factory: Ref, base_dir: str) -> Any:
 
 
 class TensorDatasetSource(DataSource):
-    """A TensorDataset without the detour over single samples."""
+    """A TensorDataset, indexed directly instead of sample by sample."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         *self._inputs, self._target = dataset.tensors
@@ -59,8 +59,8 @@ class TensorDatasetSource(DataSource):
 
 
 class PythonDatasetSource(DataSource):
-    """Samples that Python code makes. (x, y) is input and target, (x1, x2, y) has two inputs; all else is
-    one input without a target. Attributes of the dataset with one value per sample are its columns."""
+    """Samples that Python code builds. (x, y) is input and target, (x1, x2, y) has two inputs; any other sample is one
+    input without a target. Attributes of the dataset with one value per sample are its columns."""
 
     in_memory = False
     per_sample = True
@@ -76,14 +76,14 @@ class PythonDatasetSource(DataSource):
         samples = self._samples([int(i) for i in ids])
         try:
             collated = default_collate(samples)
-        except Exception as failure:  # torch raises TypeError and RuntimeError, a sample's own types anything
+        except Exception as failure:  # torch raises TypeError and RuntimeError, types of the user anything
             raise error("SH306", f"samples {_format_ids(ids)} do not make a batch: {failure}",
                         fix="Give samples of one type and shape.") from failure  # fmt: skip
         inputs, target = _split_target(collated, samples[0])
         return Batch(inputs, target, len(ids))
 
     def sizes(self) -> Array:
-        """The dataset's own `sizes`, or the bytes of every sample, which makes them all once."""
+        """The dataset's `sizes` attribute, or the bytes of each sample, which builds every sample once."""
         own = self._attribute("sizes")
         if own is not None:
             return own
@@ -91,7 +91,8 @@ class PythonDatasetSource(DataSource):
         return np.array([sum(map(_size_bytes, inputs)) for inputs in each], dtype=np.int64)
 
     def targets(self) -> Array:
-        """The dataset's own `targets` or `labels`, or those of every sample, which makes them all once."""
+        """The dataset's `targets` or `labels` attribute, or the target of each sample, which builds every sample
+        once."""
         for name in ("targets", "labels"):
             own = self._attribute(name)
             if own is not None:
@@ -142,7 +143,7 @@ def _raise_sample_error(failure: Exception, which: str) -> NoReturn:
 
 
 def _split_target(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
-    """Inputs and target. Whether a value is a pair is told by the sample: collating makes lists of tuples."""
+    """Inputs and target. The sample shows whether it is a pair, because collating turns tuples into lists."""
     if isinstance(sample, list | tuple) and len(sample) > 1:
         return tuple(value[:-1]), value[-1]
     return (value,), None

@@ -63,7 +63,7 @@ class ImageFolderSource(DataSource):
         return np.array([file.path if name == "path" else _class_name(file) for file in self._files], dtype=str)
 
     def _expected_shape(self, image: Array) -> tuple[int, ...]:
-        """That of the first image, so that the same images fail whatever batch they are in."""
+        """The shape of the first image of the source, so that an image fails or passes in any batch."""
         if self._size is not None:
             return image.shape
         if self._first_shape is None:
@@ -77,7 +77,7 @@ class ImageFolderSource(DataSource):
                 image = file.convert(self._mode)
                 if self._size is not None:
                     image = image.resize(self._size[::-1], self._pillow.Resampling.BILINEAR)
-        except Exception as failure:  # Pillow's plug-ins raise all sorts
+        except Exception as failure:  # Pillow's plug-ins raise exceptions of many types
             raise error("SH307", f"not a readable image: {failure}", where=path,
                         fix="Remove the file, or set data.on_bad_row: skip.") from failure  # fmt: skip
         pixels = np.asarray(image)

@@ -1,4 +1,4 @@
-"""A Parquet table of any size: samples come from row groups, of which the last used stay decoded."""
+"""A Parquet table of any size: samples come from row groups, and the most recently used groups stay decoded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_CACHE_BYTES = 256 << 20
 
 
 class ParquetRowGroupSource(DataSource):
-    """`blocks` are the row groups. Values are checked at decoding, or at opening if rows may be skipped."""
+    """`blocks` are the row groups. Values are checked when decoded, or when opened if rows may be skipped."""
 
     in_memory = False
 
@@ -73,7 +73,7 @@ class ParquetRowGroupSource(DataSource):
         return np.searchsorted(self.blocks, ids, side="right") - 1
 
     def warm(self, ids: Ids) -> None:
-        """Decode the row groups of these samples: called beside training, before they are needed."""
+        """Decode the row groups of these samples. Called from a side thread before they are needed."""
         for index in np.unique(self._groups_of(ids)).tolist():
             self._decoded_group(index)
 
@@ -97,9 +97,10 @@ class ParquetRowGroupSource(DataSource):
         return np.concatenate([np.delete(column, self._bad_rows.get(i, [])) for i, column in enumerate(columns)])
 
     def _find_bad_rows(self) -> dict[int, Array]:
-        """The bad rows of each group; all groups are looked at only if rows may be skipped.
+        """The bad rows of each group. All groups are decoded only if rows may be skipped.
 
-        Else a group is decoded here if the file says that values are missing: better now than hours later.
+        Otherwise a group is decoded here if its metadata reports missing values, so that the error comes now and not
+        hours later.
         """
         bad = {}
         for index in range(len(self._reader.groups)):
@@ -110,7 +111,7 @@ class ParquetRowGroupSource(DataSource):
         return bad
 
     def _decoded_group(self, index: int) -> ConvertedRows:
-        """A decoded group. Two threads that want the same one decode it once; others are not held up."""
+        """A decoded group. Two threads that need the same group decode it once; other threads do not wait."""
         with self._lock:
             group = self._cache.get(index)
             if group is not None:

@@ -1,4 +1,4 @@
-"""Parquet files as one table: their footers, and their rows group by group."""
+"""Parquet files as one table: their metadata, and their rows group by group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RowGroup:
 
 
 class ParquetReader:
-    """The files of a table. Nothing stays open, so that threads and forks cannot disturb each other."""
+    """The files of a table. No file stays open, so threads and forks cannot interfere."""
 
     def __init__(self, files: list[DataFile]) -> None:
         self.files = files
@@ -49,7 +49,7 @@ class ParquetReader:
         self._check_schemas()
 
     def blocks(self, columns: Sequence[str]) -> Iterator[TableBlock]:
-        """The rows in pieces of bounded size."""
+        """The rows in blocks of bounded size."""
         for index, group in enumerate(self.groups):
             start = 0
             with self._open_group(group) as file:
@@ -73,7 +73,7 @@ class ParquetReader:
         return f"{self.files[group.file].path}, row group {group.number}, row {row}"
 
     def decoded_bytes(self, index: int, layout: ColumnLayout) -> int:
-        """What a group takes as arrays; a list's length is guessed from its bytes in the file."""
+        """Size of a group as arrays. The length of lists is estimated from their bytes in the file."""
         group = self.groups[index]
         footer = self._footers[group.file].row_group(group.number)
         lists = {name for name in layout.columns if self.kinds[name] == "list"}
@@ -82,7 +82,7 @@ class ParquetReader:
         return int(in_file + 4 * group.rows * (len(layout.columns) - len(lists)))
 
     def has_nulls(self, index: int, names: Sequence[str]) -> bool:
-        """Whether the file itself says that a value is missing in these columns."""
+        """Whether the file's metadata reports missing values in these columns."""
         group = self.groups[index]
         footer = self._footers[group.file].row_group(group.number)
         parts = [footer.column(i) for i in range(footer.num_columns)]

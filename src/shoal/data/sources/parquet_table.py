@@ -1,4 +1,4 @@
-"""Rows in row groups. A small table is held, one of huge groups goes into the cache, others go by group."""
+"""Open a Parquet table: small tables in memory, tables with huge row groups in the cache, others group by group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_parquet(spec: ParquetSourceConfig, options: SourceOptions) -> DataSourc
 
 
 def _with_classes(layout: ColumnLayout, reader: ParquetReader, options: SourceOptions) -> ColumnLayout:
-    """Classes take a pass over the target's column."""
+    """The layout with classes, which need a pass over the target column."""
     if layout.target_type != "class":
         return layout
     (target,) = layout.targets

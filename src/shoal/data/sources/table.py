@@ -1,4 +1,4 @@
-"""From columns of a table to inputs and target: what csv and Parquet have in common."""
+"""Columns of a table to inputs and target: the common code of csv and Parquet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBER_PATTERNS = {
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """Which columns are inputs and target. `classes` is filled in when the values have been seen."""
+    """The columns for inputs and target. `classes` is set once the values have been read."""
 
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
@@ -51,7 +51,7 @@ class ColumnLayout:
 
 @dataclass(frozen=True)
 class ConvertedRows:
-    """A piece of a table as arrays; `bad` marks the rows that cannot be used."""
+    """Rows of a table as arrays; `bad` marks the rows that cannot be used."""
 
     inputs: Array
     target: Array | None
@@ -70,7 +70,7 @@ class ConvertedRows:
 def choose_columns(
     spec: TableSpec, kinds: Mapping[str, ColumnKind], *, token_columns: Iterable[str] = (), where: str
 ) -> ColumnLayout:
-    """The layout that a spec asks for, of columns of these kinds. `tokens` are lists of whole numbers."""
+    """The layout for a spec and columns of these kinds. `token_columns` are lists of integers."""
     targets = _names(spec.target)
     if spec.inputs is None:
         inputs = tuple(name for name, kind in kinds.items() if kind in _NUMERIC and name not in targets)
@@ -111,7 +111,7 @@ def _target_type(spec: TableSpec, kinds: list[ColumnKind], where: str) -> Litera
 
 
 def distinct_values(columns: Iterable[pa.Array]) -> tuple[Any, ...]:
-    """The different values of a column in their order: numbers by value, words by letter."""
+    """The distinct values of a column, sorted: numbers by value, texts alphabetically."""
     found: set[Any] = set()
     for column in columns:
         found.update(value for value in pc.unique(to_plain_array(column)).to_pylist() if value is not None)
@@ -127,7 +127,7 @@ def distinct_values(columns: Iterable[pa.Array]) -> tuple[Any, ...]:
 
 
 def convert(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> ConvertedRows:
-    """Inputs and target of some rows. Values that are missing, unreadable or not finite make a row bad."""
+    """Inputs and target of some rows. A row with a missing, unreadable or non-finite value is bad."""
     inputs = _convert_inputs(table, layout)
     bad = np.zeros(table.num_rows, dtype=bool)
     if inputs.dtype.kind == "f":
@@ -153,7 +153,7 @@ def _convert_inputs(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> A
 
 
 def _convert_target(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> tuple[Array | None, Array]:
-    """The target, and the rows that lack one."""
+    """The target, and a mask of the rows without one."""
     nothing = np.zeros(table.num_rows, dtype=bool)
     if layout.target_type == "none":
         return None, nothing
@@ -176,7 +176,7 @@ def _to_integers(column: pa.Array, layout: ColumnLayout) -> pa.Array:
 
 
 def to_float32(column: pa.Array) -> Array:
-    """As float32; NaN where there is no readable value."""
+    """The column as float32, with NaN for unreadable values."""
     if _is_text(column.type):
         column = _parse_numbers(column, pa.float64())
     if pa.types.is_boolean(column.type):
@@ -185,7 +185,7 @@ def to_float32(column: pa.Array) -> Array:
 
 
 def to_matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
-    """A column of lists of one length as rows."""
+    """A column of lists of equal length as a matrix."""
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) > 1 or None in lengths:
         raise error("SH306", f"the lists in column '{name}' have different lengths: {sorted(map(str, lengths))[:5]}")
@@ -206,7 +206,7 @@ def to_plain_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _parse_numbers(words: pa.Array, wanted: pa.DataType) -> pa.Array:
-    """Words as numbers, null where they are none; `true` and `false` are 1 and 0."""
+    """Texts as numbers, null for texts that are not numbers; `true` and `false` are 1 and 0."""
     try:
         return words.cast(wanted)
     except pa.ArrowInvalid:
@@ -218,7 +218,7 @@ def _parse_numbers(words: pa.Array, wanted: pa.DataType) -> pa.Array:
 
 
 def count_numbers(words: pa.Array) -> tuple[int, int]:
-    """How many of these words are numbers, and how many of those are whole."""
+    """How many of these texts are numbers, and how many are integers."""
     numbers, whole = _parse_numbers(words, pa.float64()), _parse_numbers(words, pa.int64())
     return len(numbers) - numbers.null_count, len(whole) - whole.null_count
 
@@ -232,7 +232,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def to_numpy(column: pa.Array | pa.ChunkedArray) -> Array:
-    """Any column as numpy has it: numbers, times as datetime64, words as str."""
+    """Any column as a numpy array: numbers, times as datetime64, texts as str."""
     column = to_plain_array(column)
     if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())
@@ -243,11 +243,11 @@ def to_numpy(column: pa.Array | pa.ChunkedArray) -> Array:
     return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
-# ---- what is wrong with a row ----
+# ---- messages for bad rows ----
 
 
 def explain_bad_row(table: pa.Table | pa.RecordBatch, row: int, layout: ColumnLayout) -> tuple[str, str]:
-    """The code and the message for a bad row; slow, and called once."""
+    """The code and the message for a bad row. Slow, and called once."""
     for name in layout.columns:
         value = table.column(name)[row].as_py()
         if value is None:
@@ -275,5 +275,5 @@ def _value_problem(value: Any, name: str) -> tuple[str, str] | None:
 
 
 def column_chunks(tables: Iterable[pa.Table | pa.RecordBatch], name: str) -> Iterator[pa.Array]:
-    """One column of every piece."""
+    """One column of every table."""
     return (to_plain_array(table.column(name)) for table in tables)

@@ -1,4 +1,4 @@
-"""A table read once: into memory where it is small, else into mapped files in the cache."""
+"""Load a table once: a small one into memory, a large one into memory-mapped files in the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.errors import ShoalError, error
 
 @dataclass(frozen=True)
 class TableBlock:
-    """Some rows of a table; `place` says where one of them stands, for messages."""
+    """Some rows of a table; `locate` returns the place of a row, for messages."""
 
     table: pa.Table | pa.RecordBatch
     locate: Callable[[int], str]
@@ -27,7 +27,7 @@ class TableBlock:
 
 @dataclass(frozen=True)
 class LoadedTable:
-    """Inputs, target, and the numbers of the rows that were left out."""
+    """Inputs, target, and the ids of the skipped rows."""
 
     inputs: Array
     target: Array | None
@@ -35,7 +35,7 @@ class LoadedTable:
 
 
 def convert_block(block: TableBlock, layout: ColumnLayout, *, skip_bad_rows: bool) -> ConvertedRows:
-    """The arrays of a block. Bad rows are marked where they may be skipped, else an error with its place."""
+    """The arrays of a block. Bad rows are marked if they may be skipped; otherwise an error names the place."""
     try:
         result = convert(block.table, layout)
     except ShoalError as failure:
@@ -50,7 +50,7 @@ def convert_block(block: TableBlock, layout: ColumnLayout, *, skip_bad_rows: boo
 def load_in_memory(
     blocks: Iterable[TableBlock], layout: ColumnLayout, *, skip_bad_rows: bool, where: str
 ) -> LoadedTable:
-    """The whole table in memory."""
+    """Load the whole table into memory."""
     parts = [convert_block(block, layout, skip_bad_rows=skip_bad_rows) for block in blocks]
     good = [part.good_rows() for part in parts if not part.bad_rows.all()]
     if not good:
@@ -64,7 +64,7 @@ def load_in_memory(
 
 
 def write_cache(directory: Path, blocks: Iterable[TableBlock], layout: ColumnLayout, *, skip_bad_rows: bool) -> None:
-    """The table as files that `load` maps."""
+    """Write the table as files that `load_cache` maps."""
     bad: list[Array] = [np.zeros(0, dtype=np.int64)]
     rows = 0
     with ExitStack() as files:
@@ -83,7 +83,7 @@ def write_cache(directory: Path, blocks: Iterable[TableBlock], layout: ColumnLay
 
 
 def load_cache(directory: Path, layout: ColumnLayout, *, where: str) -> LoadedTable:
-    """What `write` wrote."""
+    """Map the files that `write_cache` wrote."""
     inputs = directory / "inputs.npy"
     if inputs.stat().st_size == 0:
         raise error("SH302", "no good row", where=where)
@@ -106,7 +106,7 @@ def array_source(
     names: tuple[str, ...],
     lookup: Callable[[str], Array],
 ) -> ArraySource:
-    """`lookup` gives a column with its bad rows; they are left out here."""
+    """`lookup` returns a column including its bad rows, which are removed here."""
     return ArraySource(
         (_row_array(table.inputs, where),),
         None if table.target is None else _row_array(table.target, where),

@@ -1,4 +1,4 @@
-"""Text for a language model: characters or bytes as numbers, cut into samples of equal length."""
+"""Text for a language model: characters or bytes as tokens, cut into samples of equal length."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _tokens(paths: list[str], vocabulary: Vocabulary) -> Iterator[Array]:
 
 
 class TokenWindowSource(DataSource):
-    """Sample i is `context` tokens from i·stride on; its target are the same, one further. No padding."""
+    """Sample i is `context` tokens from i * stride on; its target is shifted by one token. No padding."""
 
     def __init__(self, tokens: Array, vocabulary: Vocabulary, spec: TextSourceConfig) -> None:
         self._tokens = tokens
@@ -70,7 +70,7 @@ class TokenWindowSource(DataSource):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What token i stands for."""
+        """The character or byte of each token."""
         return self.classes or ()
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class TokenWindowSource(DataSource):
         return np.full(len(self), self._context, dtype=np.int64)
 
     def targets(self) -> Array:
-        """The token that follows each sample: whole targets would be as large as the text itself."""
+        """The token after each sample: full targets would be as large as the text."""
         return np.asarray(self._tokens[np.arange(len(self)) * self._stride + self._context]).astype(np.int64)
 
 
@@ -109,7 +109,7 @@ def _character_tokens(paths: list[str], vocabulary: Vocabulary) -> Iterator[Arra
         if unknown.any():
             letter = chr(int(letters[unknown][0]))
             raise error("SH310", f"the training text has no character {letter!r}", where=paths[0],
-                        fix="Use level: byte, which knows every text.")  # fmt: skip
+                        fix="Use level: byte, which accepts any text.")  # fmt: skip
         yield tokens.astype(small)
 
 

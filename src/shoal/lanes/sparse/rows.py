@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from shoal.lanes.sparse.keys import Floats, Keys, first_key
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 
 _HEADER = struct.Struct("<IIQ")
 _ALIGN = 8

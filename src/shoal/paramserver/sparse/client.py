@@ -13,7 +13,7 @@ from shoal.lanes.sparse.embedding import SparseTable
 from shoal.lanes.sparse.keys import Floats, Keys
 from shoal.lanes.sparse.rows import RowBundle, pack_rows
 from shoal.lanes.sparse.table_spec import TableSpec
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver.client import ParameterServerClient, RefusedError
 from shoal.paramserver.sparse.checkpoint import RowBlob
 from shoal.paramserver.sparse.requests import LookupRows, SnapshotRows

@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.sparse import rows as sparse
 from shoal.lanes.sparse.rows import RowBundle, SparseRows, by_table, check_keys, pack_rows, unpack_rows
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
 from shoal.paramserver.piece_state import ClientSession, PieceState, PushRound

@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal.lanes.sparse.keys import Floats, Keys, chunks_of, first_key
 from shoal.lanes.sparse.table_spec import TableSpec
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.client import ServerSession
 from shoal.paramserver.connection import PayloadTarget

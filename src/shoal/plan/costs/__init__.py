@@ -1,1 +1,1 @@
-"""What a way of running a job would cost, and which to take: measurements go in, predictions and reasons come out."""
+"""The cost model of the planner: measurements go in, predictions, a choice and reasons come out."""

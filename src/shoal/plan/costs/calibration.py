@@ -1,4 +1,4 @@
-"""The facts of a plan, put right by what a run takes in truth."""
+"""Correct the inputs of the cost model with times measured in a run."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from shoal.plan.costs.predict import predict
 from shoal.plan.costs.worker_layout import slowdown_at
 
 _LEAST, _MOST = 0.1, 1e4
-"""Between these factors an exchange is believed."""
+"""Bounds of the correction factor of an exchange."""
 
 
 @dataclass(frozen=True)
 class ObservedTimes:
-    """What a step takes, and what each worker takes for a lane of it (an update of its own included, where lanes have
-    such): by host, the driver's first, from fast to slow."""
+    """Measured time of a step, and of each worker for one lane (including the lane's own update, if lanes have one):
+    by host, the driver's host first, workers from fast to slow."""
 
     step_s: float
     lane_s: tuple[tuple[float, ...], ...]
 
     @property
     def workers_per_host(self) -> list[int]:
-        return [len(there) for there in self.lane_s]
+        return [len(workers) for workers in self.lane_s]
 
 
 @dataclass(frozen=True)
 class CostInputs:
-    """What predictions are made from."""
+    """The inputs of a prediction."""
 
     measured: MeasuredJob
     cluster: Cluster
@@ -37,51 +37,51 @@ class CostInputs:
 
 
 def predict_for_workers(current: RunChoice, inputs: CostInputs, workers_per_host: Sequence[int]) -> CostPrediction:
-    """Of so many workers on each host, nothing being known of how fast they are."""
-    there = _with_actual_hosts(inputs.cluster, workers_per_host, current.threads)
-    return predict(current, inputs.measured, there, inputs.link)
+    """The prediction for these numbers of workers per host, without measured speeds of the workers."""
+    cluster = _with_actual_hosts(inputs.cluster, workers_per_host, current.threads)
+    return predict(current, inputs.measured, cluster, inputs.link)
 
 
 def calibrate(current: RunChoice, inputs: CostInputs, observed: ObservedTimes) -> CostInputs:
-    """Lanes first, by the fastest worker; then how much slower the others are; what is left of the step is the
-    exchange's. Who is alone exchanges nothing: there all of it is work."""
-    there = replace(inputs, cluster=_with_actual_hosts(inputs.cluster, observed.workers_per_host, current.threads))
-    ratios = _slowdown_ratios(current, there, observed)
+    """Correct lane times by the fastest worker, then the speeds of the other workers; the rest of the step time
+    corrects the exchange. A single worker exchanges nothing: its whole step is compute."""
+    calibrated = replace(inputs, cluster=_with_actual_hosts(inputs.cluster, observed.workers_per_host, current.threads))
+    ratios = _slowdown_ratios(current, calibrated, observed)
     fastest = min(ratio for host in ratios for ratio in host)
     hosts = [
         replace(host, each=tuple(fastest / ratio for ratio in mine))
-        for host, mine in zip(there.cluster.hosts, ratios, strict=True)
+        for host, mine in zip(calibrated.cluster.hosts, ratios, strict=True)
     ]
-    there = replace(there, cluster=replace(there.cluster, hosts=tuple(hosts)))
-    there = _scale_compute(there, fastest)
-    said = predict(current, there.measured, there.cluster, there.link)
-    if said.refused:  # it goes nevertheless
-        return there
+    calibrated = replace(calibrated, cluster=replace(calibrated.cluster, hosts=tuple(hosts)))
+    calibrated = _scale_compute(calibrated, fastest)
+    predicted = predict(current, calibrated.measured, calibrated.cluster, calibrated.link)
+    if predicted.refused:  # it runs all the same
+        return calibrated
     if current.workers > 1:
-        return _calibrate_exchange(current, there, observed)
-    return _scale_compute(there, observed.step_s / said.step_s)
+        return _calibrate_exchange(current, calibrated, observed)
+    return _scale_compute(calibrated, observed.step_s / predicted.step_s)
 
 
 def _with_actual_hosts(cluster: Cluster, workers_per_host: Sequence[int], threads: int) -> Cluster:
-    """The driver's host as it was measured; of the others is known how many workers they brought."""
+    """The driver's host as measured; of other hosts only the number of their workers is known."""
     here = replace(cluster.hosts[0], each=(), brought=0)
     others = [HostResources(number * threads, math.inf, brought=number) for number in workers_per_host[1:]]
     return replace(cluster, hosts=(here, *others))
 
 
-def _slowdown_ratios(current: RunChoice, there: CostInputs, observed: ObservedTimes) -> list[list[float]]:
-    """How many times as long as was measured every worker takes, all that disturbs it being as expected."""
-    time = there.measured.times[current.threads]
-    lane_s = time.lane_s + there.measured.rest_s + (time.apply_s if current.sync == "local" else 0.0)
+def _slowdown_ratios(current: RunChoice, inputs: CostInputs, observed: ObservedTimes) -> list[list[float]]:
+    """Measured over predicted lane time of every worker."""
+    time = inputs.measured.times[current.threads]
+    lane_s = time.lane_s + inputs.measured.rest_s + (time.apply_s if current.sync == "local" else 0.0)
     return [
-        [taken / (lane_s * slowdown_at(current, there.cluster, h, len(mine), k)) for k, taken in enumerate(mine)]
+        [taken / (lane_s * slowdown_at(current, inputs.cluster, h, len(mine), k)) for k, taken in enumerate(mine)]
         for h, mine in enumerate(observed.lane_s)
     ]
 
 
-def _scale_compute(there: CostInputs, factor: float) -> CostInputs:
-    """All that a core does."""
-    measured, machine = there.measured, there.cluster
+def _scale_compute(inputs: CostInputs, factor: float) -> CostInputs:
+    """Scale all times of compute."""
+    measured, machine = inputs.measured, inputs.cluster
     times = {
         threads: LaneTime(*(factor * value for value in (it.forward_s, it.backward_s, it.apply_s)))
         for threads, it in measured.times.items()
@@ -92,19 +92,19 @@ def _scale_compute(there: CostInputs, factor: float) -> CostInputs:
     }
     machine = replace(machine, add_bytes_s=machine.add_bytes_s / factor)
     measured = replace(measured, times=times, codecs=codecs, rest_s=factor * measured.rest_s)
-    return replace(there, measured=measured, cluster=machine)
+    return replace(inputs, measured=measured, cluster=machine)
 
 
-def _calibrate_exchange(current: RunChoice, there: CostInputs, observed: ObservedTimes) -> CostInputs:
-    """On one host rounds take longer than was thought; between hosts it is the link."""
+def _calibrate_exchange(current: RunChoice, inputs: CostInputs, observed: ObservedTimes) -> CostInputs:
+    """Scale the time of a round on one host, and the link between hosts."""
 
     def rounds(factor: float) -> CostInputs:
-        return replace(there, cluster=replace(there.cluster, round_s=factor * there.cluster.round_s))
+        return replace(inputs, cluster=replace(inputs.cluster, round_s=factor * inputs.cluster.round_s))
 
     def wire(factor: float) -> CostInputs:
-        link = there.link
+        link = inputs.link
         slow = NetworkLink(factor * link.latency_s, link.send_bytes_s / factor, link.receive_bytes_s / factor)
-        return replace(there, link=slow)
+        return replace(inputs, link=slow)
 
     way = rounds if current.hosts == 1 else wire
     return way(_fit_factor(lambda factor: _predicted_step_s(current, way(factor)), observed.step_s))
@@ -115,7 +115,8 @@ def _predicted_step_s(current: RunChoice, inputs: CostInputs) -> float:
 
 
 def _fit_factor(step_s: Callable[[float], float], observed_s: float) -> float:
-    """The factor with which the step takes as long as it does. More of it never makes a step shorter."""
+    """The factor at which the predicted step time equals the observed one. Step time never decreases with the
+    factor."""
     low, high = _LEAST, _MOST
     if step_s(low) >= observed_s:
         return low

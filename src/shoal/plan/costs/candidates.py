@@ -1,4 +1,4 @@
-"""The ways to run a job that are worth a look."""
+"""The candidates of a plan: ways to run a job that are worth predicting."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shoal.spec.job import LocalSgdSyncConfig
 LOCAL_STEPS = (8, 32, 128)
 ROUNDS_PER_SYNC: int = LocalSgdSyncConfig.model_fields["rounds_per_sync"].default
 FEWEST_FULL_SYNCS = 2
-"""How often at least lanes that train by themselves must agree on everything in a run."""
+"""Minimum number of full synchronisations of local SGD in a run."""
 SERVER_COUNTS = (1, 2)
 STALENESS_BOUNDS = (4, math.inf)
-_ALL_COUNTS_UP_TO = 8  # up to so many workers every number is tried
+_ALL_COUNTS_UP_TO = 8  # every number of workers up to this is tried
 
 
 def replicated_candidates(own: RunChoice, measured: MeasuredJob, cluster: Cluster, *, most: int) -> list[RunChoice]:
-    """Whole models: up to `most` workers, on one host or more. `own` is what the job says: unless it has a shard, that
-    is among them."""
+    """Candidates with a full model on each worker: up to `most` workers, on one or more hosts. `own` is the job's own
+    choice, which is included unless it is sharded."""
     found = [
         replace(kind, workers=workers, hosts=hosts, threads=threads)
         for hosts in range(1, len(cluster.hosts) + 1)
@@ -33,8 +33,8 @@ def replicated_candidates(own: RunChoice, measured: MeasuredJob, cluster: Cluste
 
 
 def sharded_candidates(own: RunChoice, *, most: int) -> list[RunChoice]:
-    """One replica over all workers of the driver's host: only they can save it. A job's own shard may be over a number
-    of workers that is part of it."""
+    """Candidates with one replica over workers of the driver's host, because only they can save it. The job's own
+    sharding may fix the number of workers."""
     kinds: tuple[ShardKind, ...] = ("fsdp", "tensor", "pipeline")
     return [
         RunChoice(workers=workers, threads=own.threads, shard=kind)
@@ -45,7 +45,7 @@ def sharded_candidates(own: RunChoice, *, most: int) -> list[RunChoice]:
 
 
 def result_changes(choice: RunChoice, own: RunChoice) -> tuple[str, ...]:
-    """What of it gives another result than the job as it stands, in the words of `plan.allow`."""
+    """What changes the result compared with the job, in the words of `plan.allow`."""
     differs = {
         "codecs": choice.codec != own.codec,
         "local": _local_schedule(choice) != _local_schedule(own),
@@ -66,7 +66,7 @@ def _worker_counts(most: int) -> list[int]:
 
 
 def _sync_variants(own: RunChoice, measured: MeasuredJob, *, alone: bool) -> Iterator[RunChoice]:
-    """Who is alone sends nothing: there only what the job asks for, and the plain way."""
+    """A single worker sends nothing, so only the job's own choice and plain lanes are tried for it."""
     plain = RunChoice()
     yield plain
     if own.shard == "none":

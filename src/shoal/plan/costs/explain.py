@@ -1,4 +1,4 @@
-"""Why a way is taken or not: one sentence each, the first that holds."""
+"""The reason why a candidate is chosen or not: one sentence, the first that applies."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shoal.plan.costs.model import CostPrediction, RunChoice
-from shoal.plan.costs.number_format import format_gigabytes, format_milliseconds, format_percent, format_times
+from shoal.plan.costs.units import format_gigabytes, format_milliseconds, format_percent, format_times
 
 KnownPredictions = Mapping[RunChoice, CostPrediction]
 
 
 def why_chosen(it: CostPrediction, known: KnownPredictions) -> str:
-    """Of the one that is taken."""
+    """The reason for the chosen candidate."""
     if it.choice.workers == 1:
         return _why_one_worker(it, known)
     one = _single_worker_equivalent(it.choice, known)
@@ -29,19 +29,19 @@ def why_chosen(it: CostPrediction, known: KnownPredictions) -> str:
 def why_not_chosen(
     it: CostPrediction, pick: CostPrediction | None, known: KnownPredictions, *, needs: Sequence[str]
 ) -> str:
-    """Of one that is not taken. `needs` are the words that the job would have to allow."""
+    """The reason against a candidate. `needs` are the words that the job would have to allow."""
     if it.refused:
         return it.refused
     if it.choice.shard != "none" and pick is None:
         return f"fits: {format_gigabytes(it.memory_bytes)} on the fullest machine"
-    if said := _why_not_codec(it, known):
-        return said
+    if reason := _why_not_codec(it, known):
+        return reason
     if pick is not None and needs and it.step_s < pick.step_s:
         how = f"shard: {it.choice.shard}" if "shard" in needs else f"needs allow [{', '.join(needs)}]"
         return f"{_faster(it, pick)}, with another result: {how}"
     for why in (_why_not_more_workers, _why_not_servers):
-        if said := why(it, known):
-            return said
+        if reason := why(it, known):
+            return reason
     if pick is None:
         return ""
     if it.step_s < pick.step_s:
@@ -50,7 +50,7 @@ def why_not_chosen(
 
 
 def _why_one_worker(it: CostPrediction, known: KnownPredictions) -> str:
-    """One worker is taken: what the best of more would have spent."""
+    """One worker is chosen: compare with the best candidate with more workers."""
     like = [p for c, p in known.items() if c.workers > 1 and _comparison_key(c) == _comparison_key(it.choice)]
     if not like:
         return f"compute {format_milliseconds(it.compute_s)}, and nothing to exchange"
@@ -87,7 +87,7 @@ def _why_not_servers(it: CostPrediction, known: KnownPredictions) -> str:
 
 
 def _single_worker_equivalent(choice: RunChoice, known: KnownPredictions) -> CostPrediction | None:
-    """One worker that does the same, or else one that does it plainly."""
+    """The same choice with one worker, or plain lanes with one worker."""
     same = replace(choice, workers=1, hosts=1)
     return (
         known.get(same)
@@ -97,7 +97,7 @@ def _single_worker_equivalent(choice: RunChoice, known: KnownPredictions) -> Cos
 
 
 def _time_spent(it: CostPrediction, one: CostPrediction) -> str:
-    """What more workers take, beside what one does."""
+    """The times with more workers, compared with one worker."""
     parts = [f"exchange {format_milliseconds(it.exchange_s + it.encode_s)}"]
     if it.apply_s - one.apply_s > it.exchange_s + it.encode_s:
         parts = [f"updates {format_milliseconds(it.apply_s)} instead of {format_milliseconds(one.apply_s)}"]

@@ -1,4 +1,4 @@
-"""From the clerk's words and a job to the nouns of the cost model, and from a choice back to a job's section."""
+"""Build the inputs of the cost model from a job profile and a job, and a job section from a choice."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shoal.plan.costs.model import Cluster, CodecTime, HostResources, LaneTime, 
 from shoal.spec.job import Job, LocalSgdSyncConfig, ServerSyncConfig
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 
-LEAST_ROUND_S = 100e-6
-"""Where it was not measured, or drowned in the noise."""
+MIN_ROUND_S = 100e-6
+"""Seconds of a round if it was not measured, or was lost in noise."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the plan is for. Other hosts are taken to be like this one, or, where there are `speeds`, so many times as
-    fast. Without `most`, the lanes and cores decide how many workers there may be."""
+    """What the plan is for. Other hosts are assumed to equal this one, or to have the given relative `speeds`. Without
+    `most`, lanes and cores limit the number of workers."""
 
     latency_s: float = 200e-6
     bytes_s: float = 125e6
@@ -29,22 +29,22 @@ class PlanRequest:
 
 
 def read_cluster(facts: Mapping[str, Any], request: PlanRequest) -> Cluster:
-    """Two workers exchanged a stretch: without laying it down and adding both up, that is what a round takes."""
+    """A measured exchange between two workers, minus the time of copying and adding, gives the time of a round."""
     adding_s = 3 * facts["stretch_bytes"] / facts["add_bytes_s"]
-    round_s = max(facts["exchange_s"] - adding_s, LEAST_ROUND_S)
+    round_s = max(facts["exchange_s"] - adding_s, MIN_ROUND_S)
     host = HostResources(facts["cores"], facts["memory_bytes"])
     hosts = tuple(replace(host, speed=speed) for speed in request.speeds) or (host,) * request.hosts
     return Cluster(hosts, round_s, facts["add_bytes_s"], facts["crowding"], facts["socket_bytes_s"])
 
 
 def read_link(facts: Mapping[str, Any], request: PlanRequest) -> NetworkLink:
-    """No link is faster than the sockets at its ends."""
+    """The requested link, limited by the speed of the sockets at its ends."""
     speed = min(request.bytes_s, facts["socket_bytes_s"])
     return NetworkLink(request.latency_s + facts["latency_s"], speed, speed)
 
 
 def slowest_link(assumed: NetworkLink, measured: Iterable[Mapping[str, float]]) -> NetworkLink:
-    """Of links that were measured; the assumed one where none was."""
+    """The slowest measured link; the assumed link if none was measured."""
     rows = list(measured)
     if not rows:
         return assumed
@@ -53,8 +53,8 @@ def slowest_link(assumed: NetworkLink, measured: Iterable[Mapping[str, float]]) 
 
 
 def job_choice(job: Job) -> RunChoice:
-    """What the job says. Torch's own all-reduce is not modelled: it counts as lanes. A shard over a number of workers
-    that the job says has that number, and else 1."""
+    """The job's own choice. Torch's all-reduce is not modelled and counts as lanes. A sharded job with a fixed number
+    of workers per replica has that number of workers, otherwise 1."""
     sync, codec, threads, shard = job.sync, job.codec.kind, job.threads, job.shard
     if not isinstance(shard, NoShardingConfig):
         pinned = shard.size or (isinstance(shard, PipelineParallelConfig) and shard.cuts != "auto")
@@ -69,7 +69,7 @@ def job_choice(job: Job) -> RunChoice:
 
 
 def read_measured(facts: Mapping[str, Any]) -> MeasuredJob:
-    """The clerk's answer as the cost model wants it."""
+    """The job profile as an input of the cost model."""
     codecs = [CodecTime(row["settings"], row["encode_s"], row["decode_s"]) for row in facts["codecs"]]
     return MeasuredJob(
         lanes=facts["lanes"],
@@ -77,7 +77,7 @@ def read_measured(facts: Mapping[str, Any]) -> MeasuredJob:
         times={r["threads"]: LaneTime(r["forward_s"], r["backward_s"], r["apply_s"]) for r in facts["times"]},
         shapes=tuple(tuple(shape) for shape in facts["shapes"]),
         stretch_bytes=facts["stretch_bytes"],
-        rest_s=facts.get("rest_s", 0.0),  # plans that are older than it have none, nor fragments
+        rest_s=facts.get("rest_s", 0.0),  # older plans have neither this nor fragments
         fragments=tuple(facts.get("fragments", MeasuredJob.fragments)),
         optimizer_bytes=facts["optimizer_bytes"],
         base_bytes=facts["base_bytes"],
@@ -94,7 +94,7 @@ def read_measured(facts: Mapping[str, Any]) -> MeasuredJob:
 
 
 def sync_section(choice: RunChoice) -> dict[str, Any]:
-    """Of the job."""
+    """The `sync` section of a job for this choice."""
     if choice.sync == "server":
         stale = {"staleness": staleness_setting(choice)} if choice.staleness else {}
         return {"kind": "server", "servers": choice.servers, **stale}

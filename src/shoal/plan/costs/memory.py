@@ -1,4 +1,4 @@
-"""How much memory a choice needs, host by host."""
+"""Memory that a choice needs on each host."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 
 from shoal.plan.costs.model import Cluster, MeasuredJob, RunChoice
-from shoal.plan.costs.number_format import format_gigabytes
 from shoal.plan.costs.traffic import DRIVER_HOST, phase_count
+from shoal.plan.costs.units import format_gigabytes
 from shoal.plan.costs.worker_layout import WorkerLayout
 
 
 def host_memory_bytes(choice: RunChoice, measured: MeasuredJob, layout: WorkerLayout) -> Counter[int]:
-    """By host: its workers, what they exchange through, servers, and what all of them share."""
+    """By host: its workers, exchange buffers, servers, and the memory that processes share."""
     needed = Counter[int]()
     for seat, host in layout.host_of.items():
         needed[host] += measured.worker_bytes + _exchange_bytes(choice, measured, layout, seat)
@@ -24,7 +24,7 @@ def host_memory_bytes(choice: RunChoice, measured: MeasuredJob, layout: WorkerLa
 
 
 def memory_shortfall(needed: Mapping[int, float], cluster: Cluster) -> str:
-    """Of a host that has not so much, or nothing."""
+    """The first host with too little memory, as a message; '' if all have enough."""
     for host, amount in needed.items():
         if amount > (has := cluster.hosts[host].memory_bytes):
             return f"needs {format_gigabytes(amount)}, the machine has {format_gigabytes(has)}"
@@ -32,8 +32,8 @@ def memory_shortfall(needed: Mapping[int, float], cluster: Cluster) -> str:
 
 
 def _exchange_bytes(choice: RunChoice, measured: MeasuredJob, layout: WorkerLayout, seat: int) -> int:
-    """Of one worker, beyond what it has when it is alone."""
-    stretch = measured.stretch_bytes
+    """Exchange buffers of one worker, in addition to the memory of a single worker."""
+    flat_bytes = measured.stretch_bytes
     if choice.sync == "server":
         lane = measured.encoded_lane_bytes(choice.codec)
         sums = (
@@ -41,25 +41,25 @@ def _exchange_bytes(choice: RunChoice, measured: MeasuredJob, layout: WorkerLayo
             if _sends_lanes_separately(choice)
             else layout.partial_sums[seat] + _extra_tree_sums(layout, seat)
         )
-        return max(sums * lane + 2 * stretch - measured.optimizer_bytes, 0)
+        return max(sums * lane + 2 * flat_bytes - measured.optimizer_bytes, 0)
     if choice.sync == "local":
-        copies = stretch + measured.optimizer_bytes
-        return layout.lane_counts[seat] * copies + 3 * stretch + _shared_buffer_bytes(stretch, layout, seat)
+        copies = flat_bytes + measured.optimizer_bytes
+        return layout.lane_counts[seat] * copies + 3 * flat_bytes + _shared_buffer_bytes(flat_bytes, layout, seat)
     if choice.codec == "none":
-        return _shared_buffer_bytes(stretch, layout, seat) + _extra_tree_sums(layout, seat) * stretch
+        return _shared_buffer_bytes(flat_bytes, layout, seat) + _extra_tree_sums(layout, seat) * flat_bytes
     lane = measured.encoded_lane_bytes(choice.codec)
     others = sum(layout.lane_counts[peer] for peer in _peers_on_other_hosts(layout, seat))
     own = 2 * layout.lane_counts[seat] * (lane + measured.residual_bytes(choice.codec))
-    return 2 * stretch + own + others * lane
+    return 2 * flat_bytes + own + others * lane
 
 
 def _extra_tree_sums(layout: WorkerLayout, seat: int) -> int:
-    """While lanes are added up on the tree, there is a sum for each of its floors; two were there when it was tried."""
+    """Summing lanes on the tree needs one sum per level; the measurement already includes two."""
     return max((layout.lane_counts[seat] - 1).bit_length() - 1, 0)
 
 
 def _shared_buffer_bytes(flat_bytes: int, layout: WorkerLayout, seat: int) -> int:
-    """Own partial sums, those that come from other hosts, and the total."""
+    """The worker's own partial sums, those received from other hosts, and the total."""
     if len(layout.seats) == 1:
         return 0
     coming = sum(layout.partial_sums[peer] for peer in _peers_on_other_hosts(layout, seat))
@@ -69,14 +69,14 @@ def _shared_buffer_bytes(flat_bytes: int, layout: WorkerLayout, seat: int) -> in
 
 
 def _server_bytes(choice: RunChoice, measured: MeasuredJob, layout: WorkerLayout) -> int:
-    """Values, optimizer state and the workers' pushes, as often as there are copies."""
+    """Values, optimizer state and pushes of the workers, times the number of copies."""
     copies = 1 + default_backups(choice)
     pushed = sum(measured.encoded_lane_bytes(choice.codec) * sums for sums in layout.partial_sums.values())
     return copies * (measured.stretch_bytes + measured.optimizer_bytes) + pushed
 
 
 def default_backups(choice: RunChoice) -> int:
-    """What a job has that does not say: one where there are two servers."""
+    """The default of a job: one backup with two or more servers."""
     return min(1, choice.servers - 1)
 
 

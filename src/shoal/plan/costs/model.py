@@ -1,4 +1,4 @@
-"""The nouns of the cost model: what was measured, what there is, what could be done, what it would cost."""
+"""The data types of the cost model: measurements, resources, choices, predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ShardKind = Literal["none", "fsdp", "tensor", "pipeline"]
 
 @dataclass(frozen=True)
 class LaneTime:
-    """What a worker that nobody disturbs takes for one lane of a step, and for one update of the weights."""
+    """Times of an undisturbed worker for one lane of a step and for one update of the weights."""
 
     forward_s: float
     backward_s: float
@@ -29,7 +29,7 @@ class LaneTime:
 
 @dataclass(frozen=True)
 class CodecTime:
-    """What a codec takes for one lane's gradients. `settings` are those of the job's `codec` section."""
+    """Times of a codec for one lane's gradients. `settings` are those of the job's `codec` section."""
 
     settings: Mapping[str, Any]
     encode_s: float
@@ -38,14 +38,14 @@ class CodecTime:
 
 @dataclass(frozen=True)
 class MeasuredJob:
-    """A job, as one worker of this machine found it.
+    """A job as measured by one worker on this machine.
 
-    `times` are by the number of threads; `slow_threads` were tried and are no faster than fewer. In a real step a lane
-    takes `rest_s` longer: batches are made for it. `stretch_bytes` is what is added up of a lane: gradients, moving
-    buffers, the loss. `fragments` are the parts, of one, in which parameters travel between lanes that train by
-    themselves. `worker_bytes` is a worker's memory without what it shares with others of its host, `base_bytes`. The
-    words that follow say why something cannot be, or nothing. Where lanes are computed on `gpus`, the machine has so
-    many of them. The run has `steps`.
+    `times` are by number of threads; `slow_threads` were tried and are not faster than fewer. In a real step a lane
+    takes `rest_s` longer, to build batches. `stretch_bytes` is the size of the flat buffer that is summed over lanes:
+    gradients, moving buffers, the loss. `fragments` are the fractions of the parameters that local SGD exchanges at a
+    time. `worker_bytes` is a worker's memory without `base_bytes`, which it shares with other workers of its host.
+    `no_codecs`, `no_servers`, `only_servers` and `no_shards` say why something is impossible, or are ''. `gpus` is the
+    number of GPUs of the machine, if lanes are computed on them. The run has `steps`.
     """
 
     lanes: int
@@ -72,14 +72,14 @@ class MeasuredJob:
         return sum(prod(shape) for shape in self.shapes)
 
     def encoded_lane_bytes(self, codec: str) -> int:
-        """What is sent of one lane."""
+        """Encoded size of one lane."""
         if codec == "none":
             return self.stretch_bytes
         tail = max(self.stretch_bytes - FLOAT_BYTES * self.parameter_count, 0)
         return tail + size_bytes(self.codecs[codec].settings, self.parameter_count, shapes=self.shapes)
 
     def residual_bytes(self, codec: str) -> int:
-        """What a lane carries from step to step where this codec loses something that must not be lost."""
+        """Size of a lane's residual, if this codec needs error feedback."""
         if codec not in ("int4", "int3", "sign", "topk", "lowrank"):
             return 0
         return FLOAT_BYTES * residual_floats(self.codecs[codec].settings, self.parameter_count, shapes=self.shapes)
@@ -87,8 +87,8 @@ class MeasuredJob:
 
 @dataclass(frozen=True)
 class HostResources:
-    """`speed` is relative to the machine that measured. `each`: the speeds, relative to that, of workers that are there
-    already; further ones have all of it. Where others brought `brought` workers, it has neither more nor fewer."""
+    """`speed` is relative to the machine that measured. `each`: the relative speeds of workers that already run there;
+    further workers have full speed. A host that joined with `brought` workers has exactly that number."""
 
     cores: int
     memory_bytes: float
@@ -99,11 +99,10 @@ class HostResources:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hosts there are; the driver runs on the first.
+    """The hosts; the driver runs on the first.
 
-    A round of exchange takes `round_s`, however little there is to exchange, and one core adds up what lies in memory
-    at `add_bytes_s`. Sockets move `socket_bytes_s`, which takes a core's time. `crowding`: how many times as long as on
-    an idle host work takes beside as much work again.
+    A round of exchange takes at least `round_s`; one core sums `add_bytes_s` in memory; sockets move `socket_bytes_s`,
+    which occupies a core. `crowding` is the slowdown of work when the same amount of work runs beside it.
     """
 
     hosts: tuple[HostResources, ...]
@@ -115,7 +114,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """From each host to all others: one way there, and what it can send and receive at the same time."""
+    """The link of each host to all others: one-way latency, and bandwidth in each direction."""
 
     latency_s: float
     send_bytes_s: float
@@ -124,8 +123,8 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class RunChoice:
-    """A way to run a job. `every` and `settle` belong to local, `servers` and `staleness` to server. With a `shard` all
-    workers hold one replica together."""
+    """A way to run a job. `every` and `settle` belong to local, `servers` and `staleness` to server. With a `shard`,
+    all workers together hold one replica."""
 
     workers: int = 1
     hosts: int = 1
@@ -140,7 +139,7 @@ class RunChoice:
 
     @property
     def name(self) -> str:
-        """How workers agree, in a few words."""
+        """The kind of sync in a few words."""
         if self.shard != "none":
             return f"{self.shard} over {self.workers}"
         if self.sync == "local":
@@ -155,10 +154,10 @@ class RunChoice:
 
 @dataclass(frozen=True)
 class CostPrediction:
-    """One step, over a long run. Of the exchange, `hidden_s` happens while the workers compute and costs nothing.
+    """Mean times of one step in a long run. `hidden_s` of the exchange overlaps with compute and costs nothing.
 
-    `sent_bytes` is what the worker that sends most sends to other hosts; `memory_bytes` what the fullest host needs.
-    Where `refused` says why it cannot be, the other numbers are zero, but for the memory.
+    `sent_bytes` is the largest number of bytes that a worker sends to other hosts; `memory_bytes` is the need of the
+    fullest host. If `refused` says why the choice is impossible, the other numbers are zero, except the memory.
     """
 
     choice: RunChoice

@@ -1,7 +1,7 @@
-"""What a step of a choice would take, and where it goes. Pure: the same facts give the same prediction.
+"""Predict the time of a step and its parts. Pure: the same inputs give the same prediction.
 
-The model is one of sums and maxima. Workers on one host share its cores and its link; a step waits for the slowest;
-gradients of the last lane go ahead while its backward runs, and hide that much of the first phase.
+The model consists of sums and maxima. Workers on one host share its cores and its link. A step waits for the slowest
+worker. Gradients of the last lane are sent while its backward runs, which hides part of the first phase.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from shoal.plan.costs.model import Cluster, CostPrediction, MeasuredJob, Network
 from shoal.plan.costs.sharded import predict_sharded
 from shoal.plan.costs.traffic import BUCKET_BYTES, DRIVER_HOST, ExchangePhase
 from shoal.plan.costs.worker_layout import WorkerLayout, lay_out_workers, workers_per_host
-from shoal.spec.rules import MOST_ENCODED_LANES
+from shoal.spec.rules import MAX_ENCODED_LANES
 
 SERVER_ROUNDS = 3
-"""There, among the servers, and back."""
+"""Push, replication among the servers, and pull."""
 LANE_PASSES, OUTER_PASSES = 6, 5
-"""Over all parameters, when lanes that train by themselves agree: of every lane, and of what they agree on."""
+"""Passes over all parameters in a synchronisation of local SGD: per lane, and for the outer step."""
 
 
 def predict(choice: RunChoice, measured: MeasuredJob, cluster: Cluster, link: NetworkLink) -> CostPrediction:
-    """`link` is the one between hosts; who stays on one host does not use it."""
+    """`link` connects hosts; a choice on one host does not use it."""
     if why := _infeasible_reason(choice, measured, cluster):
         return CostPrediction(choice, refused=why)
     if choice.shard != "none":
@@ -51,7 +51,7 @@ def predict(choice: RunChoice, measured: MeasuredJob, cluster: Cluster, link: Ne
 def _infeasible_reason(choice: RunChoice, measured: MeasuredJob, cluster: Cluster) -> str:
     if choice.workers > measured.lanes and choice.shard == "none":
         lanes = f"{measured.lanes} lane{'s' if measured.lanes > 1 else ''}"
-        return f"the job has {lanes}: of {choice.workers} workers {choice.workers - measured.lanes} would carry nothing"
+        return f"the job has {lanes}: of {choice.workers} workers {choice.workers - measured.lanes} would have no lane"
     if choice.sync != "server" and measured.only_servers:
         return measured.only_servers
     if choice.shard != "none" and measured.no_shards:
@@ -60,19 +60,19 @@ def _infeasible_reason(choice: RunChoice, measured: MeasuredJob, cluster: Cluste
         return measured.no_servers
     if choice.codec != "none" and measured.no_codecs:
         return measured.no_codecs
-    if choice.codec != "none" and measured.lanes > MOST_ENCODED_LANES:
-        return f"with a codec every lane is sent by itself, and {measured.lanes} are too many"
+    if choice.codec != "none" and measured.lanes > MAX_ENCODED_LANES:
+        return f"with a codec every lane is sent separately, and {measured.lanes} lanes are too many"
     if measured.gpus and (most := max(workers_per_host(choice, cluster))) > measured.gpus:
         return f"{most} workers on a machine with {measured.gpus} GPU{'s' if measured.gpus > 1 else ''}"
     fewest = min(host.cores for host in cluster.hosts[: choice.hosts])
     if choice.threads > fewest:
-        return f"{choice.threads} threads, and a machine has {fewest} core{'s' if fewest > 1 else ''}"
+        return f"{choice.threads} threads, but a machine has {fewest} core{'s' if fewest > 1 else ''}"
     return ""
 
 
 @dataclass(frozen=True)
 class SyncCost:
-    """What comes after the lanes' own work."""
+    """Costs of a step beyond the compute of the lanes."""
 
     exchange_s: float
     apply_s: float
@@ -83,7 +83,7 @@ class SyncCost:
 
 @dataclass(frozen=True)
 class PredictionCase:
-    """One choice with all that is known, and the times that every kind of sync has."""
+    """One choice with all inputs, and the times that are common to all kinds of sync."""
 
     choice: RunChoice
     measured: MeasuredJob
@@ -93,8 +93,8 @@ class PredictionCase:
 
     @property
     def compute_s(self) -> float:
-        """Lanes, and adding them up in the worker that carries them. All wait for the slowest, sooner or later; where
-        nobody ever waits, a step is as many lanes as it has, whoever makes them."""
+        """Lanes, and their sum within each worker. All workers wait for the slowest sooner or later; with unbounded
+        staleness no worker waits, and a step is any set of as many lanes."""
         choice, add_s = self.choice, self.add_s(self.measured.stretch_bytes)
         lane_s = self.measured.times[choice.threads].lane_s + self.measured.rest_s
         if math.isinf(choice.staleness):
@@ -115,7 +115,7 @@ class PredictionCase:
 
     @property
     def backward_s(self) -> float:
-        """Of the worker that has least time to send during it."""
+        """Backward time of the worker that has the least time to send during it."""
         return min(self.layout.slowdown.values()) * self.measured.times[self.choice.threads].backward_s
 
     @property
@@ -124,7 +124,7 @@ class PredictionCase:
 
     @property
     def server_parallelism(self) -> float:
-        """How much the servers get done at once: they work while workers wait."""
+        """Number of servers that compute at the same time. They work while workers wait."""
         here = self.cluster.hosts[DRIVER_HOST]
         return min(self.choice.servers, here.cores) * here.speed
 
@@ -135,7 +135,7 @@ class PredictionCase:
         return [phase.duration_s(self.link) for phase in phases]
 
     def overlap_cpu_s(self, phases: list[ExchangePhase], hidden_s: float, wire_s: float) -> float:
-        """What travels while a worker computes costs no waiting, but time of its core. Who waits has time for it."""
+        """Core time for transfers during compute. They cost no waiting, but slow the worker's compute down."""
         if not wire_s:
             return 0.0
         moved = max(
@@ -144,7 +144,7 @@ class PredictionCase:
         return self.max_slowdown * moved * hidden_s / wire_s / self.cluster.socket_bytes_s
 
     def round_trips_s(self, rounds: int) -> float:
-        """They were measured with two workers at work."""
+        """Time of the rounds, which was measured with two workers."""
         slow = max(self.max_slowdown / self.cluster.crowding, 1.0)
         return 0.0 if self.single_worker else slow * rounds * self.cluster.round_s
 
@@ -163,7 +163,7 @@ def _lanes_cost(case: PredictionCase) -> SyncCost:
 
 
 def _reduction_s(case: PredictionCase) -> float:
-    """Laying down one's partial sums, taking part in adding all of them up, and collecting the total."""
+    """Time to publish partial sums, to add a share of all of them, and to collect the total."""
     stretch, layout = case.measured.stretch_bytes, case.layout
     count = traffic.phase_count(layout, stretch)
     own, partials = max(layout.partial_sums.values()), sum(layout.partial_sums.values())
@@ -172,7 +172,7 @@ def _reduction_s(case: PredictionCase) -> float:
 
 
 def _encoded_cost(case: PredictionCase) -> SyncCost:
-    """Every lane is encoded by who carries it and decoded by everybody, also where there is but one worker."""
+    """Each worker encodes its own lanes and decodes all lanes, even if there is only one worker."""
     phases = traffic.encoded_phases(case.layout, case.measured.encoded_lane_bytes(case.choice.codec))
     (wire,) = case.transfer_s(phases)
     hidden = _overlapped_s(case, wire, case.measured.stretch_bytes)
@@ -183,7 +183,7 @@ def _encoded_cost(case: PredictionCase) -> SyncCost:
 
 
 def _codec_s(case: PredictionCase) -> float:
-    """The own lanes to bytes, and all lanes back."""
+    """Time to encode the worker's own lanes and to decode all lanes."""
     layout, codec = case.layout, case.measured.codecs[case.choice.codec]
     written_s = case.add_s(case.measured.stretch_bytes)
     encode = max(layout.slowdown[seat] * n * (codec.encode_s + written_s) for seat, n in layout.lane_counts.items())
@@ -191,8 +191,8 @@ def _codec_s(case: PredictionCase) -> float:
 
 
 def _server_cost(case: PredictionCase) -> SyncCost:
-    """There, the servers' work, and back: nothing goes ahead, but the values of the first chunks come back while the
-    last are on their way there. Above staleness 0 every lane goes by itself."""
+    """Push, update on the servers, and pull. Nothing is sent early, but the first chunks are pulled while the last are
+    pushed. Above staleness 0 every lane is pushed separately."""
     choice, measured, layout = case.choice, case.measured, case.layout
     stretch, lane = measured.stretch_bytes, measured.encoded_lane_bytes(choice.codec)
     stale = choice.staleness > 0
@@ -200,11 +200,11 @@ def _server_cost(case: PredictionCase) -> SyncCost:
     pulls = layout.lane_counts if stale else dict.fromkeys(layout.seats, 1)
     updates = layout.lanes if stale else 1
     phases = traffic.push_pull_phases(layout, lambda seat: lane * pushes[seat], lambda seat: stretch * pulls[seat])
-    there, back = case.transfer_s(phases)
+    push_s, pull_s = case.transfer_s(phases)
     laid_s = case.max_slowdown * case.add_s(max(pushes.values()) * lane)
     moved = sum(pushes.values()) + sum(pulls.values()) + default_backups(choice) * updates
     rounds = SERVER_ROUNDS * (max(layout.lane_counts.values()) if stale else 1)
-    exchange = max(there, back) + min(case.link.latency_s, there, back) + laid_s
+    exchange = max(push_s, pull_s) + min(case.link.latency_s, push_s, pull_s) + laid_s
     exchange += case.add_s(stretch * moved) / case.server_parallelism + rounds * case.cluster.round_s
     apply = updates * measured.times[min(measured.times)].apply_s / case.server_parallelism
     return SyncCost(exchange, apply, encode_s=_server_codec_s(case), sent_bytes=_most_sent_bytes(phases))
@@ -219,8 +219,8 @@ def _server_codec_s(case: PredictionCase) -> float:
 
 
 def _local_cost(case: PredictionCase) -> SyncCost:
-    """Every lane has weights of its own and updates them in each step. What `every` steps moved is exchanged as one
-    step of lanes is; of every `settle` rounds all but the last happen beside the next one, fragment by fragment."""
+    """Every lane updates its own weights in each step. The change over `every` steps is exchanged like the gradients of
+    one step of lanes. Of `settle` rounds all but the last overlap with the next round, fragment by fragment."""
     choice, layout = case.choice, case.layout
     updates = max(layout.slowdown[seat] * n for seat, n in layout.lane_counts.items())
     apply = updates * case.measured.times[choice.threads].apply_s
@@ -248,7 +248,7 @@ def _local_cost(case: PredictionCase) -> SyncCost:
 
 
 def _overlapped_s(case: PredictionCase, wire_s: float, stretch_bytes: int) -> float:
-    """How much of the first phase is over when backward is: all but the last bucket, if there is time for it."""
+    """The part of the first phase that overlaps with backward: all but the last bucket, if there is time."""
     early = max(1 - BUCKET_BYTES / stretch_bytes, 0.0) if stretch_bytes else 0.0
     return min(wire_s * early, case.backward_s)
 

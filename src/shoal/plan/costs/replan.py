@@ -1,29 +1,42 @@
-"""A plan that is made again while a run goes on: what may change without effect on the result, and what should."""
+"""Replan a run while it trains: detect that step times have drifted, and choose changes that keep the result.
+
+Drift is judged over a window of steps, and the cooldown between two replans grows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from shoal.plan.costs.calibration import CostInputs, ObservedTimes, calibrate
 from shoal.plan.costs.candidates import replicated_candidates
 from shoal.plan.costs.model import CostPrediction, RunChoice
-from shoal.plan.costs.number_format import format_milliseconds
 from shoal.plan.costs.predict import predict
 from shoal.plan.costs.select import ExecutionPlan, PlanCandidate, select_plan
+from shoal.plan.costs.units import format_milliseconds
 
 MOVE_GAIN = 1.2
-"""So many times as fast another number of workers must look to be tried."""
+"""Minimum predicted speed-up before another number of workers is tried."""
 
 _TIME_FIELDS = ("compute_s", "encode_s", "exchange_s", "apply_s", "hidden_s")
 ObservedStepTimes = Mapping[tuple[int, int], float]
-"""What a step took with so many workers on so many hosts, where that was seen."""
+"""Measured step time by (workers, hosts)."""
+
+DRIFT_FACTOR = 1.5
+"""Measured and predicted step time may differ by this factor before a replan."""
+
+WINDOW, FEWEST_ROWS, LONG_S = 20, 5, 10.0
+"""Measurements in the window; fewer are enough, down to `FEWEST_ROWS`, if they cover `LONG_S` seconds."""
+
+COOLDOWN_STEPS, MAX_DOUBLINGS = 100, 6
+"""Steps between two replans (or `LONG_S` seconds), doubled after each replan up to `MAX_DOUBLINGS` times."""
 
 
 @dataclass(frozen=True)
 class Replan:
-    """`stays` is what goes on now, with the facts put right. `moves` is the number of workers to take instead, if any.
-    `best` would be taken by a run that starts now. `why` says all that."""
+    """`current` is the calibrated prediction of the present choice. `move_to` is the same choice with another number of
+    workers, if that is faster. `best` is what a new run would choose. `why` explains all three."""
 
     current: CostPrediction
     move_to: CostPrediction | None
@@ -45,16 +58,16 @@ def replan(
     allow: Collection[str] = (),
     seen: ObservedStepTimes | None = None,
 ) -> Replan:
-    """`least` and `most` are how many workers the job allows on the driver's host. Where another number was seen, what
-    was seen counts, and not what is predicted."""
-    there = calibrate(current, inputs, observed)
+    """`least` and `most` are the numbers of workers that the job allows on the driver's host. `seen` step times replace
+    predictions."""
+    calibrated = calibrate(current, inputs, observed)
     own = replace(current, workers=1, hosts=1)
     looked_at = replicated_candidates(
-        own, there.measured, there.cluster, most=most + sum(observed.workers_per_host[1:])
+        own, calibrated.measured, calibrated.cluster, most=most + sum(observed.workers_per_host[1:])
     )
     known = {**(seen or {}), (current.workers, current.hosts): observed.step_s}
     predictions = [
-        _scaled_to_observed(predict(choice, there.measured, there.cluster, there.link), current, known)
+        _scaled_to_observed(predict(choice, calibrated.measured, calibrated.cluster, calibrated.link), current, known)
         for choice in [*looked_at, current]
         if choice == current or _allowed_size(choice, observed, least=least, most=most)
     ]
@@ -66,7 +79,7 @@ def replan(
 
 
 def _allowed_size(choice: RunChoice, observed: ObservedTimes, *, least: int, most: int) -> bool:
-    """Hosts are taken as they came, all or none but the driver's."""
+    """Whether the choice uses all joined hosts, or only the driver's host."""
     mine, brought = observed.workers_per_host[0], sum(observed.workers_per_host[1:])
     if choice.hosts == len(observed.workers_per_host):
         return least <= choice.workers - brought <= max(most, mine) and choice.workers > brought
@@ -74,7 +87,7 @@ def _allowed_size(choice: RunChoice, observed: ObservedTimes, *, least: int, mos
 
 
 def _scaled_to_observed(it: CostPrediction, current: RunChoice, known: ObservedStepTimes) -> CostPrediction:
-    """All of it as much longer or shorter as the step was."""
+    """The prediction with all times scaled to the measured step time."""
     seen_s = known.get((it.choice.workers, it.choice.hosts))
     if seen_s is None or not _same_but_for_workers(it.choice, current) or it.refused:
         return it
@@ -83,12 +96,12 @@ def _scaled_to_observed(it: CostPrediction, current: RunChoice, known: ObservedS
 
 
 def _same_but_for_workers(choice: RunChoice, current: RunChoice) -> bool:
-    """The same way, if need be with other workers."""
+    """Whether the choices differ at most in the number of workers and hosts."""
     return replace(choice, workers=current.workers, hosts=current.hosts) == current
 
 
 def _faster_size(plan: ExecutionPlan, current: RunChoice, stays: CostPrediction) -> CostPrediction | None:
-    """The same way with other workers, if it is so much faster."""
+    """The same choice with another number of workers, if it is `MOVE_GAIN` times as fast."""
     like = [
         row.prediction
         for row in plan.candidates
@@ -100,15 +113,34 @@ def _faster_size(plan: ExecutionPlan, current: RunChoice, stays: CostPrediction)
 
 def _reason(stays: CostPrediction, moves: CostPrediction | None, best: PlanCandidate | None) -> str:
     if moves:
-        said = f"{_describe(moves.choice)} should take {format_milliseconds(moves.step_s)} for a step"
+        text = f"{_describe(moves.choice)} should take {format_milliseconds(moves.step_s)} for a step"
     else:
-        said = f"no other number of workers is {MOVE_GAIN:g} times as fast"
+        text = f"no other number of workers is {MOVE_GAIN:g} times as fast"
     if best is None:
-        return said
+        return text
     took = format_milliseconds(best.prediction.step_s)
-    return f"{said}; a new run would take {_describe(best.prediction.choice)}: {took}"
+    return f"{text}; a new run would take {_describe(best.prediction.choice)}: {took}"
 
 
 def _describe(choice: RunChoice) -> str:
     hosts = f" on {choice.hosts} hosts" if choice.hosts > 1 else ""
     return f"{choice.workers} worker{'s' if choice.workers > 1 else ''}{hosts} ({choice.name})"
+
+
+def typical_step_s(taken: Sequence[tuple[int, float]]) -> float | None:
+    """Median step time over the newest (steps, seconds) measurements; None if there are too few."""
+    newest = [row for row in taken if row[0]][-WINDOW:]
+    if len(newest) < WINDOW and (len(newest) < FEWEST_ROWS or sum(seconds for _, seconds in newest) < LONG_S):
+        return None
+    return median(seconds / steps for steps, seconds in newest)
+
+
+def has_drifted(expected_s: float, measured_s: float) -> bool:
+    """Whether measured and expected step time differ by more than `DRIFT_FACTOR`."""
+    return not expected_s / DRIFT_FACTOR <= measured_s <= expected_s * DRIFT_FACTOR
+
+
+def cooldown_over(steps: int, seconds: float, replans: int) -> bool:
+    """Whether enough steps or seconds have passed since the last replan."""
+    times = 1 << min(replans, MAX_DOUBLINGS)
+    return steps >= times * COOLDOWN_STEPS or seconds >= times * LONG_S

@@ -1,4 +1,4 @@
-"""Which of the predicted ways to take, and what to say of the others."""
+"""Choose among the predicted candidates, with a reason for each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shoal.plan.costs.model import Cluster, CostPrediction, MeasuredJob, Network
 from shoal.plan.costs.predict import predict
 
 WORTHWHILE_GAIN = 1.05
-"""So many times as fast at least something must be to be worth more processes, or another result."""
+"""Minimum speed-up that is worth more processes or another result."""
 
 SHORTER_ROUNDS_SLOWDOWN = 1.03
-"""So many times as long rounds of fewer local steps may take: they change the result less."""
+"""Accepted slowdown for fewer local steps per round, because shorter rounds change the result less."""
 
 LOSSY_CODEC_GAIN = 1.3
-"""So many times as fast a codec must be that learns noticeably slower, step by step."""
+"""Minimum speed-up for a codec that learns noticeably slower per step."""
 
 _SYNCS_BY_SIMPLICITY = ("lanes", "local", "server")
 _MILD_CODECS = ("none", "bf16", "fp16", "int8", "int4", "int3")
@@ -25,7 +25,8 @@ _MILD_CODECS = ("none", "bf16", "fp16", "int8", "int4", "int3")
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """A prediction with its reason. `changes` are the words of `plan.allow` that it needs; `allowed`: it has them."""
+    """A prediction with its reason. `changes` are the words of `plan.allow` that it needs; `allowed`: the job has
+    them."""
 
     prediction: CostPrediction
     changes: tuple[str, ...]
@@ -39,8 +40,8 @@ class PlanCandidate:
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """`rows` from fast to slow, those that cannot be at the end. `pick` is None if none can. `offer` would be faster
-    and is not allowed; with a shard, or without, only where nothing else can be."""
+    """`candidates` from fast to slow, infeasible ones last. `pick` is None if none is feasible. `offer` is faster but
+    not allowed; it changes the sharding only if nothing else is feasible."""
 
     candidates: tuple[PlanCandidate, ...]
     pick: PlanCandidate | None
@@ -57,7 +58,7 @@ def make_plan(
     most: int,
     allow: Collection[str] = (),
 ) -> ExecutionPlan:
-    """Predict all candidates with `least` to `most` workers, and choose."""
+    """Predict all candidates with `least` to `most` workers, and choose one."""
     ways = [*replicated_candidates(own, measured, cluster, most=most), *sharded_candidates(own, most=most)]
     looked_at = [predict(choice, measured, cluster, link) for choice in ways]
     few = f"the job asks for {least} workers at least"
@@ -66,7 +67,7 @@ def make_plan(
 
 
 def select_plan(predictions: Sequence[CostPrediction], *, own: RunChoice, allow: Collection[str] = ()) -> ExecutionPlan:
-    """The simplest among those that are about as fast as the fastest of what is allowed."""
+    """Choose the simplest of the allowed candidates that are about as fast as the fastest."""
     rows = [_candidate(prediction, own, allow) for prediction in predictions]
     rows.sort(key=lambda row: (not row.feasible, row.prediction.step_s, _complexity(row)))
     pick = _best([row for row in rows if row.feasible and row.allowed])
@@ -74,11 +75,11 @@ def select_plan(predictions: Sequence[CostPrediction], *, own: RunChoice, allow:
     better = [row for row in others if not pick or pick.prediction.step_s > WORTHWHILE_GAIN * row.prediction.step_s]
     offer = _best(better)
     known = {row.prediction.choice: row.prediction for row in rows if row.feasible}
-    told = {id(row): _with_reason(row, pick, known) for row in rows}
+    explained = {id(row): _with_reason(row, pick, known) for row in rows}
     return ExecutionPlan(
-        candidates=tuple(told[id(row)] for row in rows),
-        pick=told[id(pick)] if pick else None,
-        offer=told[id(offer)] if offer else None,
+        candidates=tuple(explained[id(row)] for row in rows),
+        pick=explained[id(pick)] if pick else None,
+        offer=explained[id(offer)] if offer else None,
     )
 
 
@@ -100,7 +101,7 @@ def _best(rows: Sequence[PlanCandidate]) -> PlanCandidate | None:
 
 
 def _within(times: float, rows: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """Those that take at most so many times as long as the fastest of them."""
+    """The candidates that take at most `times` as long as the fastest."""
     return [row for row in rows if row.prediction.step_s <= times * _fastest(rows)]
 
 
@@ -113,7 +114,7 @@ def _ignoring_rounds(row: PlanCandidate) -> RunChoice:
 
 
 def _complexity(row: PlanCandidate) -> tuple[float, ...]:
-    """What comes first is simpler, and closer to the result of the job as it stands."""
+    """Sort key: simpler candidates, and those closer to the job's own result, come first."""
     it = row.prediction.choice
     busy = it.workers * it.threads + it.servers
     mild = _MILD_CODECS.index(it.codec) if it.codec in _MILD_CODECS else len(_MILD_CODECS)

@@ -1,4 +1,4 @@
-"""What events say of a plan, and of one that was made again."""
+"""Plans and replans as fields of events."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from shoal.plan.costs.model import CostPrediction
 from shoal.plan.costs.select import ExecutionPlan, PlanCandidate
 
-MOST_REPORTED = 5
-"""So many of the ways that were not taken are told with their reasons."""
+MAX_REPORTED = 5
+"""Number of rejected candidates that are reported with their reasons."""
 
 _TIME_FIELDS = ("compute_s", "encode_s", "exchange_s", "apply_s")
 
 
 def plan_fields(plan: ExecutionPlan, pick: PlanCandidate, notes: Sequence[str]) -> dict[str, Any]:
-    """The choice, its prediction, the reasons, and what was not allowed."""
+    """The choice, its prediction, the reasons, and the candidate that was not allowed."""
     named = {row.prediction.choice.name: row for row in reversed(plan.candidates) if row is not pick}
     fastest = [row for row in plan.candidates if named.get(row.prediction.choice.name) is row]
     return {
@@ -23,7 +23,7 @@ def plan_fields(plan: ExecutionPlan, pick: PlanCandidate, notes: Sequence[str]) 
         "prediction": prediction_fields(pick.prediction),
         "reason": pick.reason,
         "offer": candidate_fields(plan.offer) if plan.offer else None,
-        "others": [candidate_fields(row) for row in fastest[:MOST_REPORTED]],
+        "others": [candidate_fields(row) for row in fastest[:MAX_REPORTED]],
         "notes": list(notes),
     }
 
@@ -41,7 +41,7 @@ def prediction_fields(it: CostPrediction) -> dict[str, float]:
 
 
 def candidate_fields(row: PlanCandidate) -> dict[str, Any]:
-    """One that was not taken. `needs`: words that `plan.allow` lacks."""
+    """A rejected candidate. `needs`: words that are missing in `plan.allow`."""
     needs = [] if row.allowed else list(row.changes)
     step_s = round_significant(row.prediction.step_s) if row.feasible else None
     return {**choice_fields(row.prediction), "step_s": step_s, "needs": needs, "reason": row.reason}

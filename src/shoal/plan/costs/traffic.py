@@ -1,6 +1,6 @@
-"""What crosses between hosts in a step: pure arithmetic after `parallel.exchange_plan` and `parallel.encoded`.
+"""Bytes between hosts in a step. Follows `collectives.allreduce_plan` and `collectives.encoded_allreduce`.
 
-A phase is over when everybody has what it brings; every host has one link, which its workers share.
+A phase ends when every worker has received its data. Every host has one link, which its workers share.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from shoal.plan.costs.model import NetworkLink
 from shoal.plan.costs.worker_layout import WorkerLayout
 
-LITTLE_BYTES = 1 << 20  # as in parallel.exchange_plan: less than this is added up by everybody, in one phase
-BUCKET_BYTES = 1 << 20  # as in parallel.ahead: so much at least leaves at once
+LITTLE_BYTES = 1 << 20  # as in collectives.allreduce_plan: every worker sums less than this itself, in one phase
+BUCKET_BYTES = 1 << 20  # as in collectives.overlap: minimum size of a bucket
 DRIVER_HOST = 0  # the host of the servers
 
 
 @dataclass(frozen=True)
 class ExchangePhase:
-    """Bytes: what every seat sends to other hosts, and what leaves and reaches every host."""
+    """Bytes that every seat sends to other hosts, and that leave and reach every host."""
 
     sent_bytes: Counter[int]
     egress_bytes: Counter[int]
@@ -36,13 +36,13 @@ class ExchangePhase:
 
 
 def phase_count(layout: WorkerLayout, stretch_bytes: int) -> int:
-    """Everybody adds up everything, or each its share and then collects the others'."""
+    """1 if every worker sums everything; 2 if each worker sums a share and collects the others' shares."""
     members = len(layout.seats)
     return 1 if members <= 2 or members * stretch_bytes < LITTLE_BYTES else 2
 
 
 def allreduce_phases(layout: WorkerLayout, stretch_bytes: int) -> list[ExchangePhase]:
-    """Everybody sends its partial sums to those who add them up; if each adds up a share, that is sent back."""
+    """Each worker sends partial sums to the workers that add them; if each adds a share, it sends the result back."""
     if phase_count(layout, stretch_bytes) == 1:
         return [_all_to_all_phase(layout, lambda seat: stretch_bytes * layout.partial_sums[seat])]
     share = stretch_bytes // len(layout.seats)
@@ -53,14 +53,14 @@ def allreduce_phases(layout: WorkerLayout, stretch_bytes: int) -> list[ExchangeP
 
 
 def encoded_phases(layout: WorkerLayout, lane_bytes: int) -> list[ExchangePhase]:
-    """Every lane goes to every other worker."""
+    """Every encoded lane is sent to every other worker."""
     return [_all_to_all_phase(layout, lambda seat: lane_bytes * layout.lane_counts[seat])]
 
 
 def push_pull_phases(
     layout: WorkerLayout, pushed_bytes: Callable[[int], int], pulled_bytes: Callable[[int], int]
 ) -> list[ExchangePhase]:
-    """There and back, for the workers that are not on the servers' host."""
+    """Push and pull of the workers that are not on the servers' host."""
     away = {seat: host for seat, host in layout.host_of.items() if host != DRIVER_HOST}
     push, pull = ExchangePhase(Counter(), Counter(), Counter()), ExchangePhase(Counter(), Counter(), Counter())
     for seat, host in away.items():
@@ -73,7 +73,7 @@ def push_pull_phases(
 
 
 def _all_to_all_phase(layout: WorkerLayout, size: Callable[[int], int]) -> ExchangePhase:
-    """Each seat sends so much to every worker on another host."""
+    """Each seat sends `size(seat)` bytes to every worker on another host."""
     there = Counter(layout.host_of.values())
     away = {host: len(layout.seats) - number for host, number in there.items()}
     found = ExchangePhase(Counter(), Counter(), Counter())

@@ -1,4 +1,4 @@
-"""The workers of a choice: where they are, what they carry, and how much slower than undisturbed each is."""
+"""The workers of a choice: their hosts, their lanes, and their slowdown."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal.plan.costs.model import Cluster, MeasuredJob, RunChoice
 
 @dataclass(frozen=True)
 class WorkerLayout:
-    """By seat. `slowness` is how many times as long as on an idle core of this machine any work takes. `partials` are
-    how many sums of its lanes a worker has to send, when they are added up on the tree."""
+    """All by seat. `slowdown` is relative to an idle core of this machine. `partial_sums` is the number of sums of its
+    lanes that a worker sends."""
 
     lanes: int
     host_of: Mapping[int, int]
@@ -27,7 +27,7 @@ class WorkerLayout:
 
 
 def lay_out_workers(choice: RunChoice, measured: MeasuredJob, cluster: Cluster) -> WorkerLayout:
-    """Workers who are so slow that they carry nothing are left out."""
+    """The layout of a choice. Workers that are too slow to get a lane are left out."""
     numbers = workers_per_host(choice, cluster)
     places = [(h, k) for h, number in enumerate(numbers) for k in range(number)]
     host = {seat: h for seat, (h, _) in enumerate(places)}
@@ -48,7 +48,7 @@ def lay_out_workers(choice: RunChoice, measured: MeasuredJob, cluster: Cluster) 
 
 
 def workers_per_host(choice: RunChoice, cluster: Cluster) -> list[int]:
-    """How many workers on each host: what others brought, one on each, the rest where there is most room."""
+    """Number of workers on each host: as many as a joined host brought, one on each, the rest where most cores are."""
     hosts = cluster.hosts[: choice.hosts]
     numbers = [host.brought or 1 for host in hosts]
     free = [h for h, host in enumerate(hosts) if not host.brought]
@@ -59,8 +59,8 @@ def workers_per_host(choice: RunChoice, cluster: Cluster) -> list[int]:
 
 
 def slowdown_at(choice: RunChoice, cluster: Cluster, host: int, workers: int, index: int) -> float:
-    """Of one of so many workers there. They share the cores; and cores that are all busy are slower (memory, heat, two
-    to one): with each doubling by the same factor."""
+    """Slowdown of one of `workers` workers on a host. They share the cores, and busy cores are slower (memory
+    bandwidth, heat, hyper-threads): by the same factor with each doubling."""
     there = cluster.hosts[host]
     busy = workers * choice.threads
     doublings = math.log2(max(min(busy, there.cores) / choice.threads, 1.0))

@@ -19,7 +19,7 @@ from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.strategies.local_sgd.replica import LocalReplica
 from shoal.strategies.local_sgd.schedule import partition_into_fragments
 

@@ -12,7 +12,7 @@ from shoal.collectives.outcome import Committed, Discarded
 from shoal.errors import error
 from shoal.lanes.lane_sum import LaneSum
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.net.handshake import LinkError
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.base import GradientSync
 from shoal.strategies.context import StepContext
