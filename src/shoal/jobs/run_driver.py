@@ -28,7 +28,7 @@ from shoal.jobs.server_group import ServerGroup
 from shoal.jobs.steps import BackgroundCall
 from shoal.jobs.worker_group import WorkerGroup
 from shoal.net.handshake import new_token
-from shoal.plan.restart_budget import decide_restart
+from shoal.plan.membership_policy import decide_restart
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths, write_atomically

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.events import RunState
-from shoal.plan.costs.number_format import format_milliseconds
+from shoal.plan.costs.units import format_milliseconds
 from shoal.terminal.notes import describe_choice
 
 MAX_REPLANS = 3
