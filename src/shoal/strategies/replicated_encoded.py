@@ -18,7 +18,7 @@ from shoal.collectives.encoded_allreduce import EncodedAllReduce, EncodedAllRedu
 from shoal.collectives.ordered_allreduce import OverlapError
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.peer_services import PeerServices
-from shoal.collectives.residual_transfer import Report, ResidualTransfer
+from shoal.collectives.residuals import Report, ResidualTransfer
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import TreeSum
