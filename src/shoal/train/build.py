@@ -23,7 +23,7 @@ from shoal.events import EventWriter
 from shoal.fleet.membership import Membership
 from shoal.lanes.replica import Clipping, Replica
 from shoal.lanes.rng import LaneRng
-from shoal.paramserver.push_codec import PushCodec
+from shoal.paramserver.push_buffers import PushCodec
 from shoal.sharding.build_replica import ShardedReplicaBuilder, make_replica_builder
 from shoal.spec import seeds
 from shoal.spec.data import BalancedSamplerConfig, SamplerConfig
