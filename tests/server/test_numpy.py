@@ -79,7 +79,7 @@ def test_a_step_counts_once(start):
             client.push(negative_gradients(zero_values()))
         assert counts(client.push(negative_gradients(zero_values()), step=1)) == 3  # it was applied long ago
         assert client.step == 3
-        with pytest.raises(ShoalError, match="step 5 is pushed where step 3 is next") as caught:
+        with pytest.raises(ShoalError, match="step 5 is pushed, but step 3 is next") as caught:
             client.push(negative_gradients(zero_values()), step=5)
         assert caught.value.code == "SH706"
         assert counts(client.push(negative_gradients(zero_values()), lr=0.5)) == 3.5
