@@ -316,7 +316,7 @@ def test_gradients_that_do_not_fit(start):
         "a gradient of 'ww'": good | {"ww": good["w"]},
         r"'w': the shape is \(3,\), and the servers have \(200, 80\)": good | {"w": np.zeros(3, np.float32)},
         "'w': the dtype is float64, and the servers have float32": good | {"w": np.zeros((200, 80))},
-        "come as a dict": [1, 2],
+        "must be a dict of arrays": [1, 2],
     }
     with connect(servers) as client:
         for message, gradients in wrong.items():

@@ -49,7 +49,7 @@ class AllReduceResult:
 
 
 class OverlapError(LinkError):
-    """The gradients sent during backward differ from the lane's result. The step is discarded, and peers are told."""
+    """The gradients sent during backward differ from the lane's result. The step is discarded on all ranks."""
 
 
 @dataclass

@@ -49,7 +49,7 @@ class UpdateBatch:
         if known is not source:
             if len(self._grads_by_source) >= _MAX_CACHED_SOURCES:
                 self._grads_by_source.clear()
-            grads = [optimizer_slice.view_in(source) for optimizer_slice in self.slices]
+            grads = [one.view_in(source) for one in self.slices]
             self._grads_by_source[id(source)] = source, grads
         return grads
 
@@ -175,17 +175,13 @@ class ChunkStore:
         if (first, last) not in self._update_batches:
             span = self._byte_range(first, last)
             slices = self._merged_slices(*span)
-            if not _covers(
-                [optimizer_slice.tensor_range for optimizer_slice in slices], self.layout.tensor_ranges(*span)
-            ):
+            if not _covers([one.tensor_range for one in slices], self.layout.tensor_ranges(*span)):
                 raise ValueError(f"chunks {first} to {last} are not all held here")
             # a fused optimizer needs all of its parameters at their first step, or none
-            updated = [
-                optimizer_slice for optimizer_slice in slices if self._groups[optimizer_slice.tensor_range.place] >= 0
-            ]
+            updated = [one for one in slices if self._groups[one.tensor_range.place] >= 0]
             batches = (
-                [optimizer_slice for optimizer_slice in updated if not optimizer_slice.state],
-                [optimizer_slice for optimizer_slice in updated if optimizer_slice.state],
+                [one for one in updated if not one.state],
+                [one for one in updated if one.state],
             )
             self._update_batches[first, last] = [self._make_update_batch(batch) for batch in batches if batch]
         return self._update_batches[first, last]
@@ -197,7 +193,7 @@ class ChunkStore:
         return UpdateBatch(
             slices,
             groups,
-            defaultdict(dict, {optimizer_slice.parameter: optimizer_slice.state for optimizer_slice in slices}),
+            defaultdict(dict, {one.parameter: one.state for one in slices}),
         )
 
     # ---- contents ----
@@ -206,23 +202,16 @@ class ChunkStore:
         """A copy of these chunks' state: for `write_state`, here or on another server."""
         start, stop = self._byte_range(first, last)
         slices = [
-            optimizer_slice.narrow(
-                max(optimizer_slice.tensor_range.start, start), min(optimizer_slice.tensor_range.stop, stop)
-            )
-            for optimizer_slice in self._overlapping_slices(start, stop)
+            one.narrow(max(one.tensor_range.start, start), min(one.tensor_range.stop, stop))
+            for one in self._overlapping_slices(start, stop)
         ]
-        if not _covers(
-            [optimizer_slice.tensor_range for optimizer_slice in slices], self.layout.tensor_ranges(start, stop)
-        ):
+        if not _covers([one.tensor_range for one in slices], self.layout.tensor_ranges(start, stop)):
             raise ValueError(f"chunks {first} to {last} are not all held here")
         stamps = {name: stamp[first:last].clone() for name, stamp in self._stamps().items()}
         content = self.parameters.tensor[start:stop].clone()
         return {
             "parameters": content,
-            "runs": [
-                _describe_slice(optimizer_slice.tensor_range, copy_state(optimizer_slice.state))
-                for optimizer_slice in slices
-            ],
+            "runs": [_describe_slice(one.tensor_range, copy_state(one.state)) for one in slices],
             **stamps,
         }
 
@@ -242,9 +231,7 @@ class ChunkStore:
                 raise ValueError(f"{name} of other chunks")
         if not all(_is_valid_stamp(values[name]) for name in self._stamps()):
             raise ValueError("stamps out of range")
-        if not _covers(
-            [optimizer_slice.tensor_range for optimizer_slice in slices], self.layout.tensor_ranges(start, stop)
-        ):
+        if not _covers([one.tensor_range for one in slices], self.layout.tensor_ranges(start, stop)):
             raise ValueError("optimizer state of other chunks")
         for name, target in targets.items():
             target.copy_(values[name])
@@ -288,14 +275,14 @@ class ChunkStore:
 
     def _overlapping_slices(self, start: int, stop: int) -> list[OptimizerSlice]:
         """The slices that contain any of these bytes."""
-        begin = bisect_left(self._slices, start + 1, key=lambda optimizer_slice: optimizer_slice.tensor_range.stop)
-        end = bisect_left(self._slices, stop, key=lambda optimizer_slice: optimizer_slice.tensor_range.start)
+        begin = bisect_left(self._slices, start + 1, key=lambda one: one.tensor_range.stop)
+        end = bisect_left(self._slices, stop, key=lambda one: one.tensor_range.start)
         return self._slices[begin:end]
 
     def _merged_slices(self, start: int, stop: int) -> list[OptimizerSlice]:
         """The slices of exactly these bytes, as few as possible."""
         existing = self._overlapping_slices(start, stop)
-        slices = merge_slices([_clip_slice(optimizer_slice, start, stop) for optimizer_slice in existing])
+        slices = merge_slices([_clip_slice(one, start, stop) for one in existing])
         if len(slices) != len(existing) or any(new is not old for new, old in zip(slices, existing, strict=True)):
             self._replace_slices(start, stop, slices)
         return slices
@@ -303,20 +290,12 @@ class ChunkStore:
     def _replace_slices(self, start: int, stop: int, slices: list[OptimizerSlice]) -> None:
         """Replace the slices in [start, stop); slices that reach beyond its ends keep what lies outside."""
         replaced = self._overlapping_slices(start, stop)
-        begin = bisect_left(self._slices, start + 1, key=lambda optimizer_slice: optimizer_slice.tensor_range.stop)
-        before = [
-            optimizer_slice.narrow(optimizer_slice.tensor_range.start, start)
-            for optimizer_slice in replaced[:1]
-            if optimizer_slice.tensor_range.start < start
-        ]
-        after = [
-            optimizer_slice.narrow(stop, optimizer_slice.tensor_range.stop)
-            for optimizer_slice in replaced[-1:]
-            if optimizer_slice.tensor_range.stop > stop
-        ]
+        begin = bisect_left(self._slices, start + 1, key=lambda one: one.tensor_range.stop)
+        before = [one.narrow(one.tensor_range.start, start) for one in replaced[:1] if one.tensor_range.start < start]
+        after = [one.narrow(stop, one.tensor_range.stop) for one in replaced[-1:] if one.tensor_range.stop > stop]
         self._slices[begin : begin + len(replaced)] = [*before, *slices, *after]
-        lowest = min([start, *(optimizer_slice.tensor_range.start for optimizer_slice in replaced[:1])])
-        highest = max([stop, *(optimizer_slice.tensor_range.stop for optimizer_slice in replaced[-1:])])
+        lowest = min([start, *(one.tensor_range.start for one in replaced[:1])])
+        highest = max([stop, *(one.tensor_range.stop for one in replaced[-1:])])
         offsets = self.layout.chunk_offsets
         self._update_batches = {
             key: batches

@@ -31,7 +31,7 @@ class ZeroCopyPush:
         self._layout = layout
         self._memory = memory
         buffers = torch.split(memory.tensor[: count * layout.size_bytes], layout.size_bytes)
-        self._views = [layout.views(views) for views in buffers]
+        self._views = [layout.views(buffer) for buffer in buffers]
         self._large_tensors: dict[tuple[int, int], memoryview] = {}
         self._large_slices_cache: dict[tuple[int, int], list[TensorRange]] = {}
 

@@ -212,19 +212,10 @@ class UpdatePipeline:
         """Apply with the total norm and count. The first client's message counts; all clients compute the same."""
         count, coefficient = (parse_number(fields.get(name)) for name in ("count", "coefficient"))
         for piece_state in self._server.piece_states.values():
-            if (
-                piece_state.push_round
-                and piece_state.push_round.summed
-                and piece_state.push_round.pushes
-                and piece_state.push_round.step == frame.step
-            ):
-                self._apply_round(
-                    piece_state,
-                    piece_state.push_round,
-                    self._server.chunk_store.sums,
-                    count=count,
-                    coefficient=coefficient,
-                )
+            push_round = piece_state.push_round
+            if push_round and push_round.summed and push_round.pushes and push_round.step == frame.step:
+                sums = self._server.chunk_store.sums
+                self._apply_round(piece_state, push_round, sums, count=count, coefficient=coefficient)
 
     def _apply_round(
         self,
