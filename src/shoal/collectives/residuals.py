@@ -221,7 +221,7 @@ class ResidualPeers(Protocol):
 class ResidualTransfer:
     """Moves residuals with their lanes from view to view. A lane whose residual no worker has starts without one.
 
-    Used by the loop's thread. A residual has `floats` values. Reports `memory_lost` for a lane that starts without one.
+    Used by the loop's thread. A residual has `floats` values. Reports `residual_lost` if a lane starts without one.
     """
 
     def __init__(self, peers: ResidualPeers, floats: int, report: Report | None = None) -> None:
@@ -234,22 +234,22 @@ class ResidualTransfer:
         """Which worker ran which lanes at the last step that this worker committed."""
         self._lost_worker: dict[int, str] = {}
 
-    def enter(self, view: View, seat: int) -> str:
-        """Fetch the residuals of this worker's lanes from its peers. Returns '' or why the view cannot begin."""
+    def enter(self, view: View, seat: int) -> Discarded | None:
+        """Fetch the residuals of this worker's lanes from its peers. Discarded if the view cannot begin."""
         self._view, self._seat = view, seat
         residuals, step = self._peers.residuals, step_of(view.position)
         missing = residuals.enter(step, view.carries[seat])
         if step:
             found, failures = self._fetch_from_peers(view, step, missing)
             if why := next((why for source, why in failures.items() if source in view.carries), ""):
-                return why
+                return Discarded(why)
             residuals.adopt(found, self._floats)
             missing -= found.keys()
         residuals.start_empty(missing, self._floats, lost=step > 0)
         self._lost_worker |= {
             lane: f"worker-{worker}" for worker, lanes in self._carried.items() for lane in missing & {*lanes}
         }
-        return ""
+        return None
 
     def _fetch_from_peers(self, view: View, step: int, lanes: Iterable[int]) -> tuple[ResidualStates, dict[int, str]]:
         """Ask members and former members, first those that ran the lanes before. Also returns the failures by peer."""
@@ -270,7 +270,7 @@ class ResidualTransfer:
 
     def commit(self, step: int) -> None:
         for lane in sorted(self._peers.residuals.commit()):
-            self._report("memory_lost", step=step, lane=lane, worker=self._lost_worker.get(lane, ""))
+            self._report("residual_lost", step=step, lane=lane, worker=self._lost_worker.get(lane, ""))
         assert self._view is not None
         self._carried = self._view.carries
 

@@ -26,7 +26,7 @@ from shoal.spec.seeds import derive_seed
 __all__ = ["LaneSampler", "make_sampler"]
 
 _STREAM = 0xDEA1
-_WHERE = "data.deal"
+_WHERE = "data.sampler"
 
 
 def make_sampler(

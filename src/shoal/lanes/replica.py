@@ -273,13 +273,13 @@ class Replica:
 
     def adopt_storage(self, values: Sequence[Tensor]) -> bool:
         """Make the parameters use the memory of these values. False if that is impossible: the caller must copy."""
-        if self._can_adopt_storage:
+        if self.can_adopt_storage:
             for parameter, value in zip(self.trainable, values, strict=True):
                 parameter.data = value
-        return self._can_adopt_storage
+        return self.can_adopt_storage
 
     @functools.cached_property
-    def _can_adopt_storage(self) -> bool:
+    def can_adopt_storage(self) -> bool:
         """Whether no other tensor shares the parameters' memory. A buffer that is a view of one would keep the old
         memory."""
         tensors = [*self.model.parameters(), *self.model.buffers()]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.plan import lane_assignment
-from shoal.spec.view import Address, View
+from shoal.spec.view import Address, Attachment, View
 
 REBALANCE_DELAY_S, LONGEST_REBALANCE_DELAY_S = 1.0, 30.0
 """How long another assignment must have looked faster, all the time, before lanes are moved for speed alone. It
@@ -36,7 +36,7 @@ _URGENCY: Mapping[HaltUrgency, int] = {"": 0, "boundary": 1, "now": 2}
 
 @dataclass
 class Member:
-    """A seat as the driver knows it. `local`: it has the run's directory and may save.
+    """A seat as the driver knows it; see `Attachment` for `managed` and `can_save`.
 
     `position` is what it said when it last stood still; None: it holds nothing. `saved`: a checkpoint has all of that.
     `told` is the last view that was sent to it. A newcomer is `followed` when it caught up, or could not, while the
@@ -44,7 +44,8 @@ class Member:
     """
 
     seat: int
-    local: bool
+    managed: bool
+    can_save: bool
     address: Address
     training: bool = False
     stopped: bool = False
@@ -70,7 +71,7 @@ class PublishView:
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """So many more local workers are wanted."""
+    """The engine is to start so many more workers."""
 
     count: int
 
@@ -105,22 +106,32 @@ class MembershipPolicy:
     # ---- facts ----
 
     def expect(self, seat: int) -> None:
-        """This local seat is being filled, or its worker lives and will call."""
+        """The engine starts a worker in this seat, or its worker lives and will call."""
         self._expected.add(seat)
 
-    def arrived(self, seat: int, *, local: bool, address: Address, view: int = 0, training: bool = False) -> None:
+    def arrived(
+        self, seat: int, attachment: Attachment, *, address: Address, view: int = 0, training: bool = False
+    ) -> None:
         """A worker took its seat, or called again. One that knows a view outlived an earlier driver, or was put out
         of another seat: it may have begun to train, whatever it says, and counts as training until it stands."""
         self.view_number = max(self.view_number, view)
         if seat in self.members:
             return
-        self.members[seat] = Member(seat, local, address, training=training or view > 0, last_view_sent=view)
-        if not local:
-            self.wanted_workers += 1  # it came by itself, on top of those that we fill
+        self.members[seat] = Member(
+            seat,
+            attachment.managed,
+            attachment.can_save,
+            address,
+            training=training or view > 0,
+            last_view_sent=view,
+        )
+        if not attachment.managed:
+            self.wanted_workers += 1  # it came by itself, on top of those that the engine starts
             return
         self._expected.add(seat)
         others = [m for m in self.members.values() if not m.leaving and m.seat != seat]
-        if not view and len(others) >= self.wanted_workers and any(m.local for m in others):  # else nobody could save
+        others_can_save = any(m.can_save for m in others)
+        if not view and len(others) >= self.wanted_workers and others_can_save:
             self.members[seat].leaving = "scaled down"  # while it was being started
 
     def stopped_at(
@@ -141,15 +152,15 @@ class MembershipPolicy:
         self._final_state_saved = self._final_state_saved or (left_cleanly and seat == self._final_saver)
         member = self.members.pop(seat, None)
         self._expected.discard(seat)
-        if member and not member.local and not member.leaving:
-            self.wanted_workers = max(self.wanted_workers - 1, 1)  # nobody here can fill its place
+        if member and not member.managed and not member.leaving:
+            self.wanted_workers = max(self.wanted_workers - 1, 1)  # the engine did not start it, and cannot replace it
 
     def drain(self, seat: int, why: str, *, replace: bool) -> None:
         """It asks to go, or is asked to."""
         member = self.members.get(seat)
         if member and not member.leaving:
             member.leaving = why
-            if not (replace and member.local):
+            if not (replace and member.managed):
                 self.wanted_workers = max(self.wanted_workers - 1, 1)
 
     def record_lane_time(self, seat: int, lane_s: float) -> None:
@@ -218,7 +229,7 @@ class MembershipPolicy:
         if self._training_seats():
             how, why = self._halt_reason(now_s)
             return self._halt_actions("now" if how == "now" else "boundary", why or self.stop_reason, now_s)
-        standing = [m for _, m in sorted(self.members.items()) if m.stopped and m.local and m.position]
+        standing = [m for _, m in sorted(self.members.items()) if m.stopped and m.can_save and m.position]
         if not standing or self._final_state_saved:
             return [self.dismiss(self.stop_reason)]
         last = max(standing, key=lambda m: (m.position or 0, not self._is_not_saver(m)))
@@ -259,7 +270,7 @@ class MembershipPolicy:
 
     def _missing_workers(self) -> int:
         staying = {seat for seat, m in self.members.items() if not m.leaving} | self._expected
-        can_save = any(m.local and not m.leaving for m in self.members.values()) or self._expected
+        can_save = any(m.can_save and not m.leaving for m in self.members.values()) or self._expected
         return max(self.wanted_workers - len(staying), 0 if can_save else 1, 0)
 
     def _halt_reason(self, now_s: float) -> tuple[HaltUrgency, str]:
@@ -313,7 +324,7 @@ class MembershipPolicy:
 
     def _can_continue(self) -> bool:
         """Could the others go on without those who leave?"""
-        return any(m.local for m in self._eligible_members())
+        return any(m.can_save for m in self._eligible_members())
 
     def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
         """They catch up from one that trains, if possible not from the one that saves."""
@@ -361,7 +372,7 @@ class MembershipPolicy:
             if team and best and self.lanes == 1:
                 return self._hand_over(best, standing)
             team = standing  # who leaves stays until somebody else has what it holds
-        savers = [m for m in team if m.local]
+        savers = [m for m in team if m.can_save]
         if not savers:
             return None
         if best is None or (best == 0 and self._loading_seat not in self.members):

@@ -1,18 +1,17 @@
-"""Which workers are connected, and for which the others do not wait: facts in, views out."""
+"""The workers that use stand-alone servers: facts in, views out."""
 
 from __future__ import annotations
 
+from shoal.fleet.roster import Peer, Roster
 from shoal.spec.view import View
 
 
-class ClientRoster:
-    """The others wait for a worker that has never connected, but not for one that was lost, until it has entered
-    again."""
+class ClientMembership:
+    """The others wait for a worker that has never connected. A worker that connected and was lost is away (evicted from
+    the roster): the others do not wait for it until the servers have admitted it again."""
 
-    def __init__(self, workers: int) -> None:
-        self.callers: dict[int, int] = {}
-        """The control connection of each worker."""
-        self.away: set[int] = set()
+    def __init__(self, workers: int, roster: Roster) -> None:
+        self.roster = roster
         self._workers = workers
         self._number = 0
         self._changed = True
@@ -21,29 +20,29 @@ class ClientRoster:
         """Why a client cannot connect as this worker; '' if it can."""
         if type(worker) is not int or not 0 <= worker < self._workers:
             return f"worker {worker!r:.40}, and there are {self._workers}: 0 to {self._workers - 1}"
-        return ""
+        return f"worker {worker} is here already" if worker in self.roster else ""
 
-    def add(self, worker: int, caller: int) -> bool:
+    @property
+    def present(self) -> list[int]:
+        """Workers that the others wait for now."""
+        return [worker for worker in self.roster if not self.roster.is_evicted(worker)]
+
+    def add(self, worker: int, peer: Peer) -> bool:
         """A worker connects, maybe again. True if it was away: then it must enter again, at the others' step."""
-        self.callers[worker] = caller
+        self.roster.connect(worker, peer)
         self._changed = True
-        return worker in self.away
+        return self.roster.is_evicted(worker)
 
-    def mark_entered(self, caller: int) -> None:
+    def mark_entered(self, worker: int) -> None:
         """The servers have admitted the worker, at the others' step."""
-        worker = self.worker_of(caller)
-        if worker is not None and worker in self.away:
-            self.away.discard(worker)
+        if self.roster.readmit(worker):
             self._changed = True
 
     def remove(self, worker: int) -> None:
         """The worker left, or its connection was lost."""
-        self.callers.pop(worker, None)
-        self.away.add(worker)
+        self.roster.remove(worker)
+        self.roster.evict(worker, "it left")
         self._changed = True
-
-    def worker_of(self, caller: int) -> int | None:
-        return next((worker for worker, one in self.callers.items() if one == caller), None)
 
     def next_view(self, *, stop: str = "") -> View | None:
         """The next view, if anything changed: `carries` has the connected workers, `leave` those that are away."""
@@ -51,5 +50,5 @@ class ClientRoster:
             return None
         self._changed = False
         self._number += 1
-        carries = {worker: [worker] for worker in sorted(self.callers)}
-        return View(number=self._number, carries=carries, leave=sorted(self.away), stop=stop)
+        carries = {worker: [worker] for worker in self.roster}
+        return View(number=self._number, carries=carries, leave=self.roster.evicted, stop=stop)

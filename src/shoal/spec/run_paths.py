@@ -32,6 +32,11 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
+    def state_snapshot(self) -> Path:
+        """What the events add up to; made from them, and may be deleted at any time."""
+        return self.root / ".state.json"
+
+    @property
     def plan(self) -> Path:
         """What was planned for a job that left it open, and what it was planned from; of all folds together."""
         return self.parent_run.root / "plan.json"

@@ -1,6 +1,6 @@
 """How one replica of a model is spread over several workers.
 
-`ways`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
+`size`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
 `mirror`: where there is one replica, does each worker keep a copy of a neighbour's part? Left out: if memory allows.
 """
 
@@ -30,7 +30,7 @@ class FsdpConfig(Spec):
     """Every parameter is cut, and put together again for the moment in which it is used."""
 
     kind: Literal["fsdp"]
-    ways: ShardingDegree | None = None
+    size: ShardingDegree | None = None
     mirror: bool | None = None
     inexact_reason: ClassVar[str] = INEXACT_LAYOUT
 
@@ -44,7 +44,7 @@ class TensorParallelConfig(Spec):
     """
 
     kind: Literal["tensor"]
-    ways: ShardingDegree | None = None
+    size: ShardingDegree | None = None
     patterns: Literal["transformer", "mlp"] | dict[str, TensorParallelStyle] = "transformer"
     mirror: bool | None = None
     inexact_reason: ClassVar[str] = INEXACT_LAYOUT
@@ -57,7 +57,7 @@ class PipelineParallelConfig(Spec):
     """
 
     kind: Literal["pipeline"]
-    ways: ShardingDegree | None = None
+    size: ShardingDegree | None = None
     cuts: Literal["auto"] | list[str] = "auto"
     microbatches: PositiveInt = 4
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
