@@ -61,7 +61,7 @@ def tick_until(runs, predicate):
 
 def without_certificates(job):
     """As if the directory had gone since the job was checked."""
-    return job.model_copy(update={"engine": job.engine.model_copy(update={"tls": "gone"})})
+    return job.model_copy(update={"network": job.network.model_copy(update={"tls": "gone"})})
 
 
 def test_healthy_runs_go_on_beside_every_kind_of_trouble(runs, submit, run, job_dir, monkeypatch):

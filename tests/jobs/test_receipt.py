@@ -5,8 +5,10 @@ import copy
 import pytest
 
 from shoal.events import Event, RunState, replay
+from shoal.events.run_state import LostResidual
 from shoal.jobs.receipt import exactness_reason, make_receipt
 from shoal.spec.load import make_job
+from shoal.spec.receipt import describe_lost_residual
 from tests.conftest import MLP
 
 FINISHED = {
@@ -19,6 +21,12 @@ FINISHED = {
 }
 
 
+BUILT = {
+    "steps": 10, "steps_per_epoch": 4, "lanes": 4, "samples": {"train": 200}, "skipped": 0, "device": "cpu",
+    "parameters": 650,
+}  # fmt: skip
+
+
 def job(job_dir, **changes):
     return make_job(copy.deepcopy(MLP) | changes, base_dir=str(job_dir))
 
@@ -28,7 +36,7 @@ def run_of_two_workers():
     yield Event("run_started", 100.0, "driver", None, {"run": "mlp-1"})
     for worker in (0, 1):
         yield Event("worker_started", 101.0, f"worker-{worker}", None, {"host": "here", "pid": worker + 1})
-        yield Event("built", 102.0, f"worker-{worker}", None, {"steps": 10, "steps_per_epoch": 4, "parameters": 650})
+        yield Event("built", 102.0, f"worker-{worker}", None, BUILT)
         fields = {"lanes": [2 * worker, 2 * worker + 1], "saves": worker == 0}
         yield Event("joined", 103.0, f"worker-{worker}", 0, fields)
     yield Event(
@@ -82,7 +90,8 @@ def test_a_run_that_computed_nothing(job_dir):
     assert (receipt.workers, receipt.samples_per_s, receipt.total_s, receipt.carried) == (1, 0.0, 0.0, {})
 
 
-LOST = ["what lane 1 remembered was lost at step 4", "what lane 2 remembered was lost at step 4"]
+LOST = [LostResidual(1, "worker-1", 4), LostResidual(2, "worker-1", 4)]
+LOST_REASON = describe_lost_residual(1, "worker-1", 4)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +99,8 @@ LOST = ["what lane 1 remembered was lost at step 4", "what lane 2 remembered was
     [
         ({}, [], "", True, "sync: lanes"),
         ({"codec": "int8"}, [], "", True, "sync: lanes, codec: int8"),
-        ({"codec": "int8"}, LOST[:1], "", False, f"sync: lanes, codec: int8: {LOST[0]}"),
-        ({"codec": "int8"}, LOST, "", False, f"sync: lanes, codec: int8: {LOST[0]}, and 1 more times"),
+        ({"codec": "int8"}, LOST[:1], "", False, f"sync: lanes, codec: int8: {LOST_REASON}"),
+        ({"codec": "int8"}, LOST, "", False, f"sync: lanes, codec: int8: {LOST_REASON}, and 1 more times"),
         ({"sync": {"kind": "server", "staleness": 2}}, [], "", False, None),
         ({"sync": "ddp"}, [], "", False, None),
         ({"shard": {"kind": "fsdp"}, "workers": 2}, [], "another order of sums", False, None),

@@ -31,7 +31,10 @@ class ScriptedEngine(FakeEngine):
 
     def end(self, seat, code):
         self.seats.remove(seat)
-        self.exits.append(Exit(seat, code))
+        self.exits.append(Exit.with_code(seat, code))
+
+    def reattach(self):
+        return []
 
     def poll(self, timeout_s):
         found, self.exits = self.exits, []
@@ -48,7 +51,7 @@ class ScriptedEngine(FakeEngine):
 class Harness:
     def __init__(self, job_dir, restarts, on_event):
         job = make_job(copy.deepcopy(MLP) | {"workers": 1}, base_dir=str(job_dir))
-        job = job.model_copy(update={"engine": job.engine.model_copy(update={"restarts": restarts})})
+        job = job.model_copy(update={"elastic": job.elastic.model_copy(update={"restarts": restarts})})
         self.paths = run_dir.create(job, job_dir / "runs")
         self.driver = RunDriver(job, self.paths, SimpleNamespace(environment={}), on_event=on_event)
         self.engine = self.driver.engine = ScriptedEngine()

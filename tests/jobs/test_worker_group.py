@@ -1,20 +1,19 @@
 """The worker group with an engine and a control server that only write down what they are asked."""
 
 import copy
+import json
 
 import pytest
 
 from shoal.events import EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_server import ControlMessage
-from shoal.fleet.engine import Exit
-from shoal.fleet.orphans import Orphan
+from shoal.fleet.engine import Exit, Node
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs.worker_group import WORKER_MODULE, WorkerGroup
 from shoal.plan.membership_policy import StartWorkers
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Seat
 from tests.conftest import MLP
 from tests.fleet.test_roster import FakeConnections
 
@@ -23,15 +22,17 @@ ADDRESS = {"host": "127.0.0.1", "port": 1, "host_id": "here", "unix": ""}
 
 class FakeEngine:
     def __init__(self):
-        self.seats, self.started, self.stopped, self.adopted = [], [], [], []
+        self.seats, self.started, self.stopped = [], [], []
 
-    def start(self, seats, entry, arguments):
-        self.started.append((entry, list(arguments)))
-        self.seats += [seat.number for seat in seats]
+    def capacity(self):
+        return [Node("here", cores=8, memory_bytes=1 << 30, gpus=0, shares_run_dir=True)]
 
-    def adopt(self, seat, pid):
-        self.adopted.append((seat, pid))
-        self.seats.append(seat)
+    def start(self, launches):
+        self.started += launches
+        self.seats += [launch.seat.number for launch in launches]
+
+    def running(self):
+        return self.seats
 
     def stop(self, seats):
         self.stopped += seats
@@ -63,7 +64,8 @@ class Harness:
         )
 
     def connect(self, connection, *, seat, local=True, **fields):
-        hello = {"role": "worker", "seat": seat, "local": local, "pid": 7, "host": "h", "address": ADDRESS}
+        attachment = {"managed": local, "can_save": local, "needs_job": not local}
+        hello = {"role": "worker", "seat": seat, "attachment": attachment, "pid": 7, "host": "h", "address": ADDRESS}
         self.group.handle_hello(ControlMessage(connection, "here", hello | {"view": 0, "training": False} | fields))
 
     def say(self, connection, kind, **fields):
@@ -95,8 +97,7 @@ def training(harness):
 def test_it_starts_the_workers_that_are_wanted(harness):
     assert StartWorkers(2) in harness.group.tick()
     assert harness.engine.seats == harness.group.seats == [3, 4]
-    ((entry, arguments),) = harness.engine.started
-    assert (entry, arguments[0]) == (WORKER_MODULE, "--run")
+    assert {(one.entry, one.arguments[0]) for one in harness.engine.started} == {(WORKER_MODULE, "--run")}
     assert harness.group.tick() == [], "they are on their way"
 
 
@@ -138,7 +139,7 @@ def test_all_that_stand_get_a_view_of_the_same_number(training):
 def test_a_process_that_died_is_reported_and_replaced(training):
     assert training.group.was_ready(4)
     training.engine.seats.remove(4)
-    assert training.group.handle_exit(Exit(4, -9)) == "SIGKILL"
+    assert training.group.handle_exit(Exit.with_code(4, -9)) == "SIGKILL"
     (died,) = training.events("worker_died")
     assert (died["worker"], died["reason"]) == ("worker-4", "SIGKILL")
     assert StartWorkers(1) in training.group.tick()
@@ -147,7 +148,7 @@ def test_a_process_that_died_is_reported_and_replaced(training):
 
 def test_a_worker_that_left_as_it_should_is_no_death(training):
     training.engine.seats.remove(4)
-    assert training.group.handle_exit(Exit(4, 0)) == ""
+    assert training.group.handle_exit(Exit.with_code(4, 0)) == ""
     assert training.events("worker_died") == []
 
 
@@ -155,7 +156,7 @@ def test_an_evicted_process_is_stopped_and_its_exit_says_why(training):
     training.group.evict(4, "it hangs")
     assert training.engine.stopped == [4]
     assert training.events("evicted")[0]["reason"] == "it hangs"
-    assert training.group.handle_exit(Exit(4, -9)) == "it hangs"
+    assert training.group.handle_exit(Exit.with_code(4, -9)) == "it hangs"
 
 
 def test_a_remote_worker_gets_the_job_and_a_seat(harness):
@@ -177,9 +178,9 @@ def test_a_remote_worker_whose_connection_is_lost_does_not_get_its_seat_back(har
     assert harness.control.sent[-1][2]["seat"] == 4
 
 
-def test_workers_that_outlived_a_driver_are_adopted(harness):
-    harness.group.start([Orphan(Seat(number=1), 77)])
-    assert harness.engine.adopted == [(1, 77)]
+def test_workers_that_outlived_a_driver_are_expected_back(harness):
+    harness.engine.seats.append(1)
+    harness.group.start([1])
     assert StartWorkers(1) in harness.group.tick(), "one is there already"
     assert harness.group.evict_all("what the servers held is lost") >= {1}
     assert 1 in harness.engine.stopped
@@ -212,7 +213,16 @@ def test_the_events_of_a_remote_worker_are_relayed_and_its_failure_is_its_own(ha
     harness.connect(20, seat=None, local=False)
     harness.say(20, "event", row='{"t": 1.0, "who": "worker-3", "kind": "note", "message": "hello"}')
     harness.say(20, "event", row='{"t": 1.0, "who": "worker-9", "kind": "note", "message": "not mine"}')
-    harness.say(20, "event", row='{"t": 1.0, "who": "worker-3", "kind": "failed", "message": "no data"}')
+    failed = {
+        "t": 1.0,
+        "who": "worker-3",
+        "kind": "failed",
+        "message": "no data",
+        "code": "SH1",
+        "where": "",
+        "fix": "",
+    }
+    harness.say(20, "event", row=json.dumps(failed))
     assert [event["message"] for event in harness.events("note")] == ["hello", "worker-3 (h) failed: no data"]
     assert harness.events("failed") == []
 

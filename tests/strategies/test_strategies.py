@@ -4,7 +4,7 @@ import pytest
 
 from tests.strategies.strategy_contract import Body, StrategyContract
 
-LOCAL = {"kind": "local", "every": 2, "settle": 2, "fragments": 2, "outer": "nesterov"}
+LOCAL = {"kind": "local", "every": 2, "rounds_per_sync": 2, "fragments": 2, "outer": "nesterov"}
 BODIES = [
     Body("lanes"),
     Body("codec", {"codec": {"kind": "int8"}}),
@@ -12,7 +12,7 @@ BODIES = [
     Body("ddp", {"sync": {"kind": "ddp", "backend": "gloo"}}, any_number=False),
     Body("local SGD", {"sync": LOCAL}, steps=4),
     Body("parameter server", {"sync": {"kind": "server", "servers": 1, "backups": 0}}),
-    Body("fsdp", {"shard": {"kind": "fsdp", "ways": 2}, "workers": 2}, any_number=False, holds_all=False),
+    Body("fsdp", {"shard": {"kind": "fsdp", "size": 2}, "workers": 2}, any_number=False, holds_all=False),
     Body(
         "pauses around lanes",
         {"faults": {"pause_probability": 0.5, "pause_s": 0.001}},

@@ -89,7 +89,7 @@ def test_facts_are_reported(make):
 
 
 def test_a_sharded_model_is_not_counted_before_it_is_cut(make):
-    _, reports = make(shard={"kind": "fsdp", "ways": 2}, workers=2)
+    _, reports = make(shard={"kind": "fsdp", "size": 2}, workers=2)
     assert "parameters" not in reports.of("built")[0]
 
 
@@ -99,9 +99,9 @@ def test_epochs_become_steps(make):
 
 
 def test_late_evaluations_are_noted(make):
-    _, reports = make(sync={"kind": "local", "every": 16, "settle": 2})
+    _, reports = make(sync={"kind": "local", "every": 16, "rounds_per_sync": 2})
     assert any("lanes agree every 32 steps" in note["message"] for note in reports.of("note"))
-    _, reports = make(sync={"kind": "local", "every": 5, "settle": 2})
+    _, reports = make(sync={"kind": "local", "every": 5, "rounds_per_sync": 2})
     assert reports.of("note") == []
 
 
@@ -122,7 +122,7 @@ def test_sparse_tables_need_servers(make):
         ({"sync": "ddp"}, ReplicatedStrategy),
         ({"sync": {"kind": "local", "every": 5}}, LocalSgdStrategy),
         ({"sync": {"kind": "server", "servers": 1, "backups": 0}}, ParameterServerStrategy),
-        ({"shard": {"kind": "fsdp", "ways": 2}, "workers": 2}, ShardedStrategy),
+        ({"shard": {"kind": "fsdp", "size": 2}, "workers": 2}, ShardedStrategy),
         ({"faults": {"pause_probability": 0.5, "pause_s": 0.01}}, FaultInjection),
     ],
     ids=str,

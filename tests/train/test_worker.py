@@ -10,10 +10,11 @@ from shoal.collectives.peer_services import PeerServices
 from shoal.events import EventWriter, read_events
 from shoal.fleet.driver_address import DriverAddress
 from shoal.spec.chunk_table import ChunkTable
-from shoal.spec.view import Address, View
+from shoal.spec.view import Address, Attachment, View
 from shoal.train import worker
 from shoal.train.activity import Activity
 
+ATTACHED = Attachment(managed=True, can_save=True, needs_job=False)
 SERVER = Address(host="127.0.0.1", port=1)
 TABLE = ChunkTable(number=1, cuts=[0, 8], chains=[[5]], filling=[[]], addresses={5: SERVER})
 
@@ -31,7 +32,7 @@ class Control:
 @pytest.fixture
 def session():
     peers = PeerServices("token", bind="127.0.0.1")
-    yield worker.WorkerSession(lambda: None, peers, Activity(), has_run_dir=True, seat=2)
+    yield worker.WorkerSession(lambda: None, peers, Activity(), ATTACHED, seat=2)
     peers.close()
 
 
@@ -49,7 +50,7 @@ def signals():
 
 def test_a_hello_says_where_peers_reach_the_worker(session):
     hello = session._hello(Control())
-    assert (hello["role"], hello["seat"], hello["local"]) == ("worker", 2, True)
+    assert (hello["role"], hello["seat"], hello["attachment"]) == ("worker", 2, ATTACHED.model_dump())
     assert hello["address"] == session.peers.endpoint.address.model_dump()
     assert (hello["view"], hello["table"]) == (0, None)
 
@@ -146,12 +147,13 @@ def test_an_interrupt_is_the_drivers_matter(session, signals):
 def test_steps_of_a_remote_worker_are_for_the_driver_alone(tmp_path):
     control, own = Control(), EventWriter(tmp_path / "own.jsonl", "worker")
     stream = EventWriter.to_callback(lambda row: worker.emit_to_both(control, own, row), "worker-3")
-    for kind in ("joined", "step", "left"):
-        stream.emit(kind, step=1)
+    stream.emit("note", step=1, message="hello")
+    stream.emit("step", step=1, steps=1, loss=1.0, lr=0.1, samples=1, wall_s=0.1)
+    stream.emit("note", step=2, message="goodbye")
     stream.close()
     own.close()
     assert [kind for kind, _ in control.sent] == ["event"] * 3
-    assert [event.kind for event in read_events(tmp_path / "own.jsonl")] == ["joined", "left"]
+    assert [event.kind for event in read_events(tmp_path / "own.jsonl")] == ["note", "note"]
 
 
 def test_the_own_address_is_the_one_on_the_way_to_the_driver():
@@ -161,9 +163,9 @@ def test_the_own_address_is_the_one_on_the_way_to_the_driver():
 def test_a_session_closes_both_ways_out(monkeypatch):
     closed = []
     control = SimpleNamespace(close=lambda: closed.append("control"))
-    monkeypatch.setattr(worker.WorkerSession, "make_control_client", lambda self: control)
+    monkeypatch.setattr(worker.WorkerSession, "make_control_client", lambda self, tls_contexts: control)
     address = DriverAddress("127.0.0.1", 9, "token")
-    with worker.open_session(address, lambda: address, has_run_dir=False, seat=None) as (made, _):
+    with worker.open_session(address, lambda: address, ATTACHED, seat=None, tls_contexts=None) as (made, _):
         port = made.peers.endpoint.address.port
     assert closed == ["control"]
     with pytest.raises(OSError, match="refused"):

@@ -85,7 +85,7 @@ class Loop:
                 return self._finish()
             if self._may_stop_alone and self._must_halt():
                 return None
-            outcome = self.strategy.run_step(self._must_halt)
+            outcome = self.strategy.run_step(_never if self._may_stop_alone else self._must_halt)
             if isinstance(outcome, Discarded):
                 return outcome
             if not self._evaluation_due():  # else the save comes after it
@@ -184,3 +184,8 @@ class Loop:
     def flush(self) -> None:
         """Report all steps so far."""
         self.progress.flush(self.strategy.lr)
+
+
+def _never() -> bool:
+    """A worker that may stop alone has just looked, and looks again at the next boundary."""
+    return False
