@@ -244,7 +244,7 @@ def test_invalidated_overlap_ends_the_view_once(why):
     expected = single_worker_over_views(INVALIDATING[why])
     said = [one for whys, _, _, _ in results.values() for one in whys]
     assert any(why in one for one in said)
-    assert all(why in one or "was lost" in one or "some lanes came with a count" in one for one in said)
+    assert all(why in one or "was lost" in one or "some lanes have a loss count" in one for one in said)
     for whys, _, weights, leaked in results.values():
         assert len(whys) < 4
         assert weights == expected

@@ -148,7 +148,7 @@ def test_something_of_another_size_is_not_taken(pair):
     filled(pair[0], 0)
     found = pair[1].fetch_residuals(view_of(pair), 1, source=0, step=1, lanes=[0], floats=FLOATS + 1)
     assert isinstance(found, Discarded)
-    assert "of another kind" in found.why
+    assert "of another size" in found.why
 
 
 def test_nobody_there_and_given_up(pair):

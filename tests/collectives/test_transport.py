@@ -314,5 +314,5 @@ def test_a_frozen_worker_does_not_take_numbers_of_a_later_view():
         os.kill(workers.pids[1], signal.SIGCONT)
         (first, second), committed = workers.result(1)
     assert first == ""
-    assert "went on without this worker" in second
+    assert "continued without this worker" in second
     assert committed == 1

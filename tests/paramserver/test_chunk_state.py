@@ -98,5 +98,5 @@ def test_a_state_that_is_not_one_number_per_element_is_refused():
     optimizer = optim.Adafactor(model.parameters())
     replica = Replica(model, optimizer, lambda m, b: m.weight.sum() + m.bias.sum(), seed=0)
     replica.apply(0, replica.forward_backward(0, 0, None, share=1))
-    with pytest.raises(ValueError, match="cannot be cut"):
+    with pytest.raises(ValueError, match="cannot be split"):
         chunk_state_from_replica(replica, replica.layout, 0, len(replica.layout.chunk_offsets) - 1)

@@ -79,7 +79,7 @@ def test_a_step_counts_once(start):
             client.push(negative_gradients(zero_values()))
         assert counts(client.push(negative_gradients(zero_values()), step=1)) == 3  # it was applied long ago
         assert client.step == 3
-        with pytest.raises(ShoalError, match="step 5 is pushed where step 3 is next") as caught:
+        with pytest.raises(ShoalError, match="step 5 is pushed, but step 3 is next") as caught:
             client.push(negative_gradients(zero_values()), step=5)
         assert caught.value.code == "SH706"
         assert counts(client.push(negative_gradients(zero_values()), lr=0.5)) == 3.5
@@ -316,7 +316,7 @@ def test_gradients_that_do_not_fit(start):
         "a gradient of 'ww'": good | {"ww": good["w"]},
         r"'w': the shape is \(3,\), and the servers have \(200, 80\)": good | {"w": np.zeros(3, np.float32)},
         "'w': the dtype is float64, and the servers have float32": good | {"w": np.zeros((200, 80))},
-        "come as a dict": [1, 2],
+        "must be a dict of arrays": [1, 2],
     }
     with connect(servers) as client:
         for message, gradients in wrong.items():

@@ -137,7 +137,7 @@ def test_a_state_with_a_hole_is_refused():
         load_local_state(LocalState.unsharded(model), PiecesInMemory([pieces | {name: half}]))
     assert caught.value.code == "SH406"
     other = TensorPiece(TensorSlice.full((31, 32)), pieces[name].values[:31])
-    with pytest.raises(ShoalError, match=r"is \[31, 32\] there and \[32, 32\] in the model"):
+    with pytest.raises(ShoalError, match=r"is \[31, 32\] in the saved state and \[32, 32\] in the model"):
         load_local_state(LocalState.unsharded(model), PiecesInMemory([pieces | {name: other}]))
 
 

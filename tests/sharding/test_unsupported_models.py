@@ -189,4 +189,4 @@ def test_a_tensor_made_before_a_split_point_is_not_read_after_it():
 
     (code, text) = run_ranks(2, act)[1]
     assert code == "SH107"
-    assert "uses something after a cut that it has computed before" in text
+    assert "after a cut the model uses a value that it computed before" in text

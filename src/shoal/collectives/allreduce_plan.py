@@ -1,4 +1,4 @@
-"""Who adds up which part of the stretch, in one phase or two, and where it lies: a pure function of the view."""
+"""Which rank reduces which range of the flat buffer, in one phase or two: a pure function of the view."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from shoal.collectives.transport import frames
 from shoal.lanes.flat_layout import FlatLayout, split_evenly
 from shoal.lanes.reduction_tree import Node, partial_nodes
 
-ONE_PHASE_MAX_BYTES = 1 << 20  # members times stretch: measured, where the second phase begins to pay
+ONE_PHASE_MAX_BYTES = 1 << 20  # members times buffer size: measured; above it reduce-scatter and all-gather pay off
 
 
 @dataclass(frozen=True)
 class AllReducePlan:
-    """Who adds up what, and where it lies in each member's arena: stamps, banks of partials, the share it adds up.
+    """Which range each rank reduces, and the layout of each rank's shared memory: sequence numbers, banks of partial
+    sums, the reduced range.
 
-    All members make the same plan from the view and the layout.
+    All ranks make the same plan from the view and the layout.
     """
 
     layout: FlatLayout
@@ -52,7 +53,7 @@ class AllReducePlan:
         return self.reduced_offset(seat) + (stop - start if self.phases == 2 else 0)
 
     def sent_bytes(self, seat: int, to: Iterable[int]) -> int:
-        """What a member sends in a step to peers on other hosts."""
+        """Bytes that a rank sends in one step to peers on other hosts."""
         own = (self.ranges[seat][1] - self.ranges[seat][0] + frames.FRAME_BYTES) * (self.phases - 1)
         sizes = [self.ranges[peer][1] - self.ranges[peer][0] for peer in to]
         return sum(frames.FRAME_BYTES + size * len(self.nodes[seat]) + own for size in sizes)

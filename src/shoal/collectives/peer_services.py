@@ -1,4 +1,4 @@
-"""This worker among the others: where they reach it, and how it gets at what they hold."""
+"""A worker's services for its peers (state, state stream, residuals, link test), and its requests to theirs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shoal.net.tls import TlsContexts
 from shoal.spec.view import Address, View
 
 MEASURE_TIMEOUT_S = 10.0
-"""Whoever stands still for so long while a link is measured need not be measured."""
+"""Timeout in seconds of a link measurement; after it the link counts as unmeasured."""
 
 
 class PeerServices:
-    """Used by the training thread; `abort` may come from any."""
+    """Used by the training thread; `abort` may come from any thread."""
 
     def __init__(self, token: str, *, bind: str, tls_contexts: TlsContexts | None = None) -> None:
         self.token = token
@@ -50,7 +50,7 @@ class PeerServices:
             self.state_server.serve(sock, hello)
 
     def subscribe(self, address: Address, seat: int, *, view: int, max_bytes: int) -> StateSubscription | Discarded:
-        """Be fed by a peer that goes on training."""
+        """Subscribe to the state stream of a peer that continues to train."""
         try:
             return StateSubscription(
                 self._connect_to_peer(address, self.token, purpose="follow", seat=seat, view=view), max_bytes=max_bytes
@@ -59,7 +59,7 @@ class PeerServices:
             return Discarded(str(failure))
 
     def measure_link(self, view: View, seat: int) -> LinkSpeed | None:
-        """Of the link to the view's source, if that is on another host; None if it is not, or could not be measured."""
+        """Speed of the link to the view's source; None if the source is on this host or the measurement fails."""
         assert view.source is not None
         address = view.addresses[view.source]
         if address.host_id == self.endpoint.address.host_id:
@@ -76,7 +76,7 @@ class PeerServices:
                 self._open_socket = None
 
     def fetch_state(self, view: View, seat: int, *, max_bytes: int) -> State | Discarded:
-        """The state of the view's source."""
+        """Fetch the state of the view's source."""
         assert view.source is not None
         try:
             return fetch_state(
@@ -97,7 +97,7 @@ class PeerServices:
     def fetch_residuals(
         self, view: View, seat: int, *, source: int, step: int, lanes: Iterable[int], floats: int
     ) -> ResidualStates | Discarded:
-        """What a peer knows of what these lanes remember at a step."""
+        """Fetch the residuals of these lanes at a step, as far as the peer has them."""
         wanted = sorted(lanes)
         try:
             with self._connect_to_peer(
@@ -112,7 +112,7 @@ class PeerServices:
                 self._register_socket(sock, view.number)
                 return residuals.receive_residuals(sock, step=step, lanes=wanted, floats=floats)
         except LinkError as failure:
-            return Discarded(f"no memory from worker-{source}: {failure}")
+            return Discarded(f"no residuals from worker-{source}: {failure}")
         finally:
             with self._lock:
                 self._open_socket = None
@@ -124,7 +124,7 @@ class PeerServices:
                 raise LinkError("asked to stop")
 
     def abort(self, view: int) -> None:
-        """Whoever fetches for this view, or an older one, gives up."""
+        """End every fetch for this view or an older one."""
         with self._lock:
             self._aborted = max(self._aborted, view)
             if self._open_socket is not None:

@@ -1,7 +1,7 @@
-"""Where members lay down what others need: on one host they read each other's arenas, between hosts they keep mirrors.
+"""The buffers of all ranks: on one host ranks read each other's shared memory, between hosts they keep copies.
 
-Arenas outlive views. A worker that stood still in an old view, and reads on when others are in a newer one, would
-find their new numbers. So each bank has a stamp that changes before the bank does, and readers look at it afterwards.
+Shared memory outlives views. A worker that was paused in an old view could read values that its peers wrote in a newer
+one. So each bank has a sequence number that changes before the bank does, and a reader checks it after reading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.net.errors import LinkError
 
 SEQUENCE_NUMBERS_BYTES = ALIGN
 UNFINISHED = (1 << 64) - 1
-"""In place of a step: the bank is being written."""
+"""Sequence number of a bank that is being written, in place of a step."""
 _SEQUENCE_NUMBER = struct.Struct("<QQ")
 
 
@@ -28,8 +28,10 @@ def write_sequence_number(buffer: ByteBuffer, bank: int, *, view: int, step: int
 
 
 class SharedBuffers:
-    """Everybody's memory in one view, by seat, met when it is made. `sizes_bytes` is what each member needs at least;
-    `digest` is equal where members mean the same by it."""
+    """The buffers of all ranks of one view, by seat, exchanged at construction.
+
+    `sizes_bytes` is the minimum size per rank; all ranks must have the same `digest` of the layout.
+    """
 
     def __init__(
         self, mesh: Mesh, own: SharedMemory, sizes_bytes: Mapping[int, int], *, digest: int, step: int
@@ -37,26 +39,26 @@ class SharedBuffers:
         self.buffers = {mesh.seat: own.buffer}
         self._mesh = mesh
 
-        def arrange(link: PeerLink, frame: PeerFrame) -> list[memoryview]:
+        def attach_peer(link: PeerLink, frame: PeerFrame) -> list[memoryview]:
             if frame.filled != digest or frame.size < sizes_bytes[link.seat]:
                 raise LinkError("has a model of other shapes")
-            there = attach(link.take_fd(), frame.size) if link.same_host else None
-            self.buffers[link.seat] = there or ByteBuffer.private(sizes_bytes[link.seat])
+            shared = attach(link.take_fd(), frame.size) if link.same_host else None
+            self.buffers[link.seat] = shared or ByteBuffer.private(sizes_bytes[link.seat])
             return []
 
         for link in mesh.links.values():
             frame = mesh.frame(frames.SETUP, step, size=own.size_bytes, filled=digest)
             link.post(frame, fd=own.fd if link.same_host else -1)
-        mesh.exchange(frames.SETUP, step, arrange)
+        mesh.exchange(frames.SETUP, step, attach_peer)
 
     def is_shared(self, seat: int) -> bool:
-        """Is this the member's memory itself?"""
+        """Whether the buffer is the rank's own memory, not a copy."""
         return seat == self._mesh.seat or self._mesh.links[seat].same_host
 
     def check_sequence_numbers(self, step: int, bank: int) -> None:
-        """After reading. PeerError if a member has begun to write something else."""
+        """Check after reading a bank. PeerError if a peer has begun to overwrite it."""
         for seat, link in self._mesh.links.items():
             if link.same_host:
                 found = _SEQUENCE_NUMBER.unpack_from(self.buffers[seat].raw, bank * _SEQUENCE_NUMBER.size)
                 if found != (self._mesh.view, step):
-                    raise PeerError(seat, "went on without this worker")
+                    raise PeerError(seat, "continued without this worker")

@@ -1,4 +1,4 @@
-"""Peers read this worker's state out of its memory while its main thread stands still."""
+"""Peers read this worker's state from its memory while its main thread waits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from shoal.net.errors import LinkError
 from shoal.spec.view import Address
 
 MAX_WAIT_S = 10.0
+"""Seconds that a caller waits for the server to open for its view."""
 
 
 class Connect(Protocol):
-    """Connects to a peer's endpoint and greets it; LinkError if that fails."""
+    """Connects to a peer's endpoint and completes the handshake; LinkError if that fails."""
 
     def __call__(self, address: Address, token: str, *, purpose: str, seat: int, view: int) -> socket.socket: ...
 
@@ -25,20 +26,20 @@ class Connect(Protocol):
 class StateServer:
     """`open` and `close` belong to the main thread, `serve` to one thread per caller.
 
-    Between the two the state does not change; before `open` and after `close` nobody reads it.
+    Between `open` and `close` the state does not change; before and after, no thread reads it.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._view = 0  # the newest that the door was opened for
+        self._view = 0  # the newest that the server was opened for
         self._state: Callable[[], State] | None = None
         self._readers: set[socket.socket] = set()
         self.served_bytes = 0
 
     def open(self, view: int, state: Callable[[], State]) -> None:
-        """Serve the callers of this view, those who wait already too. `state()` is called in their threads.
+        """Serve callers of this view, including those already waiting. `state()` is called in their threads.
 
-        A door that is open is closed first.
+        An open server is closed first.
         """
         self.close()
         with self._changed:
@@ -46,7 +47,7 @@ class StateServer:
             self._changed.notify_all()
 
     def close(self, *, timeout_s: float = 0.0) -> None:
-        """Return when nobody reads any more; those who still do when the patience is over are cut off."""
+        """Return when no caller reads any more; callers that still read after the timeout are disconnected."""
         with self._changed:
             self._state = None
             self._changed.wait_for(lambda: not self._readers, timeout=timeout_s)
@@ -55,9 +56,10 @@ class StateServer:
             self._changed.wait_for(lambda: not self._readers)
 
     def serve(self, sock: socket.socket, hello: Mapping[str, Any]) -> None:
-        """Wait until the door is open for the caller's view, send the state, close the socket.
+        """Wait until the server is open for the caller's view, send the state, close the socket.
 
-        A caller of an older view, or who waited too long, gets a closed socket. LinkError if `hello` names no view.
+        A caller of an older view, or one that waited too long, gets a closed socket. LinkError if `hello` names no
+        view.
         """
         with sock:
             view = hello.get("view")
@@ -67,7 +69,7 @@ class StateServer:
             if state is None:
                 return
             try:
-                with contextlib.suppress(LinkError):  # the caller is gone, or was cut off
+                with contextlib.suppress(LinkError):  # the caller is gone or was disconnected
                     self._count_bytes(send_state(sock, state()))
             finally:
                 self._remove_reader(sock)
@@ -87,7 +89,7 @@ class StateServer:
             self.served_bytes += sent_bytes
 
     def _remove_reader(self, sock: socket.socket) -> None:
-        """Before the socket is closed: its number may then belong to somebody whom `close` must not cut off."""
+        """Called before the socket is closed, so that `close` never shuts down a reused descriptor."""
         with self._changed:
             self._readers.discard(sock)
             self._changed.notify_all()
@@ -108,9 +110,9 @@ def fetch_state(
     connect: Connect,
     on_connect: Callable[[socket.socket], None] | None = None,
 ) -> State:
-    """The state of the peer at an address; LinkError if it cannot be had.
+    """Fetch the state of the peer at an address; LinkError if that fails.
 
-    `opened` is given the socket: another thread that shuts it down ends the wait at once.
+    `on_connect` gets the socket: another thread that shuts it down ends the wait at once.
     """
     with connect(address, token, purpose="state", seat=seat, view=view) as sock:
         if on_connect is not None:

@@ -1,8 +1,8 @@
-"""How a newcomer catches up while the others go on: a copy of the state, then every total that was applied since.
+"""How a new worker catches up while the others train: a copy of the state, then every total applied since.
 
-Applying a total gives the same bits everywhere, so a follower comes to hold what the others hold without computing a
-lane. What it cannot take in fast enough waits in the source's memory up to a limit; beyond that it is cut off, and
-gets the whole state when it enters.
+Applying a total gives the same bits on every worker, so a subscriber reaches the others' state without computing a
+lane. Entries that it cannot receive fast enough wait in the source's memory up to a limit. Beyond the limit the source
+disconnects it, and it fetches the whole state when it enters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from shoal.lanes.replica import LaneSum
 from shoal.net.errors import LinkError
 
 MAX_QUEUED_BYTES = 1 << 30
+"""Bytes that may wait for one subscriber before the source disconnects it."""
 CAUGHT_UP = {"kind": "current"}
 
 
 class StreamSubscriber:
-    """What one newcomer has still to be sent. Filled by the training thread, emptied by the caller's."""
+    """The queue of entries for one new worker. The training thread fills it, the caller's thread empties it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -44,10 +45,10 @@ class StreamSubscriber:
             self.changed.notify()
 
     def pop(self) -> State | None:
-        """The next entry; None when there is none at the moment, LinkError when there will be none."""
+        """The next entry; None if the queue is empty, LinkError if it is closed."""
         with self.changed:
             if self.closed:
-                raise LinkError("it does not follow any more")
+                raise LinkError("the stream is closed")
             if not self.queue:
                 return None
             entry, size_bytes = self.queue.popleft()
@@ -65,7 +66,7 @@ class StreamSubscriber:
 
 
 class StatePublisher:
-    """The source's side. `serve` runs in a thread per newcomer; everything else belongs to the training thread."""
+    """The source's side. `serve` runs in one thread per subscriber; everything else belongs to the training thread."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -76,76 +77,76 @@ class StatePublisher:
         return bool(self._subscribers)
 
     def serve(self, sock: socket.socket) -> None:
-        """Send what there is, say when the newcomer has all of it, and wait for more."""
-        follower = StreamSubscriber()
+        """Send the queued entries, send CAUGHT_UP when the queue is empty, and wait for more."""
+        subscriber = StreamSubscriber()
         with self._guard:
-            self._subscribers.append(follower)
+            self._subscribers.append(subscriber)
         try:
             with contextlib.suppress(LinkError):
                 while True:
-                    entry = follower.pop()
+                    entry = subscriber.pop()
                     if entry is not None:
                         send_state(sock, entry)
-                        if not follower.queue:
+                        if not subscriber.queue:
                             send_state(sock, CAUGHT_UP)
-                    follower.wait()
+                    subscriber.wait()
         finally:
             with self._guard:
-                self._subscribers.remove(follower)
+                self._subscribers.remove(subscriber)
 
     def start_subscribers(self, state: Callable[[], State]) -> None:
-        """Between two steps: newcomers get a copy of the state as it is now."""
-        for follower in self._unstarted():
+        """Called between two steps: new subscribers get a copy of the current state."""
+        for subscriber in self._unstarted():
             copied, size_bytes = _copy(state())
-            follower.started = True
-            follower.put({"kind": "state", "state": copied}, size_bytes)
+            subscriber.started = True
+            subscriber.put({"kind": "state", "state": copied}, size_bytes)
 
     def _unstarted(self) -> list[StreamSubscriber]:
         with self._guard:
-            return [follower for follower in self._subscribers if not follower.started]
+            return [subscriber for subscriber in self._subscribers if not subscriber.started]
 
     def publish(self, entry: Mapping[str, Any]) -> None:
-        """What changed the state since."""
+        """Queue a change of the state for all started subscribers."""
         with self._guard:
-            begun = [follower for follower in self._subscribers if follower.started]
-        if begun:
+            started = [subscriber for subscriber in self._subscribers if subscriber.started]
+        if started:
             copied, size_bytes = _copy(dict(entry))
-            for follower in begun:
-                follower.put(copied, size_bytes)
+            for subscriber in started:
+                subscriber.put(copied, size_bytes)
 
     def publish_total(self, step: int, total: LaneSum) -> None:
-        """The sum that is about to be applied at a step."""
+        """Publish the sum that is about to be applied at a step."""
         if self._subscribers:
             self.publish({"kind": "step", "step": step, "total": _entry_from_total(total)})
 
     def publish_fragment(self, step: int, param_indices: list[int], changes: list[Tensor]) -> None:
-        """What is about to arrive before a step, where lanes train by themselves."""
+        """Publish the fragment that is about to be merged before a step of local SGD."""
         if self._subscribers:
             self.publish({"kind": "fragment", "step": step, "which": param_indices, "changes": list(changes)})
 
     def drop_subscribers(self) -> None:
-        """The state has changed by something that was not noted."""
+        """Disconnect all subscribers: the state has changed in a way that was not published."""
         with self._guard:
-            for follower in self._subscribers:
-                follower.close()
+            for subscriber in self._subscribers:
+                subscriber.close()
 
 
 class StateSubscription:
-    """The newcomer's side of the connection."""
+    """The new worker's side of the connection."""
 
     def __init__(self, sock: socket.socket, *, max_bytes: int) -> None:
         self.sock = sock
         self._max_bytes = max_bytes
 
     def ready(self, timeout_s: float) -> bool:
-        """Is there something to take?"""
+        """Whether an entry has arrived."""
         return bool(select.select([self.sock], [], [], timeout_s)[0])
 
     def receive(self) -> dict[str, Any]:
-        """The next entry; LinkError when there will be none."""
+        """The next entry; LinkError if the stream has ended."""
         entry = receive_state(self.sock, max_bytes=self._max_bytes)
         if not isinstance(entry, dict) or "kind" not in entry:
-            raise LinkError("not an entry")
+            raise LinkError("sent something that is no stream entry")
         return entry
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ class StateSubscription:
 
 
 def total_from_entry(entry: Mapping[str, Any], device: torch.device) -> LaneSum:
-    """The sum in an entry, where the replica is."""
+    """The sum in an entry, on the replica's device."""
 
     def here(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to(device) for tensor in tensors]
@@ -180,7 +181,7 @@ def _entry_from_total(total: LaneSum) -> dict[str, Any]:
 
 
 def _copy(state: State) -> tuple[State, int]:
-    """The same with tensors of its own on the host, and their size."""
+    """A copy of the state with its own tensors in host memory, and their size in bytes."""
     tensors, skeleton = flatten(state)
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return unflatten(copies, skeleton), sum(t.numel() * t.element_size() for t in copies.values())

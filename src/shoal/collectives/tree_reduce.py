@@ -1,6 +1,6 @@
-"""Finish the tree over stretches of memory: what each worker has of it, added in the order of the tree.
+"""Finish the reduction tree over flat buffers: the workers' partial sums, added in the order of the tree.
 
-The order is found once, and kept as a list of additions; running it allocates nothing.
+The order is computed once and kept as a list of additions; running it allocates nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from shoal.lanes.flat_layout import DtypeRegion
 from shoal.lanes.reduction_tree import Node, TreeSum
 
-CHUNK_BYTES = 256 * 1024  # several of them stay in a core's cache
+CHUNK_BYTES = 256 * 1024  # several chunks fit into a core's cache
 SumTree = Tensor | tuple["SumTree", "SumTree"]
 
 
 def build_sum_tree(partials: Iterable[tuple[Node, Tensor | None]], lanes: int) -> SumTree | None:
-    """What is to be added, in the shape of the tree; None if there is nothing."""
+    """The partial sums in the shape of the tree; None if all are empty."""
     tree: TreeSum[SumTree] = TreeSum(lanes, lambda left, right: (left, right))
     for node, value in partials:
         tree.push(node, value)
@@ -26,9 +26,9 @@ def build_sum_tree(partials: Iterable[tuple[Node, Tensor | None]], lanes: int) -
 
 
 class TreeReduce:
-    """Puts the sum of a term's stretches into `out`. `regions` says what the stretches hold.
+    """Writes the sum of a tree's buffers into `out`. `regions` gives the buffers' dtypes.
 
-    It goes from front to back and can be done in parts, as far as the stretches have arrived.
+    It works from front to back and can be run in parts, as far as the buffers have arrived.
     """
 
     def __init__(self, tree: SumTree, out: Tensor, regions: Sequence[DtypeRegion]) -> None:
@@ -41,20 +41,20 @@ class TreeReduce:
             for piece in _chunks(region):
                 self._operations.append([])
                 self._ends.append(piece.stop)
-                there = piece.view_in(out)
-                value = self._plan(shape, there, piece, level=0)
-                if value is not there:
-                    self._operations[-1].append((value, None, there))
+                out_piece = piece.view_in(out)
+                value = self._plan(shape, out_piece, piece, level=0)
+                if value is not out_piece:
+                    self._operations[-1].append((value, None, out_piece))
 
     def _plan(self, tree: SumTree, out: Tensor, piece: DtypeRegion, *, level: int) -> Tensor:
-        """Left is added up in `out` itself, right in the scratch of this level; what stays on the right of it goes
-        one level deeper."""
+        """The left subtree is summed in `out` itself, the right one in the scratch of this level. The right subtree's
+        own right side uses the next level."""
         if isinstance(tree, Tensor):
             return piece.view_in(tree)
         left = self._plan(tree[0], out, piece, level=level)
         start = level * CHUNK_BYTES
-        room = self._scratch[start : start + piece.stop - piece.start].view(piece.dtype)
-        right = self._plan(tree[1], room, piece, level=level + 1)
+        scratch = self._scratch[start : start + piece.stop - piece.start].view(piece.dtype)
+        right = self._plan(tree[1], scratch, piece, level=level + 1)
         self._operations[-1].append((left, right, out))
         return out
 
@@ -62,7 +62,7 @@ class TreeReduce:
         self._chunks_done = 0
 
     def run(self, until: int) -> None:
-        """As far as the first `until` bytes allow."""
+        """Sum the chunks within the first `until` bytes."""
         while self._chunks_done < len(self._ends) and self._ends[self._chunks_done] <= until:
             for left, right, out in self._operations[self._chunks_done]:
                 if right is None:
@@ -82,5 +82,5 @@ def _lowest_leaf(tree: SumTree) -> Tensor:
 
 
 def _scratch_depth(tree: SumTree) -> int:
-    """How many scratches are in use at once."""
+    """Number of scratch buffers in use at once."""
     return 0 if isinstance(tree, Tensor) else max(_scratch_depth(tree[0]), 1 + _scratch_depth(tree[1]))

@@ -1,4 +1,4 @@
-"""Optimizers on servers update parameters in parts, so they must treat every element alone."""
+"""Servers update parameters in slices, so their optimizers must be elementwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEPS = 3
 
 
 def is_known_elementwise(optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Is it one of torch's own that treat every element alone?"""
+    """Whether it is one of torch's own elementwise optimizers."""
     return optimizer.__name__ in ELEMENTWISE_OPTIMIZERS and optimizer is getattr(torch.optim, optimizer.__name__)
 
 
@@ -31,9 +31,9 @@ def make_optimizer(
 def why_not_sliceable(
     optimizer: type[torch.optim.Optimizer], hyper: Sequence[dict[str, Any]], dtypes: Iterable[torch.dtype]
 ) -> str:
-    """Why updating a parameter in parts would give other bits than updating it whole; '' if it gives the same.
+    """Why updating a parameter in slices would give other bits than updating it whole; '' if it gives the same.
 
-    Found out by trying, which takes milliseconds and does for the user's own optimizers too.
+    Decided by a trial, which takes milliseconds and works for the user's own optimizers too.
     """
     name = optimizer.__name__
     for dtype in dict.fromkeys(dtypes):
@@ -42,7 +42,7 @@ def why_not_sliceable(
                 if not _sliced_update_matches(optimizer, options, dtype):
                     return f"{name} with these options does not treat every element of a {dtype} tensor alone"
             except Exception as failure:
-                return f"{name} cannot update parts of a tensor: {failure}"
+                return f"{name} cannot update slices of a tensor: {failure}"
     return ""
 
 
@@ -54,14 +54,14 @@ def _sliced_update_matches(optimizer: type[torch.optim.Optimizer], options: dict
     one, two = make_optimizer(optimizer, [options], [[whole]]), make_optimizer(optimizer, [options], [parts])
     for grad in grads:
         whole.grad = grad.clone()
-        for part, there in zip(parts, _split(grad), strict=True):
-            part.grad = there.clone()
+        for part, part_grad in zip(parts, _split(grad), strict=True):
+            part.grad = part_grad.clone()
         one.step()
         two.step()
-    found = [(whole.detach(), [part.detach() for part in parts])]
+    pairs = [(whole.detach(), [part.detach() for part in parts])]
     for name, value in one.state[whole].items():
-        found.append((value, [two.state[part][name] for part in parts]))
-    return all(_same(value, values) for value, values in found)
+        pairs.append((value, [two.state[part][name] for part in parts]))
+    return all(_same(value, values) for value, values in pairs)
 
 
 def _split(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def _split(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _same(value: Any, values: list[Any]) -> bool:
-    """A number for each element must agree element by element, and a number for all of them in both parts."""
+    """Elementwise state must agree element by element; a single number must agree in both parts."""
     if isinstance(value, Tensor) and value.dim():
         return torch.equal(value.flatten().view(torch.uint8), torch.cat(values).view(torch.uint8))
     return all(bool(value == other) for other in values)

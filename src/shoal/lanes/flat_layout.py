@@ -1,11 +1,11 @@
-"""A lane sum as one flat stretch of bytes, which goes over the wire or is read by peers as it is.
+"""The layout of a lane sum in one flat buffer, which is sent, or read by peers, without conversion.
 
-Gradients lie first, those of the last parameters in front, for backward finishes those first. Then comes the tail:
-what else is added up, then what only the lowest lane gives. In all three, tensors of one dtype lie side by side. Every
-tensor starts at a multiple of 64, as torch's own memory does, and has the strides that torch gives a gradient: kernels
-may choose their order of adding by either, and bits must not depend on the way a gradient came.
+Gradients come first, those of the last parameters in front, because backward finishes those first. Then comes the tail:
+other summed values, then values taken from the lowest lane alone. In all three, tensors of one dtype lie side by side.
+Every tensor starts at a multiple of 64, as in torch's own memory, and has the strides that torch gives a gradient:
+kernels may choose their order of adding by either, and bits must not depend on how a gradient arrived.
 
-Servers hold the stretch in chunks; what a chunk has of one gradient is a slice.
+Servers hold the buffer in chunks; the part of one gradient in one chunk is a slice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class DtypeRegion:
-    """The bytes [start, stop) hold elements of one dtype, which are `added` up or taken from the lowest lane."""
+    """The bytes [start, stop) hold elements of one dtype. They are summed, or else taken from the lowest lane."""
 
     dtype: torch.dtype
     is_summed: bool
@@ -46,7 +46,7 @@ class DtypeRegion:
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where one tensor lies."""
+    """Offset, shape and strides of one tensor in the flat buffer."""
 
     dtype: torch.dtype
     is_summed: bool
@@ -63,23 +63,23 @@ class TensorSlot:
         return flat.as_strided(self.shape, self.strides)
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """A tensor's elements as they lie in a stretch: its very memory if it has the right strides, else a copy."""
+        """A tensor's elements in the order of the flat buffer: a view if its strides match, else a copy."""
         if tensor.stride() != self.strides and not self._has_same_strides(tensor):
-            room = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device)
-            tensor = room.copy_(tensor)
+            copy = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device)
+            tensor = copy.copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
     def _has_same_strides(self, tensor: Tensor) -> bool:
-        """The stride of a dimension of one element says nothing."""
+        """Strides of dimensions with one element do not count."""
         return all(n < 2 or a == b for n, a, b in zip(self.shape, tensor.stride(), self.strides, strict=True))
 
     def unflatten(self, flat: Tensor) -> Tensor:
-        """What `flat` gave, as a tensor again."""
+        """The inverse of `flatten`."""
         return flat.as_strided(self.shape, self.strides)
 
 
 class TensorRange(NamedTuple):
-    """The bytes [start, stop) of the stretch, all of them of gradient number `place`."""
+    """The bytes [start, stop) of the flat buffer, all of them of gradient number `place`."""
 
     place: int
     start: int
@@ -87,7 +87,7 @@ class TensorRange(NamedTuple):
 
 
 class ChunkSlice(NamedTuple):
-    """What chunk number `chunk` has of gradient number `place`: the bytes [start, stop) of the stretch."""
+    """The part of gradient number `place` in chunk number `chunk`: the bytes [start, stop) of the flat buffer."""
 
     chunk: int
     place: int
@@ -97,22 +97,22 @@ class ChunkSlice(NamedTuple):
 
 
 class FlatLayout:
-    """How sums like this one lie in a stretch of `size_bytes`, and where that is cut. There is room for a count in any
-    case. From `tail` on lies what is no gradient.
+    """The layout of sums like this one in a flat buffer of `size_bytes`, and its chunks. It always has space for a
+    count. Everything from `tail` on is no gradient.
 
-    Chunks also have rows of sparse tables, if there are any: then there are `least` chunks or more, and a model that is
-    too small for that has a gap before the tail, in which nothing lies.
+    Chunks also hold the rows of sparse tables. A model with sparse tables has at least `min_chunks` chunks; if its
+    gradients are too small for that, padding precedes the tail.
     """
 
     def __init__(self, like: LaneSum, *, min_chunks: int = 0) -> None:
         added = [*like.grads, *like.float_buffers, like.loss, like.loss]
-        places = [_slot_like(t, is_summed=True) for t in added] + [
+        slots = [_slot_like(t, is_summed=True) for t in added] + [
             _slot_like(t, is_summed=False) for t in like.int_buffers
         ]
-        self._assign_offsets(places, (len(like.grads), len(like.float_buffers), len(like.int_buffers)), min_chunks)
+        self._assign_offsets(slots, (len(like.grads), len(like.float_buffers), len(like.int_buffers)), min_chunks)
 
     def _assign_offsets(self, wanted: list[TensorSlot], tensor_counts: tuple[int, int, int], min_chunks: int) -> None:
-        """Find each its start."""
+        """Give each slot its start."""
         self._tensor_counts = tensor_counts
         self._min_chunks = min_chunks
         self._slots = list(wanted)
@@ -125,26 +125,26 @@ class FlatLayout:
         self._append_slots(range(grads, len(wanted)))
 
     def _append_slots(self, order: Sequence[int]) -> None:
-        end, places = self.size_bytes, self._slots
-        for dtype, added in dict.fromkeys((places[i].dtype, places[i].is_summed) for i in order):
+        end, slots = self.size_bytes, self._slots
+        for dtype, added in dict.fromkeys((slots[i].dtype, slots[i].is_summed) for i in order):
             start = end
             for i in order:
-                if (places[i].dtype, places[i].is_summed) == (dtype, added):
-                    places[i] = replace(places[i], start=end)
-                    end = align_up(end + places[i].size_bytes)
+                if (slots[i].dtype, slots[i].is_summed) == (dtype, added):
+                    slots[i] = replace(slots[i], start=end)
+                    end = align_up(end + slots[i].size_bytes)
             self.regions.append(DtypeRegion(dtype, added, start, end))
         self.size_bytes = end
 
-    # ---- told to others ----
+    # ---- description for other processes ----
 
     def describe(self) -> dict[str, Any]:
-        """All that makes the layout, fit for JSON."""
+        """The whole layout as JSON values."""
         tensors = [[DTYPE_CODES[place.dtype], list(place.shape), list(place.strides)] for place in self._slots]
         return {"tensors": tensors, "sizes": list(self._tensor_counts), "least": self._min_chunks}
 
     @classmethod
     def from_description(cls, description: Any) -> FlatLayout:
-        """The layout that was described. ValueError for whatever describes none."""
+        """The inverse of `describe`. ValueError for anything else."""
         try:
             tensors, (grads, averaged, first) = description["tensors"], description["sizes"]
             sizes = (
@@ -156,39 +156,39 @@ class FlatLayout:
             if len(tensors) != sum(sizes) + 2:
                 raise ValueError(f"{len(tensors)} tensors")
             added = sizes[0] + sizes[1] + 2
-            places = [_slot_from_description(row, is_summed=i < added) for i, row in enumerate(tensors)]
+            slots = [_slot_from_description(row, is_summed=i < added) for i, row in enumerate(tensors)]
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
             raise ValueError(f"not the layout of a model: {problem}") from None
-        if any((place.dtype, place.shape) != (torch.float64, ()) for place in places[added - 2 : added]):
-            raise ValueError("not the layout of a model: the loss is a number")
-        if sum(align_up(place.size_bytes) for place in places) > MAX_BYTES:
-            raise ValueError("the layout of a model that nobody could hold")
+        if any((place.dtype, place.shape) != (torch.float64, ()) for place in slots[added - 2 : added]):
+            raise ValueError("not the layout of a model: loss and count must be float64 scalars")
+        if sum(align_up(place.size_bytes) for place in slots) > MAX_BYTES:
+            raise ValueError(f"the layout of a model of more than {MAX_BYTES} bytes")
         layout = cls.__new__(cls)
-        layout._assign_offsets(places, sizes, least)
+        layout._assign_offsets(slots, sizes, min_chunks)
         return layout
 
     # ---- chunks ----
 
     @functools.cached_property
     def chunk_offsets(self) -> list[int]:
-        """Chunk i is the bytes [cuts[i], cuts[i + 1]); the last one is the tail."""
-        lying = [(self._slots[i].start, self._slots[i].size_bytes) for i in self._grads_by_offset]
+        """Chunk i is the bytes [offsets[i], offsets[i + 1]); the last chunk is the tail."""
+        ranges = [(self._slots[i].start, self._slots[i].size_bytes) for i in self._grads_by_offset]
         if self._grads_end < self.tail:
-            lying.append((self._grads_end, self.tail - self._grads_end))
-        return chunk_boundaries(lying, self.size_bytes, least_chunks=self._min_chunks)
+            ranges.append((self._grads_end, self.tail - self._grads_end))
+        return chunk_boundaries(ranges, self.size_bytes, least_chunks=self._min_chunks)
 
     @functools.cached_property
     def slices(self) -> list[ChunkSlice]:
-        """In the order of the stretch."""
-        places = self._slots
+        """All slices in the order of the flat buffer."""
+        slots = self._slots
         return [
-            ChunkSlice(chunk, *part, places[part.place].dtype)
+            ChunkSlice(chunk, *part, slots[part.place].dtype)
             for chunk, (start, stop) in enumerate(pairwise(self.chunk_offsets))
             for part in self.tensor_ranges(start, stop)
         ]
 
     def tensor_ranges(self, start: int, stop: int) -> list[TensorRange]:
-        """What the bytes [start, stop) hold of gradients, in order."""
+        """The parts of gradients in the bytes [start, stop), in order."""
         return list(self._tensor_ranges(start, stop))
 
     def _tensor_ranges(self, start: int, stop: int) -> Iterator[TensorRange]:
@@ -202,17 +202,16 @@ class FlatLayout:
                 yield TensorRange(i, a, b)
 
     def slices_of(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients cut into slices, flat, in the order of the stretch: their very memory where they have the
-        layout's strides."""
-        found: list[Tensor] = []
+        """Gradients as flat slices in the order of the flat buffer: views where gradients have the layout's strides."""
+        slices: list[Tensor] = []
         for i, counts in self._slice_lengths:
             flat = self._slots[i].flatten(grads[i])
-            found.extend(torch.split(flat, counts) if len(counts) > 1 else (flat,))
-        return found
+            slices.extend(torch.split(flat, counts) if len(counts) > 1 else (flat,))
+        return slices
 
     @functools.cached_property
     def _slice_lengths(self) -> list[tuple[int, list[int]]]:
-        """How many elements each slice of a gradient has; gradients as they lie."""
+        """The number of elements of each slice of each gradient, in the order of the flat buffer."""
         counts: dict[int, list[int]] = {}
         for part in self.slices:
             counts.setdefault(part.place, []).append((part.stop - part.start) // part.dtype.itemsize)
@@ -220,19 +219,19 @@ class FlatLayout:
 
     @functools.cached_property
     def _grads_by_offset(self) -> list[int]:
-        """The gradients as they lie in the stretch, without those that have no elements."""
-        there = (i for i, place in enumerate(self.grads) if place.size_bytes)
-        return sorted(there, key=lambda i: self._slots[i].start)
+        """Indices of the gradients in the order of the flat buffer, without those that have no elements."""
+        filled = (i for i, place in enumerate(self.grads) if place.size_bytes)
+        return sorted(filled, key=lambda i: self._slots[i].start)
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """Of norms that are taken together."""
+        """The dtype of the total norm."""
         return functools.reduce(torch.promote_types, (place.dtype for place in self.grads))
 
     # ---- sums ----
 
     def views(self, flat_buffer: Tensor) -> LaneSum:
-        """The sum whose tensors lie in this stretch."""
+        """The sum whose tensors are views of this buffer."""
         tensors = [place.view_in(flat_buffer) for place in self._slots]
         grads, averaged, first = self._tensor_counts
         small = tensors[grads : grads + averaged + 2]
@@ -243,42 +242,47 @@ class FlatLayout:
         return self._slots[: self._tensor_counts[0]]
 
     def fits(self, value: LaneSum) -> bool:
-        """Would it come back as it is?"""
-        found = [*value.grads, *value.float_buffers, value.loss, value.count if value.count is not None else value.loss]
-        tensors = found + value.int_buffers
+        """Whether number, shapes and dtypes of the sum's tensors match the layout."""
+        summed = [
+            *value.grads,
+            *value.float_buffers,
+            value.loss,
+            value.count if value.count is not None else value.loss,
+        ]
+        tensors = summed + value.int_buffers
         return len(tensors) == len(self._slots) and all(
             t.layout == torch.strided and (t.dtype, tuple(t.shape)) == (place.dtype, place.shape)
             for t, place in zip(tensors, self._slots, strict=True)
         )
 
     def regions_within(self, start: int, stop: int) -> list[DtypeRegion]:
-        """The regions' parts in the bytes [start, stop), counted from `start`."""
-        cut = ((r, max(r.start, start), min(r.stop, stop)) for r in self.regions)
-        return [DtypeRegion(r.dtype, r.is_summed, a - start, b - start) for r, a, b in cut if a < b]
+        """The regions' parts in the bytes [start, stop), with offsets from `start`."""
+        clipped = ((r, max(r.start, start), min(r.stop, stop)) for r in self.regions)
+        return [DtypeRegion(r.dtype, r.is_summed, a - start, b - start) for r, a, b in clipped if a < b]
 
     @property
     def digest(self) -> int:
-        """Equal where stretches can be exchanged."""
+        """Equal for layouts whose buffers can be exchanged."""
         words = repr((self._slots, self._min_chunks))
         return int.from_bytes(hashlib.sha256(words.encode()).digest(), "little")
 
 
 def write_lane_sum(into: LaneSum, value: LaneSum) -> None:
-    """Copy a sum into the views of a stretch; gradients that went ahead are there already."""
+    """Copy a sum into the views of a flat buffer, without gradients that a sink has already written there."""
     if value.grads:
         torch._foreach_copy_(into.grads, value.grads)
-    for places, tensors in ((into.float_buffers, value.float_buffers), (into.int_buffers, value.int_buffers)):
-        for place, tensor in zip(places, tensors, strict=True):
-            place.copy_(tensor)
+    for views, tensors in ((into.float_buffers, value.float_buffers), (into.int_buffers, value.int_buffers)):
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
     into.loss.copy_(value.loss)
     if into.count is not None and value.count is not None:
         into.count.copy_(value.count)
 
 
 def split_evenly(size_bytes: int, members: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Cut a stretch into one part per member: equal up to 64 bytes, at multiples of 64."""
-    cuts = [size_bytes * i // len(members) // ALIGN * ALIGN for i in range(len(members))] + [size_bytes]
-    return {member: (cuts[i], cuts[i + 1]) for i, member in enumerate(members)}
+    """Split a flat buffer into one range per member: equal up to 64 bytes, at multiples of 64."""
+    offsets = [size_bytes * i // len(members) // ALIGN * ALIGN for i in range(len(members))] + [size_bytes]
+    return {member: (offsets[i], offsets[i + 1]) for i, member in enumerate(members)}
 
 
 def align_up(offset: int) -> int:
@@ -287,7 +291,7 @@ def align_up(offset: int) -> int:
 
 def _checked_int(number: Any, limit: int) -> int:
     if type(number) is not int or not 0 <= number <= limit:
-        raise ValueError(f"a number {number!r:.40}")
+        raise ValueError(f"{number!r:.40} is not a number from 0 to {limit}")
     return number
 
 
@@ -298,7 +302,7 @@ def _checked_ints(numbers: Iterable[Any]) -> tuple[int, ...]:
 def _slot_from_description(row: Any, *, is_summed: bool) -> TensorSlot:
     code, shape, strides = row
     if not isinstance(code, str) or code not in DTYPES:
-        raise ValueError(f"a dtype {code!r:.40}")
+        raise ValueError(f"unknown dtype {code!r:.40}")
     if not len(shape) == len(strides) <= _MAX_DIMENSIONS:
         raise ValueError("a shape that no tensor has")
     place = TensorSlot(DTYPES[code], is_summed, _checked_ints(shape), _checked_ints(strides))
@@ -308,7 +312,7 @@ def _slot_from_description(row: Any, *, is_summed: bool) -> TensorSlot:
 
 
 def _is_dense(slot: TensorSlot) -> bool:
-    """Does it fill its bytes, each once?"""
+    """Whether its elements fill its bytes without gaps or overlap."""
     expected = 1
     for stride, size in sorted(zip(slot.strides, slot.shape, strict=True)):
         if size > 1 and stride != expected and 0 not in slot.shape:

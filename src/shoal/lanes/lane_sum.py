@@ -1,4 +1,4 @@
-"""What lanes add up to."""
+"""The sum over lanes: gradients, buffers, loss, count and sparse rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shoal.lanes.sparse import rows as sparse
 
 @dataclass
 class LaneSum:
-    """What a lane, or a block of lanes, adds up to.
+    """The sum of a lane, or of a block of lanes.
 
-    `averaged` are the moving float buffers times the lane's share; `first` are the other moving buffers, of which
-    the lowest lane's count. `count` is there when the loss came as a sum with a divisor of its own. `grads` are empty
-    where a taker has them. `rows` are gradients of rows, for each sparse table.
+    `float_buffers` are the moving float buffers times the lane's share; `int_buffers` are the other moving buffers, and
+    the lowest lane's are kept. `count` is the loss's own divisor, if it has one. `grads` is empty if a sink took them.
+    `rows` are the row gradients of each sparse table.
     """
 
     grads: list[Tensor]
@@ -28,7 +28,7 @@ class LaneSum:
 
 
 def add(left: LaneSum, right: LaneSum) -> LaneSum:
-    """left + right, in the memory of left."""
+    """left + right, stored in left."""
     if left.grads:
         torch._foreach_add_(left.grads, right.grads)
     if left.float_buffers:

@@ -1,8 +1,8 @@
-"""The fixed binary tree over lane numbers, on which everything that lanes produce is summed.
+"""The fixed binary tree over lane numbers, on which all results of lanes are summed.
 
 Node (level, index) covers the lanes [index * 2^level, (index + 1) * 2^level). Its value is left + right; a side
-without samples adds nothing. The shape depends on lane numbers alone, so the sum has the same bits whoever carries
-which lane: a worker sums what it has of the tree, and others finish it in the same order.
+without samples adds nothing. The shape depends on lane numbers alone, so the sum has the same bits for every assignment
+of lanes to workers: a worker sums its part of the tree, and its peers finish the sum in the same order.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Node = tuple[int, int]
 
 
 class TreeSum(Generic[T]):
-    """Takes lanes or finished nodes in any order and adds siblings as soon as both are there.
+    """Takes lanes or finished nodes in any order and adds siblings as soon as it has both.
 
-    `add(a, b)` may reuse the memory of `a`. A lane without samples is given as None: known, and nothing.
-    At most log2(lanes) + 1 values are held when lanes come in rising order.
+    `add(a, b)` may reuse the memory of `a`. A lane without samples is pushed as None.
+    If lanes come in ascending order, at most log2(lanes) + 1 values are held.
     """
 
     def __init__(self, lanes: int, add: Callable[[T, T], T]) -> None:
@@ -28,27 +28,28 @@ class TreeSum(Generic[T]):
         self._nodes: dict[Node, T | None] = {}
 
     def push(self, node: Node, value: T | None) -> None:
-        top, met = self.merge_path(node)
-        for sibling, comes_first in met:
+        top, merged = self.merge_path(node)
+        for sibling, comes_first in merged:
             other = self._nodes.pop(sibling)
             value = self._sum(other, value) if comes_first else self._sum(value, other)
         self._nodes[top] = value
 
     def merge_path(self, node: Node) -> tuple[Node, list[tuple[Node, bool]]]:
-        """Where a value for this node ends up, and the held nodes that it meets on the way; True: it comes after."""
-        met: list[tuple[Node, bool]] = []
+        """The node that a value for this node ends up in, and the held nodes that it is added to on the way; True: the
+        held node is the left operand."""
+        merged: list[tuple[Node, bool]] = []
         while True:
             if node in self._nodes:
                 raise ValueError(f"node {node} was given twice")
             level, index = node
             sibling = (level, index ^ 1)
             if level == self.height:
-                return node, met
+                return node, merged
             if sibling in self._nodes:
-                met.append((sibling, index % 2 == 1))
+                merged.append((sibling, index % 2 == 1))
             elif (index ^ 1) << level < self.lanes:
-                return node, met
-            node = (level + 1, index >> 1)  # where the sibling lies beyond the last lane: pass through
+                return node, merged
+            node = (level + 1, index >> 1)  # a sibling beyond the last lane adds nothing
 
     def push_lane(self, number: int, value: T | None) -> None:
         self.push((0, number), value)
@@ -60,7 +61,7 @@ class TreeSum(Generic[T]):
 
     @property
     def partials(self) -> dict[Node, T | None]:
-        """The largest nodes that are complete: what a worker has to send."""
+        """The largest complete nodes: the partial sums that a worker sends."""
         return dict(self._nodes)
 
     def total(self) -> T | None:
@@ -71,7 +72,7 @@ class TreeSum(Generic[T]):
 
 
 def partial_nodes(carried: Iterable[int], lanes: int) -> list[Node]:
-    """The partials that a worker which carries these lanes ends up with, in order."""
+    """The partial sums of a worker that runs these lanes, in order."""
     tree: TreeSum[int] = TreeSum(lanes, lambda a, b: a)
     for lane in sorted(carried):
         tree.push_lane(lane, 0)

@@ -1,8 +1,8 @@
 """One set of weights with everything that changes them: model, optimizer, schedule, moving buffers.
 
 The rules of exactness live here. A lane is one forward and backward from the state at the start of the step, with
-randomness of its own; what lanes produce is a `LaneSum`, added up on the tree; `apply` turns the total into one
-update. Nothing here knows how many workers there are.
+its own random seeds. Its result is a `LaneSum`; lane sums are added on the tree, and `apply` turns the total into one
+update. Nothing here depends on the number of workers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 MIN_ROW_CHUNKS = 64
-"""Rows of sparse tables are spread over as many chunks at least."""
+"""Minimum number of chunks over which the rows of sparse tables are spread."""
 
-# The mean over the batch's samples, or (a sum, what to divide it by once all lanes are added).
+# The mean over the batch's samples, or (sum, divisor); divisors are summed over all lanes before they divide.
 Loss = Tensor | tuple[Tensor, Tensor | float | int]
 LossFunction = Callable[[nn.Module, Any], Loss]
 
@@ -51,10 +51,11 @@ class GradientSink(Protocol):
     """Takes a lane's gradients one by one, in the order in which backward finishes them."""
 
     def accept(self, index: int, grad: Tensor | None) -> None:
-        """The gradient of trainable parameter number `index`. At the end, None for each that has none left."""
+        """Take the gradient of trainable parameter number `index`. After backward, called with None or the remaining
+        gradient for every parameter."""
 
     def invalidate(self, why: str) -> None:
-        """What was taken is not the lane's gradient after all."""
+        """The accepted gradients are not the lane's gradients after all."""
 
 
 class MovingBuffers:
@@ -68,7 +69,7 @@ class MovingBuffers:
 
     @property
     def float_names(self) -> list[str]:
-        """Those that are averaged."""
+        """The names of the buffers that are averaged."""
         return [name for name, floats in zip(self.names, self._is_float, strict=True) if floats]
 
     @property
@@ -81,7 +82,7 @@ class MovingBuffers:
 
     @torch.no_grad()
     def snapshot(self) -> None:
-        """What every lane of this step starts from."""
+        """Save the values from which every lane of this step starts."""
         self._at_start = [b.clone() for b in self._current(True) + self._current(False)]
 
     @torch.no_grad()
@@ -94,7 +95,7 @@ class MovingBuffers:
         return [b * share for b in self._current(True)], [b.clone() for b in self._current(False)]
 
     def templates(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Tensors like those that `take` gives."""
+        """Tensors with the shapes and dtypes of `weighted_copies`."""
         return self._current(True), self._current(False)
 
     @torch.no_grad()
@@ -148,7 +149,7 @@ class Replica:
             table.bind(InitialRows())
 
     def probe(self, batch: Any) -> None:
-        """Find the moving buffers: run one forward pass and put everything back."""
+        """Find the moving buffers: run one forward pass and restore all buffers."""
         if not any(True for _ in self.model.buffers()):
             return
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -166,19 +167,19 @@ class Replica:
         self._layout = None
 
     def begin_step(self) -> None:
-        """Before the first lane of a step."""
+        """Call before the first lane of a step."""
         if not self.model.training:
             self.set_train_mode()
         if self.moving_buffers.names:
             self.moving_buffers.snapshot()
 
     def undo_step(self) -> None:
-        """A step that was begun does not count: the lanes have moved nothing but the moving buffers."""
+        """Undo a discarded step: its lanes have changed nothing but the moving buffers."""
         if self.moving_buffers.names:
             self.moving_buffers.restore()
 
     def set_train_mode(self) -> None:
-        """Training mode; layers whose parameters are all frozen keep still, running statistics included."""
+        """Training mode; layers whose parameters are all frozen stay in eval mode, running statistics included."""
         self.model.train()
         for module in self.model.modules():
             own = list(module.parameters(recurse=False))
@@ -188,13 +189,13 @@ class Replica:
     def forward_backward(
         self, step: int, lane: int, batch: Any, *, share: float, sink: GradientSink | None = None
     ) -> LaneSum:
-        """The lane's part of the step; `share` is its part of the step's samples. Gradients go to the taker as soon
-        as they are there, if there is one."""
+        """Compute the lane's sum; `share` is its fraction of the step's samples. A sink gets each gradient as soon as
+        backward has finished it."""
         result = self._forward_backward_once(step, lane, batch, share, sink)
         if not self.rng.drew_unseeded():
             return result
         if sink:
-            sink.invalidate("a generator was drawn from that had no seed for this lane")
+            sink.invalidate("a generator was drawn from that was not seeded for this lane")
             return result
         return self._forward_backward_once(step, lane, batch, share)
 
@@ -204,7 +205,7 @@ class Replica:
         if self.moving_buffers.names:
             self.moving_buffers.restore()
         for table in self.tables:
-            table.take_gradients()  # of a pass that came to nothing
+            table.take_gradients()  # of a discarded pass
         self.rng.seed_lane(self._seed, seeds.LANE, step, lane)
         with self.autocast_context():
             result = self._loss(self.model, batch)
@@ -214,7 +215,7 @@ class Replica:
             value = loss.detach().double()
             count = torch.as_tensor(divisor, dtype=torch.float64, device=self.device).clone()
         else:
-            # A share of one changes no bit, and is left out: a single lane costs what plain PyTorch does.
+            # A share of 1 changes no bit and is skipped: a single lane costs no more than plain PyTorch.
             self._backward(result, self._share_tensor(share, result) if share != 1 else None, sink)
             value, count = result.detach().double(), None
             if share != 1:
@@ -226,9 +227,9 @@ class Replica:
     def _backward(self, loss: Tensor, weight: Tensor | None, sink: GradientSink | None) -> None:
         hooks = []
         if sink:
-            give = functools.partial(_deliver, sink)
+            deliver = functools.partial(_deliver, sink)
             hooks = [
-                p.register_post_accumulate_grad_hook(functools.partial(give, i))  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(functools.partial(deliver, i))  # type: ignore[no-untyped-call]
                 for i, p in enumerate(self.trainable)
             ]
         try:
@@ -238,14 +239,14 @@ class Replica:
                 hook.remove()
 
     def sum_template(self) -> LaneSum:
-        """Tensors of the shapes and kinds that a lane's sum has; a count is there in any case."""
+        """Tensors with the shapes and dtypes of a lane's sum, always with a count."""
         averaged, first = self.moving_buffers.templates()
         loss, count = torch.zeros(2, dtype=torch.float64)
         return LaneSum(list(self.trainable), averaged, first, loss, count)
 
     @property
     def layout(self) -> FlatLayout:
-        """How sums of this replica lie in a stretch, and how they are cut."""
+        """The flat layout of this replica's sums, and its chunks."""
         if self._layout is None:
             self._layout = FlatLayout(self.sum_template(), min_chunks=MIN_ROW_CHUNKS if self.tables else 0)
             if self._chunking:
@@ -253,16 +254,16 @@ class Replica:
         return self._layout
 
     def set_chunking(self, chunking: Callable[[FlatLayout], list[int]]) -> None:
-        """Let the stretch be cut in another way than by size."""
+        """Set chunk boundaries in another way than by size."""
         self._chunking, self._layout = chunking, None
 
     def apply(self, step: int, total: LaneSum) -> Tensor:
-        """One update from the sum over all lanes. Returns the loss of the step."""
+        """Update the weights from the sum over all lanes. Returns the loss of the step."""
         self.scale_sum(total)
         return self.apply_gradient(step, total)
 
     def apply_gradient(self, step: int, total: LaneSum) -> Tensor:
-        """The same from a sum that is the gradient already."""
+        """Update the weights from a sum that `scale_sum` has already scaled."""
         for parameter, grad in zip(self.trainable, total.grads, strict=True):
             parameter.grad = grad
         optimizer_step(self.optimizer)
@@ -271,7 +272,7 @@ class Replica:
         return self.finish_step(step, total)
 
     def adopt_storage(self, values: Sequence[Tensor]) -> bool:
-        """Let the parameters lie where these values do. False if they cannot: then values must be copied."""
+        """Make the parameters use the memory of these values. False if that is impossible: the caller must copy."""
         if self.can_adopt_storage:
             for parameter, value in zip(self.trainable, values, strict=True):
                 parameter.data = value
@@ -279,10 +280,11 @@ class Replica:
 
     @functools.cached_property
     def can_adopt_storage(self) -> bool:
-        """Has nobody else a share in the parameters' memory? A buffer that is a view of one would stay behind."""
+        """Whether no other tensor shares the parameters' memory. A buffer that is a view of one would keep the old
+        memory."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         shared = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        strides = [place.strides for place in self.layout.grads]
+        strides = [slot.strides for slot in self.layout.grads]
         return all(
             p.device.type == "cpu" and p.stride() == stride and shared[p.untyped_storage().data_ptr()] == 1
             for p, stride in zip(self.trainable, strides, strict=True)
@@ -293,35 +295,34 @@ class Replica:
         torch._foreach_copy_(list[Tensor](self.trainable), list(values))
 
     def finish_step(self, step: int, total: LaneSum) -> Tensor:
-        """The rest of a step whose update is made, here or elsewhere. Returns its loss."""
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        """Finish a step after its update, made here or on servers. Returns its loss."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules check it
         if self.moving_buffers.names:
             self.moving_buffers.assign(total.float_buffers, total.int_buffers)
         self.step_schedule(step)
         return total.loss.clone() if total.count is None else total.loss / total.count
 
     def step_schedule(self, step: int) -> None:
-        """After this step."""
+        """Advance the learning-rate schedule after this step."""
         if self.schedule and (step + 1) % self._schedule_every == 0 and not self.schedule_needs_metric:
             self.schedule.step()
 
     @property
     def schedule_needs_metric(self) -> bool:
-        """A schedule that is stepped with the result of an evaluation."""
+        """Whether the schedule is stepped with the result of an evaluation."""
         return isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     def scale_sum(self, total: LaneSum) -> None:
-        """The sum becomes the gradient."""
-        grads, clip, count, by = total.grads, self.clipping, total.count, None
+        """Turn the sum into the gradient: divide by the count, then clip."""
+        grads, clip, count, coefficient = total.grads, self.clipping, total.count, None
         if clip.norm is not None:
-            by = clip_coefficient(slice_norms(self.layout.slices_of(grads)), clip=clip.norm, count=count)
-        scale_gradients(
-            grads, count=count if count is None else count.to(grads[0].dtype), coefficient=by, value=clip.value
-        )
+            coefficient = clip_coefficient(slice_norms(self.layout.slices_of(grads)), clip=clip.norm, count=count)
+        divisor = count if count is None else count.to(grads[0].dtype)
+        scale_gradients(grads, count=divisor, coefficient=coefficient, value=clip.value)
         total.rows = [scale_rows(rows, count=count, value=clip.value) for rows in total.rows]
 
     def _collect_grads(self, sink: GradientSink | None) -> list[Tensor]:
-        """The lane's gradients, taken out of the model. A parameter that the lane did not touch has zero."""
+        """Move the lane's gradients out of the model. A parameter that the lane did not use gets zeros."""
         if sink:
             for i, parameter in enumerate(self.trainable):
                 _deliver(sink, i, parameter)
@@ -351,12 +352,12 @@ class Replica:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def state(self) -> dict[str, Any]:
-        """Everything that an update depends on, as references: copy it before the next step changes it."""
+        """Everything that an update depends on, not copied: the next step changes it."""
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule else None,
-            # state_dict() leaves out buffers that are not persistent
+            # state_dict() omits buffers that are not persistent
             "moving": {name: self.model.get_buffer(name) for name in self.moving_buffers.names},
         }
 
@@ -371,14 +372,14 @@ class Replica:
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, without torch's wrapper around it (a label for the profiler, hooks) where nobody has
-    hooks: a quarter of what the step of a small model costs."""
+    """`optimizer.step()` without torch's wrapper (profiler label, hooks) if there are no hooks. The wrapper takes a
+    quarter of the time of a small model's step."""
     wrapper = type(optimizer).step
     inner = getattr(wrapper, "__wrapped__", None)
     if inner is None or not getattr(wrapper, "hooked", False) or _has_hooks(optimizer):
         optimizer.step()
     else:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules check it
         inner(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Randomness belongs to a lane at a step, never to a worker."""
+"""Random seeds belong to a lane at a step, never to a worker."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shoal.spec.seeds import derive_seed
 class LaneRng:
     """The global generators that a model may draw from: torch's, Python's and numpy's.
 
-    Every lane has seeds of its own for all of them. Few models draw from Python's and numpy's, and seeding those two
-    for each lane costs 30 µs between the kernels of a step. So `for_lane` leaves them alone until `missed` says that
-    somebody drew from one: that lane has to be done once more, and from then on they are seeded every time.
+    Every lane has its own seeds for all of them. Few models draw from Python's and numpy's, and seeding those two for
+    each lane costs 30 µs. So `seed_lane` skips them until `drew_unseeded` reports a draw: that lane must be computed
+    again, and from then on they are seeded every time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._state_probes = [python_state_probe(), numpy_state_probe()]
-        self._always_seed_all = not all(_detects_draws(mark) for mark in self._state_probes)
+        self._always_seed_all = not all(_detects_draws(probe) for probe in self._state_probes)
         self.seed_all(0)
 
     def seed_lane(self, *numbers: int) -> None:
@@ -37,11 +37,11 @@ class LaneRng:
         self._seed_torch(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
-        self._seeded_state = [mark() for mark in self._state_probes]
+        self._seeded_state = [probe() for probe in self._state_probes]
 
     def drew_unseeded(self) -> bool:
-        """True once: a generator that `for_lane` had left alone was drawn from."""
-        if self._always_seed_all or [mark() for mark in self._state_probes] == self._seeded_state:
+        """True once: the model drew from a generator that `seed_lane` had skipped."""
+        if self._always_seed_all or [probe() for probe in self._state_probes] == self._seeded_state:
             return False
         self._always_seed_all = True
         return True
@@ -55,25 +55,25 @@ class LaneRng:
 
 
 StateProbe = Callable[[], tuple[int, int]]
-"""Looks at a Mersenne twister's position and first word, which no draw leaves as they are. A look, no copy: 0.2 µs."""
+"""Reads a Mersenne twister's position and first word, which every draw changes, in place and in 0.2 µs."""
 
 
 def python_state_probe() -> StateProbe:
-    """CPython keeps the position and then the words right behind the object's head."""
-    place = id(random._inst) + object.__basicsize__
-    position, word = ctypes.c_int.from_address(place), ctypes.c_uint32.from_address(place + 4)
+    """CPython stores the position and then the words directly behind the object's header."""
+    address = id(random._inst) + object.__basicsize__
+    position, word = ctypes.c_int.from_address(address), ctypes.c_uint32.from_address(address + 4)
     return lambda: (position.value, word.value)
 
 
 def numpy_state_probe() -> StateProbe:
-    """numpy documents where its state lies: 624 words and then the position."""
-    place = np.random.mtrand._rand._bit_generator.ctypes.state_address
-    position, word = ctypes.c_int.from_address(place + 624 * 4), ctypes.c_uint32.from_address(place)
+    """numpy documents the layout of its state: 624 words and then the position."""
+    address = np.random.mtrand._rand._bit_generator.ctypes.state_address
+    position, word = ctypes.c_int.from_address(address + 624 * 4), ctypes.c_uint32.from_address(address)
     return lambda: (position.value, word.value)
 
 
 def _detects_draws(probe: StateProbe) -> bool:
-    """Is the memory what we think it is? If another Python keeps its state elsewhere, every lane is seeded."""
+    """Whether the probe reads the generators' state. If another Python stores it elsewhere, every lane is seeded."""
     random.seed(1)
     np.random.seed(1)
     before, again = probe(), probe()

@@ -10,19 +10,19 @@ import torch
 
 from shoal.spec.job import Job
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # names that malloc.h has for them
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 _TRIM_BYTES = 1 << 30
-_MMAP_BYTES = 32 << 20  # the most that glibc takes
+_MMAP_BYTES = 32 << 20  # the largest value that glibc accepts
 _USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc keep what was freed for the next step, which wants the same again. True if it listens.
+    """Make malloc keep freed memory for the next step. True if malloc accepts it.
 
-    By default glibc gives memory at the end of its heap back to the system as soon as there is some of it, and large
-    pieces at once. Gradients and activations are made and freed in every step: then they are given back and fetched
-    again, page by page, each filled with zeros. Measured with a GPT of 3.2 million parameters: 1,000 to 8,000 page
-    faults a step, and up to a sixth of the time. Whoever has chosen for malloc already knows better.
+    By default glibc returns free memory at the end of its heap, and large blocks, to the system at once. Gradients and
+    activations are allocated and freed in every step, so their pages would be returned, fetched and zeroed again each
+    time. Measured with a GPT of 3.2 million parameters: 1,000 to 8,000 page faults per step, and up to a sixth of the
+    time. The user's own malloc settings take precedence.
     """
     if sys.platform != "linux" or any(map(os.environ.get, _USER_SETTINGS)):
         return False
@@ -34,7 +34,7 @@ def keep_freed_memory() -> bool:
 
 
 def prepare_torch(job: Job) -> None:
-    """The same arithmetic everywhere: a fixed number of threads, deterministic kernels."""
+    """Make results reproducible: a fixed number of threads, deterministic kernels."""
     keep_freed_memory()
     torch.set_num_threads(job.threads)
     if job.threads > 1 or torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Between a whole replica and the chunks that servers hold: the same state, cut up or put together."""
+"""Converts between the state of a whole replica and the chunks that servers hold."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.lanes.replica import Replica
 from shoal.paramserver.optimizer_slices import OptimizerState, copy_state, is_slot, slice_state
 
 _SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
-"""What torch's optimizers keep once for a whole parameter. Told by name where the parameter itself is a single number
-without dimensions; elsewhere the shape tells."""
+"""State that torch's optimizers keep once per parameter. The name decides if the parameter itself is a scalar;
+otherwise the shape does."""
 
 
 def param_group_indices(replica: Replica) -> list[int]:
-    """The optimizer's group of each gradient; -1 for a parameter that it does not have."""
-    found = {id(p): i for i, group in enumerate(replica.optimizer.param_groups) for p in group["params"]}
-    return [found.get(id(parameter), -1) for parameter in replica.trainable]
+    """The optimizer's group of each gradient; -1 for a parameter that the optimizer does not have."""
+    groups = {id(p): i for i, group in enumerate(replica.optimizer.param_groups) for p in group["params"]}
+    return [groups.get(id(parameter), -1) for parameter in replica.trainable]
 
 
 def group_hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def group_hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, An
 def chunk_state_from_replica(
     replica: Replica, layout: FlatLayout, first: int, last: int, *, step: int = 0, lanes: int = 1
 ) -> State:
-    """What a server puts into the chunks [first, last) to go on at `step` from where the replica stands."""
+    """The state of the chunks [first, last) with which a server continues at `step` from the replica's state."""
     start, stop = layout.chunk_offsets[first], layout.chunk_offsets[last]
     content = torch.zeros(stop - start, dtype=torch.uint8)
     parts = layout.tensor_ranges(start, stop)
@@ -51,32 +51,32 @@ def chunk_state_from_replica(
     applied += step
     clocks = torch.full((last - first, lanes), step, dtype=torch.int64)
     stamps = {"applied": applied, "clocks": clocks, "term": term, "seq": seq}
-    manner = torch.zeros(last - first, 3, dtype=torch.float64)
-    return {"parameters": content, "runs": slices, **stamps, "manner": manner}
+    how_applied = torch.zeros(last - first, 3, dtype=torch.float64)
+    return {"parameters": content, "runs": slices, **stamps, "manner": how_applied}
 
 
 def _element_range(tensor_range: TensorRange, layout: FlatLayout) -> tuple[int, int]:
-    """Which elements of its tensor a part has, as they lie."""
-    place = layout.grads[tensor_range.place]
-    size = place.dtype.itemsize
-    return (tensor_range.start - place.start) // size, (tensor_range.stop - place.start) // size
+    """The range's elements in its tensor, in memory order."""
+    slot = layout.grads[tensor_range.place]
+    size = slot.dtype.itemsize
+    return (tensor_range.start - slot.start) // size, (tensor_range.stop - slot.start) // size
 
 
 def _tail_bytes(replica: Replica, layout: FlatLayout) -> Tensor:
-    """The moving buffers as they are, and no loss."""
-    stretch = torch.empty(layout.size_bytes, dtype=torch.uint8)
-    stretch[layout.tail :] = 0
-    there = layout.views(stretch)
-    averaged, first = replica.moving_buffers.templates()
-    for place, value in zip(there.float_buffers + there.int_buffers, averaged + first, strict=True):
-        place.copy_(value)
-    return stretch[layout.tail :]
+    """The replica's moving buffers, with a loss of zero."""
+    flat_buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+    flat_buffer[layout.tail :] = 0
+    views = layout.views(flat_buffer)
+    float_buffers, int_buffers = replica.moving_buffers.templates()
+    for view, value in zip(views.float_buffers + views.int_buffers, float_buffers + int_buffers, strict=True):
+        view.copy_(value)
+    return flat_buffer[layout.tail :]
 
 
 def _optimizer_state(replica: Replica, layout: FlatLayout, tensor_range: TensorRange) -> OptimizerState:
-    parameter, place = replica.trainable[tensor_range.place], layout.grads[tensor_range.place]
+    parameter, slot = replica.trainable[tensor_range.place], layout.grads[tensor_range.place]
     state = replica.optimizer.state.get(parameter, {})
-    flat = {name: _flat_state_value(name, value, place) for name, value in state.items()}
+    flat = {name: _flat_state_value(name, value, slot) for name, value in state.items()}
     return copy_state(slice_state(flat, *_element_range(tensor_range, layout)))
 
 
@@ -86,7 +86,7 @@ def _flat_state_value(name: str, value: Any, slot: TensorSlot) -> Any:
     if value.shape == slot.shape and (slot.shape or name not in _SCALARS):
         return slot.flatten(value.detach()).cpu()
     if value.dim():
-        raise ValueError(f"the optimizer's {name!r} is not one number per element: it cannot be cut into chunks")
+        raise ValueError(f"the optimizer's {name!r} is not one number per element: it cannot be split into chunks")
     return value.detach().cpu()
 
 
@@ -95,12 +95,12 @@ def _flat_state_value(name: str, value: Any, slot: TensorSlot) -> Any:
 
 @torch.no_grad()
 def load_chunk_states(replica: Replica, layout: FlatLayout, contents: Sequence[tuple[int, int, State]]) -> None:
-    """Set the replica's parameters, optimizer state and moving buffers to what servers hold: all chunks, each once.
+    """Set the replica's parameters, optimizer state and moving buffers from the servers' chunks: all, each once.
 
-    Where parts of one tensor have had different numbers of updates, the scalars are those of its first part. The
-    schedule and the options of the groups are the replica's own matter.
+    If slices of one tensor have had different numbers of updates, the scalars are those of its first slice. The
+    schedule and the groups' options stay the replica's own.
     """
-    ordered = sorted(contents, key=lambda it: it[0])
+    ordered = sorted(contents, key=lambda content: content[0])
     if [0, *(last for _, last, _ in ordered)] != [*(first for first, _, _ in ordered), len(layout.chunk_offsets) - 1]:
         raise ValueError("not all chunks, each once")
     states: dict[int, OptimizerState] = {}
@@ -111,32 +111,32 @@ def load_chunk_states(replica: Replica, layout: FlatLayout, contents: Sequence[t
         for row in state["runs"]:
             part = TensorRange(*(row[name] for name in TensorRange._fields))
             _merge_optimizer_state(states.setdefault(part.place, {}), row["state"], layout, part)
-    for place, parameter in enumerate(replica.trainable):
-        _set_state(replica.optimizer, parameter, layout.grads[place], states.get(place, {}))
-    stretch = torch.empty(layout.size_bytes, dtype=torch.uint8)
-    stretch[layout.tail :] = ordered[-1][2]["parameters"][layout.tail - layout.size_bytes :]
-    tail = layout.views(stretch)
+    for index, parameter in enumerate(replica.trainable):
+        _set_state(replica.optimizer, parameter, layout.grads[index], states.get(index, {}))
+    flat_buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+    flat_buffer[layout.tail :] = ordered[-1][2]["parameters"][layout.tail - layout.size_bytes :]
+    tail = layout.views(flat_buffer)
     replica.moving_buffers.assign(tail.float_buffers, tail.int_buffers)
 
 
 def _write_parameter(replica: Replica, layout: FlatLayout, tensor_range: TensorRange, content: Tensor) -> None:
-    """Bytes into the parameter."""
-    parameter, place = replica.trainable[tensor_range.place], layout.grads[tensor_range.place]
-    flat = place.flatten(parameter.detach())
-    flat[slice(*_element_range(tensor_range, layout))].copy_(content.view(place.dtype))
-    if flat.data_ptr() != parameter.data_ptr():  # a parameter with gaps: what was filled is a copy
-        parameter.copy_(place.unflatten(flat))
+    """Write bytes into the parameter."""
+    parameter, slot = replica.trainable[tensor_range.place], layout.grads[tensor_range.place]
+    flat = slot.flatten(parameter.detach())
+    flat[slice(*_element_range(tensor_range, layout))].copy_(content.view(slot.dtype))
+    if flat.data_ptr() != parameter.data_ptr():  # the parameter has other strides, so `flat` is a copy
+        parameter.copy_(slot.unflatten(flat))
 
 
 def _merge_optimizer_state(
     whole: OptimizerState, state: OptimizerState, layout: FlatLayout, tensor_range: TensorRange
 ) -> None:
-    """A run's state into that of the whole tensor, which is flat for now."""
-    place = layout.grads[tensor_range.place]
+    """Merge a slice's state into the flat state of the whole tensor."""
+    slot = layout.grads[tensor_range.place]
     for name, value in state.items():
         if is_slot(value):
             if name not in whole:
-                whole[name] = torch.zeros(place.size_bytes // place.dtype.itemsize, dtype=value.dtype)
+                whole[name] = torch.zeros(slot.size_bytes // slot.dtype.itemsize, dtype=value.dtype)
             whole[name][slice(*_element_range(tensor_range, layout))] = value
         else:
             whole.setdefault(name, value.clone() if isinstance(value, Tensor) else value)
@@ -145,15 +145,15 @@ def _merge_optimizer_state(
 def _set_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: TensorSlot, state: OptimizerState
 ) -> None:
-    """As torch itself keeps it: slots beside the parameter, scalars too where kernels read them there."""
+    """Set the state as torch keeps it: slots on the parameter's device, and scalars too if kernels need them there."""
     group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
     if group is None or not state:
         optimizer.state.pop(parameter, None)
         return
-    beside = group.get("fused") or group.get("capturable")
+    scalars_on_device = group.get("fused") or group.get("capturable")
     optimizer.state[parameter] = {
         name: slot.unflatten(value).to(parameter.device)
         if is_slot(value)
-        else (value.to(parameter.device) if beside and isinstance(value, Tensor) else value)
+        else (value.to(parameter.device) if scalars_on_device and isinstance(value, Tensor) else value)
         for name, value in state.items()
     }

@@ -1,7 +1,7 @@
-"""What a server holds: parameters, the optimizer's state and the stamps of chunks; and how it updates them.
+"""A server's chunks: parameters, optimizer state and version stamps; and their updates.
 
-All that lies in stretches lies as the workers' layout says, so that byte offsets mean the same to everybody; pages of
-chunks that are not held here are never touched. Nothing here knows of connections.
+Flat buffers have the workers' layout, so byte offsets mean the same on workers and servers. Pages of chunks that this
+server does not hold are never touched. Nothing here depends on connections.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Hyperparameters = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class UpdateBatch:
-    """Runs that the optimizer takes in one call: parameters by group, and their state."""
+    """Slices that the optimizer updates in one call: parameters by group, and their state."""
 
     slices: list[OptimizerSlice]
     groups: dict[int, list[nn.Parameter]]
@@ -44,23 +44,23 @@ class UpdateBatch:
     _grads_by_source: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def grads(self, source: Tensor) -> list[Tensor]:
-        """What lies in a stretch of the runs. Nearly always one of a few stretches."""
-        known, found = self._grads_by_source.get(id(source), (None, []))
+        """The slices' gradients in a flat buffer. Cached, because there are few such buffers."""
+        known, grads = self._grads_by_source.get(id(source), (None, []))
         if known is not source:
             if len(self._grads_by_source) >= _MAX_CACHED_SOURCES:
                 self._grads_by_source.clear()
-            found = [run.view_in(source) for run in self.slices]
-            self._grads_by_source[id(source)] = source, found
-        return found
+            grads = [one.view_in(source) for one in self.slices]
+            self._grads_by_source[id(source)] = source, grads
+        return grads
 
 
 class ChunkStore:
-    """Chunks are named by ranges [first, last); one that nothing was `put` into holds nothing and cannot be used.
+    """Chunks are given as ranges [first, last). A chunk is unusable until `write_state` has set it.
 
-    `groups` has the parameter group of each gradient, -1 for what the optimizer leaves alone. The stamps are the
-    caller's to move: `applied` (the next step of a chunk), `clocks` (of each lane), `term` and `seq`. A term of 0 says
-    that nothing was put there. `manner` is how the last step was applied: flags, divisor, coefficient. Rows of sparse
-    `tables` lie on the `shelf`, if there are any, and are taken and put there.
+    `groups` has the parameter group of each gradient, -1 for parameters without optimizer. The caller advances the
+    stamps: `applied` (the next step of a chunk), `clocks` (the next step of each lane), `term` and `seq`. A term of 0
+    marks a chunk without state. `how_applied` has flags, divisor and coefficient of the last step. The rows of sparse
+    `tables` are in `row_tables`.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class ChunkStore:
         tables: Sequence[TableSpec] = (),
     ) -> None:
         if len(groups) != len(layout.grads) or not all(-1 <= group < len(hyper) for group in groups):
-            raise ValueError("each gradient needs a group that there is")
+            raise ValueError("each gradient needs an existing parameter group, or -1")
         self.layout = layout
         self.parameters = parameters or ByteBuffer.private(layout.size_bytes)
         self.sums = sums or ByteBuffer.private(layout.size_bytes)
         self.chunk_count = len(layout.chunk_offsets) - 1
-        # in numpy, for which few numbers are less work than for torch
+        # in numpy, which is faster than torch for few numbers
         self.applied, self.term, self.seq = np.zeros((3, self.chunk_count), dtype=np.int64)
         self.clocks = np.zeros((self.chunk_count, lanes), dtype=np.int64)
         self.how_applied = np.zeros((self.chunk_count, 3), dtype=np.float64)
@@ -96,25 +96,25 @@ class ChunkStore:
     # ---- updates ----
 
     def set_pieces(self, pieces: Iterable[tuple[int, int]]) -> None:
-        """What is updated together from now on. Chunks that stand in no piece are kept as they are."""
+        """Set which chunks are updated together. Chunks outside of all pieces keep their state."""
         for first, last in pieces:
             self._merged_slices(*self._byte_range(first, last))
 
     def norms(self, first: int, last: int) -> list[float]:
-        """Of the slices of these chunks in `sums`, in the order of the stretch."""
+        """The norms of these chunks' slices in `sums`, in the order of the flat buffer."""
         slices = self.layout.slices
-        begin, end = (bisect_left(slices, chunk, key=lambda it: it.chunk) for chunk in (first, last))
-        found = slice_norms(self._sum_slices[begin:end])
-        return list(torch.stack(found).tolist()) if found else []
+        begin, end = (bisect_left(slices, chunk, key=lambda part: part.chunk) for chunk in (first, last))
+        norms = slice_norms(self._sum_slices[begin:end])
+        return list(torch.stack(norms).tolist()) if norms else []
 
     @cached_property
     def _sum_slices(self) -> list[Tensor]:
-        return [self.sums.tensor[it.start : it.stop].view(it.dtype) for it in self.layout.slices]
+        return [self.sums.tensor[part.start : part.stop].view(part.dtype) for part in self.layout.slices]
 
     def scale(self, first: int, last: int, *, count: float | None = None, coefficient: float | None = None) -> None:
-        """Divide and multiply what lies in `sums`, in place. The tail stays as it is."""
+        """Divide and multiply the gradients in `sums`, in place; not the tail."""
         parts = self.layout.tensor_ranges(*self._byte_range(first, last))
-        grads = [self.sums.tensor[it.start : it.stop].view(self._dtype(it)) for it in parts]
+        grads = [self.sums.tensor[part.start : part.stop].view(self._dtype(part)) for part in parts]
         self._scale(grads, count, coefficient, None)
 
     def apply(
@@ -128,9 +128,9 @@ class ChunkStore:
         coefficient: float | Tensor | None = None,
         clip_value: float | None = None,
     ) -> None:
-        """One update of these chunks from the sums that lie in `source` (a stretch), which stays as it is.
+        """Update these chunks once from the sums in the flat buffer `source`, which is not changed.
 
-        Options that `hyper` does not name are those of the beginning. Of the tail, the last is kept as it came.
+        Options that `hyper` does not name keep their initial values. The tail is copied.
         """
         source = self.sums.tensor if source is None else source
         for batch in self._update_batches_for(first, last):
@@ -167,71 +167,78 @@ class ChunkStore:
                 optimizer_slice.parameter.grad = None
 
     def _may_modify_gradients(self, hyper: Hyperparameters) -> bool:
-        """May the optimizer write into gradients? Of torch's own, only the foreach kind does."""
-        ours = type(self._optimizer).__module__.startswith("torch.optim.")
-        return not ours or any({**old, **new}.get("foreach") for old, new in zip(self._hyper, hyper, strict=True))
+        """Whether the optimizer may write into gradients. Of torch's own, only the foreach kind does."""
+        from_torch = type(self._optimizer).__module__.startswith("torch.optim.")
+        return not from_torch or any({**old, **new}.get("foreach") for old, new in zip(self._hyper, hyper, strict=True))
 
     def _update_batches_for(self, first: int, last: int) -> list[UpdateBatch]:
         if (first, last) not in self._update_batches:
             span = self._byte_range(first, last)
             slices = self._merged_slices(*span)
-            if not _covers([run.tensor_range for run in slices], self.layout.tensor_ranges(*span)):
+            if not _covers([one.tensor_range for one in slices], self.layout.tensor_ranges(*span)):
                 raise ValueError(f"chunks {first} to {last} are not all held here")
-            # a fused optimizer wants all of its parameters at their first step, or none
-            moved = [run for run in slices if self._groups[run.tensor_range.place] >= 0]
-            split = [run for run in moved if not run.state], [run for run in moved if run.state]
-            self._update_batches[first, last] = [self._make_update_batch(runs) for runs in split if runs]
+            # a fused optimizer needs all of its parameters at their first step, or none
+            updated = [one for one in slices if self._groups[one.tensor_range.place] >= 0]
+            batches = (
+                [one for one in updated if not one.state],
+                [one for one in updated if one.state],
+            )
+            self._update_batches[first, last] = [self._make_update_batch(batch) for batch in batches if batch]
         return self._update_batches[first, last]
 
     def _make_update_batch(self, slices: list[OptimizerSlice]) -> UpdateBatch:
         groups: dict[int, list[nn.Parameter]] = {}
         for optimizer_slice in slices:
             groups.setdefault(self._groups[optimizer_slice.tensor_range.place], []).append(optimizer_slice.parameter)
-        return UpdateBatch(slices, groups, defaultdict(dict, {run.parameter: run.state for run in slices}))
+        return UpdateBatch(
+            slices,
+            groups,
+            defaultdict(dict, {one.parameter: one.state for one in slices}),
+        )
 
     # ---- contents ----
 
     def read_state(self, first: int, last: int) -> State:
-        """All that these chunks hold, as copies: for `put`, here or on another server."""
+        """A copy of these chunks' state: for `write_state`, here or on another server."""
         start, stop = self._byte_range(first, last)
         slices = [
-            run.narrow(max(run.tensor_range.start, start), min(run.tensor_range.stop, stop))
-            for run in self._overlapping_slices(start, stop)
+            one.narrow(max(one.tensor_range.start, start), min(one.tensor_range.stop, stop))
+            for one in self._overlapping_slices(start, stop)
         ]
-        if not _covers([run.tensor_range for run in slices], self.layout.tensor_ranges(start, stop)):
+        if not _covers([one.tensor_range for one in slices], self.layout.tensor_ranges(start, stop)):
             raise ValueError(f"chunks {first} to {last} are not all held here")
         stamps = {name: stamp[first:last].clone() for name, stamp in self._stamps().items()}
         content = self.parameters.tensor[start:stop].clone()
         return {
             "parameters": content,
-            "runs": [_describe_slice(run.tensor_range, copy_state(run.state)) for run in slices],
+            "runs": [_describe_slice(one.tensor_range, copy_state(one.state)) for one in slices],
             **stamps,
         }
 
     def write_state(self, first: int, last: int, state: State) -> None:
-        """Hold what was taken elsewhere, in place of what was held. ValueError if it is not these chunks' state."""
+        """Replace the state of these chunks by that of `read_state`. ValueError if it is not these chunks' state."""
         start, stop = self._byte_range(first, last)
-        places = {name: stamp[first:last] for name, stamp in self._stamps().items()}
-        places["parameters"] = self.parameters.tensor[start:stop]
+        targets = {name: stamp[first:last] for name, stamp in self._stamps().items()}
+        targets["parameters"] = self.parameters.tensor[start:stop]
         try:
-            values = {name: state[name] for name in places}
+            values = {name: state[name] for name in targets}
             slices = [self._parse_slice(row) for row in state["runs"]]
         except (KeyError, TypeError, IndexError, OverflowError, RuntimeError) as problem:
             raise ValueError(f"not the state of chunks: {problem!r:.200}") from None
-        for name, place in places.items():
+        for name, target in targets.items():
             value = values[name]
-            if not isinstance(value, Tensor) or (value.dtype, value.shape) != (place.dtype, place.shape):
+            if not isinstance(value, Tensor) or (value.dtype, value.shape) != (target.dtype, target.shape):
                 raise ValueError(f"{name} of other chunks")
         if not all(_is_valid_stamp(values[name]) for name in self._stamps()):
-            raise ValueError("stamps that nobody makes")
-        if not _covers([run.tensor_range for run in slices], self.layout.tensor_ranges(start, stop)):
+            raise ValueError("stamps out of range")
+        if not _covers([one.tensor_range for one in slices], self.layout.tensor_ranges(start, stop)):
             raise ValueError("optimizer state of other chunks")
-        for name, place in places.items():
-            place.copy_(values[name])
+        for name, target in targets.items():
+            target.copy_(values[name])
         self._replace_slices(start, stop, slices)
 
     def drop(self, first: int, last: int) -> None:
-        """Hold these chunks no longer, nor their rows."""
+        """Drop these chunks and their rows."""
         if self.row_tables is not None:
             self.row_tables.drop(first, last)
         self._replace_slices(*self._byte_range(first, last), [])
@@ -245,15 +252,15 @@ class ChunkStore:
     def _parse_slice(self, row: Any) -> OptimizerSlice:
         part = TensorRange(*(row[name] for name in TensorRange._fields))
         if any(type(number) is not int for number in part) or not 0 <= part.place < len(self._groups):
-            raise ValueError("optimizer state of a tensor that is not there")
+            raise ValueError("optimizer state of a tensor that the model does not have")
         size = self._dtype(part).itemsize
         if part.start >= part.stop or part.start % size or part.stop % size:
-            raise ValueError("optimizer state of half an element")
+            raise ValueError("optimizer state that does not begin and end at an element")
         if why := why_unfit(row["state"], (part.stop - part.start) // size):
             raise ValueError(why)
         return self._make_slice(part, copy_state(row["state"]))
 
-    # ---- runs ----
+    # ---- slices ----
 
     def _byte_range(self, first: int, last: int) -> tuple[int, int]:
         if not 0 <= first < last <= self.chunk_count:
@@ -267,40 +274,40 @@ class ChunkStore:
         return OptimizerSlice(tensor_range, self._dtype(tensor_range), self.parameters.tensor, state)
 
     def _overlapping_slices(self, start: int, stop: int) -> list[OptimizerSlice]:
-        """Runs that have some of these bytes."""
-        begin = bisect_left(self._slices, start + 1, key=lambda run: run.tensor_range.stop)
-        end = bisect_left(self._slices, stop, key=lambda run: run.tensor_range.start)
+        """The slices that contain any of these bytes."""
+        begin = bisect_left(self._slices, start + 1, key=lambda one: one.tensor_range.stop)
+        end = bisect_left(self._slices, stop, key=lambda one: one.tensor_range.start)
         return self._slices[begin:end]
 
     def _merged_slices(self, start: int, stop: int) -> list[OptimizerSlice]:
-        """The runs of exactly these bytes, as few as possible."""
-        there = self._overlapping_slices(start, stop)
-        slices = merge_slices([_clip_slice(run, start, stop) for run in there])
-        if len(slices) != len(there) or any(new is not old for new, old in zip(slices, there, strict=True)):
+        """The slices of exactly these bytes, as few as possible."""
+        existing = self._overlapping_slices(start, stop)
+        slices = merge_slices([_clip_slice(one, start, stop) for one in existing])
+        if len(slices) != len(existing) or any(new is not old for new, old in zip(slices, existing, strict=True)):
             self._replace_slices(start, stop, slices)
         return slices
 
     def _replace_slices(self, start: int, stop: int, slices: list[OptimizerSlice]) -> None:
-        """Put these runs where [start, stop) is; of runs that reach over its ends, what lies outside stays."""
-        there = self._overlapping_slices(start, stop)
-        begin = bisect_left(self._slices, start + 1, key=lambda run: run.tensor_range.stop)
-        before = [run.narrow(run.tensor_range.start, start) for run in there[:1] if run.tensor_range.start < start]
-        after = [run.narrow(stop, run.tensor_range.stop) for run in there[-1:] if run.tensor_range.stop > stop]
-        self._slices[begin : begin + len(there)] = [*before, *slices, *after]
-        lowest = min([start, *(run.tensor_range.start for run in there[:1])])
-        highest = max([stop, *(run.tensor_range.stop for run in there[-1:])])
-        cuts = self.layout.chunk_offsets
+        """Replace the slices in [start, stop); slices that reach beyond its ends keep what lies outside."""
+        replaced = self._overlapping_slices(start, stop)
+        begin = bisect_left(self._slices, start + 1, key=lambda one: one.tensor_range.stop)
+        before = [one.narrow(one.tensor_range.start, start) for one in replaced[:1] if one.tensor_range.start < start]
+        after = [one.narrow(stop, one.tensor_range.stop) for one in replaced[-1:] if one.tensor_range.stop > stop]
+        self._slices[begin : begin + len(replaced)] = [*before, *slices, *after]
+        lowest = min([start, *(one.tensor_range.start for one in replaced[:1])])
+        highest = max([stop, *(one.tensor_range.stop for one in replaced[-1:])])
+        offsets = self.layout.chunk_offsets
         self._update_batches = {
-            key: stints
-            for key, stints in self._update_batches.items()
-            if cuts[key[1]] <= lowest or cuts[key[0]] >= highest
+            key: batches
+            for key, batches in self._update_batches.items()
+            if offsets[key[1]] <= lowest or offsets[key[0]] >= highest
         }
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """One of torch's that treat every element by itself. ValueError for any other."""
+    """One of torch's elementwise optimizers. ValueError for any other."""
     if name not in ELEMENTWISE_OPTIMIZERS:
-        raise ValueError(f"an optimizer {name!r:.40}, and servers have {', '.join(ELEMENTWISE_OPTIMIZERS)}")
+        raise ValueError(f"the optimizer {name!r:.40} is not one of {', '.join(ELEMENTWISE_OPTIMIZERS)}")
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     return kind
 
@@ -325,7 +332,7 @@ def _describe_slice(tensor_range: TensorRange, state: OptimizerState) -> dict[st
 
 
 def _covers(parts: Sequence[TensorRange], wanted: Sequence[TensorRange]) -> bool:
-    """Are these the wanted bytes, in order, each once?"""
+    """Whether the parts are exactly the wanted bytes, in order, each once."""
     joined: list[TensorRange] = []
     for part in parts:
         if joined and (joined[-1].place, joined[-1].stop) == (part.place, part.start):

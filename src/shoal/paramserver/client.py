@@ -1,7 +1,7 @@
-"""The worker's end: errands to all servers at once, which survive the death of some of them.
+"""The client side: requests to all servers at once, which survive the death of some of them.
 
-An errand has something to ask for each piece and wants an answer for each. Whatever has no answer yet when the table
-changes is asked again, of whoever is in charge then. Nothing here knows of tensors.
+A request sends a message for each piece and expects a reply for each. When the chunk table changes, every piece without
+a reply is requested again from its new primary. Nothing here depends on tensors.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
 from shoal.spec.chunk_table import ChunkTable, ParameterPiece, build_pieces
 
 RECONNECT_INTERVAL_S = 0.05
+"""Seconds between attempts to connect to a server."""
 
 
 class RefusedError(LinkError):
-    """A server says no, and would say it again."""
+    """A server refused a request for good: a retry would fail too."""
 
 
 class StaleViewError(LinkError):
-    """Others have gone on to a later view."""
+    """The servers are in a later view."""
 
 
 @dataclass
 class ServerSession:
-    """A server as a worker knows it. Its values lie in `memory`, where that is shared."""
+    """A client's connection to one server. `memory` has the server's parameters, if it shares them."""
 
     connection: ServerConnection
     status: dict[str, Any] | None = None
@@ -45,7 +46,7 @@ class ServerSession:
     hyper: bytes = b""
 
     def send_hyperparameters(self, frame: ServerFrame, encoded: bytes) -> None:
-        """If it does not know them yet."""
+        """Send the hyperparameters, unless the server already has them."""
         if encoded != self.hyper:
             self.connection.send(frame._replace(kind=protocol.HYPER), encoded)
             self.hyper = encoded
@@ -53,25 +54,25 @@ class ServerSession:
 
 class Request(Protocol):
     def skipped_chunks(self, chunks: int) -> list[bool]:
-        """Which of so many chunks nothing is wanted of."""
+        """For each of `chunks` chunks, whether the request skips it."""
 
     def send(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> None:
-        """Send a request. `frame` names table, piece, view and seat."""
+        """Send the request for a piece. `frame` has table, piece, view and seat."""
 
     def buffer_for(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> PayloadTarget:
-        """Where the answer goes."""
+        """The buffer for the reply's payload."""
 
     def handle_reply(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> bool:
-        """The answer is there; False if another one must follow."""
+        """Handle a complete reply; False if another reply must follow."""
 
     def follow_up(self) -> Callable[[ServerSession, ServerFrame], None] | None:
-        """Every piece that is not done got its first answer: what to tell each server now."""
+        """Called when every unfinished piece has its first reply: what to send to each server now."""
 
 
 @dataclass
 class ViewEntry:
-    """How to enter a view: what to say, the memory to share, and, for the one who leads, what to do when servers do
-    not hold what they should: an errand, or None if all is well."""
+    """How to enter a view: the greeting, the memory to share, and for the leader `plan_restore`: it gets the servers'
+    status and returns the request that restores their state, or None if the state is right."""
 
     view: int
     hello: Mapping[str, Any]
@@ -82,7 +83,7 @@ class ViewEntry:
 
 
 class ParameterServerClient:
-    """Used by one thread; `learn` and `wake` may come from any."""
+    """Used by one thread; `set_chunk_table` and `wake` may come from any thread."""
 
     def __init__(
         self, seat: int, token: str, *, aborted: Callable[[], bool], tls_contexts: TlsContexts | None = None
@@ -99,11 +100,11 @@ class ParameterServerClient:
         self._servers: dict[int, ServerSession] = {}
         self._entry: ViewEntry | None = None
         self._pieces: list[ParameterPiece] = []
-        self._primaries: list[int] = []  # whom the table says to ask
-        self._min_chunk_table_number = 0  # no table before this one is worth asking by
+        self._primaries: list[int] = []  # seats of the table's primary servers
+        self._min_chunk_table_number = 0  # servers refuse requests under an older table
         self._request: Request | None = None
-        self._outstanding: dict[int, bool] = {}  # pieces that were asked for; True: the first answer is there
-        self._done_chunks: list[bool] = []  # chunks
+        self._outstanding: dict[int, bool] = {}  # requested pieces; True: the first reply has arrived
+        self._done_chunks: list[bool] = []
         self._followed_up = False
 
     # ---- from any thread ----
@@ -114,18 +115,18 @@ class ParameterServerClient:
         self._wakeup.notify()
 
     def wake(self) -> None:
-        """Look whether it was aborted."""
+        """Make the waiting thread check `aborted`."""
         self._wakeup.notify()
 
     # ---- views ----
 
     @property
     def _view(self) -> int:
-        """0: it only looks on, and may pull."""
+        """0 before the first view: the client may only pull."""
         return self._entry.view if self._entry else 0
 
     def enter(self, entry: ViewEntry) -> list[int]:
-        """Be let in by all servers; returns the step at which each lane goes on, where lanes push for themselves."""
+        """Enter the view on all servers. Returns the next step of each lane if lanes push by themselves."""
         self._entry = entry
         self._run_until(lambda: self.chunk_table is not None)
         while not self._enter_with_table(entry, self._chunk_table_number):
@@ -135,7 +136,7 @@ class ParameterServerClient:
         return [min(column) for column in zip(*clocks, strict=True)]
 
     def _enter_with_table(self, entry: ViewEntry, chunk_table_number: int) -> bool:
-        """By this table. False if there was another one before all had let us in."""
+        """Enter under this table. False if a newer table came before all servers had admitted this client."""
         for server in self._servers.values():
             self._send_enter(server)
         if entry.plan_restore and not entry.restore_done:
@@ -154,7 +155,7 @@ class ParameterServerClient:
         request = plan_restore([server.status for server in self._servers.values() if server.status is not None])
         if request is not None:
             self.run(request)
-        entry.restore_done = True  # others may push from now on: what servers hold must not be set again
+        entry.restore_done = True  # other clients may push from now on, so the state must not be set again
         for server in self._servers.values():
             server.connection.send(
                 ServerFrame(protocol.READY, self._chunk_table_number, view=entry.view, seat=self.seat)
@@ -165,7 +166,7 @@ class ParameterServerClient:
         return self.chunk_table.number if self.chunk_table else 0
 
     def _all_primaries(self, chunk_table_number: int, predicate: Callable[[ServerSession], bool]) -> bool:
-        """Does it hold for all servers of this table? True also when there is another table by now."""
+        """Whether the predicate holds for all primaries of this table. Also True if the table has changed."""
         if self._chunk_table_number != chunk_table_number:
             return True
         return all(seat in self._servers and predicate(self._servers[seat]) for seat in self._primaries)
@@ -183,15 +184,15 @@ class ParameterServerClient:
                 fd=entry.shared_memory.fd,
             )
         leads = entry.plan_restore is not None and not entry.restore_done
-        words = {**entry.hello, "lead": leads, "ready": entry.ready or entry.restore_done}
+        fields = {**entry.hello, "lead": leads, "ready": entry.ready or entry.restore_done}
         connection.send(
-            ServerFrame(protocol.ENTER, self._chunk_table_number, view=entry.view, seat=self.seat), encode_json(words)
+            ServerFrame(protocol.ENTER, self._chunk_table_number, view=entry.view, seat=self.seat), encode_json(fields)
         )
 
-    # ---- errands ----
+    # ---- requests ----
 
     def run(self, request: Request) -> None:
-        """Until each piece has its last answer. LinkError when it is aborted, RefusedError when a server says no."""
+        """Run a request until each piece has its last reply. LinkError if aborted, RefusedError if a server refuses."""
         self._request, self._outstanding, self._done_chunks, self._followed_up = request, {}, [], False
         try:
             self._run_until(self._advance_request)
@@ -210,9 +211,9 @@ class ParameterServerClient:
                     self._request.send(server, piece, self._request_frame(piece.index))
         if waiting and not self._followed_up and all(self._outstanding.get(piece.index) for piece in waiting):
             self._followed_up = True
-            if tell := self._request.follow_up():
+            if send_to := self._request.follow_up():
                 for seat in {piece.primary for piece in waiting}:
-                    tell(self._servers[seat], self._request_frame(0))
+                    send_to(self._servers[seat], self._request_frame(0))
         return not waiting
 
     def _request_frame(self, piece: int) -> ServerFrame:
@@ -230,7 +231,7 @@ class ParameterServerClient:
             self._poll()
 
     def _adopt_newest_table(self) -> None:
-        """An end to all this, or another table? Then whoever is in it is called."""
+        """Check for an abort and for a newer table, and connect to the table's primaries."""
         self._wakeup.clear()
         if self._aborted():
             raise LinkError("aborted")
@@ -242,7 +243,7 @@ class ParameterServerClient:
                 self._disconnect(seat)
             for server in self._servers.values():
                 if self._entry is not None and server.clocks is None:
-                    self._send_enter(server)  # it may have been too far ahead to let us in by the last table
+                    self._send_enter(server)  # a server that already had the newer table did not admit this client
         if self.chunk_table is not None:
             for seat in self._primaries:
                 if seat not in self._servers:
@@ -279,11 +280,11 @@ class ParameterServerClient:
             poll.register(server.connection, server.connection.poll_events)
         missing = len(seats_by_fd) < len(self._primaries)
         sending = any(server.connection.unsent_buffers for server in self._servers.values())
-        began = time.perf_counter()
-        happened = poll.poll(1000 * RECONNECT_INTERVAL_S if missing else None)
+        start = time.perf_counter()
+        ready = poll.poll(1000 * RECONNECT_INTERVAL_S if missing else None)
         if not sending:
-            self.waited_s += time.perf_counter() - began
-        for fd, _ in happened:
+            self.waited_s += time.perf_counter() - start
+        for fd, _ in ready:
             if fd in seats_by_fd and seats_by_fd[fd] in self._servers:
                 self._receive_from(seats_by_fd[fd])
 
@@ -296,7 +297,7 @@ class ParameterServerClient:
             self._disconnect(seat)
 
     def _disconnect(self, seat: int) -> None:
-        """What it owes is asked for again, of it or of another."""
+        """Close the connection. Its outstanding pieces are requested again, from this server or another."""
         server = self._servers.pop(seat)
         self.closed_connections_bytes += server.connection.bytes_out
         server.connection.close()
@@ -305,12 +306,12 @@ class ParameterServerClient:
                 self._outstanding.pop(piece.index, None)
         self._followed_up = False
 
-    # ---- answers ----
+    # ---- replies ----
 
     def buffer_for(self, connection: ServerConnection, frame: ServerFrame) -> PayloadTarget:
         if frame.kind in (protocol.STALE, protocol.REFUSED, protocol.STATUS, protocol.ENTERED):
             if frame.size > protocol.MAX_JSON_BYTES:
-                raise LinkError(f"says {frame.size} bytes")
+                raise LinkError(f"sent {frame.size} bytes of JSON, and {protocol.MAX_JSON_BYTES} is the most")
             return connection.allocate_payload(frame.size)
         piece = self._outstanding_piece(frame)
         if piece is None or self._request is None:
@@ -318,7 +319,7 @@ class ParameterServerClient:
         return self._request.buffer_for(self._servers[connection.peer], piece, frame)
 
     def _outstanding_piece(self, frame: ServerFrame) -> ParameterPiece | None:
-        """The piece that this answers, if that is still wanted."""
+        """The piece that this frame replies to, if it is still outstanding."""
         if (frame.chunk_table_number, frame.view) != (
             self._chunk_table_number,
             self._view,
@@ -348,13 +349,13 @@ class ParameterServerClient:
         if self._entry is not None and frame.view == self._entry.view:
             server.clocks = [int(clock) for clock in decode_json(server.connection.payload).get("clocks", [])]
 
-    # ---- the end ----
+    # ---- bytes, closing ----
 
     @property
     def remote_bytes(self) -> int:
-        """Of the stretch, what lies on servers that share no memory with us."""
-        far = {seat for seat, server in self._servers.items() if not server.connection.same_host}
-        return sum(piece.stop - piece.start for piece in self._pieces if piece.primary in far)
+        """Bytes of the flat buffer on servers of other hosts."""
+        remote = {seat for seat, server in self._servers.items() if not server.connection.same_host}
+        return sum(piece.stop - piece.start for piece in self._pieces if piece.primary in remote)
 
     @property
     def sent_bytes(self) -> int:
@@ -362,11 +363,11 @@ class ParameterServerClient:
 
     @property
     def moved_bytes(self) -> int:
-        """Sent to and received from the servers that are connected now. From any thread."""
+        """Bytes sent to and received from the connected servers. Called from any thread."""
         return sum(server.connection.bytes_in + server.connection.bytes_out for server in list(self._servers.values()))
 
     def disconnect_all(self) -> None:
-        """Whoever gave up waiting must not take a late answer for that to another question."""
+        """Disconnect after an aborted request, so that no late reply is mistaken for one to another request."""
         for seat in list(self._servers):
             self._disconnect(seat)
 

@@ -1,4 +1,4 @@
-"""One connection of a server, or to one: frames in both directions, nothing blocks, and nothing grows without bound."""
+"""A connection between servers, or of a client with a server: frames both ways, non-blocking, with bounded queues."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from shoal.paramserver import protocol
 from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame
 
 PayloadTarget = Sequence[memoryview] | Literal["skip", "hold"]
+"""Buffers for a payload. `skip`: discard it. `hold`: pause the connection and ask again when it resumes."""
 MAX_FRAME_BYTES = 1 << 30
 MAX_UNSENT_BUFFERS = 1 << 16
+"""Queued buffers with a blocked socket after which the peer counts as stuck."""
 MAX_UNREAD_BYTES = 32 << 20
+"""Queued reply bytes from which no further request of the client is read."""
 _BUFFERS_PER_SEND = 64
 _SINK_BYTES = 1 << 16
 LOW_WATER_BYTES = 1 << 17
-"""Of a payload, less is not worth waking up for, until all of it is there."""
+"""Payload bytes for which poll wakes up; less only if the payload ends before."""
 _FD_BYTES = array.array("i", [0]).itemsize
 
 
 class FrameHandler(Protocol):
     def buffer_for(self, connection: ServerConnection, frame: ServerFrame) -> PayloadTarget:
-        """Where the payload goes, all of it. `skip`: it is not wanted. `hold`: ask again when the line goes on."""
+        """The buffers for the whole payload, or `skip` or `hold`."""
 
     def handle_frame(self, connection: ServerConnection, frame: ServerFrame) -> None:
-        """Frame and payload are there."""
+        """Handle a frame whose payload is complete."""
 
 
 class ServerConnection:
-    """`peer` is whom it leads to. What is sent must not change until it is gone. One who `asks` is not heard further
-    while he does not read the answers."""
+    """`peer` is the seat of the other end. Buffers must not change until they are sent. With `backpressure`, requests
+    are not read while the peer does not read its replies."""
 
     def __init__(self, sock: socket.socket, peer: int, *, backpressure: bool = False) -> None:
         sock.setblocking(False)
@@ -44,7 +47,7 @@ class ServerConnection:
         self.backpressure = backpressure
         self.same_host = sock.family == socket.AF_UNIX
         if not self.same_host:
-            with contextlib.suppress(OSError):  # a third less CPU than bbr; where there is none, so be it
+            with contextlib.suppress(OSError):  # cubic takes a third less CPU than bbr; some kernels lack it
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
         self.paused = False
         self.bytes_in = 0
@@ -66,18 +69,18 @@ class ServerConnection:
 
     @property
     def poll_events(self) -> int:
-        """For poll()."""
-        deaf = self.paused or self._replies_unread
-        return (0 if deaf else select.POLLIN) | (select.POLLOUT if self._send_queue else 0)
+        """The events to register with poll."""
+        blocked = self.paused or self._replies_unread
+        return (0 if blocked else select.POLLIN) | (select.POLLOUT if self._send_queue else 0)
 
     @property
     def _replies_unread(self) -> bool:
         return self.backpressure and self._unsent_bytes > MAX_UNREAD_BYTES
 
-    # ---- out ----
+    # ---- send ----
 
     def send(self, frame: ServerFrame, *payload: memoryview | bytes, fd: int = -1) -> None:
-        """With a descriptor, where both are on one host; it must stay open until it is gone."""
+        """Queue a frame, on one host also a descriptor, which must stay open until it is sent."""
         parts = [memoryview(part) for part in payload if len(part)]
         size = sum(map(len, parts))
         self._send_queue.append((memoryview(frame._replace(size=size).pack()), fd))
@@ -86,17 +89,17 @@ class ServerConnection:
 
     @property
     def unsent_buffers(self) -> int:
-        """How many parts wait."""
+        """Number of queued buffers."""
         return len(self._send_queue)
 
     def flush(self) -> None:
-        """As much as the kernel takes now."""
+        """Send as much as the kernel accepts now."""
         try:
             while self._send_queue:
                 self._mark_sent(self._send_some())
         except BlockingIOError:
             if len(self._send_queue) > MAX_UNSENT_BUFFERS:
-                raise LinkError("does not read what it is sent") from None
+                raise LinkError("does not read what is sent to it") from None
         except OSError as failure:
             raise LinkError(f"was lost: {failure.strerror}") from failure
 
@@ -122,10 +125,10 @@ class ServerConnection:
         if count:
             self._send_queue[0] = (self._send_queue[0][0][count:], self._send_queue[0][1])
 
-    # ---- in ----
+    # ---- receive ----
 
     def receive(self, handler: FrameHandler, *, max_frames: int = 64) -> None:
-        """Take what has arrived, at most so many frames."""
+        """Receive what has arrived, at most `max_frames` frames."""
         self._receive(handler, max_frames)
         self._set_low_water(sum(map(len, self._receive_buffers)) if self._frame and self._has_target else 1)
 
@@ -145,36 +148,36 @@ class ServerConnection:
 
     def _prepare_buffers(self, handler: FrameHandler, frame: ServerFrame) -> bool:
         if frame.size > MAX_FRAME_BYTES:
-            raise LinkError(f"sends {frame.size} bytes, and {MAX_FRAME_BYTES} is the most")
-        place = handler.buffer_for(self, frame)
-        self.paused = place == "hold"
-        if place == "hold":
+            raise LinkError(f"sent {frame.size} bytes, and {MAX_FRAME_BYTES} is the most")
+        target = handler.buffer_for(self, frame)
+        self.paused = target == "hold"
+        if target == "hold":
             return False
-        if place == "skip":
+        if target == "skip":
             whole, rest = divmod(frame.size, _SINK_BYTES)
             self._receive_buffers = [self._sink] * whole + [self._sink[:rest]]
         else:
-            self._receive_buffers = list(place)
-            if (room := sum(map(len, self._receive_buffers))) != frame.size:
-                raise LinkError(f"sends {frame.size} bytes where {room} belong")
+            self._receive_buffers = list(target)
+            if (expected := sum(map(len, self._receive_buffers))) != frame.size:
+                raise LinkError(f"sent {frame.size} bytes instead of {expected}")
         self._has_target = True
         return True
 
     def _fill_buffers(self) -> bool:
-        """Is everything there that was expected next?"""
+        """Receive into the next buffers; True if all are full."""
         while self._receive_buffers:
-            place = self._receive_buffers[0]
-            while place:
-                got = self._receive_into(place)
+            buffer = self._receive_buffers[0]
+            while buffer:
+                got = self._receive_into(buffer)
                 if not got:
-                    self._receive_buffers[0] = place
+                    self._receive_buffers[0] = buffer
                     return False
-                place = place[got:]
+                buffer = buffer[got:]
             self._receive_buffers.pop(0)
         return True
 
     def _set_low_water(self, size_bytes: int) -> None:
-        """Poll tells of it when so much has come, or when the other end is gone."""
+        """Let poll report the socket as readable only with this many bytes, or when the peer is gone."""
         size_bytes = min(size_bytes, LOW_WATER_BYTES)
         if size_bytes != self._low_water and not self.same_host:
             self._low_water = size_bytes
@@ -204,17 +207,17 @@ class ServerConnection:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._fds += array.array("i", content[: len(content) // _FD_BYTES * _FD_BYTES])
         if len(self._fds) > 1:
-            raise LinkError("sends more descriptors than were asked for")
+            raise LinkError("sent more than one descriptor")
 
     def allocate_payload(self, size: int) -> list[memoryview]:
-        """A place of its own for the payload: `said`."""
+        """A new buffer for the payload, available as `payload`."""
         self.payload = bytearray(size)
         return [memoryview(self.payload)]
 
     def take_fd(self) -> int:
-        """The descriptor that came with a frame; the caller's now. LinkError if there was none."""
+        """The descriptor that came with a frame; the caller owns it. LinkError if there is none."""
         if not self._fds:
-            raise LinkError("shares no memory")
+            raise LinkError("sent no descriptor of its shared memory")
         return self._fds.pop()
 
     def close(self) -> None:

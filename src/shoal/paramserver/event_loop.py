@@ -1,4 +1,4 @@
-"""A server's one thread: it waits for sockets and lets the keeper do what comes."""
+"""A server's one thread: it waits for sockets and passes frames to the parameter server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from shoal.spec.chunk_table import ChunkTable
 
 RECONNECT_INTERVAL_S = 0.05
 FRAMES_PER_RECEIVE = 4
-"""Of one line, before the others have their turn and answers go out: a worker takes them while it still pushes."""
+"""Frames read from one connection before the others get their turn and replies are sent: a worker receives replies
+while it still pushes."""
 
 
 class ServerLoop:
-    """`learn` and `stop` may be called by any thread; `filled(seat, table)` is called by the one that runs."""
+    """`set_chunk_table`, `ignore_lanes` and `stop` may be called by any thread. `on_filled(seat, table)` is called by
+    the thread of `run`."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class ServerLoop:
         self._call_soon(lambda: self._set_chunk_table(chunk_table))
 
     def ignore_lanes(self, lanes: Iterable[int]) -> None:
-        """Lanes that nobody waits for."""
+        """The staleness bound does not wait for these lanes."""
         self._call_soon(lambda: self.server.ignore_lanes(lanes))
 
     def stop(self) -> None:
@@ -68,22 +70,22 @@ class ServerLoop:
         self._wakeup.notify()
 
     def stats(self) -> dict[str, float]:
-        """What it has done so far."""
-        connections, seen = list(self._connections.values()), self.server.updates.stats
+        """Counters since the start."""
+        connections, updates = list(self._connections.values()), self.server.updates.stats
         return {
-            "pushes": seen.pushes,
-            "repeats": seen.repeats,
-            "records": seen.records,
-            "bytes_in": self.bytes_in + sum(line.bytes_in for line in connections),
-            "bytes_out": self.bytes_out + sum(line.bytes_out for line in connections),
-            "staleness_mean": seen.staleness_sum / seen.records if seen.records else 0.0,
-            "staleness_max": seen.staleness_max,
+            "pushes": updates.pushes,
+            "repeats": updates.repeats,
+            "records": updates.records,
+            "bytes_in": self.bytes_in + sum(connection.bytes_in for connection in connections),
+            "bytes_out": self.bytes_out + sum(connection.bytes_out for connection in connections),
+            "staleness_mean": updates.staleness_sum / updates.records if updates.records else 0.0,
+            "staleness_max": updates.staleness_max,
             "failures": self.failures,
             **self.server.sparse_handler.stats(),
         }
 
     def _run_in_thread(self, act: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """In a thread of its own."""
+        """Run `act` in its own thread, then `then` with its result or exception in the server's thread."""
 
         def work() -> None:
             try:
@@ -99,9 +101,9 @@ class ServerLoop:
         self._wakeup.notify()
 
     def _accept(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        asks = hello["purpose"] == "push"
-        connection = ServerConnection(sock, hello["seat"], backpressure=asks)
-        admit = self.server.add_client if asks else self.server.replication.add_predecessor
+        is_client = hello["purpose"] == "push"
+        connection = ServerConnection(sock, hello["seat"], backpressure=is_client)
+        admit = self.server.add_client if is_client else self.server.replication.add_predecessor
 
         def enter() -> None:
             for old in admit(connection):
@@ -111,7 +113,7 @@ class ServerLoop:
         self._call_soon(enter)
 
     def _connect_in_thread(self, seat: int, chunk_table: ChunkTable) -> None:
-        """In a thread of its own, for it may take a while, until it works or another table counts."""
+        """Connect in its own thread, which retries until it succeeds or the table changes."""
         threading.Thread(target=self._connect, args=(seat, chunk_table), name="shoal-call", daemon=True).start()
 
     def _connect(self, seat: int, chunk_table: ChunkTable) -> None:
@@ -132,10 +134,10 @@ class ServerLoop:
                 self._call_soon(partial(self._add_successor, seat, ServerConnection(sock, seat), number))
                 return
 
-    # ---- the one thread ----
+    # ---- the server's thread ----
 
     def run(self) -> None:
-        """Until it is stopped."""
+        """Serve until `stop`."""
         self._poll.register(self._wakeup, select.POLLIN)
         while not self._stopped.is_set():
             for fd, events in self._poll.poll():
@@ -154,7 +156,7 @@ class ServerLoop:
     def _handle_events(self, connection: ServerConnection, events: int) -> None:
         if not connection.paused:
             self._receive(connection)
-        elif events & ~select.POLLOUT:  # it waits for a table, so that only its end can have happened
+        elif events & ~select.POLLOUT:  # paused connections do not poll for input, so the peer is gone
             self._disconnect(connection)
 
     def _receive(self, connection: ServerConnection) -> None:
@@ -162,14 +164,14 @@ class ServerLoop:
             connection.receive(self.server, max_frames=FRAMES_PER_RECEIVE)
         except LinkError:
             self._disconnect(connection)
-        except Exception:  # whatever somebody sends costs him his line, and nobody else anything
+        except Exception:  # a malformed message ends its own connection and no other
             if not self.failures:
                 traceback.print_exc()
             self.failures += 1
             self._disconnect(connection)
 
     def _flush_all(self) -> None:
-        """What answers there are, and what is wished for next."""
+        """Send queued replies and update the polled events."""
         for fd, connection in list(self._connections.items()):
             try:
                 connection.flush()

@@ -1,7 +1,7 @@
 """The server process: `python -m shoal.paramserver.main --seat 4 --run DIR`. Started by an engine, never by hand.
 
-It holds a part of the parameters and does what workers push. It knows the job, and neither model nor data: their shape
-comes from the first worker.
+It holds a part of the parameters and applies what workers push. It reads the job, but neither model nor data: the first
+worker sends the model's layout.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Attachment, View
 
 ORPHAN_GRACE_S = 30.0
+"""Seconds that a server stays after workers have given up on a missing driver: they may still save."""
 STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
-"""How long a server stays after the workers' patience with a missing driver has ended: they may still save."""
 
 
 def main() -> None:
@@ -64,12 +64,12 @@ def run_server(
     config: ServerConfig,
     *,
     patience_s: float,
-    on_view: Callable[[ServerLoop, View], None] = lambda host, view: None,
+    on_view: Callable[[ServerLoop, View], None] = lambda server_loop, view: None,
     tls_contexts: TlsContexts | None = None,
 ) -> None:
-    """Until it is told to stop, or everybody is gone. `seen` gets the views that the driver publishes, if it does."""
+    """Serve until SIGTERM, or until the driver has been gone for too long. `on_view` gets the driver's views."""
     contact = read_driver_address(paths.driver_address)
-    assert contact is not None, "the driver writes it before it starts servers"
+    assert contact is not None, "the driver writes its address before it starts servers"
     server_loop = ServerLoop(
         seat,
         contact.token,

@@ -1,7 +1,7 @@
-"""What an optimizer on a server sees: runs of one tensor's elements, each a flat parameter with a state of its own.
+"""The parameters of a server's optimizer: slices of tensors, each a flat parameter with its own optimizer state.
 
-An optimizer that treats every element alone does to a run what it would do to the same elements of the whole tensor.
-Its state is then one number per element (a slot), or one for all of them (a scalar, such as the count of steps).
+An elementwise optimizer updates a slice exactly as it would update these elements of the whole tensor. Its state is one
+number per element (a slot) or one for all elements (a scalar, such as the step count).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OptimizerState = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSlice:
-    """The bytes `part` of the parameters' `stretch`. `state` is the optimizer's, which changes it."""
+    """The bytes `tensor_range` of the parameters' `flat_buffer`. The optimizer changes `state`."""
 
     tensor_range: TensorRange
     dtype: torch.dtype
@@ -33,20 +33,20 @@ class OptimizerSlice:
     def parameter(self) -> nn.Parameter:
         return nn.Parameter(self.view_in(self.flat_buffer))
 
-    def view_in(self, stretch: Tensor) -> Tensor:
-        """The same bytes of another stretch."""
-        return stretch[self.tensor_range.start : self.tensor_range.stop].view(self.dtype)
+    def view_in(self, flat_buffer: Tensor) -> Tensor:
+        """The same bytes of another flat buffer."""
+        return flat_buffer[self.tensor_range.start : self.tensor_range.stop].view(self.dtype)
 
     def narrow(self, start: int, stop: int) -> OptimizerSlice:
-        """The run of only these bytes. Slots are shared with the whole; scalars are its own."""
-        part = self.tensor_range._replace(start=start, stop=stop)
+        """The slice of only these bytes. Slots share memory with this slice; scalars are copied."""
+        tensor_range = self.tensor_range._replace(start=start, stop=stop)
         size = self.dtype.itemsize
-        places = (start - self.tensor_range.start) // size, (stop - self.tensor_range.start) // size
-        return OptimizerSlice(part, self.dtype, self.flat_buffer, slice_state(self.state, *places))
+        elements = (start - self.tensor_range.start) // size, (stop - self.tensor_range.start) // size
+        return OptimizerSlice(tensor_range, self.dtype, self.flat_buffer, slice_state(self.state, *elements))
 
 
 def is_slot(value: Any) -> TypeGuard[Tensor]:
-    """Of a run's state: is it one number per element?"""
+    """Whether a value of a slice's state has one number per element."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -65,7 +65,7 @@ def _copy_value(value: Any) -> Any:
 
 
 def why_unfit(state: Any, elements: int) -> str:
-    """Why this cannot be the state of a run of so many elements; '' if it can."""
+    """Why this cannot be the state of a slice with this many elements; '' if it can."""
     if not isinstance(state, dict):
         return "no state"
     for name, value in state.items():
@@ -77,14 +77,14 @@ def why_unfit(state: Any, elements: int) -> str:
 
 
 def merge_slices(slices: Sequence[OptimizerSlice]) -> list[OptimizerSlice]:
-    """The same in as few runs as possible: neighbours in one tensor whose scalars are equal become one."""
-    rows: list[list[OptimizerSlice]] = [[run] for run in slices[:1]]
-    for before, optimizer_slice in pairwise(slices):
-        if _can_merge(before, optimizer_slice):
-            rows[-1].append(optimizer_slice)
+    """The same in as few slices as possible: neighbours in one tensor with equal scalars become one."""
+    groups: list[list[OptimizerSlice]] = [[part] for part in slices[:1]]
+    for previous, optimizer_slice in pairwise(slices):
+        if _can_merge(previous, optimizer_slice):
+            groups[-1].append(optimizer_slice)
         else:
-            rows.append([optimizer_slice])
-    return [row[0] if len(row) == 1 else _concatenate(row) for row in rows]
+            groups.append([optimizer_slice])
+    return [group[0] if len(group) == 1 else _concatenate(group) for group in groups]
 
 
 def _can_merge(previous: OptimizerSlice, optimizer_slice: OptimizerSlice) -> bool:
@@ -107,7 +107,7 @@ def _alike(a: Any, b: Any) -> bool:
 def _concatenate(slices: list[OptimizerSlice]) -> OptimizerSlice:
     first = slices[0]
     state = {
-        name: torch.cat([run.state[name] for run in slices]) if is_slot(value) else value
+        name: torch.cat([part.state[name] for part in slices]) if is_slot(value) else value
         for name, value in first.state.items()
     }
     return OptimizerSlice(

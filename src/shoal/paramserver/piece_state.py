@@ -1,4 +1,4 @@
-"""What a server keeps in mind for one piece under the present table."""
+"""A server's state for one piece under the current chunk table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shoal.spec.chunk_table import ParameterPiece
 
 @dataclass(eq=False)
 class ClientSession:
-    """Who pushes over a line. Its partials lie one after the other in `memory`; in its own, `shared`, where that can be
-    read. If that is `encoded`, they are decoded into `memory`."""
+    """A client and its connection. Its partial sums lie one after the other in `memory`, or in the client's own
+    `shared_memory`. If that is `encoded`, they are decoded into `memory`."""
 
     connection: ServerConnection
     seat: int
@@ -33,11 +33,11 @@ class ClientSession:
     encoded: bool = False
     pending_enter: ServerFrame | None = None
     base_versions: dict[int, int] = field(default_factory=dict)
-    """How many updates the values had that it was last given, by the first chunk of their piece."""
+    """Number of updates in the values that the client last received, by the first chunk of their piece."""
     _partials: tuple[ByteBuffer | None, dict[int, ByteBuffer]] = field(default=(None, {}), init=False)
 
     def partial(self, index: int, size_bytes: int) -> ByteBuffer:
-        """One of its partials, a stretch of so many bytes."""
+        """One of its partial sums, a flat buffer of `size_bytes`."""
         memory = self.memory if self.shared_memory is None or self.encoded else self.shared_memory
         assert memory is not None
         whole, parts = self._partials
@@ -50,7 +50,7 @@ class ClientSession:
 
 
 class PendingReply(NamedTuple):
-    """An answer that waits: for the chain, and for lanes that are too far behind."""
+    """A reply that waits for the chain, and for lanes that are too far behind."""
 
     session: ClientSession
     frame: ServerFrame
@@ -67,7 +67,7 @@ class PendingAck(NamedTuple):
 
 @dataclass
 class PushRound:
-    """Partials of one step, until all are there."""
+    """The partial sums of one step, collected until all have arrived."""
 
     view: int
     step: int
@@ -77,18 +77,19 @@ class PushRound:
 
     @property
     def flags(self) -> int:
-        found = 0
+        flags = 0
         for _, frame in self.pushes.values():
-            found |= frame.flags
-        return found
+            flags |= frame.flags
+        return flags
 
 
 @dataclass(eq=False)
 class PieceState:
-    """`version` counts what has happened to the piece under this table; the successor has acknowledged `acked` of it.
+    """`version` counts the piece's changes under this table; the successor has acknowledged the first `acked`.
 
-    A successor gets the piece as it is first (`synced` from then on), then every record. Answers wait for one that is
-    in the chain; for one that is being filled from the moment on at which it is synced, for it may be counted upon.
+    A successor first gets the whole piece (`synced` from then on), then every record. Replies wait for the
+    acknowledgement of a successor in the chain, and of one that is being filled from the moment it is synced, because
+    it may become part of the chain at any time.
     """
 
     piece: ParameterPiece
@@ -103,20 +104,22 @@ class PieceState:
     pending_replies: list[PendingReply] = field(default_factory=list)
     pending_acks: deque[PendingAck] = field(default_factory=deque)
     reductions: dict[tuple[tuple[ClientSession, int], ...], TreeReduce] = field(default_factory=dict)
-    """By who pushed which of its partials. One who comes again over another line has other memory."""
+    """By session and pushed partial sums. A client that reconnects has a new session, and other memory."""
     staged_rows: list[RowBundle] = field(default_factory=list)
 
     @classmethod
     def of(cls, piece: ParameterPiece, seat: int) -> PieceState:
-        after = piece.successor(seat)
-        return cls(piece, piece.predecessor(seat), after, valid=seat in piece.chain, requires_ack=after in piece.chain)
+        successor = piece.successor(seat)
+        return cls(
+            piece, piece.predecessor(seat), successor, valid=seat in piece.chain, requires_ack=successor in piece.chain
+        )
 
     @property
     def is_primary(self) -> bool:
         return self.predecessor is None
 
     def is_replicated(self, version: int) -> bool:
-        """Has the rest of the chain what happened up to this version?"""
+        """Whether the rest of the chain has acknowledged this version."""
         return self.acked >= version or not self.requires_ack
 
     def drop_pushes(self) -> None:
@@ -125,34 +128,36 @@ class PieceState:
         self.reductions.clear()
 
     def single_partial(self, nodes: Mapping[int, Sequence[Node]], size_bytes: int) -> ByteBuffer | None:
-        """The partial, if a single one came and nobody gets a record of it: it can be applied from where it lies."""
+        """The only pushed partial sum, if there is one and no successor: it can be applied without a copy."""
         assert self.push_round is not None
-        came = self.push_round.pushes
-        filled = [(came[seat][0], i) for seat in came for i in range(len(nodes[seat])) if came[seat][1].number >> i & 1]
+        pushes = self.push_round.pushes
+        filled = [
+            (pushes[seat][0], i) for seat in pushes for i in range(len(nodes[seat])) if pushes[seat][1].number >> i & 1
+        ]
         if self.successor is not None or len(filled) != 1:
             return None
         session, index = filled[0]
         return session.partial(index, size_bytes)
 
     def reduce_pushes(self, layout: FlatLayout, nodes: Mapping[int, Sequence[Node]], lanes: int, out: Tensor) -> bool:
-        """Finish the tree over what came; False if no lane had samples."""
+        """Sum the pushes on the tree; False if no lane had samples."""
         assert self.push_round is not None
-        came = self.push_round.pushes
-        key = tuple((came[seat][0], came[seat][1].number) for seat in sorted(came))
+        pushes = self.push_round.pushes
+        key = tuple((pushes[seat][0], pushes[seat][1].number) for seat in sorted(pushes))
         if not any(filled for _, filled in key):
             return False
         if key not in self.reductions:
             start, stop, size = self.piece.start, self.piece.stop, layout.size_bytes
             partials: list[tuple[Node, Tensor | None]] = []
-            for seat in sorted(came):
-                session, frame = came[seat]
+            for seat in sorted(pushes):
+                session, frame = pushes[seat]
                 for i, node in enumerate(nodes[seat]):
                     filled = frame.number >> i & 1
                     partials.append((node, session.partial(i, size).tensor[start:stop] if filled else None))
-            term = build_sum_tree(partials, lanes)
-            assert term is not None
-            self.reductions[key] = TreeReduce(term, out[start:stop], layout.regions_within(start, stop))
-        addition = self.reductions[key]
-        addition.restart()
-        addition.run(self.piece.stop - self.piece.start)
+            tree = build_sum_tree(partials, lanes)
+            assert tree is not None
+            self.reductions[key] = TreeReduce(tree, out[start:stop], layout.regions_within(start, stop))
+        reduction = self.reductions[key]
+        reduction.restart()
+        reduction.run(self.piece.stop - self.piece.start)
         return True

@@ -1,6 +1,7 @@
-"""What workers and servers say to each other: 72 bytes that tell what follows, and what follows.
+"""The protocol between clients and servers: frames with a header of 72 bytes, and a payload.
 
-Answers name the table under which they were asked for, so that nobody takes an old one for a new one.
+Replies have the number of the chunk table under which they were requested, so an old reply is never taken for a new
+one.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any, NamedTuple
 
 from shoal.net.errors import LinkError
 
-# from workers, and from whoever else pushes
+# from workers and other clients
 ENTER, READY, HYPER, SHARE_MEMORY, PUSH, APPLY, PULL = range(1, 8)
 LOOKUP_ROWS, SNAPSHOT_ROWS = 12, 13  # rows of sparse tables
-# to them
+# to clients
 STATUS, ENTERED, SUMMED, VALUES, STATE, DONE, STALE, REFUSED = range(16, 24)
 ROWS_FOUND, ROWS_SNAPSHOT = 28, 29
 # between servers
@@ -22,21 +23,21 @@ JOIN, STAMPS, RECORD, SET, ACK = range(32, 37)
 ROWS = 44
 
 HALT, COUNTED, NORMS, WHOLE, SHARED, EMPTY = 1, 2, 4, 8, 16, 32
-"""Flags: somebody must stop; losses come with a divisor; norms are wanted; a pull of everything, not only of values;
-the payload lies in shared memory; the lane had no samples, and there is nothing to apply."""
+"""Flags: a worker must stop; losses have a divisor; norms are requested; a pull of the whole state, not only of values;
+the payload is in shared memory; the lane had no samples, so there is nothing to apply."""
 
 MAX_JSON_BYTES = 16 << 20
 MAX_STEP = 1 << 62
-_MAX_BRACKETS = 1 << 20  # an empty list of two bytes would become one of sixty
+_MAX_BRACKETS = 1 << 20  # an empty list has two bytes in JSON and sixty in memory
 _MAGIC = b"SHSV"
 _HEADER = struct.Struct("<4sBBxxIIIIQQQddd")
 HEADER_BYTES = _HEADER.size
 
 
 class ServerFrame(NamedTuple):
-    """`seat` is the sender's, or the lane where lanes push for themselves. `size` are the bytes that follow. `number`:
-    which partials follow (a bit for each), or a count of records. `scale` multiplies the learning rate; `divisor` and
-    `coefficient` are what the sum is, or was, divided and multiplied by, where the flags say so."""
+    """`seat` is the sender's, or the lane if lanes push by themselves. `size` is the payload's size in bytes. `number`
+    has a bit for each partial sum that follows, or counts records. `scale` multiplies the learning rate. If the flags
+    say so, the sum is divided by `divisor` and multiplied by `coefficient`."""
 
     kind: int
     chunk_table_number: int = 0
@@ -59,21 +60,21 @@ class ServerFrame(NamedTuple):
 def unpack(raw: bytes | bytearray | memoryview) -> ServerFrame:
     magic, kind, flags, table, piece, view, seat, step, *rest = _HEADER.unpack(raw)
     if magic != _MAGIC or step > MAX_STEP:
-        raise LinkError("sent noise")
+        raise LinkError("sent bytes that are no frame")
     return ServerFrame(kind, table, piece, view, seat, step, flags, *rest)
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
     raw = json.dumps(value, separators=(",", ":")).encode()
     if len(raw) > MAX_JSON_BYTES:
-        raise ValueError(f"{len(raw)} bytes to say, and {MAX_JSON_BYTES} is the most")
+        raise ValueError(f"{len(raw)} bytes of JSON, and {MAX_JSON_BYTES} is the most")
     return raw
 
 
 def decode_json(raw: bytes | bytearray | memoryview) -> dict[str, Any]:
     raw = bytes(raw)
     if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
-        raise LinkError("sent more lists than anybody needs")
+        raise LinkError("sent JSON with too many lists and objects")
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as failure:

@@ -1,4 +1,4 @@
-"""What workers want of servers. Only clipping and codecs need torch, and bring it: other clients may have none."""
+"""Requests of clients to servers. Only clipping and codecs import torch, because clients may have none."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ STATE_OVERHEAD_BYTES = 1 << 22
 
 
 class SizedLayout(Protocol):
-    """How long a stretch is. Who clips or counts has a job, and all of its layout."""
+    """Anything with a size in bytes. Requests that clip by norm or use weighted losses need the full `FlatLayout`,
+    which only jobs have."""
 
     @property
     def size_bytes(self) -> int: ...
 
 
 class PushBuffers(Protocol):
-    """What a worker pushes: several stretches."""
+    """The partial sums that a client pushes, each in its own flat buffer."""
 
     def buffers(self, index: int, piece: ParameterPiece) -> list[memoryview]:
-        """What is sent of one of them for a piece."""
+        """The bytes of one partial sum for a piece."""
 
     def copy_to_shared_memory(self, index: int, piece: ParameterPiece) -> None:
-        """Let that lie where servers on this host read it."""
+        """Copy them to where servers on this host read them."""
 
 
 @dataclass
 class CopiedPush:
-    """They lie there already, one after the other; encoded ones in slots."""
+    """Partial sums that are already in `memory`, one after the other, plain or encoded."""
 
     memory: ByteBuffer
     layout: SizedLayout
@@ -52,8 +53,8 @@ class CopiedPush:
         if self.encoded_layout is None:
             start = index * self.layout.size_bytes
             return [self.memory.raw[start + piece.start : start + piece.stop]]
-        at, size = self.encoded_layout.chunk_range(piece.first_chunk)
-        start = index * self.encoded_layout.lane_bytes + at
+        offset, size = self.encoded_layout.chunk_range(piece.first_chunk)
+        start = index * self.encoded_layout.lane_bytes + offset
         return [self.memory.raw[start : start + size]]
 
     def copy_to_shared_memory(self, index: int, piece: ParameterPiece) -> None:
@@ -61,7 +62,7 @@ class CopiedPush:
 
 
 class SingleReply:
-    """Errands that want one answer of every chunk."""
+    """Requests with one reply for every chunk."""
 
     def skipped_chunks(self, chunks: int) -> list[bool]:
         return [False] * chunks
@@ -72,19 +73,19 @@ class SingleReply:
 
 @dataclass
 class GatherAll(SingleReply):
-    """What came of each piece, by its chunks."""
+    """Collects the replies of all pieces, by their chunks."""
 
     replies: dict[tuple[int, int], Any] = field(default_factory=dict, init=False)
 
     def is_complete(self, chunks: int) -> bool:
-        """Is every chunk there once?"""
+        """Whether every chunk has exactly one reply."""
         ranges = sorted(self.replies)
         return [0, *(last for _, last in ranges)] == [*(first for first, _ in ranges), chunks]
 
 
 @dataclass
 class ValuesRequest(SingleReply):
-    """Puts the servers' values into a stretch of ours."""
+    """Receives the servers' values into the client's flat buffer."""
 
     layout: SizedLayout
     values: ByteBuffer
@@ -92,13 +93,13 @@ class ValuesRequest(SingleReply):
 
     def buffer_for(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> PayloadTarget:
         if frame.kind != protocol.VALUES:
-            raise LinkError(f"answers with a frame of kind {frame.kind}")
+            raise LinkError(f"answered with a frame of kind {frame.kind}")
         return [] if frame.flags & protocol.SHARED else [self.values.raw[piece.start : piece.stop]]
 
     def handle_reply(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> bool:
         if frame.flags & protocol.SHARED:
             if server.memory is None:
-                raise LinkError("shares no memory")
+                raise LinkError("refers to shared memory that it has not sent")
             self.values.raw[piece.start : piece.stop] = server.memory.raw[piece.start : piece.stop]
         self.flags |= frame.flags
         return True
@@ -106,7 +107,7 @@ class ValuesRequest(SingleReply):
 
 @dataclass
 class Pull(ValuesRequest):
-    """The values as they are now."""
+    """Pull the current values."""
 
     def send(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> None:
         server.connection.send(frame._replace(kind=protocol.PULL))
@@ -114,10 +115,11 @@ class Pull(ValuesRequest):
 
 @dataclass
 class Push(ValuesRequest):
-    """A worker's partials of a step, those with a bit in `filled`; the servers' new values come back.
+    """Push a worker's partial sums of a step, those with a bit in `filled_mask`; the reply has the new values.
 
-    Servers must know the norm of everything, or the divisor of the loss, before they can apply anything: then sums
-    come first, and when all are there everybody is told. A piece that has the step already tells what it was told.
+    If servers need the total norm or the loss's divisor before they can apply anything, they first reply with their
+    sums. The client computes both from all pieces and sends them to every server. A piece that has already applied the
+    step replies with the divisor and coefficient it used.
     """
 
     partials: PushBuffers
@@ -150,7 +152,7 @@ class Push(ValuesRequest):
         if frame.kind != protocol.SUMMED:
             return super().buffer_for(server, piece, frame)
         if frame.size > piece.stop - piece.start:
-            raise LinkError(f"answers with {frame.size} bytes")
+            raise LinkError(f"answered with {frame.size} bytes")
         return server.connection.allocate_payload(frame.size)
 
     def handle_reply(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> bool:
@@ -175,16 +177,16 @@ class Push(ValuesRequest):
 
     def follow_up(self) -> Callable[[ServerSession, ServerFrame], None] | None:
         if self._applied_reply is None:
-            words = encode_json({"count": self._count(), "coefficient": self._coefficient()})
+            encoded = encode_json({"count": self._count(), "coefficient": self._coefficient()})
         else:
             count = self._applied_reply.divisor if self.counted else None
-            by = self._applied_reply.coefficient if self.clip_norm is not None else None
-            words = encode_json({"count": count, "coefficient": by})
+            coefficient = self._applied_reply.coefficient if self.clip_norm is not None else None
+            encoded = encode_json({"count": count, "coefficient": coefficient})
 
-        def tell(server: ServerSession, frame: ServerFrame) -> None:
-            server.connection.send(frame._replace(kind=protocol.APPLY, step=self.step), words)
+        def send(server: ServerSession, frame: ServerFrame) -> None:
+            server.connection.send(frame._replace(kind=protocol.APPLY, step=self.step), encoded)
 
-        return tell
+        return send
 
     @property
     def _full_layout(self) -> FlatLayout:
@@ -193,9 +195,9 @@ class Push(ValuesRequest):
     def _count(self) -> float | None:
         if not self.counted:
             return None
-        room = ByteBuffer.private(self.layout.size_bytes)
-        room.raw[self._full_layout.tail :] = self._tail
-        count = self._full_layout.views(room.tensor).count
+        flat_buffer = ByteBuffer.private(self.layout.size_bytes)
+        flat_buffer.raw[self._full_layout.tail :] = self._tail
+        count = self._full_layout.views(flat_buffer.tensor).count
         assert count is not None
         return float(count)
 
@@ -205,13 +207,14 @@ class Push(ValuesRequest):
         from shoal.lanes.clipping import clip_coefficient
 
         norms = [self._norms[i] for i in range(len(self._full_layout.slices))]
-        found = clip_coefficient(norms, clip=self.clip_norm, count=self._count(), dtype=self._full_layout.norm_dtype)
-        return float(found)
+        return float(
+            clip_coefficient(norms, clip=self.clip_norm, count=self._count(), dtype=self._full_layout.norm_dtype)
+        )
 
 
 @dataclass
 class LanePush(ValuesRequest):
-    """The gradient of one lane, which is applied as it comes."""
+    """Push the gradient of one lane, which servers apply by itself (stale-synchronous)."""
 
     partials: PushBuffers
     step: int
@@ -240,15 +243,15 @@ class LanePush(ValuesRequest):
 
 @dataclass
 class PullState(GatherAll):
-    """Everything that servers hold, piece by piece, packed as a live state."""
+    """Pull the servers' whole state, piece by piece, in packed form."""
 
     def send(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> None:
         server.connection.send(frame._replace(kind=protocol.PULL, flags=protocol.WHOLE))
 
     def buffer_for(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> PayloadTarget:
-        most = MAX_STATE_TO_PIECE_RATIO * (piece.stop - piece.start) + STATE_OVERHEAD_BYTES
-        if frame.kind != protocol.STATE or frame.size > most:
-            raise LinkError(f"answers with {frame.size} bytes of kind {frame.kind}")
+        max_bytes = MAX_STATE_TO_PIECE_RATIO * (piece.stop - piece.start) + STATE_OVERHEAD_BYTES
+        if frame.kind != protocol.STATE or frame.size > max_bytes:
+            raise LinkError(f"answered with {frame.size} bytes of kind {frame.kind}")
         return server.connection.allocate_payload(frame.size)
 
     def handle_reply(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> bool:
@@ -258,7 +261,7 @@ class PullState(GatherAll):
 
 @dataclass
 class SetState(SingleReply):
-    """Let the servers hold what `state_of(first, last)` gives, packed as a live state."""
+    """Set the servers' state to that of `state_of(first, last)`, in packed form."""
 
     state_of: Callable[[int, int], bytes]
 
@@ -267,7 +270,7 @@ class SetState(SingleReply):
 
     def buffer_for(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> PayloadTarget:
         if frame.kind != protocol.DONE:
-            raise LinkError(f"answers with a frame of kind {frame.kind}")
+            raise LinkError(f"answered with a frame of kind {frame.kind}")
         return []
 
     def handle_reply(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> bool:

@@ -1,10 +1,10 @@
-"""What a server does with what it is told. It sees frames and no sockets.
+"""A parameter server's reaction to frames. It does not touch sockets.
 
-Rules that keep every update exactly once, whoever dies:
-- what is pushed is labelled with table, view and step (or lane and step); what is applied already is answered and not
+Rules that apply every update exactly once, whichever process dies:
+- a push is labelled with table, view and step (or lane and step); a push that is already applied is answered and not
   applied again;
-- the primary orders, and answers only when everybody in the chain who must have it has it;
-- a new table is a clean slate but for what the chunks hold: whoever waited for an answer asks again.
+- the primary of a piece orders its updates, and replies only when the required servers of the chain have acknowledged;
+- a new table resets everything but the chunks' state: clients repeat every request without a reply.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from shoal.paramserver.chunk_store import ChunkStore, optimizer_class
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
 from shoal.paramserver.piece_state import ClientSession, PieceState
 from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
-from shoal.paramserver.replication import ChainReplication
-from shoal.paramserver.shared_sums import SharedSums
+from shoal.paramserver.replication import ChainReplication, SharedSums
 from shoal.paramserver.sparse.handlers import MAX_KEYS_BYTES, RunInThread, SparseTableHandler
 from shoal.paramserver.updates import UpdatePipeline, options_from_json, parse_number
 from shoal.spec.chunk_table import ChunkTable, build_pieces
@@ -53,20 +52,20 @@ _MAX_PAYLOAD_BYTES = {
     protocol.APPLY: 4 << 10,
     protocol.LOOKUP_ROWS: MAX_KEYS_BYTES,
 }
-"""How much may be said."""
+"""Maximum payload by kind of frame."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What the job says of its servers. `staleness` may be infinite; `aware`: a stale push moves less. Where
-    its checkpoints lie is `store`."""
+    """The job's settings for its servers. `staleness` may be infinite. With `staleness_aware`, a stale push has a
+    smaller learning rate."""
 
     lanes: int
     staleness: float
     optimizer: type[torch.optim.Optimizer] | None = None
     staleness_aware: bool = False
     codec: Mapping[str, Any] | None = None
-    """The job's, as plain data: what is pushed is encoded, lane by lane."""
+    """The settings of the job's codec; pushes are then encoded lane by lane."""
     checkpoint_path: str = ""
 
     @property
@@ -75,7 +74,8 @@ class ServerConfig:
 
 
 class ParameterServer:
-    """Belongs to the server's one thread. `call` asks for a line to a successor, `filled` tells that one has all."""
+    """Belongs to the server's one thread. `connect_to` requests a connection to a successor; `on_filled` reports that a
+    successor has all its pieces."""
 
     def __init__(
         self,
@@ -111,34 +111,34 @@ class ParameterServer:
     @property
     def chunk_store(self) -> ChunkStore:
         if self._chunk_store is None:
-            raise LinkError("speaks of a model that is not known here yet")
+            raise LinkError("refers to a model that this server does not have yet")
         return self._chunk_store
 
     @property
     def chunk_table_number(self) -> int:
-        """Of the table."""
+        """0 without a table."""
         return self.chunk_table.number if self.chunk_table else 0
 
     def piece_state(self, frame: ServerFrame) -> PieceState:
         if frame.piece not in self.piece_states:
-            raise LinkError(f"speaks of piece {frame.piece}, which is not here")
+            raise LinkError(f"refers to piece {frame.piece}, which this server does not hold")
         return self.piece_states[frame.piece]
 
-    # ---- tables, and who comes and goes ----
+    # ---- tables and clients ----
 
     def set_chunk_table(self, chunk_table: ChunkTable) -> None:
         if chunk_table.number <= self.chunk_table_number:
             return
         self.chunk_table = chunk_table
-        mine = [piece for piece in build_pieces(chunk_table) if self.seat in piece.replication_order]
-        self.piece_states = {piece.index: PieceState.of(piece, self.seat) for piece in mine}
+        own = [piece for piece in build_pieces(chunk_table) if self.seat in piece.replication_order]
+        self.piece_states = {piece.index: PieceState.of(piece, self.seat) for piece in own}
         self.replication.disconnect_all()
         self._apply_chunk_table()
         for session in self._sessions.values():
             session.connection.send(ServerFrame(protocol.STALE, self.chunk_table_number))
 
     def _apply_chunk_table(self) -> None:
-        """Once the table and the model's shape are known."""
+        """Takes effect once both the table and the model's layout are known."""
         if self.chunk_table is not None and self._chunk_store is not None:
             self._drop_unowned_rows(self._chunk_store)
             self._chunk_store.set_pieces([(p.piece.first_chunk, p.piece.end_chunk) for p in self.piece_states.values()])
@@ -147,22 +147,26 @@ class ParameterServer:
     @property
     def shared_sums(self) -> SharedSums:
         if self._shared_sums is None:
-            raise LinkError("nobody has told what the model is like")
+            raise LinkError("refers to a model that this server does not have yet")
         return self._shared_sums
 
     def _drop_unowned_rows(self, chunk_store: ChunkStore) -> None:
-        """Rows of chunks that others hold now would only take memory."""
+        """Free the memory of rows in chunks that this server no longer holds."""
         if chunk_store.row_tables is None:
             return
-        mine = {i for post in self.piece_states.values() for i in range(post.piece.first_chunk, post.piece.end_chunk)}
-        others = [i for i in range(chunk_store.chunk_count) if i not in mine and int(chunk_store.term[i])]
-        for _, run in groupby(enumerate(others), key=lambda pair: pair[1] - pair[0]):
-            chunks = [i for _, i in run]
+        own = {
+            i
+            for piece_state in self.piece_states.values()
+            for i in range(piece_state.piece.first_chunk, piece_state.piece.end_chunk)
+        }
+        dropped = [i for i in range(chunk_store.chunk_count) if i not in own and int(chunk_store.term[i])]
+        for _, adjacent in groupby(enumerate(dropped), key=lambda pair: pair[1] - pair[0]):
+            chunks = [i for _, i in adjacent]
             chunk_store.drop(chunks[0], chunks[-1] + 1)
 
     def add_client(self, connection: ServerConnection) -> list[ServerConnection]:
-        """Somebody who pushes, or pulls. Returns the lines that this one takes the place of: what still comes over
-        them must not be taken for what he wants now."""
+        """Register a client connection. Returns older connections of the same client; the caller closes them so that
+        late messages are not mistaken for new requests."""
         old = [one for one in self._sessions if one.peer == connection.peer]
         self._sessions[connection] = ClientSession(connection, connection.peer)
         return old
@@ -176,7 +180,7 @@ class ParameterServer:
                 piece_state.reductions.clear()
 
     def ignore_lanes(self, lanes: Iterable[int]) -> None:
-        """Nobody waits for these lanes from now on."""
+        """From now on the staleness bound does not wait for these lanes."""
         self.ignored_lanes = frozenset(lanes)
         for piece_state in self.piece_states.values():
             self.updates.flush_pending(piece_state)
@@ -188,7 +192,7 @@ class ParameterServer:
         if session is None:
             return self.replication.buffer_for(connection, frame)
         if frame.kind in _TABLE_BOUND_KINDS and frame.chunk_table_number > self.chunk_table_number:
-            return "hold"  # it has not come here yet
+            return "hold"  # this server has not received the table yet
         if frame.kind == protocol.PUSH:
             return self.updates.buffer_for(session, frame)
         if frame.kind == protocol.SET:
@@ -197,16 +201,16 @@ class ParameterServer:
                 if frame.chunk_table_number == self.chunk_table_number
                 else "skip"
             )
-        most = _MAX_PAYLOAD_BYTES.get(frame.kind, 0)
-        if frame.size > most:
-            raise LinkError(f"says {frame.size} bytes where {most} is the most")
+        max_bytes = _MAX_PAYLOAD_BYTES.get(frame.kind, 0)
+        if frame.size > max_bytes:
+            raise LinkError(f"sent {frame.size} bytes, and {max_bytes} is the most")
         return connection.allocate_payload(frame.size)
 
     def buffer_for_state(self, connection: ServerConnection, frame: ServerFrame) -> PayloadTarget:
-        """Memory for a piece's whole state, within reason."""
+        """A buffer for a piece's whole state, of limited size."""
         piece = self.piece_state(frame).piece
         if frame.size > MAX_STATE_TO_PIECE_RATIO * (piece.stop - piece.start) + STATE_OVERHEAD_BYTES:
-            raise LinkError(f"sends a state of {frame.size} bytes")
+            raise LinkError(f"sent a state of {frame.size} bytes, which is too large")
         return connection.allocate_payload(frame.size)
 
     def handle_frame(self, connection: ServerConnection, frame: ServerFrame) -> None:
@@ -233,46 +237,48 @@ class ParameterServer:
     # ---- entering a view ----
 
     def _handle_enter(self, session: ClientSession, frame: ServerFrame) -> None:
-        words, view = decode_json(session.connection.payload), frame.view
+        fields, view = decode_json(session.connection.payload), frame.view
         if view < self.view:
             passed = f"view {view} has passed".encode()
             session.connection.send(ServerFrame(protocol.REFUSED, self.chunk_table_number, view=self.view), passed)
             return
-        self.check_model(words.get("model"))
+        self.check_model(fields.get("model"))
         if view > self.view:
-            self._begin_view(view, parse_assignment(words.get("carries"), sender=session.seat, lanes=self.config.lanes))
+            self._begin_view(
+                view, parse_assignment(fields.get("carries"), sender=session.seat, lanes=self.config.lanes)
+            )
         if session.seat not in self.nodes:
-            raise LinkError(f"enters view {view} without a part in it")
+            raise LinkError(f"enters view {view}, of which it is not a member")
         session.view, session.pending_enter = view, frame
         size = len(self.nodes[session.seat]) * self.chunk_store.layout.size_bytes
-        alone = session.shared_memory is None or self.encoded_layout is not None
-        if alone and (session.memory is None or len(session.memory.raw) < size):
+        needs_memory = session.shared_memory is None or self.encoded_layout is not None
+        if needs_memory and (session.memory is None or len(session.memory.raw) < size):
             session.memory = ByteBuffer.private(size)
-        if words.get("lead") and not self._ready:
+        if fields.get("lead") and not self._ready:
             session.connection.send(
                 ServerFrame(protocol.STATUS, frame.chunk_table_number, view=view), encode_json(self._status())
             )
-        elif words.get("ready"):
+        elif fields.get("ready"):
             self._ready = True
-            self._admit(session)  # again, after it lost its line or the table has changed
+            self._admit(session)  # again, after it reconnected or the table changed
         self.admit_entering_clients()
 
     def check_model(self, model: Any) -> None:
-        """The model's shape, the same for the whole run; whoever comes first tells it."""
+        """Check the model's layout, which the first client sets for the whole run."""
         try:
             if self._chunk_store is None:
                 self._set_model(model)
             elif FlatLayout.from_description(model["layout"]).digest != self._chunk_store.layout.digest:
                 raise ValueError("other shapes")
-        except Exception as failure:  # it names an optimizer and its options: anything may go wrong with them
-            raise LinkError(f"describes a model that cannot be: {failure!r:.200}") from failure
+        except Exception as failure:  # the description names an optimizer and its options, which may raise anything
+            raise LinkError(f"describes an impossible model: {failure!r:.200}") from failure
 
     def parse_hyperparameters(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Options for each of the optimizer's groups, and no more."""
+        """Options for each of the optimizer's groups. LinkError for anything else."""
         groups, clip = fields.get("groups"), parse_number(fields.get("clip_value"))
-        there = isinstance(groups, list) and len(groups) == len(self.model.get("hyper", ()))
-        if not there or not all(isinstance(group, dict) for group in groups or ()):
-            raise LinkError("says options for other groups than there are")
+        complete = isinstance(groups, list) and len(groups) == len(self.model.get("hyper", ()))
+        if not complete or not all(isinstance(group, dict) for group in groups or ()):
+            raise LinkError("sent options for other groups than the optimizer has")
         return {"groups": groups, "clip_value": clip}
 
     def _set_model(self, model: dict[str, Any]) -> None:
@@ -281,7 +287,7 @@ class ParameterServer:
             self.encoded_layout = EncodedLayout(layout, self.config.codec)
             layout.chunk_offsets = self.encoded_layout.chunk_offsets
         if self.chunk_table is None or self.chunk_table.cuts != layout.chunk_offsets:
-            raise ValueError("the table is for another one")
+            raise ValueError("the chunk table is for another model")
         self._shared_parameters, self._shared_sums = SharedMemory(layout.size_bytes), SharedSums.create(layout)
         self._chunk_store = ChunkStore(
             layout,
@@ -301,7 +307,7 @@ class ParameterServer:
         return self._chunk_store is not None
 
     def _begin_view(self, view: int, carries: dict[int, list[int]]) -> None:
-        """Where lanes push for themselves, each is a partial of its own."""
+        """Set the partial sums of each seat: one per lane if lanes push by themselves or are encoded."""
         if not self.config.synchronous or self.config.codec:
             self.nodes = {seat: [(0, lane) for lane in lanes] for seat, lanes in carries.items()}
         else:
@@ -311,16 +317,16 @@ class ParameterServer:
             piece_state.drop_pushes()
 
     def _primary_chunks(self) -> list[int]:
-        """Those that are ordered here."""
+        """The chunks of which this server is the primary."""
         return [
             i
-            for post in self.piece_states.values()
-            if post.is_primary
-            for i in range(post.piece.first_chunk, post.piece.end_chunk)
+            for piece_state in self.piece_states.values()
+            if piece_state.is_primary
+            for i in range(piece_state.piece.first_chunk, piece_state.piece.end_chunk)
         ]
 
     def _status(self) -> dict[str, Any]:
-        """How far they are; `set` if all of them hold something."""
+        """Lowest and highest applied step of the primary chunks; `set` if all have state."""
         chunks = self._primary_chunks()
         if not chunks:
             return {"set": True}
@@ -333,13 +339,17 @@ class ParameterServer:
             self.admit_entering_clients()
 
     def admit_entering_clients(self) -> None:
-        """Answer those who entered, once all that happened here has reached the ends of the chains: of what they push
-        next some may lie where a record is still being sent from."""
-        entering = [guest for guest in self._sessions.values() if guest.pending_enter is not None]
+        """Admit entering clients once all updates here have reached the ends of the chains: their next pushes may
+        overwrite memory from which a record is still being sent."""
+        entering = [session for session in self._sessions.values() if session.pending_enter is not None]
         if (
             self._ready
             and entering
-            and all(post.is_replicated(post.version) for post in self.piece_states.values() if post.is_primary)
+            and all(
+                piece_state.is_replicated(piece_state.version)
+                for piece_state in self.piece_states.values()
+                if piece_state.is_primary
+            )
         ):
             for session in entering:
                 self._admit(session)
@@ -348,8 +358,8 @@ class ParameterServer:
         frame, session.pending_enter = session.pending_enter, None
         if frame is not None and frame.view == self.view:
             chunks, chunk_store = self._primary_chunks(), self.chunk_store
-            past = chunk_store.applied[:, None] if self.config.synchronous else chunk_store.clocks
-            clocks = past[chunks].min(0).tolist() if chunks else []
+            next_steps = chunk_store.applied[:, None] if self.config.synchronous else chunk_store.clocks
+            clocks = next_steps[chunks].min(0).tolist() if chunks else []
             fd = self._shared_parameters.fd if self._shared_parameters and session.connection.same_host else -1
             answer = ServerFrame(
                 protocol.ENTERED, frame.chunk_table_number, view=frame.view, number=self.chunk_store.layout.size_bytes
@@ -364,19 +374,20 @@ class ParameterServer:
 
 
 def parse_table_specs(descriptions: Any) -> list[TableSpec]:
-    """Of a model. ValueError for what no model has."""
+    """The sparse tables of a model. ValueError for an invalid description."""
     tables = [TableSpec.from_description(one) for one in descriptions]
     if [table.number for table in tables] != list(range(len(tables))) or len(tables) > MAX_TABLES:
-        raise ValueError("sparse tables that are not counted")
+        raise ValueError("sparse tables that are not numbered from 0")
     return tables
 
 
 def parse_assignment(fields: Any, *, sender: int, lanes: int) -> dict[int, list[int]]:
-    """The lanes of each seat as they were told. LinkError unless each lane is carried once, and `by` has a part."""
+    """The lanes of each seat. LinkError unless each lane is carried once, and `sender` is a member."""
     try:
-        found = {int(seat): sorted(int(lane) for lane in carries) for seat, carries in fields.items()}
+        assignment = {int(seat): sorted(int(lane) for lane in carries) for seat, carries in fields.items()}
     except (AttributeError, TypeError, ValueError, OverflowError) as failure:
-        raise LinkError(f"enters with nonsense: {failure!r:.200}") from failure
-    if sorted(lane for carries in found.values() for lane in carries) != list(range(lanes)) or sender not in found:
+        raise LinkError(f"sent a malformed assignment of lanes: {failure!r:.200}") from failure
+    carried = sorted(lane for carries in assignment.values() for lane in carries)
+    if carried != list(range(lanes)) or sender not in assignment:
         raise LinkError("enters a view that does not carry each lane once")
-    return found
+    return assignment

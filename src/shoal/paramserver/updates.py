@@ -1,4 +1,4 @@
-"""Pushes become updates, in one order for everybody; answers follow when they may."""
+"""Turns pushes into updates, in one order on all servers of a chain, and replies when chain and staleness allow it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 _NO_GRADIENTS: RowGradients = {}
 _HOW_APPLIED_FLAGS = protocol.HALT | protocol.COUNTED | protocol.NORMS
 _UPDATE_COUNT_MASK = (1 << 32) - 1
-"""Of a stamp's `seq`: the updates since the piece was set. Above it is the view in which it was."""
+"""The bits of a stamp's `seq` that count updates since the piece was set. The bits above have the view of that set."""
 
 
 @dataclass
 class UpdateStats:
-    """What a server can tell of itself."""
+    """Counters of a server since its start."""
 
     pushes: int = 0
     repeats: int = 0
@@ -41,26 +41,26 @@ class UpdateStats:
 
 
 class UpdatePipeline:
-    """Belongs to the keeper."""
+    """Belongs to the parameter server, and to its one thread."""
 
     def __init__(self, server: ParameterServer) -> None:
         self.stats = UpdateStats()
         self._server = server
         self._lane_buffers: dict[int, ByteBuffer] = {}
 
-    # ---- what comes ----
+    # ---- requests ----
 
     def buffer_for(self, session: ClientSession, frame: ServerFrame) -> PayloadTarget:
-        """Where what is pushed goes."""
+        """The buffers for a push."""
         server = self._server
         if frame.chunk_table_number != server.chunk_table_number or not session.view == frame.view == server.view:
             return "skip"
         piece_state, size = server.piece_state(frame), server.chunk_store.layout.size_bytes
         if not piece_state.is_primary:
-            raise LinkError(f"pushes piece {frame.piece} to one that does not order it")
+            raise LinkError(f"pushed piece {frame.piece} to a server that is not its primary")
         partials = self._pushed_partials(session, frame)
         if piece_state.push_round is not None:
-            piece_state.push_round.pushes.pop(session.seat, None)  # it comes again
+            piece_state.push_round.pushes.pop(session.seat, None)  # the client pushes again
         if frame.flags & (protocol.SHARED | protocol.EMPTY):
             return server.sparse_handler.buffers_with_rows(session.connection, frame, [])
         if server.encoded_layout is not None:
@@ -68,22 +68,22 @@ class UpdatePipeline:
                 len(partials) * server.encoded_layout.chunk_range(piece_state.piece.first_chunk)[1]
             )
         if session.memory is None:
-            raise LinkError("said that it shares its memory")
+            raise LinkError("sent a payload, but shares its memory")
         starts = [i * size for i in partials]
-        there = [
+        dense = [
             session.memory.raw[start + piece_state.piece.start : start + piece_state.piece.stop] for start in starts
         ]
-        return server.sparse_handler.buffers_with_rows(session.connection, frame, there)
+        return server.sparse_handler.buffers_with_rows(session.connection, frame, dense)
 
     def _pushed_partials(self, session: ClientSession, frame: ServerFrame) -> list[int]:
-        """Which of its partials somebody pushes."""
+        """The indices of the partial sums in a push."""
         nodes = self._server.nodes[session.seat]
         if self._server.config.synchronous:
             if frame.number >> len(nodes):
-                raise LinkError("pushes more than it carries")
+                raise LinkError("pushed for lanes that it does not carry")
             return [i for i in range(len(nodes)) if frame.number >> i & 1]
         if (0, frame.seat) not in nodes:
-            raise LinkError(f"pushes for lane {frame.seat}, which it does not carry")
+            raise LinkError(f"pushed for lane {frame.seat}, which it does not carry")
         return [nodes.index((0, frame.seat))]
 
     def handle_request(self, session: ClientSession, frame: ServerFrame) -> None:
@@ -91,12 +91,12 @@ class UpdatePipeline:
         if frame.kind == protocol.PULL:
             piece_state = server.piece_state(frame)
             if not piece_state.is_primary:
-                raise LinkError(f"pulls piece {frame.piece} from one that does not order it")
+                raise LinkError(f"pulled piece {frame.piece} from a server that is not its primary")
             if not bool(server.chunk_store.term[piece_state.piece.first_chunk : piece_state.piece.end_chunk].all()):
-                raise LinkError(f"pulls piece {frame.piece}, which nobody has set")
+                raise LinkError(f"pulled piece {frame.piece}, which has no state yet")
             self._queue_reply(piece_state, session, frame)
         elif not session.view == frame.view == server.view:
-            return  # of a view that has passed: nobody waits for an answer
+            return  # of an older view: the client does not wait for a reply
         elif frame.kind == protocol.PUSH:
             self._handle_push(session, frame)
         elif frame.kind == protocol.APPLY:
@@ -114,21 +114,21 @@ class UpdatePipeline:
 
     def _handle_push(self, session: ClientSession, frame: ServerFrame) -> None:
         encoded_layout, layout = self._server.encoded_layout, self._server.chunk_store.layout
-        room = len(self._server.nodes[session.seat]) * (
+        size = len(self._server.nodes[session.seat]) * (
             encoded_layout.lane_bytes if encoded_layout else layout.size_bytes
         )
-        if frame.flags & protocol.SHARED and (session.shared_memory is None or len(session.shared_memory.raw) < room):
+        if frame.flags & protocol.SHARED and (session.shared_memory is None or len(session.shared_memory.raw) < size):
             raise LinkError("shares too little memory")
         if session.hyper is None:
-            raise LinkError("pushes before it said what with")
+            raise LinkError("pushed before it sent hyperparameters")
         self.stats.pushes += 1
         piece_state = self._server.piece_state(frame)
-        past = self._next_step(piece_state, frame)
-        if past > frame.step:
+        next_step = self._next_step(piece_state, frame)
+        if next_step > frame.step:
             self.stats.repeats += 1
             self._queue_reply(piece_state, session, frame)
-        elif past < frame.step and (self._server.config.synchronous or not frame.flags & protocol.EMPTY):
-            why = f"step {frame.step} comes where step {past} is missing"
+        elif next_step < frame.step and (self._server.config.synchronous or not frame.flags & protocol.EMPTY):
+            why = f"got step {frame.step}, but step {next_step} is missing"
             session.connection.send(ServerFrame(protocol.REFUSED, self._server.chunk_table_number), why.encode())
         else:
             if encoded_layout is not None and not frame.flags & protocol.EMPTY:
@@ -140,14 +140,14 @@ class UpdatePipeline:
     def _decode(
         self, encoded_layout: EncodedLayout, session: ClientSession, frame: ServerFrame, piece_state: PieceState
     ) -> None:
-        """What was pushed, into the guest's partials. With a codec, every piece is one chunk."""
-        at, size = encoded_layout.chunk_range(piece_state.piece.first_chunk)
-        for place, i in enumerate(self._pushed_partials(session, frame)):
+        """Decode a push into the session's partial sums. With a codec, every piece is one chunk."""
+        offset, size = encoded_layout.chunk_range(piece_state.piece.first_chunk)
+        for position, i in enumerate(self._pushed_partials(session, frame)):
             if frame.flags & protocol.SHARED:
                 assert session.shared_memory is not None
-                data = session.shared_memory.tensor[i * encoded_layout.lane_bytes + at :][:size]
+                data = session.shared_memory.tensor[i * encoded_layout.lane_bytes + offset :][:size]
             else:
-                data = torch.frombuffer(session.connection.payload, dtype=torch.uint8)[place * size :][:size]
+                data = torch.frombuffer(session.connection.payload, dtype=torch.uint8)[position * size :][:size]
             encoded_layout.decode(
                 piece_state.piece.first_chunk, data, session.partial(i, encoded_layout.layout.size_bytes).tensor
             )
@@ -159,10 +159,10 @@ class UpdatePipeline:
         if self._server.config.synchronous:
             return int(chunk_store.applied[chunks].min())
         if frame.seat >= self._server.config.lanes:
-            raise LinkError(f"speaks of lane {frame.seat}")
+            raise LinkError(f"refers to lane {frame.seat}, which does not exist")
         return int(chunk_store.clocks[chunks, frame.seat].min())
 
-    # ---- all lanes together ----
+    # ---- synchronous: all lanes in one update ----
 
     def _add_to_round(self, session: ClientSession, frame: ServerFrame, piece_state: PieceState) -> None:
         if piece_state.push_round is None or (piece_state.push_round.view, piece_state.push_round.step) != (
@@ -179,9 +179,9 @@ class UpdatePipeline:
 
     def _reduce_round(self, piece_state: PieceState, push_round: PushRound) -> None:
         server, chunk_store = self._server, self._server.chunk_store
-        told = push_round.flags & (protocol.NORMS | protocol.COUNTED)
-        if not told and (alone := piece_state.single_partial(server.nodes, chunk_store.layout.size_bytes)):
-            self._apply_round(piece_state, push_round, alone)
+        needs_total = push_round.flags & (protocol.NORMS | protocol.COUNTED)
+        if not needs_total and (partial := piece_state.single_partial(server.nodes, chunk_store.layout.size_bytes)):
+            self._apply_round(piece_state, push_round, partial)
             return
         server.shared_sums.begin_write(piece_state)
         if not piece_state.reduce_pushes(
@@ -193,7 +193,7 @@ class UpdatePipeline:
                 )
             return
         push_round.summed = True
-        if not told:
+        if not needs_total:
             self._apply_round(piece_state, push_round, chunk_store.sums)
             return
         answer = self._norms_or_tail(piece_state, norms=bool(push_round.flags & protocol.NORMS))
@@ -201,30 +201,21 @@ class UpdatePipeline:
             session.connection.send(frame._replace(kind=protocol.SUMMED, flags=push_round.flags), answer)
 
     def _norms_or_tail(self, piece_state: PieceState, *, norms: bool) -> memoryview:
-        """What everybody must know before anybody can go on: norms, and of the tail the count."""
+        """This piece's part of what clients need before servers can apply: norms, or the tail with the count."""
         chunk_store, piece = self._server.chunk_store, piece_state.piece
         if piece.end_chunk == chunk_store.chunk_count:
             return chunk_store.sums.raw[piece.start : piece.stop]
-        found = chunk_store.norms(piece.first_chunk, piece.end_chunk) if norms else []
-        return torch.tensor(found, dtype=torch.float64).numpy().data.cast("B")
+        values = chunk_store.norms(piece.first_chunk, piece.end_chunk) if norms else []
+        return torch.tensor(values, dtype=torch.float64).numpy().data.cast("B")
 
     def _handle_apply(self, frame: ServerFrame, fields: dict[str, Any]) -> None:
-        """Everybody knows norm and count now; whoever says so first is believed."""
+        """Apply with the total norm and count. The first client's message counts; all clients compute the same."""
         count, coefficient = (parse_number(fields.get(name)) for name in ("count", "coefficient"))
         for piece_state in self._server.piece_states.values():
-            if (
-                piece_state.push_round
-                and piece_state.push_round.summed
-                and piece_state.push_round.pushes
-                and piece_state.push_round.step == frame.step
-            ):
-                self._apply_round(
-                    piece_state,
-                    piece_state.push_round,
-                    self._server.chunk_store.sums,
-                    count=count,
-                    coefficient=coefficient,
-                )
+            push_round = piece_state.push_round
+            if push_round and push_round.summed and push_round.pushes and push_round.step == frame.step:
+                sums = self._server.chunk_store.sums
+                self._apply_round(piece_state, push_round, sums, count=count, coefficient=coefficient)
 
     def _apply_round(
         self,
@@ -244,15 +235,15 @@ class UpdatePipeline:
         record = ServerFrame(protocol.RECORD, step=push_round.step, flags=push_round.flags & _HOW_APPLIED_FLAGS)
         if push_round.flags & (protocol.NORMS | protocol.COUNTED):
             record = record._replace(divisor=count or 0.0, coefficient=1.0 if coefficient is None else coefficient)
-        changes = {
+        gradients = {
             table: scale_rows(rows, count=count)
             for table, rows in self._server.sparse_handler.reduce_rows(push_round).items()
         }
-        self.apply_record(piece_state, record, session.hyper or {}, source, changes)
+        self.apply_record(piece_state, record, session.hyper or {}, source, gradients)
         for session, frame in push_round.pushes.values():
             self._queue_reply(piece_state, session, frame)
 
-    # ---- each lane for itself ----
+    # ---- stale-synchronous: each lane by itself ----
 
     def _apply_lane_push(self, session: ClientSession, frame: ServerFrame, piece_state: PieceState) -> None:
         server, chunk_store = self._server, self._server.chunk_store
@@ -267,21 +258,21 @@ class UpdatePipeline:
         record = ServerFrame(
             protocol.RECORD, seat=frame.seat, step=frame.step, flags=frame.flags & protocol.EMPTY, scale=scale
         )
-        changes = server.sparse_handler.parse_row_gradients(piece_state, session.connection)
+        gradients = server.sparse_handler.parse_row_gradients(piece_state, session.connection)
         self.apply_record(
-            piece_state, record, session.hyper or {}, session.partial(index, chunk_store.layout.size_bytes), changes
+            piece_state, record, session.hyper or {}, session.partial(index, chunk_store.layout.size_bytes), gradients
         )
         self._queue_reply(piece_state, session, frame)
 
     def lane_buffer(self, lane: int) -> ByteBuffer:
-        """Where a predecessor's records of this lane go: they may still be on their way on."""
+        """The buffer for a predecessor's records of this lane. Per lane, because forwarding may not be finished."""
         if lane >= self._server.config.lanes:
-            raise LinkError(f"speaks of lane {lane}")
+            raise LinkError(f"refers to lane {lane}, which does not exist")
         if lane not in self._lane_buffers:
             self._lane_buffers[lane] = ByteBuffer.private(self._server.chunk_store.layout.size_bytes)
         return self._lane_buffers[lane]
 
-    # ---- updates, here and down the chain ----
+    # ---- updates, applied and forwarded ----
 
     def apply_record(
         self,
@@ -291,7 +282,7 @@ class UpdatePipeline:
         source: ByteBuffer,
         gradients: RowGradients = _NO_GRADIENTS,
     ) -> None:
-        """One update of the piece, ordered here or upstream; then on to the successor."""
+        """Update the piece once, as ordered by this primary or by a predecessor, and forward the record."""
         chunk_store, piece = self._server.chunk_store, piece_state.piece
         for first, last in self._chunks_without(piece_state, record):
             if not record.flags & protocol.EMPTY:
@@ -314,10 +305,10 @@ class UpdatePipeline:
         self.flush_pending(piece_state)
 
     def _chunks_without(self, piece_state: PieceState, record: ServerFrame) -> Iterator[tuple[int, int]]:
-        """The chunks of the piece that have not had this update: nearly always all of them."""
+        """The chunks of the piece without this update: nearly always all of them."""
         chunk_store, first, last = self._server.chunk_store, piece_state.piece.first_chunk, piece_state.piece.end_chunk
-        past = chunk_store.applied if self._server.config.synchronous else chunk_store.clocks[:, record.seat]
-        lacking = past[first:last] <= record.step
+        next_steps = chunk_store.applied if self._server.config.synchronous else chunk_store.clocks[:, record.seat]
+        lacking = next_steps[first:last] <= record.step
         if bool(lacking.all()):
             yield first, last
             return
@@ -336,32 +327,31 @@ class UpdatePipeline:
             for group in groups:
                 group["lr"] *= record.scale
             chunk_store.apply(first, last, source=source.tensor, hyper=groups, clip_value=hyper.get("clip_value"))
-        except Exception as failure:  # the options are the pusher's, and no optimizer checks all of them
-            raise LinkError(f"wants an update that cannot be: {failure!r:.200}") from failure
+        except Exception as failure:  # the options come from the client, and no optimizer checks all of them
+            raise LinkError(f"requested an impossible update: {failure!r:.200}") from failure
 
     def _update_rows(
         self, first: int, last: int, record: ServerFrame, hyper: dict[str, Any], gradients: RowGradients
     ) -> None:
         row_tables = self._server.chunk_store.row_tables
         if row_tables is not None:
-            clip, together = hyper.get("clip_value"), self._server.config.synchronous
-            row_tables.apply(first, last, gradients, scale=record.scale, clip=clip, keep_previous=together)
+            clip, synchronous = hyper.get("clip_value"), self._server.config.synchronous
+            row_tables.apply(first, last, gradients, scale=record.scale, clip=clip, keep_previous=synchronous)
 
     def _update_tail(self, source: ByteBuffer) -> None:
-        """Buffers and loss. Lanes that push for themselves are blended: each moves its part of the way."""
+        """Update buffers and loss. Lanes that push by themselves are averaged: each moves the values by 1 / lanes."""
         chunk_store, config = self._server.chunk_store, self._server.config
-        here, there = chunk_store.parameters.tensor, source.tensor
         first = not int(chunk_store.seq[-1]) & _UPDATE_COUNT_MASK
         for region in chunk_store.layout.regions:
             if region.start >= chunk_store.layout.tail:
-                old, new = region.view_in(here), region.view_in(there)
+                old, new = region.view_in(chunk_store.parameters.tensor), region.view_in(source.tensor)
                 if config.synchronous or first or not region.is_summed or not old.is_floating_point():
                     old.copy_(new)
                 else:
                     old.lerp_(new, 1 / config.lanes)
 
     def set_piece(self, piece_state: PieceState, content: bytearray, *, seq: int | None = None) -> None:
-        """Take over a piece's whole state, and let the successor have it too. Nothing means: as it is."""
+        """Replace a piece's whole state, here and on the successor. Empty content: the state here is already right."""
         chunk_store, chunks = (
             self._server.chunk_store,
             slice(piece_state.piece.first_chunk, piece_state.piece.end_chunk),
@@ -374,56 +364,55 @@ class UpdatePipeline:
                 if chunk_store.row_tables is not None:
                     chunk_store.row_tables.write_bundles(chunks.start, chunks.stop, rows)
             except (ValueError, KeyError, TypeError) as failure:
-                raise LinkError(f"sent a state that does not fit: {failure}") from failure
+                raise LinkError(f"sent a state that does not match the piece: {failure}") from failure
         if seq is not None:
             chunk_store.term[chunks] = self._server.chunk_table_number
             chunk_store.seq[chunks] = seq
         piece_state.valid = True
-        if content:  # else nothing has happened that the rest of the chain would have to hear of
+        if content:  # without content nothing changed, and the chain need not acknowledge
             piece_state.version += 1
         self._server.replication.resend(piece_state, changed=bool(content))
 
-    # ---- answers ----
+    # ---- replies ----
 
     def _queue_reply(self, piece_state: PieceState, session: ClientSession, frame: ServerFrame) -> None:
-        others = [
-            one for one in piece_state.pending_replies if one.session is not session
-        ]  # whoever asks again waits for one answer
+        # a client that repeats its request gets one reply
+        others = [one for one in piece_state.pending_replies if one.session is not session]
         piece_state.pending_replies = [*others, PendingReply(session, frame, piece_state.version)]
         self.flush_pending(piece_state)
 
     def flush_pending(self, piece_state: PieceState) -> None:
-        """Acknowledge and answer what can be."""
+        """Send the acknowledgements and replies that need not wait any longer."""
         while piece_state.pending_acks and piece_state.is_replicated(piece_state.pending_acks[0].version):
-            owed = piece_state.pending_acks.popleft()
-            owed.connection.send(
+            pending = piece_state.pending_acks.popleft()
+            pending.connection.send(
                 ServerFrame(
                     protocol.ACK,
                     self._server.chunk_table_number,
                     piece_state.piece.index,
-                    number=owed.predecessor_version,
+                    number=pending.predecessor_version,
                 )
             )
         if piece_state.pending_replies:
-            may = [
+            due = [
                 piece_state.is_replicated(one.version) and self._within_staleness_bound(piece_state, one.frame)
                 for one in piece_state.pending_replies
             ]
-            for one, now in zip(piece_state.pending_replies, may, strict=True):
-                if now:
+            for one, is_due in zip(piece_state.pending_replies, due, strict=True):
+                if is_due:
                     self._reply(piece_state, one.session, one.frame)
             piece_state.pending_replies = [
-                one for one, now in zip(piece_state.pending_replies, may, strict=True) if not now
+                one for one, is_due in zip(piece_state.pending_replies, due, strict=True) if not is_due
             ]
 
     def _within_staleness_bound(self, piece_state: PieceState, frame: ServerFrame) -> bool:
-        """Is the lane no further ahead of the slowest than it may be?"""
+        """Whether the lane's lead over the slowest lane is within the staleness bound."""
         config = self._server.config
         if config.synchronous or frame.kind != protocol.PUSH:
             return True
         clocks = self._server.chunk_store.clocks[piece_state.piece.first_chunk : piece_state.piece.end_chunk]
-        if excused := self._server.ignored_lanes - {frame.seat}:
-            clocks = clocks[:, [lane for lane in range(config.lanes) if lane not in excused]]
+        if ignored := self._server.ignored_lanes - {frame.seat}:
+            clocks = clocks[:, [lane for lane in range(config.lanes) if lane not in ignored]]
         return frame.step + 1 - int(clocks.min()) <= config.staleness
 
     def _reply(self, piece_state: PieceState, session: ClientSession, frame: ServerFrame) -> None:
@@ -440,17 +429,18 @@ class UpdatePipeline:
             session.connection.send(answer._replace(kind=protocol.STATE), state)
         else:
             session.base_versions[piece.first_chunk] = updates
-            if session.connection.same_host and session.view > 0:  # who never entered has no map of our memory
+            if (
+                session.connection.same_host and session.view > 0
+            ):  # only a client that has entered has mapped the memory
                 session.connection.send(answer._replace(kind=protocol.VALUES, flags=flags | protocol.SHARED))
             else:
                 values = chunk_store.parameters.raw[piece.start : piece.stop]
-                still = (
-                    self._server.config.synchronous and frame.kind == protocol.PUSH
-                )  # nothing moves till he has them
-                session.connection.send(answer._replace(kind=protocol.VALUES), values if still else bytes(values))
+                # in a synchronous step no value changes before all clients have received theirs
+                stable = self._server.config.synchronous and frame.kind == protocol.PUSH
+                session.connection.send(answer._replace(kind=protocol.VALUES), values if stable else bytes(values))
 
     def _how_applied(self, piece_state: PieceState) -> tuple[int, float, float]:
-        """How the piece came to what it is, for whoever missed it: flags, divisor, coefficient."""
+        """How the last step was applied (flags, divisor, coefficient), for clients that missed the reply."""
         rows = self._server.chunk_store.how_applied[piece_state.piece.first_chunk : piece_state.piece.end_chunk]
         flags = 0
         for found in set(rows[:, 0].tolist()):
@@ -460,7 +450,7 @@ class UpdatePipeline:
 
 
 def options_from_json(group: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists where torch wants tuples."""
+    """JSON has lists where torch needs tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 
 
@@ -468,8 +458,8 @@ def parse_number(value: Any) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float):
-        raise LinkError("says a number that is none")
+        raise LinkError("sent a value that is not a number")
     try:
         return float(value)
     except OverflowError as failure:
-        raise LinkError("says a number that is too large") from failure
+        raise LinkError("sent a number that is too large") from failure

@@ -1,4 +1,4 @@
-"""Servers for programs of any kind: numpy in, numpy out, and workers need no torch.
+"""Parameter servers for programs in any framework: numpy in, numpy out, and workers need no torch.
 
     with shoal.server.start({"w": w, "b": b}, optimizer={"name": "Adam", "args": {"lr": 0.001}}, workers=4) as servers:
         ...                                                # start workers; give them servers.address and servers.token
@@ -7,7 +7,7 @@
         values = client.pull()
         values = client.push({"w": gradient_of_w, "b": gradient_of_b})
 
-Whoever starts the servers watches and replaces them; a worker does not see that one has died.
+The process that starts the servers watches and replaces them; workers do not notice the death of a server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A worker's end: pull values, push gradients. It needs numpy, and no torch.
+"""A worker's client: pulls values, pushes gradients. It needs numpy, and no torch.
 
-What can go wrong on the way is dealt with inside: servers that die are replaced, and what has no answer yet is asked
-again of whoever is in charge then. Nothing is applied twice.
+It handles failures by itself: a server that dies is replaced, and requests without a reply are repeated to the new
+primary. Every push is applied exactly once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from shoal.fleet.driver_address import DriverAddress
 from shoal.net.address import parse_address
 from shoal.net.errors import LinkError, TokenError
 from shoal.net.listener import connect_host
-from shoal.paramserver.client import ParameterServerClient as Lines
-from shoal.paramserver.client import RefusedError, Request, ViewEntry
+from shoal.paramserver.client import ParameterServerClient, RefusedError, Request, ViewEntry
 from shoal.paramserver.requests import CopiedPush, LanePush, Pull, PullState, Push
 from shoal.server import snapshot
 from shoal.server.config import PATIENCE_S, TRAINING_VIEW, StandaloneServerConfig, copy_gradients
@@ -36,14 +35,14 @@ WELCOME_S = 10.0
 
 
 def connect(address: str, *, worker: int, token: str | None = None, timeout_s: float | None = None) -> Client:
-    """Be worker number `worker` of the servers at `address` (HOST:PORT).
+    """Connect to the servers at `address` (HOST:PORT) as worker number `worker`.
 
-    The token is that of the environment (SHOAL_TOKEN) if none is given. A call that has no answer after `timeout_s`
-    raises SH707; None waits for ever, as a worker does that must wait for others.
+    Without `token` the environment's SHOAL_TOKEN is used. A call without an answer after `timeout_s` raises SH707; None
+    waits forever, which suits workers that must wait for each other.
     """
-    contact = _parse_address(address, token or os.environ.get(TOKEN_VARIABLE, ""))
-    _probe_address(contact)
-    client = Client(contact, worker, timeout_s=timeout_s)
+    driver_address = _parse_address(address, token or os.environ.get(TOKEN_VARIABLE, ""))
+    _probe_address(driver_address)
+    client = Client(driver_address, worker, timeout_s=timeout_s)
     try:
         client._connect()
     except BaseException:
@@ -67,7 +66,9 @@ class Client:
         self._rejoining = False
         self._present_workers: list[int] = []
         self._lock = threading.Lock()
-        self._server_client = Lines(worker, driver_address.token, aborted=lambda: self._current_error() is not None)
+        self._server_client = ParameterServerClient(
+            worker, driver_address.token, aborted=lambda: self._current_error() is not None
+        )
         self._control_client = ControlClient(
             self._locate_driver,
             self._hello,
@@ -97,7 +98,7 @@ class Client:
         return self._config.workers
 
     def pull(self, *, out: Arrays | None = None) -> Arrays:
-        """The newest values, as arrays of one's own; or copied into the arrays of `out`."""
+        """The newest values, as new arrays or copied into the arrays of `out`."""
         with self._exclusive_call():
             self._run(Pull(self._layout, self._value_memory))
             return self._copy_values(out)
@@ -110,11 +111,11 @@ class Client:
         lr: float | None = None,
         out: Arrays | None = None,
     ) -> Arrays:
-        """Have gradients applied. Returns the new values when they are applied and replicated, and when this worker may
-        go on: with staleness 0 all workers have pushed the step by then, with k none is more than k steps behind.
+        """Push gradients. Returns the new values when the gradients are applied and replicated, and this worker may
+        continue: with staleness 0 all workers have pushed the step by then, with k none is more than k steps behind.
 
-        A `step` before `self.step` has been applied already: the values are returned and nothing else happens. `lr`
-        takes the place of the optimizer's; with staleness 0 all workers should give the same.
+        A `step` before `self.step` is already applied: the current values are returned, and nothing else happens. `lr`
+        replaces the optimizer's; with staleness 0 all workers should give the same.
         """
         with self._exclusive_call():
             if self._rejoining:
@@ -122,24 +123,24 @@ class Client:
             copy_gradients(self._gradient_views, gradients, divisor=self.workers if self._config.synchronous else 1)
             wanted = self.step if step is None else step
             if wanted > self.step:
-                raise error("SH706", f"step {wanted} is pushed where step {self.step} is next")
+                raise error("SH706", f"step {wanted} is pushed, but step {self.step} is next")
             self._run(Pull(self._layout, self._value_memory) if wanted < self.step else self._push_request(wanted, lr))
             self.step = max(self.step, wanted + 1)
             return self._copy_values(out)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Values, optimizer state and steps in one safetensors file, for `start(from_=...)`. With staleness 0, between
-        two pushes of this worker, it is exactly one step; else workers go on while it is gathered."""
+        """Save values, optimizer state and steps to one safetensors file, for `start(from_=...)`. With staleness 0 the
+        file has exactly the state between two pushes of this worker; otherwise other workers push meanwhile."""
         with self._exclusive_call():
-            found = pull_snapshot(self._run, self._layout, synchronous=self._config.synchronous)
-        snapshot.save(found, path, optimizer=self._config.optimizer.model_dump())
+            pulled = pull_snapshot(self._run, self._layout, synchronous=self._config.synchronous)
+        snapshot.save(pulled, path, optimizer=self._config.optimizer.model_dump())
 
     def close(self) -> None:
-        """Leave: where staleness is above 0, others do not wait for this worker any more."""
+        """Disconnect. With staleness above 0 other workers no longer wait for this one."""
         self._control_client.close()
         self._server_client.close()
-        if (arena := getattr(self, "_push_memory", None)) is not None:
-            arena.close()
+        if (push_memory := getattr(self, "_push_memory", None)) is not None:
+            push_memory.close()
 
     def __enter__(self) -> Client:
         return self
@@ -149,11 +150,11 @@ class Client:
     ) -> None:
         self.close()
 
-    # ---- errands ----
+    # ---- requests ----
 
     @contextlib.contextmanager
     def _exclusive_call(self) -> Iterator[None]:
-        """The time for an answer begins now."""
+        """One call at a time; the timeout starts now."""
         if not self._lock.acquire(blocking=False):
             raise error("SH706", "two threads use one client", fix="Let one thread of a worker push and pull.")
         try:
@@ -172,7 +173,7 @@ class Client:
         try:
             yield
         except RefusedError as failure:
-            raise error("SH706", f"a server refuses: {failure}") from failure
+            raise error("SH706", f"a server refused: {failure}") from failure
         except LinkError as failure:
             self._server_client.disconnect_all()
             raise (self._current_error() or error("SH703", str(failure))) from failure
@@ -192,39 +193,40 @@ class Client:
         return out
 
     def _enter_servers(self) -> None:
-        """Be let in by the servers, at the step that they say. Who was away goes on beside the slowest."""
+        """Open a session with every server and adopt the step they report. A client that had lost its connection
+        resumes at the slowest client's step."""
         self._server_client.disconnect_all()
-        away, self._rejoining = self._rejoining, False
-        words = {"carries": self._config.carries, "model": self._config.model}
-        entry = ViewEntry(TRAINING_VIEW, words, self._push_memory)
-        entry.ready = True  # whoever started the servers has set what they hold
+        rejoining, self._rejoining = self._rejoining, False
+        hello = {"carries": self._config.carries, "model": self._config.model}
+        entry = ViewEntry(TRAINING_VIEW, hello, self._push_memory)
+        entry.ready = True  # the process that started the servers has set their state
         with self._translate_errors():
             clocks = self._server_client.enter(entry)
         self.step = clocks[0] if self._config.synchronous else clocks[self.worker]
-        if away and not self._config.synchronous:
+        if rejoining and not self._config.synchronous:
             self._skip_to(min((clocks[other] for other in self._present_workers), default=0))
         self._entered = True
         self._control_client.send("in")
 
     def _skip_to(self, step: int) -> None:
-        """Go on at this step, if it is ahead: nobody should wait for all that was missed."""
+        """Continue at this step if it is ahead, so that other workers do not wait for the missed steps."""
         if step > self.step:
             self._run(self._push_request(step - 1, None, empty=True))
             self.step = step
 
-    # ---- in the tie's thread ----
+    # ---- called by the control client's thread ----
 
     def _locate_driver(self) -> DriverAddress:
         if self._control_client.driver_silence_s > PATIENCE_S:
             self._fatal_error = error(
-                "SH703", f"nobody answers at {self._driver_address.host}:{self._driver_address.port} any more"
+                "SH703", f"{self._driver_address.host}:{self._driver_address.port} does not answer any more"
             )
         self._server_client.wake()
         return self._driver_address
 
     def _hello(self) -> dict[str, Any]:
-        me = {"worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
-        return {"role": "client", **me, "in": self._entered}
+        identity = {"worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
+        return {"role": "client", **identity, "in": self._entered}
 
     def _on_welcome(self, fields: dict[str, Any]) -> None:
         if refused := str(fields.get("refused", "")):
@@ -245,20 +247,20 @@ class Client:
         return {"step": self.step}
 
     def _current_error(self) -> ShoalError | None:
-        until_s = self._deadline_s
-        if self._fatal_error is None and until_s is not None and time.monotonic() > until_s:
+        deadline_s = self._deadline_s
+        if self._fatal_error is None and deadline_s is not None and time.monotonic() > deadline_s:
             return error("SH707", f"no answer in {self._timeout_s:g} s{self._missing_workers()}")
         return self._fatal_error
 
     def _missing_workers(self) -> str:
-        """Who is not connected."""
-        here = self._view.carries if self._view else range(self.workers)
-        gone = [str(worker) for worker in range(self.workers) if worker not in here]
-        return f"; not connected: worker {', '.join(gone)}" if gone else ""
+        """The end of a message that names the workers without a connection."""
+        connected = self._view.carries if self._view else range(self.workers)
+        missing = [str(worker) for worker in range(self.workers) if worker not in connected]
+        return f"; not connected: worker {', '.join(missing)}" if missing else ""
 
 
 def pull_snapshot(run: Any, layout: NumpyLayout, *, synchronous: bool) -> snapshot.ServerSnapshot:
-    """All that servers hold. If the table changes on the way, parts overlap and are asked for again."""
+    """The servers' whole state. If the chunk table changes meanwhile, replies overlap, and all is pulled again."""
     pull = PullState()
     while not pull.is_complete(len(layout.cuts) - 1):
         pull = PullState()
@@ -277,7 +279,7 @@ def _parse_address(address: str, token: str) -> DriverAddress:
 
 
 def _probe_address(driver_address: DriverAddress) -> None:
-    """Say at once what is wrong with an address or a token."""
+    """Report a wrong address or token at once."""
     try:
         connect_host(
             driver_address.host, driver_address.port, driver_address.token, json.dumps({"role": "knock"}).encode()
@@ -286,4 +288,5 @@ def _probe_address(driver_address: DriverAddress) -> None:
         fix = "Give the `token` of the servers that were started."
         raise error("SH615", "the servers have another token", where=driver_address.host, fix=fix) from failure
     except LinkError as failure:
-        raise error("SH610", str(failure), fix="See that the servers run, and can be reached from here.") from failure
+        fix = "Check that the servers run, and that this machine can reach them."
+        raise error("SH610", str(failure), fix=fix) from failure

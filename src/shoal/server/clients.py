@@ -7,8 +7,8 @@ from shoal.spec.view import View
 
 
 class ClientMembership:
-    """A worker that has never connected is waited for. One that connected and was lost is away (evicted from the
-    roster): nobody waits for it until the servers let it in again."""
+    """The others wait for a worker that has never connected. A worker that connected and was lost is away (evicted from
+    the roster): the others do not wait for it until the servers have admitted it again."""
 
     def __init__(self, workers: int, roster: Roster) -> None:
         self.roster = roster
@@ -17,7 +17,7 @@ class ClientMembership:
         self._changed = True
 
     def why_refused(self, worker: object) -> str:
-        """Why nobody can connect as this worker; '' if one can."""
+        """Why a client cannot connect as this worker; '' if it can."""
         if type(worker) is not int or not 0 <= worker < self._workers:
             return f"worker {worker!r:.40}, and there are {self._workers}: 0 to {self._workers - 1}"
         return f"worker {worker} is here already" if worker in self.roster else ""
@@ -28,24 +28,24 @@ class ClientMembership:
         return [worker for worker in self.roster if not self.roster.is_evicted(worker)]
 
     def add(self, worker: int, peer: Peer) -> bool:
-        """A worker connects, maybe again. Was it away meanwhile? Then it must be let in beside the others."""
+        """A worker connects, maybe again. True if it was away: then it must enter again, at the others' step."""
         self.roster.connect(worker, peer)
         self._changed = True
         return self.roster.is_evicted(worker)
 
     def mark_entered(self, worker: int) -> None:
-        """The servers let it in, at a step beside the others'."""
+        """The servers have admitted the worker, at the others' step."""
         if self.roster.readmit(worker):
             self._changed = True
 
     def remove(self, worker: int) -> None:
-        """It left, or its connection is lost."""
+        """The worker left, or its connection was lost."""
         self.roster.remove(worker)
         self.roster.evict(worker, "it left")
         self._changed = True
 
     def next_view(self, *, stop: str = "") -> View | None:
-        """The next view, if anything changed: it carries workers that are here, and releases those that are away."""
+        """The next view, if anything changed: `carries` has the connected workers, `leave` those that are away."""
         if not self._changed and not stop:
             return None
         self._changed = False

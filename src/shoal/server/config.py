@@ -1,4 +1,4 @@
-"""What servers are started with, checked; and what of it every process must know."""
+"""The configuration of standalone servers, and checks of the user's values and gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from shoal.spec.job import ELEMENTWISE_OPTIMIZERS, MAX_WORKERS, ServerSyncConfig
 from shoal.spec.run_paths import write_atomically
 
 LOADING_VIEW, TRAINING_VIEW = 1, 2
-"""In the first whoever starts the servers carries everything, and sets it; in the second each worker has a lane."""
+"""In the loading view the process that starts the servers sets their state; in the training view each worker has one
+lane."""
 
 PATIENCE_S = 10.0
-"""How long servers and workers stay whose starter is gone."""
+"""Seconds that servers and workers stay after the process that started the servers is gone."""
 
 
 class ServerOptimizerConfig(Spec):
@@ -30,7 +31,7 @@ class ServerOptimizerConfig(Spec):
 
 
 class StandaloneServerConfig(Spec):
-    """`like`: dtype and shape of the arrays by name, in their order."""
+    """`like` has dtype and shape of the arrays by name, in their order."""
 
     sync: ServerSyncConfig
     workers: PositiveInt = Field(le=MAX_WORKERS)
@@ -43,7 +44,7 @@ class StandaloneServerConfig(Spec):
 
     @property
     def model(self) -> dict[str, Any]:
-        """What servers are told of it."""
+        """The model's description for the servers."""
         layout = NumpyLayout(self.like)
         groups = [0] * len(layout.slots)
         return {
@@ -54,7 +55,7 @@ class StandaloneServerConfig(Spec):
         }
 
     def encode_hyperparameters(self, lr: float | None) -> bytes:
-        """What goes with a push."""
+        """The hyperparameters of a push."""
         args = self.optimizer.args if lr is None else {**self.optimizer.args, "lr": float(lr)}
         return json.dumps({"groups": [args], "clip_value": None}).encode()
 
@@ -71,46 +72,52 @@ class StandaloneServerConfig(Spec):
 
 
 def build_config(values: Arrays, *, optimizer: Any, workers: int, **sync: Any) -> StandaloneServerConfig:
-    """SH701 says what is wrong with them."""
+    """The checked configuration. SH701 names the first problem."""
     try:
-        made = ServerOptimizerConfig.model_validate({"name": optimizer} if isinstance(optimizer, str) else optimizer)
-        served = ServerSyncConfig.model_validate({"kind": "server", **{k: v for k, v in sync.items() if v is not None}})
+        optimizer_config = ServerOptimizerConfig.model_validate(
+            {"name": optimizer} if isinstance(optimizer, str) else optimizer
+        )
+        sync_config = ServerSyncConfig.model_validate(
+            {"kind": "server", **{k: v for k, v in sync.items() if v is not None}}
+        )
         config = StandaloneServerConfig(
-            sync=served, workers=workers, optimizer=made, like=NumpyLayout.from_arrays(values).like
+            sync=sync_config, workers=workers, optimizer=optimizer_config, like=NumpyLayout.from_arrays(values).like
         )
     except ValidationError as failure:
         first = failure.errors()[0]
         raise error("SH701", first["msg"], where=".".join(map(str, first["loc"]))) from None
-    if made.name not in ELEMENTWISE_OPTIMIZERS:
-        message = f"servers cannot use the optimizer {made.name}"
-        raise error("SH701", message, where="optimizer", fix=did_you_mean(made.name, ELEMENTWISE_OPTIMIZERS))
-    if not _is_number(made.args.get("lr")):
+    if optimizer_config.name not in ELEMENTWISE_OPTIMIZERS:
+        message = f"servers cannot use the optimizer {optimizer_config.name}"
+        raise error(
+            "SH701", message, where="optimizer", fix=did_you_mean(optimizer_config.name, ELEMENTWISE_OPTIMIZERS)
+        )
+    if not _is_number(optimizer_config.args.get("lr")):
         raise error("SH701", "there is no learning rate", where="optimizer.args", fix="Give lr as a number.")
-    if served.backups >= served.servers:
-        message = f"{served.servers} servers cannot hold {served.backups + 1} copies"
-        raise error("SH701", message, where="backups", fix=f"Give at most {served.servers - 1}, or more servers.")
+    if sync_config.backups >= sync_config.servers:
+        message = f"{sync_config.servers} servers cannot hold {sync_config.backups + 1} copies"
+        raise error("SH701", message, where="backups", fix=f"Give at most {sync_config.servers - 1}, or more servers.")
     return config
 
 
 def check_values(values: Mapping[str, Any] | None) -> Arrays:
-    """Arrays of one's own, in their order. SH701 if servers cannot hold them."""
+    """Copies of the arrays, in their order. SH701 if servers cannot hold them."""
     if not isinstance(values, Mapping) or not values:
         raise error("SH701", "there are no values to train", where="values", fix="Give a dict of names and arrays.")
-    found = {}
+    arrays = {}
     for name, value in values.items():
         array = np.array(value, order="C")
         if why := why_unfit(name, array) if isinstance(name, str) else f"the name {name!r} is no text":
             raise error("SH701", why, where="values")
-        found[name] = array
-    if not any(array.size for array in found.values()):
+        arrays[name] = array
+    if not any(array.size for array in arrays.values()):
         raise error("SH701", "the arrays have no elements", where="values")
-    return found
+    return arrays
 
 
 def copy_gradients(buffers: Arrays, gradients: Any, *, divisor: int) -> None:
-    """Copy gradients to where servers take them from, divided. SH702 unless they are the arrays that are wanted."""
+    """Divide gradients and copy them to the push buffers. SH702 unless names, shapes and dtypes match."""
     if not isinstance(gradients, Mapping):
-        raise error("SH702", f"gradients come as a dict of arrays, and this is of type {type(gradients).__name__}")
+        raise error("SH702", f"gradients must be a dict of arrays, not a {type(gradients).__name__}")
     if missing := [name for name in buffers if name not in gradients]:
         raise error("SH702", f"no gradient of {_quoted_names(missing)}")
     if unknown := [name for name in gradients if name not in buffers]:

@@ -34,12 +34,14 @@ def serve(paths: RunPaths, seat: int) -> None:
     torch.set_num_threads(1)
     config = StandaloneServerConfig.read(paths.root)
     check_optimizer(config)
-    known = ServerConfig(config.workers, config.sync.staleness_bound, staleness_aware=config.sync.staleness_aware)
-    run_server(paths, seat, known, patience_s=PATIENCE_S, on_view=ignore_lost_workers)
+    server_config = ServerConfig(
+        config.workers, config.sync.staleness_bound, staleness_aware=config.sync.staleness_aware
+    )
+    run_server(paths, seat, server_config, patience_s=PATIENCE_S, on_view=ignore_lost_workers)
 
 
 def check_optimizer(config: StandaloneServerConfig) -> None:
-    """What only torch knows: whether the optimizer takes these arguments."""
+    """Check with torch that the optimizer accepts these arguments."""
     try:
         optimizer_class(config.optimizer.name)(
             [torch.nn.Parameter(torch.zeros(1))], **options_from_json(dict(config.optimizer.args))
@@ -49,7 +51,7 @@ def check_optimizer(config: StandaloneServerConfig) -> None:
 
 
 def ignore_lost_workers(server_loop: ServerLoop, view: View) -> None:
-    """Workers that left are not waited for."""
+    """Do not wait for workers that have left."""
     server_loop.ignore_lanes(view.leave)
 
 

@@ -1,8 +1,8 @@
-"""A state of arrays in the bytes of `checkpoint.live`, which has tensors: what servers are sent, and send.
+"""The wire format of `checkpoint.state_format` for numpy arrays: what clients and servers send as a state.
 
     magic · size and CRC-32 of the header · header (JSON) · the arrays' bytes, in the header's order · CRC-32 of these
 
-Clients have no torch: that is why there are two.
+It exists twice because clients have no torch.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def unpack(packed: bytes) -> State:
         magic, size, crc = _START.unpack_from(packed)
         header, content = packed[_START.size : _START.size + size], packed[_START.size + size : -_END.size]
         if magic != _MAGIC or zlib.crc32(header) != crc or _crc(content) != packed[-_END.size :]:
-            raise ValueError("it does not match its checksum")
+            raise ValueError("wrong checksum")
         skeleton, table = json.loads(header)
         return _decode(skeleton, _arrays(table, content))
     except (ValueError, KeyError, TypeError, struct.error, RecursionError) as problem:
-        raise LinkError(f"sends a state that is none: {problem}") from problem
+        raise LinkError(f"sent a malformed state: {problem}") from problem
 
 
 def _crc(content: bytes) -> bytes:
@@ -54,13 +54,13 @@ def _crc(content: bytes) -> bytes:
 
 
 def _arrays(table: Any, content: bytes) -> dict[str, NDArray[Any]]:
-    found, start = {}, 0
+    arrays, start = {}, 0
     for name, code, shape in table:
         dtype = np.dtype(_DTYPES[code])
         count = int(np.prod(shape))
-        found[name] = np.frombuffer(content, dtype, count, start).reshape(shape)
+        arrays[name] = np.frombuffer(content, dtype, count, start).reshape(shape)
         start += count * dtype.itemsize
-    return found
+    return arrays
 
 
 def _encode(node: Any, path: str, arrays: dict[str, NDArray[Any]]) -> Any:
@@ -88,4 +88,4 @@ def _decode(node: Any, arrays: dict[str, NDArray[Any]]) -> Any:
         return float(value)
     if tag == "tuple":
         return [_decode(item, arrays) for item in value]
-    raise ValueError(f"{tag!r} is not known")
+    raise ValueError(f"unknown tag {tag!r}")

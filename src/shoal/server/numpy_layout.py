@@ -1,4 +1,5 @@
-"""Named arrays as the flat stretch of bytes that servers hold. `parallel.flat` is its twin for those who have torch."""
+"""The layout of named arrays in the servers' flat buffer: the numpy twin of `lanes.flat_layout`, for clients without
+torch."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from shoal.spec.chunk_table import chunk_boundaries
 Arrays = dict[str, NDArray[Any]]
 ALIGN = 64
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16"}
-"""safetensors' words for what can be trained here."""
+"""safetensors' codes of the dtypes that can be trained."""
 
-_SCALAR_TENSOR = ["F64", [], []]  # the loss and the count of samples, which jobs send along: here they are always 0
+_SCALAR_TENSOR = ["F64", [], []]  # loss and count, which only jobs use: here they are always 0
 
 
 class ArraySlice(NamedTuple):
-    """The bytes [start, stop) of the stretch, all of them of array number `place`."""
+    """The bytes [start, stop) of the flat buffer, all of them of array number `place`."""
 
     place: int
     start: int
@@ -30,7 +31,7 @@ class ArraySlice(NamedTuple):
 
 @dataclass(frozen=True)
 class ArraySlot:
-    """Where one array lies, and what it is like."""
+    """Offset, dtype and shape of one array in the flat buffer."""
 
     name: str
     dtype: np.dtype[Any]
@@ -47,20 +48,20 @@ class ArraySlot:
 
 
 class NumpyLayout:
-    """The last array lies first, and arrays of one dtype lie together. Whoever names the same arrays in the same order
-    has the same layout."""
+    """The last array comes first, and arrays of one dtype lie side by side. The same arrays in the same order give the
+    same layout."""
 
     def __init__(self, like: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """`like`: dtype and shape by name."""
-        rows = [(name, np.dtype(dtype), tuple(shape)) for name, (dtype, shape) in like.items()]
-        places: dict[str, ArraySlot] = {}
+        """`like` has dtype and shape by name."""
+        specs = [(name, np.dtype(dtype), tuple(shape)) for name, (dtype, shape) in like.items()]
+        slots: dict[str, ArraySlot] = {}
         end = 0
-        for kind in dict.fromkeys(dtype for _, dtype, _ in reversed(rows)):
-            for name, dtype, shape in reversed(rows):
+        for kind in dict.fromkeys(dtype for _, dtype, _ in reversed(specs)):
+            for name, dtype, shape in reversed(specs):
                 if dtype == kind:
-                    places[name] = ArraySlot(name, dtype, shape, end)
-                    end = -(-places[name].stop // ALIGN) * ALIGN
-        self.slots = [places[name] for name, _, _ in rows]
+                    slots[name] = ArraySlot(name, dtype, shape, end)
+                    end = -(-slots[name].stop // ALIGN) * ALIGN
+        self.slots = [slots[name] for name, _, _ in specs]
         self.tail = end
         self.size_bytes = end + 2 * ALIGN
 
@@ -73,29 +74,29 @@ class NumpyLayout:
         return {place.name: (place.dtype.name, place.shape) for place in self.slots}
 
     def describe(self) -> dict[str, Any]:
-        """In the words of `parallel.flat.Layout`."""
+        """The description that `FlatLayout.from_description` reads."""
         tensors = [place.describe() for place in self.slots]
         return {"tensors": [*tensors, _SCALAR_TENSOR, _SCALAR_TENSOR], "sizes": [len(tensors), 0, 0]}
 
     @cached_property
     def _slots_by_offset(self) -> list[int]:
-        there = (i for i, place in enumerate(self.slots) if place.stop > place.start)
-        return sorted(there, key=lambda i: self.slots[i].start)
+        filled = (i for i, place in enumerate(self.slots) if place.stop > place.start)
+        return sorted(filled, key=lambda i: self.slots[i].start)
 
     @cached_property
     def cuts(self) -> list[int]:
-        lying = (self.slots[i] for i in self._slots_by_offset)
-        return chunk_boundaries([(place.start, place.stop - place.start) for place in lying], self.size_bytes)
+        slots = (self.slots[i] for i in self._slots_by_offset)
+        return chunk_boundaries([(place.start, place.stop - place.start) for place in slots], self.size_bytes)
 
     def slices(self, start: int, stop: int) -> Iterator[ArraySlice]:
-        """What the bytes [start, stop) hold of the arrays, in order."""
+        """The parts of arrays in the bytes [start, stop), in order."""
         for i in self._slots_by_offset:
             a, b = max(self.slots[i].start, start), min(self.slots[i].stop, stop)
             if a < b:
                 yield ArraySlice(i, a, b)
 
     def views(self, flat_buffer: memoryview) -> Arrays:
-        """The arrays that lie in a stretch: its very memory."""
+        """The arrays as views of a flat buffer."""
         return {
             place.name: np.frombuffer(flat_buffer[place.start : place.stop], place.dtype).reshape(place.shape)
             for place in self.slots

@@ -1,4 +1,4 @@
-"""All that servers hold, as named arrays: cut into chunks for them, put together again, kept in a file."""
+"""The servers' whole state as named arrays: split into chunks, merged from chunks, saved to a file."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _PREFIX = "shoal.optimizer/"
 
 @dataclass(frozen=True)
 class ServerSnapshot:
-    """`state` is the optimizer's for each name: arrays with a number per element, flat, and single values. `clocks`
-    are the steps at which workers go on: one for each, or a single one where all go together."""
+    """`state` is the optimizer's for each name: flat arrays with one number per element, and scalars. `clocks` has the
+    next step of each worker, or a single step if they are synchronous."""
 
     values: Arrays
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     clocks: list[int] = field(default_factory=lambda: [0])
 
     def chunk_state(self, layout: NumpyLayout, first: int, last: int, *, lanes: int) -> bytes:
-        """What a server puts into the chunks [first, last)."""
+        """The packed state of the chunks [first, last)."""
         start, stop = layout.cuts[first], layout.cuts[last]
         content = np.zeros(stop - start, np.uint8)
         slices = []
@@ -51,8 +51,8 @@ class ServerSnapshot:
 def snapshot_from_chunks(
     layout: NumpyLayout, found: Mapping[tuple[int, int], bytes], *, synchronous: bool
 ) -> ServerSnapshot:
-    """From all chunks. Where parts of an array have had different numbers of updates, single values of the optimizer's
-    state are those of the first part."""
+    """Merge all chunks. If slices of an array have had different numbers of updates, the optimizer's scalars are those
+    of the first slice."""
     values = {place.name: np.zeros(place.shape, place.dtype) for place in layout.slots}
     whole: dict[str, dict[str, Any]] = {place.name: {} for place in layout.slots}
     clocks = []
@@ -83,7 +83,7 @@ def _merge_optimizer_state(
 
 
 def _element_range(layout: NumpyLayout, array_slice: ArraySlice) -> slice:
-    """Which elements of its array a part has."""
+    """The slice's elements in its array."""
     place = layout.slots[array_slice.place]
     size = place.dtype.itemsize
     return slice((array_slice.start - place.start) // size, (array_slice.stop - place.start) // size)
@@ -105,8 +105,8 @@ def _slice_value(value: Any, elements: slice) -> Any:
 
 
 def save(snapshot: ServerSnapshot, path: str | os.PathLike[str], *, optimizer: Mapping[str, Any]) -> None:
-    """One safetensors file, all of it or nothing: values under their names, the optimizer's state beside them, and the
-    rest as JSON in its header."""
+    """Write one safetensors file atomically: values under their names, the optimizer's state beside them, and the rest
+    as JSON in its header."""
     arrays, single = dict(snapshot.values), {}
     for name, state in snapshot.state.items():
         arrays |= {f"{_PREFIX}{key}/{name}": value for key, value in state.items() if isinstance(value, np.ndarray)}
@@ -128,7 +128,7 @@ def save(snapshot: ServerSnapshot, path: str | os.PathLike[str], *, optimizer: M
 
 
 def load(path: str | os.PathLike[str]) -> tuple[ServerSnapshot, dict[str, Any]]:
-    """What was saved, and the optimizer that it was saved with. SH705 if it was not."""
+    """The saved snapshot and its optimizer. SH705 if the file was not written by `save`."""
     try:
         with safe_open(os.fspath(path), framework="numpy") as file:
             header = json.loads((file.metadata() or {})["shoal"])
@@ -138,14 +138,14 @@ def load(path: str | os.PathLike[str]) -> tuple[ServerSnapshot, dict[str, Any]]:
         for key, array in arrays.items():
             slot, _, name = key.removeprefix(_PREFIX).partition("/")
             state[name][slot] = array
-        found = ServerSnapshot(values, state, [int(clock) for clock in header["clocks"]])
-        return found, dict(header["optimizer"])
+        loaded = ServerSnapshot(values, state, [int(clock) for clock in header["clocks"]])
+        return loaded, dict(header["optimizer"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as failure:
         raise error("SH705", f"not a file that `save` wrote: {failure}", where=str(path)) from failure
 
 
 def is_reserved(name: str) -> bool:
-    """Would an array of this name be taken for something else in a file?"""
+    """Whether saved files use this name for something else."""
     return name.startswith(_PREFIX)
 
 
@@ -153,4 +153,4 @@ def why_unfit(name: str, array: NDArray[Any]) -> str:
     """Why servers cannot hold this array; '' if they can."""
     if array.dtype.name not in CODES:
         return f"'{name}' is of dtype {array.dtype}, and servers train {', '.join(CODES)}"
-    return f"the name '{name}' is taken" if is_reserved(name) else ""
+    return f"the name '{name}' is reserved" if is_reserved(name) else ""

@@ -1,4 +1,4 @@
-"""Start servers from a program of any kind, and look at what they hold."""
+"""Starts parameter servers from a program in any framework, and reads their values."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def start(
     directory: str | os.PathLike[str] | None = None,
     python: str | None = None,
 ) -> Servers:
-    """Start server processes on this machine that hold `values`, and go on until they are closed.
+    """Start server processes on this machine that hold `values`, and run until they are closed.
 
-    `optimizer` is one of torch's by name with its arguments: {"name": "Adam", "args": {"lr": 0.001}}. `servers`,
-    `backups`, `staleness`, `staleness_aware` and `placement` are those of `sync: server` in a job. `from_` goes on from
-    a file that `save` wrote; values and optimizer are its own then, unless they are given.
+    `optimizer` is the name of one of torch's optimizers with its arguments: {"name": "Adam", "args": {"lr": 0.001}}.
+    `servers`, `backups`, `staleness`, `staleness_aware` and `placement` are those of `sync: server` in a job. `from_`
+    continues from a file that `save` wrote, with its values and optimizer unless others are given.
 
-    Workers elsewhere connect to `listen`, an address of this machine. Logs and events are kept in `directory`, if one
-    is given. Servers run in the interpreter `python`, which must have torch; this process needs none.
+    Workers on other machines connect to `listen`, an address of this machine. Logs and events are kept in `directory`,
+    if given. Servers run in the interpreter `python`, which must have torch; this process needs none.
     """
     saved, saved_optimizer = snapshot.load(from_) if from_ is not None else (None, None)
-    mine = saved.values if saved is not None and values is None else check_values(values)
+    initial_values = saved.values if saved is not None and values is None else check_values(values)
     config = build_config(
-        mine,
+        initial_values,
         optimizer=optimizer if optimizer is not None else saved_optimizer,
         workers=workers,
         servers=servers,
@@ -66,15 +66,15 @@ def start(
         placement=placement,
     )
     if saved is not None and saved_optimizer is not None:
-        saved = _resume_snapshot(saved, mine, config, saved_optimizer)
-    return Servers(config, saved or ServerSnapshot(mine), listen=listen, directory=directory, python=python)
+        saved = _resume_snapshot(saved, initial_values, config, saved_optimizer)
+    return Servers(config, saved or ServerSnapshot(initial_values), listen=listen, directory=directory, python=python)
 
 
 def _resume_snapshot(
     saved: ServerSnapshot, values: Arrays, config: StandaloneServerConfig, saved_optimizer: Mapping[str, Any]
 ) -> ServerSnapshot:
     if NumpyLayout.from_arrays(saved.values).like != config.like:
-        raise error("SH705", "the values are not like those that were saved", where="values")
+        raise error("SH705", "the values differ from the saved ones in names, shapes or dtypes", where="values")
     if saved_optimizer.get("name") != config.optimizer.name:
         message = f"it was saved with {saved_optimizer.get('name')}, not {config.optimizer.name}"
         raise error("SH705", message, where="optimizer")
@@ -82,7 +82,7 @@ def _resume_snapshot(
 
 
 class Servers:
-    """Servers that this process started. Close it, or use it as a context: nothing is left then.
+    """Servers that this process started. Close it, or use it as a context manager, to stop all processes.
 
     `address` and `token` are for workers: `connect(address, token=token, worker=0)`.
     """
@@ -105,9 +105,11 @@ class Servers:
             root = Path(directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-servers-")))
             root.mkdir(parents=True, exist_ok=True)
             config.write(root)
-            nursery = stack.enter_context(_fork_server(python))
-            self._clients: list[Lines] = []
-            self._supervisor = Supervisor(config, RunPaths.at(root), nursery, listen=listen, on_change=self._on_change)
+            fork_server = stack.enter_context(_fork_server(python))
+            self._clients: list[ParameterServerClient] = []
+            self._supervisor = Supervisor(
+                config, RunPaths.at(root), fork_server, listen=listen, on_change=self._on_change
+            )
             stack.callback(self._supervisor.close)
             self.address, self.token, self.directory = self._supervisor.address, self._supervisor.token, root
             self._load_snapshot(initial)
@@ -124,31 +126,32 @@ class Servers:
         return {name: value.copy() for name, value in self._layout.views(memory.raw).items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Values, optimizer state and steps in one safetensors file, for `start(from_=...)`.
+        """Save values, optimizer state and steps to one safetensors file, for `start(from_=...)`.
 
-        Workers go on meanwhile, so that some parts may have had an update more than others; what a worker saves itself
-        is exactly one step, with staleness 0.
+        Workers push meanwhile, so some chunks may have one update more than others. With staleness 0, `Client.save`
+        saves exactly one step.
         """
-        found = pull_snapshot(self._run, self._layout, synchronous=self._config.synchronous)
-        snapshot.save(found, path, optimizer=self._config.optimizer.model_dump())
+        pulled = pull_snapshot(self._run, self._layout, synchronous=self._config.synchronous)
+        snapshot.save(pulled, path, optimizer=self._config.optimizer.model_dump())
 
     @property
     def processes(self) -> dict[str, int]:
-        """Process ids of the servers that run now, by name."""
+        """Process ids of the running servers, by name."""
         return self._supervisor.processes
 
     def scale(self, servers: int) -> None:
-        """Another number of servers from now on; what they hold moves while workers go on."""
+        """Change the number of servers; chunks move while workers continue."""
         if servers < 1:
             raise error("SH701", f"{servers} servers", where="servers")
         self._supervisor.scale(servers)
 
     def leave(self, worker: int) -> None:
-        """Where staleness is above 0: nobody waits for it until it connects again. A lost connection does the same."""
+        """With staleness above 0, do not wait for this worker until it connects again. A lost connection does the
+        same."""
         self._supervisor.leave(worker)
 
     def close(self) -> None:
-        """Stop the servers; workers that still push are told."""
+        """Stop the servers; workers that still push get an error."""
         self._closed = True
         self._exit.close()
 
@@ -160,16 +163,16 @@ class Servers:
     ) -> None:
         self.close()
 
-    # ---- how it is done ----
+    # ---- internals ----
 
-    def _new_client(self, *, seat: int) -> Lines:
-        client = Lines(seat, self.token, aborted=lambda: self._supervisor.failure is not None)
+    def _new_client(self, *, seat: int) -> ParameterServerClient:
+        client = ParameterServerClient(seat, self.token, aborted=lambda: self._supervisor.failure is not None)
         self._clients.append(client)
         self._on_change()
         return client
 
     def _on_change(self) -> None:
-        """Also in the tender's thread: another table, or an end."""
+        """Pass a new chunk table, or the end, to the clients. Also called by the supervisor's thread."""
         supervisor = getattr(self, "_supervisor", None)
         for client in list(self._clients):
             if supervisor is not None and supervisor.chunk_table is not None:
@@ -189,13 +192,13 @@ class Servers:
             raise (self._supervisor.failure or error("SH703", str(failure))) from failure
 
     def _load_snapshot(self, initial: ServerSnapshot) -> None:
-        """Let the servers hold it: nobody trains before."""
+        """Set the servers' state, before any worker can push."""
         lanes = self._config.workers
-        words = {"carries": {str(lanes): list(range(lanes))}, "model": self._config.model}
+        hello = {"carries": {str(lanes): list(range(lanes))}, "model": self._config.model}
         request = SetState(lambda first, last: initial.chunk_state(self._layout, first, last, lanes=lanes))
         client = self._new_client(seat=lanes)
         try:
-            self._translate_errors(lambda: client.enter(ViewEntry(LOADING_VIEW, words, plan_restore=lambda _: request)))
+            self._translate_errors(lambda: client.enter(ViewEntry(LOADING_VIEW, hello, plan_restore=lambda _: request)))
         finally:
             self._clients.remove(client)
             client.close()

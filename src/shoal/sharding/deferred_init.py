@@ -1,8 +1,9 @@
-"""A model without memory, and its first weights tensor by tensor: nobody ever holds the whole.
+"""Deferred (meta) initialisation: builds a model without memory, then its initial weights tensor by tensor.
 
-The model is made on the meta device while every operation on its tensors is written down. Played back on the real
-device, in the same order and from the same state of the generator, they give the same bits as making the model there.
-What is overwritten later is drawn and thrown away; each tensor is handed over as soon as nothing needs it any more.
+The model is built on the meta device while every operation on its tensors is recorded. Replayed on the real device, in
+the same order and from the same generator state, the operations give the same bits as building the model there. Values
+that are overwritten later are drawn and discarded. Each tensor is delivered as soon as no later operation needs it, so
+no process ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OVERWRITING_OPS = {
 
 
 class DeferredInit:
-    """`model` has its shapes and no memory. `why_whole`, if not '', tells why the model was made in full after all."""
+    """`model` is on the meta device. `why_not_deferred`, if not '', says why the model had to be built in full."""
 
     def __init__(self, make_model: Callable[[], nn.Module]) -> None:
         self._rng_state = torch.get_rng_state()
@@ -50,10 +51,10 @@ class DeferredInit:
             with _record_trunc_normal(self._operations), _ConstructionMode(), _OperationRecorder(self._operations):
                 self.model = make_model()
             if not torch.equal(torch.get_rng_state(), self._rng_state):
-                self.why_not_deferred = "making the model draws numbers that cannot be put off"
+                self.why_not_deferred = "building the model draws random numbers that cannot be deferred"
         except (NotImplementedError, RuntimeError) as problem:
-            self.why_not_deferred = f"making the model needs values: {str(problem).splitlines()[0]}"
-        # Noted now: whoever cuts the model puts other tensors into it.
+            self.why_not_deferred = f"building the model needs values: {str(problem).splitlines()[0]}"
+        # recorded now, because sharding replaces the model's tensors
         named = {} if self.why_not_deferred else named_tensors(self.model)
         self._targets = {name: _StorageView.of(tensor) for name, tensor in named.items() if tensor.is_meta}
         self._real_values = {name: tensor.detach() for name, tensor in named.items() if not tensor.is_meta}
@@ -66,8 +67,8 @@ class DeferredInit:
             _move_to_meta(self.model)
 
     def materialise(self, on_tensor: OnTensor) -> None:
-        """Give every parameter and buffer to `take`, once, under its first name. It must copy what it needs. Leaves the
-        generator as making the model would have."""
+        """Call `on_tensor` once for every parameter and buffer, with its first name. It must copy what it needs.
+        Afterwards the generator's state is the same as after building the model."""
         if self._eager_model is not None:
             for name, tensor in named_tensors(self._eager_model).items():
                 on_tensor(name, tensor)
@@ -81,40 +82,39 @@ class DeferredInit:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each once, by full names."""
+    """Parameters and buffers, each once, by full name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    """The same without memory; what was tied stays tied, as deepcopy keeps it."""
+    """A copy on the meta device; deepcopy keeps tied tensors tied."""
     memo: dict[int, Any] = {id(tensor): _meta_like(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, memo)
 
 
 def _move_to_meta(model: nn.Module) -> None:
-    """Take out the tensors that have memory (with values that numpy or a file has brought), and put others in their
-    places that have none; what was tied stays tied."""
-    made: dict[int, Tensor] = {}
+    """Replace tensors with memory (loaded from numpy or a file, say) by meta tensors; tied tensors stay tied."""
+    created: dict[int, Tensor] = {}
     for module in model.modules():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and not tensor.is_meta:
-                if id(tensor) not in made:
-                    made[id(tensor)] = _meta_like(tensor)
-                setattr(module, key, made[id(tensor)])
+                if id(tensor) not in created:
+                    created[id(tensor)] = _meta_like(tensor)
+                setattr(module, key, created[id(tensor)])
 
 
 def _meta_like(tensor: Tensor) -> Tensor:
-    """Without memory."""
+    """The same on the meta device."""
     empty = torch.empty_like(tensor, device=META, requires_grad=False)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-# ---- writing down ----
+# ---- record ----
 
 
 @dataclass(frozen=True)
 class _StorageView:
-    """A tensor as a place in a storage."""
+    """A tensor as a view of a storage."""
 
     storage: torch.UntypedStorage
     dtype: torch.dtype
@@ -132,7 +132,7 @@ class _StorageView:
 
     @property
     def covers_storage(self) -> bool:
-        """Does it cover all of its storage?"""
+        """Whether it covers all of its storage."""
         return self.shape.numel() * self.dtype.itemsize == self.storage.nbytes()
 
     def materialised_in(self, real: torch.UntypedStorage) -> Tensor:
@@ -144,8 +144,8 @@ class _StorageView:
 
 @dataclass(frozen=True)
 class _RecordedOperation:
-    """One operation; its tensors are spots, or real ones whose values are known. `overwrites`: nothing is left of what
-    its first argument was before. `draws`: the generator moves on."""
+    """One operation; its tensors are storage views, or real tensors with known values. `overwrites`: it replaces all
+    values of its first argument. `uses_rng`: it advances the generator."""
 
     func: Any
     args: Any
@@ -161,13 +161,13 @@ class _RecordedOperation:
 
     @property
     def only_advances_rng(self) -> bool:
-        """Can it be done on any other memory, if its values are not needed?"""
+        """Whether it can run on scratch memory if its values are not needed."""
         return self.uses_rng and self.overwrites
 
 
 class MetaDeviceMode(TorchFunctionMode):
-    """While `on`, whatever is made without saying where is made on the meta device. Values that Python brings are
-    kept."""
+    """While `active`, tensors are created on the meta device unless a device is given. Values from Python data are
+    evaluated first."""
 
     def __init__(self, *, active: bool = True) -> None:
         super().__init__()
@@ -183,8 +183,8 @@ class MetaDeviceMode(TorchFunctionMode):
 
 
 class _ConstructionMode(MetaDeviceMode):
-    """For a model's constructor, that must not know: where torch's initialisers see that a tensor has no memory, they
-    leave out their arithmetic without a word."""
+    """For a model's constructor, from which it hides the meta device: torch's initialisers silently skip their
+    arithmetic on meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
@@ -194,16 +194,16 @@ class _ConstructionMode(MetaDeviceMode):
 
 @contextlib.contextmanager
 def _record_trunc_normal(operations: list[_RecordedOperation]) -> Iterator[None]:
-    """torch draws truncated normals until all fit, and looks at them in between: that is one operation here."""
+    """Record a truncated normal as one operation: torch draws repeatedly and reads the values in between."""
     original = init._no_grad_trunc_normal_
 
     def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.device != META:
             return original(tensor, *args, **kwargs)
-        spot = _StorageView.of(tensor)
+        view = _StorageView.of(tensor)
         operations.append(
             _RecordedOperation(
-                original, (spot, *args), kwargs, (), (spot,), overwrites=spot.covers_storage, uses_rng=True
+                original, (view, *args), kwargs, (), (view,), overwrites=view.covers_storage, uses_rng=True
             )
         )
         return tensor
@@ -225,14 +225,14 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         given = {_StorageView.of(t).storage_id for t in _meta_tensors((args, kwargs))}
         results = [_StorageView.of(t) for t in _meta_tensors(out)]
-        made = tuple(spot for spot in results if spot.storage_id not in given)
-        changed = tuple(_mutated_views(func, args, kwargs))
-        if made or changed:
-            overwrites = func.overloadpacket in _OVERWRITING_OPS and changed[0].covers_storage
-            draws = torch.Tag.nondeterministic_seeded in func.tags
+        created = tuple(view for view in results if view.storage_id not in given)
+        mutated = tuple(_mutated_views(func, args, kwargs))
+        if created or mutated:
+            overwrites = func.overloadpacket in _OVERWRITING_OPS and mutated[0].covers_storage
+            uses_rng = torch.Tag.nondeterministic_seeded in func.tags
             self._operations.append(
                 _RecordedOperation(
-                    func, _recorded_values(args), _recorded_values(kwargs), made, changed, overwrites, draws
+                    func, _recorded_values(args), _recorded_values(kwargs), created, mutated, overwrites, uses_rng
                 )
             )
         return out
@@ -258,12 +258,12 @@ def _recorded_values(values: Any) -> Any:
     return pytree.tree_map(keep, values)
 
 
-# ---- playing back ----
+# ---- replay ----
 
 
 def _replay(operations: list[_RecordedOperation], targets: dict[str, _StorageView], on_tensor: OnTensor) -> None:
-    needed = _needed_operations(operations, {spot.storage_id for spot in targets.values()})
-    last = {spot.storage_id: i for i in sorted(needed) for spot in (*operations[i].inputs, *operations[i].created)}
+    needed = _needed_operations(operations, {view.storage_id for view in targets.values()})
+    last = {view.storage_id: i for i in sorted(needed) for view in (*operations[i].inputs, *operations[i].created)}
     storages: dict[int, torch.UntypedStorage] = {}
     for i, operation in enumerate(operations):
         if i not in needed:
@@ -274,27 +274,27 @@ def _replay(operations: list[_RecordedOperation], targets: dict[str, _StorageVie
         results = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         if operation.created:
             storages.update(
-                {spot.storage_id: t.untyped_storage() for spot, t in zip(operation.created, results, strict=True)}
+                {view.storage_id: t.untyped_storage() for view, t in zip(operation.created, results, strict=True)}
             )
-        done = {spot.storage_id for spot in (*operation.inputs, *operation.created) if last[spot.storage_id] == i}
-        for name, spot in targets.items():
-            if spot.storage_id in done:
-                on_tensor(name, spot.materialised_in(storages[spot.storage_id]))
+        done = {view.storage_id for view in (*operation.inputs, *operation.created) if last[view.storage_id] == i}
+        for name, view in targets.items():
+            if view.storage_id in done:
+                on_tensor(name, view.materialised_in(storages[view.storage_id]))
         for key in done:
             storages.pop(key, None)
 
 
 def _needed_operations(operations: list[_RecordedOperation], live: set[int]) -> set[int]:
-    """The acts that a tensor's last values depend on."""
+    """The operations on which the tensors' final values depend."""
     needed = set()
     for i in range(len(operations) - 1, -1, -1):
         operation = operations[i]
-        written = {spot.storage_id for spot in (*operation.created, *operation.mutated)}
+        written = {view.storage_id for view in (*operation.created, *operation.mutated)}
         if not written & live and (operation.only_advances_rng or not operation.uses_rng):
             continue
         needed.add(i)
-        live -= {spot.storage_id for spot in operation.created}
-        read = {spot.storage_id for spot in operation.inputs}
+        live -= {view.storage_id for view in operation.created}
+        read = {view.storage_id for view in operation.inputs}
         if operation.overwrites:
             target = operation.args[0].storage_id
             live.discard(target)
@@ -303,13 +303,13 @@ def _needed_operations(operations: list[_RecordedOperation], live: set[int]) -> 
                 for leaf in pytree.tree_leaves((operation.args[1:], operation.kwargs))
                 if isinstance(leaf, _StorageView)
             ]
-            read = {spot.storage_id for spot in others}
+            read = {view.storage_id for view in others}
         live |= read
     return needed
 
 
 def _advance_rng(operation: _RecordedOperation) -> None:
-    """Only the generator moves on."""
+    """Advance the generator as the operation would."""
     operation.func(operation.args[0].scratch_tensor(), *operation.args[1:], **operation.kwargs)
 
 

@@ -1,7 +1,7 @@
-"""Who holds what together: members in rows, one replica of the model to a row.
+"""The mesh of ranks: each row of the mesh is one replica of the model.
 
-torch's own parts of model parallelism (device meshes, DTensors, fully_shard) know their groups by name, in a registry
-of the process. So there is one grid at a time, and it is closed before the next one is made.
+torch's model parallelism (device meshes, DTensors, fully_shard) finds its groups by name in a registry of the process.
+So there is one mesh at a time, and it is closed before the next one is made.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ POLL_S = 0.05
 
 
 class ShardMesh:
-    """Member `rank` of `size`, of whom `ways` hold a replica together. Members of a row have consecutive ranks.
+    """Rank `rank` of `world_size`; `replica_size` consecutive ranks hold one replica.
 
-    `number` is another one for each grid of a process: torch remembers what it found out about a mesh, and takes one
-    of the same shape and name for the same.
+    `number` must differ for each mesh of a process: torch caches facts about a mesh, and treats a mesh of the same
+    shape and name as the same.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class ShardMesh:
         self._dim_names = f"replica {number}", f"shard {number}"
         self.device_mesh = init_device_mesh("cpu", (self.replicas, replica_size), mesh_dim_names=self._dim_names)
         self.replica_rank, self.shard_rank = divmod(rank, replica_size)
-        """Which replica this is, and which part of it is here."""
+        """Index of this rank's replica, and of its shard within the replica."""
         self.is_aborted: Callable[[], bool] = lambda: False
-        """Will nothing more come of this grid? Asked by whoever waits for a message."""
+        """Whether the mesh is aborted; checked while a rank waits for a message."""
         self._receive_thread: _ReceiveThread | None = None
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Those who hold this replica."""
+        """The ranks of this replica."""
         return self.device_mesh[self._dim_names[1]]
 
     @property
@@ -63,18 +63,18 @@ class ShardMesh:
 
     @property
     def replica_group(self) -> ProcessGroup:
-        """Those who hold the same part of other replicas."""
+        """The ranks with the same shard of all replicas."""
         return self.device_mesh.get_group(self._dim_names[0])
 
     def global_rank(self, shard_rank: int) -> int:
-        """The rank of another member of this row."""
+        """The global rank of a shard of this replica."""
         return self.replica_rank * self.replica_size + shard_rank
 
     def receive(self, into: Tensor, rank: int, group: ProcessGroup | None = None) -> None:
-        """What the member of this rank sends. LinkError if the grid is given up meanwhile.
+        """Receive a tensor from a rank. LinkError if the mesh is aborted meanwhile.
 
-        gloo wakes nobody who waits for the rest of a message whose sender is gone, even if all connections are cut. So
-        a thread waits, and may be left behind: it ends when its time is over.
+        gloo does not wake a thread that waits for the rest of a message whose sender is gone, even if all connections
+        are closed. So a separate thread waits. It may be abandoned, and ends with the collective's timeout.
         """
         if self._receive_thread is None:
             self._receive_thread = _ReceiveThread()
@@ -84,10 +84,10 @@ class ShardMesh:
                 done.result(POLL_S)
                 return
             if self.is_aborted():
-                raise LinkError("a message was not sent to its end")
+                raise LinkError("the mesh was aborted before a message was complete")
 
     def stop_receiving(self) -> None:
-        """Nobody receives any more."""
+        """Stop the receiving thread."""
         if self._receive_thread is not None:
             self._receive_thread.stop()
 
@@ -97,7 +97,7 @@ class ShardMesh:
 
 
 class _ReceiveThread(threading.Thread):
-    """Does one thing after the other, for as long as each takes."""
+    """Runs submitted functions one after the other."""
 
     def __init__(self) -> None:
         super().__init__(name="shoal-receive", daemon=True)
@@ -124,7 +124,7 @@ class _ReceiveThread(threading.Thread):
 
 
 def all_reduce_sum(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
-    """Each becomes the sum over the group, with the same bits everywhere."""
+    """Sum each tensor over the group, in place, with the same bits on every rank."""
     if group.size() == 1:
         return
     works = [distributed.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
@@ -134,13 +134,13 @@ def all_reduce_sum(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor], source_rank: int, group: ProcessGroup) -> None:
-    """Each becomes what the member of this rank has."""
+    """Copy each tensor from the source rank to all ranks of the group."""
     for tensor in tensors:
         distributed.broadcast(tensor, source_rank, group=group)
 
 
 def all_reduce_max(value: float, group: ProcessGroup) -> float:
-    """Of all members' values."""
-    found = torch.tensor(value, dtype=torch.float64)
-    distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=group)
-    return float(found)
+    """The largest value in the group."""
+    result = torch.tensor(value, dtype=torch.float64)
+    distributed.all_reduce(result, op=distributed.ReduceOp.MAX, group=group)
+    return float(result)

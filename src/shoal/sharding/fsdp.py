@@ -1,7 +1,7 @@
-"""`shard: fsdp`: every parameter is cut along its first dimension, and put together for the moment of its use.
+"""`shard: fsdp`: every parameter is sharded along its first dimension and gathered while it is used.
 
-That moment is the call of a unit: of a block, of a large layer, or of the model itself for all the rest. What has no
-dimension to cut is whole on every member.
+Parameters are gathered for the call of a unit: a block, a large layer, or the model itself for the rest. Every rank
+holds parameters without dimensions in full.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shoal.errors import error
 from shoal.lanes.replica import LossFunction
-from shoal.sharding.callable_model import CallableShardedModel
 from shoal.sharding.device_mesh import ShardMesh, all_reduce_sum
 from shoal.sharding.local_shards import find_ties, retie
+from shoal.sharding.sharded_model import CallableShardedModel
 
 LARGE_LAYER_ELEMENTS = 1 << 16
-"""Elements from which on a layer outside of the blocks is gathered by itself."""
+"""Number of elements from which a layer outside of the blocks is a unit of its own."""
 
 
 class FsdpModel(CallableShardedModel):
-    """See Cut. Members bring a lane each; torch adds their gradients up as it scatters them. Modules in `outside` (see
-    used_outside) are no units."""
+    """See ShardedModel. Each rank runs its own lane; torch sums their gradients in the reduce-scatter. Modules in
+    `externally_used` (see `externally_used_modules`) are not made units."""
 
     shares_lane = False
 
@@ -54,12 +54,12 @@ class FsdpModel(CallableShardedModel):
 
     def forward_backward(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
         with _explain_errors():
-            found = super().forward_backward(loss, batch, share)
+            result = super().forward_backward(loss, batch, share)
         for scalar in self._scalars:
             if scalar.grad is None:
                 scalar.grad = torch.zeros_like(scalar)
         all_reduce_sum([scalar.grad for scalar in self._scalars if scalar.grad is not None], self.mesh.shard_group)
-        return found
+        return result
 
     def forward(self, function: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         with _explain_errors():
@@ -67,8 +67,8 @@ class FsdpModel(CallableShardedModel):
 
 
 def fsdp_units(model: nn.Module, externally_used: Container[str] = ()) -> list[str]:
-    """The modules that are gathered by themselves: the blocks that a model repeats, and large layers outside of them.
-    None of them has a parameter that stands elsewhere too, or that is used from elsewhere."""
+    """The modules that are gathered separately: the model's repeated blocks, and large layers outside of them. None has
+    a parameter that is shared with, or used by, another module."""
     shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     chosen: list[str] = []
     for name, module in _unit_candidates(model):
@@ -84,7 +84,7 @@ def fsdp_units(model: nn.Module, externally_used: Container[str] = ()) -> list[s
 
 
 def _unit_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Blocks first, outer ones before those in them."""
+    """Blocks first, outer before inner ones."""
     modules = list(model.named_modules())
     for name, module in modules:
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -102,12 +102,12 @@ def _parameter_count(module: nn.Module) -> int:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """A list of parameters or modules has no forward of its own."""
+    """Lists of parameters or modules have no own forward."""
     return type(module).forward is not nn.Module.forward
 
 
 def _check_dtypes(model: nn.Module, unit_names: Sequence[str]) -> None:
-    """Gradients of a unit travel as one. SH110 if they cannot."""
+    """A unit's gradients are sent as one tensor. SH110 if they have several dtypes."""
     seen: set[int] = set()
     for name in [*unit_names, ""]:
         own = [p for p in model.get_submodule(name).parameters() if id(p) not in seen]

@@ -1,6 +1,6 @@
-"""The connections that torch opens by itself: so that who waits in one can be woken, and what they carry is counted.
+"""Finds the sockets that gloo opens, to shut them down and to count the bytes they send.
 
-gloo has no means to wake a waiting thread, and tells nobody how much it sends. The system knows both.
+gloo can neither wake a waiting thread nor report how much it sends. The operating system can do both.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import socket
 from collections.abc import Iterator
 
-_SENT = slice(120, 128)  # of the system's tcp_info: bytes that the other side has taken
+_SENT = slice(120, 128)  # in the kernel's tcp_info: acknowledged bytes
 
 
 class GlooSockets:
-    """Sockets that came into being since this object did. `cut` may be called by any thread."""
+    """The sockets opened since this object was made. `shut_down` may be called by any thread."""
 
     def __init__(self) -> None:
         self._sockets_before = _sockets()
@@ -22,18 +22,18 @@ class GlooSockets:
         self._is_open = True
 
     def freeze(self) -> None:
-        """No more belong to it from now on."""
+        """Add no sockets that are opened later."""
         self._frozen = self._new_sockets()
 
     def shut_down(self) -> None:
-        """Whoever waits for something to come through gets an error within milliseconds, here and at the other end."""
+        """End every wait on these sockets with an error within milliseconds, here and on the peers."""
         self._is_open = False
         for sock in self._connected():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def sent_bytes(self) -> int:
-        """So far; 0 where the system does not tell."""
+        """Bytes sent so far; 0 if the operating system does not report it."""
         total = 0
         for sock in self._connected() if self._is_open else ():
             with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ class GlooSockets:
         return total
 
     def _connected(self) -> Iterator[socket.socket]:
-        """The connected ones. gloo ends the process if one that listens is shut down."""
+        """The connected sockets. gloo aborts the process if a listening socket is shut down."""
         for number, name in (self._new_sockets() if self._frozen is None else self._frozen).items():
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{number}") == name:
@@ -54,12 +54,12 @@ class GlooSockets:
 
 
 def _sockets() -> dict[int, str]:
-    """This process's, by descriptor, with the names that the system has for them: a number may be used again."""
-    found = {}
+    """This process's sockets by descriptor, with their inode names, because descriptors are reused."""
+    sockets = {}
     with contextlib.suppress(OSError):
         for number in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):
                 name = os.readlink(f"/proc/self/fd/{number}")
                 if name.startswith("socket:"):
-                    found[number] = name
-    return found
+                    sockets[number] = name
+    return sockets

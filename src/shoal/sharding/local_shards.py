@@ -1,7 +1,6 @@
-"""What one member holds of a model: parts of parameters, by the names that the whole model has.
+"""One rank's shards of a model's tensors, by the names of the whole model.
 
-Optimizers work on the parts as they lie in memory, as plain tensors: they are of the kind that treats every element by
-itself, so that they need to know nothing of the rest.
+Optimizers work on local shards as plain tensors. They are elementwise, so they do not need the rest.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shoal.checkpoint.slices import TensorSlice
 
 Ties = Mapping[str, str]
-"""Further names of a tensor, and its first one."""
+"""For each further name of a tensor, its first name."""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """`inside` is the model's own tensor, `local` its part here, in the same memory. `first`: is this the member of its
-    replica that answers for it, where several hold the same?"""
+    """`model_tensor` is the model's tensor, `local_tensor` this rank's part of it, in the same memory. Of several ranks
+    of a replica that hold the same values, one is the owner."""
 
     name: str
     tensor_slice: TensorSlice
@@ -32,7 +31,7 @@ class LocalShard:
     is_owner: bool
 
     def pop_gradient(self) -> Tensor:
-        """The part's gradient, taken out of the model; zero if there is none."""
+        """Move the shard's gradient out of the model; zeros if there is none."""
         grad, self.model_tensor.grad = self.model_tensor.grad, None
         if grad is None:
             return torch.zeros_like(self.local_tensor)
@@ -42,8 +41,8 @@ class LocalShard:
 
 
 def make_local_shard(name: str, tensor: Tensor, *, owns_replicated: bool) -> LocalShard:
-    """Of a parameter or buffer as it stands in a model that has been cut. `answers`: does this member answer for what
-    all have in full?"""
+    """The local shard of a parameter or buffer of a sharded model. `owns_replicated`: this rank owns the tensor if all
+    ranks hold it in full."""
     if not isinstance(tensor, DTensor):
         tensor_slice, local = TensorSlice.full(tensor.shape), tensor
     else:
@@ -61,25 +60,25 @@ def make_local_shard(name: str, tensor: Tensor, *, owns_replicated: bool) -> Loc
 
 
 def find_ties(model: nn.Module) -> dict[str, str]:
-    """Of parameters that stand in several places of the model."""
+    """The ties of parameters that several modules share."""
     first: dict[int, str] = {}
-    found = {}
+    ties = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         original = first.setdefault(id(parameter), name)
         if original != name:
-            found[name] = original
-    return found
+            ties[name] = original
+    return ties
 
 
 def retie(model: nn.Module, ties: Ties) -> None:
-    """Parameters were replaced one by one: what was one becomes one again."""
+    """Tie parameters again after they were replaced one by one."""
     for name, original in ties.items():
         path, _, key = name.rpartition(".")
         model.get_submodule(path).register_parameter(key, model.get_parameter(original))
 
 
 def make_param_module(shards: Iterable[LocalShard]) -> nn.Module:
-    """A module with nothing but the parts' own tensors, under their full names: for whoever makes an optimizer."""
+    """A module with only the shards' local tensors, under their full names, from which optimizers are made."""
     root = nn.Module()
     for shard in shards:
         if isinstance(shard.local_tensor, nn.Parameter):
@@ -88,7 +87,7 @@ def make_param_module(shards: Iterable[LocalShard]) -> nn.Module:
 
 
 def register_by_path(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Under its full name."""
+    """Register a parameter under its full name."""
     *path, key = name.split(".")
     for word in path:
         if word not in root._modules:

@@ -1,7 +1,7 @@
-"""What a process holds of a model and its optimizer, as named pieces that fit any other layout.
+"""One rank's state of model and optimizer, as named pieces that can be loaded with any other sharding.
 
-Names and shapes are those of the whole model, whoever holds it and however it is cut: `/model/<parameter or buffer>`
-and `/optimizer/<parameter>/<key>`. So what four processes wrote is read by one, or by two that cut it otherwise.
+Names and shapes are those of the whole model, for every sharding: `/model/<parameter or buffer>` and
+`/optimizer/<parameter>/<key>`. So one process, or two with another sharding, can read what four have written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.sharding.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class LocalState:
-    """The parts that are here, parameters and buffers, by name."""
+    """This rank's shards of parameters and buffers, by name."""
 
     model: nn.Module
     shards: Mapping[str, LocalShard]
@@ -43,30 +43,30 @@ class LocalState:
 
     @classmethod
     def unsharded(cls, model: nn.Module) -> LocalState:
-        """By a single process."""
+        """The state of a single process."""
         return cls(model, {n: make_local_shard(n, t, owns_replicated=True) for n, t in named_tensors(model).items()})
 
     @functools.cached_property
     def trainable(self) -> list[LocalShard]:
-        """Where nothing may change (a stretch of a pipeline can be frozen altogether), one without elements: who steps
-        and sums need not know."""
-        return [part for part in self.shards.values() if part.local_tensor.requires_grad] or [_empty_shard()]
+        """The trainable shards. A rank without any (a pipeline stage may be frozen completely) gets an empty one, so
+        that optimizer and sums need no special case."""
+        return [shard for shard in self.shards.values() if shard.local_tensor.requires_grad] or [_empty_shard()]
 
     @property
     def param_module(self) -> nn.Module:
-        """The parts' own tensors under their names: make the optimizer of these."""
-        return make_param_module({**self.shards, **{part.name: part for part in self.trainable}}.values())
+        """A module with the local tensors under their names, from which the optimizer is made."""
+        return make_param_module({**self.shards, **{shard.name: shard for shard in self.trainable}}.values())
 
     @torch.no_grad()
     def initialise(self, deferred_init: DeferredInit) -> None:
-        """With the first weights, of which no more than one tensor at a time is here in full."""
+        """Set the initial weights, with at most one full tensor in memory at a time."""
 
-        def take(name: str, values: Tensor) -> None:
+        def copy_shard(name: str, values: Tensor) -> None:
             if name in self.shards:
-                part = self.shards[name]
-                part.local_tensor.copy_(part.tensor_slice.view_of(values))
+                shard = self.shards[name]
+                shard.local_tensor.copy_(shard.tensor_slice.view_of(values))
 
-        deferred_init.materialise(take)
+        deferred_init.materialise(copy_shard)
 
 
 def _empty_shard() -> LocalShard:
@@ -74,26 +74,27 @@ def _empty_shard() -> LocalShard:
     return LocalShard("nothing", TensorSlice.full((0,)), empty, empty, is_owner=False)
 
 
-# ---- out ----
+# ---- save ----
 
 
 def owned_pieces(local_state: LocalState, optimizer: Optimizer | None = None) -> dict[str, TensorPiece]:
-    """What this process answers for: references, to be copied before the next step changes them."""
-    found = {
+    """The pieces that this rank owns, not copied: the next step changes them."""
+    pieces = {
         f"/model/{n}": TensorPiece(p.tensor_slice, p.local_tensor.detach())
         for n, p in local_state.shards.items()
         if p.is_owner and is_persistent(local_state, n)
     }
     if optimizer is None:
-        return found
+        return pieces
     for shard in local_state.trainable:
         if shard.is_owner:
-            found.update(_optimizer_pieces(shard, optimizer.state.get(shard.local_tensor, {})))
-    return found
+            pieces.update(_optimizer_pieces(shard, optimizer.state.get(shard.local_tensor, {})))
+    return pieces
 
 
 def _optimizer_pieces(shard: LocalShard, state: Mapping[str, Any]) -> Iterator[tuple[str, TensorPiece]]:
-    """State lies like its parameter, or is small and whole (a count of steps): then who has the beginning answers."""
+    """State is sharded like its parameter, or is small and whole (a step count): then the rank with the first element
+    owns it."""
     for key, value in state.items():
         if not isinstance(value, Tensor):
             message = f"an optimizer keeps '{key}' of '{shard.name}' as {type(value).__name__}, not as a tensor"
@@ -105,17 +106,17 @@ def _optimizer_pieces(shard: LocalShard, state: Mapping[str, Any]) -> Iterator[t
 
 
 def is_persistent(local_state: LocalState, name: str) -> bool:
-    """Buffers that are not persistent are no part of a state."""
+    """Buffers that are not persistent do not belong to the state."""
     path, _, key = name.rpartition(".")
     return key not in local_state.model.get_submodule(path)._non_persistent_buffers_set
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups' settings, which are the same in every layout."""
+    """The groups' settings, which are the same for every sharding."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-# ---- in ----
+# ---- load ----
 
 
 class PiecesInMemory:
@@ -139,7 +140,7 @@ class PiecesInMemory:
 
 @torch.no_grad()
 def load_local_state(local_state: LocalState, pieces: PieceReader, optimizer: Optimizer | None = None) -> None:
-    """Take over what belongs here, whoever held it. SH406 if a part is not there in full."""
+    """Load this rank's shards from the pieces of any sharding. SH406 if values are missing."""
     for name, shard in local_state.shards.items():
         if is_persistent(local_state, name):
             copy_from_pieces(shard.local_tensor, shard.tensor_slice, f"/model/{name}", pieces)
@@ -160,7 +161,7 @@ def load_local_state(local_state: LocalState, pieces: PieceReader, optimizer: Op
 
 @torch.no_grad()
 def load_unsharded(replica: Replica, pieces: PieceReader) -> None:
-    """A single process takes over all of it."""
+    """Load everything into the replica of a single process."""
     local_state, optimizer = LocalState.unsharded(replica.model), replica.optimizer
     load_local_state(local_state, pieces, optimizer)
     for name in replica.moving_buffers.names:
@@ -174,11 +175,16 @@ def load_unsharded(replica: Replica, pieces: PieceReader) -> None:
 
 
 def unsharded_state(replica: Replica, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What was written by many as one would have: tensors as the replica has them, and the rest from the state."""
-    mine = replica.state()
-    pairs = zip(mine["optimizer"]["param_groups"], state["settings"], strict=True)
+    """The state of a sharded run in the form of a single process: the replica's tensors, and the rest from `state`."""
+    current = replica.state()
+    pairs = zip(current["optimizer"]["param_groups"], state["settings"], strict=True)
     groups = [{**saved, "params": own["params"]} for own, saved in pairs]
-    return {**mine, **state, "model": mine["model"], "optimizer": {**mine["optimizer"], "param_groups": groups}}
+    return {
+        **current,
+        **state,
+        "model": current["model"],
+        "optimizer": {**current["optimizer"], "param_groups": groups},
+    }
 
 
 def load_hyperparameters(optimizer: Optimizer, saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -187,20 +193,20 @@ def load_hyperparameters(optimizer: Optimizer, saved_groups: Sequence[Mapping[st
 
 
 def _names_under(pieces: PieceReader, prefix: str) -> Iterator[str]:
-    """Names of one more word."""
+    """The names directly under the prefix."""
     return (name for name in pieces.names() if name.startswith(prefix) and "/" not in name[len(prefix) :])
 
 
 def copy_from_pieces(target: Tensor, tensor_slice: TensorSlice, name: str, pieces: PieceReader) -> None:
-    """The values of this block. SH406 if they are not all there."""
+    """Copy the values of a slice. SH406 if some are missing."""
     count = 0
     for number, other in enumerate(pieces.slices(name)):
         if other.shape != tensor_slice.shape:
-            message = f"'{name}' is {list(other.shape)} there and {list(tensor_slice.shape)} in the model"
+            message = f"'{name}' is {list(other.shape)} in the saved state and {list(tensor_slice.shape)} in the model"
             raise error("SH406", message)
         if common := tensor_slice.overlap(other):
-            here, there = common
-            target[here] = pieces.read(name, number)[there]
-            count += target[here].numel()
+            in_target, in_piece = common
+            target[in_target] = pieces.read(name, number)[in_piece]
+            count += target[in_target].numel()
     if count != math.prod(tensor_slice.size):
-        raise error("SH406", f"{count} of {math.prod(tensor_slice.size)} values of '{name}' are there")
+        raise error("SH406", f"only {count} of {math.prod(tensor_slice.size)} values of '{name}' are there")

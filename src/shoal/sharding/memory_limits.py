@@ -1,4 +1,4 @@
-"""Memory that is freed goes back to the system; and how much there is."""
+"""Returns freed memory to the system, and reports how much memory is available."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import psutil
 MMAP_THRESHOLD_BYTES = 1 << 20
 TRIM_THRESHOLD_BYTES = 1 << 25
 OWN_LIMIT = "own"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # names that malloc.h has for them
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 _CGROUP_ROOT, _OWN_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def release_freed_memory() -> None:
-    """From now on, large tensors are memory of their own that is gone when they are, and of what small ones leave
-    behind little is kept: a worker has asked for more when it did not know yet that it holds a part.
+    """Make malloc return the memory of large tensors to the system when they are freed, and keep little of small ones.
+    This undoes `keep_freed_memory`, which a worker calls before it knows that its model is sharded.
 
-    glibc would learn from the first that are freed to keep such memory for the next, in heaps that are full of holes:
-    of a model whose blocks come and go, a process then keeps three times what it needs. Elsewhere nothing changes.
+    By default glibc adapts and keeps such memory in fragmented heaps: with a model whose blocks are gathered and freed,
+    a process keeps three times what it needs. Without glibc nothing changes.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -31,55 +31,55 @@ def release_freed_memory() -> None:
 
 
 def memory_headroom() -> dict[str, int]:
-    """How many bytes more this process may take, by what says so: its own limits (OWN), those of its control group, and
-    what the machine has."""
+    """How many more bytes this process may allocate, by source of the limit: its own limits (OWN_LIMIT), its control
+    groups, and the machine."""
     used = _proc_bytes("/proc/self/status")
-    found = {name: limit - taken for name, (limit, taken) in _cgroup_limits().items()}
-    found["machine"] = _proc_bytes("/proc/meminfo").get("MemAvailable", 0)
+    headroom = {name: limit - taken for name, (limit, taken) in _cgroup_limits().items()}
+    headroom["machine"] = _proc_bytes("/proc/meminfo").get("MemAvailable", 0)
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most, _ = resource.getrlimit(limit)
-        if most != resource.RLIM_INFINITY:
-            found[OWN_LIMIT] = min(most - used.get(name, 0), found.get(OWN_LIMIT, most))
-    return found
+        limit_bytes, _ = resource.getrlimit(limit)
+        if limit_bytes != resource.RLIM_INFINITY:
+            headroom[OWN_LIMIT] = min(limit_bytes - used.get(name, 0), headroom.get(OWN_LIMIT, limit_bytes))
+    return headroom
 
 
 def memory_limit_bytes() -> int:
-    """How much all processes here may take together: what the machine has, or what their group may have of it."""
+    """Bytes that all processes of this machine, or of this control group, may use together."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_limits().values())])
 
 
 def fits_in_memory(
     needs: Mapping[int, int], headroom: Mapping[int, Mapping[str, int]], hosts: Mapping[int, str]
 ) -> bool:
-    """May every seat take as many bytes as it needs? What is there by its own limits is there for each, all else for
-    those on the same host together. Pure."""
+    """Whether every seat may allocate the bytes it needs. A seat has its own limits for itself; the seats of a host
+    share all others. Pure."""
     wanted: dict[tuple[str, str], int] = {}
-    there: dict[tuple[str, str], int] = {}
+    available: dict[tuple[str, str], int] = {}
     for seat, need in needs.items():
-        for name, room in headroom[seat].items():
+        for name, free in headroom[seat].items():
             key = (f"{seat}", name) if name == OWN_LIMIT else (hosts[seat], name)
             wanted[key] = wanted.get(key, 0) + need
-            there[key] = min(room, there.get(key, room))
-    return all(wanted[key] <= there[key] for key in wanted)
+            available[key] = min(free, available.get(key, free))
+    return all(wanted[key] <= available[key] for key in wanted)
 
 
 def _proc_bytes(path: str) -> dict[str, int]:
-    """Of lines like `VmSize: 123 kB`, in bytes."""
-    found = {}
+    """The values of lines like `VmSize: 123 kB`, in bytes."""
+    values = {}
     with contextlib.suppress(OSError):
         for line in Path(path).read_text().splitlines():
             name, _, rest = line.partition(":")
             if rest.endswith(" kB"):
-                found[name] = int(rest.split()[0]) << 10
-    return found
+                values[name] = int(rest.split()[0]) << 10
+    return values
 
 
 def _cgroup_limits(root: Path = _CGROUP_ROOT, own_file: Path = _OWN_CGROUP_FILE) -> dict[str, tuple[int, int]]:
-    """Of this process's control group and of those around it, where they have one: the limit, and what is taken."""
-    found = {}
+    """Limit and current use of this process's control group and its parents, if they have a limit."""
+    limits = {}
     with contextlib.suppress(OSError):
         group = root / own_file.read_text().strip().rpartition(":")[2].lstrip("/")
         for one in (group, *group.parents[: len(group.parts) - len(root.parts)]):
             with contextlib.suppress(OSError, ValueError):  # "max"
-                found[str(one)] = int((one / "memory.max").read_text()), int((one / "memory.current").read_text())
-    return found
+                limits[str(one)] = int((one / "memory.max").read_text()), int((one / "memory.current").read_text())
+    return limits

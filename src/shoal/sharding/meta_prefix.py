@@ -1,4 +1,4 @@
-"""What comes before a stretch of a pipeline: code that runs on the meta device, for the sake of its shapes."""
+"""The code before a pipeline stage: it runs on the meta device, only for its shapes."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from shoal.sharding.deferred_init import MetaDeviceMode
 
 
 class MetaPrefix(MetaDeviceMode):
-    """While `on`, everything happens on the meta device, also what is done with tensors that have memory. Afterwards
-    code that still has such a tensor gets the real one, where that is known; else, when `over`, it is an error to use
-    it beside real ones: some kernels would read memory that is not there, and say nothing."""
+    """While `active`, every operation runs on the meta device, even on tensors with memory. Afterwards a meta tensor is
+    replaced by its real tensor, if that is registered. Once `finished`, using another meta tensor together with real
+    ones is an error: some kernels would silently read memory that does not exist."""
 
     def __init__(self, *, active: bool = True) -> None:
         super().__init__(active=active)
         self.finished = False
-        self._real_tensors: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # both: a number is used again when its tensor is gone
+        # keeps both tensors, because an id is reused when its tensor is gone
+        self._real_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
     def register_real(self, meta: Tensor, real: Tensor) -> None:
         self._real_tensors[id(meta)] = meta, real
 
     def resolve(self, values: Any) -> Any:
-        """The same, with what is known."""
+        """The same values, with registered real tensors."""
         leaves, spec = pytree.tree_flatten(values)
         if not any(id(leaf) in self._real_tensors for leaf in leaves):
             return values
         return pytree.tree_unflatten([self._real_tensors.get(id(leaf), (leaf, leaf))[1] for leaf in leaves], spec)
 
     def _may_need_resolving(self, value: Any) -> bool:
-        """A look at the surface: this is asked for every operation."""
+        """A shallow check, because it runs for every operation."""
         return id(value) in self._real_tensors or isinstance(value, list | tuple | dict)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,10 +48,10 @@ class MetaPrefix(MetaDeviceMode):
 
 
 def _check_same_device(values: Sequence[Any]) -> None:
-    """A look at the surface."""
+    """A shallow check."""
     shallow = [one for value in values for one in (value if isinstance(value, list | tuple) else (value,))]
     if len({one.is_meta for one in shallow if isinstance(one, Tensor)}) > 1:
-        raise RuntimeError("a tensor on the meta device beside one that has memory")
+        raise RuntimeError("an operation on a meta tensor and one with memory")
 
 
 def to_meta(values: Any) -> Any:
@@ -61,19 +60,19 @@ def to_meta(values: Any) -> Any:
 
 
 def cache_meta_forward(module: nn.Module) -> None:
-    """Let a module that only ever runs for its shapes run once for each kind of input. Even without arithmetic, the
-    many operations of a block take their time."""
+    """Make a module that only runs for its shapes run once per signature of its inputs. Even without arithmetic, the
+    many operations of a block take time."""
     inner, cached = module.forward, {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        looks = (*map(_signature, leaves), spec, module.training, torch.is_grad_enabled())
+        signature = (*map(_signature, leaves), spec, module.training, torch.is_grad_enabled())
         try:
-            if looks not in cached:
-                cached[looks] = pytree.tree_map(_detached, inner(*args, **kwargs))
+            if signature not in cached:
+                cached[signature] = pytree.tree_map(_detached, inner(*args, **kwargs))
         except TypeError:  # an argument that cannot be compared
             return inner(*args, **kwargs)
-        return pytree.tree_map(_clone, cached[looks])
+        return pytree.tree_map(_clone, cached[signature])
 
     module.forward = forward
 
@@ -87,5 +86,5 @@ def _detached(leaf: Any) -> Any:
 
 
 def _clone(leaf: Any) -> Any:
-    """For somebody who may change it in place."""
+    """A copy that the caller may change in place."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -1,7 +1,7 @@
-"""An optimizer that is made for a whole model without memory, and then works on the parts that are here.
+"""An optimizer that is made for the whole model on the meta device, and then bound to this rank's shards.
 
-Whoever makes it sees the model as a single process does: all of its modules, names and shapes. So groups are the same
-in every layout, and so is the order in which a checkpoint of a single process numbers an optimizer's state.
+The code that makes it sees the whole model: all modules, names and shapes. So the groups are the same for every
+sharding, and so is the order in which a checkpoint of a single process numbers the optimizer's state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.spec.job import ELEMENTWISE_OPTIMIZERS
 
 
 class OptimizerFactory:
-    """From an optimizer of this model, which is whole. SH110 if it may need whole tensors, or has others than these."""
+    """Made from an optimizer of the whole model. SH110 if it is not elementwise, or has parameters of no module."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         _check_elementwise(type(optimizer))
@@ -31,11 +31,11 @@ class OptimizerFactory:
 
     @property
     def param_order(self) -> list[str]:
-        """Parameters by name, as the optimizer numbers them."""
+        """The parameters' names in the order in which the optimizer numbers them."""
         return [name for names in self._groups for name in names]
 
     def rebind(self, param_module: nn.Module) -> Optimizer:
-        """The optimizer itself, for what is here of the model from now on."""
+        """Bind the optimizer itself to these parameters."""
         made = self.make_another(param_module)
         for own, other in zip(self._optimizer.param_groups, made.param_groups, strict=True):
             own["params"] = other["params"]
@@ -43,10 +43,10 @@ class OptimizerFactory:
         return self._optimizer
 
     def make_another(self, param_module: nn.Module) -> Optimizer:
-        """One more of its kind. Its groups are the same, and may be empty."""
-        original, here = self._optimizer, dict(param_module.named_parameters())
+        """Another optimizer with the same settings and groups, which may be empty."""
+        original, local = self._optimizer, dict(param_module.named_parameters())
         groups = [
-            {**group, "params": [here[name] for name in names if name in here]}
+            {**group, "params": [local[name] for name in names if name in local]}
             for group, names in zip(original.param_groups, self._groups, strict=True)
         ]
         kind: Any = type(original)

@@ -1,4 +1,4 @@
-"""Which modules keep their parameters to themselves. Found by running a copy of a model that has no memory."""
+"""Finds modules whose parameters other modules use, by running a copy of the model on the meta device."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from shoal.sharding.meta_prefix import to_meta
 
 
 class _ModelReturned(BaseException):
-    """The model has returned: what the user's code does with its output does not matter, and may not be possible."""
+    """Ends the run when the model has returned: the user's code after it does not matter, and may fail on the meta
+    device."""
 
 
 def externally_used_modules(model: nn.Module, run: Callable[[nn.Module], Any]) -> set[str]:
-    """Modules, by name, of which somebody uses a parameter while they are not being called: as far as that shows when
-    `go` calls the model that it is given. A model that cannot run without memory shows less."""
-    found: set[str] = set()
+    """The names of modules with a parameter that is used while the module is not being called. `run` calls the model
+    that it is given. If the model cannot run on the meta device, some uses may be missed."""
+    used: set[str] = set()
     with contextlib.suppress(_ModelReturned, Exception):
         trial = copy.deepcopy(model)
         running: list[str] = []
         _track_calls(trial, running)
         names = {id(parameter): name for name, parameter in trial.named_parameters()}
-        with MetaDeviceMode(), _ParameterUseMode(names, running, found):
+        with MetaDeviceMode(), _ParameterUseMode(names, running, used):
             run(trial)
-    return found
+    return used
 
 
 def _track_calls(model: nn.Module, running: list[str]) -> None:
@@ -45,9 +46,9 @@ def _track_calls(model: nn.Module, running: list[str]) -> None:
 
 
 class _ParameterUseMode(TorchFunctionMode):
-    def __init__(self, names: dict[int, str], running: list[str], found: set[str]) -> None:
+    def __init__(self, names: dict[int, str], running: list[str], used: set[str]) -> None:
         super().__init__()
-        self._names, self._running, self._found = names, running, found
+        self._names, self._running, self._found = names, running, used
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -59,6 +60,6 @@ class _ParameterUseMode(TorchFunctionMode):
 
 
 def _enclosing_modules(name: str) -> set[str]:
-    """The modules that a parameter is in, but for the model itself."""
+    """The modules that contain a parameter, without the model itself."""
     words = name.split(".")[:-1]
     return {".".join(words[: n + 1]) for n in range(len(words))}

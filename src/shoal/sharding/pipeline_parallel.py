@@ -1,13 +1,13 @@
-"""`shard: pipeline`: members hold consecutive stretches of the model, and a lane's samples go through in microbatches.
+"""`shard: pipeline`: ranks hold consecutive stages of the model, and a lane's samples pass through in micro-batches.
 
-A stretch begins with a module's input and ends before another's. Every member calls the model's own code: what comes
-before its stretch runs without memory or arithmetic on the meta device, which tells the shapes of what must be
-received for a batch of any size; at the end of the stretch the call is abandoned. Nothing is traced, so the code may
-be any, as long as the inputs of the modules at the cuts are all that later code needs of what came before.
+A stage begins with a module's input and ends before the input of another. Every rank calls the model's own code. The
+code before its stage runs on the meta device, without memory or arithmetic, and gives the shapes of the tensors to
+receive for a batch of any size. At the end of the stage the call is abandoned. Nothing is traced, so any code works, as
+long as later code needs only the inputs of the modules at the split points.
 
-torch's own stages want microbatches of one shape and a loss apart from the model; ours are cut from a lane of any
-size, and the loss is the user's, who calls the model. The generator's state travels with the activations: with one
-microbatch, dropout draws the numbers that it would draw in a single process.
+torch's own stages need micro-batches of one shape and a loss outside of the model. Here micro-batches come from a lane
+of any size, and the user's loss calls the model. The generator's state is sent with the activations: with one
+micro-batch, dropout draws the same numbers as in a single process.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from shoal.sharding.pipeline_schedule import ForwardTrace, stage_schedule, trace
 
 
 class SplittableBatch(Protocol):
-    """What a lane gets, and can be cut."""
+    """A lane's batch that can be split into micro-batches."""
 
     @property
     def size(self) -> int: ...
 
     def chunk(self, count: int) -> Sequence[Any]:
-        """In so many batches, or as many as there are samples."""
+        """Split into `count` batches, or into one per sample if there are fewer samples."""
 
 
 class _StageExit(BaseException):
-    """Carries a stretch's result out of the user's code, past every `except Exception`."""
+    """Carries a stage's result out of the user's code, past every `except Exception`."""
 
     def __init__(self, values: list[Tensor]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _StageExit(BaseException):
 
 @dataclass
 class _Microbatch:
-    """One microbatch on its way through this stretch. `sent` is on its way to the next one."""
+    """One micro-batch in this stage. `pending_sends` go to the next stage."""
 
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -60,11 +60,11 @@ class _Microbatch:
 
 
 _PendingSend = tuple[Work, Tensor]
-"""Who sends must leave the values alone until it is done."""
+"""A send and its values, which must not change until it is done."""
 
 
 class PipelineParallelModel:
-    """See Cut. `example` is a batch; values do not matter."""
+    """See ShardedModel. `example` is a batch, whose values do not matter."""
 
     shares_lane = True
 
@@ -84,7 +84,7 @@ class PipelineParallelModel:
         self._microbatches, self._schedule = microbatches, schedule
         trace = trace or trace_forward(model, lambda: loss(model, example))
         self.owners = trace.stages_of(split_points)
-        """The seats that hold each parameter and buffer."""
+        """The shard ranks that hold each parameter and buffer."""
         self._first_module = model.get_submodule(split_points[mesh.shard_rank - 1]) if mesh.shard_rank else None
         self._next_stage_module = (
             model.get_submodule(split_points[mesh.shard_rank]) if mesh.shard_rank < len(split_points) else None
@@ -125,7 +125,7 @@ class PipelineParallelModel:
         _wait_for_sends(microbatch.pending_sends)
         return result
 
-    # ---- one microbatch ----
+    # ---- one micro-batch ----
 
     def _forward(self, loss: LossFunction, batch: Any, share: float, total: Tensor) -> _Microbatch:
         microbatch = _Microbatch()
@@ -134,9 +134,9 @@ class PipelineParallelModel:
             return microbatch
         if isinstance(result, tuple):
             value, count = result
-            counts = float(share > 0)
-            microbatch.loss_weight = torch.tensor(counts, dtype=value.dtype)
-            total += torch.tensor([float(value.detach()) * counts, float(count) * counts, 1.0], dtype=torch.float64)
+            weight = float(share > 0)
+            microbatch.loss_weight = torch.tensor(weight, dtype=value.dtype)
+            total += torch.tensor([float(value.detach()) * weight, float(count) * weight, 1.0], dtype=torch.float64)
         else:
             value, microbatch.loss_weight = result, torch.tensor(share, dtype=result.dtype)
             total[0] += float(value.detach()) * share
@@ -144,7 +144,7 @@ class PipelineParallelModel:
         return microbatch
 
     def _run_stage(self, function: Callable[[nn.Module, Any], Any], batch: Any, microbatch: _Microbatch) -> Any:
-        """This stretch of what `act` does with the model; its result, if this is the last one."""
+        """Run this stage of `function`; returns its result in the last stage."""
         prefix = MetaPrefix(active=False)
         try:
             with prefix, self._stage_hooks(microbatch, prefix):
@@ -157,7 +157,7 @@ class PipelineParallelModel:
             if not microbatch.entered or "meta" not in str(problem):
                 raise
             message = (
-                "the model uses something after a cut that it has computed before, and that is not the input there"
+                "after a cut the model uses a value that it computed before the cut and that is not an input there"
             )
             fix = "Cut where all that later layers need goes through one module's arguments, or use `shard: fsdp`."
             raise error("SH107", message, where="shard.cuts", fix=fix) from problem
@@ -176,7 +176,9 @@ class PipelineParallelModel:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             values = self._receive_inputs(leaves, microbatch)
             for leaf, value in zip(leaves, values, strict=True):
-                if isinstance(leaf, Tensor):  # a mask, say, that the code around hands to later modules too
+                if isinstance(
+                    leaf, Tensor
+                ):  # for example, a mask that the surrounding code also passes to later modules
                     prefix.register_real(leaf, value)
             return pytree.tree_unflatten(values, spec)
 
@@ -197,30 +199,30 @@ class PipelineParallelModel:
                 hook.remove()
 
     def _receive_inputs(self, leaves: list[Any], microbatch: _Microbatch) -> list[Any]:
-        """The tensors among these, which have no memory, as they are."""
-        found = []
+        """Replace the meta tensors among these by the received values."""
+        received = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 value = self._receive(torch.empty(leaf.shape, dtype=leaf.dtype), self.mesh.shard_rank - 1)
                 if leaf.requires_grad:
                     microbatch.inputs.append(value.requires_grad_())
                 leaf = value
-            found.append(leaf)
+            received.append(leaf)
         torch.set_rng_state(self._receive(torch.empty_like(torch.get_rng_state()), self.mesh.shard_rank - 1))
-        return found
+        return received
 
     def _backward(self, microbatch: _Microbatch) -> list[Tensor]:
-        """Returns what the stretch before this one waits for."""
+        """Returns the gradients for the previous stage."""
         if self._next_stage_module is None:
             weights: list[Tensor | None] = [microbatch.loss_weight]
         else:
             weights = [self._receive(torch.empty_like(value), self.mesh.shard_rank + 1) for value in microbatch.outputs]
             _wait_for_sends(microbatch.pending_sends)
-        if microbatch.outputs:  # what comes out of frozen layers has no gradient
+        if microbatch.outputs:  # outputs of frozen layers have no gradient
             torch.autograd.backward(microbatch.outputs, weights)
         return [torch.zeros_like(v) if v.grad is None else v.grad for v in microbatch.inputs]
 
-    # ---- between members ----
+    # ---- between stages ----
 
     def _send(self, values: Sequence[Tensor], shard_rank: int) -> list[_PendingSend]:
         sent = []
@@ -237,7 +239,7 @@ class PipelineParallelModel:
         return buffer
 
     def _sum_shared_gradients(self) -> None:
-        """A parameter that several stretches use has a gradient in each: their sum, in the order of stretches."""
+        """Sum the gradients of a parameter that several stages use, in the order of the stages."""
         for name, parameter in self.model.named_parameters():
             owners = self.owners[name]
             if len(owners) == 1 or self.mesh.shard_rank not in owners or not parameter.requires_grad:
@@ -260,16 +262,16 @@ def _wait_for_sends(sends: Sequence[_PendingSend]) -> None:
 
 
 def _allocate(model: nn.Module, names: set[str]) -> None:
-    """To the parameters and buffers of these names, wherever they stand; what is tied stays tied."""
+    """Give memory to the parameters and buffers with these names; tied tensors stay tied."""
     wanted = {id(tensor) for name, tensor in named_tensors(model).items() if name in names}
-    made: dict[int, Tensor] = {}
+    allocated: dict[int, Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None and id(tensor) in wanted:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _allocated(tensor)
-                    table[key] = made[id(tensor)]  # type: ignore[assignment]
+                    if id(tensor) not in allocated:
+                        allocated[id(tensor)] = _allocated(tensor)
+                    table[key] = allocated[id(tensor)]  # type: ignore[assignment]
 
 
 def _allocated(tensor: Tensor) -> Tensor:

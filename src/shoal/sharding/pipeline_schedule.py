@@ -1,4 +1,4 @@
-"""Which stretch of a model runs where, and in which order. Pure but for `survey`, which runs a model without memory."""
+"""Pipeline stages and their schedules. Pure, except for `trace_forward`, which runs a model on the meta device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PassKind = Literal["forward", "backward"]
 
 
 def stage_schedule(schedule: str, *, stage: int, stages: int, microbatches: int) -> list[tuple[PassKind, int]]:
-    """What a stage does, one after the other. Backward passes come in the same order in all schedules, and so do the
-    sums of gradients."""
+    """The forward and backward passes of a stage, in order (GPipe or 1F1B). Backward passes, and so the sums of
+    gradients, have the same order in all schedules."""
     ahead = microbatches if schedule == "gpipe" else min(stages - 1 - stage, microbatches)
     passes: list[tuple[PassKind, int]] = [("forward", i) for i in range(ahead)]
     for i in range(microbatches):
@@ -32,7 +32,7 @@ def stage_schedule(schedule: str, *, stage: int, stages: int, microbatches: int)
 
 
 def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Where to begin each stretch but the first, so that the costliest stretch costs least; of equals, the earliest."""
+    """The start of each stage but the first that minimises the cost of the most expensive stage; the earliest wins."""
     sums = [0.0, *accumulate(costs)]
     worst: list[tuple[float, list[int]]] = [(total, []) for total in sums]
     for part in range(1, stages):
@@ -44,38 +44,38 @@ def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def unit_costs(size_bytes: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Of units by memory and time: each counts by its share of the whole."""
+    """The cost of each unit: its share of the total bytes plus its share of the total time."""
     total_bytes, total_s = sum(size_bytes) or 1, sum(seconds) or 1.0
     return [b / total_bytes + s / total_s for b, s in zip(size_bytes, seconds, strict=True)]
 
 
 @dataclass(frozen=True)
 class ForwardTrace:
-    """`entered`: modules in the order in which a pass enters them. `used`: for each parameter and buffer, by name, how
-    many modules had been entered whenever it was used."""
+    """`entered`: modules in the order in which a forward pass enters them. `tensor_uses`: for each use of a parameter
+    or buffer, the number of modules entered before."""
 
     entered: list[str]
     tensor_uses: dict[str, set[int]]
 
     def stages_of(self, split_points: Sequence[str]) -> dict[str, list[int]]:
-        """The stages that use each parameter or buffer; what nobody uses stays with the first. SH405 for a module that
-        is not entered, SH107 for one that is entered before its predecessor or twice."""
-        places = [self._entry_index(name) for name in split_points]
-        if places != sorted(set(places)):
+        """The stages that use each parameter or buffer; unused ones belong to the first. SH405 for a module that is not
+        entered, SH107 for one that is entered before its predecessor or twice."""
+        indices = [self._entry_index(name) for name in split_points]
+        if indices != sorted(set(indices)):
             raise error("SH107", "the cuts are not in the order in which the model uses them", where="shard.cuts")
         return {
-            name: sorted({sum(place < moment for place in places) for moment in moments} or {0})
+            name: sorted({sum(index < moment for index in indices) for moment in moments} or {0})
             for name, moments in self.tensor_uses.items()
         }
 
     def completed_before(self, split_point: str) -> list[str]:
         """The outermost modules that are entered and left before this one is entered, and not again."""
-        place = self._entry_index(split_point)
-        around = {"", *(split_point.rsplit(".", n)[0] for n in range(1, split_point.count(".") + 1))}
+        index = self._entry_index(split_point)
+        enclosing = {"", *(split_point.rsplit(".", n)[0] for n in range(1, split_point.count(".") + 1))}
         found: list[str] = []
-        for name in self.entered[:place]:
+        for name in self.entered[:index]:
             inside = any(name.startswith(f"{one}.") for one in found)
-            if name not in around and not inside and name not in self.entered[place:]:
+            if name not in enclosing and not inside and name not in self.entered[index:]:
                 found.append(name)
         return found
 
@@ -90,8 +90,8 @@ class ForwardTrace:
 
 
 def trace_forward(model: nn.Module, run: Callable[[], Any]) -> ForwardTrace:
-    """Watch a model without memory while `go` calls it once, with whatever inputs. What `go` does after the model is
-    done may fail: it gets an output that has no values."""
+    """Trace a model on the meta device while `run` calls it once. Errors in `run` after the model has returned are
+    ignored, because the output has no values."""
     names = {id(module): name for name, module in model.named_modules()}
     entered: list[str] = []
     done: list[bool] = []
@@ -119,7 +119,7 @@ def _ignore_errors_once(model_returned: list[bool]) -> Iterator[None]:
 
 
 class _TensorUseMode(TorchFunctionMode):
-    """Notes when which tensors are used."""
+    """Records when each tensor is used."""
 
     def __init__(self, names: dict[int, str], entered: list[str]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _TensorUseMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs)) if func.__name__ != "__get__" else []  # a look at its shape, say
+        leaves = pytree.tree_leaves((args, kwargs)) if func.__name__ != "__get__" else []  # for example, its shape
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) in self._names:
                 self.uses[self._names[id(leaf)]].add(len(self._entered))
@@ -136,8 +136,8 @@ class _TensorUseMode(TorchFunctionMode):
 
 
 def split_candidates(model: nn.Module, trace: ForwardTrace) -> list[str]:
-    """Modules at which a model may be cut: the blocks of its outermost lists, and what it calls after the last of them,
-    in the order in which they are entered."""
+    """Modules before which a model may be split, in the order in which they are entered: the blocks of its outermost
+    lists, and the children that it calls after the first of them."""
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     outer = [name for name in lists if not any(_is_inside(name, other) for other in lists)]
     blocks = {f"{name}.{key}".lstrip(".") for name in outer for key, _ in model.get_submodule(name).named_children()}

@@ -1,4 +1,4 @@
-"""What members that meet in a new view go on from: their memory, if all parts of the newest state are in it. Pure."""
+"""From which state the ranks of a new view continue: from memory, if it has all shards of the newest state. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class HeldShard:
-    """What one member brings. `part` of so many `ways`, after `step` steps; None: nothing. `view` is the one in which
-    the last of them counted: who makes the same step in two views may get other bits. `pending` is the view in which it
-    has voted for one step more, which it could take if that counted there. `evaluated`: it knows what this step's
-    evaluation found. `mirrors` is a part of which it has a copy, from the same step."""
+    """The shard that one rank holds: number `part` of `ways`, after `step` steps; a step of None: no shard.
+
+    `view` is the view in which the last step was committed: the same step made in two views may have different bits.
+    `pending` is the view in which the rank has voted for one more step (two-phase commit); it can apply that step if it
+    was committed there. `evaluated`: the rank has the results of this step's evaluation. `mirrors` is the shard of
+    which the rank has a backup, from the same step.
+    """
 
     step: int | None = None
     part: int = 0
@@ -24,9 +27,9 @@ class HeldShard:
 
 @dataclass(frozen=True)
 class RecoveryPoint:
-    """They go on after `step` steps, the last of which counted in `view`. `sources`: for each part, the rank in whose
-    memory it is; empty if a checkpoint counts, or the beginning. `teller` is the rank that knows all the rest. `lost`:
-    so many steps must be made again."""
+    """The ranks continue after `step` steps, the last of which was committed in `view`. `sources` has the rank that
+    holds each shard in memory; empty if the ranks load a checkpoint or start at step 0. `metadata_rank` has all other
+    state. `lost_steps` must be repeated."""
 
     step: int = 0
     sources: dict[int, int] = field(default_factory=dict)
@@ -38,7 +41,7 @@ class RecoveryPoint:
 def recovery_point(
     held_shards: Mapping[int, HeldShard], *, replica_size: int, checkpoint_step: int | None
 ) -> RecoveryPoint:
-    """From what each rank brings, and the step of the newest checkpoint."""
+    """Decide from each rank's held shard and the step of the newest checkpoint."""
     best = max(((one.step, one.view) for one in held_shards.values() if one.step is not None), default=None)
     if best is None:
         return RecoveryPoint(checkpoint_step or 0)
@@ -56,19 +59,20 @@ def recovery_point(
             sources.setdefault(one.mirrors, rank)
     if len(sources) < replica_size or (checkpoint_step or 0) > step:
         return RecoveryPoint(checkpoint_step or 0, lost_steps=max(step - (checkpoint_step or 0), 0))
-    there = [rank for rank, one in able.items() if one.step == step]
-    metadata_rank = min(there, key=lambda rank: (not held_shards[rank].evaluated, rank))
+    at_step = [rank for rank, one in able.items() if one.step == step]
+    metadata_rank = min(at_step, key=lambda rank: (not held_shards[rank].evaluated, rank))
     return RecoveryPoint(step, sources, metadata_rank, view=view)
 
 
 def can_reach(held: HeldShard, step: int, view: int) -> bool:
-    """The first step of all is made again instead: before it, optimizers have nothing that others could be told of."""
+    """Whether the rank has this state, or can apply its pending step to reach it. The first step of a run is repeated
+    instead, because optimizers have no state before it."""
     return (held.step, held.view) == (step, view) or (held.pending == view and held.step == step - 1 > 0)
 
 
 @dataclass(frozen=True)
 class ShardTransfer:
-    """A part goes from the memory of one rank to another's."""
+    """A shard is sent from the memory of one rank to another."""
 
     shard_rank: int
     source_rank: int
@@ -78,7 +82,7 @@ class ShardTransfer:
 def plan_transfers(
     point: RecoveryPoint, held_shards: Mapping[int, HeldShard], *, replica_size: int
 ) -> list[ShardTransfer]:
-    """For every rank that does not hold the part of its place itself, in an order that all follow."""
+    """One transfer for every rank that does not hold its own shard, in an order that all ranks follow."""
 
     def stays(rank: int, one: HeldShard) -> bool:
         return one.ways == replica_size and one.part == rank % replica_size and can_reach(one, point.step, point.view)

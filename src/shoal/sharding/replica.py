@@ -1,7 +1,7 @@
-"""A replica of which this process holds a part, for the loop that knows replicas.
+"""A replica of which this rank holds one shard, with the interface of a Replica.
 
-What a lane gives is the sum of this process's parts of the gradients. Processes that hold the same parts of other
-replicas add theirs up as replicas always do; those that hold one replica together take every step at the same time.
+A lane's sum has this rank's shards of the gradients. Ranks with the same shard of other replicas add their sums up, as
+replicas do. The ranks of one replica make every step at the same time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shoal.spec import seeds
 
 
 class ShardedReplica(Replica):
-    """See Replica. The optimizer is made of `held.bare`, and treats every element by itself. `why_whole`, if not '',
-    tells why the model was made in full before it was cut."""
+    """See Replica. The optimizer is made from `local_state.param_module` and is elementwise. `why_not_deferred`, if not
+    '', says why the model was built in full before it was sharded."""
 
     why_not_deferred = ""
     optimizer_factory: OptimizerFactory
-    """Of its optimizer, from who formed it."""
+    """Makes further optimizers like this replica's; set when the replica is built."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class ShardedReplica(Replica):
         self._set_moving_buffers([])
 
     def probe(self, batch: Any) -> None:
-        """Find the moving buffers: all members run one pass and put everything back."""
-        before = {name: part.local_tensor.clone() for name, part in self._buffer_shards.items()}
+        """Find the moving buffers: all ranks run one pass and restore their buffers."""
+        before = {name: shard.local_tensor.clone() for name, shard in self._buffer_shards.items()}
         self.rng.seed_all(self._seed, seeds.LANE, 0, 0)
         self.sharded_model.forward_backward(self._autocast_loss, batch, 1.0)
         for shard in self.local_state.trainable:
             shard.pop_gradient()
         changed = [
-            name for name, part in self._buffer_shards.items() if not torch.equal(part.local_tensor, before[name])
+            name for name, shard in self._buffer_shards.items() if not torch.equal(shard.local_tensor, before[name])
         ]
         for name in changed:
             self._buffer_shards[name].local_tensor.copy_(before[name])
@@ -92,27 +92,29 @@ class ShardedReplica(Replica):
     def forward_backward(
         self, step: int, lane: int, batch: Any, *, share: float, sink: GradientSink | None = None
     ) -> LaneSum:
-        """See Replica. Where members bring lanes of their own (`cut.together` is false), the sum is of all of them; one
-        that has no lane left brings any batch, with a share of 0."""
+        """See Replica. If each rank runs its own lane (`shares_lane` is false), the sum covers the lanes of all ranks.
+        A rank without a lane passes any batch with a share of 0."""
         if self.moving_buffers.names:
             self.moving_buffers.restore()
         self.rng.seed_all(self._seed, seeds.LANE, step, lane)
         value, count = self.sharded_model.forward_backward(self._autocast_loss, batch, share)
-        averaged, first = self.moving_buffers.weighted_copies(share) if self.moving_buffers.names else ([], [])
+        float_buffers, int_buffers = (
+            self.moving_buffers.weighted_copies(share) if self.moving_buffers.names else ([], [])
+        )
         if not self.sharded_model.shares_lane:
             mesh = self.sharded_model.mesh
-            all_reduce_sum([value, *averaged, *([] if count is None else [count])], mesh.shard_group)
-            broadcast(first, mesh.global_rank(0), mesh.shard_group)
+            all_reduce_sum([value, *float_buffers, *([] if count is None else [count])], mesh.shard_group)
+            broadcast(int_buffers, mesh.global_rank(0), mesh.shard_group)
         for shard in self.local_state.trainable:
             shard.local_tensor.grad = shard.pop_gradient()
-        return LaneSum(self._collect_grads(sink), averaged, first, value, count, [])
+        return LaneSum(self._collect_grads(sink), float_buffers, int_buffers, value, count, [])
 
     def _autocast_loss(self, model: nn.Module, batch: Any) -> Loss:
         with self.autocast_context():
             return self._loss(model, batch)
 
     def reduce_across_replicas(self, total: LaneSum) -> None:
-        """Add up with those who hold the same parts of other replicas."""
+        """Sum with the ranks that hold the same shard of other replicas."""
         mesh = self.sharded_model.mesh
         tensors = [*total.grads, *total.float_buffers, total.loss, *([] if total.count is None else [total.count])]
         all_reduce_sum(tensors, mesh.replica_group)
@@ -120,21 +122,21 @@ class ShardedReplica(Replica):
             broadcast(total.int_buffers, mesh.shard_rank, mesh.replica_group)
 
     def scale_sum(self, total: LaneSum) -> None:
-        """The norm is that of the whole gradient: each value counts once, whoever has it."""
-        grads, clip, count, by = total.grads, self.clipping, total.count, None
+        """See Replica. The norm is that of the whole gradient: each value counts once, on its owner."""
+        grads, clip, count, coefficient = total.grads, self.clipping, total.count, None
         if clip.norm is not None:
-            mine = [g for g, part in zip(grads, self.local_state.trainable, strict=True) if part.is_owner]
-            square = sum((g.double().square().sum() for g in mine), torch.zeros((), dtype=torch.float64))
+            own = [g for g, shard in zip(grads, self.local_state.trainable, strict=True) if shard.is_owner]
+            square = sum((g.double().square().sum() for g in own), torch.zeros((), dtype=torch.float64))
             all_reduce_sum([square], self.sharded_model.mesh.shard_group)
-            by = clip_coefficient([square.sqrt()], clip=clip.norm, count=count).to(grads[0].dtype)
+            coefficient = clip_coefficient([square.sqrt()], clip=clip.norm, count=count).to(grads[0].dtype)
         scale_gradients(
-            grads, count=count if count is None else count.to(grads[0].dtype), coefficient=by, value=clip.value
+            grads, count=count if count is None else count.to(grads[0].dtype), coefficient=coefficient, value=clip.value
         )
 
     # ---- state ----
 
     def state(self) -> dict[str, Any]:
-        """What all members have alike, besides their pieces."""
+        """The state that all ranks have in common, besides their pieces."""
         return {
             "settings": hyperparameters(self.optimizer),
             "schedule": self.schedule.state_dict() if self.schedule else None,
@@ -146,18 +148,18 @@ class ShardedReplica(Replica):
             self.schedule.load_state_dict(state["schedule"])
 
     def pieces(self) -> dict[str, TensorPiece]:
-        """What this process answers for, as references; together with the other members' it is the replica."""
-        fleeting = {n: self.local_state.shards[n] for n in self._moving_non_persistent}
-        more = {
-            f"/moving/{n}": TensorPiece(part.tensor_slice, part.local_tensor)
-            for n, part in fleeting.items()
-            if part.is_owner
+        """The pieces that this rank owns, not copied; the pieces of all ranks make up the replica."""
+        non_persistent = {n: self.local_state.shards[n] for n in self._moving_non_persistent}
+        moving = {
+            f"/moving/{n}": TensorPiece(shard.tensor_slice, shard.local_tensor)
+            for n, shard in non_persistent.items()
+            if shard.is_owner
         }
-        return owned_pieces(self.local_state, self.optimizer) | more
+        return owned_pieces(self.local_state, self.optimizer) | moving
 
     @torch.no_grad()
     def load_pieces(self, pieces: PieceReader) -> None:
-        """From the pieces of all members, of whatever layout."""
+        """Load from the pieces of all ranks, with any sharding."""
         load_local_state(self.local_state, pieces, self.optimizer)
         for name in self._moving_non_persistent:
             shard = self.local_state.shards[name]
@@ -165,20 +167,20 @@ class ShardedReplica(Replica):
 
     @property
     def _moving_non_persistent(self) -> list[str]:
-        """Buffers that move although no state dict has them."""
+        """Moving buffers that are not in the state dict."""
         return [name for name in self.moving_buffers.names if not is_persistent(self.local_state, name)]
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """All that is here, as references: what another member with this place needs."""
-        found = {f"/model/{name}": part.local_tensor.detach() for name, part in self.local_state.shards.items()}
+        """All local tensors, not copied: what another rank with this shard needs."""
+        tensors = {f"/model/{name}": shard.local_tensor.detach() for name, shard in self.local_state.shards.items()}
         for shard in self.local_state.trainable:
             state = self.optimizer.state.get(shard.local_tensor, {})
-            found |= {f"/optimizer/{shard.name}/{key}": v for key, v in state.items() if isinstance(v, Tensor)}
-        return found
+            tensors |= {f"/optimizer/{shard.name}/{key}": v for key, v in state.items() if isinstance(v, Tensor)}
+        return tensors
 
     @torch.no_grad()
     def load_all_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """From a member with this place, of a replica that was cut in the same way. Tensors may be kept."""
+        """Load the tensors of a rank with the same shard and sharding. The optimizer may keep them."""
         for name, shard in self.local_state.shards.items():
             shard.local_tensor.copy_(tensors[f"/model/{name}"])
         for shard in self.local_state.trainable:
@@ -187,6 +189,6 @@ class ShardedReplica(Replica):
                 self.optimizer.state[shard.local_tensor][key.removeprefix(start)] = tensors[key]
 
     def state_dict_names(self) -> dict[str, str]:
-        """The names that the whole model's state dict has, each with the one under which its values lie."""
-        first = {id(tensor): name for name, tensor in named_tensors(self.model).items()}
-        return {name: first[id(tensor)] for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        """The names in the whole model's state dict, each with the first name of its tensor."""
+        first_names = {id(tensor): name for name, tensor in named_tensors(self.model).items()}
+        return {name: first_names[id(tensor)] for name, tensor in self.model.state_dict(keep_vars=True).items()}

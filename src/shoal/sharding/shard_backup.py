@@ -1,8 +1,7 @@
-"""A copy of a neighbour's part, kept up to date by its gradients: where there is one replica, no death loses a part.
+"""A live backup of the next rank's shard, updated with its gradients: with a single replica, no death loses a shard.
 
-Seat n keeps what seat n + 1 has, and the last what the first has. An update treats every element by itself, so the same
-gradient gives the same bits there and here: a step costs as many bytes as the neighbour's gradient has, and a second
-update.
+Shard rank n backs up shard n + 1, and the last rank the first shard. Updates are elementwise, so the same gradient
+gives the same bits on both ranks. A step costs the bytes of the neighbour's gradient and a second update.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from shoal.sharding.local_state import hyperparameters, load_hyperparameters
 from shoal.sharding.replica import ShardedReplica
 
 TensorSpecs = Mapping[str, tuple[str, Sequence[int]]]
-"""safetensors' word for the dtype, and the shape, by name."""
+"""safetensors' code of the dtype, and the shape, by name."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a member must know of its neighbour to keep a copy of it; as plain data."""
+    """What a rank must know of its neighbour's shard to back it up, as plain data."""
 
     specs: TensorSpecs
     trainable: list[str]
@@ -42,7 +41,7 @@ class ShardSpec:
         return cls(tensor_specs(replica.all_tensors()), trainable, moving.float_names + moving.int_names)
 
     def buffer_for(self, name: str, reuse: Tensor | None = None) -> Tensor:
-        """The one that is known, if it looks like that; else memory for one."""
+        """`reuse` if it has the right dtype and shape, else a new tensor."""
         code, shape = self.specs[name]
         if reuse is not None and (reuse.dtype, list(reuse.shape)) == (DTYPES[code], list(shape)):
             return reuse
@@ -50,7 +49,7 @@ class ShardSpec:
 
     @property
     def trainable_bytes(self) -> int:
-        """Of what is trained: its gradient is as large, and so is each of an optimizer's averages."""
+        """Bytes of the trainable shards: the gradient, and each slot of the optimizer, has the same size."""
         specs = (self.specs[f"/model/{name}"] for name in self.trainable if f"/model/{name}" in self.specs)
         return sum(torch.Size(shape).numel() * DTYPES[code].itemsize for code, shape in specs)
 
@@ -60,8 +59,8 @@ def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int
 
 
 class ShardBackup:
-    """Of the next member of this row, as it is now. All members make theirs at the same time. `old` is one of the same
-    part and step: its memory is used again, and whatever happens meanwhile it stays what it is."""
+    """A backup of the next rank's current shard. All ranks make theirs at the same time. `previous` is a backup of the
+    same shard and step: its memory is reused, and its values stay valid even if this fails."""
 
     def __init__(
         self,
@@ -74,11 +73,11 @@ class ShardBackup:
         self.shard_rank = (mesh.shard_rank + 1) % mesh.replica_size
         self._mesh = mesh
         self._shard_spec = shard_spec
-        mine = replica.all_tensors()
-        known = previous.all_tensors() if previous else {}
-        theirs = {name: shard_spec.buffer_for(name, known.get(name)) for name in sorted(shard_spec.specs)}
-        _exchange_with_neighbours([mine[name] for name in sorted(mine)], list(theirs.values()), mesh)
-        self._tensors = {name: value for name, value in theirs.items() if name.startswith("/model/")}
+        own = replica.all_tensors()
+        reusable = previous.all_tensors() if previous else {}
+        neighbours = {name: shard_spec.buffer_for(name, reusable.get(name)) for name in sorted(shard_spec.specs)}
+        _exchange_with_neighbours([own[name] for name in sorted(own)], list(neighbours.values()), mesh)
+        self._tensors = {name: value for name, value in neighbours.items() if name.startswith("/model/")}
         module, self._parameters = nn.Module(), []
         for name in shard_spec.trainable:
             parameter = nn.Parameter(self._tensors.get(f"/model/{name}", torch.empty(0)))
@@ -87,20 +86,20 @@ class ShardBackup:
         self._optimizer = make_optimizer(module)
         for name, parameter in zip(shard_spec.trainable, self._parameters, strict=True):
             start = f"/optimizer/{name}/"
-            state = {key.removeprefix(start): value for key, value in theirs.items() if key.startswith(start)}
+            state = {key.removeprefix(start): value for key, value in neighbours.items() if key.startswith(start)}
             if state:
                 self._optimizer.state[parameter] = state
         self._received = [torch.empty_like(p, requires_grad=False) for p in self._parameters]
         self._received += [torch.empty_like(self._tensors[f"/model/{name}"]) for name in shard_spec.moving]
 
     def exchange(self, total: LaneSum) -> None:
-        """Everybody's gradient to who keeps a copy of it."""
+        """Send this rank's gradient to the rank that backs it up; receive the neighbour's."""
         _exchange_with_neighbours([*total.grads, *total.float_buffers, *total.int_buffers], self._received, self._mesh)
 
     @torch.no_grad()
     def apply_update(self, optimizer: Optimizer) -> None:
-        """The neighbour's update from what was traded last, with this member's settings, which are the same. Before
-        these change for the next step."""
+        """Apply the neighbour's update from the last exchange, with this rank's hyperparameters, which are the same.
+        Call it before they change for the next step."""
         load_hyperparameters(self._optimizer, hyperparameters(optimizer))
         for parameter, grad in zip(self._parameters, self._received, strict=False):
             parameter.grad = grad
@@ -112,18 +111,18 @@ class ShardBackup:
 
     def all_tensors(self) -> dict[str, Tensor]:
         """See ShardedReplica."""
-        found = dict(self._tensors)
+        tensors = dict(self._tensors)
         for name, parameter in zip(self._shard_spec.trainable, self._parameters, strict=True):
             state: Mapping[str, Any] = self._optimizer.state.get(parameter, {})
-            found |= {f"/optimizer/{name}/{key}": v for key, v in state.items() if isinstance(v, Tensor)}
-        return found
+            tensors |= {f"/optimizer/{name}/{key}": v for key, v in state.items() if isinstance(v, Tensor)}
+        return tensors
 
 
 def _exchange_with_neighbours(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], mesh: ShardMesh) -> None:
-    """To the member before this one, and from the one after it."""
+    """Send to the previous rank of the replica, and receive from the next one."""
     before, after = (mesh.global_rank((mesh.shard_rank + by) % mesh.replica_size) for by in (-1, 1))
-    kept = [tensor.contiguous() for tensor in outgoing if tensor.numel()]
-    works = [distributed.isend(tensor, before) for tensor in kept]
+    contiguous = [tensor.contiguous() for tensor in outgoing if tensor.numel()]
+    works = [distributed.isend(tensor, before) for tensor in contiguous]
     for tensor in incoming:
         if tensor.numel():
             mesh.receive(tensor, after)

@@ -1,10 +1,11 @@
-"""The seam: a model of which this member holds a part, however it was cut."""
+"""The interface of a model of which this rank holds a shard, and its implementation for models that run as a whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shoal.lanes.replica import LossFunction
@@ -12,23 +13,46 @@ from shoal.sharding.device_mesh import ShardMesh
 
 
 class ShardedModel(Protocol):
-    """Made on a model without memory; who made it fills it afterwards, part by part."""
+    """Made from a model on the meta device; its initial weights are loaded afterwards, tensor by tensor."""
 
     model: nn.Module
-    """As this member has it. Parameters that are elsewhere have no memory here."""
+    """This rank's model. Parameters that only other ranks hold are on the meta device."""
     mesh: ShardMesh
     shares_lane: bool
-    """Do the members of a replica work on the same lane? If not, each brings one of its own, and they all call
-    `run` equally often."""
+    """Whether the ranks of a replica run the same lane. If not, each runs its own, and all call `forward_backward`
+    equally often."""
 
     def forward_backward(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
-        """Forward and backward. Leaves gradients in the model: each member those of its parts, summed over the lanes
-        of all members. Returns the loss, weighed by `share`, and its count if it has one: of this member's lane, or of
-        the lane they have together. With a share of 0 nothing of it counts."""
+        """Run forward and backward, and leave gradients in the model: on each rank those of its shards, summed over the
+        lanes of all ranks. Returns the loss, weighted by `share`, and its count, if it has one, of this rank's lane or
+        of the shared lane. A share of 0 makes all of it zero."""
 
     def owner(self, name: str) -> int:
-        """The seat that answers for a parameter or buffer that members have in full."""
+        """The shard rank that owns a parameter or buffer that several ranks hold in full."""
 
     def forward(self, function: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        """What `act(model, batch)` returns, without gradients. All members call it; in a pipeline the last one gets the
-        result, and the others None."""
+        """The result of `function(model, batch)`, without gradients. All ranks call it; in a pipeline the last stage
+        gets the result, and the others None."""
+
+
+class CallableShardedModel:
+    """See ShardedModel. Base of models that every rank can call as if it held the whole."""
+
+    model: nn.Module
+
+    def forward_backward(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
+        result = loss(self.model, batch)
+        if isinstance(result, tuple):
+            value, count = result
+            weight = float(share > 0)
+            value.backward(torch.tensor(weight, dtype=value.dtype))  # type: ignore[no-untyped-call]
+            return value.detach().double() * weight, torch.as_tensor(count, dtype=torch.float64) * weight
+        result.backward(torch.tensor(share, dtype=result.dtype))  # type: ignore[no-untyped-call]
+        return result.detach().double() * share, None
+
+    def owner(self, name: str) -> int:
+        return 0
+
+    @torch.no_grad()
+    def forward(self, function: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        return function(self.model, batch)

@@ -1,9 +1,9 @@
-"""`shard: tensor`: matrices are cut, and every member multiplies with its part of them.
+"""`shard: tensor`: matrices are sharded, and every rank multiplies with its shard.
 
-What lies between `columns` and `rows` is a member's own part of the activations, and the model's code must not mind
-its width, have no trained parameters, and draw no numbers that must differ from part to part: dropout has the same mask
-for each. `gathered` and `sliced` layers take and give whole activations: any code may stand around them, dropout
-included, which then draws the same numbers everywhere.
+Between `columns` and `rows` each rank has its own part of the activations. The code there must not depend on their
+width, have no trainable parameters, and draw no random numbers that must differ between ranks: dropout has the same
+mask on each. `gathered` and `sliced` layers take and return whole activations: any code may surround them, even
+dropout, which then draws the same numbers on every rank.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from shoal.errors import did_you_mean, error
 from shoal.lanes.replica import LossFunction
-from shoal.sharding.callable_model import CallableShardedModel
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.local_shards import Ties, find_ties, retie
+from shoal.sharding.sharded_model import CallableShardedModel
 
 Patterns = Mapping[str, str]
 
 RELATIVE_TOLERANCE, NEGLIGIBLE = 2.0**-10, 2.0**-20
-"""Gradients that differ by so small a part of themselves are the same but for rounding; and those that are so small a
-part of the largest may be nothing but rounding."""
+"""Relative difference of gradients that counts as rounding; and the fraction of the largest gradient's norm below which
+a gradient may be nothing but rounding."""
 _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Hardswish)
 
 
 class TensorParallelModel(CallableShardedModel):
-    """See Cut. Members work on the same lane, and what is not cut has the same bits on all of them."""
+    """See ShardedModel. All ranks run the same lane; tensors that are not sharded have the same bits on every rank."""
 
     shares_lane = True
 
     def __init__(self, model: nn.Module, mesh: ShardMesh, patterns: str | Patterns = "transformer") -> None:
         self.model, self.mesh = model, mesh
         ties = find_ties(model)
-        for name, way in select_modules(model, patterns, mesh.replica_size).items():
-            _parallelise(model.get_submodule(name), way, mesh, name)
+        for name, style in select_modules(model, patterns, mesh.replica_size).items():
+            _parallelise(model.get_submodule(name), style, mesh, name)
         _check_ties(model, ties)
         model.to_empty(device="cpu")
         retie(model, ties)
@@ -57,28 +57,33 @@ class TensorParallelModel(CallableShardedModel):
 
     @torch.no_grad()
     def _verify_replicated(self) -> None:
-        """What is not cut has the same gradient on all members, unless it works on a part of the activations: then they
-        would part without a word. Looked at until each has had a gradient. SH107 if it is not the same."""
+        """Check that a parameter that is not sharded has the same gradient on all ranks. If it works on a part of the
+        activations, ranks would silently diverge. Each parameter is checked once, with its first gradient. SH107 if the
+        gradients differ."""
         names = list(self._unverified)
-        sizes = torch.stack([_gradient_norm(self._unverified[name].grad) for name in names])
-        ends = torch.cat([sizes, -sizes])
+        norms = torch.stack([_gradient_norm(self._unverified[name].grad) for name in names])
+        ends = torch.cat([norms, -norms])
         distributed.all_reduce(ends, op=distributed.ReduceOp.MAX, group=self.mesh.shard_group)
-        most, least = ends[: len(names)], -ends[len(names) :]
-        self._largest_norm = max([self._largest_norm, *most[most.isfinite()].tolist()])
-        tells = most.isfinite() & (most > NEGLIGIBLE * self._largest_norm)
-        for name, apart in zip(names, (tells & (most - least > RELATIVE_TOLERANCE * most)).tolist(), strict=True):
-            if apart:
+        largest, smallest = ends[: len(names)], -ends[len(names) :]
+        self._largest_norm = max([self._largest_norm, *largest[largest.isfinite()].tolist()])
+        significant = largest.isfinite() & (largest > NEGLIGIBLE * self._largest_norm)
+        for name, differs in zip(
+            names, (significant & (largest - smallest > RELATIVE_TOLERANCE * largest)).tolist(), strict=True
+        ):
+            if differs:
                 message = f"'{name}' has another gradient on each worker: it works on a part of the activations"
                 fix = "Cut the layers before and after it by `gathered`, or use `shard: fsdp`."
                 raise error("SH107", message, where="shard.patterns", fix=fix)
-        self._unverified = {n: self._unverified[n] for n, done in zip(names, tells.tolist(), strict=True) if not done}
+        self._unverified = {
+            n: self._unverified[n] for n, done in zip(names, significant.tolist(), strict=True) if not done
+        }
 
 
-# ---- which ----
+# ---- selection ----
 
 
 def select_modules(model: nn.Module, patterns: str | Patterns, shard_count: int) -> dict[str, str]:
-    """Which modules are cut, and how. Of several patterns that match, the first counts. SH405 if one matches none."""
+    """The modules that are sharded, with their styles. The first matching pattern wins. SH405 if one matches none."""
     if isinstance(patterns, str):
         found = dict(_preset_styles(model, shard_count, transformer=patterns == "transformer"))
         if not found:
@@ -96,13 +101,13 @@ def select_modules(model: nn.Module, patterns: str | Patterns, shard_count: int)
 
 
 def _preset_styles(model: nn.Module, shard_count: int, *, transformer: bool) -> Iterator[tuple[str, str]]:
-    """Linear layers, in pairs where nothing but an activation stands between two; for transformers embeddings and
-    torch's own attention too. A layer with the weight of an embedding is cut along the same dimension."""
+    """Linear layers, in pairs if only an activation is between them; for transformers also embeddings and torch's own
+    attention. A layer that shares an embedding's weight is sharded along the same dimension."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} if transformer else set()
     pairs = {
-        id(half): way
+        id(half): style
         for halves in _column_row_pairs(model, shard_count)
-        for half, way in zip(halves, _PAIR_STYLES, strict=True)
+        for half, style in zip(halves, _PAIR_STYLES, strict=True)
     }
     attention: list[str] = []
     for name, module in model.named_modules():
@@ -130,24 +135,24 @@ def _column_row_pairs(model: nn.Module, shard_count: int) -> Iterator[tuple[nn.L
 
 
 def _pairs_in_sequence(layers: list[nn.Module], shard_count: int) -> Iterator[tuple[nn.Linear, nn.Linear]]:
-    before: nn.Linear | None = None
+    first: nn.Linear | None = None
     for layer in layers:
         if isinstance(layer, nn.Linear):
-            if before is not None:
-                yield before, layer
-                before = None
+            if first is not None:
+                yield first, layer
+                first = None
             elif layer.out_features % shard_count == 0:
-                before = layer
+                first = layer
         elif not isinstance(layer, _ACTIVATIONS):
-            before = None
+            first = None
 
 
-# ---- how ----
+# ---- sharding ----
 
 
 def _parallelise(module: nn.Module, style: str, mesh: ShardMesh, name: str) -> None:
     if isinstance(module, nn.MultiheadAttention) and style == "gathered":
-        # All members have the same input, so that each has the whole gradient: their sum is divided again.
+        # all ranks have the same input, so each has the whole gradient: their sum is divided by the number of ranks
         sharded = fully_shard(module, mesh=mesh.shard_mesh, reshard_after_forward=True)
         sharded.set_gradient_divide_factor(float(mesh.replica_size))
         sharded.set_force_sum_reduction_for_comms(True)

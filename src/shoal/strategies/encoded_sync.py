@@ -17,7 +17,7 @@ from shoal.collectives.group import ViewGroup
 from shoal.collectives.ordered_allreduce import OverlapError
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.peer_services import PeerServices
-from shoal.collectives.residual_transfer import Report, ResidualTransfer
+from shoal.collectives.residuals import Report, ResidualTransfer
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica

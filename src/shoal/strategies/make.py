@@ -15,7 +15,7 @@ from shoal.errors import error
 from shoal.lanes.clipping import Clipping
 from shoal.lanes.replica import Replica
 from shoal.lanes.rng import LaneRng
-from shoal.paramserver.push_codec import PushCodec
+from shoal.paramserver.push_buffers import PushCodec
 from shoal.sharding.build_replica import ShardedReplicaBuilder, make_replica_builder
 from shoal.spec import seeds
 from shoal.spec.job import DdpSyncConfig, Job, LocalSgdSyncConfig, ServerSyncConfig

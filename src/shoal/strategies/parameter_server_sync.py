@@ -32,8 +32,7 @@ from shoal.paramserver.chunk_state import (
     param_group_indices,
 )
 from shoal.paramserver.client import ParameterServerClient, RefusedError, Request, ViewEntry
-from shoal.paramserver.push_buffers import ZeroCopyPush
-from shoal.paramserver.push_codec import PushCodec
+from shoal.paramserver.push_buffers import PushCodec, ZeroCopyPush
 from shoal.paramserver.requests import CopiedPush, LanePush, Pull, PullState, Push, SetState
 from shoal.paramserver.sparse.checkpoint import RowBlob
 from shoal.paramserver.sparse.client import SparseClient

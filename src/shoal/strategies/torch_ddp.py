@@ -82,7 +82,7 @@ class AllReduceBuffer:
             return StepHeader(halt, counted=False, first_lane=-1, digest=self.digest)
         mine = reduce(add, (there[lane] for lane in sorted(there)))
         if not self.layout.fits(mine):
-            raise ValueError("a lane's gradients or buffers are not of the kind that the model has")
+            raise ValueError("a lane's gradients or buffers differ from the model's in number, shape or dtype")
         write_lane_sum(self.lane_sum, mine)
         return StepHeader(halt, mine.count is not None, min(there), self.digest)
 
@@ -203,5 +203,5 @@ def _root_rank(headers: Mapping[int, StepHeader]) -> int | None:
         raise LinkError("a member has a model of other shapes")
     lanes = {one.first_lane: rank for rank, one in enumerate(headers.values()) if one.first_lane >= 0}
     if len({one.counted for one in headers.values() if one.first_lane >= 0}) > 1:
-        raise LinkError("some lanes came with a count and others without")
+        raise LinkError("some lanes have a loss count and others have none")
     return lanes[min(lanes)] if lanes else None

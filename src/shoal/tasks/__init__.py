@@ -1,1 +1,1 @@
-"""What the user brings: Task, model, optimizer, metrics; building, evaluating and blaming them."""
+"""The user's parts of a job (task, model, optimizer, metrics): building, evaluating and reporting their errors."""

@@ -1,4 +1,4 @@
-"""Exact evaluation: chunk c of a part belongs to lane c modulo lanes; no sample is padded, repeated or dropped."""
+"""Exact evaluation: chunk c of a split belongs to lane c modulo lanes; no sample is padded, repeated or dropped."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from shoal.tasks.user_errors import wrap_user_errors
 
 Gather = Callable[[bytes], dict[int, bytes] | Discarded]
 EvaluateBatch = Callable[[Batch, str], tuple[Any, Any]]
-"""Loss and predictions; None for both where others get them. Says what it was doing if that fails."""
+"""Returns loss and predictions, or None for both on ranks without the model's output. The text describes the work in
+error messages."""
 OnChunk = Callable[[], None]
 
 
 class Evaluator:
-    """Measures a replica on parts of the data: a pure function of its weights, whatever was measured before.
+    """Evaluates a replica on splits of the data: a pure function of its weights, independent of earlier evaluations.
 
-    Metrics are built at the first batch, which shows their shapes.
+    Metrics are built at the first batch, which gives their shapes.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Evaluator:
         self._metrics: dict[str, Any] | None = None
 
     def evaluate(self, replica: Replica, split: DatasetSplit) -> dict[str, float]:
-        """All of it, by this process alone."""
+        """Evaluate the whole split in this process."""
         return merge_lanes(list(self._accumulate(replica, split, range(self._lanes)).values()))
 
     def evaluate_distributed(
@@ -55,22 +56,23 @@ class Evaluator:
         is_aborted: Callable[[], bool],
         on_chunk: Callable[[], None],
     ) -> dict[str, float] | Discarded:
-        """My lanes' chunks, then everybody's results, merged in the order of lanes. `each` is called per chunk."""
-        mine = self._accumulate(replica, split, lanes, is_aborted=is_aborted, on_chunk=on_chunk)
+        """Evaluate the chunks of this worker's lanes, gather all workers' results, and merge them in lane order.
+        `on_chunk` is called for each chunk."""
+        own = self._accumulate(replica, split, lanes, is_aborted=is_aborted, on_chunk=on_chunk)
         if is_aborted():
             return Discarded("asked to stop")
-        results = gather(pack_state({lane: one.state() for lane, one in mine.items() if lane in lanes}))
+        results = gather(pack_state({lane: one.state() for lane, one in own.items() if lane in lanes}))
         if isinstance(results, Discarded):
             return results
-        whole: dict[int, MetricAccumulator] = {}
-        template = next(iter(mine.values()))
+        by_lane: dict[int, MetricAccumulator] = {}
+        template = next(iter(own.values()))
         for content in results.values():
             for lane, state in unpack_state(content).items():
-                whole[lane] = template.with_state(state)
-        return merge_lanes([whole[lane] for lane in sorted(whole)])
+                by_lane[lane] = template.with_state(state)
+        return merge_lanes([by_lane[lane] for lane in sorted(by_lane)])
 
     def chunks_of(self, split: DatasetSplit, lanes: Collection[int]) -> list[int]:
-        """Those that belong to these lanes."""
+        """The chunks that belong to these lanes."""
         total = -(-len(split.ids) // self._chunk_size)
         return [c for c in range(total) if c % self._lanes in lanes]
 
@@ -85,8 +87,11 @@ class Evaluator:
         evaluate_batch: EvaluateBatch,
         on_chunk: OnChunk,
     ) -> dict[int, MetricAccumulator]:
-        """What these chunks add up to, by lane, where the model is run by several at the same time: so many turns, and
-        one before that shows what predictions are. Nothing for who does not speak, and else at least one entry."""
+        """Results of these chunks by lane, for a sharded model, which all its ranks run at the same time.
+
+        There are `passes` forward passes after a first one, which shows the type of the predictions. Ranks without
+        output return no entry; the others at least one.
+        """
         replica.model.eval()
         found: dict[int, MetricAccumulator] = {}
         ((_, first),) = self._batches(split, [0])
@@ -94,10 +99,10 @@ class Evaluator:
         logits = are_logits(output, self._task.logits)
         if has_output:
             found[-1] = self._new_accumulator(output, first.target, replica.device, logits)
-        coming = self._batches(split, chunks)
+        batches = self._batches(split, chunks)
         for index in range(passes):
             on_chunk()
-            chunk, batch = next(coming) if index < len(chunks) else (0, first)
+            chunk, batch = next(batches) if index < len(chunks) else (0, first)
             loss, output = self._evaluate_chunk(replica, split, chunk, batch, evaluate_batch)
             if has_output and index < len(chunks):
                 lane = chunk % self._lanes
@@ -122,18 +127,18 @@ class Evaluator:
         is_aborted: Callable[[], bool] = lambda: False,
         on_chunk: Callable[[], None] = lambda: None,
     ) -> dict[int, MetricAccumulator]:
-        """What these lanes add up to, by lane. There is at least one entry: it shows what metrics look like."""
+        """Results of these lanes, by lane, with at least one entry, which serves as template for the metrics."""
         model = replica.model
         model.eval()
-        mine = self.chunks_of(split, lanes)
+        chunks = self.chunks_of(split, lanes)
         found: dict[int, MetricAccumulator] = {}
         logits = self._task.logits
-        if mine[:1] != [0] and (not mine or logits is None):  # the first chunk tells what predictions are
+        if chunks[:1] != [0] and (not chunks or logits is None):  # the first chunk shows the type of the predictions
             for _, batch, _, output in self._evaluated_chunks(replica, split, [0]):
                 logits = are_logits(output, logits)
-                if not mine:
+                if not chunks:
                     found[-1] = self._new_accumulator(output, batch.target, replica.device, logits)
-        for chunk, batch, loss, output in self._evaluated_chunks(replica, split, mine):
+        for chunk, batch, loss, output in self._evaluated_chunks(replica, split, chunks):
             on_chunk()
             if is_aborted():
                 break

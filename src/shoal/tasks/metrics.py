@@ -1,4 +1,4 @@
-"""Metrics through torchmetrics, accumulated per lane and merged in lane order, so that they are exact too."""
+"""Metrics from torchmetrics, accumulated per lane and merged in lane order, so that they are exact too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLASSIFICATION_METRICS = {
 
 
 def build_metrics(refs: Sequence[Ref], example: tuple[Any, Any] | None, *, base_dir: str) -> dict[str, Any]:
-    """torchmetrics objects by name. Short names of classification metrics learn their task from the example."""
+    """torchmetrics objects by name. Short names of classification metrics get their task from the example."""
     built: dict[str, Any] = {}
     for number, (name, ref) in enumerate(zip(metric_names(refs), refs, strict=True)):
         full = expand_alias(ref, field="metrics")
@@ -52,10 +52,10 @@ def _classification_args(example: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def are_logits(prediction: Any, known: bool | None) -> bool:
-    """Must predictions be turned into probabilities? `known` where the loss tells, else as they look.
+    """Whether predictions must be turned into probabilities: `known` if the loss implies it, else by their values.
 
-    torchmetrics guesses this again for every batch, so that a batch whose logits all lie in 0..1 counts as
-    probabilities. Here it is settled once for an evaluation, on its first chunk.
+    torchmetrics guesses this for every batch, so a batch whose logits all lie in 0..1 would count as probabilities.
+    Here it is decided once per evaluation, on the first chunk.
     """
     if known is not None:
         return known
@@ -65,14 +65,14 @@ def are_logits(prediction: Any, known: bool | None) -> bool:
 
 
 def to_probabilities(prediction: Tensor, target: Any) -> Tensor:
-    """In float64, where large logits do not all become 1: metrics that rank would see ties."""
+    """Probabilities in float64. In float32 large logits all become 1, and ranking metrics would see ties."""
     prediction = prediction.double()
     same = prediction.shape == getattr(target, "shape", None)
     return prediction.sigmoid() if same or prediction.dim() < 2 else prediction.softmax(1)
 
 
 class MetricAccumulator:
-    """Loss and metrics of one lane's part of an evaluation."""
+    """Loss and metrics of one lane in an evaluation."""
 
     def __init__(self, metrics: Mapping[str, Any], *, logits: bool) -> None:
         self.metrics = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
@@ -81,7 +81,7 @@ class MetricAccumulator:
         self._logits = logits
 
     def state(self) -> dict[str, Any]:
-        """What another process needs to merge it: tensors and numbers."""
+        """The state that another process needs to merge it: tensors and numbers."""
         return {
             "loss": self.loss,
             "count": self.count,
@@ -95,7 +95,7 @@ class MetricAccumulator:
         }
 
     def with_state(self, state: Mapping[str, Any]) -> MetricAccumulator:
-        """One of the same kind that holds what another process found."""
+        """An accumulator with the same metrics and the state of another process."""
         other = MetricAccumulator(self.metrics, logits=self._logits)
         other.loss, other.count = state["loss"], state["count"]
         for name, metric in other.metrics.items():
@@ -115,10 +115,10 @@ class MetricAccumulator:
         if isinstance(raw, Tensor) and raw.is_floating_point():
             raw = raw.float()
         target = _integer_target(raw, target, batch.target)
-        chances = to_probabilities(raw, target) if self._logits else raw
+        probabilities = to_probabilities(raw, target) if self._logits else raw
         for name, metric in self.metrics.items():
             try:
-                metric.update(_prediction_for(metric, raw, chances), target)
+                metric.update(_prediction_for(metric, raw, probabilities), target)
             except (ValueError, RuntimeError, TypeError, IndexError) as failure:
                 raise error("SH408", f"{name}: {first_line(failure)}", where="metrics") from failure
 
@@ -127,24 +127,24 @@ def _to_device(device: torch.device, value: Any) -> Any:
     return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
 
 
-def _prediction_for(metric: Any, raw: Any, chances: Any) -> Any:
-    """Probabilities for what classifies; (n, t, classes) for metrics of text, (n, classes, t) for all others."""
+def _prediction_for(metric: Any, raw: Any, probabilities: Any) -> Any:
+    """Probabilities for classification metrics; (n, t, classes) for text metrics, (n, classes, t) for all others."""
     module = type(metric).__module__
     if module.startswith("torchmetrics.classification"):
-        return chances
+        return probabilities
     if module.startswith("torchmetrics.text") and isinstance(raw, Tensor) and raw.dim() > 2:
         return raw.movedim(1, -1)
     return raw
 
 
 def _integer_target(prediction: Any, target: Any, original: Any) -> Any:
-    """`agree` turns yes-or-no targets into floats for the loss; metrics want them whole."""
+    """Undo the conversion of binary targets to floats by `align_shapes`: metrics need integers."""
     was_whole = isinstance(original, Tensor) and not original.is_floating_point()
     return original.reshape(prediction.shape) if was_whole and target is not original else target
 
 
 def merge_lanes(lanes: Sequence[MetricAccumulator]) -> dict[str, float]:
-    """The result over all lanes, added in lane order."""
+    """The result over all lanes, merged in lane order."""
     loss = sum((lane.loss for lane in lanes), torch.zeros((), dtype=torch.float64))
     count = sum((lane.count for lane in lanes), torch.zeros((), dtype=torch.float64))
     values = {"loss": float(loss / count)}
@@ -155,9 +155,9 @@ def merge_lanes(lanes: Sequence[MetricAccumulator]) -> dict[str, float]:
 
 
 def _merged(metrics: Sequence[Any]) -> Any:
-    """One metric with the state of all, as torchmetrics itself merges the ranks of a process group.
+    """One metric with the merged state of all, as torchmetrics merges the ranks of a process group.
 
-    Its `merge_state` is not used: it refuses some metrics and weighs means by the wrong counts.
+    Its `merge_state` is not used: it refuses some metrics and weights means by the wrong counts.
     """
     if len(metrics) > 1:
         for parts in zip(*map(_stateful_metrics, metrics), strict=True):
@@ -166,7 +166,7 @@ def _merged(metrics: Sequence[Any]) -> Any:
 
 
 def _merge_states(parts: Sequence[Any]) -> None:
-    """All states into the first's."""
+    """Merge all states into the first."""
     total = parts[0]
     for name, reduce in total._reductions.items():
         states = [getattr(part, name) for part in parts]
@@ -178,7 +178,7 @@ def _merge_states(parts: Sequence[Any]) -> None:
 
 
 def disable_distributed_sync(metric: Any) -> Any:
-    """torchmetrics would merge with all processes of torch's group, if there is one, as soon as anybody computes."""
+    """Without this, torchmetrics merges over torch's process group, if there is one, at every `compute`."""
     for part in _stateful_metrics(metric):
         part.distributed_available_fn = _not_distributed
     return metric
@@ -189,7 +189,7 @@ def _not_distributed() -> bool:
 
 
 def _stateful_metrics(metric: Any) -> list[Any]:
-    """The metric and those that it wraps, each with states of its own."""
+    """The metric and the metrics that it wraps, each with its own states."""
     return [part for part in metric.modules() if hasattr(part, "_reductions")]
 
 

@@ -1,4 +1,4 @@
-"""From the job's names to things of torch: task, starting weights, optimizer, schedule."""
+"""Builds the job's task, initial weights, optimizer and schedule from their names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FUSED_OPTIMIZERS = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 
 def build_task(job: Job) -> Task:
-    """The user's own task, or one made of model, loss and metrics."""
+    """The user's own task, or a PlainTask from the job's model, loss and metrics."""
     if job.task is not None:
         task = build_ref(job.task, base_dir=job.base_dir)
         if not isinstance(task, Task):
@@ -40,8 +40,8 @@ def build_task(job: Job) -> Task:
 
 
 def build_model(job: Job) -> nn.Module:
-    """Of a job that names one."""
-    assert job.model is not None  # a rule of the job
+    """The model of a job that names one."""
+    assert job.model is not None  # the job's rules check it
     model = build_ref(job.model, base_dir=job.base_dir)
     if not isinstance(model, nn.Module):
         raise error(
@@ -53,7 +53,7 @@ def build_model(job: Job) -> nn.Module:
 
 
 def build_plain_task(job: Job, model: nn.Module) -> Task:
-    """Of a job that names model, loss and metrics."""
+    """The task of a job that names model, loss and metrics."""
     assert job.loss is not None
     return PlainTask(
         model,
@@ -63,7 +63,7 @@ def build_plain_task(job: Job, model: nn.Module) -> Task:
 
 
 def _build_loss(ref: Ref, base_dir: str) -> Any:
-    """A loss class is made, a loss function is taken as it is."""
+    """Instantiate a loss class; return a loss function, with its arguments bound."""
     target = import_ref(ref, base_dir=base_dir, default_modules=DEFAULT_MODULES["loss"])
     if inspect.isclass(target):
         return build_ref(ref, base_dir=base_dir, default_modules=DEFAULT_MODULES["loss"])
@@ -71,7 +71,7 @@ def _build_loss(ref: Ref, base_dir: str) -> Any:
 
 
 def load_initial_weights(model: nn.Module, init: InitFromConfig, *, base_dir: str) -> dict[str, Any]:
-    """Load, freeze, unfreeze, in this order. Returns what to tell about it."""
+    """Load, freeze, unfreeze, in this order. Returns the fields for the event."""
     facts: dict[str, Any] = {}
     if init.path is not None:
         path = init.path if "://" in init.path else str(Path(base_dir) / init.path)
@@ -81,7 +81,7 @@ def load_initial_weights(model: nn.Module, init: InitFromConfig, *, base_dir: st
 
 
 def set_trainable(model: nn.Module, init: InitFromConfig) -> None:
-    """And unfreeze."""
+    """Freeze and unfreeze parameters."""
     names = [name for name, _ in model.named_parameters()]
     for patterns, trains in ((init.freeze, False), (init.unfreeze, True)):
         for pattern in patterns:
@@ -115,7 +115,7 @@ def rename_prefix(name: str, prefixes: dict[str, str]) -> str:
 
 
 def match_names(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
-    """Names that fit the pattern; a pattern without a match is a mistake. `head` stands for `head.*` too."""
+    """Names that match the pattern; SH405 if none does. `head` also matches `head.*`."""
     names = list(names)
     found = [n for n in names if fnmatch.fnmatchcase(n, pattern) or n.startswith(pattern + ".")]
     if not found:
@@ -129,7 +129,7 @@ def match_names(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
 
 
 def build_optimizer(spec: OptimizerConfig, model: nn.Module, *, base_dir: str) -> torch.optim.Optimizer:
-    """The job's optimizer over the trainable parameters; torch's fused kernels where it has them."""
+    """The job's optimizer over the trainable parameters, with torch's fused kernels if available."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise error("SH404", "every parameter is frozen, or the model has none", where="model")
@@ -146,7 +146,7 @@ def build_optimizer(spec: OptimizerConfig, model: nn.Module, *, base_dir: str) -
 
 
 def _param_groups(spec: OptimizerConfig, everything: Sequence[str]) -> list[tuple[list[str], dict[str, Any]]]:
-    """Names and settings of each group, those that no pattern fits first."""
+    """Names and settings of each group; the names that match no pattern come first."""
     rest, found = list(everything), []
     for number, group in enumerate(spec.groups):
         names = [n for n in match_names(everything, group.match, where=f"optimizer.groups.{number}") if n in rest]

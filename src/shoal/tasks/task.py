@@ -1,5 +1,5 @@
-"""Task: the user's side of training. A job that names a model, a loss and metrics gets a `PlainTask`; who wants
-full control writes a `Task` of their own."""
+"""Task: the user's side of training. A job that names a model, a loss and metrics gets a `PlainTask`; users who need
+full control write their own `Task`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shoal.lanes.replica import Loss
 
 
 class Task:
-    """What to train. Subclass it, override `model` and `loss`, and whatever else differs.
+    """What to train. Subclass it, override `model` and `loss`, and other methods as needed.
 
-    `loss` gives the mean over the batch's samples, or a pair (sum, count) where the divisor is not the number of
-    samples (tokens, say); the count is summed over all lanes before it divides. Both must draw randomness only from
+    `loss` returns the mean over the batch's samples, or a pair (sum, count) if the divisor is not the number of samples
+    (tokens, for example); the count is summed over all lanes before it divides. Both must draw random numbers only from
     torch's, Python's or numpy's global generators: they are seeded per lane and step.
     """
 
     logits: bool | None = None
-    """Are predictions logits, to be turned into probabilities for classification metrics? None: as they look."""
+    """Whether predictions are logits, which classification metrics need as probabilities. None: decided by values."""
 
     def model(self) -> nn.Module:
         raise NotImplementedError("a Task needs model()")
@@ -32,36 +32,36 @@ class Task:
         raise NotImplementedError("a Task needs loss()")
 
     def to(self, device: torch.device) -> nn.Module:
-        """The model on its device; override it where the loss, too, has something to move."""
+        """The model on its device; override it if the loss has tensors to move, too."""
         return self.model().to(device)
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
-        """What metrics compare with the target."""
+        """The predictions that metrics compare with the target."""
         return model(*batch.inputs)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Loss, Any]:
-        """Loss and predictions in evaluation; override it where one forward pass can give both."""
+        """Loss and predictions in evaluation; override it if one forward pass gives both."""
         return self.loss(model, batch), self.predict(model, batch)
 
     @property
     def evaluates_in_one_pass(self) -> bool:
-        """Does `evaluate` call the model once?"""
+        """Whether `evaluate` calls the model once."""
         return type(self).evaluate is not Task.evaluate
 
     def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
-        """torchmetrics objects by name. `example` is (prediction, target) of a batch, where there is one."""
+        """torchmetrics objects by name. `example` is (prediction, target) of a batch, if available."""
         return {}
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """An optimizer of one's own, or None to take the job's."""
+        """The task's own optimizer, or None for the job's."""
         return None
 
     def state(self) -> Any:
-        """What the task itself must remember across a crash: tensors, numbers, text, in dicts and lists."""
+        """The task's own state, saved in checkpoints: tensors, numbers, text, in dicts and lists."""
         return None
 
     def load_state(self, state: Any) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` returned."""
 
 
 _LOSSES_ON_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss)
@@ -96,7 +96,7 @@ class PlainTask(Task):
         return self._metrics(example) if self._metrics else {}
 
     def _compute_loss(self, output: Any, target: Any) -> Tensor:
-        """torch's own losses get shapes that agree; a loss of the user's gets what the model gave."""
+        """torch's own losses get aligned shapes; the user's loss gets the model's output unchanged."""
         if self._is_torch_loss:
             output, target = align_shapes(output, target)
         value: Tensor = self._loss(output, target)
@@ -104,11 +104,11 @@ class PlainTask(Task):
 
 
 def align_shapes(output: Any, target: Any) -> tuple[Any, Any]:
-    """Shapes as torch's losses and torchmetrics want them, where only one reading makes sense.
+    """Shapes as torch's losses and torchmetrics expect them, where only one interpretation makes sense.
 
-    Output (n, 1) beside target (n) would be broadcast to (n, n) without a word: it becomes (n). Classes in the last
-    place, (n, t, c) beside (n, t), move to the second. An integer target beside an output of its shape is a
-    yes-or-no or a number: it takes the output's type.
+    Output (n, 1) with target (n) would silently be broadcast to (n, n): it becomes (n). Classes in the last dimension,
+    (n, t, c) with target (n, t), move to the second. An integer target with the output's shape is binary or a number:
+    it gets the output's dtype.
     """
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
         return output, target
@@ -123,8 +123,8 @@ def align_shapes(output: Any, target: Any) -> tuple[Any, Any]:
 
 
 def _move_classes_second(output: Tensor, target: Tensor) -> Tensor:
-    """(n, t, c) as (n, c, t). With as many classes as places nobody can tell which is which, and a guess would train
-    something else without a word."""
+    """(n, t, c) as (n, c, t). SH402 if c equals t: the two cannot be told apart, and a wrong guess would silently train
+    something else."""
     if output.shape[2:] == target.shape[1:]:
         raise error(
             "SH402",

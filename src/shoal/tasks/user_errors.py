@@ -1,4 +1,4 @@
-"""Whose fault was it? Turns an exception in the user's code into an error with the user's line in it."""
+"""Turns an exception in the user's code into an error that names the user's line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def first_line(failure: BaseException) -> str:
 
 @contextlib.contextmanager
 def wrap_user_errors(code: str, doing: str) -> Iterator[None]:
-    """Errors of the block become `code`, with the user's line as the place."""
+    """Raise errors of the block as `code`, located at the user's line."""
     try:
         yield
-    except (ShoalError, LinkError):  # the second: in the midst of it a peer was lost
+    except (ShoalError, LinkError):  # LinkError: a peer was lost meanwhile
         raise
     except Exception as failure:
         raise as_shoal_error(failure, code, doing) from failure

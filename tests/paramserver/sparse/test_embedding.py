@@ -55,7 +55,7 @@ def test_rows_that_are_not_there(table, wrong):
 
 
 def test_numbers_are_whole(table):
-    with pytest.raises(TypeError, match="whole numbers"):
+    with pytest.raises(TypeError, match="are integers"):
         table(torch.tensor([1.0]))
 
 

@@ -1,4 +1,4 @@
-"""How fast bytes go: through sockets of this host, with no network between, and over a link to another."""
+"""Measures latency and bandwidth: of TCP within this host, and of a link to another host."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ with socket.socket(fileno=int(sys.argv[1])) as peer:
         peer.sendall(b"!")
 """
 _SMALL, _LARGE = 8, 16 << 20
-
-
-_LATENCY_SAMPLES, _TRANSFER_S, _REQUEST = 20, 0.1, struct.Struct("<cq")
-"""Over a link: so many small ones, and ever larger ones until one takes so long."""
+_LATENCY_SAMPLES = 20
+_TRANSFER_S = 0.1
+"""Seconds that the largest transfer over a link should take; the size doubles until it does."""
+_REQUEST = struct.Struct("<cq")
 
 
 @dataclass(frozen=True)
 class LoopbackSpeed:
-    """Of TCP, one way."""
+    """TCP within this host, one way."""
 
     latency_s: float
     bytes_s: float
@@ -40,7 +40,7 @@ class LoopbackSpeed:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Of a link, as the one who asked sees it."""
+    """A link to another host, seen from the worker that measured it."""
 
     latency_s: float
     send_bytes_s: float
@@ -48,8 +48,8 @@ class LinkSpeed:
 
 
 def measure_link(sock: socket.socket) -> LinkSpeed:
-    """Measure a link whose other end is at `answer_pace`: some hundred milliseconds, whatever its speed. LinkError if
-    the other one goes."""
+    """Measure a link whose other end runs `answer_link_test`. Takes a few hundred milliseconds at any speed. LinkError
+    if the peer disconnects."""
     try:
         _disable_nagle(sock)
         there_and_back_s = median(_timed_request(sock, b"s", 1) for _ in range(_LATENCY_SAMPLES))
@@ -60,8 +60,8 @@ def measure_link(sock: socket.socket) -> LinkSpeed:
 
 
 def answer_link_test(sock: socket.socket) -> None:
-    """Take what comes and send what is asked for, until the one who asks goes."""
-    room = bytearray(1 << 18)
+    """Receive and send the bytes that the measuring worker asks for, until it disconnects."""
+    buffer = bytearray(1 << 18)
     with contextlib.suppress(OSError):
         _disable_nagle(sock)
         while head := _receive_exactly(sock, _REQUEST.size):
@@ -69,10 +69,10 @@ def answer_link_test(sock: socket.socket) -> None:
             if not 0 < size <= _LARGE:
                 return
             if kind == b"s":
-                _drain(sock, size, room)
+                _drain(sock, size, buffer)
                 sock.sendall(b"!")
             else:
-                _send_bytes(sock, size, room)
+                _send_bytes(sock, size, buffer)
 
 
 def _per_byte_s(sock: socket.socket, kind: bytes, round_trip_s: float) -> float:
@@ -83,33 +83,33 @@ def _per_byte_s(sock: socket.socket, kind: bytes, round_trip_s: float) -> float:
 
 
 def _timed_request(sock: socket.socket, kind: bytes, size: int) -> float:
-    room = bytearray(min(size, 1 << 18))
+    buffer = bytearray(min(size, 1 << 18))
     start = time.perf_counter()
     sock.sendall(_REQUEST.pack(kind, size))
     if kind == b"s":
-        _send_bytes(sock, size, room)
-        _drain(sock, 1, room)
+        _send_bytes(sock, size, buffer)
+        _drain(sock, 1, buffer)
     else:
-        _drain(sock, size, room)
+        _drain(sock, size, buffer)
     return time.perf_counter() - start
 
 
-def _send_bytes(sock: socket.socket, size: int, room: bytearray) -> None:
+def _send_bytes(sock: socket.socket, size: int, buffer: bytearray) -> None:
     while size:
-        piece = memoryview(room)[: min(size, len(room))]
+        piece = memoryview(buffer)[: min(size, len(buffer))]
         sock.sendall(piece)
         size -= len(piece)
 
 
-def _drain(sock: socket.socket, size: int, room: bytearray) -> None:
+def _drain(sock: socket.socket, size: int, buffer: bytearray) -> None:
     while size:
-        if not (got := sock.recv_into(room, min(size, len(room)))):
-            raise ConnectionError("the other one is gone")
+        if not (got := sock.recv_into(buffer, min(size, len(buffer)))):
+            raise ConnectionError("the peer disconnected")
         size -= got
 
 
 def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Nothing if the other one is gone."""
+    """Empty if the peer disconnects."""
     got = b""
     while len(got) < size:
         if not (more := sock.recv(size - len(got))):
@@ -119,7 +119,7 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def measure_loopback() -> LoopbackSpeed:
-    """Measure it, within a quarter of a second or so."""
+    """Measure TCP within this host; takes about a quarter of a second."""
     with _echo_process(*_tcp_pair()) as link:
         latency_s = median(_timed_send(link, _SMALL) for _ in range(50)) / 2
         large_s = median(_timed_send(link, _LARGE) for _ in range(5))
@@ -128,12 +128,12 @@ def measure_loopback() -> LoopbackSpeed:
 
 @contextlib.contextmanager
 def _echo_process(here: socket.socket, there: socket.socket) -> Iterator[Callable[[bytes], None]]:
-    """Sends to a process at the other end, and returns when it has it."""
+    """Yields a function that sends to another process and returns when that process has received everything."""
 
     def send(content: bytes) -> None:
         here.sendall(len(content).to_bytes(8, "little") + content)
         if here.recv(1) != b"!":
-            raise ConnectionError("the other process is gone")
+            raise ConnectionError("the echo process is gone")
 
     command = [sys.executable, "-I", "-S", "-c", _ECHO, str(there.fileno())]
     with here, there, subprocess.Popen(command, pass_fds=[there.fileno()]):
@@ -153,7 +153,7 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _disable_nagle(sock: socket.socket) -> None:
-    """Two small pieces do not wait for each other, which would take many times as long as the way."""
+    """Without this a small packet waits for the acknowledgement of the last one, many times the latency."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -1,4 +1,4 @@
-"""One peer of a view: frames out, frames in, without ever blocking."""
+"""The connection to one peer of a view: sends and receives frames without blocking."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shoal.collectives.transport import frames
 from shoal.collectives.transport.frames import FRAME_BYTES, PeerFrame
 from shoal.net.errors import LinkError
 
-LOW_WATER_BYTES = 1 << 17  # less is not worth waking up for: on a slow link packets come one by one
+LOW_WATER_BYTES = 1 << 17  # wake up only for this much: on a slow link packets arrive one by one
 
 
 class PeerError(LinkError):
-    """The view cannot go on because of this seat."""
+    """The view cannot continue because of the worker in this seat."""
 
     def __init__(self, seat: int, what: str) -> None:
         super().__init__(f"seat {seat} {what}")
@@ -24,11 +24,11 @@ class PeerError(LinkError):
 
 
 BuffersFor = Callable[["PeerLink", PeerFrame], Sequence[memoryview]]
-"""Given a frame that is what was expected, says where its payload goes."""
+"""Returns the buffers for the payload of an expected frame."""
 
 
 class PeerLink:
-    """Owned by the loop's thread; `shut` may come from any."""
+    """Owned by the loop's thread; `shut_down` may come from any thread."""
 
     def __init__(self, seat: int, sock: socket.socket, *, view: int) -> None:
         self.seat = seat
@@ -50,22 +50,23 @@ class PeerLink:
         sock.setblocking(False)
         if not self.same_host:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.suppress(OSError):  # a third less CPU than bbr; where there is none, so be it
+            with contextlib.suppress(OSError):  # cubic takes a third less CPU than bbr; some kernels lack it
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    # --- out
+    # --- send
 
     def post(self, frame: PeerFrame, payload: Sequence[memoryview] = (), *, fd: int = -1, later_bytes: int = 0) -> None:
-        """To be sent, and with it (same host only) a descriptor. So many bytes of the payload come `later`."""
+        """Queue a frame and (same host only) a descriptor. The last `later_bytes` of the payload follow by
+        `post_rest`."""
         self._outgoing += [memoryview(frame.pack()), *(part for part in payload if part)]
         self._fd_out = fd
         self.unposted_bytes = later_bytes
 
     def post_rest(self, part: memoryview) -> None:
-        """The next part of the payload that was to come later."""
+        """Queue the next part of the payload that was left for later."""
         if part:
             self._outgoing.append(part)
             self.unposted_bytes -= len(part)
@@ -75,7 +76,7 @@ class PeerLink:
         return bool(self._outgoing)
 
     def send(self) -> None:
-        """As much as the kernel takes now."""
+        """Send as much as the kernel accepts now."""
         try:
             while self._outgoing:
                 self._sent(self._sock.sendmsg(self._outgoing, self._ancillary()))
@@ -95,7 +96,7 @@ class PeerLink:
         if count:
             self._outgoing[0] = self._outgoing[0][count:]
 
-    # --- in
+    # --- receive
 
     def expect(self, kind: int, step: int) -> None:
         """The next frame must be this one; any other is an error."""
@@ -109,26 +110,26 @@ class PeerLink:
         return bool(self._incoming)
 
     def receive(self, buffers_for: BuffersFor) -> None:
-        """Take what has arrived."""
+        """Receive the bytes that have arrived."""
         while self._incoming:
-            place = self._incoming[0]
-            got = self._receive_into(place)
+            buffer = self._incoming[0]
+            got = self._receive_into(buffer)
             self.payload_received_bytes += got
             self.bytes_received += got
-            if got < len(place):
-                self._incoming[0] = place[got:]
+            if got < len(buffer):
+                self._incoming[0] = buffer[got:]
                 break
             self._incoming.pop(0)
             if not self.frame_received:
                 self.frame_received = True
-                self.payload_received_bytes = 0  # from now on, of the payload
+                self.payload_received_bytes = 0  # the header does not count
                 frame = self._parse_head()
                 self._incoming = [part for part in self._payload_buffers(buffers_for, frame) if part]
-        still = sum(map(len, self._incoming)) if self.frame_received else 0
-        self._set_low_water(max(1, min(LOW_WATER_BYTES, still)))
+        missing_bytes = sum(map(len, self._incoming)) if self.frame_received else 0
+        self._set_low_water(max(1, min(LOW_WATER_BYTES, missing_bytes)))
 
     def _set_low_water(self, size_bytes: int) -> None:
-        """Poll says that there is something to receive when so much has come, or when the peer is gone."""
+        """Let poll report the socket as readable only with this many bytes, or when the peer is gone."""
         if size_bytes != self._low_water and not self.same_host:
             self._low_water = size_bytes
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
@@ -157,10 +158,10 @@ class PeerLink:
         return got
 
     def take_fd(self) -> int:
-        """The descriptor that came with the frame; it is the caller's now. LinkError if there was none."""
+        """The descriptor that came with the frame; the caller owns it. LinkError if there is none."""
         fd, self._fd_in = self._fd_in, -1
         if fd < 0:
-            raise LinkError("shares no memory")
+            raise LinkError("sent no descriptor of its shared memory")
         return fd
 
     def _parse_head(self) -> PeerFrame:
@@ -171,9 +172,7 @@ class PeerLink:
         if frame.kind == frames.LEFT and (frame.view, frame.seat) == (self._view, self.seat):
             raise PeerError(frame.step, f"was lost, as seat {self.seat} says")
         if frame[:4] != self._expected:
-            raise PeerError(
-                self.seat, f"sent {tuple(frame[:4])} where {self._expected} belongs (kind, view, step, seat)"
-            )
+            raise PeerError(self.seat, f"sent {tuple(frame[:4])} instead of {self._expected} (kind, view, step, seat)")
         return frame
 
     def _payload_buffers(self, buffers_for: BuffersFor, frame: PeerFrame) -> Sequence[memoryview]:
@@ -184,17 +183,17 @@ class PeerLink:
         except LinkError as failure:
             raise PeerError(self.seat, str(failure)) from failure
 
-    # --- the end
+    # --- close
 
     def disconnect(self, frame: PeerFrame) -> None:
-        """A last word, if it does not fall into the middle of another, and nothing after it."""
+        """Send a last frame, unless another is half sent, and close this direction."""
         with contextlib.suppress(OSError):
             if not self._outgoing and not self.unposted_bytes:
                 self._sock.send(frame.pack())
             self._sock.shutdown(socket.SHUT_WR)
 
     def shut_down(self) -> None:
-        """Whoever waits for this peer, here or there, learns at once that it is over."""
+        """Close both directions, so that waits on this connection end at once on both sides."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Where peers reach a worker: a TCP port, and for peers on the same host an abstract Unix address."""
+"""A worker's listening sockets for its peers: a TCP port, and an abstract Unix address for peers on the same host."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _BACKLOG = 128
 
 
 class Endpoint:
-    """Callers that know the token say what they want. Those for the `mesh` of a view wait until that view takes
-    them, in whatever order views and callers come; callers of an older view are refused. Those for the `state`, or to
-    `follow` it, for what lanes remember (`memory`), or to measure the link (`pace`), are given to `serve`, each in a
-    thread of its own; their socket is closed when `serve` returns, unless it `keeps` those who call for this purpose.
+    """Accepts connections of callers that know the token and sorts them by purpose.
+
+    A `mesh` connection waits until its view starts, in whatever order views and connections come; one of an older view
+    is refused. Connections for the `state`, for the state stream (`follow`), for residuals (`memory`) and for link
+    measurements (`pace`) go to `serve`, each in its own thread. Their socket is closed when `serve` returns, unless
+    `keep_open` names the purpose.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Endpoint:
         self._oldest_view = 0
         tcp = socket.create_server((bind, 0), family=_family(bind), backlog=_BACKLOG)
         unix = socket.socket(socket.AF_UNIX)
-        unix.bind("")  # the kernel gives a free abstract name
+        unix.bind("")  # the kernel chooses a free abstract name
         unix.listen(_BACKLOG)
         name = unix.getsockname()[1:].decode()
         self.address = Address(host=bind, port=tcp.getsockname()[1], host_id=host_id(), unix=name)
@@ -51,48 +53,48 @@ class Endpoint:
 
     @property
     def refused(self) -> int:
-        """Strangers, noise and late callers."""
+        """Number of refused connections: wrong token, malformed greeting, or an old view."""
         return self._listener.refused
 
     def _on_connection(self, sock: socket.socket, hello: bytes) -> None:
-        said = _parse_hello(hello)
-        if said["purpose"] == "mesh":
-            self.park(said["view"], said["seat"], sock)
-        elif said["purpose"] in self._keep_open:
-            self._serve(sock, said)
-        elif said["purpose"] not in ("state", "follow", "memory", "pace"):
-            raise LinkError("a greeting for somebody else")
+        greeting = _parse_hello(hello)
+        if greeting["purpose"] == "mesh":
+            self.park(greeting["view"], greeting["seat"], sock)
+        elif greeting["purpose"] in self._keep_open:
+            self._serve(sock, greeting)
+        elif greeting["purpose"] not in ("state", "follow", "memory", "pace"):
+            raise LinkError("a greeting with a purpose that this endpoint does not serve")
         else:
             with sock:
-                self._serve(sock, said)
+                self._serve(sock, greeting)
 
     def park(self, view: int, seat: int, sock: socket.socket) -> None:
-        """A connection with this seat is there for this view. LinkError if the view has passed."""
+        """Keep a connection with this seat until its view starts. LinkError if the view has passed."""
         with self._changed:
             if view < self._oldest_view:
-                raise LinkError(f"a late caller: view {view}, and {self._oldest_view} counts")
-            before = self._parked.pop((view, seat), None)
+                raise LinkError(f"a late caller: of view {view}, but the current view is {self._oldest_view}")
+            replaced = self._parked.pop((view, seat), None)
             self._parked[view, seat] = sock
             self._changed.notify_all()
-        if before:
-            before.close()
+        if replaced:
+            replaced.close()
 
     def wait_for_peers(
         self, view: int, seats: Iterable[int], *, given_up: Callable[[], bool]
     ) -> dict[int, socket.socket] | None:
-        """The connections with all these seats, as soon as all are there; None if `given_up` (see `wake`)."""
+        """Wait for the connections with all these seats; None if `given_up` (see `wake`)."""
         wanted = [(view, seat) for seat in seats]
         with self._changed:
             self._changed.wait_for(lambda: given_up() or all(key in self._parked for key in wanted))
             return None if given_up() else {key[1]: self._parked.pop(key) for key in wanted}
 
     def wake(self) -> None:
-        """Let whoever waits in `take` look again."""
+        """Let `wait_for_peers` check `given_up` again."""
         with self._changed:
             self._changed.notify_all()
 
     def drop_views_before(self, view: int) -> None:
-        """Callers of older views are late from now on."""
+        """Refuse callers of older views from now on."""
         with self._changed:
             self._oldest_view = max(self._oldest_view, view)
             late = [self._parked.pop(key) for key in list(self._parked) if key[0] < self._oldest_view]
@@ -106,13 +108,13 @@ class Endpoint:
 
 def _parse_hello(hello: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(hello)
-        good = said["purpose"] in PURPOSES and type(said["seat"]) is type(said["view"]) is int
+        greeting = json.loads(hello)
+        good = greeting["purpose"] in PURPOSES and type(greeting["seat"]) is type(greeting["view"]) is int
     except (ValueError, KeyError, TypeError, RecursionError) as failure:
-        raise LinkError(f"a greeting that says nothing: {failure}") from failure
+        raise LinkError(f"a malformed greeting: {failure}") from failure
     if not good:
-        raise LinkError("a greeting that says nothing")
-    return dict(said)
+        raise LinkError("a malformed greeting")
+    return dict(greeting)
 
 
 def connect_to_peer(
@@ -125,7 +127,7 @@ def connect_to_peer(
     tls_contexts: TlsContexts | None = None,
     **extra: Any,
 ) -> socket.socket:
-    """Call a peer as `seat`, over its Unix address if it is on this host. LinkError if it cannot be had."""
+    """Connect to a peer as `seat`, by its Unix address if it is on this host. LinkError if that fails."""
     hello = json.dumps({"purpose": purpose, "seat": seat, "view": view, **extra}).encode()
     if address.unix and address.host_id == host_id():
         return connect(socket.AF_UNIX, "\0" + address.unix, token, hello)

@@ -1,7 +1,7 @@
-"""Frames: 64 bytes that say what follows, from whom, and for which view and step.
+"""Frames: headers of 64 bytes with the kind of message, the sender's seat, the view and the step.
 
-To peers on the same host a frame is a doorbell: what it speaks of lies in shared memory. To others the payload
-follows it.
+Between hosts the payload follows the frame. On the same host the frame is only a signal: the payload lies in shared
+memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ FRAME_BYTES = _LAYOUT.size
 
 
 class PeerFrame(NamedTuple):
-    """`filled` has a bit for each of the sender's partials that is not empty (in a SETUP: a digest of the layout);
-    `size` are the bytes that follow (in a SETUP: the sender's memory). A LEFT names in `step` the seat to blame."""
+    """`filled` has a bit for each of the sender's partial sums that is not empty (in a SETUP: a digest of the layout).
+    `size` is the payload's size in bytes (in a SETUP: of the sender's shared memory). A LEFT has in `step` the seat to
+    blame."""
 
     kind: int
     view: int
@@ -40,5 +41,5 @@ class PeerFrame(NamedTuple):
 def unpack(raw: bytes | bytearray | memoryview) -> PeerFrame:
     magic, kind, flags, seat, view, step, size, filled = _LAYOUT.unpack(raw)
     if magic != _MAGIC:
-        raise LinkError("sent noise")
+        raise LinkError("sent bytes that are no frame")
     return PeerFrame(kind, view, step, seat, flags, size, int.from_bytes(filled, "little"))

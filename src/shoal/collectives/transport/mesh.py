@@ -1,6 +1,6 @@
-"""The connections of one view: every worker with every other. A new view makes new ones, so that nothing late arrives.
+"""The connections of one view, from every worker to every other. A new view makes new ones, so no late frame arrives.
 
-Everything that waits here can be woken: `abort`, from any thread, shuts the sockets down.
+Every wait here can be ended: `abort`, from any thread, shuts the sockets down.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from shoal.net.errors import LinkError
 from shoal.spec.view import Address, View
 
 CONNECT_TIMEOUT_S = 1.0
+"""Seconds without a connection before a peer counts as unreachable."""
 _RETRY_S = 0.02
 
 
 class Mesh:
-    """Made and used by the loop's thread; `abort` may come from any.
+    """Made and used by the loop's thread; `abort` may come from any thread.
 
-    When something fails, a LinkError says what; the mesh is of no use then, and peers are told whom to blame.
+    A failure raises a LinkError. The mesh cannot be used afterwards, and it sends its peers the seat to blame.
     """
 
     def __init__(self, view: View, seat: int, *, endpoint: Endpoint, token: str) -> None:
@@ -41,7 +42,7 @@ class Mesh:
         self._connect_error: PeerError | None = None
 
     def connect(self) -> None:
-        """Call those with a lower seat, be called by those with a higher one. Returns when all have come so far."""
+        """Connect to peers with a lower seat, accept those with a higher one. Returns when all peers are connected."""
         self._endpoint.drop_views_before(self.view)
         for peer in self._peers:
             if peer < self.seat:
@@ -60,7 +61,7 @@ class Mesh:
         self.exchange(frames.HERE, 0, lambda link, frame: [])
 
     def _connect_to(self, peer: int, address: Address) -> None:
-        """In a thread of its own, for connecting may take seconds, and an abort does not wait for it."""
+        """Runs in its own thread: connecting may take seconds, and an abort does not wait for it."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             try:
@@ -81,7 +82,7 @@ class Mesh:
         try:
             self._endpoint.park(self.view, peer, sock)
         except LinkError:
-            sock.close()  # meanwhile another view counts
+            sock.close()  # a newer view has begun
 
     def _gave_up(self) -> bool:
         return self._aborted.is_set() or self._connect_error is not None
@@ -91,16 +92,16 @@ class Mesh:
 
     @property
     def remote_links(self) -> list[PeerLink]:
-        """To those with whom no memory is shared."""
+        """Links to peers on other hosts, which share no memory with this worker."""
         return [link for link in self.links.values() if not link.same_host]
 
     def exchange(
         self, kind: int, step: int, buffers_for: BuffersFor, *, on_progress: Callable[[], None] | None = None
     ) -> float:
-        """Send what was posted and receive one frame from every peer, all at once, so that nobody waits in a circle.
+        """Send the queued frames and receive one frame from every peer, all at once, so that no deadlock is possible.
 
-        `progress` is called whenever something has moved. Returns the seconds in which nothing did, because peers had
-        not begun. Between `open` and `finish`, which this is, one may `advance`.
+        `on_progress` is called whenever bytes have moved. Returns the seconds waited for peers that had not begun. The
+        same in parts: `expect`, any number of `poll`, `finish`.
         """
         self.expect(kind, step)
         return self.finish(buffers_for, on_progress)
@@ -110,7 +111,7 @@ class Mesh:
             link.expect(kind, step)
 
     def poll(self, buffers_for: BuffersFor, on_progress: Callable[[], None] | None = None) -> None:
-        """What can be sent and received at this moment."""
+        """Send and receive what is possible without waiting."""
         with self._disconnect_on_failure():
             for link in self.links.values():
                 link.send()
@@ -127,7 +128,7 @@ class Mesh:
         try:
             yield
         except LinkError as failure:
-            if self._aborted.is_set():  # which explains whatever came after it
+            if self._aborted.is_set():  # the abort caused the failure
                 raise self._aborted_error() from failure
             self.disconnect(failure.seat if isinstance(failure, PeerError) else self.seat)
             raise
@@ -147,17 +148,17 @@ class Mesh:
         while busy:
             idle = not any(link.sending or link.frame_received for link in busy.values())
             start = time.perf_counter()
-            happened = poll.poll()
+            ready = poll.poll()
             if idle:
                 waited_s += time.perf_counter() - start
-            for fd, _ in happened:
+            for fd, _ in ready:
                 link = busy[fd]
                 if link.sending:
                     link.send()
                 if link.receiving:
                     link.receive(buffers_for)
-                if wishes := _poll_events(link):
-                    poll.modify(fd, wishes)
+                if events := _poll_events(link):
+                    poll.modify(fd, events)
                 else:
                     poll.unregister(fd)
                     del busy[fd]
@@ -169,7 +170,7 @@ class Mesh:
         return LinkError(f"view {self.view} was aborted")
 
     def disconnect(self, blamed: int) -> None:
-        """Leave, and tell the others because of whom."""
+        """Leave, and send peers the seat that caused it."""
         for link in self.links.values():
             link.disconnect(PeerFrame(frames.LEFT, self.view, blamed, self.seat))
 
@@ -179,11 +180,11 @@ class Mesh:
 
     @property
     def moved_bytes(self) -> int:
-        """Sent and received. From any thread."""
+        """Bytes sent and received. Called from any thread."""
         return sum(link.bytes_sent + link.bytes_received for link in list(self.links.values()))
 
     def abort(self) -> None:
-        """Whoever waits comes back with a LinkError, now and ever after."""
+        """Every wait, current or future, ends with a LinkError."""
         self._aborted.set()
         self._endpoint.wake()
         with self._guard:

@@ -1,4 +1,4 @@
-"""Memory that goes over the wire as it is, or that peers on the same host read directly."""
+"""Buffers that are sent without conversion, and shared memory that peers on the same host read."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_F
 
 @dataclass(frozen=True)
 class ByteBuffer:
-    """Bytes as sockets see them, and as torch does where somebody asks for that: clients of servers may have no torch.
+    """Bytes for sockets, with a torch view made on first use: clients of parameter servers may have no torch.
 
-    Pages that nobody touches cost nothing.
+    Untouched pages take no memory.
     """
 
     raw: memoryview
@@ -35,12 +35,12 @@ class ByteBuffer:
         if not len(self.raw):
             return torch.empty(0, dtype=torch.uint8)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch would rather have memory that can be written
+            warnings.simplefilter("ignore")  # torch warns about read-only memory
             return torch.frombuffer(self.raw, dtype=torch.uint8)
 
     @classmethod
     def private(cls, size_bytes: int) -> ByteBuffer:
-        """Zeros, on a page of its own: bits may depend on how memory is aligned."""
+        """Zeros in pages of their own: results may depend on the alignment of memory."""
         pages = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return cls(memoryview(pages)[:size_bytes])
 
@@ -49,10 +49,9 @@ class ByteBuffer:
 
 
 class SharedMemory:
-    """Memory that its owner alone can write. It has no name, so it goes with the last process that maps it.
+    """Memory that only its owner can write. It has no name, so it disappears with the last process that maps it.
 
-    `fd` is for handing to peers. It is sealed: they can only map it for reading, and nobody can take pages away from
-    those who read.
+    `fd` is sent to peers. It is sealed: peers can only map it for reading, and no process can shrink it under a reader.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -64,20 +63,20 @@ class SharedMemory:
         self.buffer = ByteBuffer(memoryview(mapped))
 
     def close(self) -> None:
-        """The memory itself goes when the last tensor over it does."""
+        """Close the descriptor. The memory is freed with the last tensor that uses it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def attach(fd: int, size_bytes: int) -> ByteBuffer:
-    """A peer's arena, for reading; `fd` is closed. LinkError if it is not one, or of another size."""
+    """Map a peer's shared memory for reading; closes `fd`. LinkError if it is not sealed or has another size."""
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         if not sealed or os.fstat(fd).st_size != size_bytes:
-            raise LinkError("shares memory of another size, or that could vanish")
+            raise LinkError("shares memory of another size, or memory that is not sealed")
         mapped = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as failure:  # ValueError: of no size
+    except (OSError, ValueError) as failure:  # ValueError: size 0
         raise LinkError(f"shares memory that cannot be read: {failure}") from failure
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The user's side: an embedding whose rows live on servers."""
+"""The user's module: an embedding whose rows live on parameter servers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from shoal.lanes.sparse.table_spec import TableSpec
 
 
 class RowSource(Protocol):
-    """Where rows come from. Keys rise, and each is there once."""
+    """Reads rows. Keys are unique and ascending."""
 
     def read(self, table: TableSpec, keys: Keys) -> Floats: ...
 
 
 class InitialRows:
-    """Rows as they are at the beginning: for a look at a model, without servers."""
+    """Rows with their initial values, for running a model without servers."""
 
     def read(self, table: TableSpec, keys: Keys) -> Floats:
         return table.initial_rows(keys)
 
 
 class SparseTable(nn.Module):
-    """An embedding of up to `rows` rows, of which a worker has only those that its batch needs.
+    """An embedding of up to `rows` rows, of which a worker fetches only those that its batch needs.
 
-    `table(ids)` gives a vector of `dim` numbers for each whole number of `ids`, whatever its shape, and gradients flow
-    back into them. Rows are made at their first use, uniform between -init and init. `optimizer` (sgd, adagrad or
-    rowwise_adagrad, with this learning rate) changes the rows that a step has touched, and no others; neither the job's
-    optimizer and schedule nor clipping by norm concern them.
+    `table(ids)` returns a vector of `dim` numbers for each integer in `ids`, which may have any shape. Rows are created
+    at their first use, uniform between -init and init. `optimizer` (sgd, adagrad or rowwise_adagrad, with this learning
+    rate) updates only the rows that a step has used. The job's optimizer, its schedule and clipping by norm do not
+    apply to them.
 
     Needs `sync: {kind: server}`. It has no parameters, and an exported model does not contain its rows.
     """
@@ -53,17 +53,17 @@ class SparseTable(nn.Module):
         super().__init__()
         self.spec = TableSpec(
             number=0, rows=rows, dim=dim, optimizer=optimizer, lr=lr, eps=eps, init=init, seed=0
-        )  # number and seed are the run's
+        )  # the replica sets number and seed
         self._chunks = 1
         self._source: RowSource | None = None
         self._used: list[tuple[Keys, Tensor]] = []
 
     def bind(self, source: RowSource, *, chunks: int = 1) -> None:
-        """From now on rows come from there, where they are spread over so many chunks."""
+        """Read rows from this source, which spreads them over `chunks` chunks."""
         self._source, self._chunks = source, chunks
 
     def forward(self, ids: Tensor) -> Tensor:
-        distinct, places = np.unique(self._checked(ids), return_inverse=True)
+        distinct, inverse = np.unique(self._checked(ids), return_inverse=True)
         keys = keys_of(distinct, table=self.spec.number, chunks=self._chunks)
         order = np.argsort(keys)
         keys, rank = keys[order], np.empty_like(order)
@@ -74,30 +74,30 @@ class SparseTable(nn.Module):
         if torch.is_grad_enabled():
             rows.requires_grad_()
             self._used.append((keys, rows))
-        at = torch.from_numpy(rank[places.reshape(-1)]).to(ids.device)
-        return nn.functional.embedding(at.view(ids.shape), rows)
+        index = torch.from_numpy(rank[inverse.reshape(-1)]).to(ids.device)
+        return nn.functional.embedding(index.view(ids.shape), rows)
 
     def _checked(self, ids: Tensor) -> Keys:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"rows of a SparseTable are named by whole numbers, not by {ids.dtype}")
-        found: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
-        if len(found) and (found.min() < 0 or found.max() >= self.spec.rows):
-            wrong = found.min() if found.min() < 0 else found.max()
+            raise TypeError(f"the ids of a SparseTable are integers, not {ids.dtype}")
+        flat: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+        if len(flat) and (flat.min() < 0 or flat.max() >= self.spec.rows):
+            wrong = flat.min() if flat.min() < 0 else flat.max()
             raise IndexError(f"row {wrong} of a SparseTable of {self.spec.rows} rows")
-        return found
+        return flat
 
     def take_gradients(self) -> SparseRows:
-        """Of all rows that were used since the last call, added in the order of their use."""
+        """The gradients of all rows used since the last call, added in the order of use."""
         used, self._used = self._used, []
-        found = [SparseRows(keys, rows.grad.cpu().numpy()) for keys, rows in used if rows.grad is not None]
-        return reduce(add_rows, found, empty_rows(self.spec.dim))
+        grads = [SparseRows(keys, rows.grad.cpu().numpy()) for keys, rows in used if rows.grad is not None]
+        return reduce(add_rows, grads, empty_rows(self.spec.dim))
 
     def extra_repr(self) -> str:
         spec = self.spec
         return f"{spec.rows}, {spec.dim}, optimizer={spec.optimizer}, lr={spec.lr:g}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model has no way to the servers."""
+        """A copy of the model has no connection to the servers."""
         return {**self.__dict__, "_source": None, "_used": []}
 
 

@@ -1,6 +1,6 @@
-"""Where a row lies, and what it is before anybody has changed it: pure functions of its number, the same everywhere.
+"""A row's key and its initial values: pure functions of its id, the same on every machine.
 
-A row's key is the chunk that it belongs to, then its number: rows of neighbouring chunks are neighbours by key.
+A key is the row's chunk followed by its id, so the rows of a chunk are contiguous by key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def splitmix64(words: Words) -> Words:
 
 
 def keys_of(ids: Keys, *, table: int, chunks: int) -> Keys:
-    """The keys of rows of a table, which are spread over so many chunks."""
+    """The keys of rows of a table, which are spread over this many chunks."""
     spread = splitmix64(ids.view(np.uint64) + _salt(table)) % np.uint64(chunks)
     return (spread.view(np.int64) << ID_BITS) | ids
 
@@ -49,18 +49,18 @@ def first_key(chunk: int) -> int:
 
 
 def initial_rows(ids: Keys, *, table: int, dim: int, seed: int, scale: float) -> Floats:
-    """Rows that were never changed: uniform between -scale and scale. Only whole numbers and exact products go into
-    them, so that any processor makes the same bits."""
-    made = np.empty((len(ids), dim), dtype=np.float32)
+    """Initial values of rows: uniform between -scale and scale. Only integers and exact products are used, so every
+    processor makes the same bits."""
+    values = np.empty((len(ids), dim), dtype=np.float32)
     base = splitmix64(ids.view(np.uint64) + _salt(table, seed))
     for column in range(0, dim, 2):
         words = splitmix64(base + np.uint64((column + 1) * _GOLDEN & _WORD))
-        made[:, column] = words >> np.uint64(40)
+        values[:, column] = words >> np.uint64(40)
         if column + 1 < dim:
-            made[:, column + 1] = (words >> np.uint64(16)) & np.uint64(0xFFFFFF)
-    made -= np.float32(1 << 23)
-    made *= np.float32(scale) * np.float32(2.0**-23)
-    return made
+            values[:, column + 1] = (words >> np.uint64(16)) & np.uint64(0xFFFFFF)
+    values -= np.float32(1 << 23)
+    values *= np.float32(scale) * np.float32(2.0**-23)
+    return values
 
 
 def _salt(*numbers: int) -> np.uint64:

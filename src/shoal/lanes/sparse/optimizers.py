@@ -1,4 +1,4 @@
-"""How a row's gradient changes it. Each row is treated by itself, and only when it has a gradient."""
+"""Row optimizers. Each row is updated by itself, and only if it has a gradient."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROW_OPTIMIZERS: tuple[RowOptimizer, ...] = get_args(RowOptimizer)
 
 
 def slot_count(optimizer: RowOptimizer, dim: int) -> int:
-    """How many floats the optimizer keeps beside a row's values."""
+    """Number of floats of optimizer state per row."""
     return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1}[optimizer]
 
 
 def update_rows(optimizer: RowOptimizer, rows: Floats, grads: Floats, *, lr: float, eps: float) -> None:
-    """In place; behind the values of each row lie its slots. What is computed for a row depends on no other."""
+    """Update rows in place; a row's optimizer state follows its values. No row's result depends on another row."""
     dim = grads.shape[1]
     values, slots = rows[:, :dim], rows[:, dim:]
     rate, eps32 = np.float32(lr), np.float32(eps)
@@ -31,7 +31,7 @@ def update_rows(optimizer: RowOptimizer, rows: Floats, grads: Floats, *, lr: flo
 
 
 def row_means(values: Floats) -> Floats:
-    """Of each row, as a column; halves are added to halves, so that the order is fixed whatever numpy likes."""
+    """The mean of each row, as a column. Halves are added to halves, so the order does not depend on numpy."""
     dim, width = values.shape[1], values.shape[1]
     total = values.copy()
     while width > 1:

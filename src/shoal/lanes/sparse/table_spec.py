@@ -1,4 +1,4 @@
-"""What everybody must know of a sparse table: plain data that crosses from workers to servers."""
+"""The specification of a sparse table: plain data that workers send to servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TABLES = 1 << 10
 
 @dataclass(frozen=True)
 class TableSpec:
-    """`number` is the table's place among the model's. ValueError for what no table can be."""
+    """`number` is the table's index among the model's tables. ValueError for invalid values."""
 
     number: int
     rows: int
@@ -27,10 +27,10 @@ class TableSpec:
     seed: int
 
     def __post_init__(self) -> None:
-        for name, most in (("number", MAX_TABLES), ("rows", MAX_ROWS), ("dim", MAX_DIM), ("seed", 1 << 63)):
-            value, least = getattr(self, name), int(name in ("rows", "dim"))
-            if type(value) is not int or not least <= value <= most:
-                raise ValueError(f"{name} of a table is a whole number from {least} to {most}, not {value!r:.40}")
+        for name, maximum in (("number", MAX_TABLES), ("rows", MAX_ROWS), ("dim", MAX_DIM), ("seed", 1 << 63)):
+            value, minimum = getattr(self, name), int(name in ("rows", "dim"))
+            if type(value) is not int or not minimum <= value <= maximum:
+                raise ValueError(f"{name} of a table is a whole number from {minimum} to {maximum}, not {value!r:.40}")
         for name in ("lr", "eps", "init"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
@@ -40,15 +40,15 @@ class TableSpec:
 
     @property
     def width(self) -> int:
-        """Floats for each row: values and what the optimizer keeps."""
+        """Floats per row: values and optimizer state."""
         return self.dim + slot_count(self.optimizer, self.dim)
 
     def initial_rows(self, keys: Keys) -> Floats:
-        """The values of rows that nobody has changed."""
+        """The initial values of rows."""
         return initial_rows(ids_of(keys), table=self.number, dim=self.dim, seed=self.seed, scale=self.init)
 
     def describe(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """The specification as JSON values."""
         return asdict(self)
 
     @classmethod

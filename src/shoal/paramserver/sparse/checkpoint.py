@@ -1,6 +1,6 @@
-"""Rows in a checkpoint: servers write them, one blob for each piece, beside what workers save.
+"""Rows in a checkpoint: servers write them, one blob per piece, beside the workers' files.
 
-A blob has the keys and the floats of each table. What the manifest says of it is plain data, checked before it is used.
+A blob has the keys and the floats of each table. Its description in the manifest is plain data, checked before use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RowBlob:
-    """A blob with the rows of the chunks [first, last): so many of each table. ValueError for nonsense."""
+    """A blob with the rows of the chunks [first, last), `counts[i]` of table i. ValueError for invalid values."""
 
     blob: str
     size_bytes: int
@@ -37,9 +37,9 @@ class RowBlob:
     def __post_init__(self) -> None:
         numbers = [self.size_bytes, self.first, self.last, *self.counts]
         if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
-            raise ValueError("rows that were saved have numbers that are none")
+            raise ValueError("the description of saved rows has invalid numbers")
         if not isinstance(self.blob, str) or not _DIGEST.fullmatch(self.blob):
-            raise ValueError("rows that were saved lie in no blob")
+            raise ValueError("the description of saved rows names no blob")
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,7 +49,7 @@ class RowBlob:
         try:
             return cls(**description)
         except TypeError as problem:
-            raise ValueError(f"not rows that were saved: {problem!r:.200}") from None
+            raise ValueError(f"not a description of saved rows: {problem!r:.200}") from None
 
 
 def save_rows(files: CheckpointFiles, contents: Sequence[SparseRows], first: int, last: int) -> RowBlob:
@@ -66,7 +66,7 @@ def save_rows(files: CheckpointFiles, contents: Sequence[SparseRows], first: int
 def load_rows(
     files: CheckpointFiles, saved: Iterable[RowBlob], tables: Sequence[TableSpec], first: int, last: int
 ) -> list[RowBundle]:
-    """All rows of the chunks [first, last), whoever wrote them. SH502 if anything is missing or damaged."""
+    """All rows of the chunks [first, last), from all blobs. SH502 if anything is missing or damaged."""
     found = []
     for one in saved:
         if one.first < last and first < one.last:
@@ -86,5 +86,5 @@ def _read_blob(files: CheckpointFiles, saved: RowBlob, tables: Sequence[TableSpe
         with files.open(blob_path(saved.blob)) as file:
             tensors = decode_blob(file, specs, digest=saved.blob, where=where)
     except OSError as problem:
-        raise error("SH502", f"rows that were saved cannot be read: {problem}", where=where) from problem
+        raise error("SH502", f"saved rows cannot be read: {problem}", where=where) from problem
     return [SparseRows(tensors[f"keys/{t.number}"].numpy(), tensors[f"rows/{t.number}"].numpy()) for t in tables]

@@ -1,4 +1,4 @@
-"""A worker's side of sparse tables whose rows are on servers: asking for rows, pushing gradients, saving."""
+"""A worker's side of sparse tables: reads rows from servers, pushes gradients, saves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shoal.paramserver.sparse.requests import LookupRows, SnapshotRows
 from shoal.spec.chunk_table import ParameterPiece
 
 PushPayload = Callable[[ParameterPiece], list[memoryview | bytes]]
-"""What a push brings of a piece besides dense gradients."""
+"""A push's payload for a piece besides dense gradients."""
 
 
 class SparseClient:
-    """Belongs to the sync. `step` is where the replica stands: rows are wanted as they are there.
+    """Belongs to the parameter-server strategy. `step` is the replica's step: rows are read as of this step.
 
-    `saved` says where a checkpoint has the rows that servers should hold, or have just written."""
+    `saved` describes the rows of the checkpoint that servers should hold, or have just written."""
 
     def __init__(
         self,
@@ -52,19 +52,19 @@ class SparseClient:
         return [table.spec.describe() for table in self._tables]
 
     def read(self, table: TableSpec, keys: Keys) -> Floats:
-        """In the midst of a forward pass: LinkError if the step cannot count any more."""
-        errand = LookupRows(table, keys, step=self.step)
+        """Called during a forward pass. LinkError if the step must be discarded."""
+        request = LookupRows(table, keys, step=self.step)
         try:
-            self._client.run(errand)
+            self._client.run(request)
         except RefusedError as failure:
-            raise error("SH416", f"a server refuses rows at step {self.step}: {failure}") from failure
+            raise error("SH416", f"a server refused rows at step {self.step}: {failure}") from failure
         except LinkError as failure:
             self._discard(failure)
             raise
-        return errand.values
+        return request.values
 
     def push_payload(self, sums: Sequence[LaneSum | None]) -> PushPayload:
-        """For a push of these sums, which are counted."""
+        """The rows of these partial sums, tagged by their index."""
         bundles = [
             RowBundle(i, number, rows)
             for i, value in enumerate(sums)
@@ -72,38 +72,38 @@ class SparseClient:
             for number, rows in enumerate(value.rows)
         ]
 
-        def of(piece: ParameterPiece) -> list[memoryview | bytes]:
+        def payload(piece: ParameterPiece) -> list[memoryview | bytes]:
             return pack_rows(
                 [one._replace(rows=one.rows.in_chunks(piece.first_chunk, piece.end_chunk)) for one in bundles]
             )
 
-        return of
+        return payload
 
-    # ---- what servers hold ----
+    # ---- the servers' rows ----
 
     def save(self) -> list[dict[str, Any]]:
-        """Let servers write their rows beside the checkpoint. LinkError if they do not."""
+        """Have servers write their rows beside the checkpoint. LinkError if that fails."""
         if self._tables:
             self.saved = [RowBlob.from_description(found["saved"]) for _, found in self._save_or_hash_rows(saves=True)]
         return [one.describe() for one in self.saved]
 
     def blobs(self) -> dict[str, int]:
-        """That belong to the checkpoint."""
+        """The checkpoint's row blobs, with their sizes."""
         return {one.blob: one.size_bytes for one in self.saved}
 
     def saved_within(self, first: int, last: int) -> list[dict[str, Any]]:
         return [one.describe() for one in self.saved if one.first < last and first < one.last]
 
     def sha256(self) -> str:
-        """Of all rows of all tables; '' without any."""
+        """The digest of all rows of all tables; '' without tables."""
         if not self._tables:
             return ""
-        found = [digest for _, kept in self._save_or_hash_rows(saves=False) for digest in kept["digests"]]
-        return hashlib.sha256("".join(found).encode()).hexdigest()
+        digests = [digest for _, reply in self._save_or_hash_rows(saves=False) for digest in reply["digests"]]
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def _save_or_hash_rows(self, *, saves: bool) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-        errand = SnapshotRows(self.step, saves)
-        while not errand.is_complete(self._chunks):  # if the table changed on the way, some overlap
-            errand = SnapshotRows(self.step, saves)
-            self._client.run(errand)
-        return sorted(errand.replies.items())
+        request = SnapshotRows(self.step, saves)
+        while not request.is_complete(self._chunks):  # replies overlap if the table changed meanwhile
+            request = SnapshotRows(self.step, saves)
+            self._client.run(request)
+        return sorted(request.replies.items())

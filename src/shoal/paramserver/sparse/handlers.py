@@ -1,7 +1,7 @@
-"""What a server does for sparse tables: rows that are asked for, pushed, passed on and saved.
+"""A server's handling of sparse tables: looks up, updates, forwards and saves rows.
 
-Rows travel behind the dense bytes of the same frame, so that both count together or not at all. A whole piece's rows
-may be far more than a frame takes: they go before the frame that sets the piece, and count when that one is there.
+Rows follow the dense bytes in the same frame, so both are applied together or not at all. The rows of a whole piece may
+exceed a frame: they are sent before the frame that sets the piece, and take effect with it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MAX_ROWS_BYTES = 512 << 20
 MAX_KEYS_BYTES = 64 << 20
 ROWS_FRAME_BYTES = 4 << 20
 RunInThread = Callable[[Callable[[], Any], Callable[[Any], None]], None]
-"""Do the first beside everything else, and the second with what comes of it, an exception too, when it is done."""
+"""Runs the first function in its own thread, then the second with its result or exception in the server's thread."""
 
 
 class RowsUnreadableError(LinkError):
-    """Rows of a checkpoint cannot be had: asking again is of no use."""
+    """The rows of a checkpoint cannot be read; a retry would fail too."""
 
 
 class SparseTableHandler:
-    """Belongs to the keeper. `files` is where rows are saved."""
+    """Belongs to the parameter server, and to its one thread. Rows are saved to `files`."""
 
     def __init__(self, server: ParameterServer, *, run_in_thread: RunInThread, files: CheckpointFiles | None) -> None:
         self._server = server
@@ -50,29 +50,29 @@ class SparseTableHandler:
     def _row_tables(self) -> RowTables:
         row_tables = self._server.chunk_store.row_tables
         if row_tables is None:
-            raise LinkError("speaks of rows, and the model has no sparse tables")
+            raise LinkError("refers to rows, but the model has no sparse tables")
         return row_tables
 
     def stats(self) -> dict[str, float]:
-        """How much there is."""
+        """Number and bytes of the stored rows."""
         row_tables = self._server.chunk_store.row_tables if self._server.has_model else None
         return {} if row_tables is None else {"rows": len(row_tables), "rows_bytes": row_tables.nbytes}
 
-    # ---- behind dense bytes ----
+    # ---- rows behind dense bytes ----
 
     def buffers_with_rows(
         self, connection: ServerConnection, frame: ServerFrame, dense: list[memoryview]
     ) -> PayloadTarget:
-        """Where a payload goes that has rows at its end, if it is longer than what is dense."""
+        """The buffers for a payload of dense bytes, followed by rows if it is longer than these."""
         size = frame.size - sum(map(len, dense))
         if size <= 0 or self._server.chunk_store.row_tables is None:
             return dense
         if size > MAX_ROWS_BYTES:
-            raise LinkError(f"sends {size} bytes of rows, and {MAX_ROWS_BYTES} is the most")
+            raise LinkError(f"sent {size} bytes of rows, and {MAX_ROWS_BYTES} is the most")
         return [*dense, *connection.allocate_payload(size)]
 
     def parse_rows(self, piece_state: PieceState, connection: ServerConnection) -> list[RowBundle]:
-        """What came behind the dense bytes."""
+        """The rows behind the dense bytes."""
         row_tables, piece = self._server.chunk_store.row_tables, piece_state.piece
         return (
             []
@@ -84,53 +84,53 @@ class SparseTableHandler:
         return by_table(self.parse_rows(piece_state, connection))
 
     def reduce_rows(self, push_round: PushRound) -> RowGradients:
-        """Finish the tree of each table over what came."""
+        """Sum the pushed rows of each table on the tree."""
         if self._server.chunk_store.row_tables is None:
             return {}
-        changes: dict[int, SparseRows] = {}
+        gradients: dict[int, SparseRows] = {}
         for table in {bundle.table for bundles in push_round.rows.values() for bundle in bundles}:
             tree: TreeSum[SparseRows] = TreeSum(self._server.config.lanes, sparse.add_rows)
             for seat, nodes in self._server.nodes.items():
-                mine = {one.tag: one.rows for one in push_round.rows.get(seat, ()) if one.table == table}
+                own_rows = {one.tag: one.rows for one in push_round.rows.get(seat, ()) if one.table == table}
                 for i, node in enumerate(nodes):
-                    tree.push(node, mine.get(i))
+                    tree.push(node, own_rows.get(i))
             if (total := tree.total()) is not None:
-                changes[table] = total
-        return changes
+                gradients[table] = total
+        return gradients
 
-    # ---- questions ----
+    # ---- requests ----
 
     def handle_lookup(self, session: ClientSession, frame: ServerFrame) -> None:
-        """Rows of a piece, by key. Workers that take steps together say at which step they are."""
+        """Reply with rows of a piece, by key. In synchronous mode the client names its step."""
         server, piece_state, table = self._server, self._server.piece_state(frame), frame.number
         if not piece_state.is_primary or table >= len(self._row_tables.tables):
-            raise LinkError(f"asks for rows of table {table} in piece {frame.piece}")
+            raise LinkError(f"asked for rows of table {table} in piece {frame.piece}")
         keys = np.frombuffer(session.connection.payload, dtype=np.int64)
         check_keys(keys, (piece_state.piece.first_chunk, piece_state.piece.end_chunk))
         step, applied = None, server.chunk_store.applied
         if server.config.synchronous:
-            step, past = frame.step, applied[piece_state.piece.first_chunk : piece_state.piece.end_chunk]
-            if past.min() < step or past.max() > step + 1:
-                self.refuse(session, f"rows at step {step} are wanted where {past.min()} is")
+            step, next_steps = frame.step, applied[piece_state.piece.first_chunk : piece_state.piece.end_chunk]
+            if next_steps.min() < step or next_steps.max() > step + 1:
+                self.refuse(session, f"asked for rows at step {step}, but the server is at step {next_steps.min()}")
                 return
         values = self._row_tables.read(table, keys, step=step, applied=applied)
         session.connection.send(frame._replace(kind=protocol.ROWS_FOUND), values.data.cast("B") if len(keys) else b"")
 
     def handle_snapshot(self, session: ClientSession, frame: ServerFrame) -> None:
-        """Tell what rows there are in a piece, and save them if they are to be kept."""
+        """Reply with digests and counts of a piece's rows, and save the rows if requested."""
         server, piece_state = self._server, self._server.piece_state(frame)
         first, last = piece_state.piece.first_chunk, piece_state.piece.end_chunk
         if not piece_state.is_primary:
-            raise LinkError(f"asks for rows of piece {frame.piece}")
+            raise LinkError(f"asked for rows of piece {frame.piece} from a server that is not its primary")
         if server.config.synchronous and not bool((server.chunk_store.applied[first:last] == frame.step).all()):
-            self.refuse(session, f"rows at step {frame.step} are gone, or are not there yet")
+            self.refuse(session, f"the server does not hold the rows of step {frame.step}")
             return
         contents, files = self._row_tables.read_rows(first, last), self._files
         saves = frame.flags & protocol.WHOLE
 
         def act() -> dict[str, Any]:
             if saves and files is None:
-                raise OSError("this server does not know where")
+                raise OSError("this server has no checkpoint directory")
             saved = save_rows(files, contents, first, last).describe() if saves and files else None
             return {"digests": digests(contents, first, last), "rows": list(map(len, contents)), "saved": saved}
 
@@ -148,7 +148,7 @@ class SparseTableHandler:
     # ---- whole pieces ----
 
     def stage_rows(self, piece_state: PieceState, connection: ServerConnection) -> None:
-        """Rows from a predecessor, which count when the piece is set."""
+        """Keep a predecessor's rows until the piece is set."""
         piece_state.staged_rows += unpack_rows(
             connection.payload,
             self._row_tables.widths,
@@ -156,7 +156,7 @@ class SparseTableHandler:
         )
 
     def send_rows(self, connection: ServerConnection, piece_state: PieceState) -> None:
-        """All rows of a piece to a successor, who gets the rest of it next."""
+        """Send all rows of a piece to a successor, before the rest of the piece."""
         if self._server.chunk_store.row_tables is None:
             return
         for kind, table, rows in self._row_tables.read_bundles(
@@ -167,18 +167,18 @@ class SparseTableHandler:
                 connection.send(frame, *pack_rows([RowBundle(kind, table, part)]))
 
     def rows_for_piece(self, piece_state: PieceState, state: dict[str, Any]) -> list[RowBundle]:
-        """The rows of a piece that is set: those that were sent before, or those of a checkpoint. LinkError if they
-        cannot be had."""
+        """The rows of a piece that is being set: those sent before, or those of a checkpoint. LinkError if these cannot
+        be read."""
         staged, piece_state.staged_rows = piece_state.staged_rows, []
         saved = state.get("saved")
         if self._server.chunk_store.row_tables is None or not saved:
             return staged
         if self._files is None:
-            raise RowsUnreadableError("this server does not know where checkpoints lie")
+            raise RowsUnreadableError("this server has no checkpoint directory")
         try:
             found = [RowBlob.from_description(one) for one in saved]
             return load_rows(
                 self._files, found, self._row_tables.tables, piece_state.piece.first_chunk, piece_state.piece.end_chunk
             )
         except (ShoalError, ValueError, TypeError) as failure:
-            raise RowsUnreadableError(f"rows of the checkpoint cannot be had: {failure}") from failure
+            raise RowsUnreadableError(f"the rows of the checkpoint cannot be read: {failure}") from failure

@@ -1,7 +1,6 @@
-"""Rows by key in this process's memory: an open-addressing hash over arrays, in which whole batches are looked up.
+"""Rows by key in this process's memory: an open-addressing hash table over arrays, with batched lookups.
 
-Memory for each row: its floats, 8 bytes for the key, up to an eighth of that as room to grow, and 8 to 16 bytes of
-index.
+Memory per row: its floats, 8 bytes for the key, up to an eighth of that for growth, and 8 to 16 bytes of index.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MIN_CAPACITY = 1 << 10
 
 
 class RowStore:
-    """Rows of `width` floats lie in the order in which they came; places of rows stay until some are dropped."""
+    """Rows of `width` floats in the order of insertion; their indices stay the same until rows are dropped."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -36,30 +35,30 @@ class RowStore:
         return self._keys.nbytes + self._rows.nbytes + self._index.nbytes
 
     def find(self, keys: Keys) -> RowIndices:
-        """Where rows lie; -1 for those that are not there."""
+        """The indices of rows; -1 for missing ones."""
         found = np.full(len(keys), -1, dtype=np.int64)
         if not self._count:
             return found
-        left: RowIndices = np.arange(len(keys))
-        at = self._hash_slots(keys)
-        while len(left):
-            place = self._index[at]
-            taken = place >= 0
-            left, at, place = left[taken], at[taken], place[taken]
-            same = self._keys[place] == keys[left]
-            found[left[same]] = place[same]
-            left, at = left[~same], (at[~same] + 1) & (len(self._index) - 1)
+        pending: RowIndices = np.arange(len(keys))
+        slots = self._hash_slots(keys)
+        while len(pending):
+            row = self._index[slots]
+            taken = row >= 0
+            pending, slots, row = pending[taken], slots[taken], row[taken]
+            same = self._keys[row] == keys[pending]
+            found[pending[same]] = row[same]
+            pending, slots = pending[~same], (slots[~same] + 1) & (len(self._index) - 1)
         return found
 
     def read(self, indices: RowIndices) -> Floats:
-        """Copies."""
+        """Copies of these rows."""
         return self._rows.take(indices, axis=0)
 
     def write(self, indices: RowIndices, rows: Floats) -> None:
         self._rows[indices] = rows
 
     def insert(self, keys: Keys, rows: Floats) -> None:
-        """Distinct keys that are not there yet."""
+        """Insert rows with distinct keys that are not stored yet."""
         if self._count + len(keys) > MAX_STORED_ROWS:
             raise MemoryError(f"more than {MAX_STORED_ROWS} rows")
         self._reserve(self._count + len(keys))
@@ -72,18 +71,18 @@ class RowStore:
             self._index_rows(begin)
 
     def read_chunks(self, first: int, last: int) -> SparseRows:
-        """Copies of all rows of the chunks [first, last), by rising key."""
-        places = np.flatnonzero(self._in_chunks(first, last))
-        places = places[np.argsort(self._keys[places], kind="stable")]
-        return SparseRows(self._keys[places], self.read(places))
+        """Copies of all rows of the chunks [first, last), by ascending key."""
+        rows_at = np.flatnonzero(self._in_chunks(first, last))
+        rows_at = rows_at[np.argsort(self._keys[rows_at], kind="stable")]
+        return SparseRows(self._keys[rows_at], self.read(rows_at))
 
     def drop(self, first: int, last: int) -> None:
-        """The rows of these chunks."""
-        gone = self._in_chunks(first, last)
-        if not gone.any():
+        """Drop the rows of these chunks."""
+        dropped = self._in_chunks(first, last)
+        if not dropped.any():
             return
-        stay = np.flatnonzero(~gone)
-        self._keys, self._rows, self._count = self._keys[stay], self._rows[stay], len(stay)
+        kept = np.flatnonzero(~dropped)
+        self._keys, self._rows, self._count = self._keys[kept], self._rows[kept], len(kept)
         self._rebuild_index()
 
     def _in_chunks(self, first: int, last: int) -> NDArray[np.bool_]:
@@ -93,17 +92,17 @@ class RowStore:
     # ---- memory ----
 
     def _reserve(self, count: int) -> None:
-        """For so many rows. Large arrays grow without being copied."""
+        """Make space for this many rows. Large arrays grow without being copied."""
         if count > len(self._keys):
-            room = max(count + count // 8, _MIN_CAPACITY)
-            self._keys.resize(room, refcheck=False)
-            self._rows.resize((room, self.width), refcheck=False)
+            capacity = max(count + count // 8, _MIN_CAPACITY)
+            self._keys.resize(capacity, refcheck=False)
+            self._rows.resize((capacity, self.width), refcheck=False)
 
     def _hash_slots(self, keys: Keys) -> RowIndices:
         return (splitmix64(keys.view(np.uint64)) & np.uint64(len(self._index) - 1)).view(np.int64)
 
     def _rebuild_index(self) -> None:
-        """An index of the right size: between a quarter and a half full."""
+        """Rebuild the index at the right size: between a quarter and a half full."""
         size = max(_MIN_INDEX_SIZE, 1 << (2 * self._count - 1).bit_length() if self._count else 0)
         if size == len(self._index):
             self._index.fill(-1)
@@ -112,12 +111,12 @@ class RowStore:
         self._index_rows(0)
 
     def _index_rows(self, begin: int) -> None:
-        """Rows from this place on into the index, a bounded number at a time."""
+        """Add the rows from `begin` on to the index, a bounded number at a time."""
         for start in range(begin, self._count, 1 << 20):
-            places = np.arange(start, min(start + (1 << 20), self._count), dtype=np.int32)
-            at = self._hash_slots(self._keys[places])
-            while len(places):
-                free = np.flatnonzero(self._index[at] < 0)
-                self._index[at[free]] = places[free]  # of several that want the same, one gets it
-                lost = self._index[at] != places
-                places, at = places[lost], (at[lost] + 1) & (len(self._index) - 1)
+            rows_at = np.arange(start, min(start + (1 << 20), self._count), dtype=np.int32)
+            slots = self._hash_slots(self._keys[rows_at])
+            while len(rows_at):
+                free = np.flatnonzero(self._index[slots] < 0)
+                self._index[slots[free]] = rows_at[free]  # of several rows with the same slot, one gets it
+                unplaced = self._index[slots] != rows_at
+                rows_at, slots = rows_at[unplaced], (slots[unplaced] + 1) & (len(self._index) - 1)

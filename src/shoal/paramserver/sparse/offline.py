@@ -1,4 +1,4 @@
-"""The rows of a finished run in this process's memory, for a model that is looked at without servers."""
+"""The rows of a finished run in this process's memory, for using a model without servers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OfflineRows:
 
 
 def bind_checkpoint_rows(tables: Sequence[SparseTable], checkpoint: str, *, seed: int) -> None:
-    """Let a model's tables have the rows of a checkpoint, which is named by its manifest. SH419 if it is gone, SH502
-    if it is damaged."""
+    """Bind a model's tables to the rows of a checkpoint, given by its manifest. SH419 if it is missing, SH502 if it is
+    damaged."""
     step = step_from_path(checkpoint)
     if step is None:
         raise error("SH419", "the checkpoint with the rows of the model's sparse tables is gone")

@@ -1,4 +1,4 @@
-"""What workers want of servers' sparse tables."""
+"""Requests of workers for the servers' sparse tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SNAPSHOT_REPLY_BYTES = 16 << 20
 
 
 class LookupRows(SingleReply):
-    """Rows of one table, by rising key, as they are at a step; only servers that have some are asked."""
+    """Look up rows of one table at a step, by ascending key. Only servers with requested rows are asked."""
 
     def __init__(self, table: TableSpec, keys: Keys, *, step: int) -> None:
         self.values: Floats = np.empty((len(keys), table.dim), dtype=np.float32)
@@ -43,7 +43,7 @@ class LookupRows(SingleReply):
 
     def buffer_for(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> PayloadTarget:
         if frame.kind != protocol.ROWS_FOUND:
-            raise LinkError(f"answers with a frame of kind {frame.kind}")
+            raise LinkError(f"answered with a frame of kind {frame.kind}")
         return [self.values[self._key_range(piece)].data.cast("B")]
 
     def handle_reply(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> bool:
@@ -52,7 +52,7 @@ class LookupRows(SingleReply):
 
 @dataclass
 class SnapshotRows(GatherAll):
-    """What rows each piece has at a step: digests, numbers, and where they were saved, if that was asked for."""
+    """The rows of each piece at a step: digests, counts and, if requested, where servers saved them."""
 
     step: int
     save: bool
@@ -63,7 +63,7 @@ class SnapshotRows(GatherAll):
 
     def buffer_for(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> PayloadTarget:
         if frame.kind != protocol.ROWS_SNAPSHOT or frame.size > MAX_SNAPSHOT_REPLY_BYTES:
-            raise LinkError(f"answers with {frame.size} bytes of kind {frame.kind}")
+            raise LinkError(f"answered with {frame.size} bytes of kind {frame.kind}")
         return server.connection.allocate_payload(frame.size)
 
     def handle_reply(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> bool:

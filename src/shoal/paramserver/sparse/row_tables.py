@@ -1,7 +1,7 @@
-"""What a server holds of all sparse tables: the rows of its chunks, which go wherever the chunks go.
+"""A server's rows of all sparse tables: those of its chunks, which move with the chunks.
 
-A row that was never changed is not stored: it is made when somebody asks. Of the last step the rows that it changed are
-kept as they were before: workers that must do that step again have to start from there.
+A row that was never updated is not stored: its initial values are computed on request. The rows changed by the last
+step are also kept in their previous state, because workers that repeat the step must start from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RowGradients = Mapping[int, SparseRows]
 
 
 class RowTables:
-    """Chunks are named by ranges [first, last), as everywhere on a server."""
+    """Chunks are given as ranges [first, last), as everywhere on a server."""
 
     def __init__(self, tables: Sequence[TableSpec]) -> None:
         self.tables = list(tables)
@@ -33,7 +33,7 @@ class RowTables:
         self._previous: dict[tuple[int, int], list[SparseRows]] = {}
 
     def __len__(self) -> int:
-        """All rows that are stored."""
+        """Number of stored rows."""
         return sum(map(len, self._stores))
 
     @property
@@ -43,15 +43,15 @@ class RowTables:
     # ---- steps ----
 
     def read(self, table: int, keys: Keys, *, step: int | None = None, applied: Keys | None = None) -> Floats:
-        """The rows' values now; or, of chunks that have applied the step already, as they were before it."""
+        """The rows' current values; in chunks that have already applied `step`, their values before it."""
         rows = self._full_rows(table, keys)
         if step is not None and applied is not None:
-            behind = np.flatnonzero(applied[chunks_of(keys)] > step)
-            if len(behind):
-                then = rows[behind]
+            ahead = np.flatnonzero(applied[chunks_of(keys)] > step)
+            if len(ahead):
+                previous = rows[ahead]
                 for kept in self._previous.values():
-                    copy_matching_rows(kept[table], keys[behind], then)
-                rows[behind] = then
+                    copy_matching_rows(kept[table], keys[ahead], previous)
+                rows[ahead] = previous
         return np.ascontiguousarray(rows[:, : self.dims[table]])
 
     def apply(
@@ -64,7 +64,7 @@ class RowTables:
         clip: float | None = None,
         keep_previous: bool = True,
     ) -> None:
-        """One update of the rows of these chunks that have a gradient; what they were is remembered."""
+        """Update the rows of these chunks that have a gradient once; keep their previous state."""
         before = [empty_rows(width) for width in self.widths]
         for number, grads in gradients.items():
             before[number] = self._update_rows(number, grads.in_chunks(first, last), scale, clip)
@@ -73,51 +73,52 @@ class RowTables:
             self._previous[first, last] = before
 
     def _update_rows(self, number: int, grads: SparseRows, scale: float, clip: float | None) -> SparseRows:
-        """Returns what the rows were."""
+        """Returns the rows' previous state."""
         table, store = self.tables[number], self._stores[number]
-        places = store.find(grads.keys)
-        rows = self._full_rows(number, grads.keys, places)
+        indices = store.find(grads.keys)
+        rows = self._full_rows(number, grads.keys, indices)
         old = SparseRows(grads.keys, rows.copy())
         values = grads.values if clip is None else grads.values.clip(-clip, clip)
         update_rows(table.optimizer, rows, values, lr=table.lr * scale, eps=table.eps)
-        there = places >= 0
-        store.write(places[there], rows[there])
-        store.insert(grads.keys[~there], rows[~there])
+        stored = indices >= 0
+        store.write(indices[stored], rows[stored])
+        store.insert(grads.keys[~stored], rows[~stored])
         return old
 
-    def _full_rows(self, number: int, keys: Keys, places: Keys | None = None) -> Floats:
-        """Values and slots, also of rows that are not stored."""
+    def _full_rows(self, number: int, keys: Keys, indices: Keys | None = None) -> Floats:
+        """Values and optimizer state, also of rows that are not stored."""
         table, store = self.tables[number], self._stores[number]
-        places = store.find(keys) if places is None else places
-        new = np.flatnonzero(places < 0)
+        indices = store.find(keys) if indices is None else indices
+        new = np.flatnonzero(indices < 0)
         if not len(new):
-            return store.read(places)
+            return store.read(indices)
         rows = np.zeros((len(keys), table.width), dtype=np.float32)
-        there = np.flatnonzero(places >= 0)
-        rows[there] = store.read(places[there])
+        stored = np.flatnonzero(indices >= 0)
+        rows[stored] = store.read(indices[stored])
         rows[new, : table.dim] = table.initial_rows(keys[new])
         return rows
 
     # ---- contents ----
 
     def read_rows(self, first: int, last: int) -> list[SparseRows]:
-        """All rows of these chunks, by table: copies."""
+        """Copies of all rows of these chunks, by table."""
         return [store.read_chunks(first, last) for store in self._stores]
 
     def read_bundles(self, first: int, last: int) -> list[RowBundle]:
-        """For `put`, on another server."""
-        now = [RowBundle(CURRENT, number, rows) for number, rows in enumerate(self.read_rows(first, last))]
-        return now + [RowBundle(PREVIOUS, number, rows) for number, rows in enumerate(self._previous_rows(first, last))]
+        """Current and previous rows, for `write_bundles` on another server."""
+        current = [RowBundle(CURRENT, number, rows) for number, rows in enumerate(self.read_rows(first, last))]
+        previous = [RowBundle(PREVIOUS, number, rows) for number, rows in enumerate(self._previous_rows(first, last))]
+        return current + previous
 
     def _previous_rows(self, first: int, last: int) -> list[SparseRows]:
-        """What the last step changed of them, as it was."""
+        """The rows that the last step changed, before it."""
         found = [empty_rows(width) for width in self.widths]
         for kept in self._previous.values():
             found = [add_rows(a, b.in_chunks(first, last)) for a, b in zip(found, kept, strict=True)]
         return found
 
     def write_bundles(self, first: int, last: int, bundles: Sequence[RowBundle]) -> None:
-        """Hold these rows, each once, in place of what is held of these chunks."""
+        """Replace the rows of these chunks by these, each given once."""
         self.drop(first, last)
         before = [empty_rows(width) for width in self.widths]
         for kind, number, rows in bundles:
@@ -134,17 +135,17 @@ class RowTables:
         self._drop_previous(first, last)
 
     def _drop_previous(self, first: int, last: int) -> None:
-        """What these chunks were before is of no use any more."""
+        """Drop the previous rows of these chunks."""
         for (begin, end), kept in list(self._previous.items()):
             if begin < last and first < end:
                 del self._previous[begin, end]
                 for a, b in ((begin, first), (last, end)):
-                    if a < b:  # pieces were others then
+                    if a < b:  # the pieces had other boundaries then
                         self._previous[a, b] = [rows.in_chunks(a, b) for rows in kept]
 
 
 def digests(contents: Sequence[SparseRows], first: int, last: int) -> list[str]:
-    """Of each chunk: equal if it has the same rows, down to the bit."""
+    """A digest per chunk: equal if the chunk has the same rows, bit for bit."""
     return [_digest([rows.in_chunks(i, i + 1) for rows in contents]) for i in range(first, last)]
 
 
