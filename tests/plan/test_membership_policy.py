@@ -40,7 +40,7 @@ def run_with_faults(world):
     run_until_converged(world)
     require(world.views - before <= 40, f"{world.views - before} views until it rests")
     settled, commits = world.views, world.commits
-    for _ in range(150):
+    for _ in range(max(150, 40 * len(world.alive_workers()))):  # a commit takes some turns of every member
         world.step()
     require(world.views - settled <= 2, "views go on")  # lanes may once more move to who is faster
     require(world.commits > commits, "nobody trains")
