@@ -40,7 +40,7 @@ def run_with_faults(world):
     run_until_converged(world)
     require(world.views - before <= 40, f"{world.views - before} views until it rests")
     settled, commits = world.views, world.commits
-    for _ in range(150):
+    for _ in range(max(150, 40 * len(world.alive_workers()))):  # a commit takes some turns of every member
         world.step()
     for _ in range(1500):  # where many stand by, it may take a while until those who train have their turn
         if world.commits > commits:
