@@ -20,7 +20,9 @@ from torch import Tensor
 
 from shoal.checkpoint.state_format import receive_state, send_state
 from shoal.codecs.residual import Residual
+from shoal.collectives.outcome import Discarded
 from shoal.net.errors import LinkError
+from shoal.spec.view import View, step_of
 
 ResidualStates = dict[int, dict[str, Any]]
 """By lane; an empty entry for a lane that has no residual yet."""

@@ -152,7 +152,7 @@ class FlatLayout:
                 _checked_int(averaged, MAX_TENSORS),
                 _checked_int(first, MAX_TENSORS),
             )
-            least = _checked_int(description.get("least", 0), MAX_CHUNKS)
+            min_chunks = _checked_int(description.get("least", 0), MAX_CHUNKS)
             if len(tensors) != sum(sizes) + 2:
                 raise ValueError(f"{len(tensors)} tensors")
             added = sizes[0] + sizes[1] + 2

@@ -17,8 +17,7 @@ from shoal.errors import error
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import fork_servers
 from shoal.net.errors import LinkError
-from shoal.paramserver.client import ParameterServerClient as Lines
-from shoal.paramserver.client import Request, ViewEntry
+from shoal.paramserver.client import ParameterServerClient, Request, ViewEntry
 from shoal.paramserver.requests import Pull, SetState
 from shoal.server import snapshot
 from shoal.server.client import pull_snapshot
