@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # one process per core, one thread per process
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all check bench setup clean
+.PHONY: demo test test-all check coverage bench setup clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal run examples/digits/job.yaml
@@ -23,6 +23,9 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.house_gates
+
+coverage: $(VENV)/.dev
+	$(PYTEST) -n 2 --dist worksteal -q --cov=shoal --cov-branch --cov-report=term:skip-covered
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.overhead
@@ -43,4 +46,4 @@ $(VENV)/.dev: $(VENV)/.demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage

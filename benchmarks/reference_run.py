@@ -30,8 +30,8 @@ def saved_weights(paths: RunPaths) -> tuple[int, str]:
 
 
 def reference_weights(job: Path, *, steps: int, runs: Path) -> str:
-    """SHA-256 of the weights after `steps`. The job must set `lanes`, and its length in steps."""
-    changes = [f"steps={steps}", "name=undisturbed", "workers=1", "watch=[]"]
+    """The SHA-256 of the weights after so many steps. The job must say its lanes, and its length in steps."""
+    changes = [f"steps={steps}", "name=undisturbed", "workers=1", "watchers=[]"]
     words = [word for change in changes for word in ("--set", change)]
     command = [sys.executable, "-m", "shoal", "run", str(job), "--json", "--quiet", "--runs", str(runs), *words]
     rows = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from shoal.events.stream import STRICT_VARIABLE
 from shoal.jobs import executor
-from shoal.jobs.run_driver import make_fork_server
+from shoal.jobs.fork_servers import make_fork_server
 from shoal.spec.load import make_job
 
 settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's matter
 settings.load_profile("shoal")
+
+os.environ[STRICT_VARIABLE] = "1"  # workers and servers inherit it: an event that breaks the schema fails the test
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -51,7 +51,7 @@ class Tree:
 
     def resume(self, there: Path) -> None:
         """Without the watchers that killed it."""
-        (field,) = in_words_of(self.source, {"watch": []})
+        (field,) = in_words_of(self.source, {"watchers": []})
         self._shoal(there, "resume", "last", "--set", f"{field}=[]")
 
     def _shoal(self, there: Path, *words: str) -> None:

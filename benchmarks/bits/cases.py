@@ -51,7 +51,7 @@ CODECS: tuple[dict[str, Any], ...] = (
     {"kind": "topk", "keep": 0.05, "momentum": 0.5},
     {"kind": "lowrank", "rank": 2},
 )
-LOCAL = {"kind": "local", "every": 4, "settle": 2, "fragments": 2}
+LOCAL = {"kind": "local", "every": 4, "rounds_per_sync": 2, "fragments": 2}
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Case:
         job = copy.deepcopy(self.job) | copy.deepcopy(self.changes)
         if self.kills:
             args = {"steps": list(self.kills), "marks": "" if self.interrupted else marks}
-            job["watch"] = [{"name": "models.py:KillAt", "args": args}]
-            job["engine"] = {"kind": "local", "restarts": 0 if self.interrupted else 9}
+            job["watchers"] = [{"name": "models.py:KillAt", "args": args}]
+            job["elastic"] = {"restarts": 0 if self.interrupted else 9}
         return job
 
 
@@ -97,17 +97,17 @@ def cases() -> list[Case]:
         Case("servers gpt int8", GPT, changes={"sync": server(2, 1), "workers": 2, "codec": {"kind": "int8"}}),
         Case("sparse tables, 1 worker", WORDS, changes={"sync": server(1, 0)}),
         Case("sparse tables, 2 workers", WORDS, changes={"sync": server(2, 1), "workers": 2}),
-        Case("fsdp over 2", GPT, changes={"shard": {"kind": "fsdp", "ways": 2}, "workers": 2}),
-        Case("fsdp over 2, 4 workers", MLP, changes={"shard": {"kind": "fsdp", "ways": 2}, "workers": 4}),
+        Case("fsdp over 2", GPT, changes={"shard": {"kind": "fsdp", "size": 2}, "workers": 2}),
+        Case("fsdp over 2, 4 workers", MLP, changes={"shard": {"kind": "fsdp", "size": 2}, "workers": 4}),
         Case(
             "tensor over 2",
             MLP,
-            changes={"shard": {"kind": "tensor", "patterns": "mlp", "ways": 2}, "workers": 2},
+            changes={"shard": {"kind": "tensor", "patterns": "mlp", "size": 2}, "workers": 2},
         ),
         Case(
             "pipeline over 2",
             GPT,
-            changes={"shard": {"kind": "pipeline", "microbatches": 2, "ways": 2}, "workers": 2},
+            changes={"shard": {"kind": "pipeline", "microbatches": 2, "size": 2}, "workers": 2},
         ),
         Case(
             "folds",
@@ -118,7 +118,7 @@ def cases() -> list[Case]:
         Case("kills int8 gpt", GPT, kills=(5, 13), changes={"workers": 2, "codec": {"kind": "int8"}}),
         Case("kills local", MLP, kills=(11, 26), changes={"sync": LOCAL, "workers": 2}),
         Case("kills servers", GPT, kills=(5, 15), changes={"sync": server(2, 1), "workers": 2}),
-        Case("kills fsdp", MLP, kills=(12,), changes={"shard": {"kind": "fsdp", "ways": 2}, "workers": 2}),
+        Case("kills fsdp", MLP, kills=(12,), changes={"shard": {"kind": "fsdp", "size": 2}, "workers": 2}),
     ]
     return made + resumed()
 
@@ -137,13 +137,13 @@ def resumed() -> list[Case]:
             MLP,
             kills=(25,),
             interrupted=True,
-            changes={"shard": {"kind": "fsdp", "ways": 2}, "workers": 2},
+            changes={"shard": {"kind": "fsdp", "size": 2}, "workers": 2},
         ),
         Case(
             "resume balanced",
             MLP,
             kills=(25,),
             interrupted=True,
-            changes={"data": data | {"deal": {"kind": "hash"}}},
+            changes={"data": data | {"sampler": {"kind": "hash"}}},
         ),
     ]

@@ -15,7 +15,7 @@ from benchmarks.links.models import BATCH, job
 from benchmarks.links.sides import CODECS, LOCALS, local
 from benchmarks.overhead.side_by_side import Row
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job
@@ -99,7 +99,8 @@ def train_curves(
                 plain, curve = _job(model, data, codec, seed=seed, steps=steps), Curve(BATCH[model])
                 going[codec, seed] = _started(plain, scratch / "quality", fork_server, curve), curve
             for name, (run, curve) in list(going.items()):
-                if outcome := run.tick(0.02):
+                run.wait(0.02)
+                if outcome := run.tick():
                     del going[name]
                     if outcome.receipt is None:
                         raise outcome.error or RuntimeError(f"the run is {outcome.status}")

@@ -27,6 +27,8 @@ from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.collectives.transport.bandwidth import answer_link_test, measure_link
 from shoal.events import Event, RunState
 from shoal.jobs import planner
+from shoal.jobs.fork_servers import ForkServerPool
+from shoal.jobs.steps import run_steps
 from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_measured, sync_section
 from shoal.plan.costs.model import Cluster, CostPrediction, HostResources, MeasuredJob, NetworkLink, RunChoice
 from shoal.plan.costs.predict import predict
@@ -129,8 +131,9 @@ class Bench:
         )
 
     def planned(self, cell: Cell) -> dict[str, Any]:
-        """The planner's choice, and its prediction for every side."""
-        facts = planner.measure(make_job(dict(self._job(cell, RunChoice()))), fork_server=self.fork_servers[0])
+        """What the planner would take, and what it said of every side."""
+        pool = ForkServerPool(self.fork_servers[0])
+        facts = run_steps(planner.measure_steps(make_job(dict(self._job(cell, RunChoice()))), pool))
         link = measured_link(self.hosts, cell.mbit)
         measured, machine = read_measured(facts), read_cluster(facts, PlanRequest())
         said = predictions(cell.sides, measured, machine, link, cell.slow)
@@ -145,9 +148,9 @@ class Bench:
         }
 
     def _job(self, cell: Cell, choice: RunChoice) -> Mapping[str, Any]:
-        engine = {"kind": "local", "listen": ADDRESSES[0], "patience_s": 5}  # end soon if the benchmark dies
+        how = {"network": {"listen": ADDRESSES[0]}, "elastic": {"patience_s": 5}}  # not long without us
         way = {"sync": sync_section(choice), "codec": CODECS[choice.codec], "workers": choice.workers}
-        return job(cell.model, self.data, engine=engine, lanes=LANES, batch_size=SAMPLES[cell.model], **way)
+        return job(cell.model, self.data, **how, lanes=LANES, batch_size=SAMPLES[cell.model], **way)
 
 
 def balanced(going: RunningSide, shaped_t: float, *, most_s: float) -> bool:

@@ -15,10 +15,14 @@ from benchmarks.links.models import job
 from benchmarks.links.two_host_engine import TwoHostEngine
 from benchmarks.report import environment
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engine import Launch
+from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
-from shoal.jobs.run_driver import RunDriver, make_fork_server
+from shoal.jobs.fork_servers import make_fork_server
+from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
 PLAIN = "benchmarks.links.plain"
@@ -99,7 +103,8 @@ class ShoalSide:
         paths = run_dir.create(made, place / "runs")
         self.rows: dict[str, list[StepRow]] = defaultdict(list)
         self._run = RunDriver(made, paths, fork_servers[0], on_event=self._on_event)
-        self._run.engine = TwoHostEngine(fork_servers, name=str(paths.root), logs=paths.logs)  # type: ignore[assignment]
+        self._engine = TwoHostEngine(fork_servers, paths)
+        self._run.engine = self._engine
         self._run.start()
 
     def _on_event(self, event: Event, state: RunState) -> None:
@@ -110,14 +115,15 @@ class ShoalSide:
             self.rows[event.who].append(step)
 
     def tick(self) -> None:
-        if outcome := self._run.tick(0.05):
+        self._run.wait(0.05)
+        if outcome := self._run.tick():
             raise outcome.error or RuntimeError(f"the run is {outcome.status}: {outcome.paths.root}")
 
     def pids(self) -> list[int]:
-        return _pids([self._run.engine])
+        return _pids([self._engine])
 
     def pid(self, seat: int) -> int | None:
-        return self._run.engine.pid(seat)
+        return self._engine.pid(seat)
 
     def close(self) -> None:
         self._run.close()
@@ -130,9 +136,9 @@ class PlainTorchSide:
 
     def __init__(self, asked: Mapping[str, Any], fork_servers: ForkServers, place: Path) -> None:
         self._place = place
-        self._engines = [LocalEngine(it, name=str(place), logs=place / "logs") for it in fork_servers]
+        self._engines = [LocalEngine(it, RunPaths.at(place)) for it in fork_servers]
         for rank, engine in enumerate(self._engines):
-            engine.start([Seat(number=rank)], PLAIN, [json.dumps({**asked, "reports": str(place)})])
+            engine.start([Launch(Seat(number=rank), PLAIN, (json.dumps({**asked, "reports": str(place)}),))])
 
     @property
     def rows(self) -> dict[str, list[StepRow]]:
@@ -150,8 +156,8 @@ class PlainTorchSide:
             engine.close()
 
 
-def _pids(engines: Sequence[LocalEngine]) -> list[int]:
-    return [pid for engine in engines for seat in engine.seats if (pid := engine.pid(seat))]
+def _pids(engines: Sequence[LocalEngine | TwoHostEngine]) -> list[int]:
+    return [pid for engine in engines for seat in engine.running() if (pid := engine.pid(seat))]
 
 
 def _read(path: Path) -> list[StepRow]:
@@ -173,8 +179,8 @@ def sides(
         return lambda place: PlainTorchSide(asked, fork_servers, place)
 
     def shoal(**changes: Any) -> Start:
-        engine = {"kind": "local", "listen": ADDRESSES[0], "balance": False, "patience_s": 5}  # not long without us
-        return lambda place: ShoalSide(job(model, data, engine=engine, **changes), fork_servers, place)
+        how = {"network": {"listen": ADDRESSES[0]}, "elastic": {"balance": False, "patience_s": 5}}
+        return lambda place: ShoalSide(job(model, data, **how, **changes), fork_servers, place)
 
     def server(staleness: str, codec: str) -> Start:
         return shoal(sync={"kind": "server", "staleness": _number(staleness)}, codec=CODECS[codec])
@@ -189,7 +195,10 @@ def sides(
 def local(name: str) -> dict[str, Any]:
     """The sync and codec sections of a side in LOCALS."""
     every, codec = name.removeprefix("local ").split(", ")
-    return {"sync": {"kind": "local", "every": int(every), "settle": PERIOD // int(every)}, "codec": CODECS[codec]}
+    return {
+        "sync": {"kind": "local", "every": int(every), "rounds_per_sync": PERIOD // int(every)},
+        "codec": CODECS[codec],
+    }
 
 
 def period(name: str) -> int:

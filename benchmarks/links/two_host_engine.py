@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import select
 from collections.abc import Sequence
-from pathlib import Path
 
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engine import Exit, Launch, Node
+from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.forkserver import ForkServer
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
 
 class TwoHostEngine:
-    """`fork_servers`: those of the near and the far host."""
+    """See Engine. `fork_servers` are those of the near and the far host, which share a file system."""
 
-    def __init__(self, fork_servers: tuple[ForkServer, ForkServer], *, name: str, logs: Path) -> None:
-        self._near, self._far = (LocalEngine(fork_server, name=name, logs=logs) for fork_server in fork_servers)
+    def __init__(self, fork_servers: tuple[ForkServer, ForkServer], paths: RunPaths) -> None:
+        self._near, self._far = (LocalEngine(fork_server, paths) for fork_server in fork_servers)
         self._workers = 0
         self._epoll = select.epoll()
         for fork_server in fork_servers:
             self._epoll.register(fork_server, select.EPOLLIN)
 
-    def start(self, seats: Sequence[Seat], entry: str, arguments: Sequence[str]) -> None:
-        for seat in seats:
-            self._workers += seat.role == "worker"
-            far = seat.role == "worker" and self._workers == 2
-            (self._far if far else self._near).start([seat], entry, arguments)
+    def capacity(self) -> list[Node]:
+        return self._near.capacity() + self._far.capacity()
 
-    def adopt(self, seat: int, pid: int) -> None:
-        raise NotImplementedError("there are no earlier processes to adopt")
-
-    def fileno(self) -> int:
-        return self._epoll.fileno()
-
-    @property
-    def seats(self) -> list[int]:
-        return sorted(self._near.seats + self._far.seats)
+    def start(self, launches: Sequence[Launch]) -> None:
+        for launch in launches:
+            self._workers += launch.seat.role == "worker"
+            far = launch.seat.role == "worker" and self._workers == 2
+            (self._far if far else self._near).start([launch])
 
     def poll(self, timeout_s: float) -> list[Exit]:
         self._epoll.poll(timeout_s)
         return self._near.poll(0) + self._far.poll(0)
 
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def running(self) -> list[int]:
+        return sorted(self._near.running() + self._far.running())
+
     def stop(self, seats: Sequence[int]) -> None:
         for engine in (self._near, self._far):
-            engine.stop([seat for seat in seats if seat in engine.seats])
+            engine.stop(seats)
+
+    def reattach(self) -> list[Seat]:
+        return self._near.reattach()
 
     def close(self) -> None:
         self._near.close()
@@ -51,4 +54,4 @@ class TwoHostEngine:
         self._epoll.close()
 
     def pid(self, seat: int) -> int | None:
-        return (self._near if seat in self._near.seats else self._far).pid(seat)
+        return (self._near if seat in self._near.running() else self._far).pid(seat)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.overhead.runs import BATCH, job, open_fork_server, plain_run, shoal_run
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median, ratio
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 
 STEPS = {"mlp": 2500, "cnn": 150, "gpt": 60}
 PLAIN = {

@@ -10,11 +10,15 @@ from typing import Any
 
 from benchmarks.overhead.samples import IMAGES, LABELS, TEXT
 from benchmarks.report import environment
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engine import Launch
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import executor
-from shoal.jobs.run_driver import make_fork_server
+from shoal.jobs.fork_servers import make_fork_server
+from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.load import make_job
 from shoal.spec.receipt import Receipt
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
 BATCH = {"mlp": 128, "cnn": 128, "gpt": 12}
@@ -48,15 +52,15 @@ def shoal_run(
     plain_job: dict[str, Any], runs: Path, fork_server: ForkServer, on_event: executor.OnEvent | None = None
 ) -> Receipt:
     outcome = executor.run(make_job(plain_job), runs=runs, on_event=on_event, fork_server=fork_server)
-    if isinstance(outcome, executor.FoldsResult) or outcome.receipt is None:
+    if outcome.receipt is None:
         raise outcome.error or RuntimeError(f"the run is {outcome.status}")
     return outcome.receipt
 
 
 def plain_run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> None:
-    engine = LocalEngine(fork_server, name="plain", logs=logs)
-    engine.start([Seat(number=0)], PLAIN, [json.dumps(asked)])
+    engine = make_engine(LocalEngineConfig(), RunPaths.at(logs), fork_server)
+    engine.start([Launch(Seat(number=0), PLAIN, (json.dumps(asked),))])
     while not (exits := engine.poll(1.0)):
         pass
-    if exits[0].code:
+    if exits[0].code != 0:
         raise RuntimeError(f"the plain loop failed, see {logs}")

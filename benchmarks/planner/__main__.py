@@ -26,9 +26,11 @@ from benchmarks.links.models import BATCH, USUAL, job
 from benchmarks.links.samples import prepare
 from benchmarks.links.sides import CODECS, ForkServers, open_fork_server, sides
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import planner, run_dir
+from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.run_driver import RunDriver
+from shoal.jobs.steps import run_steps
 from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_link, read_measured
 from shoal.plan.costs.model import Cluster, HostResources, RunChoice
 from shoal.plan.costs.predict import predict
@@ -83,7 +85,7 @@ class Bench:
         said: dict[str, list[float]] = {name: [] for name in choices}
         true: dict[str, list[float]] = {name: [] for name in choices}
         for _ in range(self.rounds):
-            facts = planner.measure(make_job(dict(job(model, self.data))), fork_server=fork_server)
+            facts = run_steps(planner.measure_steps(make_job(dict(job(model, self.data))), ForkServerPool(fork_server)))
             measured, link = read_measured(facts), read_link(facts, wanted)
             machine = there(read_cluster(facts, wanted))
             for name, choice in choices.items():
@@ -107,10 +109,12 @@ class Bench:
         ) as run:
             run.start()
             while not seen:
-                run.tick(0.05)
+                run.wait(0.05)
+                run.tick()
             began = time.monotonic()
             while time.monotonic() < began + self.window_s or len(seen) < 3:
-                run.tick(0.05)
+                run.wait(0.05)
+                run.tick()
         return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
 
 

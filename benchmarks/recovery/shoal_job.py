@@ -58,7 +58,7 @@ def make_job_sampler(job: Job) -> LaneSampler:
     """The sampler of the job, made as a worker makes it."""
     data = open_datasets(job.data, seed=job.seed, base_dir=job.base_dir, cache_dir=Path(job.base_dir, "cache"))
     return make_sampler(
-        job.data.deal,
+        job.data.sampler,
         ids=data.train.ids,
         lanes=job.lane_count,
         batch_size=job.batch_size,
@@ -93,7 +93,7 @@ def write_job(workload: Workload) -> Path:
         "steps": 10**8,
         "workers": workload.workers,
         "lanes": workload.workers,
-        "watch": [{"name": "benchmarks.recovery.shoal_job:CommitLogger", "args": itself}],
+        "watchers": [{"name": "benchmarks.recovery.shoal_job:CommitLogger", "args": itself}],
         "export": [],
     }
     path = job_file(workload)

@@ -16,13 +16,14 @@ import torch
 from benchmarks.server import model, processes
 from benchmarks.server.protocol import serve, timed
 from benchmarks.server.setting import Setting
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.outcome import Committed
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.paramserver.event_loop import ServerLoop
 from shoal.paramserver.server import ServerConfig
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import Address, View
-from shoal.strategies.parameter_server import ParameterServerSync
+from shoal.strategies.parameter_server_sync import ParameterServerSync
 
 TOKEN = "a token for one run of a benchmark"
 FIRST_SERVER = 100
@@ -81,12 +82,12 @@ def _work(pipe: Connection, enter_host: processes.EnterHost, seat: int, setting:
     address = enter_host()
     replica = model.replica(setting)
     endpoint = Endpoint(TOKEN, bind=address, serve=lambda sock, hello: None)
-    sync = ParameterServerSync(setting.workers, replica, staleness=0, endpoint=endpoint, token=TOKEN)
+    sync = ParameterServerSync(setting.workers, replica, group=ViewGroup(endpoint, TOKEN), token=TOKEN, staleness=0)
     pipe.send((endpoint.address, sync.chunk_offsets))
     table, view = pipe.recv()
     sync.set_chunk_table(table)
-    if why := sync.reconfigure(view, seat):
-        raise RuntimeError(why)
+    if discarded := sync.reconfigure(view, seat):
+        raise RuntimeError(discarded.why)
     value, step = model.lane_sum(replica), 0
 
     def once() -> None:

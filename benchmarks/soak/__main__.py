@@ -174,7 +174,7 @@ def soak(scratch: Path, asked: argparse.Namespace) -> dict[str, Any]:
         "survived": alive,
         "steps": step,
         "faults": dict(one.faults),
-        "put_out": one.events["put_out"],
+        "evicted": one.events["evicted"],
         "deaths": one.state.deaths,
         "views": one.state.views,
         "back_to_a_checkpoint": one.events["resumed"],

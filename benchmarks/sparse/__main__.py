@@ -19,7 +19,6 @@ from benchmarks import report
 from benchmarks.sparse.model import IDS
 from shoal.events import Event, RunState
 from shoal.jobs import executor
-from shoal.jobs.run_driver import RunResult
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
 
@@ -71,7 +70,7 @@ def measure(rows: int, dim: int, servers: int, workers: int, passes: int, place:
         base_dir=str(place),
     )
     outcome = executor.run(job, runs=place / "runs", on_event=watch)
-    if not isinstance(outcome, RunResult) or outcome.receipt is None:
+    if outcome.receipt is None:
         raise RuntimeError(str(outcome))
     a_pass = -(-(rows // IDS) // BATCH)
     return {

@@ -24,7 +24,7 @@ from benchmarks.overhead.runs import job, open_fork_server
 from benchmarks.overhead.side_by_side import Numbers, Row, in_turns, median, ratio
 from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
 from shoal.jobs.run_driver import RunDriver
 from shoal.spec.load import make_job
@@ -35,12 +35,12 @@ BATCH = 384
 MAX_S = 300.0
 BASE = "lanes, they stay"
 SIDES: Mapping[str, dict[str, Any]] = {
-    BASE: {"lanes": MANY, "engine": {"balance": False}},
-    "lanes, they move": {"lanes": MANY, "engine": {"balance": True}},
+    BASE: {"lanes": MANY, "elastic": {"balance": False}},
+    "lanes, they move": {"lanes": MANY, "elastic": {"balance": True}},
 } | {
     f"server, {staleness}, {words}": {
         "lanes": lanes,
-        "engine": {"balance": words == "they move"},
+        "elastic": {"balance": words == "they move"},
         "sync": {"kind": "server", "servers": SERVERS, "staleness": staleness},
     }
     # with staleness each lane pushes separately, so there is one lane per worker
@@ -100,7 +100,8 @@ class Comparison:
         deadline = time.monotonic() + MAX_S
         try:
             while (seconds := watch.reached(self.loss)) is None and time.monotonic() < deadline:
-                if outcome := going.tick(0.1):
+                going.wait(0.1)
+                if outcome := going.tick():
                     raise outcome.error or RuntimeError(f"the run is {outcome.status}")
         finally:
             watch.stop()
@@ -111,8 +112,8 @@ class Comparison:
         """The loss of one undisturbed worker after `steps`."""
         curve = Curve(BATCH)
         going = self._started(curve.on_event, steps=steps, workers=1)
-        while going.tick(0.1) is None:
-            pass
+        while going.tick() is None:
+            going.wait(0.1)
         return list(curve.smooth())[-1][1]
 
     def _started(self, look: Callable[[Event, RunState], None], **changes: Any) -> RunDriver:

@@ -19,7 +19,7 @@ from benchmarks.overhead.samples import gather as gather_samples
 from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, median
 from benchmarks.sync import ddp, lanes
 from benchmarks.sync.stopwatch import gather
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 
 RIVAL = "ddp"
 

@@ -20,22 +20,27 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.overhead.plain import Pair, arrays, train
 from benchmarks.overhead.runs import BATCH
 from benchmarks.sync.stopwatch import steps_to_run, timed
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engine import Launch
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
+from shoal.spec.engine import LocalEngineConfig
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
 ENTRY = "benchmarks.sync.ddp"
 
 
 def run(asked: dict[str, Any], logs: Path, fork_server: ForkServer) -> None:
-    """Run the processes from the fork server of Shoal's workers, until all have ended."""
-    engine = LocalEngine(fork_server, name=f"ddp-{asked['reports']}", logs=logs)
+    """The driver's side: as many processes as asked for, from the fork server of Shoal's workers, until all ended."""
+    engine = make_engine(LocalEngineConfig(), RunPaths.at(logs), fork_server)
     try:
-        engine.start([Seat(number=rank) for rank in range(asked["workers"])], ENTRY, [json.dumps(asked)])
+        words = (json.dumps(asked),)
+        engine.start([Launch(Seat(number=rank), ENTRY, words) for rank in range(asked["workers"])])
         ended = 0
         while ended < asked["workers"]:
             exits = engine.poll(1.0)
             ended += len(exits)
-            if any(one.code for one in exits):  # the others would wait for the failed process
+            if any(one.code != 0 for one in exits):  # the others would wait for it
                 raise RuntimeError(f"a process of the plain side failed, see {logs}")
     finally:
         engine.close()

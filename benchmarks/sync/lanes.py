@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.overhead.runs import job, shoal_run
 from benchmarks.sync.stopwatch import steps_to_run
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 
 
 def run(
@@ -17,6 +17,6 @@ def run(
         raise ValueError(f"{lanes} lanes cannot be dealt evenly to {workers} workers")
     watch = {"model": model, "steps": steps, "calls": lanes // workers, "reports": str(reports)}
     timed = {"name": "benchmarks.sync.stopwatch:timed", "args": watch}
-    stay = {"kind": "local", "balance": False}  # moving lanes would change the number of forward passes
-    plain = job(model, data, steps=steps_to_run(steps), window={}, lanes=lanes, workers=workers, engine=stay)
+    stay = {"balance": False}  # lanes that move would make other numbers of forward passes
+    plain = job(model, data, steps=steps_to_run(steps), window={}, lanes=lanes, workers=workers, elastic=stay)
     shoal_run({**plain, "model": timed}, runs, fork_server)

@@ -20,7 +20,7 @@ from benchmarks.overhead.runs import job, open_fork_server, shoal_run
 from benchmarks.overhead.samples import gather
 from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.events import Event, RunState
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.spec.run_paths import RunPaths
 
 REBALANCE_S = 6.0
@@ -58,8 +58,8 @@ def measure(
     model: str, data: Path, scratch: Path, fork_server: ForkServer, *, balance: bool, slow: int
 ) -> dict[str, Any]:
     watch = ThroughputWatch(slow)
-    engine = {"kind": "local", "balance": balance}
-    plain = job(model, data, steps=STEPS[model], window={}, lanes=8, workers=2, engine=engine)
+    elastic = {"balance": balance}
+    plain = job(model, data, steps=STEPS[model], window={}, lanes=8, workers=2, elastic=elastic)
     plain["model"] = f"benchmarks.overhead.models:{MODELS[model].__name__}"
     try:
         receipt = shoal_run(plain, scratch / "runs", fork_server, watch)

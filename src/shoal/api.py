@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import error
 from shoal.jobs import executor, run_dir, run_index
-from shoal.jobs.executor import FoldsResult, OnEvent
-from shoal.jobs.run_driver import RunResult
+from shoal.jobs.executor import OnEvent
+from shoal.jobs.run_result import RunResult
 from shoal.spec.job import Job
-from shoal.spec.load import check_job, load_job
+from shoal.spec.load import check_job, load_job, load_run_job
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 def run(
     job: Job | str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: OnEvent | None = None
-) -> RunResult | FoldsResult:
+) -> RunResult:
     """Run a job (an object, or the path of a job file) and wait for its end.
 
-    `look(paths, event, picture)` is called for everything that happens. A failed job raises its error.
+    `look(paths, event, picture)` is called for everything that happens; a reason that it returns stops the run at the
+    next step boundary. A failed job raises its error.
     """
     _refuse_in_worker()
     checked = check_job(job) if isinstance(job, Job) else load_job(Path(job))
@@ -37,7 +38,7 @@ def resume(
     sets: Sequence[str] = (),
     runs: str | os.PathLike[str] = "runs",
     look: OnEvent | None = None,
-) -> RunResult | FoldsResult:
+) -> RunResult:
     """Go on with a run that was broken off. `sets` change how: `["shard=none", "workers=1"]`."""
     _refuse_in_worker()
     return _raise_if_failed(executor.resume(run_dir.find(str(run), Path(runs)), overrides=sets, on_event=look))
@@ -51,7 +52,7 @@ def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", 
     from shoal.tasks.model import build_task
 
     paths = run_dir.find(str(run), Path(runs))
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     model = build_task(job).model()
     model.load_state_dict(load_weights(run_index.find_weights(paths, job, best=best)))
     if tables := sparse_tables(model):
@@ -59,7 +60,7 @@ def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", 
     return model.eval()
 
 
-def _raise_if_failed(result: RunResult | FoldsResult) -> RunResult | FoldsResult:
+def _raise_if_failed(result: RunResult) -> RunResult:
     if result.error is not None:
         raise result.error
     return result

@@ -14,8 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shoal.jobs.executor import FoldsResult
-    from shoal.jobs.run_driver import RunResult
+    from shoal.jobs.run_result import RunResult
     from shoal.spec.job import Job
 
 app = typer.Typer(
@@ -65,7 +64,7 @@ def run(
     from shoal.terminal import hints, reports
     from shoal.terminal.live import make_display
 
-    asked = {"workers": workers, "engine.listen": listen}
+    asked = {"workers": workers, "network.listen": listen}
     checked = _load(job, [*sets, *(f"{field}={value}" for field, value in asked.items() if value)])
     if workers and not (quiet or as_json) and (hint := hints.lanes_hint(checked, job, sets)):
         reports.print_lines(_console(), hint)
@@ -177,14 +176,14 @@ def evaluate(
     from shoal.errors import error
     from shoal.jobs import run_dir, run_index
     from shoal.jobs.probes import run_probe
-    from shoal.spec.load import load_job
+    from shoal.spec.load import load_run_job
     from shoal.terminal import formatting
 
     paths = run_dir.find(run, runs)
     if paths.folds:
         one = f"{paths.name}/{paths.folds[0].name}"
         raise error("SH606", f"'{paths.name}' has folds", where=run, fix=f"Name one of them, such as {one}.")
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     weights, rows = (find(paths, job, best=best) for find in (run_index.find_weights, run_index.find_checkpoint))
     other = run_index.source_override(job, data, target)
     answer = run_probe("evaluate", job, weights=weights, rows=rows, part=part or None, source=other)
@@ -312,10 +311,10 @@ def join(
     ] = "",
     directory: Annotated[Path, typer.Option("--dir", help="Where the job's code and data lie here.")] = Path("."),
     workers: Annotated[int, typer.Option(help="How many workers this machine gives.")] = 1,
-    tls: Annotated[Path | None, typer.Option(help="cert.pem, key.pem and ca.pem, if the job has engine.tls.")] = None,
+    tls: Annotated[Path | None, typer.Option(help="cert.pem, key.pem and ca.pem, if the job has network.tls.")] = None,
 ) -> None:
     """Work for a run that another machine drives."""
-    from shoal.jobs.agent import join
+    from shoal.jobs.join import join
     from shoal.terminal import reports
 
     console = _console()
@@ -416,7 +415,7 @@ def _console(to_stderr: bool = False) -> Console:
     return Console(stderr=to_stderr)
 
 
-def _print_and_exit(result: RunResult | FoldsResult, *, as_json: bool) -> NoReturn:
+def _print_and_exit(result: RunResult, *, as_json: bool) -> NoReturn:
     """Print how it ended, and leave with the exit code that says so."""
     from shoal.terminal import exit_status
 

@@ -45,6 +45,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH108": Entry("a field is given twice", "Remove one of the two lines."),
     "SH109": Entry("a bad --set override", "Write --set path.to.field=value."),
     "SH110": Entry("not supported together", "Change one of the two settings."),
+    "SH111": Entry("a field has another name now", "Write the name shown."),
     # 2xx: names that the job refers to
     "SH201": Entry("the module or file of a name is not found", "Check the spelling, or install the package."),
     "SH202": Entry("the module has no such name", "Use a name that the module defines."),
@@ -73,7 +74,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH352": Entry("the split needs a column", "Name the column in the split."),
     "SH353": Entry("a leak: the same data is on both sides of the split", "Change the split, or remove duplicates."),
     "SH354": Entry("the split is not possible with this data", "Choose another split."),
-    "SH355": Entry("the dealing is not possible with this data", "Choose another `deal`."),
+    "SH355": Entry("the dealing is not possible with this data", "Choose another `data.sampler`."),
     "SH356": Entry("the dealing needs a column", "Name a column of the data in the dealing."),
     # 4xx: training
     "SH401": Entry("the model failed on a batch", "Fix the model or the data; the message is the model's own."),
@@ -131,7 +132,7 @@ CATALOGUE: dict[str, Entry] = {
                    "Give a directory with cert.pem, key.pem and ca.pem: a certificate that this authority signed, "
                    "its key, and the authority's own certificate."),
     "SH620": Entry("the two sides do not agree on TLS",
-                   "Join with --tls DIR if the job has `engine.tls`, and not otherwise; one authority signs for all."),
+                   "Join with --tls DIR if the job has `network.tls`, and not otherwise; one authority signs for all."),
     "SH621": Entry("no way to run the job can be taken", "See the reasons of all ways: shoal plan JOB --all."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),

@@ -11,13 +11,14 @@ from shoal.codecs.size import size_bytes
 from shoal.collectives import buckets, overlap
 from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.encoded_allreduce import EncodedAllReduce
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.transport.frames import FRAME_BYTES
 from shoal.errors import ShoalError
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.spec.view import View
-from shoal.strategies.replicated_encoded import EncodedAllReduceSync
+from shoal.strategies.encoded_sync import EncodedAllReduceSync
 from tests.collectives.test_overlap import (
     LANES,
     STEPS,
@@ -74,17 +75,19 @@ def many_buckets(monkeypatch):
     monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 4000)
 
 
-def encoded(settings, peers, *, lanes=LANES, loss=mean, told=None):
+def encoded(settings, peers, *, group=None, lanes=LANES, loss=mean, told=None):
     replica = new_replica(loss, lanes, Plain)
     tell = None if told is None else lambda kind, **fields: told.append((kind, fields))
-    return replica, EncodedAllReduceSync(lanes, settings, replica, peers=peers, report=tell)
+    return replica, EncodedAllReduceSync(
+        lanes, group or ViewGroup(), settings=settings, replica=replica, peers=peers, report=tell
+    )
 
 
 def single_worker(settings, *, lanes=LANES, loss=mean, steps=STEPS):
     peers = PeerServices(TOKEN, bind="127.0.0.1")
     try:
         replica, sync = encoded(settings, peers, lanes=lanes, loss=loss)
-        assert sync.reconfigure(View(number=1, carries={0: list(range(lanes))}), 0) == ""
+        assert sync.reconfigure(View(number=1, carries={0: list(range(lanes))}), 0) is None
         return train(sync, range(lanes), lanes, loss, replica=replica, steps=steps)[0]
     finally:
         peers.close()
@@ -95,7 +98,7 @@ def single_worker(settings, *, lanes=LANES, loss=mean, steps=STEPS):
 def test_the_bits_are_those_of_one_worker(name, remote_seats):
     def act(me):
         small_buckets()
-        replica, me.sync = encoded(CODECS[name], me.peers)
+        replica, me.sync = encoded(CODECS[name], me.peers, group=me.group)
         assert me.join() == ""
         return train(me.sync, me.carries[me.seat], LANES, mean, seat=me.seat, replica=replica)
 
@@ -109,7 +112,7 @@ def test_the_bits_are_those_of_one_worker(name, remote_seats):
 def test_a_count_of_its_own():
     def act(me):
         small_buckets()
-        replica, me.sync = encoded(CODECS["sign"], me.peers, loss=sum_with_count)
+        replica, me.sync = encoded(CODECS["sign"], me.peers, group=me.group, loss=sum_with_count)
         assert me.join() == ""
         return train(me.sync, me.carries[me.seat], LANES, sum_with_count, seat=me.seat, replica=replica)
 
@@ -126,7 +129,7 @@ def test_exactly_so_many_bytes_are_sent(name):
 
     def act(me):
         small_buckets()
-        replica, me.sync = encoded(CODECS[name], me.peers, lanes=4)
+        replica, me.sync = encoded(CODECS[name], me.peers, group=me.group, lanes=4)
         assert me.join() == ""
         outcome, _ = one_step(me.sync, replica, 0, carries[me.seat], 4)
         return outcome.bytes_sent, outcome.bytes_plain
@@ -187,7 +190,7 @@ def test_residuals_follow_lanes_that_move():
     def act(me):
         small_buckets()
         told = []
-        replica, me.sync = encoded(CODECS["topk"], me.peers, told=told)
+        replica, me.sync = encoded(CODECS["topk"], me.peers, group=me.group, told=told)
         step = 0
         for number, (carries, steps) in enumerate(views, start=1):
             if me.seat in carries:
@@ -219,8 +222,8 @@ def test_residuals_follow_lanes_that_move():
 def catch_up(replica, steps):
     """The steps that others made, made alone."""
     peers = PeerServices(TOKEN, bind="127.0.0.1")
-    sync = EncodedAllReduceSync(LANES, CODECS["topk"], replica, peers=peers)
-    assert sync.reconfigure(View(number=1, carries={0: list(range(LANES))}), 0) == ""
+    sync = EncodedAllReduceSync(LANES, ViewGroup(), settings=CODECS["topk"], replica=replica, peers=peers)
+    assert sync.reconfigure(View(number=1, carries={0: list(range(LANES))}), 0) is None
     for step in range(steps):
         one_step(sync, replica, step, range(LANES), LANES)
     sync.close()
@@ -234,7 +237,7 @@ def test_death_while_lanes_are_sent_and_what_was_lost(remote_seats):
     def act(me):
         small_buckets()
         told = []
-        replica, me.sync = encoded(CODECS["sign"], me.peers, told=told)
+        replica, me.sync = encoded(CODECS["sign"], me.peers, group=me.group, told=told)
         if me.seat == 1:
             die_at(EncodedAllReduce, "_encode", 8)
         return *train_over_views(me, mean, [THREE, later], replica=replica), told
@@ -247,7 +250,7 @@ def test_death_while_lanes_are_sent_and_what_was_lost(remote_seats):
         assert "seat 1 was lost" in whys[0]
         assert weights == results[0][2]
         assert leaked == []
-    lost = [fields for _, _, _, _, told in results for kind, fields in told if kind == "memory_lost"]
+    lost = [fields for _, _, _, _, told in results for kind, fields in told if kind == "residual_lost"]
     assert sorted(row["lane"] for row in lost) == [1, 2, 3]
     assert {row["worker"] for row in lost} == {"worker-1"}
 
@@ -267,7 +270,7 @@ def die_at(kind, name, number):
 def test_invalidated_overlap_ends_the_view_once():
     def act(me):
         small_buckets()
-        replica, me.sync = encoded(CODECS["sign"], me.peers, loss=flips_its_count)
+        replica, me.sync = encoded(CODECS["sign"], me.peers, group=me.group, loss=flips_its_count)
         return train_over_views(me, flips_its_count, [THREE] * 4, replica=replica)
 
     with WorkerProcesses(THREE, LANES, remote_seats=(0, 1, 2)) as workers:
@@ -280,16 +283,17 @@ def test_invalidated_overlap_ends_the_view_once():
 
 def test_a_discarded_step_leaves_residuals_unchanged():
     peers = PeerServices(TOKEN, bind="127.0.0.1")
-    replica, sync = encoded(CODECS["sign"], peers)
+    group = ViewGroup()
+    replica, sync = encoded(CODECS["sign"], peers, group=group)
     view = View(number=1, carries={0: list(range(LANES))})
-    assert sync.reconfigure(view, 0) == ""
+    assert sync.reconfigure(view, 0) is None
     for step in range(2):
         one_step(sync, replica, step, range(LANES), LANES)
     before = {lane: state["memory"].clone() for lane, state in sync.state()["remembered"].items()}
-    sync.abort(1)
+    group.abort(1)
     outcome, _ = one_step(sync, replica, 2, range(LANES), LANES)
     assert isinstance(outcome, Discarded)
-    assert sync.reconfigure(view.model_copy(update={"number": 2, "position": 4}), 0) == ""
+    assert sync.reconfigure(view.model_copy(update={"number": 2, "position": 4}), 0) is None
     after = sync.state()["remembered"]
     assert before.keys() == after.keys() == set(range(LANES))
     assert all(torch.equal(before[lane], after[lane]["memory"]) for lane in before)

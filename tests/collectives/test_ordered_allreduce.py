@@ -128,10 +128,10 @@ def test_no_samples_at_all():
 def test_gathering(place):
     def act(me):
         assert me.join() == ""
-        first = me.sync.gather(7, b"from %d" % me.seat)
+        first = me.group.gather(7, b"from %d" % me.seat)
         replica = RecordingReplica(lane_sum(0, 0))
         me.sync.commit(replica, 0, me.sums(lane_sum, 0))
-        large = me.sync.gather(8, bytes([me.seat]) * (3_000_000 * me.seat))
+        large = me.group.gather(8, bytes([me.seat]) * (3_000_000 * me.seat))
         return (
             first,
             {seat: (len(content), content.count(seat)) for seat, content in large.items()},

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shoal.collectives import allreduce_plan, overlap
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.ordered_allreduce import OrderedAllReduce
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.overlap import OverlappedSend, SinkState
@@ -21,7 +22,7 @@ from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import Replica, add
 from shoal.spec.view import View
-from shoal.strategies.replicated import OrderedAllReduceSync
+from shoal.strategies.ordered_sync import OrderedAllReduceSync
 from tests.collectives.worker_processes import WorkerProcesses, lane_sum
 
 STEPS = 5
@@ -117,8 +118,8 @@ def fingerprint(replica):
 
 
 def single_worker(lanes, loss):
-    sync = OrderedAllReduceSync(lanes)
-    assert sync.reconfigure(View(number=1, carries={0: list(range(lanes))}), 0) == ""
+    sync = OrderedAllReduceSync(lanes, ViewGroup())
+    assert sync.reconfigure(View(number=1, carries={0: list(range(lanes))}), 0) is None
     outcome, went = train(sync, range(lanes), lanes, loss)
     assert went == 0
     return outcome
@@ -216,8 +217,8 @@ def train_over_views(me, loss, carryings, *, watch=lambda step: None, replica=No
 
 
 def single_worker_over_views(loss):
-    sync, replica = OrderedAllReduceSync(LANES), new_replica(loss, LANES)
-    assert sync.reconfigure(View(number=1, carries={0: list(range(LANES))}), 0) == ""
+    sync, replica = OrderedAllReduceSync(LANES, ViewGroup()), new_replica(loss, LANES)
+    assert sync.reconfigure(View(number=1, carries={0: list(range(LANES))}), 0) is None
     for step in range(STEPS + 1):
         replica.model.steps = step
         one_step(sync, replica, step, range(LANES), LANES)
@@ -296,7 +297,7 @@ def test_abort_during_overlapped_sending(when):
         small_buckets()
 
         def abort():
-            thread = threading.Thread(target=me.sync.abort, args=(1,))
+            thread = threading.Thread(target=me.group.abort, args=(1,))
             thread.start()
             thread.join()
 

@@ -110,7 +110,7 @@ def test_a_discarded_step_leaves_the_replica_alone():
         replica = RecordingReplica(lane_sum(0, 0))
         why = until_discarded(me, replica)
         again = me.sync.commit(replica, 1, me.sums(lane_sum, 1))
-        return why, [step for step, _, _ in replica.totals], again, me.sync.gather(0, b"")
+        return why, [step for step, _, _ in replica.totals], again, me.group.gather(0, b"")
 
     with WorkerProcesses(THREE, LANES) as workers:
         workers.start(act)
@@ -125,7 +125,7 @@ def test_death_while_others_gather():
         assert me.join() == ""
         if me.seat == 1:
             die()
-        return me.sync.gather(0, bytes(5_000_000))
+        return me.group.gather(0, bytes(5_000_000))
 
     with WorkerProcesses(THREE, LANES, remote_seats=(0,)) as workers:
         workers.start(act)
@@ -152,7 +152,7 @@ def test_abort_wakes_whoever_waits_and_hits_no_later_view(waits_in, remote_seats
             aborter.start()
             return original(self, *args, **kwargs)
 
-        aborter = threading.Thread(target=lambda: me.sync.abort(1))
+        aborter = threading.Thread(target=lambda: me.group.abort(1))
         owner, name = (Mesh, "_exchange") if waits_in != "reconfigure" else (type(me.endpoint), "wait_for_peers")
         replica = RecordingReplica(lane_sum(0, 0))
         if waits_in == "reconfigure":
@@ -163,18 +163,18 @@ def test_abort_wakes_whoever_waits_and_hits_no_later_view(waits_in, remote_seats
             assert me.join() == ""
             setattr(owner, name, announced)
             outcome = (
-                me.sync.commit(replica, 0, me.sums(lane_sum, 0)) if waits_in == "commit" else me.sync.gather(0, b"")
+                me.sync.commit(replica, 0, me.sums(lane_sum, 0)) if waits_in == "commit" else me.group.gather(0, b"")
             )
             setattr(owner, name, original)
             outcome = outcome.why
         aborter.join()
-        assert me.sync.aborted()
+        assert me.group.aborted()
         assert isinstance(me.sync.commit(replica, 0, me.sums(lane_sum, 0)), Discarded)
         carries = {0: [0, 1, 2], 1: [3, 4]}
         assert me.join(1, THREE) == "view 1 was aborted"
         assert me.join(2, carries) == ""
-        me.sync.abort(1)
-        assert not me.sync.aborted()
+        me.group.abort(1)
+        assert not me.group.aborted()
         assert isinstance(me.sync.commit(replica, 0, me.sums(lane_sum, 0, carries)), Committed)
         return outcome
 

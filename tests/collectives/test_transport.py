@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.collectives import allreduce_plan
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.transport import frames
 from shoal.collectives.transport.connection import PeerError, PeerLink
@@ -26,7 +27,7 @@ from shoal.net.errors import LinkError
 from shoal.net.handshake import receive_exactly
 from shoal.net.listener import connect
 from shoal.spec.view import View
-from shoal.strategies.replicated import OrderedAllReduceSync
+from shoal.strategies.ordered_sync import OrderedAllReduceSync
 from tests.collectives.worker_processes import TOKEN, RecordingReplica, WorkerProcesses, lane_sum
 
 
@@ -130,9 +131,9 @@ def against_malicious_peer(endpoint, says, *, far, fds=()):
         for part in says[1:]:
             liar.sendall(part)
         liar.shutdown(socket.SHUT_WR)
-        sync = OrderedAllReduceSync(LANES, endpoint=endpoint, token=TOKEN)
+        sync = OrderedAllReduceSync(LANES, ViewGroup(endpoint, TOKEN))
         view = View(number=VIEW, carries=CARRIES, addresses={0: endpoint.address, 1: endpoint.address})
-        assert sync.reconfigure(view, 0) == ""
+        assert sync.reconfigure(view, 0) is None
         yield sync
         sync.close()
 
@@ -229,7 +230,7 @@ def test_what_belongs_to_another_view_or_step_is_refused(change):
 
 def test_a_gathering_has_a_limit(endpoint):
     with against_malicious_peer(endpoint, [frame(frames.GATHER, step=5, size=(1 << 30) + 1)], far=True) as sync:
-        outcome = sync.gather(5, b"mine")
+        outcome = sync._group.gather(5, b"mine")
     assert "is the most" in outcome.why
 
 
@@ -270,10 +271,10 @@ def test_hundreds_of_views_leave_nothing_behind(remote_seats):
             if number % 10 == 0:
                 assert isinstance(me.sync.commit(replica, number, me.sums(lane_sum, number)), Committed)
             if number in (20, 300):
-                assert me.sync.gather(0, b"").keys() == {0, 1, 2}  # all have come so far
+                assert me.group.gather(0, b"").keys() == {0, 1, 2}  # all have come so far
                 join_connect_threads()
                 seen.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
-                me.sync.gather(1, b"")
+                me.group.gather(1, b"")
         return seen, me.leaked_resources()
 
     with WorkerProcesses(THREE, 5, remote_seats=remote_seats) as workers:

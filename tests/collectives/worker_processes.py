@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, add
 from shoal.spec.view import View, position_of
 from shoal.strategies.base import GradientSync
-from shoal.strategies.replicated import OrderedAllReduceSync
+from shoal.strategies.ordered_sync import OrderedAllReduceSync
 
 TOKEN = "token"
 TIMEOUT_S = 60
@@ -51,6 +52,7 @@ class WorkerHandle:
     carries: dict[int, list[int]]
     addresses: dict
     peers: PeerServices
+    group: ViewGroup
     sync: GradientSync
     send: Callable[[object], None]
     receive: Callable[[], object]
@@ -65,7 +67,9 @@ class WorkerHandle:
         return View(number=number, carries=carries, addresses=self.addresses, position=position)
 
     def join(self, number=1, carries=None, step=0):
-        return self.sync.reconfigure(self.view(number, carries, step), self.seat)
+        """'' when all members have come, or why that failed."""
+        discarded = self.sync.reconfigure(self.view(number, carries, step), self.seat)
+        return discarded.why if discarded else ""
 
     def leaked_resources(self):
         """After this worker has closed everything: descriptors and shared memory that it should not have any more."""
@@ -82,14 +86,14 @@ class WorkerHandle:
 
 
 class WorkerProcesses:
-    """`remote_seats` are seats that others reach over TCP, as if they were on another host; `make_sync(peers)` makes
+    """`remote_seats` are seats that others reach over TCP, as if they were on another host; `make_sync(group)` makes
     the sync of a worker."""
 
     def __init__(self, carries, lanes, *, remote_seats=(), make_sync=None):
         self.carries = carries
         self.lanes = lanes
         self.remote_seats = remote_seats
-        self.make_sync = make_sync or (lambda peers: OrderedAllReduceSync(lanes, endpoint=peers.endpoint, token=TOKEN))
+        self.make_sync = make_sync or (lambda group: OrderedAllReduceSync(lanes, group))
         self.pids = {}
         self._pipes = {}
 
@@ -159,10 +163,13 @@ class WorkerProcesses:
             inherited = open_descriptors()
             peers = PeerServices(TOKEN, bind="127.0.0.1")
             _send(up, peers.endpoint.address)
-            sync = self.make_sync(peers)
+            group = ViewGroup(peers.endpoint, TOKEN)
+            sync = self.make_sync(group)
             send = lambda value: _send(up, ("returned", value))  # noqa: E731
             receive = lambda: _receive(down)  # noqa: E731
-            worker = WorkerHandle(seat, self.lanes, self.carries, receive(), peers, sync, send, receive, inherited)
+            worker = WorkerHandle(
+                seat, self.lanes, self.carries, receive(), peers, group, sync, send, receive, inherited
+            )
             _send(up, ("returned", act(worker)))
         except BaseException:
             _send(up, ("raised", traceback.format_exc()))

@@ -39,6 +39,8 @@ HEADINGS = {
     "TensorParallelConfig": "shard: tensor",
     "PipelineParallelConfig": "shard: pipeline",
     "LocalEngineConfig": "engine",
+    "ElasticConfig": "elastic",
+    "NetworkConfig": "network",
     "PlanConfig": "plan",
     "EvaluationConfig": "evaluate",
     "MonitorConfig": "best",
@@ -73,7 +75,7 @@ def heading(section: type[Spec]) -> str:
         "NoSplitConfig",
         "ColumnSplitConfig",
     )
-    field = "split" if is_split else "deal" if issubclass(section, ShuffledSamplerConfig) else "source"
+    field = "split" if is_split else "sampler" if issubclass(section, ShuffledSamplerConfig) else "source"
     return f"{field}: {kind}"
 
 

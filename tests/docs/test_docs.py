@@ -1,6 +1,5 @@
 """The documentation runs: every block that is marked is executed, every other piece of a job is checked."""
 
-import contextlib
 import re
 import runpy
 import shlex
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 from shoal import cli
+from shoal.jobs.fork_servers import ForkServerPool
 from shoal.spec.load import load_job, make_job
 from shoal.spec.receipt import Receipt
 from tests.docs.pages import PAGES, ROOT, Block, blocks
@@ -31,7 +31,7 @@ def folder(tmp_path, fork_server, monkeypatch):
     for file in (ROOT / "examples" / "digits").iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
-    monkeypatch.setattr("shoal.jobs.run_driver.make_fork_server", lambda *_, **__: contextlib.nullcontext(fork_server))
+    monkeypatch.setattr(ForkServerPool, "get", lambda *_, **__: fork_server)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 
-from shoal.jobs.run_driver import make_fork_server
+from shoal.jobs.fork_servers import make_fork_server
 from tests.jobs.fault_injection import time_limit
 
 

@@ -10,7 +10,7 @@ from shoal.events import read_events
 from tests.conftest import CNN, GPT, MLP
 
 JOBS = {"mlp": MLP | {"steps": 24}, "cnn": CNN | {"steps": 16}, "gpt": GPT | {"steps": 14}}
-EXECUTION_FIELDS = ("workers", "engine", "watch", "checkpoint", "look")
+EXECUTION_FIELDS = ("workers", "elastic", "network", "watchers", "checkpoint", "look")
 _references = {}
 
 
@@ -51,7 +51,7 @@ def time_limit(seconds):
 
 
 def fault_script(job_dir, *lines):
-    """For `watch:`."""
+    """For `watchers:`."""
     return [{"name": "faults.py:FaultScript", "args": {"lines": list(lines), "marks": str(job_dir)}}]
 
 

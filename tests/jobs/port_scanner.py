@@ -15,7 +15,7 @@ from shoal.fleet.driver_address import read_driver_address
 from shoal.net import handshake
 from shoal.net.errors import LinkError
 
-HELLOS = (b"{}", b"", b'{"role":"worker","seat":0,"local":true}', b'{"purpose":"mesh","seat":0,"view":2}')
+HELLOS = (b"{}", b"", b'{"role":"worker","seat":0,"attachment":{}}', b'{"purpose":"mesh","seat":0,"view":2}')
 NOISE = (
     b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"SSH-2.0-scan\r\n",

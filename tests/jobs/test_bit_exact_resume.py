@@ -29,7 +29,7 @@ def test_killed_workers_change_nothing(name, seed, run, job_dir):
     undisturbed = run(job).receipt
     steps, delay_s = kill_points(seed, job["steps"], 4)
     kill = {"name": "faults.py:KillAt", "args": {"steps": steps, "marks": str(job_dir), "delay_s": delay_s}}
-    outcome = run(job, watch=[kill], engine={"kind": "local", "restarts": 9}, checkpoint={"every": "1 steps"})
+    outcome = run(job, watchers=[kill], elastic={"restarts": 9}, checkpoint={"every": "1 steps"})
     assert outcome.status == "finished", outcome.error
     receipt = outcome.receipt
     assert receipt.deaths_survived == len(steps), f"seed {seed}: killed at {steps} after {delay_s} s"
@@ -46,7 +46,7 @@ def test_a_kill_after_the_last_step_changes_nothing(run, job_dir):
     job = MLP | {"schedule": plateau, "data": data, "checkpoint": {"every": "1 steps"}}
     undisturbed = run(job).receipt
     kill = {"name": "faults.py:KillAtEvaluation", "args": {"part": "test", "step": 60, "marks": str(job_dir)}}
-    receipt = run(job, watch=[kill]).receipt
+    receipt = run(job, watchers=[kill]).receipt
     assert receipt.deaths_survived == 1
     assert receipt.state_sha256 == undisturbed.state_sha256
     assert receipt.metrics == undisturbed.metrics
@@ -56,7 +56,7 @@ def test_buffers_that_the_state_dict_leaves_out_survive(run, job_dir):
     drifts = {"name": "models.py:NonPersistentBuffer"}
     undisturbed = run(MLP, model=drifts).receipt
     kill = {"name": "faults.py:KillAt", "args": {"steps": [30], "marks": str(job_dir)}}
-    again = run(MLP, model=drifts, watch=[kill], checkpoint={"every": "1 steps"}).receipt
+    again = run(MLP, model=drifts, watchers=[kill], checkpoint={"every": "1 steps"}).receipt
     assert again.weights_sha256 == undisturbed.weights_sha256
 
 
@@ -66,9 +66,7 @@ def test_draws_from_pythons_and_numpys_generators_are_the_lanes_own(run, job_dir
     dice = {"model": {"name": "models.py:UnseededRandomness", "args": {"every": every}}}
     undisturbed = run(MLP, **dice).receipt
     kill = {"name": "faults.py:KillAt", "args": {"steps": [7, 23, 24, 51], "marks": str(job_dir)}}
-    again = run(
-        MLP, **dice, watch=[kill], engine={"kind": "local", "restarts": 9}, checkpoint={"every": "1 steps"}
-    ).receipt
+    again = run(MLP, **dice, watchers=[kill], elastic={"restarts": 9}, checkpoint={"every": "1 steps"}).receipt
     assert again.weights_sha256 == undisturbed.weights_sha256
 
 
@@ -79,13 +77,13 @@ def test_a_task_that_remembers(run, job_dir):
     }
     undisturbed = run(job).receipt
     kill = {"name": "faults.py:KillAt", "args": {"steps": [13, 40], "marks": str(job_dir)}}
-    again = run(job, watch=[kill], checkpoint={"every": "1 steps"}).receipt
+    again = run(job, watchers=[kill], checkpoint={"every": "1 steps"}).receipt
     assert again.weights_sha256 == undisturbed.weights_sha256
 
 
 def test_a_kill_before_the_first_save_starts_again(run, job_dir):
     kill = {"name": "faults.py:KillAt", "args": {"steps": [3], "marks": str(job_dir)}}
-    assert run(MLP, watch=[kill]).receipt.weights_sha256 == run(MLP).receipt.weights_sha256
+    assert run(MLP, watchers=[kill]).receipt.weights_sha256 == run(MLP).receipt.weights_sha256
 
 
 def test_saving_changes_nothing(run):
@@ -103,7 +101,7 @@ def test_loader_workers_change_nothing(run):
 
 def test_a_worker_that_dies_again_and_again_is_given_up(run, job_dir):
     kill = {"name": "faults.py:KillAt", "args": {"steps": list(range(1, 30)), "marks": str(job_dir)}}
-    outcome = run(MLP, watch=[kill], engine={"kind": "local", "restarts": 2})
+    outcome = run(MLP, watchers=[kill], elastic={"restarts": 2})
     assert outcome.error.code == "SH603"
     assert "SIGKILL" in outcome.error.message
 
@@ -111,7 +109,7 @@ def test_a_worker_that_dies_again_and_again_is_given_up(run, job_dir):
 def test_a_damaged_checkpoint_is_passed_over_and_told(run, resume, job_dir):
     undisturbed = run(MLP).receipt
     kill = {"name": "faults.py:KillAt", "args": {"steps": [40], "marks": str(job_dir)}}
-    broken = run(MLP, watch=[kill], checkpoint={"every": "10 steps"}, engine={"kind": "local", "restarts": 0})
+    broken = run(MLP, watchers=[kill], checkpoint={"every": "10 steps"}, elastic={"restarts": 0})
     newest = max((broken.paths.checkpoints / "manifests").glob("*.json"))
     newest.write_bytes(newest.read_bytes()[:-200])
     told = []
@@ -126,12 +124,12 @@ def test_a_full_disk_stops_no_training(run, job_dir):
     full = {"name": "faults.py:FileSizeLimit", "args": {"most_bytes": 40_000}}
     wide = {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "hidden": 300}}
     undisturbed = run(MLP, model=wide).receipt
-    outcome = run(MLP, model=wide, watch=[full], checkpoint={"every": "10 steps", "keep_best": 0})
+    outcome = run(MLP, model=wide, watchers=[full], checkpoint={"every": "10 steps", "keep_best": 0})
     assert outcome.error.code == "SH503"  # the last save has to succeed
     kinds = [e.kind for e in read_events(outcome.paths.events)]
     assert kinds.count("save_failed") >= 2
     assert "resumed" not in kinds
-    again = run(MLP, model=wide, watch=[full | {"args": {"most_bytes": 40_000, "until": 45}}],
+    again = run(MLP, model=wide, watchers=[full | {"args": {"most_bytes": 40_000, "until": 45}}],
                 checkpoint={"every": "10 steps", "keep_best": 0})  # fmt: skip
     assert again.receipt.weights_sha256 == undisturbed.weights_sha256
 

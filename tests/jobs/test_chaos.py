@@ -22,7 +22,7 @@ __all__ = ["command"]
 LASTING = MLP | {
     "steps": 250,
     "evaluate": {"every_steps": 100},
-    "watch": [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.005}}],
+    "watchers": [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.005}}],
 }
 FAULTS = """
     kill worker 1 at step 5
@@ -52,9 +52,9 @@ def test_a_bad_day_changes_nothing(job_dir, fork_server):
     assert verdict.outcome.receipt.deaths_survived == 3
     assert verdict.outcome.receipt.views > verdict.undisturbed.views
     assert [text.partition(" (")[2] for text in told] == [f"{fault})" for fault in parse_faults(FAULTS)]
-    put_out = [event for event in read_events(verdict.outcome.paths.events) if event.kind == "put_out"]
-    assert len(put_out) == 1, put_out  # the frozen one, and not the slow one
-    assert "frozen" in put_out[0]["reason"]
+    evicted = [event for event in read_events(verdict.outcome.paths.events) if event.kind == "evicted"]
+    assert len(evicted) == 1, evicted  # the frozen one, and not the slow one
+    assert "frozen" in evicted[0]["reason"]
 
 
 @pytest.mark.long

@@ -77,8 +77,8 @@ def test_a_loss_with_a_divisor_of_its_own(run):
 def test_residuals_follow_lanes_that_move(name, run, job_dir):
     changes = {"steps": 300, "evaluate": {"every_steps": 150}, "codec": CODECS[name]}
     enough = job_dir / "enough"
-    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(enough)}}]
-    with background_run(run, MLP, workers=1, watch=watch, **changes) as it:
+    watchers = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(enough)}}]
+    with background_run(run, MLP, workers=1, watchers=watchers, **changes) as it:
         it.wait_for_workers(1)
         commands.scale(it.paths, 3)
         it.wait_for_workers(3)
@@ -91,13 +91,13 @@ def test_residuals_follow_lanes_that_move(name, run, job_dir):
     outcome = it.outcome.result()
     assert_same(outcome, reference_receipt(run, MLP, **changes))
     assert outcome.receipt.exact
-    assert not events_of_kind(outcome, "memory_lost")
+    assert not events_of_kind(outcome, "residual_lost")
     assert_nothing_left(outcome)
 
 
 def test_a_worker_that_is_terminated_leaves_nothing_behind_unsaid(run, job_dir):
     job = SIGNED | {"steps": 200}
-    outcome = run(job, workers=3, watch=fault_script(job_dir, "terminate worker 1 at step 5 in compute"))
+    outcome = run(job, workers=3, watchers=fault_script(job_dir, "terminate worker 1 at step 5 in compute"))
     assert_same(outcome, reference_receipt(run, job))
     assert outcome.receipt.exact
 
@@ -108,7 +108,7 @@ def test_a_worker_that_is_terminated_leaves_nothing_behind_unsaid(run, job_dir):
 @pytest.mark.parametrize("name", [*long_only("bf16", "fp16"), "int8"])
 def test_a_death_changes_nothing_where_nothing_is_remembered(name, run, job_dir):
     job = SMALL | {"codec": CODECS[name]}
-    outcome = run(job, workers=3, watch=fault_script(job_dir, "kill worker 1 at step 5 in exchange"))
+    outcome = run(job, workers=3, watchers=fault_script(job_dir, "kill worker 1 at step 5 in exchange"))
     assert_same(outcome, reference_receipt(run, job))
     assert fired_faults(job_dir)
     assert (outcome.receipt.exact, outcome.receipt.deaths_survived) == (True, 1)
@@ -117,37 +117,37 @@ def test_a_death_changes_nothing_where_nothing_is_remembered(name, run, job_dir)
 @pytest.mark.parametrize("name", ["int3", "topk with momentum", *long_only("int4", "sign", "topk", "lowrank")])
 def test_what_died_with_a_worker_stands_in_the_receipt(name, run, job_dir):
     outcome = run(
-        SMALL, codec=CODECS[name], workers=4, watch=fault_script(job_dir, "kill worker 1 at step 5 in compute")
+        SMALL, codec=CODECS[name], workers=4, watchers=fault_script(job_dir, "kill worker 1 at step 5 in compute")
     )
     assert outcome.status == "finished"
     receipt = outcome.receipt
     assert (receipt.exact, receipt.deaths_survived, receipt.steps) == (False, 1, 12)
-    assert [(row["lane"], row["worker"], row.step) for row in events_of_kind(outcome, "memory_lost")] == [
+    assert [(row["lane"], row["worker"], row.step) for row in events_of_kind(outcome, "residual_lost")] == [
         (1, "worker-1", 5)
     ]
     assert receipt.why == (
-        f"sync: lanes, codec: {CODECS[name]['kind']}: what lane 1 remembered was lost with worker-1 at step 5"
+        f"sync: lanes, codec: {CODECS[name]['kind']}: the residual of lane 1 was lost with worker-1 at step 5"
     )
 
 
 @pytest.mark.parametrize("line", ["kill worker 1 at step 6 while applying", "kill worker 0 at step 6 in telling"])
 def test_a_worker_a_step_behind_commits_the_residuals_the_others_had(line, run, job_dir):
     """Of three lanes that lived on, none lost anything."""
-    outcome = run(SIGNED, workers=4, watch=fault_script(job_dir, line))
+    outcome = run(SIGNED, workers=4, watchers=fault_script(job_dir, line))
     assert outcome.status == "finished"
     assert fired_faults(job_dir) == {line}
-    (row,) = events_of_kind(outcome, "memory_lost")
+    (row,) = events_of_kind(outcome, "residual_lost")
     assert row["worker"] == f"worker-{row['lane']}" == f"worker-{line.split()[2]}"
 
 
 def test_a_death_after_the_last_step_loses_nothing(run, job_dir):
-    outcome = run(SIGNED, workers=3, watch=fault_script(job_dir, "kill worker 1 at step 12 in telling"))
+    outcome = run(SIGNED, workers=3, watchers=fault_script(job_dir, "kill worker 1 at step 12 in telling"))
     assert_same(outcome, reference_receipt(run, SIGNED))
     assert outcome.receipt.exact
 
 
 def test_a_death_before_the_first_step_loses_nothing(run, job_dir):
-    outcome = run(SIGNED, workers=3, watch=fault_script(job_dir, "kill worker 1 at step 0 in compute"))
+    outcome = run(SIGNED, workers=3, watchers=fault_script(job_dir, "kill worker 1 at step 0 in compute"))
     assert_same(outcome, reference_receipt(run, SIGNED))
     assert outcome.receipt.exact
 
@@ -179,8 +179,8 @@ def test_resuming_gives_the_bits_of_a_run_that_went_through(name, workers, run, 
 def test_when_all_die_residuals_come_from_the_checkpoint(workers, run, job_dir):
     """Saved while others train; a save takes its time."""
     lines = ["delay worker 0 at step 8 in data by 1500 ms", "kill all at step 9"]
-    saves = {"checkpoint": {"every": "3 steps", "keep_best": 0}, "engine": {"kind": "local", "restarts": 9}}
-    outcome = run(SIGNED, workers=workers, watch=fault_script(job_dir, *lines), **saves)
+    saves = {"checkpoint": {"every": "3 steps", "keep_best": 0}, "elastic": {"restarts": 9}}
+    outcome = run(SIGNED, workers=workers, watchers=fault_script(job_dir, *lines), **saves)
     assert_same(outcome, reference_receipt(run, SIGNED))
     assert outcome.receipt.exact
     (row,) = events_of_kind(outcome, "resumed")
@@ -190,7 +190,7 @@ def test_when_all_die_residuals_come_from_the_checkpoint(workers, run, job_dir):
 @pytest.mark.long
 def test_one_lane_goes_by_checkpoint(run, job_dir):
     job = SIGNED | {"lanes": 1, "steps": 1500, "evaluate": {"every_steps": 500}}  # others come before it is finished
-    outcome = run(job, watch=fault_script(job_dir, "terminate worker 0 at step 5 in compute"))
+    outcome = run(job, watchers=fault_script(job_dir, "terminate worker 0 at step 5 in compute"))
     assert_same(outcome, reference_receipt(run, job))
     assert outcome.receipt.exact
     assert events_of_kind(outcome, "resumed")

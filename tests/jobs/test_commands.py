@@ -44,8 +44,8 @@ def test_scaling_and_stopping(run, resume):
 def test_a_drained_worker_leaves_and_changes_nothing(run, job_dir):
     changes = {"steps": 400, "evaluate": {"every_steps": 200}}
     drained = job_dir / "drained"
-    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(drained)}}]
-    with background_run(run, MLP, workers=3, watch=watch, **changes) as it:
+    watchers = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(drained)}}]
+    with background_run(run, MLP, workers=3, watchers=watchers, **changes) as it:
         it.wait_for_workers(3)
         with pytest.raises(ShoalError, match=r"SH613.*no worker-7 now.*It has: worker-0, worker-1, worker-2"):
             commands.drain(it.paths, "7")

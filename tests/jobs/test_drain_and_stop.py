@@ -41,7 +41,7 @@ def stop_when_fired(job_dir):
 
 def test_a_worker_that_is_terminated_leaves_without_loss(run, job_dir):
     job = JOBS["mlp"] | {"lanes": 6, "steps": 200}
-    outcome = run(job, workers=3, watch=fault_script(job_dir, "terminate worker 0 at step 5 in compute"))
+    outcome = run(job, workers=3, watchers=fault_script(job_dir, "terminate worker 0 at step 5 in compute"))
     assert_same(outcome, reference_receipt(run, job))
     assert [row.who for row in events_of_kind(outcome, "left") if row["why"] == "asked to leave"] == ["worker-0"]
     assert not events_of_kind(outcome, "stopped"), "a step was discarded"
@@ -51,7 +51,7 @@ def test_a_worker_that_is_terminated_leaves_without_loss(run, job_dir):
 def test_all_are_terminated_at_once(run, job_dir):
     """They stay until others have what they hold."""
     job = JOBS["mlp"] | {"lanes": 6, "steps": 200}
-    outcome = run(job, workers=3, watch=fault_script(job_dir, "terminate all at step 5 in compute"))
+    outcome = run(job, workers=3, watchers=fault_script(job_dir, "terminate all at step 5 in compute"))
     assert_same(outcome, reference_receipt(run, job))
     assert outcome.receipt.deaths_survived == 0
     assert not events_of_kind(outcome, "resumed")
@@ -71,7 +71,10 @@ def test_a_stop_finds_a_frozen_worker(run, resume, job_dir):
     """The others cannot come to the next boundary without it."""
     job = JOBS["mlp"] | {"lanes": 6}
     outcome = run(
-        job, look=stop_when_fired(job_dir), workers=3, watch=fault_script(job_dir, "freeze worker 1 at step 5 in data")
+        job,
+        look=stop_when_fired(job_dir),
+        workers=3,
+        watchers=fault_script(job_dir, "freeze worker 1 at step 5 in data"),
     )
     assert outcome.status == "terminated"
     assert outcome.saved_step == 5
@@ -82,7 +85,10 @@ def test_a_stop_finds_a_frozen_worker(run, resume, job_dir):
 def test_a_stop_at_which_the_saver_dies_loses_nothing(run, resume, job_dir):
     job = JOBS["mlp"] | {"lanes": 6}
     outcome = run(
-        job, look=stop_when_fired(job_dir), workers=3, watch=fault_script(job_dir, "freeze worker 0 at step 15 in data")
+        job,
+        look=stop_when_fired(job_dir),
+        workers=3,
+        watchers=fault_script(job_dir, "freeze worker 0 at step 15 in data"),
     )
     assert outcome.status == "terminated"
     assert outcome.saved_step >= 15, "the others may have gone on before the word came"
@@ -131,7 +137,7 @@ def test_workers_outlive_their_driver(killed, long_job, job_dir, run, resume):
 
 
 def test_workers_without_a_driver_save_and_leave(long_job, job_dir, run, resume):
-    (job_dir / "job.yaml").write_text(yaml.safe_dump(long_job | {"steps": 100_000, "engine": {"patience_s": 0.5}}))
+    (job_dir / "job.yaml").write_text(yaml.safe_dump(long_job | {"steps": 100_000, "elastic": {"patience_s": 0.5}}))
     paths, started = lose_driver(job_dir)
     deadline = time.monotonic() + 30
     while processes_of(paths.root) and time.monotonic() < deadline:

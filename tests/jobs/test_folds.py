@@ -40,7 +40,7 @@ def test_a_fold_is_the_same_as_the_run_of_that_fold_alone(run):
 def test_a_job_with_folds_is_resumed_where_it_broke_off(run, resume, job_dir):
     undisturbed = run(FOLDS)
     kill = {"name": "faults.py:KillAt", "args": {"steps": [5], "marks": str(job_dir)}}
-    broken = run(FOLDS, watch=[kill], engine={"kind": "local", "restarts": 0})
+    broken = run(FOLDS, watchers=[kill], elastic={"restarts": 0})
     assert broken.status == "failed"
     assert len(broken.folds) == 1
     again = resume(broken.folds[0].paths.parent_run)

@@ -45,8 +45,9 @@ def test_one_that_knows_the_token_and_talks_nonsense_is_dropped(run, job_dir):
 
     links = []
     address = {"host": "127.0.0.1", "port": 1, "host_id": "elsewhere", "unix": ""}
-    worker = {"role": "worker", "seat": None, "local": False, "pid": 1, "host": "h", "address": address, "view": 0,
-              "training": False}  # fmt: skip
+    attachment = {"managed": False, "can_save": False, "needs_job": True}
+    worker = {"role": "worker", "seat": None, "attachment": attachment, "pid": 1, "host": "h", "address": address,
+              "view": 0, "training": False}  # fmt: skip
     job = JOBS["mlp"] | {"lanes": 6, "steps": 200}
     outcome = run(job, look=babble, workers=2)
     assert len(links) == 2 * len(NONSENSE)
@@ -57,7 +58,9 @@ def test_one_that_knows_the_token_and_talks_nonsense_is_dropped(run, job_dir):
 
 
 def test_the_token_is_told_nowhere(run, job_dir, capfd):
-    outcome = run(JOBS["mlp"], workers=3, lanes=6, watch=fault_script(job_dir, "kill worker 1 at step 5 in exchange"))
+    outcome = run(
+        JOBS["mlp"], workers=3, lanes=6, watchers=fault_script(job_dir, "kill worker 1 at step 5 in exchange")
+    )
     token = json.loads(outcome.paths.driver_address.read_text())["token"]
     assert outcome.paths.driver_address.stat().st_mode & 0o077 == 0
     files = [file for file in outcome.paths.root.rglob("*") if file.is_file() and file != outcome.paths.driver_address]

@@ -21,7 +21,7 @@ def test_the_only_worker_leaves(run, job_dir, lanes, how):
             (job_dir / "done").touch()
 
     slow_steps = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.02, "until": str(job_dir / "done")}}
-    outcome = run(MLP, look, lanes=lanes, steps=400, watch=[slow_steps])
+    outcome = run(MLP, look, lanes=lanes, steps=400, watchers=[slow_steps])
     undisturbed = run(MLP, lanes=lanes, steps=400)
     assert outcome.status == "finished", outcome.error
     assert outcome.receipt.weights_sha256 == undisturbed.receipt.weights_sha256

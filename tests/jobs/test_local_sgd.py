@@ -16,8 +16,8 @@ from tests.jobs.fault_injection import (
 )
 from tests.jobs.test_parameter_servers import InterruptAfterSave
 
-PLAIN = {"kind": "local", "every": 4, "settle": 1}
-STREAMED = {"kind": "local", "every": 4, "settle": 4}
+PLAIN = {"kind": "local", "every": 4, "rounds_per_sync": 1}
+STREAMED = {"kind": "local", "every": 4, "rounds_per_sync": 4}
 AVERAGED = STREAMED | {"outer": "average"}
 SMALL = MLP | {"steps": 24, "evaluate": {"every_steps": 12}, "sync": STREAMED}
 PICTURES = CNN | {"steps": 16, "evaluate": {"every_steps": 8}, "sync": STREAMED, "lanes": 3}
@@ -94,7 +94,7 @@ def test_a_period_begins_with_lanes_that_have_no_samples(codec, run):
         "task": "models.py:TokenTask",
         "lanes": 8,
         "batch_size": 359,
-        "sync": {"kind": "local", "every": 1, "settle": 4},
+        "sync": {"kind": "local", "every": 1, "rounds_per_sync": 4},
     }
     job |= {"codec": codec, "steps": 12, "schedule": {"name": "StepLR", "args": {"step_size": 1}, "every": "epoch"}}
     assert_same(run(job, workers=3), reference_receipt(run, job))
@@ -126,7 +126,7 @@ SCRIPTS = {
 def test_kills(name, run, job_dir):
     """What was done since the last agreement is done again."""
     lines = SCRIPTS[name]
-    outcome = run(SMALL, workers=3, watch=fault_script(job_dir, *lines), engine={"kind": "local", "restarts": 9})
+    outcome = run(SMALL, workers=3, watchers=fault_script(job_dir, *lines), elastic={"restarts": 9})
     assert_same(outcome, reference_receipt(run, SMALL))
     assert fired_faults(job_dir) == set(lines), "else the test says nothing"
     assert not events_of_kind(outcome, "resumed"), "somebody was alive: its memory counts, not a file"
@@ -137,9 +137,7 @@ def test_a_newcomer_forgets_fragments_that_do_not_count(run, job_dir):
     lines = [f"delay worker {n} at step {at} in compute by 1000 ms" for n in (0, 1) for at in (15, 25)]
     lines += ["kill worker 1 at step 27 in compute"]
     job = SMALL | {"steps": 48, "evaluate": {"every_steps": 48}}
-    with background_run(
-        run, job, workers=2, watch=fault_script(job_dir, *lines), engine={"kind": "local", "balance": False}
-    ) as it:
+    with background_run(run, job, workers=2, watchers=fault_script(job_dir, *lines), elastic={"balance": False}) as it:
         it.wait_for_workers(2)
         commands.scale(it.paths, 3)
     outcome = it.outcome.result()
@@ -154,13 +152,13 @@ def test_a_newcomer_forgets_fragments_that_do_not_count(run, job_dir):
 def test_a_death_with_a_codec(codec, run, job_dir):
     """What a dead lane remembered is lost, as without local steps, and the receipt says so."""
     job = SMALL | {"codec": codec}
-    outcome = run(job, workers=3, watch=fault_script(job_dir, "kill worker 1 at step 21 in compute"))
+    outcome = run(job, workers=3, watchers=fault_script(job_dir, "kill worker 1 at step 21 in compute"))
     assert outcome.status == "finished", outcome.error
     if codec == "int8":
         assert_same(outcome, reference_receipt(run, job))
     else:
         assert not outcome.receipt.exact
-        assert [row["worker"] for row in events_of_kind(outcome, "memory_lost")] != []
+        assert [row["worker"] for row in events_of_kind(outcome, "residual_lost")] != []
 
 
 # ---- coming, going, saving ----
@@ -170,8 +168,8 @@ def test_a_death_with_a_codec(codec, run, job_dir):
 def test_workers_come_and_go(codec, run, job_dir):
     changes = {"steps": 400, "evaluate": {"every_steps": 150}, "codec": codec, "sync": STREAMED}
     enough = job_dir / "enough"
-    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(enough)}}]
-    with background_run(run, MLP, workers=1, watch=watch, **changes) as it:
+    watchers = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(enough)}}]
+    with background_run(run, MLP, workers=1, watchers=watchers, **changes) as it:
         it.wait_for_workers(1)
         commands.scale(it.paths, 3)
         it.wait_for_workers(3)
@@ -187,7 +185,7 @@ def test_workers_come_and_go(codec, run, job_dir):
 def test_who_is_asked_to_leave_goes_at_the_next_agreement(run, job_dir):
     """And not at the one after it: a period may be long."""
     lines = [f"delay worker 0 at step {at} in compute by 1000 ms" for at in (3, 7, 11)]
-    with background_run(run, SMALL, workers=2, steps=64, watch=fault_script(job_dir, *lines)) as it:
+    with background_run(run, SMALL, workers=2, steps=64, watchers=fault_script(job_dir, *lines)) as it:
         it.wait_for_workers(2)
         seat, _ = commands.drain(it.paths, "worker-1")
         assert commands.wait_for_departure(it.paths, seat) == "left at step 16"
@@ -199,10 +197,10 @@ def test_all_die_and_resume(codec, run, resume, job_dir):
     """From the newest checkpoint, which stands at an agreement. With codecs that remember, a worker may die while
     another saves what its lanes remember: then that is lost, as with any death."""
     job = SMALL | {"codec": codec, "steps": 40}
-    watch = fault_script(job_dir, *(f"kill worker {n} at step 34 in compute" for n in (0, 1)))
-    watch.append({"name": "delays.py:SlowSteps", "args": {"seconds": 0.2}})  # one save at least is done
+    watchers = fault_script(job_dir, *(f"kill worker {n} at step 34 in compute" for n in (0, 1)))
+    watchers.append({"name": "delays.py:SlowSteps", "args": {"seconds": 0.2}})  # one save at least is done
     saves = {"every": "1 steps", "keep_best": 0}
-    first = run(job, workers=2, watch=watch, engine={"kind": "local", "restarts": 0}, checkpoint=saves)
+    first = run(job, workers=2, watchers=watchers, elastic={"restarts": 0}, checkpoint=saves)
     assert first.status == "failed"
     second = resume(first.paths)
     (row,) = events_of_kind(second, "resumed")

@@ -31,7 +31,7 @@ class MultiHostRun:
         self.job_dir = job_dir
         self.stop_file = job_dir / "enough"
         slow_steps = {"name": "delays.py:SlowSteps", "args": {"seconds": step_delay_s, "until": str(self.stop_file)}}
-        job = JOB | {"workers": 2, "engine": {"listen": hosts[0].address}, "watch": [slow_steps]}
+        job = JOB | {"workers": 2, "network": {"listen": hosts[0].address}, "watchers": [slow_steps]}
         (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
         words = ["-m", "shoal", "run", str(job_dir / "job.yaml"), "--json", "--runs", str(job_dir / "runs")]
         self.log = job_dir / "driver.log"
@@ -90,8 +90,8 @@ def test_a_host_that_is_cut_off_comes_back_under_another_seat(hosts, job_dir, ru
     before = len(spread.events())
     cut_t = time.time()
     hosts[2].disconnect()
-    events = spread.wait_until(lambda events: any(e.kind == "put_out" for e in events[before:]))
-    (row,) = [e for e in events if e.kind == "put_out"]
+    events = spread.wait_until(lambda events: any(e.kind == "evicted" for e in events[before:]))
+    (row,) = [e for e in events if e.kind == "evicted"]
     assert row.t - cut_t < 5
     spread.wait_until(lambda events: spread.has_carriers(3))
     step = max(e.step or 0 for e in spread.events())

@@ -55,7 +55,7 @@ class ServerKiller:
             self.pids[event["server"]] = event["pid"]
         elif event.kind == "server_died":
             self.pids.pop(event["server"], None)
-        elif event.kind == "table":
+        elif event.kind == "chunk_table":
             self.fully_replicated = event["copies"] == self.copies
         elif event.kind == "step" and self.fully_replicated and self.steps and event.step >= self.steps[0]:
             self.steps.pop(0)
@@ -114,9 +114,7 @@ def test_two_servers_at_once_with_two_backups(run):
 
 def test_without_backup_the_checkpoint_is_used(run):
     job = JOBS["mlp"] | {"steps": 120, "checkpoint": {"every": "10 steps"}}
-    outcome = run(
-        job, workers=2, sync=server_sync(2, 0), look=ServerKiller(60, copies=1), engine={"kind": "local", "restarts": 3}
-    )
+    outcome = run(job, workers=2, sync=server_sync(2, 0), look=ServerKiller(60, copies=1), elastic={"restarts": 3})
     assert_same(outcome, lanes_receipt(run, job))
     assert events_of_kind(outcome, "servers_lost")
 
@@ -124,7 +122,9 @@ def test_without_backup_the_checkpoint_is_used(run):
 def test_workers_die_too(job_dir, run):
     job = JOBS["cnn"] | {"steps": 40}
     lines = ["kill worker 0 at step 7 in exchange", "kill worker 1 at step 16 in compute"]
-    outcome = run(job, workers=3, sync=server_sync(2), watch=fault_script(job_dir, *lines), look=ServerKiller(10, 25))
+    outcome = run(
+        job, workers=3, sync=server_sync(2), watchers=fault_script(job_dir, *lines), look=ServerKiller(10, 25)
+    )
     assert_same(outcome, lanes_receipt(run, job))
     assert len(fired_faults(job_dir)) == 2
 
@@ -169,7 +169,7 @@ def test_stale_through_deaths(job_dir, run):
     job = GENTLE | {"steps": 120}
     lines = ["kill worker 1 at step 30 in exchange"]
     outcome = run(
-        job, workers=3, sync=server_sync(3, 1, 2), watch=fault_script(job_dir, *lines), look=ServerKiller(20, 70)
+        job, workers=3, sync=server_sync(3, 1, 2), watchers=fault_script(job_dir, *lines), look=ServerKiller(20, 70)
     )
     assert outcome.status == "finished", outcome.error
     assert outcome.receipt.metrics["accuracy"] > 0.8

@@ -111,7 +111,7 @@ def test_errors_of_the_model_are_told(facts):
         ({"codec": "int8"}, RunChoice(codec="int8")),
         ({"shard": "fsdp", "workers": 2}, RunChoice(shard="fsdp")),
         (
-            {"shard": {"kind": "tensor", "ways": 2, "patterns": "mlp"}, "workers": 4},
+            {"shard": {"kind": "tensor", "size": 2, "patterns": "mlp"}, "workers": 4},
             RunChoice(workers=2, shard="tensor"),
         ),
         ({"shard": {"kind": "pipeline", "cuts": ["2"]}, "workers": 2}, RunChoice(workers=2, shard="pipeline")),

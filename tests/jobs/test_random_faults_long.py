@@ -112,8 +112,8 @@ def test_random_plans_change_nothing(seed, run, job_dir):
     print(f"seed {seed}: {plan}")
     with time_limit(120):
         outcome = run(
-            plan.job, look=outside.on_event, workers=plan.workers, watch=fault_script(job_dir, *plan.worker_faults),
-            engine={"kind": "local", "restarts": 20}, checkpoint=plan.checkpoint,
+            plan.job, look=outside.on_event, workers=plan.workers, watchers=fault_script(job_dir, *plan.worker_faults),
+            elastic={"restarts": 20}, checkpoint=plan.checkpoint,
         )  # fmt: skip
     assert_same(outcome, undisturbed)
     assert_nothing_left(outcome)

@@ -1,11 +1,13 @@
 """What a replanner makes of what it hears: events go in, and somebody leaves or comes."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
 
 from shoal.events import Event, EventWriter, RunState
+from shoal.jobs import replanner
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.plan_file import PlanFile
 from shoal.jobs.replanner import Replanner, StepTimes
@@ -15,7 +17,7 @@ from shoal.plan.costs.select import make_plan
 from shoal.plan.costs.serialise import plan_fields
 from shoal.plan.membership_policy import MembershipPolicy
 from shoal.spec.load import make_job
-from shoal.spec.view import Address, View
+from shoal.spec.view import Address, Attachment, View
 from tests.conftest import MLP
 from tests.jobs.job_profile import JOB_PROFILE
 
@@ -36,7 +38,9 @@ class ReplannerHarness:
         self.membership = MembershipPolicy(lanes=4, wanted_workers=sum(host == "here" for host in hosts))
         for seat, host in enumerate(hosts):
             address = Address(host="127.0.0.1", port=1, host_id=host)
-            self.membership.arrived(seat, local=host == "here", address=address, training=True)
+            here = host == "here"
+            attachment = Attachment(managed=here, can_save=here, needs_job=not here)
+            self.membership.arrived(seat, attachment, address=address, training=True)
             self.membership.record_lane_time(seat, lane_s[seat])
         self.membership.view = View(number=1, carries={seat: [seat] for seat in range(len(hosts))}, saver=0)
         self.command_handler = CommandHandler(self.membership, None)
@@ -52,13 +56,16 @@ class ReplannerHarness:
         self.run_state.apply(event)
         self.replanner.observe(event, self.run_state)
 
-    def train(self, steps, step_s):
+    def train(self, steps, step_s, *, waits=True):
+        """`waits`: a plan that is begun is made before the next step."""
         start = self.run_state.step
         if not start:
             self.feed_event("joined", step=0, lanes=[0])
         for step in range(start + 1, start + steps + 1):
             self.feed_event("step", step=step, steps=1, wall_s=step_s)
             self.replanner.replan_if_needed(step)
+            while waits and self.replanner.planning:
+                self.replanner.replan_if_needed(step)
 
     @property
     def emitted(self):
@@ -67,6 +74,44 @@ class ReplannerHarness:
     @property
     def leaving(self):
         return [m.seat for m in self.membership.members.values() if m.leaving]
+
+
+@pytest.fixture
+def slow_plan(monkeypatch):
+    """A plan takes until this event is set."""
+    may_end = threading.Event()
+    real = replanner.replan
+    monkeypatch.setattr(replanner, "replan", lambda *now, **bounds: may_end.wait(30) and real(*now, **bounds))
+    yield may_end
+    may_end.set()
+
+
+def test_steps_go_on_while_a_plan_is_made(job_dir, slow_plan):
+    harness = ReplannerHarness(job_dir, ["here"], [10 * LANE_S], kept=plan_file())
+    harness.train(300, 41 * LANE_S, waits=False)
+    assert harness.replanner.planning
+    assert harness.emitted == []
+    slow_plan.set()
+    while harness.replanner.planning:
+        harness.replanner.replan_if_needed(300)
+    (row,) = harness.emitted
+    assert row["step"] == 300
+
+
+@pytest.mark.parametrize("change", ["another view", "a stop"])
+def test_a_plan_for_workers_that_no_longer_train_is_dropped(job_dir, slow_plan, change):
+    harness = ReplannerHarness(job_dir, ["here"] * 2, [10 * LANE_S] * 2, kept=plan_file())
+    harness.train(300, 41 * LANE_S, waits=False)
+    assert harness.replanner.planning
+    if change == "a stop":
+        harness.membership.stop("pruned")
+    else:
+        harness.membership.view = View(number=2, carries={0: [0, 1, 2], 1: [3]}, saver=0)
+    slow_plan.set()
+    while harness.replanner.planning:
+        harness.replanner.replan_if_needed(300)
+    assert harness.emitted == []
+    assert harness.leaving == []
 
 
 def test_as_expected_nothing_happens(job_dir):

@@ -22,12 +22,18 @@ from tests.jobs.fault_injection import fault_script, fired_faults
 from tests.jobs.job_profile import JOB_PROFILE
 
 
+def answer(found):
+    """The steps of a probe that knows it already."""
+    return found
+    yield ()
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """The probe finds what it is told."""
 
     def go(**changes):
-        monkeypatch.setattr(planner, "measure", lambda job, fork_server=None: JOB_PROFILE | changes)
+        monkeypatch.setattr(planner, "measure_steps", lambda job, fork_servers: answer(JOB_PROFILE | changes))
 
     return go
 
@@ -60,7 +66,7 @@ def test_a_planned_run_is_exact_and_says_what_it_is(run, job_dir):
     [
         (RunChoice(workers=2), {"kind": "lanes"}),
         (RunChoice(workers=3, sync="server", servers=2), {"kind": "server", "servers": 2, "backups": 1}),
-        (RunChoice(workers=2, sync="local", every=8, settle=4), {"kind": "local", "every": 8, "settle": 4}),
+        (RunChoice(workers=2, sync="local", every=8, settle=4), {"kind": "local", "every": 8, "rounds_per_sync": 4}),
         (RunChoice(workers=3, codec="int8", threads=2), {"kind": "lanes"}),
     ],
 )
@@ -116,7 +122,7 @@ def test_no_way_at_all(job_dir, measured):
 
 def test_a_job_that_is_verified_is_planned_once(job_dir, fork_server, monkeypatch):
     asked = []
-    monkeypatch.setattr(planner, "measure", lambda job, fork_server=None: asked.append(job) or JOB_PROFILE)
+    monkeypatch.setattr(planner, "measure_steps", lambda job, fork_servers: answer(asked.append(job) or JOB_PROFILE))
     verdict = verify(job(job_dir, steps=4, evaluate={}), [1, 2], runs=job_dir / "runs", fork_server=fork_server)
     assert verdict.same
     assert len(asked) == 1
@@ -176,7 +182,9 @@ def test_a_death_in_a_planned_run_is_a_death_like_any_other(run, measured, job_d
     measured()
     faults = {"pause_probability": 1.0, "pause_s": 0.005}
     line = "kill worker 1 at step 500 in compute"
-    found = run(MLP, sync="auto", workers=2, steps=600, evaluate={}, faults=faults, watch=fault_script(job_dir, line))
+    found = run(
+        MLP, sync="auto", workers=2, steps=600, evaluate={}, faults=faults, watchers=fault_script(job_dir, line)
+    )
     assert found.receipt.weights_sha256 == run(MLP, steps=600, evaluate={}).receipt.weights_sha256
     assert fired_faults(job_dir) == {line}
     assert all(row["choice"]["workers"] == 2 for row in load_run_state(found.paths).replans)

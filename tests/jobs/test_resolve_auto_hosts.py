@@ -30,7 +30,7 @@ class PlannedRun:
 
     def __init__(self, host, job_dir):
         self.job_dir = job_dir
-        (job_dir / "job.yaml").write_text(yaml.safe_dump(JOB | {"engine": {"listen": host.address}}))
+        (job_dir / "job.yaml").write_text(yaml.safe_dump(JOB | {"network": {"listen": host.address}}))
         words = ["-m", "shoal", "run", str(job_dir / "job.yaml"), "--json", "--runs", str(job_dir / "runs")]
         self.log = job_dir / "driver.log"
         self.driver = host.python(*words, log=self.log, env=os.environ)

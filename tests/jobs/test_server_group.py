@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.events import read_events
 from shoal.fleet.driver_address import read_driver_address
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.orphans import find_orphans
 from shoal.jobs import commands, executor, server_group, worker_group
 from shoal.net.listener import connect_host
@@ -93,7 +93,7 @@ def test_servers_are_started_and_tables_published(begin):
         assert sum(server.backup_bytes for server in run_state.serving_servers) == 4100
         it.wait_until(lambda run_state: all(server.stats for server in run_state.serving_servers))
         assert run_state.staleness == (1.5, 4)
-        (table,) = rows(it, "table")
+        (table,) = rows(it, "chunk_table")
         assert (table["number"], table["chunks"], table["moved_bytes"]) == (1, 5, 0)
         assert {(it.paths.logs / f"{name}.log").is_file() for name in names(run_state)} == {True}
     ended = it.outcome.result()
@@ -111,11 +111,11 @@ def test_a_killed_server_is_missed_at_once_and_replaced(begin):
         assert it.state.failovers == 1
         (died,) = rows(it, "server_died")
         assert died.fields == {"server": victim, "reason": "SIGKILL"}
-        following = next(event for event in rows(it, "table") if event.t >= died.t)
+        following = next(event for event in rows(it, "chunk_table") if event.t >= died.t)
         assert victim not in following["servers"]
         assert following.t - died.t < 1.0
         assert f"{victim} is gone" in following["why"]
-        assert sum(event["moved_bytes"] for event in rows(it, "table")) >= 4100 * 2 // 3
+        assert sum(event["moved_bytes"] for event in rows(it, "chunk_table")) >= 4100 * 2 // 3
         assert it.state.deaths == 0
         it.wait_for_workers(2)
 
@@ -126,7 +126,7 @@ def test_a_frozen_server_is_evicted_and_replaced(begin):
         victim = names(it.state)[0]
         signal_server(it, victim, signal.SIGSTOP)
         it.wait_until(lambda run_state: run_state.server_deaths == 1 and fully_serving(3)(run_state))
-        (out,) = rows(it, "put_out")
+        (out,) = rows(it, "evicted")
         assert out["server"] == victim
         assert "frozen" in out["reason"]
         assert rows(it, "server_died")[0]["reason"] == out["reason"]
@@ -171,7 +171,7 @@ def test_when_all_copies_are_lost_the_run_goes_back(begin):
         )
         (lost,) = rows(it, "servers_lost")
         assert "chunks were on servers that are gone" in lost["reason"]
-        assert {event["worker"] for event in rows(it, "put_out")} == before
+        assert {event["worker"] for event in rows(it, "evicted")} == before
         assert {event["reason"] for event in rows(it, "worker_died")} == {lost["reason"]}
     assert it.outcome.result().status == "stopped"
 
@@ -203,7 +203,7 @@ def test_who_is_no_server_of_ours_is_not_let_in(begin, hello):
 
 
 def test_loss_is_not_survived_more_often_than_the_job_allows(begin):
-    with begin(ALONE | {"engine": {"kind": "local", "restarts": 1}}, stops=False) as it:
+    with begin(ALONE | {"elastic": {"restarts": 1}}, stops=False) as it:
         it.wait_until(fully_serving(2))
         it.wait_for_workers(2)
         signal_server(it, names(it.state)[0])
@@ -247,7 +247,7 @@ def test_the_run_goes_on_with_fewer_when_none_can_be_started(begin, job_dir):
 DRIVER = """
 import sys
 from pathlib import Path
-from shoal.fleet.engines.local import ForkServer
+from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import executor, server_group, worker_group
 from shoal.spec.load import make_job
 import json, os
@@ -282,7 +282,7 @@ def test_servers_outlive_their_driver_and_are_adopted(begin, orphaned_run):
     with begin(resumed=orphaned_run) as it:
         it.wait_until(lambda run_state: run_state.starts == 2 and fully_serving(3)(run_state))
         assert {server.name: server.pid for server in it.state.serving_servers}.items() <= before.items()
-        tables = rows(it, "table")
+        tables = rows(it, "chunk_table")
         assert [event["number"] for event in tables] == sorted({event["number"] for event in tables})
         assert len(tables) >= 2
         it.wait_for_workers(2)

@@ -24,6 +24,7 @@ from shoal.events import read_events, replay
 from shoal.jobs.commands import scale
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.sharding import INEXACT_LAYOUT, INEXACT_MICROBATCHES
+from shoal.terminal.notes import describe_layout, note_lines
 from tests.conftest import CNN, GPT, MLP, long_only
 from tests.jobs.fault_injection import assert_nothing_left, events_of_kind, fault_script, fired_faults
 from tests.jobs.test_bit_exact_resume import ShoalCommand
@@ -45,8 +46,8 @@ JOB = MLP | {
 }
 
 
-def with_size(shard, ways):
-    return KINDS[shard] | {"ways": ways}
+def with_size(shard, size):
+    return KINDS[shard] | {"size": size}
 
 
 def relative_error(found, expected):
@@ -67,14 +68,14 @@ def finished(outcome):
 
 
 @pytest.mark.parametrize(
-    ("shard", "ways", "workers"),
+    ("shard", "size", "workers"),
     [
         *[("fsdp", 2, 2), ("tensor", 2, 2), ("pipeline", 2, 2), ("fsdp", 2, 4), ("pipeline", 4, 4)],
         *long_only(("fsdp", 4, 4), ("tensor", 4, 4), ("tensor", 2, 4), ("pipeline", 2, 4)),
     ],
 )
-def test_the_result_is_that_of_one_process_to_the_accuracy_of_float32(shard, ways, workers, run):
-    outcome = run(JOB, workers=workers, shard=with_size(shard, ways))
+def test_the_result_is_that_of_one_process_to_the_accuracy_of_float32(shard, size, workers, run):
+    outcome = run(JOB, workers=workers, shard=with_size(shard, size))
     receipt = finished(outcome)
     one = run(JOB, runs="one")
     assert relative_error(load_weights(outcome.paths.model), load_weights(one.paths.model)) < ROUNDING * STEPS
@@ -82,16 +83,18 @@ def test_the_result_is_that_of_one_process_to_the_accuracy_of_float32(shard, way
     assert (receipt.steps, receipt.samples_seen) == (one.receipt.steps, one.receipt.samples_seen)
     assert receipt.parameters == one.receipt.parameters
     assert not receipt.exact
-    assert f"{shard} over {ways}" in receipt.why
-    assert f"{shard} over {ways}, {workers // ways} replica" in replay(read_events(outcome.paths.events)).layout
+    assert f"{shard} over {size}" in receipt.why
+    assert f"{shard} over {size}, {workers // size} replica" in describe_layout(
+        replay(read_events(outcome.paths.events)).layout
+    )
 
 
 @pytest.mark.parametrize(
-    ("shard", "ways", "workers"), [("fsdp", 2, 4), *long_only(("tensor", 2, 4), ("pipeline", 2, 2))]
+    ("shard", "size", "workers"), [("fsdp", 2, 4), *long_only(("tensor", 2, 4), ("pipeline", 2, 2))]
 )
-def test_the_same_layout_gives_the_same_bits(shard, ways, workers, run):
+def test_the_same_layout_gives_the_same_bits(shard, size, workers, run):
     job = JOB | {"optimizer": {"name": "AdamW", "args": {"lr": 0.003}}}
-    one, other = (finished(run(job, workers=workers, shard=with_size(shard, ways))) for _ in range(2))
+    one, other = (finished(run(job, workers=workers, shard=with_size(shard, size))) for _ in range(2))
     assert one.weights_sha256 == other.weights_sha256
     assert one.state_sha256 == other.state_sha256
     assert one.metrics == other.metrics
@@ -120,9 +123,9 @@ def test_a_run_goes_on_in_any_other_layout(run, resume, job_dir):
     """All workers are killed again and again, and each time others go on from the checkpoint."""
     lines = [f"kill all at step {step}" for step in (4, 7, 10)]
     how = {
-        "engine": {"kind": "local", "restarts": 0},
+        "elastic": {"restarts": 0},
         "checkpoint": {"every": "1 step"},
-        "watch": fault_script(job_dir, *lines),
+        "watchers": fault_script(job_dir, *lines),
     }
     outcome = run(JOB, workers=4, shard=FSDP, **how)
     for sets in (["shard=none", "workers=1"], ["shard={kind: tensor, patterns: mlp}", "workers=2"]):
@@ -140,8 +143,8 @@ def test_a_run_goes_on_in_any_other_layout(run, resume, job_dir):
 
 def test_a_damaged_checkpoint_is_passed_over(run, resume, job_dir):
     """One worker finds the damage, and all go on from the one before."""
-    how = {"engine": {"kind": "local", "restarts": 0}, "checkpoint": {"every": "2 steps", "keep": 3, "keep_best": 0}}
-    outcome = run(JOB, workers=2, shard=FSDP, watch=fault_script(job_dir, "kill all at step 9"), **how)
+    how = {"elastic": {"restarts": 0}, "checkpoint": {"every": "2 steps", "keep": 3, "keep_best": 0}}
+    outcome = run(JOB, workers=2, shard=FSDP, watchers=fault_script(job_dir, "kill all at step 9"), **how)
     newest, *older = list_manifests(outcome.paths.checkpoints)
     own = set(newest.blobs) - {blob for manifest in older for blob in manifest.blobs}
     blob = outcome.paths.checkpoints / blob_path(min(own))
@@ -154,7 +157,7 @@ def test_a_damaged_checkpoint_is_passed_over(run, resume, job_dir):
 
 
 def test_a_run_that_goes_on_trains_what_it_trained(run, resume, job_dir):
-    how = {"engine": {"kind": "local", "restarts": 0}, "watch": fault_script(job_dir, "kill all at step 4")}
+    how = {"elastic": {"restarts": 0}, "watchers": fault_script(job_dir, "kill all at step 4")}
     outcome = run(JOB, workers=2, shard=FSDP, **how)
     with pytest.raises(ShoalError, match="something else"):
         resume(outcome.paths, sets=["workers=2", "batch_size=10"])
@@ -162,17 +165,17 @@ def test_a_run_that_goes_on_trains_what_it_trained(run, resume, job_dir):
 
 # ---- deaths ----
 
-RESTARTS = {"kind": "local", "restarts": 9}
+RESTARTS = {"restarts": 9}
 SAVES = {"every": "4 steps", "keep_best": 0}
 UNSAVED = {"every": "never", "keep_best": 0}
 _calm = {}
 
 
-def sharded_reference(run, shard, workers, ways=2):
+def sharded_reference(run, shard, workers, size=2):
     """The receipt of the same layout without faults."""
-    if (shard, workers, ways) not in _calm:
-        _calm[shard, workers, ways] = finished(run(JOB, runs="calm", workers=workers, shard=with_size(shard, ways)))
-    return _calm[shard, workers, ways]
+    if (shard, workers, size) not in _calm:
+        _calm[shard, workers, size] = finished(run(JOB, runs="calm", workers=workers, shard=with_size(shard, size)))
+    return _calm[shard, workers, size]
 
 
 SCRIPTS = {
@@ -219,13 +222,13 @@ def test_three_keep_copies_of_each_other(shard, run, job_dir):
 
 
 def disturbed(run, job_dir, name, shard):
-    lines, ways = SCRIPTS[name] if isinstance(name, str) else name, shard["ways"]
+    lines, size = SCRIPTS[name] if isinstance(name, str) else name, shard["size"]
     outcome = run(
-        JOB, workers=ways, shard=shard, watch=fault_script(job_dir, *lines), engine=RESTARTS, checkpoint=SAVES
+        JOB, workers=size, shard=shard, watchers=fault_script(job_dir, *lines), elastic=RESTARTS, checkpoint=SAVES
     )
     receipt = finished(outcome)
     assert fired_faults(job_dir) == set(lines), "else the test says nothing"
-    expected = sharded_reference(run, shard["kind"], ways, ways)
+    expected = sharded_reference(run, shard["kind"], size, size)
     assert receipt.weights_sha256 == expected.weights_sha256
     assert receipt.state_sha256 == expected.state_sha256
     assert receipt.metrics == expected.metrics
@@ -241,7 +244,9 @@ def test_kills_at_random(seed, run, job_dir):
     rng = random.Random(seed)
     lines = {f"kill worker {n} at step {rng.randint(0, 11)} {rng.choice(PHASES)}" for n in range(6)}
     shard = with_size(rng.choice(sorted(KINDS)), 2) | {"mirror": rng.choice([None, None, False])}
-    outcome = run(JOB, workers=2, shard=shard, watch=fault_script(job_dir, *lines), engine=RESTARTS, checkpoint=SAVES)
+    outcome = run(
+        JOB, workers=2, shard=shard, watchers=fault_script(job_dir, *lines), elastic=RESTARTS, checkpoint=SAVES
+    )
     expected = sharded_reference(run, shard["kind"], 2)
     assert finished(outcome).weights_sha256 == expected.weights_sha256, lines
     assert outcome.receipt.state_sha256 == expected.state_sha256
@@ -253,7 +258,9 @@ def test_kills_at_random_of_several_replicas(seed, run, job_dir):
     rng = random.Random(seed)
     lines = {f"kill worker {n} at step {rng.randint(0, 11)} {rng.choice(PHASES)}" for n in range(7)}
     shard = with_size(rng.choice(sorted(KINDS)), 2)
-    outcome = run(JOB, workers=4, shard=shard, watch=fault_script(job_dir, *lines), engine=RESTARTS, checkpoint=SAVES)
+    outcome = run(
+        JOB, workers=4, shard=shard, watchers=fault_script(job_dir, *lines), elastic=RESTARTS, checkpoint=SAVES
+    )
     finished(outcome)
     assert (
         relative_error(load_weights(outcome.paths.model), load_weights(run(JOB, runs="one").paths.model))
@@ -272,7 +279,7 @@ OTHERS = [
 def test_another_replica_has_what_died(shard, line, run, job_dir):
     """The rest go on at once as one replica, from memory; when there are enough, they are two again."""
     delay = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.1}}
-    outcome = run(JOB, workers=4, shard=with_size(shard, 2), watch=[*fault_script(job_dir, line), delay])
+    outcome = run(JOB, workers=4, shard=with_size(shard, 2), watchers=[*fault_script(job_dir, line), delay])
     receipt = finished(outcome)
     assert fired_faults(job_dir) == {line}
     assert (receipt.redone, receipt.deaths_survived) == (0, 1)
@@ -286,7 +293,9 @@ def test_another_replica_has_what_died(shard, line, run, job_dir):
 
 def test_a_death_costs_the_steps_since_the_last_save_and_the_receipt_says_so(run, job_dir):
     line = "kill worker 1 at step 7 in together"
-    outcome = run(JOB, workers=2, shard=FSDP | {"mirror": False}, watch=fault_script(job_dir, line), checkpoint=SAVES)
+    outcome = run(
+        JOB, workers=2, shard=FSDP | {"mirror": False}, watchers=fault_script(job_dir, line), checkpoint=SAVES
+    )
     receipt = finished(outcome)
     assert (receipt.redone, receipt.deaths_survived) == (3, 1)
     assert [row.step for row in events_of_kind(outcome, "resumed")] == [4]
@@ -296,8 +305,8 @@ def test_a_death_costs_the_steps_since_the_last_save_and_the_receipt_says_so(run
 def test_steps_that_died_with_everybody_are_counted(mirror, run, job_dir):
     """Nothing was saved yet: all are made again."""
     line = "kill all at step 9"
-    shard, watch = with_size("fsdp", 2) | {"mirror": mirror}, [*fault_script(job_dir, line), *slow_steps(0.06)]
-    outcome = run(JOB, workers=2, shard=shard, watch=watch, engine=RESTARTS, checkpoint=UNSAVED)
+    shard, watchers = with_size("fsdp", 2) | {"mirror": mirror}, [*fault_script(job_dir, line), *slow_steps(0.06)]
+    outcome = run(JOB, workers=2, shard=shard, watchers=watchers, elastic=RESTARTS, checkpoint=UNSAVED)
     receipt = finished(outcome)
     told = max(row.step for row in events_of_kind(outcome, "step") if row.who == "worker-0")
     assert receipt.redone == told > 0
@@ -308,8 +317,8 @@ def test_steps_that_died_with_everybody_are_counted(mirror, run, job_dir):
 def test_who_leaves_takes_nothing_along(seat, run, job_dir):
     """Not even the one who saves, whose last save takes its time."""
     lines = [f"terminate worker {seat} at step 6 in together", "delay worker 0 while writing by 1500 ms"]
-    shard, watch = with_size("fsdp", 2) | {"mirror": False}, [*fault_script(job_dir, *lines), *slow_steps(0.1)]
-    outcome = run(JOB, workers=2, shard=shard, watch=watch, checkpoint=UNSAVED)
+    shard, watchers = with_size("fsdp", 2) | {"mirror": False}, [*fault_script(job_dir, *lines), *slow_steps(0.1)]
+    outcome = run(JOB, workers=2, shard=shard, watchers=watchers, checkpoint=UNSAVED)
     receipt = finished(outcome)
     assert fired_faults(job_dir) == set(lines)
     assert (receipt.redone, receipt.deaths_survived) == (0, 0)
@@ -323,7 +332,7 @@ def test_who_leaves_stays_until_a_save_succeeds(run, job_dir):
     job |= {"steps": 16, "checkpoint": UNSAVED}
     full = {"name": "faults.py:FileSizeLimit", "args": {"most_bytes": 100_000, "until": 7}}
     line, shard = "terminate worker 0 at step 2 in together", with_size("fsdp", 2) | {"mirror": False}
-    outcome = run(job, workers=2, shard=shard, watch=[*fault_script(job_dir, line), full, *slow_steps(0.4)])
+    outcome = run(job, workers=2, shard=shard, watchers=[*fault_script(job_dir, line), full, *slow_steps(0.4)])
     receipt = finished(outcome)
     assert fired_faults(job_dir) == {line}
     assert events_of_kind(outcome, "save_failed"), "else the test says nothing"
@@ -336,7 +345,7 @@ def test_who_leaves_stays_until_a_save_succeeds(run, job_dir):
 def test_one_that_freezes_or_must_leave_is_replaced(act, run, job_dir):
     lines = [f"{act} worker 1 at step 6 in together"]
     delay = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.1}}
-    outcome = run(JOB, workers=2, shard=with_size("fsdp", 2), watch=[*fault_script(job_dir, *lines), delay])
+    outcome = run(JOB, workers=2, shard=with_size("fsdp", 2), watchers=[*fault_script(job_dir, *lines), delay])
     receipt = finished(outcome)
     assert fired_faults(job_dir) == set(lines)
     assert receipt.weights_sha256 == sharded_reference(run, "fsdp", 2).weights_sha256
@@ -402,7 +411,7 @@ def test_what_sees_microbatches_is_told(microbatches, told, run):
     outcome = run(CNN | {"steps": 3}, workers=2, shard=PIPELINE | {"microbatches": microbatches})
     receipt = finished(outcome)
     assert (INEXACT_MICROBATCHES in receipt.why, INEXACT_LAYOUT in receipt.why) == (told, not told)
-    assert any(INEXACT_MICROBATCHES in note for note in replay(read_events(outcome.paths.events)).notes) == told
+    assert any(INEXACT_MICROBATCHES in note for note in note_lines(replay(read_events(outcome.paths.events)))) == told
 
 
 @pytest.mark.long
@@ -438,9 +447,9 @@ def test_an_optimizer_with_groups_goes_on_with_what_it_had(shard, run, resume, j
     job = task("ParamGroupsTask")
     one = load_weights(run(job, runs="one").paths.model)
     how = {
-        "engine": {"kind": "local", "restarts": 0},
+        "elastic": {"restarts": 0},
         "checkpoint": {"every": "1 step"},
-        "watch": fault_script(job_dir, "kill all at step 6"),
+        "watchers": fault_script(job_dir, "kill all at step 6"),
     }
     outcome = run(job, **how)
     assert outcome.error.code == "SH603"
@@ -458,7 +467,9 @@ def test_a_neighbours_copy_has_the_same_groups(run, job_dir):
     job = task("ParamGroupsTask")
     one = finished(run(job, runs="one", workers=2, shard=with_size("pipeline", 2)))
     line = "kill worker 1 at step 6 in together"
-    outcome = run(job, workers=2, shard=with_size("pipeline", 2), watch=fault_script(job_dir, line), engine=RESTARTS)
+    outcome = run(
+        job, workers=2, shard=with_size("pipeline", 2), watchers=fault_script(job_dir, line), elastic=RESTARTS
+    )
     receipt = finished(outcome)
     assert fired_faults(job_dir) == {line}
     assert receipt.redone == 0
@@ -477,7 +488,11 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(run):
 def test_a_task_that_keeps_its_model_is_told(late, lines, run, job_dir):
     """At once where it had it before, else when parts of another are needed."""
     outcome = run(
-        task("ReusedModelTask", late=late), workers=2, shard=FSDP, watch=fault_script(job_dir, *lines), engine=RESTARTS
+        task("ReusedModelTask", late=late),
+        workers=2,
+        shard=FSDP,
+        watchers=fault_script(job_dir, *lines),
+        elastic=RESTARTS,
     )
     assert outcome.error.code == "SH204"
     assert "same object" in outcome.error.message
@@ -502,7 +517,7 @@ def test_more_workers_make_another_replica_and_fewer_one_less(run):
             threads[-1].start()
 
     job = JOB | {"evaluate": {"every_steps": 3}, "lanes": 4}
-    outcome = run(job, look=look, workers=2, shard=with_size("pipeline", 2), watch=slow_steps(0.2))
+    outcome = run(job, look=look, workers=2, shard=with_size("pipeline", 2), watchers=slow_steps(0.2))
     for thread in threads:
         thread.join()
     receipt = finished(outcome)
@@ -518,7 +533,7 @@ def test_more_workers_make_another_replica_and_fewer_one_less(run):
 @pytest.mark.long
 @pytest.mark.parametrize("killed", [[], *long_only(["worker-1"])])
 def test_workers_outlive_their_driver(killed, run, resume, job_dir):
-    (job_dir / "job.yaml").write_text(yaml.safe_dump(JOB | {"workers": 2, "shard": FSDP, "watch": slow_steps(0.3)}))
+    (job_dir / "job.yaml").write_text(yaml.safe_dump(JOB | {"workers": 2, "shard": FSDP, "watchers": slow_steps(0.3)}))
     command = ShoalCommand(job_dir, "run", str(job_dir / "job.yaml"), "--json")
     started, joined = {}, 0
     while joined < 2:

@@ -94,7 +94,7 @@ def test_it_learns(run):
 def test_servers_and_workers_die_and_no_row_is_lost(seed, job_dir, run):
     lines = ["kill worker 0 at step 30 in exchange", "kill worker 1 at step 60 in compute"]
     killer = ServerKiller(15, 75, seed=seed)
-    outcome = run(WORDS, steps=100, workers=3, sync=server_sync(3), watch=fault_script(job_dir, *lines), look=killer)
+    outcome = run(WORDS, steps=100, workers=3, sync=server_sync(3), watchers=fault_script(job_dir, *lines), look=killer)
     assert_same(outcome, alone(run, "words", steps=100))
     assert killer.killed == 2
     assert len(fired_faults(job_dir)) == 2

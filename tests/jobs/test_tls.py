@@ -7,9 +7,9 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.fleet.driver_address import read_driver_address
-from shoal.jobs import agent as joining
 from shoal.jobs import commands, server_group, worker_group
-from shoal.net import handshake, tls
+from shoal.jobs import join as joining
+from shoal.net import handshake
 from shoal.net.errors import TlsError
 from shoal.net.listener import connect_host
 from shoal.spec.view import Address
@@ -24,7 +24,7 @@ from tests.jobs.fault_injection import (
     reference_receipt,
     time_limit,
 )
-from tests.jobs.test_agent import ENDLESS, LONG
+from tests.jobs.test_join import ENDLESS, LONG
 from tests.net.certificate_authority import CertificateAuthority, needs_openssl
 from tests.net.recording_proxy import RecordingProxy
 
@@ -35,7 +35,6 @@ pytestmark = needs_openssl
 def limited_time():
     with time_limit(120):
         yield
-    tls.configure(None)
 
 
 @pytest.fixture
@@ -78,8 +77,8 @@ SYNCS = {"lanes": {"kind": "lanes"}, "server": {"kind": "server", "servers": 2, 
 @pytest.mark.parametrize("encrypted", [True, False])
 @pytest.mark.parametrize("sync", SYNCS)
 def test_the_same_bits_and_nothing_to_read_on_the_way(run, proxied, certificates, sync, encrypted):
-    engine = {"tls": str(certificates)} if encrypted else {}
-    outcome = run(JOBS["mlp"], workers=2, sync=SYNCS[sync], engine=engine)
+    network = {"tls": str(certificates)} if encrypted else {}
+    outcome = run(JOBS["mlp"], workers=2, sync=SYNCS[sync], network=network)
     assert_same(outcome, reference_receipt(run, JOBS["mlp"]))
     assert not events_of_kind(outcome, "worker_died")
     recorded = proxied.recorded
@@ -90,10 +89,10 @@ def test_the_same_bits_and_nothing_to_read_on_the_way(run, proxied, certificates
 def test_a_killed_worker_is_missed_at_once(run, proxied, job_dir, certificates):
     line = "kill worker 1 at step 7 in exchange"
     job = JOBS["gpt"]
-    outcome = run(job, workers=3, watch=fault_script(job_dir, line), engine={"tls": str(certificates)})
+    outcome = run(job, workers=3, watchers=fault_script(job_dir, line), network={"tls": str(certificates)})
     assert_same(outcome, reference_receipt(run, job))
     assert fired_faults(job_dir) == {line}
-    assert not events_of_kind(outcome, "put_out"), "nobody had to be suspected"
+    assert not events_of_kind(outcome, "evicted"), "nobody had to be suspected"
 
 
 @pytest.mark.long
@@ -106,7 +105,7 @@ def test_users_and_joiners_come_in_with_certificates_alone(
     tmp_path_factory,
 ):
     ready = job_dir / "ready"
-    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
+    watchers = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
     stranger = CertificateAuthority(tmp_path_factory.mktemp("others") / "theirs").issue("member")
     said = []
 
@@ -121,7 +120,7 @@ def test_users_and_joiners_come_in_with_certificates_alone(
             it.address, token, base_dir=copied_job_dir, tls_dir=directory, show=show, fork_server=second_fork_server
         )
 
-    with background_run(run, MLP, watch=watch, engine={"tls": str(certificates)}, **LONG) as it:
+    with background_run(run, MLP, watchers=watchers, network={"tls": str(certificates)}, **LONG) as it:
         it.wait_for_workers(1)
         with pytest.raises(ShoalError, match=r"SH620 127.*the other side uses TLS"):
             join(None)
@@ -156,12 +155,11 @@ def test_a_plain_caller_costs_a_run_nothing(run, certificates):
     def look(paths, event, run_state):
         if event.kind == "joined" and not asked:
             address = read_driver_address(paths.driver_address)
-            tls.configure(None)  # this process has its listener open already
-            with pytest.raises(TlsError, match="the other side uses TLS"):
+            with pytest.raises(TlsError, match="it uses TLS"):
                 connect_host(address.host, address.port, address.token, json.dumps({"role": "user"}).encode())
             asked.append(1)
 
     asked = []
-    outcome = run(JOBS["mlp"], workers=2, engine={"tls": str(certificates)}, look=look)
+    outcome = run(JOBS["mlp"], workers=2, network={"tls": str(certificates)}, look=look)
     assert_same(outcome, reference_receipt(run, JOBS["mlp"]))
     assert asked

@@ -1,6 +1,5 @@
 """Same weights on any number of workers: a verdict, and where it is no, the step and the tensor."""
 
-import contextlib
 import json
 import sys
 
@@ -10,6 +9,7 @@ import yaml
 from shoal import cli
 from shoal.errors import ShoalError
 from shoal.jobs import verify
+from shoal.jobs.fork_servers import ForkServerPool
 from shoal.spec.load import make_job
 from tests.conftest import MLP
 
@@ -23,7 +23,7 @@ UNEVEN = MLP | {
 @pytest.fixture
 def command(job_dir, fork_server, monkeypatch, capsys):
     """`shoal` in this process: its exit code and what it printed."""
-    monkeypatch.setattr("shoal.jobs.run_driver.make_fork_server", lambda *_, **__: contextlib.nullcontext(fork_server))
+    monkeypatch.setattr(ForkServerPool, "get", lambda *_, **__: fork_server)
     monkeypatch.chdir(job_dir)
 
     def go(*words):

@@ -18,7 +18,7 @@ from tests.jobs.fault_injection import (
 )
 
 pytestmark = pytest.mark.usefixtures("limited_time")
-RESTARTS = {"kind": "local", "restarts": 9}
+RESTARTS = {"restarts": 9}
 
 
 SCRIPTS = {
@@ -60,10 +60,10 @@ def test_kills(name, run, job_dir):
     job = JOBS["gpt"] | {"evaluate": {"every_steps": 5, "batch_size": 4}, "lanes": 6}
     lines = SCRIPTS[name]
     saves = {"every": "3 steps" if "save" in name else "never", "keep_best": 0}
-    watch = fault_script(job_dir, *lines)
+    watchers = fault_script(job_dir, *lines)
     if any("worker 3" in line or "feeding" in line for line in lines):
-        watch.append({"name": "delays.py:SlowSteps", "args": {"seconds": 0.2}})
-    outcome = run(job, workers=3, watch=watch, engine=RESTARTS, checkpoint=saves)
+        watchers.append({"name": "delays.py:SlowSteps", "args": {"seconds": 0.2}})
+    outcome = run(job, workers=3, watchers=watchers, elastic=RESTARTS, checkpoint=saves)
     assert_same(outcome, reference_receipt(run, job))
     assert fired_faults(job_dir) == set(lines), "else the test says nothing"
     assert not events_of_kind(outcome, "resumed"), "somebody was alive: its memory counts, not a file"
@@ -77,7 +77,7 @@ def test_metrics_are_reported_although_the_reporter_died(run, job_dir):
         "best": {"metric": "KillingMetric", "mode": "min"},
     }
     job["metrics"] = [{"name": "models.py:KillingMetric", "args": {"marks": str(job_dir)}}]
-    outcome = run(job, workers=3, engine=RESTARTS)
+    outcome = run(job, workers=3, elastic=RESTARTS)
     told = events_of_kind(outcome, "evaluated")
     assert [(row.step, row.get("again", False)) for row in told] == [(12, True), (24, False)]
     assert_same(outcome, reference_receipt(run, job))
@@ -96,7 +96,7 @@ def test_many_kills_leave_no_memory_behind(run, job_dir):
 
     lines = [f"kill worker {n} in exchange after 20 ms" for n in range(1, 7)]
     job = JOBS["mlp"] | {"evaluate": {"every_steps": 300}, "lanes": 6, "steps": 310}
-    outcome = run(job, look=look, workers=3, watch=fault_script(job_dir, *lines), engine=RESTARTS)
+    outcome = run(job, look=look, workers=3, watchers=fault_script(job_dir, *lines), elastic=RESTARTS)
     assert_same(outcome, reference_receipt(run, job))
     assert outcome.receipt.deaths_survived >= 4
     assert seen[0]["mapped"] <= 3
@@ -107,7 +107,9 @@ def test_many_kills_leave_no_memory_behind(run, job_dir):
 def test_when_all_die_the_checkpoint_counts(run, job_dir):
     job = JOBS["mlp"] | {"lanes": 6}
     lines = ["delay worker 0 at step 11 in data by 2000 ms", "kill all at step 12"]  # a save takes its time
-    outcome = run(job, workers=3, watch=fault_script(job_dir, *lines), engine=RESTARTS, checkpoint={"every": "5 steps"})
+    outcome = run(
+        job, workers=3, watchers=fault_script(job_dir, *lines), elastic=RESTARTS, checkpoint={"every": "5 steps"}
+    )
     assert_same(outcome, reference_receipt(run, job))
     (row,) = events_of_kind(outcome, "resumed")
     assert row.step in (5, 10), "the last save may have been in the making"
@@ -116,14 +118,14 @@ def test_when_all_die_the_checkpoint_counts(run, job_dir):
 
 def test_when_all_die_and_nothing_is_saved_it_begins_again(run, job_dir):
     job = JOBS["mlp"] | {"lanes": 6}
-    outcome = run(job, workers=3, watch=fault_script(job_dir, "kill all at step 12"), engine=RESTARTS)
+    outcome = run(job, workers=3, watchers=fault_script(job_dir, "kill all at step 12"), elastic=RESTARTS)
     assert_same(outcome, reference_receipt(run, job))
     assert not events_of_kind(outcome, "resumed")
 
 
 def test_nothing_is_left_of_a_run_that_failed(run, job_dir):
     kill = fault_script(job_dir, "kill all at step 5")
-    outcome = run(JOBS["mlp"], workers=3, lanes=6, watch=kill, engine={"kind": "local", "restarts": 0})
+    outcome = run(JOBS["mlp"], workers=3, lanes=6, watchers=kill, elastic={"restarts": 0})
     assert outcome.error.code == "SH603"
     assert_nothing_left(outcome)
 
@@ -137,7 +139,7 @@ def test_an_error_in_the_model_ends_all_workers(run):
 def test_a_step_that_does_not_count_leaves_running_statistics_as_they_were(run, job_dir):
     """The others had moved theirs when it died; the step is done again from where it began."""
     lines = ["kill worker 1 at step 7 in compute", "kill worker 2 at step 15 in compute"]
-    outcome = run(JOBS["cnn"], workers=3, lanes=6, watch=fault_script(job_dir, *lines))
+    outcome = run(JOBS["cnn"], workers=3, lanes=6, watchers=fault_script(job_dir, *lines))
     assert events_of_kind(outcome, "stopped")
     assert_same(outcome, reference_receipt(run, JOBS["cnn"], lanes=6))
 
@@ -160,7 +162,7 @@ def test_every_sample_is_seen_exactly_once_per_epoch(seed, run, job_dir):
         "export": [],
         "checkpoint": {"every": "never"},
     }
-    outcome = run(job, workers=4, watch=fault_script(job_dir, *lines), engine=RESTARTS)
+    outcome = run(job, workers=4, watchers=fault_script(job_dir, *lines), elastic=RESTARTS)
     assert outcome.status == "finished", outcome.error
     weights = load_weights(outcome.paths.model)
     times = weights["times"].long()

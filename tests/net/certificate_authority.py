@@ -11,7 +11,7 @@ KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
 
 
 class CertificateAuthority:
-    """Signs certificates; each of its members has a directory as `engine.tls` wants it."""
+    """Signs certificates; each of its members has a directory as `network.tls` wants it."""
 
     def __init__(self, place: Path):
         self.directory = place

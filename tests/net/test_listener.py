@@ -20,12 +20,13 @@ TOKEN = new_token()
 class ListenerHarness:
     """A listener whose connections are kept in order."""
 
-    def __init__(self, welcome=None, token=TOKEN):
+    def __init__(self, welcome=None, token=TOKEN, tls_contexts=None):
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.accepted = []
         self.changed = threading.Condition()
-        self.listener = AuthenticatedListener([listener], token, welcome or self.receive)
+        self.tls_contexts = tls_contexts
+        self.listener = AuthenticatedListener([listener], token, welcome or self.receive, tls_contexts=tls_contexts)
 
     def receive(self, sock, hello):
         with self.changed:
@@ -40,8 +41,10 @@ class ListenerHarness:
     def connect(self):
         return socket.create_connection(self.address, timeout=30)
 
-    def call(self, hello=b"me", token=TOKEN):
-        return connect(socket.AF_INET, self.address, token, hello)
+    def call(self, hello=b"me", token=TOKEN, **tls):
+        """With the same contexts as the listener, or with other `tls_contexts`."""
+        contexts = tls.get("tls_contexts", self.tls_contexts)
+        return connect(socket.AF_INET, self.address, token, hello, tls_contexts=contexts)
 
     def close(self):
         self.listener.close()

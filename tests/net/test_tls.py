@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from shoal.net import handshake, tls, tls_pump
+from shoal.net import handshake, tls_pump
 from shoal.net.errors import LinkError, TlsError, TokenError
 from shoal.net.handshake import TLS_ALERT, new_token
 from shoal.net.listener import AuthenticatedListener, connect
@@ -40,25 +40,9 @@ def theirs(authorities):
     return load_tls_contexts(authorities["theirs"], where="theirs")
 
 
-@contextlib.contextmanager
-def using(contexts):
-    before = tls.configured()
-    tls.configure(contexts)
-    try:
-        yield
-    finally:
-        tls.configure(before)
-
-
 @pytest.fixture
-def encrypted(ours):
-    with using(ours):
-        yield
-
-
-@pytest.fixture
-def harness(encrypted):
-    with contextlib.closing(ListenerHarness()) as made:
+def harness(ours):
+    with contextlib.closing(ListenerHarness(tls_contexts=ours)) as made:
         yield made
 
 
@@ -185,7 +169,7 @@ def test_who_writes_to_one_that_is_gone_learns_it(ends):
 def test_a_connection_that_breaks_ends_both_at_once(harness):
     """No goodbye came: nobody may go on as if all had been said."""
     with contextlib.closing(RecordingProxy(harness.address)) as relay:
-        caller = connect(socket.AF_INET, relay.address, TOKEN, b"me")
+        caller = connect(socket.AF_INET, relay.address, TOKEN, b"me", tls_contexts=harness.tls_contexts)
         guest, _ = harness.wait_accepted(0)
         relay.break_connections()
         for sock in (caller, guest):
@@ -265,15 +249,15 @@ def test_a_wrong_token_is_a_wrong_token(harness):
 def test_a_caller_of_another_authority_is_refused(harness, authorities):
     """It trusts us; we do not trust it."""
     stranger = careless(authorities["theirs"])
-    with using((stranger, stranger)), pytest.raises(TlsError, match="does not accept our certificate: unknown ca"):
-        harness.call()
+    with pytest.raises(TlsError, match="does not accept our certificate: unknown ca"):
+        harness.call(tls_contexts=(stranger, stranger))
     refused(harness)
 
 
 def test_a_caller_without_a_certificate_is_refused(harness):
     nobody = careless()
-    with using((nobody, nobody)), pytest.raises(TlsError, match="certificate required"):
-        harness.call()
+    with pytest.raises(TlsError, match="certificate required"):
+        harness.call(tls_contexts=(nobody, nobody))
     refused(harness)
 
 
@@ -288,24 +272,34 @@ def careless(directory=None):
 
 
 def test_a_listener_of_another_authority_is_not_trusted(harness, theirs):
-    with using(theirs), pytest.raises(TlsError, match="the certificate of the other side is not accepted"):
-        harness.call()
+    with pytest.raises(TlsError, match="its certificate is not accepted"):
+        harness.call(tls_contexts=theirs)
     refused(harness)
 
 
 def test_a_plain_caller_is_told_that_tls_is_used(harness):
-    with using(None), pytest.raises(TlsError, match="the other side uses TLS"):
-        harness.call()
+    with pytest.raises(TlsError, match="it uses TLS, and we do not"):
+        harness.call(tls_contexts=None)
     refused(harness)
 
 
 def test_a_caller_with_tls_is_told_that_it_is_not_used(ours):
-    with using(None):
-        plain = ListenerHarness()
-    with contextlib.closing(plain):
-        with using(ours), pytest.raises(TlsError, match="the other side does not use TLS"):
-            plain.call()
+    with contextlib.closing(ListenerHarness()) as plain:
+        with pytest.raises(TlsError, match="it does not use TLS, and we do"):
+            plain.call(tls_contexts=ours)
         refused(plain)
+
+
+def test_two_authorities_in_one_process_do_not_mix(ours, theirs):
+    """As in a process that drives two runs with different certificates."""
+    with contextlib.ExitStack() as open_:
+        both = [open_.enter_context(contextlib.closing(ListenerHarness(tls_contexts=one))) for one in (ours, theirs)]
+        for harness in both:
+            open_.enter_context(harness.call(b"mine"))
+            assert harness.wait_accepted(0)[1] == b"mine"
+        for harness, other in zip(both, (theirs, ours), strict=True):
+            with pytest.raises(TlsError, match="its certificate is not accepted"):
+                harness.call(tls_contexts=other)
 
 
 NOISE = {
@@ -322,7 +316,7 @@ NOISE = {
 @pytest.mark.parametrize("noise", NOISE)
 def test_malformed_input_is_refused_and_delays_no_client(ours, noise, plain, monkeypatch):
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.3)
-    with using(None if plain else ours), contextlib.closing(ListenerHarness()) as harness:
+    with contextlib.closing(ListenerHarness(tls_contexts=None if plain else ours)) as harness:
         with harness.connect() as sock, contextlib.suppress(OSError):
             sock.sendall(NOISE[noise])
             sock.shutdown(socket.SHUT_WR)
@@ -355,11 +349,11 @@ def test_no_thread_to_be_had_is_a_refusal(harness, monkeypatch):
 @pytest.mark.parametrize("encrypts", [True, False])
 def test_nothing_readable_goes_over_the_wire(ours, encrypts):
     """Without TLS the same recording shows everything: else this test would say nothing."""
+    contexts = ours if encrypts else None
     with (
-        using(ours if encrypts else None),
-        contextlib.closing(ListenerHarness()) as harness,
+        contextlib.closing(ListenerHarness(tls_contexts=contexts)) as harness,
         contextlib.closing(RecordingProxy(harness.address)) as relay,
-        connect(socket.AF_INET, relay.address, TOKEN, b'{"role": "worker"}') as caller,
+        connect(socket.AF_INET, relay.address, TOKEN, b'{"role": "worker"}', tls_contexts=contexts) as caller,
     ):
         guest, _ = harness.wait_accepted(0)
         guest.sendall(b'{"kind": "welcome"}\n')
@@ -368,14 +362,16 @@ def test_nothing_readable_goes_over_the_wire(ours, encrypts):
     assert set(seen) == {not encrypts}
 
 
-def test_unix_sockets_stay_as_they_are(encrypted):
+def test_unix_sockets_stay_as_they_are(ours):
     unix = socket.socket(socket.AF_UNIX)
     unix.bind("")
     unix.listen()
     let_in = []
     came = threading.Event()
-    listener = AuthenticatedListener([unix], TOKEN, lambda sock, hello: (let_in.append(sock), came.set()))
-    with connect(socket.AF_UNIX, unix.getsockname(), TOKEN, b"me") as caller:
+    listener = AuthenticatedListener(
+        [unix], TOKEN, lambda sock, hello: (let_in.append(sock), came.set()), tls_contexts=ours
+    )
+    with connect(socket.AF_UNIX, unix.getsockname(), TOKEN, b"me", tls_contexts=ours) as caller:
         assert came.wait(LONGEST_S)
         assert {type(caller), type(let_in[0])} == {socket.socket}
     let_in[0].close()
@@ -385,10 +381,9 @@ def test_unix_sockets_stay_as_they_are(encrypted):
 SAY_AND_LEAVE = """
 import pathlib, socket, sys
 from shoal.spec.certificates import load_tls_contexts
-from shoal.net import tls
 from shoal.net.listener import connect
-tls.configure(load_tls_contexts(pathlib.Path(sys.argv[1]), where=""))
-sock = connect(socket.AF_INET, ("127.0.0.1", int(sys.argv[2])), sys.argv[3], b"me")
+contexts = load_tls_contexts(pathlib.Path(sys.argv[1]), where="")
+sock = connect(socket.AF_INET, ("127.0.0.1", int(sys.argv[2])), sys.argv[3], b"me", tls_contexts=contexts)
 sock.sendall(b"x" * 1_000_000)
 """
 

@@ -21,6 +21,7 @@ import torch
 
 from shoal.checkpoint import state_format
 from shoal.checkpoint.sha256 import state_sha256
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.net.errors import LinkError
@@ -31,7 +32,7 @@ from shoal.paramserver.server import ServerConfig
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
 from shoal.spec import chunk_table as tables
 from shoal.spec.view import View
-from shoal.strategies.parameter_server import ParameterServerSync
+from shoal.strategies.parameter_server_sync import ParameterServerSync
 from tests.collectives.worker_processes import _receive, _send
 from tests.paramserver.workloads import one_step
 
@@ -472,7 +473,8 @@ def _worker_main(cluster, seat, up, down):
 
     endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
     replica = workload.replica()
-    sync = ParameterServerSync(workload.lanes, replica, staleness=cluster.staleness, endpoint=endpoint, token=TOKEN)
+    group = ViewGroup(endpoint, TOKEN)
+    sync = ParameterServerSync(workload.lanes, replica, group=group, token=TOKEN, staleness=cluster.staleness)
     tell("hello", endpoint.address, sync.chunk_offsets)
     orders, going = queue.SimpleQueue(), threading.Event()
     going.set()
@@ -485,7 +487,7 @@ def _worker_main(cluster, seat, up, down):
                     sync.set_chunk_table(*rest)
                 elif word == "abort":
                     Push.follow_up = _ANSWER_ALL
-                    sync.abort(*rest)
+                    group.abort(*rest)
                 elif word == "doom":
                     Push.follow_up = _die_after_first_answer
                 elif word == "mute":
@@ -537,8 +539,8 @@ def _die_after_first_answer(self):
 
 def _train(cluster, sync, replica, view, seat, step, tell, going):
     """The step at which it ended, and the result or why there is none."""
-    if why := sync.reconfigure(view, seat):
-        return step, why
+    if discarded := sync.reconfigure(view, seat):
+        return step, discarded.why
     lanes = sorted(view.carries[seat])
     step = sync.first_step(step, lanes)
     begun = memoryview(cluster.pushed_steps).cast("q")
@@ -553,7 +555,7 @@ def _train(cluster, sync, replica, view, seat, step, tell, going):
         ahead = step - (min(begun) + 1)
         assert ahead <= cluster.staleness, f"step {step} was acknowledged {ahead} steps ahead of the slowest"
         tell("acked", step, float(outcome.loss), outcome.halt)
-    if isinstance(gone := sync.barrier(replica, 4 * step + 3), Discarded):
+    if isinstance(gone := sync.barrier(replica, step), Discarded):
         return step, gone.why
     if isinstance(gone := sync.pull_state(replica, step), Discarded):
         return step, gone.why

@@ -2,20 +2,24 @@
 `MembershipPolicy`, and messages between them that take as long as chance wants. Anything may die, freeze, come, go or
 be put out at any moment.
 
-What must always hold is checked where it could break; a `Broken` says what did not.
+What must always hold is checked where it could break; an `InvariantViolation` says what did not.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shoal.plan import lane_assignment
 from shoal.plan.membership_policy import MembershipPolicy, StartWorkers
-from shoal.spec.view import Address, View
+from shoal.spec.view import Address, Attachment, View
 from tests.plan.simulated_worker import SimulatedConnection, SimulatedGroup, SimulatedWorker, require
 
 NO_ADDRESS = Address(host="", port=0)
+SAVE_LOCK = Path(tempfile.gettempdir(), f"shoal-simulated-{os.getpid()}.lock")
 
 
 @dataclass(eq=False)
@@ -40,36 +44,37 @@ class SimulatedDriver:
             self.policy.stopped_at(wire.seat, self.simulation.now_s, view=fields[0], position=fields[1])
         elif kind == "lost":
             wire.closed = True
-            if not wire.worker.local and self.connection_by_seat.get(wire.seat) is wire:
+            if not wire.worker.managed and self.connection_by_seat.get(wire.seat) is wire:
                 self.evict(wire.seat)
         self.decide()
 
     def _on_hello(self, wire, wanted, view, training):
         worker = wire.worker
         seat = wanted
-        if not worker.local and (wanted is None or (wanted in self.evicted and wanted not in self.policy.members)):
+        if not worker.managed and (wanted is None or (wanted in self.evicted and wanted not in self.policy.members)):
             seat = self.simulation.new_seat()
-        if worker.local and self.simulation.processes.get(seat) is not worker:
+        if worker.managed and self.simulation.processes.get(seat) is not worker:
             wire.closed = True
             return
         if seat in self.connection_by_seat:
             self.connection_by_seat[seat].closed = True
         wire.seat, self.connection_by_seat[seat] = seat, wire
         known = seat in self.policy.members
-        self.policy.arrived(seat, local=worker.local, address=NO_ADDRESS, view=view, training=training and not known)
+        attachment = Attachment(managed=worker.managed, can_save=worker.can_save, needs_job=not worker.can_save)
+        self.policy.arrived(seat, attachment, address=NO_ADDRESS, view=view, training=training and not known)
         wire.to_worker.append(("welcome", seat))
         if seat in self.last_view:
             wire.to_worker.append(("view", self.last_view[seat]))
 
     def process_exited(self, seat):
-        """The engine tells of a local process that is gone."""
+        """The engine reports an exit."""
         self.simulation.processes.pop(seat)
         self._remove(seat)
         self.decide()
 
     def evict(self, seat):
         worker = self.connection_by_seat[seat].worker
-        if worker.local:
+        if worker.managed:
             worker.die()
             return
         self.evicted.add(seat)
@@ -95,7 +100,7 @@ class SimulatedDriver:
         for order in orders:
             if isinstance(order, StartWorkers):
                 for _ in range(order.count):
-                    self.policy.expect(self.simulation.start_local().seat)
+                    self.policy.expect(self.simulation.start_managed().seat)
             else:
                 self.publish(order)
 
@@ -124,7 +129,7 @@ class SimulatedDriver:
         require(all(view.carries.values()), "a member carries nothing")
         require(order.seats == sorted(view.carries), "it goes to others than its members")
         saver = self.connection_by_seat[view.saver].worker
-        require(saver.local and view.saver in view.carries, "the saver cannot save, or carries nothing")
+        require(saver.can_save and view.saver in view.carries, "the saver cannot save, or carries nothing")
         for worker in self.members():
             require(worker.stage not in ("catching", "meeting", "training"), f"seat {worker.seat} does not stand")
         for worker in self.members():
@@ -136,7 +141,7 @@ class SimulatedDriver:
     def _check_leaving(self, view):
         if view.saver is not None:
             require(
-                view.leave == [view.saver] and self.connection_by_seat[view.saver].worker.local,
+                view.leave == [view.saver] and self.connection_by_seat[view.saver].worker.can_save,
                 "it leaves and cannot save",
             )
             return
@@ -164,6 +169,7 @@ class MembershipSimulation:
         self.rng = random.Random(seed)
         self.happens = lambda p: self.rng.random() < p
         self.lanes = lanes or self.rng.randint(1, 6)
+        self.sharing_machines = self.rng.choice((1.0, 0.5))
         self.initial_workers = workers or self.rng.randint(1, min(4, self.lanes + 1))
         self.now_s = 0.0
         self.seats = 0
@@ -174,7 +180,13 @@ class MembershipSimulation:
         self.published_views: list[View] = []
         self.newest_numbers: dict[SimulatedDriver, int] = {}
         self.driver: SimulatedDriver | None = None
+        self.save_lock = SAVE_LOCK
         self.new_driver()
+
+    def close(self):
+        """Ends the threads of all workers."""
+        for worker in self.workers:
+            worker.end_thread()
 
     # ---- what there is ----
 
@@ -182,11 +194,19 @@ class MembershipSimulation:
         self.seats += 1
         return self.seats - 1
 
-    def start_local(self):
-        worker = SimulatedWorker(self, local=True, seat=self.new_seat(), position=0)
+    def start_managed(self):
+        """On a machine that shares the run's directory, or on one that does not where somebody else can save."""
+        others_save = any(worker.can_save for worker in self.alive_workers())
+        can_save = not others_save or self.happens(self.sharing_machines)
+        position = 0 if can_save else None
+        worker = SimulatedWorker(self, managed=True, can_save=can_save, seat=self.new_seat(), position=position)
         self.processes[worker.seat] = worker
         self.workers.append(worker)
         return worker
+
+    def _joining_worker(self):
+        can_save = self.happens(0.3)
+        return SimulatedWorker(self, managed=False, can_save=can_save, seat=None, position=0 if can_save else None)
 
     def new_driver(self):
         self.driver = SimulatedDriver(self, MembershipPolicy(lanes=self.lanes, wanted_workers=self.initial_workers))
@@ -278,7 +298,7 @@ class MembershipSimulation:
 
     def join(self):
         if len(self.alive_workers()) < 8:
-            self.workers.append(SimulatedWorker(self, local=False, seat=None, position=None))
+            self.workers.append(self._joining_worker())
 
     def scale(self):
         if self.driver:
@@ -313,7 +333,7 @@ class MembershipSimulation:
     def end_faults(self):
         """No faults from now on: who was frozen goes on or is put out, and there is a driver."""
         for worker in self.alive_workers():
-            if worker.frozen and worker.local:
+            if worker.frozen and worker.managed:
                 worker.die()
             worker.frozen = False
         if self.driver is None:

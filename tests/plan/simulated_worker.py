@@ -1,22 +1,45 @@
-"""A worker without a process: it keeps to the protocol of `train.elastic` and `train.loop`, one small act at a time.
+"""A worker without a process: the real loops around a strategy that only counts, one small act at a time.
 
-What must hold in a worker is checked where it could break; a `Broken` says what did not.
+`ElasticLoop` and `Loop` are those of a real worker. They run in a thread that has the turn only inside `run_stage`, and
+gives it back wherever a real worker would wait; so a schedule is a function of its seed. What must hold in a worker is
+checked where it could break; an `InvariantViolation` says what did not.
 """
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from shoal.spec.view import View
+import torch
+
+from shoal.collectives.outcome import Committed, Discarded
+from shoal.spec.job import MonitorConfig
+from shoal.spec.view import View, step_of
+from shoal.strategies.base import Traits
+from shoal.train.activity import Activity
+from shoal.train.elastic import ElasticLoop
+from shoal.train.loop import Loop, TrainSchedule
+from shoal.train.progress import Progress
+from shoal.train.reporting import Reporter, StepStats
+from shoal.train.watchers import BestMetric
 
 if TYPE_CHECKING:
     from tests.plan.membership_simulation import MembershipSimulation, SimulatedDriver
 
+NO_END, LOSS = 1 << 40, torch.tensor(1.0)
+LOST = Discarded("a member is lost, or the view was aborted")
+
 
 class InvariantViolation(AssertionError):
     pass
+
+
+class ProcessEnded(BaseException):
+    """Ends the thread of a worker that is gone; nothing in a worker catches it."""
 
 
 def require(holds, message):
@@ -51,29 +74,88 @@ class SimulatedConnection:
     seat: int | None = None
 
 
-@dataclass(eq=False)
-class SimulatedWorker:
-    """Follows the protocol: its thread waits, catches up, meets, trains, follows, loads; its control client listens."""
+class Turns:
+    """A thread that runs only while somebody waits for it."""
 
-    simulation: MembershipSimulation
-    local: bool
-    seat: int | None
-    position: int | None
-    alive: bool = True
-    frozen: bool = False
-    terminated: bool = False
-    stage: str = "building"
-    number: int = 0
-    newest_view: View | None = None
-    aborted: int = 0
-    moved_to: int | None = None
-    group: SimulatedGroup | None = None
-    contributed: bool = False
-    source: SimulatedWorker | None = None
-    has_state: bool = False
-    may_be_ahead: bool = False  # it may have followed others further than it said
-    connection: SimulatedConnection | None = None
-    outbox: deque = field(default_factory=deque)
+    def __init__(self, act):
+        self._go, self._done = _thread.allocate_lock(), _thread.allocate_lock()
+        self._go.acquire()
+        self._done.acquire()
+        self.ended, self._failure = False, None
+        self._thread = threading.Thread(target=self._run, args=(act,), daemon=True)
+        self._thread.start()
+
+    def _run(self, act):
+        self._go.acquire()
+        try:
+            act()
+        except ProcessEnded:
+            pass
+        except BaseException as failure:
+            self._failure = failure
+        self.ended = True
+        self._done.release()
+
+    def give(self):
+        """Until it pauses or ends; what it raised is raised here."""
+        self._go.release()
+        self._done.acquire()
+        if self.ended:
+            self._thread.join()
+        if self._failure:
+            raise self._failure
+
+    def pause(self):
+        """By the thread itself."""
+        self._done.release()
+        self._go.acquire()
+
+
+class QuietStream:
+    who = ""
+
+    def emit(self, kind, /, *, step=None, **fields):
+        """Nobody reads it."""
+
+
+class SimulatedWorker:
+    """`connect`, `receive` and `flush` are its control client's; `run_stage` is the training thread's next act."""
+
+    def __init__(self, simulation: MembershipSimulation, *, managed, can_save, seat, position):
+        self.simulation, self.session_seat = simulation, seat
+        self.managed, self.can_save = managed, can_save
+        self.alive, self.frozen, self.terminated = True, False, False
+        self.stage = "building"
+        self.newest_view: View | None = None
+        self.group: SimulatedGroup | None = None
+        self.may_be_ahead = False  # it may have followed others further than it said
+        self.connection: SimulatedConnection | None = None
+        self.outbox: deque = deque()
+        reporter = Reporter(QuietStream())
+        self.progress = Progress(
+            sampler=SimpleNamespace(batch_samples=lambda step: 1),
+            task=None,
+            reporter=reporter,
+            stats=StepStats(reporter, every_step=False),
+            activity=Activity(),
+            best=BestMetric(MonitorConfig()),
+            has_state=position is not None,
+        )
+        self.strategy = CountingStrategy(self)
+        self._elastic: ElasticLoop | None = None
+        self._turns: Turns | None = None
+
+    @property
+    def seat(self):
+        return self._elastic.seat if self._elastic else self.session_seat
+
+    @property
+    def view_number(self):
+        return self._elastic._view_number if self._elastic else 0
+
+    @property
+    def position(self):
+        return self.progress.position
 
     # ---- the control client ----
 
@@ -84,9 +166,8 @@ class SimulatedWorker:
         self.connection = SimulatedConnection(self, driver)
         driver.connections.append(self.connection)
         training = self.stage not in ("building", "waiting")
-        self.connection.to_driver.append(
-            ("here", self.moved_to or self.seat, self.newest_view.number if self.newest_view else 0, training)
-        )
+        number = self.newest_view.number if self.newest_view else 0
+        self.connection.to_driver.append(("here", self.session_seat, number, training))
 
     def receive(self):
         wire = self.connection
@@ -94,22 +175,20 @@ class SimulatedWorker:
             return
         kind, value = wire.to_worker.popleft()
         if kind == "welcome":
-            if self.seat is None:
-                self.seat = value
-            elif value != self.seat:
-                self.moved_to, self.aborted = value, max(self.aborted, self.number)
-            wire.welcomed = True
+            if self._elastic and value != self.session_seat:
+                self._elastic.on_seat_changed(value)
+            self.session_seat, wire.welcomed = value, True
             if self.stage == "waiting":
                 self.report_position()
         elif self.newest_view is None or value.number > self.newest_view.number:
             self.newest_view = value
-            if value.halt == "now":
-                self.aborted = max(self.aborted, value.number - 1)
+            if self._elastic:
+                self._elastic.on_view(value)
 
     def report_position(self):
         """Where it stands. What nobody took yet waits for the next driver."""
-        if self.connection and self.connection.welcomed and not self.connection.closed:
-            self.outbox.append(("stands", self.number, self.position))
+        if self.connection and self.connection.welcomed and not self.connection.closed and self._elastic:
+            self.outbox.append(("stands", self.view_number, self.position))
 
     def flush(self):
         wire = self.connection
@@ -117,133 +196,200 @@ class SimulatedWorker:
             wire.to_driver.extend(self.outbox)
             self.outbox.clear()
 
-    # ---- the thread ----
+    # ---- what the loops see of the driver ----
+
+    def wait(self, seat, *, after, position, saved=False, timeout_s=None):
+        require(position == self.position, "it says another position than it has")
+        if timeout_s == 0:
+            self.report_position()
+            return None
+        if self.stage != "waiting" or self.simulation.happens(0.3):
+            self.stage = "waiting"
+            self.report_position()
+        self.pause("waiting")
+        view = self.newest_view
+        return view if view and view.number > after and view.concerns(seat) else None
+
+    def newer(self, number):
+        return self.newest_view is not None and self.newest_view.number > number
+
+    def leave_reason(self):
+        return "terminated" if self.terminated and self.simulation.driver is None else ""
+
+    def measure_link(self, view, seat):
+        return None
+
+    def latest(self):
+        return SimpleNamespace(step=self.simulation.checkpoint)
+
+    # ---- the training thread ----
 
     def run_stage(self):
-        getattr(self, f"_{self.stage}")()
-
-    def _wait(self):
-        self.stage, self.contributed = "waiting", False
-        self.report_position()
-
-    def _leave_group(self):
-        self.group.left.add(self.seat)
-        self._wait()
-
-    def _building(self):
-        if self.connection and self.connection.welcomed:
-            self._wait()
-
-    def _waiting(self):
-        if self.moved_to is not None:
-            self.seat, self.moved_to = self.moved_to, None
-        view = self.newest_view
-        if view and view.number > self.number and view.concerns(self.seat):
-            self._adopt_view(view)
-        elif self.terminated and self.simulation.driver is None:
+        if self._turns is None:
+            if not (self.connection and self.connection.welcomed):
+                return
+            self._start()
+        self._turns.give()
+        if self._turns.ended and self.alive:
             self.die()
-        elif self.simulation.happens(0.3):
-            self.report_position()
 
-    def _adopt_view(self, view):
-        self.number = view.number
-        if self.group:
-            self.group.left.add(self.seat)
-        if self.seat in view.leave or view.stop:
-            if view.saver == self.seat:
-                self.simulation.checkpoint = max(self.simulation.checkpoint, self.position)
-            self.die()
-        elif view.loads == self.seat:
-            self.stage = "loading"
-        elif self.seat in view.followers:
-            self.stage, self.has_state = "following", False
-            self.source = self.simulation.worker_at(view.source)
-        elif self.seat in view.carries:
-            self.group, self.contributed = self.simulation.meshes[id(view)], False
-            self.stage = "catching"
-        else:
-            self._wait()
+    def _start(self):
+        loop = Loop(
+            TrainSchedule(NO_END, NO_END),
+            strategy=self.strategy,
+            progress=self.progress,
+            splits={},
+            store=SimpleNamespace(wait=lambda: None, latest=self.latest),
+            membership=self,
+            conclude=lambda model: None,
+            leave_reason=self.leave_reason,
+        )
+        save_lock = self.simulation.save_lock if self.can_save else None
+        self._elastic = ElasticLoop(loop, peers=self, seat=self.session_seat, save_lock=save_lock)
+        self._turns = Turns(self._elastic.run)
 
-    def _loading(self):
-        self.position = self.simulation.checkpoint
-        self._wait()
-
-    def _following(self):
-        source = self.source
-        if source is None or not source.alive:
-            self.source = None
-            self._wait()
-        elif self.newest_view.number > self.number:
-            self._wait()
-        elif not self.has_state:
-            if source.stage == "training" and not source.contributed:
-                self.position, self.has_state = source.position, True
-        elif self.position < source.position:
-            self.position += 1
-            self.may_be_ahead = True
-        else:
-            self.report_position()
-
-    def _catching(self):
-        view, source = self.group.view, self.source
-        if self.position == view.position:
-            self._enter_group()
-        elif source and self.has_state and source.alive and (self.position or 0) < view.position <= source.position:
-            self.position = view.position
-        elif view.source is None or view.source == self.seat:
-            self._leave_group()
-        else:
-            self.source, self.has_state, holder = None, False, self.group.workers[view.source]
-            if holder.alive and not holder.frozen and holder.group is self.group and holder.stage == "meeting":
-                self.position = holder.position
-            elif self.aborted >= view.number or not holder.alive or holder.number > view.number or self.group.left:
-                self._leave_group()
-
-    def _enter_group(self):
-        self.group.arrived.add(self.seat)
-        self.stage = "meeting"
-
-    def _meeting(self):
-        mesh = self.group
-        given_up = self.aborted >= mesh.view.number
-        all_here = mesh.arrived >= set(mesh.view.carries)
-        if given_up or (mesh.is_broken() and (not all_here or self.simulation.happens(0.5))):
-            self._leave_group()
-        elif all_here:
-            require(self.position == mesh.view.position, "who enters a view does not hold what it starts from")
-            require(not self.contributed, "a step was begun before the view")
-            self.stage, self.may_be_ahead = "training", False
-
-    def _training(self):
-        mesh, alone = self.group, len(self.group.view.carries) == 1
-        given_up = self.aborted >= mesh.view.number
-        laid = mesh.contributions.setdefault(self.position, {})
-        if not self.contributed:
-            halt = self.newest_view.number > self.number or (self.terminated and self.simulation.driver is None)
-            if given_up or (mesh.is_broken() and self.simulation.happens(0.5)):
-                self._leave_group()
-            elif halt and alone:
-                self._wait()
-            else:
-                laid[self.seat], self.contributed = halt, True
-        elif laid.keys() == mesh.view.carries.keys() and not (
-            (given_up or mesh.is_broken()) and self.simulation.happens(0.3)
-        ):
-            self._commit(any(laid.values()))
-        elif given_up or mesh.is_broken():
-            self._leave_group()
-
-    def _commit(self, halt):
-        self.position += 1
-        self.contributed = False
-        self.simulation.commits += 1
-        if self.group.view.saver == self.seat and self.simulation.happens(0.2):
-            self.simulation.checkpoint = max(self.simulation.checkpoint, self.position)
-        if halt:
-            self._wait()
+    def pause(self, stage):
+        """The turn goes to somebody else, and comes back or not."""
+        self.stage = stage
+        self._turns.pause()
+        if not self.alive:
+            raise ProcessEnded
 
     def die(self):
         """The process is gone."""
         self.alive = False
         if self.connection and not self.connection.closed:
             self.connection.to_driver.append(("lost",))
+
+    def end_thread(self):
+        """After the simulation."""
+        self.alive = False
+        if self._turns and not self._turns.ended:
+            self._turns.give()
+
+
+class CountingStrategy:
+    """See Strategy: weights are a step number. Members meet in a SimulatedGroup instead of a network."""
+
+    traits, lr, is_saved = Traits(exact=True, lockstep=True), 0.0, False
+
+    def __init__(self, worker: SimulatedWorker):
+        self._worker, self._progress, self._simulation = worker, worker.progress, worker.simulation
+        self._aborted = 0
+        self._source: SimulatedWorker | None = None
+        self._follows = False
+
+    def enter(self, view, seat):
+        worker = self._worker
+        if worker.group:
+            worker.group.left.add(seat)
+        group = worker.group = self._simulation.meshes[id(view)]
+        while self._progress.position != view.position:
+            worker.pause("catching")
+            if not self._catch_up(group, seat):
+                return self._leave(group, seat)
+        group.arrived.add(seat)
+        while True:
+            worker.pause("meeting")
+            here = group.arrived >= set(view.carries)
+            if self._gave_up(group) or (group.is_broken() and (not here or self._simulation.happens(0.5))):
+                return self._leave(group, seat)
+            if here:
+                break
+        require(self._progress.position == view.position, "who enters a view does not hold what it starts from")
+        worker.may_be_ahead = False
+        return None
+
+    def _catch_up(self, group, seat):
+        """One attempt; False if there is no use in another."""
+        view, source = group.view, self._source
+        if source and self._follows and source.alive and self._is_on_the_way(view, source):
+            self._hold(step_of(view.position))
+            return True
+        if view.source is None or view.source == seat:
+            return False
+        self._source, self._follows, holder = None, False, group.workers[view.source]
+        if holder.alive and not holder.frozen and holder.group is group and holder.stage == "meeting":
+            self._hold(holder.progress.step)
+            return True
+        gone_on = holder.view_number > view.number
+        return not (self._gave_up(group) or not holder.alive or gone_on or group.left)
+
+    def _is_on_the_way(self, view, source):
+        return (self._progress.position or 0) < view.position <= (source.position or 0)
+
+    def _hold(self, step):
+        self._progress.step, self._progress.has_state = step, True
+
+    def _gave_up(self, group):
+        return self._aborted >= group.view.number
+
+    def _leave(self, group, seat):
+        group.left.add(seat)
+        return LOST
+
+    def follow(self, view, seat):
+        worker, source = self._worker, self._simulation.worker_at(view.source)
+        self._source, self._follows = source, False
+        while True:
+            worker.pause("following")
+            if source is None or not source.alive:
+                self._source = None
+                return
+            if not self._follows:
+                if source.stage == "training" and not source.strategy.contributes:
+                    self._hold(source.progress.step)
+                    self._follows = True
+            elif self._progress.step < source.progress.step:
+                self._hold(self._progress.step + 1)
+                worker.may_be_ahead = True
+            else:
+                yield True
+                continue
+            yield False
+
+    @property
+    def contributes(self):
+        """Is it in the midst of a step?"""
+        worker = self._worker
+        return worker.seat in worker.group.contributions.get(self._progress.step, {})
+
+    def run_step(self, must_halt):
+        worker, group, step = self._worker, self._worker.group, self._progress.step
+        seat, sums = worker.seat, group.contributions.setdefault(step, {})
+        worker.pause("training")
+        if self._gave_up(group) or (group.is_broken() and self._simulation.happens(0.5)):
+            return self._leave(group, seat)
+        sums[seat] = must_halt()
+        while True:
+            worker.pause("training")
+            fails = self._gave_up(group) or group.is_broken()
+            if sums.keys() == group.view.carries.keys() and not (fails and self._simulation.happens(0.3)):
+                break
+            if fails:
+                return self._leave(group, seat)
+        committed = Committed(LOSS, halt=any(sums.values()))
+        self._progress.record_commit(committed, step=step + 1, lr=0.0)
+        self._simulation.commits += 1
+        return committed
+
+    def leave_view(self):
+        return None
+
+    def save(self, *, force=False):
+        if self._worker.group.view.saver == self._worker.seat and self._simulation.happens(0.2):
+            self.save_alone()
+
+    def save_alone(self):
+        self._simulation.checkpoint = max(self._simulation.checkpoint, self._progress.step)
+
+    def restore(self):
+        self._worker.pause("loading")
+        self._hold(self._simulation.checkpoint)
+        return self._progress.step or None
+
+    def hand_over(self, given_up):
+        """Others hold what it holds."""
+
+    def abort(self, view):
+        self._aborted = max(self._aborted, view)

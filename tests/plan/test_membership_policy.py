@@ -1,12 +1,22 @@
 """The membership policy under thousands of random schedules, and its decisions one by one."""
 
+from contextlib import closing
+
 import pytest
 
 from shoal.plan.membership_policy import SHORTEST_VIEW_S, TAKEOVER_S, MembershipPolicy, StartWorkers
+from shoal.spec.view import Attachment
 from tests.plan.membership_simulation import NO_ADDRESS, MembershipSimulation
 from tests.plan.simulated_worker import require
 
 BLOCK = 250
+
+
+def attached(*, managed, can_save):
+    return Attachment(managed=managed, can_save=can_save, needs_job=not can_save)
+
+
+STARTED, JOINED = attached(managed=True, can_save=True), attached(managed=False, can_save=False)
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -14,7 +24,8 @@ def test_whatever_happens_the_rules_hold_and_when_nothing_more_happens_all_lanes
     """What must always hold is checked in the world; here: it comes to rest, and stays there."""
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
         try:
-            run_with_faults(MembershipSimulation(seed))
+            with closing(MembershipSimulation(seed)) as world:
+                run_with_faults(world)
         except Exception as failure:
             failure.add_note(f"seed {seed}")
             raise
@@ -30,6 +41,10 @@ def run_with_faults(world):
     require(world.views - before <= 40, f"{world.views - before} views until it rests")
     settled, commits = world.views, world.commits
     for _ in range(150):
+        world.step()
+    for _ in range(1500):  # where many stand by, it may take a while until those who train have their turn
+        if world.commits > commits:
+            break
         world.step()
     require(world.views - settled <= 2, "views go on")  # lanes may once more move to who is faster
     require(world.commits > commits, "nobody trains")
@@ -47,10 +62,10 @@ def run_until_converged(world):
 def test_without_faults_two_views_are_enough(workers):
     """One that loads, one that trains; all begin together."""
     for seed in range(20):
-        world = MembershipSimulation(seed, lanes=4, workers=workers)
-        run_until_converged(world)
-        assert world.views == 2
-        assert len(world.driver.policy.view.carries) == workers
+        with closing(MembershipSimulation(seed, lanes=4, workers=workers)) as world:
+            run_until_converged(world)
+            assert world.views == 2
+            assert len(world.driver.policy.view.carries) == workers
 
 
 # ---- one by one ----
@@ -81,9 +96,9 @@ class PolicyHarness:
     def last(self):
         return self.orders[-1].view
 
-    def arrive(self, *seats, local=True, view=0, training=False):
+    def arrive(self, *seats, attachment=STARTED, view=0, training=False):
         for seat in seats:
-            self.policy.arrived(seat, local=local, address=NO_ADDRESS, view=view, training=training)
+            self.policy.arrived(seat, attachment, address=NO_ADDRESS, view=view, training=training)
 
     def stop_at(self, positions):
         """After it saw the last view that it was told of."""
@@ -271,7 +286,7 @@ def test_a_survivor_that_calls_late_is_stopped_alone():
 def test_lanes_that_are_full_leave_newcomers_standing():
     harness = PolicyHarness(lanes=2, wanted=2).train({0: 4, 1: 4})
     views = len(harness.orders)
-    harness.arrive(2, local=False)
+    harness.arrive(2, attachment=JOINED)
     harness.stop_at({2: None})
     harness.decide(60.0)
     assert len(harness.orders) == views
@@ -377,15 +392,16 @@ def test_scale_sends_the_newest_away_and_never_the_one_that_saves(wanted, going)
 
 
 @pytest.mark.parametrize(
-    ("local", "replace", "wanted"),
+    ("managed", "replace", "wanted"),
     [(True, True, 3), (True, False, 2), (False, True, 2), (False, False, 2)],
     ids=["terminated here", "drained here", "terminated elsewhere", "drained elsewhere"],
 )
-def test_who_leaves_is_replaced_if_that_can_be_done_here(local, replace, wanted):
-    harness = MembershipPolicy(lanes=8, wanted_workers=3 if local else 2)
+@pytest.mark.parametrize("can_save", [True, False])
+def test_who_leaves_is_replaced_if_the_engine_started_it(managed, replace, wanted, can_save):
+    harness = MembershipPolicy(lanes=8, wanted_workers=3 if managed else 2)
     for seat in (0, 1):
-        harness.arrived(seat, local=True, address=NO_ADDRESS)
-    harness.arrived(2, local=local, address=NO_ADDRESS)
+        harness.arrived(seat, STARTED, address=NO_ADDRESS)
+    harness.arrived(2, attached(managed=managed, can_save=can_save), address=NO_ADDRESS)
     assert harness.wanted_workers == 3
     harness.drain(2, "why", replace=replace)
     assert harness.wanted_workers == wanted
@@ -396,22 +412,34 @@ def test_who_leaves_is_replaced_if_that_can_be_done_here(local, replace, wanted)
 
 def test_who_comes_by_itself_is_counted_while_it_is_there():
     harness = MembershipPolicy(lanes=8, wanted_workers=2)
-    harness.arrived(5, local=False, address=NO_ADDRESS)
-    harness.arrived(5, local=False, address=NO_ADDRESS)
+    harness.arrived(5, JOINED, address=NO_ADDRESS)
+    harness.arrived(5, JOINED, address=NO_ADDRESS)
     assert harness.wanted_workers == 3
     harness.gone(5)
     harness.gone(5)
     assert harness.wanted_workers == 2
-    harness.arrived(6, local=True, address=NO_ADDRESS)
+    harness.arrived(6, STARTED, address=NO_ADDRESS)
     harness.gone(6)
     assert harness.wanted_workers == 2  # it is started again
 
 
 def test_somebody_who_can_save_is_always_wanted():
     harness = MembershipPolicy(lanes=8, wanted_workers=1)
-    harness.arrived(0, local=False, address=NO_ADDRESS)
+    harness.arrived(0, JOINED, address=NO_ADDRESS)
     harness.scale(1)
     assert harness.decide(0.0) == [StartWorkers(1)]
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_member_that_cannot_save_is_not_enough_and_one_that_can_is(managed):
+    policy = MembershipPolicy(lanes=8, wanted_workers=1 if managed else 0)
+    policy.arrived(0, attached(managed=managed, can_save=False), address=NO_ADDRESS)
+    policy.stopped_at(0, 0.0, view=0, position=None)
+    assert policy.decide(0.0) == [StartWorkers(1)]
+    policy.arrived(1, attached(managed=False, can_save=True), address=NO_ADDRESS)
+    policy.stopped_at(1, 0.0, view=0, position=0)
+    (loads,) = policy.decide(0.0)
+    assert loads.view.loads == 1, "whoever started it, it can save"
 
 
 def test_who_was_being_started_when_fewer_were_wanted_goes_again():
@@ -425,7 +453,7 @@ def test_who_was_being_started_when_fewer_were_wanted_goes_again():
 def test_who_was_started_because_nobody_else_can_save_stays():
     """Else it would be sent away and another one started, for ever."""
     harness = PolicyHarness(wanted=1)
-    harness.arrive(7, local=False)
+    harness.arrive(7, attachment=JOINED)
     harness.policy.scale(1)
     harness.arrive(0)
     assert not harness.policy.members[0].leaving
@@ -433,7 +461,7 @@ def test_who_was_started_because_nobody_else_can_save_stays():
 
 def test_a_follower_that_is_not_wanted_any_more_goes_at_once():
     harness = PolicyHarness(wanted=1).train({0: 4})
-    harness.arrive(7, local=False)
+    harness.arrive(7, attachment=JOINED)
     harness.stop_at({7: None})
     assert harness.last.followers == [7]
     harness.policy.drain(7, "drained", replace=False)

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.plan.membership_policy import SHORTEST_VIEW_S, PublishView, StartWorkers
 from shoal.plan.sharded_membership import SAVE_RETRY_S, ShardedMembershipPolicy
-from shoal.spec.view import Address
+from shoal.spec.view import Address, Attachment
 
 NOWHERE = Address(host="127.0.0.1", port=1)
 
@@ -32,9 +32,10 @@ class ShardedPolicyHarness:
                 self.halts += [order.view.halt] if order.view.halt else []
                 self.sent_away += order.view.leave
 
-    def arrive(self, *seats, local=True):
+    def arrive(self, *seats, can_save=True):
         for seat in seats:
-            self.policy.arrived(seat, local=local, address=NOWHERE)
+            attachment = Attachment(managed=can_save, can_save=can_save, needs_job=not can_save)
+            self.policy.arrived(seat, attachment, address=NOWHERE)
             self.stand(seat, None)
         self.look()
         self.look()
@@ -176,7 +177,7 @@ def test_the_number_of_workers_stays_a_multiple():
 
 def test_who_cannot_save_stands_by():
     told = begun(wanted=2)
-    told.arrive(7, 8, local=False)
+    told.arrive(7, 8, can_save=False)
     told.look()
     assert not told.halts
     assert len(told.views) == 1

@@ -24,7 +24,9 @@ def zero_values():
 @pytest.fixture
 def start(fork_server, monkeypatch, tmp_path):
     """`shoal.server.start` without an import of torch for each test; events lie in `events` of the directory."""
-    monkeypatch.setattr("shoal.jobs.run_driver.make_fork_server", lambda *_, **__: contextlib.nullcontext(fork_server))
+    monkeypatch.setattr(
+        "shoal.jobs.fork_servers.make_fork_server", lambda *_, **__: contextlib.nullcontext(fork_server)
+    )
     with contextlib.ExitStack() as open_:
 
         def go(values=None, *, optimizer=SGD_LR_1, from_=None, **options):

@@ -39,7 +39,7 @@ def counts(values):
 
 def fully_replicated(servers, copies):
     """Has every chunk as many copies as it should?"""
-    tables = events_of_kind(servers, "table")
+    tables = events_of_kind(servers, "chunk_table")
     return bool(tables) and tables[-1]["copies"] == copies
 
 
@@ -259,7 +259,7 @@ def test_servers_come_and_go(start, worker):
     process = worker(servers, 0, 300)
     read_word(process, "did")
     servers.scale(3)
-    until(lambda: len(events_of_kind(servers, "table")[-1]["servers"]) == 3)
+    until(lambda: len(events_of_kind(servers, "chunk_table")[-1]["servers"]) == 3)
     servers.scale(2)
     until(lambda: len(server_pids(servers)) - len(events_of_kind(servers, "server_left")) == 2)
     assert read_word(process, "values")[:2] == ["300.0", "300.0"]

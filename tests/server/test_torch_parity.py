@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint import state_format
+from shoal.fleet.roster import Peer, Roster
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.net.errors import LinkError
-from shoal.server.clients import ClientRoster
+from shoal.server.clients import ClientMembership
 from shoal.server.numpy_format import pack, unpack
 from shoal.server.numpy_layout import CODES, NumpyLayout
 from shoal.server.snapshot import ServerSnapshot, snapshot_from_chunks
+from tests.fleet.test_roster import FakeConnections
 
 shapes = st.lists(st.integers(0, 90), max_size=3).map(tuple)
 likes = st.dictionaries(st.text(min_size=1, max_size=5), st.tuples(st.sampled_from(sorted(CODES)), shapes), min_size=1)
@@ -68,17 +70,19 @@ def test_malformed_bytes_are_no_state(spoilt):
 
 
 def test_who_is_waited_for():
-    crowd = ClientRoster(3)
-    assert (crowd.next_view().leave, crowd.next_view()) == ([], None)
-    assert not crowd.add(0, 10)
-    assert not crowd.add(1, 11)
-    assert sorted(crowd.next_view().carries) == [0, 1]
-    crowd.remove(1)
-    assert crowd.next_view().leave == [1]
-    assert crowd.add(1, 12)
-    assert crowd.next_view().leave == [1]  # not yet beside the others
-    crowd.mark_entered(12)
-    assert crowd.next_view().leave == []
-    assert crowd.why_refused(3)
-    assert crowd.why_refused("1")
-    assert not crowd.why_refused(2)
+    clients = ClientMembership(3, Roster(FakeConnections()))
+    assert (clients.next_view().leave, clients.next_view()) == ([], None)
+    assert not clients.add(0, Peer(10))
+    assert not clients.add(1, Peer(11))
+    assert sorted(clients.next_view().carries) == clients.present == [0, 1]
+    assert clients.why_refused(1), "it is here already"
+    clients.remove(1)
+    assert clients.next_view().leave == [1]
+    assert clients.add(1, Peer(12))
+    assert clients.next_view().leave == [1]  # not yet beside the others
+    assert clients.present == [0]
+    clients.mark_entered(1)
+    assert clients.next_view().leave == []
+    assert clients.why_refused(3)
+    assert clients.why_refused("1")
+    assert not clients.why_refused(2)

@@ -1,4 +1,4 @@
-"""`engine.tls`: whatever is wrong with the files is told before anything starts."""
+"""`network.tls`: whatever is wrong with the files is told before anything starts."""
 
 import shutil
 
@@ -31,14 +31,14 @@ def files(member, tmp_path):
 
 def tls_failure(directory):
     with pytest.raises(ShoalError) as failure:
-        load_tls_contexts(directory, where="engine.tls")
-    assert (failure.value.code, failure.value.where) == ("SH619", "engine.tls")
+        load_tls_contexts(directory, where="network.tls")
+    assert (failure.value.code, failure.value.where) == ("SH619", "network.tls")
     assert failure.value.fix
     return failure.value.message
 
 
 def test_good_files(files):
-    load_tls_contexts(files, where="engine.tls")
+    load_tls_contexts(files, where="network.tls")
 
 
 @pytest.mark.parametrize("name", ["cert.pem", "key.pem", "ca.pem"])
@@ -73,23 +73,23 @@ def test_a_key_with_a_password_is_not_asked_for(files, authority):
 
 
 def test_it_is_checked_with_the_job_and_its_path_starts_there(files, job_dir):
-    data = MLP | {"engine": {"tls": "tls"}}
+    data = MLP | {"network": {"tls": "tls"}}
     job = make_job(data, base_dir=job_dir)
-    assert job.engine.tls == str(files)
+    assert job.network.tls == str(files)
     assert tls_contexts_for(job)
     (files / "ca.pem").unlink()
-    with pytest.raises(ShoalError, match=r"SH619 engine\.tls.*ca\.pem"):
+    with pytest.raises(ShoalError, match=r"SH619 network\.tls.*ca\.pem"):
         make_job(data, base_dir=job_dir)
     save_job(job, job_dir / "saved.yaml")
     assert load_job(job_dir / "saved.yaml", check_names=False) == job, "what a run does not need any more is not missed"
 
 
 def test_what_is_trained_does_not_depend_on_it(files, job_dir):
-    plain, encrypted = (make_job(MLP | {"engine": engine}, base_dir=job_dir) for engine in ({}, {"tls": "tls"}))
+    plain, encrypted = (make_job(MLP | {"network": network}, base_dir=job_dir) for network in ({}, {"tls": "tls"}))
     assert tls_contexts_for(plain) is None
     assert plain.sha256() == encrypted.sha256()
 
 
 def test_ddp_cannot_be_encrypted(files, job_dir):
-    with pytest.raises(ShoalError, match=r"SH110 engine\.tls.*all-reduce cannot be encrypted"):
-        make_job(MLP | {"engine": {"tls": "tls"}, "sync": "ddp"}, base_dir=job_dir)
+    with pytest.raises(ShoalError, match=r"SH110 network\.tls.*all-reduce cannot be encrypted"):
+        make_job(MLP | {"network": {"tls": "tls"}, "sync": "ddp"}, base_dir=job_dir)

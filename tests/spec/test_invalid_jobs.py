@@ -154,7 +154,7 @@ TABLE = {
     "workers make the lanes": Row("seed: 1", "workers: 1..32", "SH107", 2, "workers", "at least 32"),
     "too many lanes to send each": Row("batch_size: 16", "batch_size: 512\nlanes: 300\ncodec: int8", "SH110", 20, "lanes", "at most 256"),
     "ddp has no codecs": Row("seed: 1", "sync: ddp\ncodec: {kind: topk, keep: 0.1}", "SH110", 3, "codec", "Remove `codec`"),
-    "one way to shard": Row("seed: 1", "shard: {kind: fsdp, ways: 1}", "SH106", 2, "shard.ways", "at least 2"),
+    "one way to shard": Row("seed: 1", "shard: {kind: fsdp, size: 1}", "SH106", 2, "shard.size", "at least 2"),
     "unknown way to cut": Row("seed: 1", "shard: {kind: tensor, patterns: {a: colums}}", "SH106", 2, "shard.patterns.a", "columns"),
     "unknown shard": Row("seed: 1", "shard: fsdq", "SH106", 2, "shard", "fsdp"),
     "unknown codec": Row("seed: 1", "codec: int7", "SH106", 2, "codec", "int8"),
@@ -183,7 +183,7 @@ TABLE = {
     "no such loss": Row("CrossEntropyLoss", "cross_entropy", "SH202", 6, "loss", "Did you mean 'CrossEntropyLoss'?"),
     "no such schedule": Row("seed: 1", "schedule: cosine", "SH202", 2, "schedule", "CosineAnnealingLR"),
     "no such metric": Row("[accuracy]", "[acuracy]", "SH202", 7, "metrics.0", "Did you mean 'accuracy'?"),
-    "no such watcher": Row("seed: 1", "watch: [tensorbord]", "SH203", 2, "watch.0", "'tensorboard'"),
+    "no such watcher": Row("seed: 1", "watchers: [tensorbord]", "SH203", 2, "watchers.0", "'tensorboard'"),
     "short model": Row("net.py:Net", "Net", "SH203", 4, "model.name", "file.py:Net"),
     "dots only": Row("CrossEntropyLoss", "torch.nn.MSELoss", "SH203", 6, "loss", "Write torch.nn:MSELoss."),
     "file without a name": Row("net.py:Net", "net.py", "SH203", 4, "model.name", "net.py:name"),
@@ -268,8 +268,8 @@ FULL = {
     "model": {"name": "net.py:Net", "args": {"width": 8}}, "loss": "MSELoss", "metrics": ["f1"], "epochs": 1,
     "optimizer": {"name": "SGD", "groups": [{"match": "*", "args": {"lr": 0.1}}]}, "schedule": "StepLR",
     "data": {"source": {"kind": "images", "path": ".", "size": [8, 8]}, "split": {"kind": "kfold", "folds": 3},
-             "deal": {"kind": "balanced"}, "loader": {"workers": "auto"}},
-    "workers": "1..2", "clip": {"norm": 1}, "checkpoint": {"every": "5 steps"}, "stop_early": {}, "watch": [],
+             "sampler": {"kind": "balanced"}, "loader": {"workers": "auto"}},
+    "workers": "1..2", "clip": {"norm": 1}, "checkpoint": {"every": "5 steps"}, "stop_early": {}, "watchers": [],
     "init_from": {"freeze": ["a"], "rename": {}}, "evaluate": {"every_steps": 1}, "export": ["program"], "engine": "local",
 }  # fmt: skip
 anything = st.recursive(

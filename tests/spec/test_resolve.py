@@ -315,7 +315,7 @@ def test_aliases_keep_the_users_arguments() -> None:
         name="torchmetrics:MeanSquaredError", args={"squared": False, "num_outputs": 2}
     )
     assert expand_alias(Ref(name="rmse"), field="loss") == Ref(name="rmse")
-    assert expand_alias(Ref(name="tensorboard"), field="watch").name == "shoal.train.watchers:TensorBoard"
+    assert expand_alias(Ref(name="tensorboard"), field="watchers").name == "shoal.train.watchers:TensorBoard"
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_every_file_that_is_missing_is_told(tmp_path: Path) -> None:
         "source": {"kind": "npy", "path": "x.npy", "target": "y.npy"},
         "validation": {"kind": "parquet", "path": "v/*.parquet"},
         "test": {"kind": "idx", "path": "i.gz", "target": "l.gz"},
-        "deal": {"kind": "balanced", "by": "cost.npy"},
+        "sampler": {"kind": "balanced", "by": "cost.npy"},
     }
     assert missing(job(data, init_from={"path": "runs/a"}), tmp_path) == [
         ("SH301", "data.source.path"),
@@ -178,14 +178,14 @@ def test_every_file_that_is_missing_is_told(tmp_path: Path) -> None:
         ("SH301", "data.validation.path"),
         ("SH301", "data.test.path"),
         ("SH301", "data.test.target"),
-        ("SH301", "data.deal.by"),
+        ("SH301", "data.sampler.by"),
         ("SH301", "init_from.path"),
     ]
 
 
 def test_columns_and_names_of_runs_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").touch()
-    data = {"source": {**SOURCE, "target": "y"}, "deal": {"kind": "balanced", "by": "cost"}}
+    data = {"source": {**SOURCE, "target": "y"}, "sampler": {"kind": "balanced", "by": "cost"}}
     assert missing(job(data, init_from={"path": "digits-1"}), tmp_path) == []
 
 
@@ -204,12 +204,12 @@ def shards(**fields: Any) -> list[tuple[str, str]]:
     ("shard", "workers"),
     [
         ("fsdp", 2),
-        ({"kind": "fsdp", "ways": 2}, 4),
-        ({"kind": "fsdp", "ways": 2}, "2..8"),
+        ({"kind": "fsdp", "size": 2}, 4),
+        ({"kind": "fsdp", "size": 2}, "2..8"),
         ("tensor", 4),
         ({"kind": "tensor", "patterns": {"feed.0": "columns", "feed.2": "rows", "out": "sliced"}}, 2),
         ("pipeline", 3),
-        ({"kind": "pipeline", "ways": 3, "cuts": ["blocks.2", "blocks.4"], "schedule": "gpipe"}, 6),
+        ({"kind": "pipeline", "size": 3, "cuts": ["blocks.2", "blocks.4"], "schedule": "gpipe"}, 6),
     ],
 )
 def test_shards_that_could_work(shard: Any, workers: Any) -> None:
@@ -223,9 +223,9 @@ def test_shards_that_could_work(shard: Any, workers: Any) -> None:
     ("fields", "expected"),
     [
         ({"shard": "fsdp"}, [("SH107", "workers")]),
-        ({"shard": {"kind": "tensor", "ways": 2}, "workers": 3}, [("SH107", "shard.ways")]),
-        ({"shard": {"kind": "fsdp", "ways": 4}, "workers": "2..8"}, [("SH107", "shard.ways")]),
-        ({"shard": "fsdp", "workers": "2..4", "lanes": 4}, [("SH107", "shard.ways")]),
+        ({"shard": {"kind": "tensor", "size": 2}, "workers": 3}, [("SH107", "shard.size")]),
+        ({"shard": {"kind": "fsdp", "size": 4}, "workers": "2..8"}, [("SH107", "shard.size")]),
+        ({"shard": "fsdp", "workers": "2..4", "lanes": 4}, [("SH107", "shard.size")]),
         ({"shard": {"kind": "pipeline", "cuts": ["a"]}, "workers": 3}, [("SH107", "shard.cuts")]),
         ({"shard": "fsdp", "workers": 2, "sync": "server"}, [("SH110", "shard")]),
         ({"shard": "fsdp", "workers": 2, "sync": "auto"}, [("SH110", "sync")]),
@@ -233,7 +233,7 @@ def test_shards_that_could_work(shard: Any, workers: Any) -> None:
         ({"shard": "fsdp", "workers": 2, "sync": "local"}, [("SH110", "shard")]),
         ({"shard": "fsdp", "workers": 2, "device": "cuda"}, [("SH110", "device")]),
         ({"shard": "pipeline", "workers": 2, "precision": "bf16"}, [("SH110", "precision")]),
-        ({"shard": {"kind": "fsdp", "ways": 2}, "workers": 4, "lanes": 1}, [("SH107", "lanes")]),
+        ({"shard": {"kind": "fsdp", "size": 2}, "workers": 4, "lanes": 1}, [("SH107", "lanes")]),
     ],
 )
 def test_shards_that_cannot_work(fields: dict[str, Any], expected: list[tuple[str, str]]) -> None:

@@ -14,6 +14,7 @@ from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.residuals import LaneResiduals
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.lane_sum import LaneSum, add
+from shoal.lanes.replica import Replica
 from shoal.strategies.local_sgd.fragments import EncodedFragmentAllReduce
 from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer
 from shoal.strategies.local_sgd.replica import LocalReplica
@@ -270,14 +271,10 @@ class AliasedBufferModel(nn.Module):
 
 def local_replica(shared):
     model = AliasedBufferModel(shared)
-    return LocalReplica(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.1),
-        lambda model, x: model(x).square().mean(),
-        seed=0,
-        outer=OuterOptimizer,
-        next_sync=lambda step: 8,
+    replica = Replica(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean(), seed=0
     )
+    return LocalReplica(replica, outer=OuterOptimizer, next_sync=lambda step: 8)
 
 
 def trained(shared, lanes):
@@ -301,8 +298,8 @@ def test_lanes_of_one_worker_do_not_touch_each_other(shared):
         _, alone = trained(shared, [lane])
         for period, its in zip(both, alone, strict=True):
             assert all(map(torch.equal, period[lane], its[lane]))
-    assert all(map(torch.equal, replica.trainable, local_replica(shared).trainable)), "undone"
-    assert torch.equal(replica.model.seen, replica.trainable[0]) is shared
+    assert all(map(torch.equal, replica.replica.trainable, local_replica(shared).replica.trainable)), "undone"
+    assert torch.equal(replica.replica.model.seen, replica.replica.trainable[0]) is shared
 
 
 def test_a_lane_that_is_put_away_is_not_copied():
@@ -311,7 +308,7 @@ def test_a_lane_that_is_put_away_is_not_copied():
     places = dict[int, set[int]]()
     for step, lane in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]:
         replica.inner_step(step, lane, torch.ones(2, 4), size=2)
-        places.setdefault(lane, set()).add(replica.trainable[0].data_ptr())
+        places.setdefault(lane, set()).add(replica.replica.trainable[0].data_ptr())
     assert [len(its) for its in places.values()] == [1, 1]
     assert places[0] != places[1]
 
@@ -334,9 +331,8 @@ def scheduled(loss=squares):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
     outer = partial(OuterOptimizer, **OUTER)
-    return LocalReplica(
-        model, optimizer, loss, seed=0, schedule=schedule, outer=outer, next_sync=lambda step: step + 12
-    )
+    replica = Replica(model, optimizer, loss, seed=0, schedule=schedule)
+    return LocalReplica(replica, outer=outer, next_sync=lambda step: step + 12)
 
 
 def batch_of(step, lane):
@@ -372,9 +368,9 @@ def run_replica(replica):
             coming = [sum(parts) for parts in zip(*(one.grads for one in left if one), strict=True)]
         for lane in (0, 1):
             replica.switch_to_lane(lane)
-            seen.append([p.detach().clone() for p in replica.trainable])
+            seen.append([p.detach().clone() for p in replica.replica.trainable])
     replica.apply(0, add(*(replica.pseudo_gradient(lane, total_of(12)) for lane in (0, 1))))
-    return [*seen, [p.detach().clone() for p in replica.trainable]]
+    return [*seen, [p.detach().clone() for p in replica.replica.trainable]]
 
 
 def gradients(weight, bias, x):
@@ -419,9 +415,9 @@ def expected_by_hand(start):
 def test_what_lanes_agree_on_is_what_the_words_say():
     """After every segment and at the end, for two lanes of other sizes, one of which has no samples at first."""
     replica = scheduled()
-    start = [p.detach().clone() for p in replica.trainable]
+    start = [p.detach().clone() for p in replica.replica.trainable]
     torch.testing.assert_close(run_replica(replica), expected_by_hand(start))
-    assert replica.lr == pytest.approx(RATE * DECAY**12)
+    assert replica.replica.lr == pytest.approx(RATE * DECAY**12)
 
 
 def test_a_loss_that_is_divided_by_nothing_does_not_count():
@@ -431,8 +427,8 @@ def test_a_loss_that_is_divided_by_nothing_does_not_count():
     replica = scheduled(masked)
     replica.begin_step()
     replica.inner_step(0, 0, torch.ones(2, 4, dtype=torch.float64), size=2)
-    before, change = [p.detach().clone() for p in replica.trainable], replica.pseudo_gradient(0, 2)
+    before, change = [p.detach().clone() for p in replica.replica.trainable], replica.pseudo_gradient(0, 2)
     replica.inner_step(1, 0, -torch.ones(2, 4, dtype=torch.float64), size=2)
-    assert all(map(torch.equal, before, replica.trainable))
+    assert all(map(torch.equal, before, replica.replica.trainable))
     assert all(map(torch.equal, change.grads, replica.pseudo_gradient(0, 2).grads))
-    assert replica.lr == pytest.approx(RATE * DECAY**2)
+    assert replica.replica.lr == pytest.approx(RATE * DECAY**2)

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.outcome import Committed
 from shoal.data.batch import Batch
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import Clipping, Replica, add
 from shoal.spec.view import View
-from shoal.strategies.replicated import OrderedAllReduceSync
+from shoal.strategies.ordered_sync import OrderedAllReduceSync
 from tests.collectives.worker_processes import WorkerProcesses
 
 LANES, STEPS = 5, 6
@@ -84,8 +85,8 @@ def test_three_workers_train_what_one_does(loss, remote_seats):
         assert me.join() == ""
         return train(me.sync, me.carries[me.seat], loss)
 
-    single = OrderedAllReduceSync(LANES)
-    assert single.reconfigure(View(number=1, carries={0: list(range(LANES))}), 0) == ""
+    single = OrderedAllReduceSync(LANES, ViewGroup())
+    assert single.reconfigure(View(number=1, carries={0: list(range(LANES))}), 0) is None
     expected = train(single, range(LANES), loss)
     with WorkerProcesses({0: [0], 1: [1, 2], 2: [3, 4]}, LANES, remote_seats=remote_seats) as workers:
         assert set(map(str, workers.run(act).values())) == {str(expected)}

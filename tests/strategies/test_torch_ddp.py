@@ -13,7 +13,7 @@ from shoal.errors import ShoalError
 from shoal.spec.load import make_job
 from shoal.strategies import torch_ddp
 from shoal.strategies.torch_ddp import TorchDdpSync, pick_backend
-from tests.collectives.worker_processes import TOKEN, RecordingReplica, WorkerProcesses, lane_sum, single_worker_total
+from tests.collectives.worker_processes import RecordingReplica, WorkerProcesses, lane_sum, single_worker_total
 from tests.conftest import CNN, GPT, MLP
 
 THREE = {0: [3, 4], 1: [0, 1], 2: [2]}
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def workers_of(carries):
     return WorkerProcesses(
-        carries, LANES, make_sync=lambda peers: TorchDdpSync(LANES, "gloo", CPU, endpoint=peers.endpoint, token=TOKEN)
+        carries, LANES, make_sync=lambda group: TorchDdpSync(LANES, group, backend="gloo", device=CPU)
     )
 
 
@@ -71,7 +71,7 @@ def test_all_members_get_the_same_sum_and_one_worker_nearly_the_same(what, bucke
         assert me.join() == ""
         replica = RecordingReplica(lane_sum(0, 0))
         outcomes = [me.sync.commit(replica, step, me.sums(make, step), halt=step == me.seat) for step in range(4)]
-        assert me.sync.gather(7, bytes([me.seat])) == {0: b"\0", 1: b"\1", 2: b"\2"}
+        assert me.group.gather(7, bytes([me.seat])) == {0: b"\0", 1: b"\1", 2: b"\2"}
         return replica.totals, [outcome.halt for outcome in outcomes], outcomes[0].bytes_sent, leaked_resources(me)
 
     with workers_of(THREE) as workers:
@@ -138,7 +138,7 @@ def test_a_member_dies_and_the_others_go_on(moment):
         if me.seat == 1:
             die_in(moment)
         me.send("here")
-        heard = threading.Thread(target=lambda: (me.receive(), me.sync.abort(1)))
+        heard = threading.Thread(target=lambda: (me.receive(), me.group.abort(1)))
         heard.start()
         replica = RecordingReplica(lane_sum(0, 0))
         why = me.join()
@@ -183,15 +183,15 @@ def test_abort_wakes_whoever_waits_for_a_member_that_lives_but_does_nothing(wait
             if me.join() == "":
                 me.sync.commit(replica, 0, me.sums(lane_sum, 0))
             raise AssertionError("it should sleep for ever")
-        asked = threading.Thread(target=lambda: (me.receive(), me.sync.abort(1)))
+        asked = threading.Thread(target=lambda: (me.receive(), me.group.abort(1)))
         asked.start()
         why = me.join() or me.sync.commit(replica, 0, me.sums(lane_sum, 0)).why
         asked.join()  # the other one, who was asked first, may have left meanwhile
-        assert me.sync.aborted()
+        assert me.group.aborted()
         assert isinstance(me.sync.commit(replica, 0, me.sums(lane_sum, 0)), Discarded)
         carries = {0: [0, 1, 2], 1: [3, 4]}
         assert me.join(2, carries) == ""
-        me.sync.abort(1)
+        me.group.abort(1)
         assert isinstance(me.sync.commit(replica, 0, me.sums(lane_sum, 0, carries)), Committed)
         return why
 
@@ -243,7 +243,7 @@ def test_kills_are_survived(run):
             os.kill(list(state.training_workers)[len(kills)].pid, signal.SIGKILL)
 
     undisturbed = run(CNN, lanes=6, steps=100).receipt
-    outcome = run(CNN, look, lanes=6, steps=100, workers=3, sync="ddp", engine={"kind": "local", "restarts": 9})
+    outcome = run(CNN, look, lanes=6, steps=100, workers=3, sync="ddp", elastic={"restarts": 9})
     assert outcome.status == "finished", outcome.error
     assert outcome.receipt.deaths_survived == 2
     assert outcome.receipt.samples_seen == undisturbed.samples_seen

@@ -7,7 +7,8 @@ from rich.console import Console
 from shoal.events import Event, replay
 from shoal.spec.receipt import Receipt, WorkerContribution
 from shoal.terminal import reports
-from shoal.terminal.live import LiveDisplay, _panel, event_line, join_hint
+from shoal.terminal.live import LiveDisplay, _panel
+from shoal.terminal.notes import event_line, join_hint
 
 
 def make_events(*rows):
@@ -114,11 +115,11 @@ SERVERS = make_events(
     ("driver", "servers_wanted", None, {"number": 2, "why": ""}),
     ("driver", "server_started", None, {"server": "server-3", "pid": 5, "host": "here"}),
     ("driver", "server_started", None, {"server": "server-4", "pid": 6, "host": "here"}),
-    ("driver", "table", None, {"number": 1, "why": "", "servers": HELD}),
-    ("driver", "served", None, {"server": "server-3", "served": MUCH}),
-    ("driver", "served", None, {"server": "server-4", "served": LITTLE}),
+    ("driver", "chunk_table", None, {"number": 1, "why": "", "servers": HELD}),
+    ("driver", "server_stats", None, {"server": "server-3", "stats": MUCH}),
+    ("driver", "server_stats", None, {"server": "server-4", "stats": LITTLE}),
     ("driver", "server_died", None, {"server": "server-4", "reason": "SIGKILL"}),
-    ("driver", "table", None, {"number": 2, "why": "server-4 is gone", "failovers": 1, "servers": MOVING}),
+    ("driver", "chunk_table", None, {"number": 2, "why": "server-4 is gone", "failovers": 1, "servers": MOVING}),
 )
 
 

@@ -44,7 +44,9 @@ def test_two_hosts_name_the_way_there():
     one_core = HostResources(1, 16 * GB)
     text = shown(planned(there=machine(one_core, one_core), link=SLOW_LINK, allow=["local"]))
     assert "12.5 MB/s each way, 0.2 ms one way" in text
-    command = 'shoal run job.yaml --workers 1 --set "sync={kind: local, every: 128, settle: 8}" --listen ADDRESS'
+    command = (
+        'shoal run job.yaml --workers 1 --set "sync={kind: local, every: 128, rounds_per_sync: 8}" --listen ADDRESS'
+    )
     assert f"  {command}    # and elsewhere: shoal join HOST:PORT --workers 1\n" in text
 
 

@@ -90,7 +90,7 @@ def test_early_stopping_stops_at_the_same_step_after_a_kill(run, job_dir):
     assert undisturbed.steps < 2000
     assert "has not improved" in undisturbed.stopped
     kill = {"name": "faults.py:KillAt", "args": {"steps": [undisturbed.steps - 3], "marks": str(job_dir)}}
-    again = run(MLP, watch=[kill], checkpoint={"every": "1 steps"}, **impatient).receipt
+    again = run(MLP, watchers=[kill], checkpoint={"every": "1 steps"}, **impatient).receipt
     assert again.deaths_survived == 1
     assert (again.steps, again.weights_sha256) == (undisturbed.steps, undisturbed.weights_sha256)
 
@@ -103,23 +103,23 @@ def test_a_schedule_that_waits_for_the_metric(run):
 
 def test_a_schedule_per_epoch(run):
     schedule = {"name": "StepLR", "args": {"step_size": 1, "gamma": 0.5}, "every": "epoch"}
-    outcome = run(MLP, schedule=schedule, watch=[{"name": "models.py:StepRecorder", "args": {"path": "/dev/null"}}])
+    outcome = run(MLP, schedule=schedule, watchers=[{"name": "models.py:StepRecorder", "args": {"path": "/dev/null"}}])
     assert events(outcome, "step")[-1]["lr"] == pytest.approx(0.05 * 0.5**2)
 
 
 def test_watchers_see_every_step_and_may_stop(run, job_dir):
     seen = job_dir / "seen.txt"
-    watch = [
+    watchers = [
         {"name": "models.py:StepRecorder", "args": {"path": str(seen)}},
         {"name": "models.py:StopAt", "args": {"step": 17}},
     ]
-    outcome = run(MLP, watch=watch)
+    outcome = run(MLP, watchers=watchers)
     assert [int(line.split()[0]) for line in seen.read_text().splitlines()] == list(range(1, 18))
     assert (outcome.receipt.steps, outcome.receipt.stopped) == (17, "enough")
 
 
 def test_the_last_weights_are_measured_wherever_a_watcher_stops(run):
-    outcome = run(MLP, watch=[{"name": "models.py:StopAt", "args": {"step": 25}}])
+    outcome = run(MLP, watchers=[{"name": "models.py:StopAt", "args": {"step": 25}}])
     assert [e.step for e in events(outcome, "evaluated")] == [20, 25]
 
 
@@ -155,14 +155,14 @@ def test_evaluation_loads_as_the_job_says(run, job_dir):
 
 
 def test_tensorboard(run):
-    outcome = run(MLP, watch=["tensorboard"])
+    outcome = run(MLP, watchers=["tensorboard"])
     assert list((outcome.paths.root / "tensorboard").glob("events.out.*"))
 
 
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"watch": ["models.py:RaisingWatcher"]}, "SH410", "oops"),
+        ({"watchers": ["models.py:RaisingWatcher"]}, "SH410", "oops"),
         ({"model": {"name": "models.py:NanOutput"}}, "SH403", "nan"),
         ({"model": {"name": "models.py:WrongInputWidth"}}, "SH401", "mat1 and mat2"),
         ({"model": {"name": "models.py:mlp", "args": {"inputs": 64}}}, "SH205", "classes"),
@@ -179,7 +179,7 @@ def test_tensorboard(run):
         ({"device": "cuda:7"}, "SH411", "cuda:7"),
         ({"best": {"metric": "accuracy"}, "metrics": ["f1"]}, "SH106", "accuracy"),
         ({"task": "models.py:UnusedParameter", "model": None, "loss": None, "metrics": []}, "SH206", "UnusedParameter"),
-        ({"watch": ["models.py:UnusedParameter"]}, "SH206", "watch"),
+        ({"watchers": ["models.py:UnusedParameter"]}, "SH206", "watch(event)"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told(run, changes, code, words):
@@ -236,13 +236,13 @@ def test_weights_that_do_not_fit(run, job_dir):
 
 
 @pytest.mark.parametrize(
-    "deal", [{"kind": "hash", "by": "id"}, {"kind": "balanced", "by": "size"}, {"kind": "random", "shuffle": False}]
+    "sampler", [{"kind": "hash", "by": "id"}, {"kind": "balanced", "by": "size"}, {"kind": "random", "shuffle": False}]
 )
-def test_every_way_of_dealing_trains_exactly(run, job_dir, deal):
-    data = MLP["data"] | {"deal": deal}
+def test_every_way_of_dealing_trains_exactly(run, job_dir, sampler):
+    data = MLP["data"] | {"sampler": sampler}
     undisturbed = run(MLP, data=data).receipt
     kill = {"name": "faults.py:KillAt", "args": {"steps": [11, 31], "marks": str(job_dir)}}
-    again = run(MLP, data=data, watch=[kill], checkpoint={"every": "7 steps"}).receipt
+    again = run(MLP, data=data, watchers=[kill], checkpoint={"every": "7 steps"}).receipt
     assert again.weights_sha256 == undisturbed.weights_sha256
 
 

@@ -12,7 +12,7 @@ NAN = float("nan")
 def shown(watcher, *losses):
     """Evaluations at steps 10, 20, ...; returns what the watcher said to each."""
     return [
-        watcher.watch(Event("evaluated", step=10 * n, fields={"part": "validation", "metrics": {"loss": loss}}))
+        watcher.watch(Event("evaluated", step=10 * n, fields={"split": "validation", "metrics": {"loss": loss}}))
         for n, loss in enumerate(losses, 1)
     ]
 

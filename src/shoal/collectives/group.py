@@ -1,8 +1,10 @@
-"""The members of the present view and the connections to them: what sync objects have in common."""
+"""The members of the present view and the connections to them: what everything that workers do together stands on."""
 
 from __future__ import annotations
 
+import enum
 import threading
+from collections.abc import Callable
 
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.transport import frames
@@ -14,26 +16,53 @@ from shoal.net.errors import LinkError
 from shoal.spec.view import View
 
 MAX_GATHERED_BYTES = 1 << 30
+_NUMBER_BITS = 56
+
+
+class Channel(enum.IntEnum):
+    """What members gather for. With a number, usually the step or the view, it makes the label that all must share."""
+
+    RENDEZVOUS = 1
+    STEP_HEADER = 2
+    VOTE = 3
+    BARRIER = 4
+    VALIDATION = 5
+    TEST = 6
+    VALIDATION_RESULT = 7
+    TEST_RESULT = 8
+    END = 9
+    HELD_SHARDS = 10
+    SHARD_SPECS = 11
+    CHECKPOINT_READ = 12
+    SAVE_BEGIN = 13
+    SAVE_PIECES = 14
+    LEAVE_VIEW = 15
+
+    def label(self, number: int) -> int:
+        return self << _NUMBER_BITS | number
 
 
 class ViewGroup:
-    """Used by the loop's thread; `abort` and `aborted` by any.
+    """Used by the training thread; `abort`, `aborted` and `moved_bytes` by any.
 
     With one worker that carries all lanes there is nobody to talk to: `mesh` is None, and no `endpoint` is needed.
+    `on_abort` holds what else must be woken when the present view is aborted; it is called by the aborting thread.
     """
 
-    def __init__(self, endpoint: Endpoint | None, token: str) -> None:
+    def __init__(self, endpoint: Endpoint | None = None, token: str = "") -> None:
         self.view: View | None = None
         self.seat = 0
         self.mesh: Mesh | None = None
+        self.on_abort: list[Callable[[], None]] = []
         self._endpoint = endpoint
+        self.tls_contexts = endpoint.tls_contexts if endpoint else None
         self._token = token
         self._broken = ""
         self._guard = threading.Lock()
         self._aborted = 0  # and all views before it
 
-    def enter(self, view: View, seat: int) -> str:
-        """Another view. Returns '' when all its members have come, or why that failed."""
+    def enter(self, view: View, seat: int) -> Discarded | None:
+        """Another view. Returns when all its members have come, or that failed."""
         self.leave()
         if seat not in view.carries or (len(view.carries) > 1 and self._endpoint is None):
             raise ValueError(f"view {view.number} is not for seat {seat}")
@@ -48,7 +77,7 @@ class ViewGroup:
                 mesh.connect()
             except LinkError as failure:
                 self._broken = str(failure)
-        return self._broken
+        return Discarded(self._broken) if self._broken else None
 
     @property
     def broken(self) -> str:
@@ -61,7 +90,7 @@ class ViewGroup:
         return Discarded(self._broken)
 
     def gather(self, label: int, content: bytes) -> dict[int, bytes] | Discarded:
-        """See Sync."""
+        """Every member's content, by seat. Members make the same calls in the same order; the label proves it."""
         if len(content) > MAX_GATHERED_BYTES:
             raise ValueError(f"{len(content)} bytes to gather, and {MAX_GATHERED_BYTES} is the most")
         if self.broken:
@@ -87,19 +116,28 @@ class ViewGroup:
         return dict(sorted(found.items()))
 
     def abort(self, view: int) -> None:
-        """See Sync."""
+        """A thread that waits for the members of this view, or of an older one, comes back within milliseconds, and one
+        that would wait does not. Later views are not touched."""
         with self._guard:
             self._aborted = max(self._aborted, view)
             mesh = self.mesh
         if mesh and mesh.view <= view:
             mesh.abort()
+        if self.aborted():
+            for wake in self.on_abort:
+                wake()
+
+    def abort_present_view(self) -> None:
+        if self.view:
+            self.abort(self.view.number)
 
     def aborted(self) -> bool:
+        """Was the present view aborted?"""
         return self.view is not None and self.view.number <= self._aborted
 
-    @property
     def moved_bytes(self) -> int:
-        """See Sync."""
+        """A number that grows as long as something gets through to other members, or from them; less than before when
+        another view has begun."""
         mesh = self.mesh
         return mesh.moved_bytes if mesh else 0
 

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from shoal.checkpoint.state_tree import State
@@ -17,6 +18,7 @@ from shoal.collectives.state_stream import StatePublisher, StateSubscription
 from shoal.collectives.transport.bandwidth import LinkSpeed, answer_link_test, measure_link
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
 from shoal.net.errors import LinkError
+from shoal.net.tls import TlsContexts
 from shoal.spec.view import Address, View
 
 MEASURE_TIMEOUT_S = 10.0
@@ -26,12 +28,13 @@ MEASURE_TIMEOUT_S = 10.0
 class PeerServices:
     """Used by the training thread; `abort` may come from any."""
 
-    def __init__(self, token: str, *, bind: str) -> None:
+    def __init__(self, token: str, *, bind: str, tls_contexts: TlsContexts | None = None) -> None:
         self.token = token
         self.state_server = StateServer()
         self.state_publisher = StatePublisher()
         self.residuals = LaneResiduals()
-        self.endpoint = Endpoint(token, bind=bind, serve=self._serve)
+        self.endpoint = Endpoint(token, bind=bind, serve=self._serve, tls_contexts=tls_contexts)
+        self._connect_to_peer = partial(connect_to_peer, tls_contexts=tls_contexts)
         self._lock = threading.Lock()
         self._open_socket: socket.socket | None = None
         self._aborted = 0
@@ -50,7 +53,7 @@ class PeerServices:
         """Be fed by a peer that goes on training."""
         try:
             return StateSubscription(
-                connect_to_peer(address, self.token, purpose="follow", seat=seat, view=view), max_bytes=max_bytes
+                self._connect_to_peer(address, self.token, purpose="follow", seat=seat, view=view), max_bytes=max_bytes
             )
         except LinkError as failure:
             return Discarded(str(failure))
@@ -62,7 +65,7 @@ class PeerServices:
         if address.host_id == self.endpoint.address.host_id:
             return None
         try:
-            with connect_to_peer(address, self.token, purpose="pace", seat=seat, view=view.number) as sock:
+            with self._connect_to_peer(address, self.token, purpose="pace", seat=seat, view=view.number) as sock:
                 self._register_socket(sock, view.number)
                 sock.settimeout(MEASURE_TIMEOUT_S)
                 return measure_link(sock)
@@ -82,7 +85,7 @@ class PeerServices:
                 seat=seat,
                 view=view.number,
                 max_bytes=max_bytes,
-                connect=connect_to_peer,
+                connect=self._connect_to_peer,
                 on_connect=lambda sock: self._register_socket(sock, view.number),
             )
         except LinkError as failure:
@@ -97,8 +100,15 @@ class PeerServices:
         """What a peer knows of what these lanes remember at a step."""
         wanted = sorted(lanes)
         try:
-            address, call = view.addresses[source], {"step": step, "lanes": wanted}
-            with connect_to_peer(address, self.token, purpose="memory", seat=seat, view=view.number, **call) as sock:
+            with self._connect_to_peer(
+                view.addresses[source],
+                self.token,
+                purpose="memory",
+                seat=seat,
+                view=view.number,
+                step=step,
+                lanes=wanted,
+            ) as sock:
                 self._register_socket(sock, view.number)
                 return residuals.receive_residuals(sock, step=step, lanes=wanted, floats=floats)
         except LinkError as failure:

@@ -14,7 +14,7 @@ Report = Callable[..., object]
 
 
 class ResidualTransfer:
-    """Used by the loop's thread. `floats` are remembered for each lane. Told: `memory_lost`, when one begins anew."""
+    """Used by the loop's thread. `floats` are remembered for each lane. Told: `residual_lost`, when one begins anew."""
 
     def __init__(self, peers: PeerServices, floats: int, report: Report | None = None) -> None:
         self._peers = peers
@@ -26,22 +26,22 @@ class ResidualTransfer:
         """Who carried which lanes at the last step that this worker committed."""
         self._lost_worker: dict[int, str] = {}
 
-    def enter(self, view: View, seat: int) -> str:
-        """Get what my lanes remember from those who know it. '' or why the view cannot begin."""
+    def enter(self, view: View, seat: int) -> Discarded | None:
+        """Get what the lanes of this seat remember from members that know it. Discarded if the view cannot begin."""
         self._view, self._seat = view, seat
         memories, step = self._peers.residuals, step_of(view.position)
         missing = memories.enter(step, view.carries[seat])
         if step:
             found, failures = self._fetch_from_peers(view, step, missing)
             if why := next((why for source, why in failures.items() if source in view.carries), ""):
-                return why
+                return Discarded(why)
             memories.adopt(found, self._floats)
             missing -= found.keys()
         memories.start_empty(missing, self._floats, lost=step > 0)
         self._lost_worker |= {
             lane: f"worker-{who}" for who, lanes in self._carried.items() for lane in missing & {*lanes}
         }
-        return ""
+        return None
 
     def _fetch_from_peers(self, view: View, step: int, lanes: Iterable[int]) -> tuple[ResidualStates, dict[int, str]]:
         """Members, and those who were until now: first who carried the lanes before. Also whom it could not ask."""
@@ -63,7 +63,7 @@ class ResidualTransfer:
     def commit(self, step: int) -> None:
         """The step counts."""
         for lane in sorted(self._peers.residuals.commit()):
-            self._report("memory_lost", step=step, lane=lane, worker=self._lost_worker.get(lane, ""))
+            self._report("residual_lost", step=step, lane=lane, worker=self._lost_worker.get(lane, ""))
         assert self._view is not None
         self._carried = self._view.carries
 

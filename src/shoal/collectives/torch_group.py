@@ -11,8 +11,9 @@ import contextlib
 import os
 import queue
 import socket
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,8 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
+from shoal.collectives.group import Channel, ViewGroup
+from shoal.collectives.outcome import Discarded
 from shoal.net.errors import LinkError
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
@@ -30,6 +33,7 @@ OPERATION_TIMEOUT = timedelta(minutes=10)
 
 TorchGroup = Any  # torch's own: ProcessGroupGloo or ProcessGroupNCCL
 GroupOperation = Callable[[TorchGroup], None]
+_PORT = struct.Struct("<H")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,36 @@ class Rendezvous:
     port: int
     own_host: str
     listener: socket.socket | None = None
+
+    def connect(self) -> TCPStore:
+        """The store in which members find each other; member 0 keeps it."""
+        listens: dict[str, Any] = {"is_master": False}
+        if self.listener:
+            listens = {"is_master": True, "master_listen_fd": os.dup(self.listener.fileno())}  # the store closes it
+        return TCPStore(
+            self.host, self.port, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT, multi_tenant=False, **listens
+        )
+
+
+@contextlib.contextmanager
+def rendezvous(group: ViewGroup, ranks: Mapping[int, int]) -> Iterator[Rendezvous]:
+    """Where the members of the present view meet for a torch group, by their ranks. LinkError if one is lost."""
+    assert group.view is not None
+    view, seat = group.view, group.seat
+    first, host = min(ranks, key=ranks.__getitem__), view.addresses[seat].host
+    listener = None
+    if seat == first:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        port = _PORT.pack(listener.getsockname()[1] if listener else 0)
+        ports = group.gather(Channel.RENDEZVOUS.label(view.number), port)
+        if isinstance(ports, Discarded):
+            raise LinkError(ports.why)
+        (port_there,) = _PORT.unpack(ports[first])
+        yield Rendezvous(ranks[seat], len(ranks), view.addresses[first].host, port_there, host, listener)
+    finally:
+        if listener:
+            listener.close()
 
 
 class AbortableProcessGroup:
@@ -121,17 +155,7 @@ def has_nccl() -> bool:
 
 
 def _make_group(backend: str, rendezvous: Rendezvous) -> TorchGroup:
-    listens: dict[str, Any] = {"is_master": False}
-    if rendezvous.listener:
-        listens = {"is_master": True, "master_listen_fd": os.dup(rendezvous.listener.fileno())}  # the store closes it
-    store = TCPStore(
-        rendezvous.host,
-        rendezvous.port,
-        wait_for_workers=False,
-        timeout=RENDEZVOUS_TIMEOUT,
-        multi_tenant=False,
-        **listens,
-    )
+    store = rendezvous.connect()
     if backend == "nccl":
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = OPERATION_TIMEOUT

@@ -1,6 +1,21 @@
-"""What happened: one append-only stream per run, and folds of it into a picture of the run."""
+"""What happened: one append-only typed stream per run, folded into the state of the run."""
 
+from shoal.events.event import Event
 from shoal.events.run_state import Curve, RunState, replay
-from shoal.events.stream import Event, EventReader, EventWriter, LineTail, read_events
+from shoal.events.snapshot import RunStateReader, RunSummary, load_state, load_summary
+from shoal.events.stream import EventReader, EventWriter, LineTail, read_events
 
-__all__ = ["Curve", "Event", "EventReader", "EventWriter", "LineTail", "RunState", "read_events", "replay"]
+__all__ = [
+    "Curve",
+    "Event",
+    "EventReader",
+    "EventWriter",
+    "LineTail",
+    "RunState",
+    "RunStateReader",
+    "RunSummary",
+    "load_state",
+    "load_summary",
+    "read_events",
+    "replay",
+]

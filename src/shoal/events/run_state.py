@@ -1,14 +1,19 @@
-"""A picture of a run, folded from its events. Display, receipt, `show` and `compare` all look at this one."""
+"""The state of a run, folded from its events: data only. Display, receipt, `show` and `compare` all look at it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from shoal.events.stream import Event
+from shoal.events import schema
+from shoal.events.checks import Number
+from shoal.events.event import Event, kind_name
 
+FOLD_VERSION = 1
+"""Raised when the same events give another state than before: snapshots of an earlier version are not used."""
 MAX_POINTS = 4096
+MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
 
 
@@ -31,8 +36,8 @@ class WorkerSummary:
 
 @dataclass
 class ServerSummary:
-    """What is known of one server. `served` are the numbers that it last told: pushes, bytes_in, bytes_out, bytes_plain
-    (what bytes_in would have been without a codec), staleness_mean, staleness_max."""
+    """What is known of one server. `stats` are the numbers that it last reported: pushes, bytes_in, bytes_out,
+    bytes_plain (what bytes_in would have been without a codec), staleness_mean, staleness_max."""
 
     name: str
     host: str = ""
@@ -52,7 +57,7 @@ class Curve:
     """A series over steps. Bounded: when it is full, every other point is forgotten."""
 
     steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    values: list[Number] = field(default_factory=list)
 
     def add(self, step: int, value: float) -> None:
         while self.steps and self.steps[-1] >= step:  # a run that was resumed writes some steps again
@@ -65,20 +70,29 @@ class Curve:
 
 
 @dataclass
+class LostResidual:
+    """A codec's residual that died with a worker ('' if nobody knows which)."""
+
+    lane: int
+    worker: str
+    step: int | None
+
+
+@dataclass
 class RunState:
-    """The state of a run as its events tell it."""
+    """The state of a run after the events that were applied."""
 
     status: str = "created"
     run: str = ""
     steps_total: int = 0
     steps_per_epoch: int = 0
     step: int = 0
-    loss: float | None = None
-    lr: float | None = None
+    loss: Number | None = None
+    lr: Number | None = None
     samples_per_s: float = 0.0
     samples_computed: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Number] = field(default_factory=dict)
+    best: dict[str, Number] = field(default_factory=dict)
     evaluated_at: dict[str, int] = field(default_factory=dict)
     workers: dict[str, WorkerSummary] = field(default_factory=dict)
     servers: dict[str, ServerSummary] = field(default_factory=dict)
@@ -88,18 +102,20 @@ class RunState:
     server_deaths: int = 0
     failovers: int = 0
     curves: dict[str, Curve] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Event] = field(default_factory=list)
+    """The newest events that are worth a line to a person; `terminal.notes` has the lines."""
     times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_FIELDS, 0.0))
     starts: int = 0
     deaths: int = 0
     redone: int = 0
     last_note_is_repeat: bool = False
-    """The newest note was known: all workers have it."""
+    """The newest `note` event says what an earlier one said: all workers report it."""
     nobody_left: bool = False
-    """Nobody is left who trained: what was not saved is lost."""
-    layout: str = ""
+    """No worker is left that has trained: steps that were not saved are lost."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """The fields of the newest `layout` event."""
     inexact: str = ""
-    """Why the layout gives another result than one process, as those who made it found."""
+    """Why the layout gives another result than one process, as the workers found."""
     views: int = 0
     peak_workers: int = 0
     saves: int = 0
@@ -107,7 +123,7 @@ class RunState:
     bytes_saved: int = 0
     bytes_sent: int = 0
     bytes_plain: int = 0
-    lost_residuals: list[str] = field(default_factory=list)
+    lost_residuals: list[LostResidual] = field(default_factory=list)
     started_t: float | None = None
     last_event_t: float = 0.0
     error: dict[str, str] | None = None
@@ -117,6 +133,8 @@ class RunState:
     plan: dict[str, Any] = field(default_factory=dict)
     replans: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, dict[str, float]] = field(default_factory=dict)
+    skipped_rows: int = 0
+    """Rows of the stream that could not be read. The reader of the stream counts them."""
 
     @property
     def epoch(self) -> float:
@@ -134,226 +152,253 @@ class RunState:
             self.started_t = event.t
         handler = _HANDLERS.get(event.kind)
         if handler:
-            handler(self, event)
+            handler(self, event, schema.KINDS[event.kind].typed(event.fields))
 
     @property
     def training_workers(self) -> list[WorkerSummary]:
-        """Those who carry lanes now."""
+        """Workers that carry lanes now."""
         return [worker for worker in self.workers.values() if worker.state == "training"]
 
     def worker(self, name: str) -> WorkerSummary:
-        return self.workers.setdefault(name, WorkerSummary(name))
+        found = self.workers.get(name)
+        return found if found is not None else self.workers.setdefault(name, WorkerSummary(name))
 
     def server(self, name: str) -> ServerSummary:
         return self.servers.setdefault(name, ServerSummary(name))
 
     @property
     def serving_servers(self) -> list[ServerSummary]:
-        """Those who hold all that they should."""
+        """Servers that hold all chunks that the table gives them."""
         return [server for server in self.servers.values() if server.state == "serving"]
 
     @property
     def staleness(self) -> tuple[float, int]:
         """Over all pushes so far: by how many steps they were late, on average and at most."""
-        served = [server.stats for server in self.servers.values()]
-        pushes = sum(one.get("pushes", 0) for one in served)
-        total = sum(one.get("staleness_mean", 0.0) * one.get("pushes", 0) for one in served)
-        return total / pushes if pushes else 0.0, int(max((one.get("staleness_max", 0) for one in served), default=0))
+        stats = [server.stats for server in self.servers.values()]
+        pushes = sum(one.get("pushes", 0) for one in stats)
+        total = sum(one.get("staleness_mean", 0.0) * one.get("pushes", 0) for one in stats)
+        return total / pushes if pushes else 0.0, int(max((one.get("staleness_max", 0) for one in stats), default=0))
 
     def curve(self, name: str) -> Curve:
         return self.curves.setdefault(name, Curve())
 
+    def note(self, event: Event) -> None:
+        self.notes.append(event)
+        if len(self.notes) > MAX_NOTES:
+            del self.notes[0]
+
 
 def replay(events: Iterable[Event]) -> RunState:
-    picture = RunState()
+    state = RunState()
     for event in events:
-        picture.apply(event)
-    return picture
+        state.apply(event)
+    return state
 
 
-def _run_started(p: RunState, e: Event) -> None:
-    p.run, p.status, p.starts = str(e["run"]), "starting", p.starts + 1
-    p.error, p.result, p.built_by = None, {}, ""
-    p.nobody_left = True  # those that outlived their driver know what they hold
-    for server in p.servers.values():
-        _release(server, "dead")  # those that outlived their driver are told of again
+# ---- the fold: one function per kind ----
+
+Fields = TypeVar("Fields")
+_HANDLERS: dict[str, Callable[[RunState, Event, Any], None]] = {}
+_NOTED_KINDS = ("save_failed", "save_skipped", "checkpoint_invalid", "cleanup_failed", "export_skipped", "evicted",
+                "caught_up")  # fmt: skip
+"""Kinds that change nothing but are worth a line."""
 
 
-def _plan(p: RunState, e: Event) -> None:
-    p.plan = dict(e.fields)
-    p.notes.append(f"plan: {describe_choice(p.plan['choice'])}: {p.plan['reason']}")
+def _folds(
+    kind: type[Fields],
+) -> Callable[[Callable[[RunState, Event, Fields], None]], Callable[[RunState, Event, Fields], None]]:
+    def register(fold: Callable[[RunState, Event, Fields], None]) -> Callable[[RunState, Event, Fields], None]:
+        _HANDLERS[kind_name(kind)] = fold
+        return fold
+
+    return register
 
 
-def _replan(p: RunState, e: Event) -> None:
-    p.replans.append(dict(e.fields))
-    said, true = (1000 * e[what]["step_s"] for what in ("prediction", "truth"))
-    p.notes.append(f"plan: a step takes {true:.3g} ms instead of {said:.3g} ms; {e['reason']}")
+for _kind in _NOTED_KINDS:
+    _HANDLERS[_kind] = lambda state, event, fields: state.note(event)
 
 
-def _link_measured(p: RunState, e: Event) -> None:
-    """By a worker on another host than the one who taught it."""
-    p.links[e.who] = {name: float(e[name]) for name in ("latency_s", "send_bytes_s", "receive_bytes_s")}
+@_folds(schema.RunStartedEvent)
+def _run_started(state: RunState, event: Event, started: schema.RunStartedEvent) -> None:
+    state.run, state.status, state.starts = started.run, "starting", state.starts + 1
+    state.error, state.result, state.built_by = None, {}, ""
+    state.nobody_left = True  # workers that outlived their driver say what they hold
+    for server in state.servers.values():
+        _release(server, "dead")  # servers that outlived their driver are reported again
 
 
-def describe_choice(choice: Mapping[str, Any]) -> str:
-    """A choice of a plan, in a few words."""
-    number, hosts, threads = (int(choice.get(what, 1)) for what in ("workers", "hosts", "threads"))
-    parts = [f"{number} worker{'s' if number > 1 else ''}", f"({choice['how']})"]
-    parts += [f"on {hosts} hosts"] if hosts > 1 else []
-    parts += [f"with {threads} threads each"] if threads > 1 else []
-    return " ".join(parts)
+@_folds(schema.PlanEvent)
+def _plan(state: RunState, event: Event, plan: schema.PlanEvent) -> None:
+    state.plan = dict(event.fields)
+    state.note(event)
 
 
-def _worker_started(p: RunState, e: Event) -> None:
-    worker = p.worker(e.who)
-    worker.host, worker.pid, worker.state = str(e.get("host", "")), int(e.get("pid", 0)), "starting"
-    p.facts |= {k: e[k] for k in ("device", "threads", "torch") if k in e.fields}
+@_folds(schema.ReplanEvent)
+def _replan(state: RunState, event: Event, replan: schema.ReplanEvent) -> None:
+    state.replans.append(dict(event.fields))
+    state.note(event)
 
 
-def _built(p: RunState, e: Event) -> None:
-    p.steps_total, p.steps_per_epoch = int(e["steps"]), int(e["steps_per_epoch"])
-    p.facts |= e.fields
-    p.built_by = p.built_by or e.who
+@_folds(schema.LinkMeasuredEvent)
+def _link_measured(state: RunState, event: Event, link: schema.LinkMeasuredEvent) -> None:
+    state.links[event.who] = {
+        "latency_s": float(link.latency_s),
+        "send_bytes_s": float(link.send_bytes_s),
+        "receive_bytes_s": float(link.receive_bytes_s),
+    }
 
 
-def _layout(p: RunState, e: Event) -> None:
-    p.facts |= {k: e[k] for k in ("parameters", "trainable")}
-    cuts = f", cut at {', '.join(e['cuts'])}" if e["cuts"] else ""
-    replicas = "1 replica" if e["replicas"] == 1 else f"{e['replicas']} replicas"
-    p.layout = f"shard: {e['shard']} over {e['ways']}, {replicas}{cuts}"
-    p.inexact = str(e.get("why", ""))
+@_folds(schema.WorkerStartedEvent)
+def _worker_started(state: RunState, event: Event, started: schema.WorkerStartedEvent) -> None:
+    worker = state.worker(event.who)
+    worker.host, worker.pid, worker.state = started.host, started.pid, "starting"
+    state.facts |= {name: event[name] for name in ("threads", "torch") if name in event.fields}
 
 
-def _joined(p: RunState, e: Event) -> None:
-    worker = p.worker(e.who)
-    worker.lanes, worker.state, worker.step = list(e["lanes"]), "training", int(e.step or 0)
-    worker.is_saver = bool(e.get("saves", True))
-    if p.nobody_left and p.step and not e.step:
-        p.redone += p.step
-        p.notes.append(f"nothing was saved: {p.step} steps are made again")
-    p.nobody_left = False
-    p.step, p.status = int(e.step or 0), "training"
-    p.peak_workers = max(p.peak_workers, len(p.training_workers))
+@_folds(schema.BuiltEvent)
+def _built(state: RunState, event: Event, built: schema.BuiltEvent) -> None:
+    state.steps_total, state.steps_per_epoch = built.steps, built.steps_per_epoch
+    state.facts |= event.fields
+    state.built_by = state.built_by or event.who
 
 
-def _view(p: RunState, e: Event) -> None:
-    p.views += 1
-    for worker in p.training_workers:
-        if worker.name not in e.get("carries", {}):
+@_folds(schema.LayoutEvent)
+def _layout(state: RunState, event: Event, layout: schema.LayoutEvent) -> None:
+    state.facts |= {"parameters": layout.parameters, "trainable": layout.trainable}
+    state.layout, state.inexact = dict(event.fields), layout.why
+
+
+@_folds(schema.JoinedEvent)
+def _joined(state: RunState, event: Event, joined: schema.JoinedEvent) -> None:
+    worker = state.worker(event.who)
+    worker.lanes, worker.state, worker.step = list(joined.lanes), "training", event.step or 0
+    worker.is_saver = joined.saves
+    if state.nobody_left and state.step and not event.step:
+        state.redone += state.step
+        state.note(Event("steps_lost", event.t, event.who, 0, {"steps": state.step}))
+    state.nobody_left = False
+    state.step, state.status = event.step or 0, "training"
+    state.peak_workers = max(state.peak_workers, len(state.training_workers))
+
+
+@_folds(schema.ViewEvent)
+def _view(state: RunState, event: Event, view: schema.ViewEvent) -> None:
+    state.views += 1
+    for worker in state.training_workers:
+        if worker.name not in view.carries:
             worker.state, worker.samples_per_s = "standing", 0.0
-    if e.get("why"):
-        p.notes.append(str(e["why"]))
+    if view.why:
+        state.note(event)
 
 
-def _stopped(p: RunState, e: Event) -> None:
-    worker = p.worker(e.who)
+@_folds(schema.StoppedEvent)
+def _stopped(state: RunState, event: Event, stopped: schema.StoppedEvent) -> None:
+    worker = state.worker(event.who)
     worker.state, worker.samples_per_s = "standing", 0.0
 
 
-def _evicted(p: RunState, e: Event) -> None:
-    host = f" on {e['host']}" if e.get("host") else ""
-    p.notes.append(f"{e.get('worker') or e['server']}{host} is put out: {e['reason']}")
-
-
-def _caught_up(p: RunState, e: Event) -> None:
-    source = str(e["source"])
-    p.notes.append(f"{e.who} got step {e.step} from {source if ' ' in source else f'the memory of {source}'}")
-
-
-def _step(p: RunState, e: Event) -> None:
-    """One worker's steps. What all workers know alike is taken from the one that saves."""
-    worker = p.worker(e.who)
-    steps, samples, wall = int(e.get("steps", 1)), int(e.get("samples", 0)), float(e.get("wall_s", 0.0))
-    worker.step, worker.state = int(e.step or 0), "training"
-    worker.steps += steps
-    worker.samples += samples
-    worker.work_s += float(e.get("data_s", 0.0)) + float(e.get("compute_s", 0.0))
-    p.samples_computed += samples
-    p.bytes_sent += int(e.get("bytes_sent", 0))
-    p.bytes_plain += int(e.get("bytes_plain", e.get("bytes_sent", 0)))
+@_folds(schema.StepEvent)
+def _step(state: RunState, event: Event, row: schema.StepEvent) -> None:
+    """One worker's steps. What all workers know alike is taken from the worker that saves."""
+    worker = state.worker(event.who)
+    worker.step, worker.state = event.step or 0, "training"
+    worker.steps += row.steps
+    worker.samples += row.samples
+    worker.work_s += row.data_s + row.compute_s
+    state.samples_computed += row.samples
+    state.bytes_sent += row.bytes_sent
+    state.bytes_plain += row.bytes_sent if row.bytes_plain is None else row.bytes_plain
     for name in TIME_FIELDS:
-        p.times[name] += float(e.get(name, 0.0))
-    if wall > 0:
-        worker.samples_per_s = samples / wall
-        p.samples_per_s = sum(one.samples_per_s for one in p.training_workers)
+        if name in event.fields:
+            state.times[name] += event.fields[name]
+    if row.wall_s > 0:
+        worker.samples_per_s = row.samples / row.wall_s
+        state.samples_per_s = sum(one.samples_per_s for one in state.training_workers)
     if not worker.is_saver:
         return
-    p.step, p.loss, p.lr, p.status = worker.step, e.get("loss"), e.get("lr"), "training"
-    if wall > 0:
-        p.facts["steps_per_s"] = steps / wall
-    if p.loss is not None:
-        p.curve("loss").add(p.step, p.loss)
+    state.step, state.loss, state.lr, state.status = worker.step, row.loss, row.lr, "training"
+    if row.wall_s > 0:
+        state.facts["steps_per_s"] = row.steps / row.wall_s
+    if row.loss is not None:
+        state.curve("loss").add(state.step, row.loss)
 
 
-def _evaluated(p: RunState, e: Event) -> None:
-    step = int(e.step or 0)
-    if e.get("again") and step <= p.evaluated_at.get(e["part"], -1):
+@_folds(schema.EvaluatedEvent)
+def _evaluated(state: RunState, event: Event, row: schema.EvaluatedEvent) -> None:
+    step = event.step or 0
+    if row.again and step <= state.evaluated_at.get(row.split, -1):
         return
-    p.evaluated_at[e["part"]] = step
-    prefix = "" if e["part"] == "validation" else f"{e['part']}/"
-    for name, value in e["metrics"].items():
-        p.metrics[prefix + name] = value
-        p.curve(f"{e['part']}/{name}").add(step, value)
-    p.times["evaluation_s"] += float(e.get("evaluation_s", 0.0))
+    state.evaluated_at[row.split] = step
+    prefix = "" if row.split == "validation" else f"{row.split}/"
+    for name, value in row.metrics.items():
+        state.metrics[prefix + name] = value
+        state.curve(f"{row.split}/{name}").add(step, value)
+    state.times["evaluation_s"] += row.evaluation_s
 
 
-def _best(p: RunState, e: Event) -> None:
-    if not e.get("again") or int(e.step or 0) > p.best.get("step", -1):
-        p.best = {str(e["metric"]): e["value"], "step": int(e.step or 0)}
+@_folds(schema.BestEvent)
+def _best(state: RunState, event: Event, best: schema.BestEvent) -> None:
+    step = event.step or 0
+    if not best.again or step > state.best.get("step", -1):
+        state.best = {best.metric: best.value, "step": step}
 
 
-def _saved(p: RunState, e: Event) -> None:
-    p.saves, p.saved_step = p.saves + 1, e.step
-    p.bytes_saved += int(e.get("written_bytes", 0))
-    p.times["saving_s"] += float(e.get("stall_s", 0.0))
+@_folds(schema.SavedEvent)
+def _saved(state: RunState, event: Event, saved: schema.SavedEvent) -> None:
+    state.saves, state.saved_step = state.saves + 1, event.step
+    state.bytes_saved += saved.written_bytes
+    state.times["saving_s"] += saved.stall_s
 
 
-def _note(p: RunState, e: Event) -> None:
-    text = str(e.get("message") or e.get("reason") or "")
-    if e.kind != "note":
-        p.notes.append(f"{e.kind.replace('_', ' ')}: {text}")
-        return
-    p.last_note_is_repeat = text in p.notes
-    if not p.last_note_is_repeat:
-        p.notes.append(text)
+@_folds(schema.NoteEvent)
+def _note(state: RunState, event: Event, note: schema.NoteEvent) -> None:
+    state.last_note_is_repeat = any(one.kind == "note" and one["message"] == note.message for one in state.notes)
+    if not state.last_note_is_repeat:
+        state.note(event)
 
 
-def _resumed(p: RunState, e: Event) -> None:
-    p.times["recovery_s"] += float(e.get("recovery_s", 0.0))
-    p.redone += max(p.step - int(e.step or 0), int(e.get("redone", 0)), 0)
-    p.nobody_left = False
-    p.notes.append(f"resumed at step {e.step} from {e.get('source', 'a checkpoint')}")
+@_folds(schema.ResumedEvent)
+def _resumed(state: RunState, event: Event, resumed: schema.ResumedEvent) -> None:
+    state.times["recovery_s"] += resumed.recovery_s
+    state.redone += max(state.step - (event.step or 0), resumed.redone, 0)
+    state.nobody_left = False
+    state.note(event)
 
 
-def _worker_died(p: RunState, e: Event) -> None:
-    p.deaths += 1
-    worker = p.worker(str(e["worker"]))
+@_folds(schema.WorkerDiedEvent)
+def _worker_died(state: RunState, event: Event, died: schema.WorkerDiedEvent) -> None:
+    state.deaths += 1
+    worker = state.worker(died.worker)
     worker.state, worker.samples_per_s = "dead", 0.0
-    p.links.pop(str(e["worker"]), None)
-    p.nobody_left = not any(one.state in ("training", "standing") for one in p.workers.values())
-    p.notes.append(f"{e['worker']} died: {e['reason']}")
+    state.links.pop(died.worker, None)
+    state.nobody_left = not any(one.state in ("training", "standing") for one in state.workers.values())
+    state.note(event)
 
 
-def _servers_wanted(p: RunState, e: Event) -> None:
-    p.wanted_servers = int(e["number"])
-    if e.get("why"):
-        p.notes.append(f"{e['number']} servers are wanted: {e['why']}")
+@_folds(schema.ServersWantedEvent)
+def _servers_wanted(state: RunState, event: Event, wanted: schema.ServersWantedEvent) -> None:
+    state.wanted_servers = wanted.number
+    if wanted.why:
+        state.note(event)
 
 
-def _server_started(p: RunState, e: Event) -> None:
-    server = p.server(str(e["server"]))
-    server.host, server.pid, server.state = str(e.get("host", "")), int(e.get("pid", 0)), "starting"
+@_folds(schema.ServerStartedEvent)
+def _server_started(state: RunState, event: Event, started: schema.ServerStartedEvent) -> None:
+    server = state.server(started.server)
+    server.host, server.pid, server.state = started.host, started.pid, "starting"
 
 
-def _server_died(p: RunState, e: Event) -> None:
-    p.server_deaths += 1
-    _release(p.server(str(e["server"])), "dead")
-    p.notes.append(f"{e['server']} died: {e['reason']}")
+@_folds(schema.ServerDiedEvent)
+def _server_died(state: RunState, event: Event, died: schema.ServerDiedEvent) -> None:
+    state.server_deaths += 1
+    _release(state.server(died.server), "dead")
+    state.note(event)
 
 
-def _server_left(p: RunState, e: Event) -> None:
-    _release(p.server(str(e["server"])), "left")
-    p.notes.append(f"{e['server']} left")
+@_folds(schema.ServerLeftEvent)
+def _server_left(state: RunState, event: Event, left: schema.ServerLeftEvent) -> None:
+    _release(state.server(left.server), "left")
+    state.note(event)
 
 
 def _release(server: ServerSummary, state: str) -> None:
@@ -361,92 +406,63 @@ def _release(server: ServerSummary, state: str) -> None:
     server.set_held_bytes()
 
 
-def _servers_lost(p: RunState, e: Event) -> None:
-    for server in p.servers.values():
+@_folds(schema.ServersLostEvent)
+def _servers_lost(state: RunState, event: Event, lost: schema.ServersLostEvent) -> None:
+    for server in state.servers.values():
         if server.state in ("serving", "filling"):
             _release(server, "starting")
-    p.notes.append(f"servers lost: {e['reason']}")
+    state.note(event)
 
 
-def _chunk_table(p: RunState, e: Event) -> None:
-    p.chunk_table_number = int(e["number"])
-    p.failovers += int(e.get("failovers", 0))
-    for name, held in e["servers"].items():
-        server = p.server(name)
-        server.set_held_bytes(**held)
+@_folds(schema.ChunkTableEvent)
+def _chunk_table(state: RunState, event: Event, table: schema.ChunkTableEvent) -> None:
+    state.chunk_table_number = table.number
+    state.failovers += table.failovers
+    for name, held in table.servers.items():
+        server = state.server(name)
+        server.set_held_bytes(
+            primary_bytes=held.get("primary_bytes", 0),
+            backup_bytes=held.get("backup_bytes", 0),
+            filling_bytes=held.get("filling_bytes", 0),
+        )
         server.state = "filling" if server.filling_bytes else "serving"
-    for server in p.servers.values():
-        if server.name not in e["servers"] and server.state in ("serving", "filling"):
+    for server in state.servers.values():
+        if server.name not in table.servers and server.state in ("serving", "filling"):
             _release(server, "leaving")
-    p.peak_servers = max(p.peak_servers, len(e["servers"]))
+    state.peak_servers = max(state.peak_servers, len(table.servers))
 
 
-def _server_stats(p: RunState, e: Event) -> None:
-    p.server(str(e["server"])).stats = dict(e["served"])
+@_folds(schema.ServerStatsEvent)
+def _server_stats(state: RunState, event: Event, row: schema.ServerStatsEvent) -> None:
+    state.server(row.server).stats = dict(row.stats)
 
 
-def _residual_lost(p: RunState, e: Event) -> None:
-    with_whom = f" with {e['worker']}" if e.get("worker") else ""
-    p.lost_residuals.append(f"what lane {e['lane']} remembered was lost{with_whom} at step {e.step}")
-    p.notes.append(p.lost_residuals[-1])
+@_folds(schema.ResidualLostEvent)
+def _residual_lost(state: RunState, event: Event, lost: schema.ResidualLostEvent) -> None:
+    state.lost_residuals.append(LostResidual(lost.lane, lost.worker, event.step))
+    state.note(event)
 
 
-def _left(p: RunState, e: Event) -> None:
-    p.worker(e.who).state = "left"
-    p.links.pop(e.who, None)
+@_folds(schema.LeftEvent)
+def _left(state: RunState, event: Event, left: schema.LeftEvent) -> None:
+    state.worker(event.who).state = "left"
+    state.links.pop(event.who, None)
 
 
-def _finished(p: RunState, e: Event) -> None:
-    p.result, p.step = dict(e.fields), int(e.step or 0)
-    p.metrics |= e.get("metrics", {})
-    p.worker(e.who).state = "finished"
+@_folds(schema.FinishedEvent)
+def _finished(state: RunState, event: Event, finished: schema.FinishedEvent) -> None:
+    state.result, state.step = dict(event.fields), event.step or 0
+    state.metrics |= finished.metrics
+    state.worker(event.who).state = "finished"
 
 
-def _failed(p: RunState, e: Event) -> None:
-    p.error = {k: str(v) for k, v in e.fields.items()}
-    member = p.server(e.who) if e.who.startswith("server-") else p.worker(e.who)
+@_folds(schema.FailedEvent)
+def _failed(state: RunState, event: Event, failed: schema.FailedEvent) -> None:
+    state.error = failed._asdict()
+    member = state.server(event.who) if event.who.startswith("server-") else state.worker(event.who)
     member.state = "failed"
 
 
-def _run_ended(p: RunState, e: Event) -> None:
-    p.status = str(e["status"])
-
-
-_HANDLERS = {
-    "run_started": _run_started,
-    "plan": _plan,
-    "replan": _replan,
-    "link_measured": _link_measured,
-    "worker_started": _worker_started,
-    "built": _built,
-    "joined": _joined,
-    "layout": _layout,
-    "step": _step,
-    "evaluated": _evaluated,
-    "best": _best,
-    "saved": _saved,
-    "save_failed": _note,
-    "save_skipped": _note,
-    "checkpoint_invalid": _note,
-    "cleanup_failed": _note,
-    "export_skipped": _note,
-    "note": _note,
-    "view": _view,
-    "stopped": _stopped,
-    "put_out": _evicted,
-    "caught_up": _caught_up,
-    "resumed": _resumed,
-    "worker_died": _worker_died,
-    "servers_wanted": _servers_wanted,
-    "server_started": _server_started,
-    "server_died": _server_died,
-    "server_left": _server_left,
-    "servers_lost": _servers_lost,
-    "table": _chunk_table,
-    "served": _server_stats,
-    "memory_lost": _residual_lost,
-    "left": _left,
-    "finished": _finished,
-    "failed": _failed,
-    "run_ended": _run_ended,
-}
+@_folds(schema.RunEndedEvent)
+def _run_ended(state: RunState, event: Event, ended: schema.RunEndedEvent) -> None:
+    state.status = ended.status

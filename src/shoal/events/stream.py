@@ -11,50 +11,57 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-MAX_LINE_BYTES = 1 << 20
+from shoal.events.checks import is_count
+from shoal.events.event import Event
+from shoal.events.schema import KINDS, SCHEMA_VERSION, from_row, to_row
 
+MAX_LINE_BYTES = 1 << 22
+MAX_TEXT = 10_000
+"""Characters of a text in a row that would be too long otherwise."""
+STRICT_VARIABLE = "SHOAL_STRICT_EVENTS"
+"""Tests set this environment variable, which reaches the workers too: an event that breaks the schema is an error."""
 
-@dataclass(frozen=True)
-class Event:
-    """What happened: when, who says so, at which step, and what else there is to say."""
-
-    kind: str
-    t: float = 0.0
-    who: str = ""
-    step: int | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.fields.get(name, default)
-
-    def to_line(self) -> bytes:
-        row: dict[str, Any] = {"t": round(self.t, 6), "who": self.who, "kind": self.kind}
-        if self.step is not None:
-            row["step"] = self.step
-        return json.dumps(row | self.fields, separators=(",", ":"), default=str).encode() + b"\n"
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 def parse_event(line: bytes) -> Event | None:
-    """The event in a line, or None if the line is damaged."""
-    try:
-        row = json.loads(line)
-        kind, t, who = row.pop("kind"), row.pop("t"), row.pop("who")
-        return Event(str(kind), float(t), str(who), row.pop("step", None), row)
-    except (ValueError, KeyError, AttributeError, TypeError):
+    """The event in a line; None if the line is damaged, too long, or breaks the schema."""
+    if len(line) > MAX_LINE_BYTES:
         return None
+    try:
+        row = json.loads(str(line, "utf-8"))
+        if b"\\ud" in line:  # half of a surrogate pair cannot be printed
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return from_row(row)
+
+
+def format_event(event: Event) -> bytes:
+    """The line of an event. Texts are cut where the line would be too long to be read."""
+    line = _encode(to_row(event)).encode() + b"\n"
+    if len(line) <= MAX_LINE_BYTES:
+        return line
+    short = {name: _cut(value) if isinstance(value, str) else value for name, value in event.fields.items()}
+    return _encode(to_row(replace(event, fields=short))).encode() + b"\n"
+
+
+def _cut(text: str) -> str:
+    """Beginning and end: the end of a traceback says what went wrong."""
+    half = MAX_TEXT // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]} … {text[-half:]}"
 
 
 class EventWriter:
     """Appends events to a file. Rows wait in memory for at most `flush_s` (checked at the next emit).
 
-    Owned by one process; not safe for several threads.
+    Owned by one process; not safe for several threads. Every row is checked against the schema. One that breaks it is
+    an error in tests; elsewhere it never stops a run: it is written without the fields of a wrong type, and counted in
+    `invalid_rows`.
     """
 
     def __init__(self, path: Path, who: str, *, flush_s: float = 0.1) -> None:
@@ -65,7 +72,7 @@ class EventWriter:
 
     @classmethod
     def to_callback(cls, write: Callable[[bytes], object], who: str, *, flush_s: float = 0.1) -> EventWriter:
-        """A stream that gives its lines to a function, one at a time, for a writer that cannot reach the file."""
+        """A writer that gives its lines to a function, one at a time, for a process that cannot reach the file."""
 
         def write_each(rows: list[bytes]) -> None:
             for row in rows:
@@ -79,6 +86,8 @@ class EventWriter:
         self, who: str, flush_s: float, write: Callable[[list[bytes]], object], *, close: Callable[[], None]
     ) -> None:
         self.who = who
+        self.invalid_rows = 0
+        self._strict = bool(os.environ.get(STRICT_VARIABLE))
         self._flush_s = flush_s
         self._write = write
         self._close = close
@@ -86,15 +95,24 @@ class EventWriter:
         self._flushed_at = time.monotonic()
 
     def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> Event:
+        """Write what happened. TypeError in tests if the event breaks the schema."""
+        if kind == "run_started":
+            fields["schema"] = SCHEMA_VERSION
+        known = KINDS.get(kind)
+        if self._strict:
+            _require_schema(kind, step, fields)
+        elif known is None or not known.fits_types(fields) or not (type(step) is int or step is None):
+            self.invalid_rows += 1
+            step, fields = _repaired(kind, step, fields)
         event = Event(kind, time.time(), self.who, step, fields)
-        self._pending.append(event.to_line())
+        self._pending.append(format_event(event))
         if kind != "step" or time.monotonic() - self._flushed_at >= self._flush_s:
             self.flush()
         return event
 
     def append(self, event: Event) -> None:
-        """What somebody else tells, as it is."""
-        self._pending.append(event.to_line())
+        """Write an event of another process, as it was read there."""
+        self._pending.append(format_event(event))
         self.flush()
 
     def flush(self) -> None:
@@ -108,52 +126,94 @@ class EventWriter:
         self._close()
 
 
+def _require_schema(kind: str, step: Any, fields: dict[str, Any]) -> None:
+    found = KINDS[kind].problems(fields) if kind in KINDS else {"the kind": "is not in the schema"}
+    if step is not None and not is_count(step):
+        found["step"] = f"is {step!r}"
+    if found:
+        raise TypeError(f"event '{kind}': " + "; ".join(f"{name} {why}" for name, why in found.items()))
+
+
+def _repaired(kind: str, step: Any, fields: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """What of an event can be written although it breaks the schema."""
+    step, fields = _plain(step), {name: _plain(value) for name, value in fields.items()}
+    wrong = KINDS[kind].wrong_fields(fields) if kind in KINDS else set()
+    kept = {name: value for name, value in fields.items() if name not in wrong}
+    return step if is_count(step) else None, kept
+
+
+def _plain(value: Any) -> Any:
+    """The number in a scalar of numpy or torch."""
+    if getattr(value, "shape", None) == ():
+        return value.item()
+    return value
+
+
 def _ends_mid_line(fd: int) -> bool:
     size = os.fstat(fd).st_size
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 class LineTail:
-    """Whole lines of a growing file: at each call of `new`, what came since. Never blocks."""
+    """Whole lines of a growing file: at each call of `read_new`, those that came since. Never blocks.
 
-    def __init__(self, path: Path) -> None:
+    `offset` is the place in the file behind the last line that was read. Of a line longer than `MAX_LINE_BYTES` only
+    its beginning is given.
+    """
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        self.offset = self._position = offset
         self._path = path
-        self._offset = 0
-        self._partial = b""
+        self._beginning = b""  # of a long line whose end has not come yet
 
     def skip_existing(self) -> None:
         """Pass over what is there already."""
         with contextlib.suppress(FileNotFoundError):
-            self._offset = self._path.stat().st_size
+            self.offset = self._position = self._path.stat().st_size
 
-    def read_new_bytes(self) -> list[bytes]:
+    def read_new_bytes(self) -> Iterator[bytes]:
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            file = self._path.open("rb")
         except FileNotFoundError:
-            return []
-        self._offset += len(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        self._partial = self._partial[-MAX_LINE_BYTES:]
-        return lines
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size  # not what is being appended meanwhile: that might never end
+            file.seek(self._position)
+            while self._position < size:
+                line = file.readline(MAX_LINE_BYTES + 1)
+                is_end = line.endswith(b"\n")
+                if not is_end and len(line) <= MAX_LINE_BYTES:
+                    return
+                self._position += len(line)
+                self._beginning = self._beginning or line
+                if is_end:
+                    whole, self._beginning = self._beginning, b""
+                    self.offset = self._position
+                    yield whole.removesuffix(b"\n")
 
     def read_new(self) -> list[str]:
         return [line.decode(errors="replace") for line in self.read_new_bytes()]
 
 
 class EventReader:
-    """Reads a stream from its beginning and, at each call of `new`, what came since. Never blocks."""
+    """Reads a stream from its beginning, or from `offset`; each call of `read_new` gives what came since. Never blocks.
 
-    def __init__(self, path: Path) -> None:
-        self._lines = LineTail(path)
-        self.damaged_lines = 0
+    Rows that are damaged or break the schema are passed over and counted in `skipped_rows`.
+    """
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        self._lines = LineTail(path, offset=offset)
+        self.skipped_rows = 0
+
+    @property
+    def offset(self) -> int:
+        return self._lines.offset
 
     def read_new(self) -> Iterator[Event]:
         for line in filter(None, self._lines.read_new_bytes()):
             event = parse_event(line)
             if event is None:
-                self.damaged_lines += 1
+                self.skipped_rows += 1
             else:
                 yield event
 

@@ -1,1 +1,1 @@
-"""Who works on this run and where: engines start and watch seats, membership tells them who they are."""
+"""Machines and processes: engines start and watch workers and servers, the control channel tells them what to do."""

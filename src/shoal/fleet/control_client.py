@@ -25,6 +25,7 @@ from shoal.net import handshake
 from shoal.net.errors import LinkError, ProtocolError
 from shoal.net.listener import connect_host
 from shoal.net.messages import JsonMessage, MessageConnection, Outbox, encode_message
+from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import View
@@ -57,6 +58,7 @@ class ControlClient:
         on_view: Callable[[View], None] | None = None,
         on_chunk_table: Callable[[ChunkTable], None] | None = None,
         on_welcome: Callable[[dict[str, Any]], None] | None = None,
+        tls_contexts: TlsContexts | None = None,
     ) -> None:
         self.dropped_messages = 0  # rows that waited for a driver for too long
         self._find_driver = find_driver
@@ -65,6 +67,7 @@ class ControlClient:
         self._on_view = on_view
         self._on_chunk_table = on_chunk_table
         self._on_welcome = on_welcome
+        self._tls_contexts = tls_contexts
         self._changed = threading.Condition()
         self._view: View | None = None
         self._view_number = 0
@@ -191,7 +194,7 @@ class ControlClient:
         if contact is None:
             raise LinkError("nobody has left a contact yet")
         hello = json.dumps(self._hello(), default=str).encode()
-        sock = connect_host(contact.host, contact.port, contact.token, hello)
+        sock = connect_host(contact.host, contact.port, contact.token, hello, tls_contexts=self._tls_contexts)
         with contextlib.closing(MessageConnection(sock, self._outbox)) as link, selectors.DefaultSelector() as selector:
             self._outbox.rewind()
             self._local_host = link.local_host

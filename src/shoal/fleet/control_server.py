@@ -16,6 +16,7 @@ from shoal.errors import error
 from shoal.fleet.connection_thread import ConnectionThread
 from shoal.net.listener import AuthenticatedListener
 from shoal.net.messages import JsonMessage, decode_object, encode_message
+from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import View
@@ -38,7 +39,9 @@ class ControlServer:
     """Made and used by one thread, the driver's; none of its methods but `close` waits for anybody. A thread of its
     own talks to the callers meanwhile, so that they know that the driver lives when it is busy."""
 
-    def __init__(self, token: str, *, listen: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, token: str, *, listen: str = "127.0.0.1", port: int = 0, tls_contexts: TlsContexts | None = None
+    ) -> None:
         """If somebody else has the port, another is taken: look at `port`."""
         listener = _listening_socket(listen, port)
         self.host: str
@@ -50,7 +53,12 @@ class ControlServer:
         self._consumed_bytes = 0  # counted by the driver's
         self._inbox_ready = Wakeup()
         self._connection_thread = ConnectionThread(on_message=self._on_message, inbox_full=self._inbox_full)
-        self._listener = AuthenticatedListener([listener], token, self._on_connect)
+        self._listener = AuthenticatedListener([listener], token, self._on_connect, tls_contexts=tls_contexts)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, as users write it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def refused(self) -> int:

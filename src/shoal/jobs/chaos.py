@@ -15,11 +15,13 @@ from pathlib import Path
 from shoal.errors import ShoalError, error
 from shoal.events import Event, RunState
 from shoal.events.run_state import ServerSummary, WorkerSummary
-from shoal.fleet.engines.local import ForkServer
-from shoal.jobs import commands, executor
-from shoal.jobs.executor import OnEvent
-from shoal.jobs.resolve_auto import resolve_auto
-from shoal.jobs.run_driver import RunResult, fork_server_for
+from shoal.fleet.engines.make import capacity_of
+from shoal.fleet.forkserver import ForkServer
+from shoal.jobs import commands
+from shoal.jobs.executor import OnEvent, open_executor, run_to_end
+from shoal.jobs.resolve_auto import resolve_auto_steps
+from shoal.jobs.run_result import RunResult
+from shoal.jobs.steps import run_steps
 from shoal.jobs.verify import pin_job, run_with_workers, with_workers
 from shoal.jobs.worker_group import initial_workers
 from shoal.plan.fault_plan import Fault, FaultKind, random_fault_plan
@@ -62,27 +64,31 @@ def chaos(
     fork_server: ForkServer | None = None,
 ) -> ChaosResult:
     """Run the job undisturbed (or take the receipt `against`), then under faults: these, or so many by the seed."""
-    job, _ = resolve_auto(job, fork_server=fork_server)
-    workers = workers or min(max(initial_workers(job), 2), job.lanes or job.batch_size)
-    if job.sync.kind != "server" and _fault_count(faults, "kill server"):
-        raise error("SH609", f"the job has no servers: its sync is {job.sync.kind}", where="--server-kills")
-    job = pin_job(_with_spare_lanes(job, workers + _fault_count(faults, "join")), max_workers=workers, purpose="chaos")
-    if against is not None and against.job_sha256 != job.sha256():
-        raise error("SH616", f"'{against.run}' is a run of another job", where="--against")
-    with fork_server_for(fork_server, job) as mine:
+    with open_executor(fork_server) as executor:
+        job, _ = run_steps(resolve_auto_steps(job, executor.fork_servers))
+        workers = workers or min(max(initial_workers(job, capacity_of(job.engine)), 2), job.lanes or job.batch_size)
+        job = _job_for(job, faults, workers)
+        if against is not None and against.job_sha256 != job.sha256():
+            raise error("SH616", f"'{against.run}' is a run of another job", where="--against")
         if against is None:
-            outcome = run_with_workers(workers, job, runs=runs, on_event=on_event, fork_server=mine)
-            if outcome.receipt is None:
-                return ChaosResult(None, outcome)
-            against = outcome.receipt
+            result = run_with_workers(workers, job, executor, runs=runs, on_event=on_event)
+            if result.receipt is None:
+                return ChaosResult(None, result)
+            against = result.receipt
         if isinstance(faults, Mapping):
             faults = random_fault_plan(faults, steps=against.steps, workers=workers, seed=seed)
-        with contextlib.closing(FaultInjector(faults, workers, on_event)) as happening:
-            disturbed = executor.run(
-                _with_spare_restarts(job, workers, faults), runs=runs, on_event=happening.on_event, fork_server=mine
-            )
-        assert isinstance(disturbed, RunResult)
-        return ChaosResult(against, disturbed, len(faults), happening.injected)
+        with contextlib.closing(FaultInjector(faults, workers, on_event)) as injector:
+            disturbed = _with_spare_restarts(job, workers, faults)
+            handle = executor.submit(disturbed, runs=runs, on_event=injector.on_event)
+            return ChaosResult(against, run_to_end(executor, handle), len(faults), injector.injected)
+
+
+def _job_for(job: Job, faults: Mapping[FaultKind, int] | Sequence[Fault], workers: int) -> Job:
+    """The job with everything fixed that its result depends on. SH609 if it has nothing that a fault could hit."""
+    if job.sync.kind != "server" and _fault_count(faults, "kill server"):
+        raise error("SH609", f"the job has no servers: its sync is {job.sync.kind}", where="--server-kills")
+    with_lanes = _with_spare_lanes(job, workers + _fault_count(faults, "join"))
+    return pin_job(with_lanes, max_workers=workers, purpose="chaos")
 
 
 def _fault_count(faults: Mapping[FaultKind, int] | Sequence[Fault], kind: FaultKind) -> int:
@@ -99,8 +105,8 @@ def _with_spare_lanes(job: Job, max_workers: int) -> Job:
 def _with_spare_restarts(job: Job, workers: int, faults: Sequence[Fault]) -> Job:
     """Faults that were asked for do not use up the job's own restarts."""
     deaths = sum(fault.kind in ("kill", "freeze", "kill server") for fault in faults)
-    engine = job.engine.model_copy(update={"restarts": job.engine.restarts + deaths})
-    return with_workers(job, workers).model_copy(update={"engine": engine})
+    elastic = job.elastic.model_copy(update={"restarts": job.elastic.restarts + deaths})
+    return with_workers(job, workers).model_copy(update={"elastic": elastic})
 
 
 class FaultInjector:
@@ -115,14 +121,15 @@ class FaultInjector:
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
-        self._on_event(paths, event, state)
+    def on_event(self, paths: RunPaths, event: Event, state: RunState) -> str | None:
+        why = self._on_event(paths, event, state)
         if event.kind == "step" and self._pending and state.step >= self._pending[0].step:
             done = self._inject(self._pending[0], paths, state)
             if done:
                 self._pending.popleft()
                 self.injected += 1
                 self._on_event(paths, Event("printed", time.time(), EVENT_SOURCE, state.step, {"text": done}), state)
+        return why
 
     def close(self) -> None:
         self._stopped.set()

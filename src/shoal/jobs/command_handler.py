@@ -1,4 +1,4 @@
-"""The driver's side of `wishes`: what a user asks of a run, done, and how things stand after it."""
+"""The driver's side of `commands`: scale, drain and stop, and the status that answers them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shoal.spec.job import MAX_WORKERS
 
 
 class CommandHandler:
-    """`harbour` is None for a run without servers. `stop_asked` says so when somebody wants the run to end, `scaled`
-    when somebody has chosen how many workers there are."""
+    """`server_group` is None for a run without servers. `stop_requested` is set when a user stops the run,
+    `user_scaled` when a user chose the number of workers."""
 
     def __init__(self, membership: MembershipPolicy, server_group: ServerGroup | None) -> None:
         self.stop_requested = ""
@@ -21,7 +21,7 @@ class CommandHandler:
         self._server_group = server_group
 
     def handle(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """KeyError, TypeError or ValueError if the wish makes no sense; then nothing is done."""
+        """KeyError, TypeError or ValueError if the command makes no sense; then nothing is done."""
         if kind == "scale":
             self._scale({who: int(fields[who]) for who in ("wanted", "servers") if who in fields})
         elif kind == "drain" and fields.get("role") == "server":

@@ -1,4 +1,4 @@
-"""What a user asks of a run from another process: one wish to its driver, one answer; then watch it come true."""
+"""Commands to a run from another process: one message to its driver, one answer; then its events are followed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shoal.events import Event, EventReader, RunState, replay
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
 from shoal.fleet.orphans import Orphan, find_orphans
 from shoal.jobs import run_dir
-from shoal.net import tls
 from shoal.net.address import format_address
 from shoal.net.errors import LinkError, TlsError, TokenError
 from shoal.net.listener import connect_host
 from shoal.net.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
+from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import MAX_WORKERS, Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Role, Seat
 
@@ -33,8 +33,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How things stand after a wish: how many workers and servers are wanted, who is there, and what else is worth
-    saying."""
+    """The answer to a command: how many workers and servers are wanted, which are there, and notes for the user."""
 
     wanted: int
     lanes: int
@@ -58,7 +57,7 @@ def scale(paths: RunPaths, wanted: int | None = None, *, servers: int | None = N
         if not 1 <= number <= MAX_WORKERS:
             name = "workers" if who == "wanted" else who
             raise error("SH609", f"{number} {name}", fix=f"Ask for 1 to {MAX_WORKERS}.")
-    job = load_job(_without_folds(paths).job, check_names=False)
+    job = load_run_job(_without_folds(paths).job)
     if servers is not None and job.sync.kind != "server":
         raise error("SH609", f"'{paths.name}' has no servers: its sync is {job.sync.kind}", where="--servers")
     answer = _send_command(paths, "scale", **numbers)
@@ -103,10 +102,10 @@ def stop(paths: RunPaths) -> RunState:
         _stop_folds(paths)
     else:
         _send_command(paths, "stop")
-    picture = replay(_follow_events(paths))
-    if picture.status in ("starting", "training", "created"):
-        picture.status = "broken off"  # its driver was killed meanwhile
-    return picture
+    state = replay(_follow_events(paths))
+    if state.status in ("starting", "training", "created"):
+        state.status = "broken off"  # its driver was killed meanwhile
+    return state
 
 
 def _stop_folds(paths: RunPaths) -> None:
@@ -125,9 +124,9 @@ def read_token(paths: RunPaths) -> str:
     return contact.token
 
 
-def fetch_welcome(address: DriverAddress) -> dict[str, Any]:
+def fetch_welcome(address: DriverAddress, *, tls_contexts: TlsContexts | None) -> dict[str, Any]:
     """The driver's welcome. Says quickly what is wrong with an address or a token."""
-    with _connection(address) as rows:
+    with _connection(address, tls_contexts=tls_contexts) as rows:
         return next(rows)
 
 
@@ -151,9 +150,9 @@ def _send_command(paths: RunPaths, kind: str, **fields: Any) -> RunStatus:
     contact = read_driver_address(paths.driver_address)
     if contact is None or not run_dir.is_driven(paths.parent_run):
         raise _not_driven(paths)
-    tls.configure(tls_contexts_for(load_job(paths.job, check_names=False)))
+    contexts = tls_contexts_for(load_run_job(paths.job))
     try:
-        with _connection(contact, encode_message(kind, fields)) as rows:
+        with _connection(contact, encode_message(kind, fields), tls_contexts=contexts) as rows:
             next(rows)
             answer = RunStatus(**next(rows))
     except ShoalError as failure:
@@ -170,7 +169,7 @@ def _not_driven(paths: RunPaths, why: str = "") -> ShoalError:
     left = [] if run_dir.is_driven(paths.parent_run) else [f"{s.seat.name} (process {s.pid})" for s in _orphans(paths)]
     if not left:
         return error("SH612", message, where=str(paths.root))
-    patience = load_job(paths.job, check_names=False).engine.patience_s
+    patience = load_run_job(paths.job).elastic.patience_s
     message += f"; still there, and waiting {patience:g} s for a driver: {', '.join(left)}"
     fix = f"`shoal resume {paths.name}` takes them over; without it they save and leave by themselves."
     return error("SH612", message, where=str(paths.root), fix=fix)
@@ -181,11 +180,13 @@ def _orphans(paths: RunPaths) -> list[Orphan]:
 
 
 @contextlib.contextmanager
-def _connection(address: DriverAddress, *messages: bytes) -> Iterator[Iterator[dict[str, Any]]]:
+def _connection(
+    address: DriverAddress, *messages: bytes, tls_contexts: TlsContexts | None
+) -> Iterator[Iterator[dict[str, Any]]]:
     """The fields of the driver's welcome, then of its answers to what was said."""
     hello = json.dumps({"role": "user"}).encode()
     try:
-        with connect_host(address.host, address.port, address.token, hello) as sock:
+        with connect_host(address.host, address.port, address.token, hello, tls_contexts=tls_contexts) as sock:
             sock.settimeout(REPLY_TIMEOUT_S)
             sock.sendall(b"".join(messages))
             yield _read_replies(sock)

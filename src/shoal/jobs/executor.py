@@ -1,75 +1,269 @@
-"""Driving whole jobs: one run, or the folds of one, side by side; Ctrl-C and SIGTERM ask all of them to leave."""
+"""Many runs in one process, one thread and one wait: each goes on, fails or is stopped without touching another."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import TypeVar
 
-from shoal.errors import ErrorGroup, ShoalError, error
-from shoal.events import Event, EventReader, EventWriter, RunState, replay
-from shoal.fleet.engines.local import ForkServer
-from shoal.fleet.orphans import find_orphans
-from shoal.jobs import resolve_auto, run_dir
-from shoal.jobs.run_driver import RunDriver, RunResult, fork_server_for
-from shoal.spec.data import FoldSplitConfig
+from shoal.errors import EXIT_TERMINATED
+from shoal.events import Event, EventWriter, RunState, load_state
+from shoal.fleet.forkserver import ForkServer
+from shoal.jobs import run_dir
+from shoal.jobs.folds import FoldSchedule
+from shoal.jobs.fork_servers import ForkServerPool
+from shoal.jobs.resolve_auto import resolve_auto_steps
+from shoal.jobs.resume import job_to_resume
+from shoal.jobs.run_driver import RunDriver
+from shoal.jobs.run_result import RunResult
+from shoal.jobs.steps import TICK_S, Steps
 from shoal.spec.job import Job
-from shoal.spec.load import load_job, save_job
-from shoal.spec.receipt import Receipt, metrics_mean_and_std
-from shoal.spec.run_paths import RunPaths, write_atomically
+from shoal.spec.load import save_job
+from shoal.spec.run_paths import RunPaths
 
-TICK_S = 0.05
-OnEvent = Callable[[RunPaths, Event, RunState], None]
+T = TypeVar("T")
+OnEvent = Callable[[RunPaths, Event, RunState], str | None]
+"""Called for everything that happens in a run. A reason (such as "pruned") stops the run at the next step boundary."""
 
 
-@dataclass(frozen=True)
-class FoldsResult:
-    """The merged result of a job with folds: mean and standard deviation of each metric."""
+class RunHandle:
+    """A run that was submitted. `paths` is None until its directory is made, which may take a plan."""
 
-    run: str
-    folds: list[RunResult] = field(default_factory=list)
-
-    @property
-    def metrics(self) -> dict[str, tuple[float, float]]:
-        return metrics_mean_and_std([outcome.receipt for outcome in self.folds if outcome.receipt])
+    def __init__(self) -> None:
+        self.paths: RunPaths | None = None
+        self.stop_reason = ""
+        self._result: RunResult | None = None
+        self._failure: BaseException | None = None
 
     @property
-    def status(self) -> str:
-        statuses = [outcome.status for outcome in self.folds]
-        return next((s for s in statuses if s != "finished"), "finished")
+    def done(self) -> bool:
+        return self._result is not None or self._failure is not None
+
+    def result(self) -> RunResult:
+        """How it ended. Raises why it could not start or be driven; CancelledError if it was stopped before that."""
+        if self._failure is not None:
+            raise self._failure
+        assert self._result is not None, "it goes on"
+        return self._result
+
+    def stop(self, why: str) -> None:
+        self.stop_reason = self.stop_reason or why
+
+    def set_result(self, result: RunResult) -> None:
+        self._result = result
+
+    def set_failure(self, failure: BaseException) -> None:
+        self._failure = failure
+
+
+class RunExecutor:
+    """Belongs to one thread. Runs go on while `tick` is called; how many go on at a time is the caller's policy.
+
+    Each run is a generator (see `steps`): what it raises ends that run alone. Nothing in a tick waits, so a slow plan
+    or a slow end of one run does not delay the others. `close` breaks off what still goes on.
+    """
+
+    def __init__(self, fork_servers: ForkServerPool) -> None:
+        self.fork_servers = fork_servers
+        self._active: dict[RunHandle, Steps[RunResult]] = {}
+        self._filenos: dict[RunHandle, Sequence[int] | None] = {}  # None: it has not begun
+
+    def submit(self, job: Job, *, runs: Path, on_event: OnEvent | None = None, trace: bool = False) -> RunHandle:
+        """Run a checked job in a new directory; one with `sync: auto` is planned first. A job with folds is one run.
+
+        `trace`: the workers write down every step's state in short (of a job without folds); see `jobs.verify`.
+        """
+        return self._add(lambda handle: self._new_run(handle, job, runs, on_event, trace=trace))
+
+    def submit_resume(
+        self, paths: RunPaths, *, overrides: Sequence[str] = (), on_event: OnEvent | None = None
+    ) -> RunHandle:
+        """Go on from the newest valid checkpoint; finished folds are not run again.
+
+        `overrides` change how the run goes on (`workers=2`, `shard=none`), as `path=value`, and not what it trains.
+        """
+        return self._add(lambda handle: self._resumed_run(handle, paths, overrides, on_event))
+
+    def stop(self, run: RunHandle, why: str) -> None:
+        """Its workers save and leave at the next step boundary; `why` is its status then."""
+        run.stop(why)
 
     @property
-    def error(self) -> ShoalError | None:
-        return next((o.error for o in self.folds if o.error), None)
+    def active(self) -> list[RunHandle]:
+        """Runs that go on; the folds of a job count beside it."""
+        return list(self._active)
+
+    def tick(self, timeout_s: float = TICK_S) -> None:
+        """Wait until a run has something to do, or the time is over; then let each of them do it."""
+        filenos = self._filenos.values()
+        wait({fileno for some in filenos for fileno in some or ()}, 0 if None in filenos else timeout_s)
+        for handle in reversed(list(self._active)):  # folds before the run that looks at them
+            self._resume(handle)
+
+    def run_until_done(self, *runs: RunHandle) -> None:
+        """Until these runs have ended, or all if none is named. Ctrl-C and SIGTERM stop every run that goes on."""
+        with catch_stop_signals() as asked:
+            while any(not run.done for run in runs or self._active):
+                for handle in self._active if asked else ():
+                    handle.stop(asked[0])
+                self.tick()
+
+    def close(self) -> None:
+        """Nothing of the runs that go on is left."""
+        with contextlib.ExitStack() as stack:
+            for handle in self._active:
+                stack.callback(self._break_off, handle)
+
+    def __enter__(self) -> RunExecutor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- how it is done ----
+
+    def _add(self, make_steps: Callable[[RunHandle], Steps[RunResult]]) -> RunHandle:
+        handle = RunHandle()
+        self._active[handle] = make_steps(handle)
+        self._filenos[handle] = None
+        return handle
+
+    def _resume(self, handle: RunHandle) -> None:
+        if handle not in self._active:
+            return  # another run of this tick ended it
+        try:
+            self._filenos[handle] = next(self._active[handle])
+        except StopIteration as end:
+            handle.set_result(end.value)
+            self._forget(handle)
+        except Exception as failure:
+            handle.set_failure(failure)
+            self._forget(handle)
+
+    def _break_off(self, handle: RunHandle) -> None:
+        steps = self._active.get(handle)
+        if steps is not None:
+            self._forget(handle)
+            handle.set_failure(CancelledError("the run was broken off"))
+            steps.close()
+
+    def _forget(self, handle: RunHandle) -> None:
+        del self._active[handle]
+        del self._filenos[handle]
+
+    def _new_run(
+        self, handle: RunHandle, job: Job, runs: Path, on_event: OnEvent | None, *, trace: bool
+    ) -> Steps[RunResult]:
+        job = run_dir.resolve_init_from(job, runs)
+        self.fork_servers.for_job(job)  # torch is being loaded while the rest is prepared
+        job, plan_file = yield from _unless_stopped(handle, resolve_auto_steps(job, self.fork_servers))
+        paths = run_dir.create(job, runs)
+        if plan_file:
+            plan_file.write(paths)
+        return (yield from self._locked_run(handle, job, paths, on_event, trace=trace))
+
+    def _resumed_run(
+        self, handle: RunHandle, paths: RunPaths, overrides: Sequence[str], on_event: OnEvent | None
+    ) -> Steps[RunResult]:
+        job = job_to_resume(paths, overrides)
+        return (yield from self._locked_run(handle, job, paths, on_event, save=bool(overrides)))
+
+    def _locked_run(
+        self,
+        handle: RunHandle,
+        job: Job,
+        paths: RunPaths,
+        on_event: OnEvent | None,
+        *,
+        trace: bool = False,
+        save: bool = False,
+    ) -> Steps[RunResult]:
+        handle.paths = paths
+        with run_dir.driver_lock(paths):
+            if save:
+                save_job(job, paths.job)
+            if job.fold_count > 1:
+                return (yield from self._folds(handle, job, paths, on_event))
+            return (yield from self._one_run(handle, job, paths, on_event, trace=trace))
+
+    def _one_run(
+        self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None, *, trace: bool = False
+    ) -> Steps[RunResult]:
+        handle.paths = paths
+        watch = None if on_event is None else lambda event, state: on_event(paths, event, state)
+        with contextlib.closing(
+            RunDriver(job, paths, self.fork_servers.for_job(job), on_event=watch, trace=trace)
+        ) as driver:
+            driver.start()
+            while True:
+                handle.stop(driver.stop_reason or driver.stop_requested)
+                if handle.stop_reason:
+                    driver.stop(handle.stop_reason)
+                result = driver.tick()
+                if result is not None:
+                    return result
+                yield driver.filenos()
+
+    def _folds(self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None) -> Steps[RunResult]:
+        """Each fold is a run of its own here. A stop of one fold stops all."""
+        schedule = FoldSchedule(job, paths)
+        active: list[RunHandle] = []
+        with contextlib.closing(EventWriter(paths.events, "driver")) as stream:
+            stream.emit("run_started", run=paths.name)
+            try:
+                while True:
+                    for fold in list(active):
+                        handle.stop(fold.stop_reason)
+                        fold.stop(handle.stop_reason)
+                        if fold.done:
+                            active.remove(fold)
+                            schedule.add(fold.result())
+                    while not handle.stop_reason and (following := schedule.take_next(len(active))):
+                        active.append(self._add_fold(*following, on_event))
+                    if not active:
+                        break
+                    yield ()
+            finally:
+                for fold in active:
+                    self._break_off(fold)
+            result = schedule.finish(handle.stop_reason)
+            stream.emit("run_ended", status=result.status)
+            return result
+
+    def _add_fold(self, paths: RunPaths, job: Job, on_event: OnEvent | None) -> RunHandle:
+        return self._add(lambda handle: self._one_run(handle, job, paths, on_event))
+
+
+def _unless_stopped(handle: RunHandle, steps: Steps[T]) -> Steps[T]:
+    """CancelledError once the run is stopped: it has no directory yet from which it could be resumed."""
+    with contextlib.closing(steps):
+        while True:
+            try:
+                filenos = next(steps)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            if handle.stop_reason:
+                raise CancelledError(handle.stop_reason)
+            yield filenos
+
+
+# ---- one run, for those who have nothing else to do ----
 
 
 def run(
     job: Job, *, runs: Path, on_event: OnEvent | None = None, fork_server: ForkServer | None = None, trace: bool = False
-) -> RunResult | FoldsResult:
-    """Run a checked job in a new directory; one that leaves open how is planned first.
-
-    Who runs many jobs may bring a nursery for all of them.
-
-    `trace`: the workers write down every step's state in short (of a job without folds); see `jobs.verify`.
-    """
-    job = run_dir.resolve_init_from(job, runs)
-    with contextlib.ExitStack() as stack:
-        mine = stack.enter_context(
-            fork_server_for(fork_server, job)
-        )  # torch is being loaded while the rest is prepared
-        settled, kept = resolve_auto.resolve_auto(job, fork_server=mine)
-        if fork_server is None and settled.threads != job.threads:
-            mine = stack.enter_context(fork_server_for(None, settled))
-        paths = run_dir.create(settled, runs)
-        if kept:
-            kept.write(paths)
-        return _execute(settled, paths, mine, on_event, trace=trace)
+) -> RunResult:
+    """See `RunExecutor.submit`. Callers that run many jobs may bring a fork server for all of them."""
+    with open_executor(fork_server) as executor:
+        return run_to_end(executor, executor.submit(job, runs=runs, on_event=on_event, trace=trace))
 
 
 def resume(
@@ -78,155 +272,33 @@ def resume(
     overrides: Sequence[str] = (),
     on_event: OnEvent | None = None,
     fork_server: ForkServer | None = None,
-) -> RunResult | FoldsResult:
-    """Go on from the newest valid checkpoint; finished folds are not run again.
-
-    `sets` change how the run goes on (`workers=2`, `shard=none`), as `path=value`, and not what it trains.
-    """
-    if paths.receipt.is_file():
-        raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
-    job = _with_overrides(paths, overrides)
-    with fork_server_for(fork_server, job) as mine:
-        return _execute(job, paths, mine, on_event, changed=bool(overrides))
+) -> RunResult:
+    """See `RunExecutor.submit_resume`."""
+    with open_executor(fork_server) as executor:
+        return run_to_end(executor, executor.submit_resume(paths, overrides=overrides, on_event=on_event))
 
 
-def _with_overrides(paths: RunPaths, overrides: Sequence[str]) -> Job:
-    """The run's job with these fields changed. SH609 if it would train something else, or its workers live on."""
-    job = load_job(paths.job, check_names=False)
-    if not overrides:
-        return job
-    changed = load_job(paths.job, overrides=[f"lanes={job.lane_count}", *overrides], check_names=False)
-    if changed.resume_compatibility_sha256() != job.resume_compatibility_sha256():
-        fix = "Change how it goes on (workers, shard, engine, checkpoint), or start a new run with `init_from`."
-        where = " ".join(["--set", ", ".join(_identity_overrides(paths, job, overrides))]).strip()
-        raise error("SH609", "a run that has begun cannot train something else", where=where, fix=fix)
-    if left := [survivor.seat.name for one in paths.folds or [paths] for survivor in find_orphans(one)]:
-        fix = "Resume it without --set, which takes them over; or wait until they have left."
-        raise error("SH609", f"{', '.join(left)} of the run live on as they are", where="--set", fix=fix)
-    return changed
+@contextlib.contextmanager
+def open_executor(fork_server: ForkServer | None = None) -> Iterator[RunExecutor]:
+    """With fork servers of its own, or with the one that the caller brings."""
+    with ForkServerPool(fork_server) as fork_servers, RunExecutor(fork_servers) as executor:
+        yield executor
 
 
-def _identity_overrides(paths: RunPaths, job: Job, overrides: Sequence[str]) -> list[str]:
-    """The fields that would make it train something else, as far as each can be changed by itself."""
-    found = []
-    for one in overrides:
-        with contextlib.suppress(ErrorGroup):
-            alone = load_job(paths.job, overrides=[f"lanes={job.lane_count}", one], check_names=False)
-            found += (
-                [one.partition("=")[0].strip()]
-                if alone.resume_compatibility_sha256() != job.resume_compatibility_sha256()
-                else []
-            )
-    return found
-
-
-def _execute(
-    job: Job,
-    paths: RunPaths,
-    fork_server: ForkServer,
-    on_event: OnEvent | None,
-    *,
-    trace: bool = False,
-    changed: bool = False,
-) -> RunResult | FoldsResult:
-    with run_dir.driver_lock(paths):
-        if changed:
-            save_job(job, paths.job)
-        if job.fold_count == 1:
-            return _execute_all(
-                {paths: _driver_factory(job, paths, fork_server, on_event, trace=trace)}, max_parallel=1
-            )[paths]
-        return _execute_folds(job, paths, fork_server, on_event)
-
-
-def _driver_factory(
-    job: Job, paths: RunPaths, fork_server: ForkServer, on_event: OnEvent | None, *, trace: bool = False
-) -> Callable[[], RunDriver]:
-    watch = None if on_event is None else lambda event, picture: on_event(paths, event, picture)
-    return lambda: RunDriver(job, paths, fork_server, on_event=watch, trace=trace)
-
-
-def _execute_folds(job: Job, paths: RunPaths, fork_server: ForkServer, on_event: OnEvent | None) -> FoldsResult:
-    split = job.data.split
-    assert isinstance(split, FoldSplitConfig)
-    stream = EventWriter(paths.events, "driver")
-    stream.emit("run_started", run=paths.name)
-    done: dict[RunPaths, RunResult] = {}
-    waiting: dict[RunPaths, Callable[[], RunDriver]] = {}
-    folds = [paths.fold(number) for number in range(split.folds)]
-    for number, fold_paths in enumerate(folds):
-        if fold_paths.receipt.is_file():
-            receipt = Receipt.model_validate_json(fold_paths.receipt.read_text(encoding="utf-8"))
-            done[fold_paths] = RunResult(fold_paths, "finished", receipt=receipt)
-            continue
-        one = job.model_copy(
-            update={
-                "data": job.data.model_copy(update={"split": split.model_copy(update={"fold": number})}),
-            }
-        )
-        fold_paths.root.mkdir(exist_ok=True)
-        save_job(one, fold_paths.job)
-        waiting[fold_paths] = _driver_factory(one, fold_paths, fork_server, on_event)
-    done |= _execute_all(waiting, max_parallel=split.parallel)
-    summary = FoldsResult(paths.name, [done[one] for one in folds if one in done])
-    if summary.status == "finished":
-        write_atomically(paths.receipt, json.dumps(folds_receipt(summary), indent=2) + "\n")
-    stream.emit("run_ended", status=summary.status)
-    stream.close()
-    return summary
-
-
-def folds_receipt(summary: FoldsResult) -> dict[str, Any]:
-    """The receipt of a job with folds."""
-    return {
-        "run": summary.run,
-        "folds": [o.receipt.model_dump(mode="json") for o in summary.folds if o.receipt],
-        "metrics": {name: {"mean": mean, "std": std} for name, (mean, std) in summary.metrics.items()},
-    }
-
-
-def _execute_all(
-    driver_factories: Mapping[RunPaths, Callable[[], RunDriver]], *, max_parallel: int
-) -> dict[RunPaths, RunResult]:
-    """Up to `parallel` runs at a time, in order. After a stop or a failure no further run is started.
-
-    After a stop, those that were not started count as stopped too.
-    """
-    waiting = dict(driver_factories)
-    active: dict[RunPaths, RunDriver] = {}
-    outcomes: dict[RunPaths, RunResult] = {}
-    with catch_stop_signals() as asked:
-        try:
-            while waiting or active:
-                while waiting and len(active) < max_parallel and not asked and not _any_failed(outcomes):
-                    paths = next(iter(waiting))
-                    active[paths] = waiting.pop(paths)()
-                    active[paths].start()
-                if not active:
-                    break
-                wait({fd for one in active.values() for fd in one.filenos()}, TICK_S)
-                for paths, one in list(active.items()):
-                    if one.stop_requested and not asked:
-                        asked.append(one.stop_requested)
-                    if asked:
-                        one.stop(asked[0])
-                    outcome = one.tick(0)
-                    if outcome is not None:
-                        outcomes[paths] = outcome
-                        del active[paths]
-        finally:
-            for one in active.values():
-                one.close()
-    return outcomes | {paths: RunResult(paths, why) for why in asked for paths in waiting}
-
-
-def _any_failed(results: Mapping[RunPaths, RunResult]) -> bool:
-    return any(outcome.status != "finished" for outcome in results.values())
+def run_to_end(executor: RunExecutor, run: RunHandle) -> RunResult:
+    """Its result. A signal while it is planned ends the caller as it would without us: nothing can be resumed yet."""
+    executor.run_until_done(run)
+    try:
+        return run.result()
+    except CancelledError:
+        if run.stop_reason == "terminated":
+            raise SystemExit(EXIT_TERMINATED) from None
+        raise KeyboardInterrupt from None
 
 
 @contextlib.contextmanager
 def catch_stop_signals() -> Iterator[list[str]]:
-    """A list that fills when the user asks to stop; asking twice ends at once."""
+    """A list that gets the reason when the user interrupts; a second signal raises KeyboardInterrupt."""
     asked: list[str] = []
     names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -248,8 +320,7 @@ def catch_stop_signals() -> Iterator[list[str]]:
 
 
 def load_run_state(paths: RunPaths) -> RunState:
-    """A run as its stream tells it, and whether somebody still drives it."""
-    picture = replay(EventReader(paths.events).read_new())
-    if picture.status in ("starting", "training", "created") and not run_dir.is_driven(paths.parent_run):
-        picture.status = "broken off"
-    return picture
+    """The state that a run's events give; "broken off" if it has not ended and nobody drives it."""
+    state = load_state(paths.events, paths.state_snapshot)
+    state.status = run_dir.current_status(state.status, paths)
+    return state

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
-from shoal.jobs.probes import run_probe
+from shoal.fleet.forkserver import ForkServer
+from shoal.jobs.fork_servers import ForkServerPool
+from shoal.jobs.probes import probe_steps
+from shoal.jobs.steps import Steps, in_thread, run_steps
 from shoal.plan.costs import select
 from shoal.plan.costs.inputs import (
     PlanRequest,
@@ -35,9 +38,9 @@ BUSY_LOAD_PER_CORE = 0.5
 
 @dataclass(frozen=True)
 class PlanResult:
-    """The plan, and what it was made from; `facts` are the clerk's own words. `follows`: the job's lanes are as many as
-    its workers, so that another number of workers needs the lanes by name to be the same job. `opens`: the job leaves
-    it open how workers agree."""
+    """The plan, and what it was made from; `facts` is the probe's answer. `lanes_follow_workers`: the job does not set
+    `lanes`, so that another number of workers must set them to be the same job. `sync_is_auto`: the job leaves open how
+    workers agree."""
 
     plan: select.ExecutionPlan
     job_choice: RunChoice
@@ -103,24 +106,32 @@ class PlanResult:
 
 
 def plan(job: Job, wanted: PlanRequest, *, fork_server: ForkServer | None = None) -> PlanResult:
-    """Asks a process with torch to measure, which takes some seconds."""
+    """Measures in a process with torch, which takes some seconds."""
+    with ForkServerPool(fork_server) as fork_servers:
+        return run_steps(plan_steps(job, wanted, fork_servers))
+
+
+def plan_steps(job: Job, wanted: PlanRequest, fork_servers: ForkServerPool) -> Steps[PlanResult]:
+    """The same, without waiting."""
     room = max(job.workers.most, WORKERS_PER_CORE * wanted.hosts * len(os.sched_getaffinity(0)))
     most = wanted.most or min(max(job.lane_count, job.workers_per_replica), room)
     if most < wanted.hosts:
         fix = f"Set `lanes` to at least {wanted.hosts}, or give --workers."
         raise error("SH107", f"{wanted.hosts} hosts, and {most} workers at most", where="--hosts", fix=fix)
     load = os.getloadavg()[0]
-    facts = measure(job, fork_server=fork_server)
+    facts = yield from measure_steps(job, fork_servers)
     own, measured = job_choice(job), read_measured(facts)
     machine, link = read_cluster(facts, wanted), read_link(facts, wanted)
-    found = select.make_plan(own, measured, machine, link, least=wanted.least, most=most, allow=job.plan.allow)
+    bounds: dict[str, Any] = {"least": wanted.least, "most": most, "allow": job.plan.allow}
+    found = yield from in_thread(partial(select.make_plan, own, measured, machine, link, **bounds))
     open_ = {"lanes_follow_workers": job.lanes is None, "sync_is_auto": job.sync.kind == "auto"}
     return PlanResult(found, own, measured, machine, link, load, facts, **open_)
 
 
-def measure(job: Job, *, fork_server: ForkServer | None = None) -> Mapping[str, Any]:
-    """What the clerk finds out of the job and of this machine."""
-    return run_probe("measure", job, fork_server=fork_server, codecs=_codec_settings(job), threads=_thread_counts(job))
+def measure_steps(job: Job, fork_servers: ForkServerPool) -> Steps[Mapping[str, Any]]:
+    """What a probe measures of the job and of this machine."""
+    fork_server = fork_servers.for_job(job)
+    return probe_steps("measure", job, fork_server, codecs=_codec_settings(job), threads=_thread_counts(job))
 
 
 def _codec_settings(job: Job) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""Questions that need torch or the data: asked in a process of its own, answered through a stream."""
+"""Questions that need torch or the data: asked in a process of their own, answered through a stream of events."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping
@@ -10,9 +11,11 @@ from typing import Any
 
 from shoal.errors import ErrorGroup, RunError, error_from_fields
 from shoal.events import Event, EventReader
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import ForkServer, LocalEngine
-from shoal.jobs.run_driver import fork_server_for
+from shoal.fleet.engine import Launch
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
+from shoal.jobs.fork_servers import ForkServerPool
+from shoal.jobs.steps import Steps, run_steps
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.run_paths import RunPaths
@@ -29,18 +32,31 @@ def run_probe(
     fork_server: ForkServer | None = None,
     **arguments: Any,
 ) -> Mapping[str, Any]:
-    """The clerk's answer to `check`, `split`, `measure` or `evaluate`; its errors are raised here."""
-    with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, fork_server_for(fork_server, job) as mine:
+    """The answer to `check`, `split`, `measure` or `evaluate`; the probe's errors are raised here."""
+    with ForkServerPool(fork_server) as fork_servers:
+        return run_steps(probe_steps(probe, job, fork_servers.for_job(job), on_event=on_event, **arguments))
+
+
+def probe_steps(
+    probe: str,
+    job: Job,
+    fork_server: ForkServer,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+    **arguments: Any,
+) -> Steps[Mapping[str, Any]]:
+    """The same, without waiting. The process ends with these steps, also if they are broken off."""
+    answer: Mapping[str, Any] | None = None
+    errors: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-"))
         paths = RunPaths.at(scratch)
         save_job(job, paths.job)
         reader = EventReader(paths.events)
-        answer: Mapping[str, Any] | None = None
-        errors = []
-        engine = LocalEngine(mine, name=scratch, logs=paths.logs)
-        engine.start([Seat(number=0)], PROBE_MODULE, ["--run", scratch, probe, json.dumps(arguments)])
-        exits: list[Exit] = []
-        while not exits:
-            exits = engine.poll(0.1)
+        engine = stack.enter_context(contextlib.closing(make_engine(job.engine, paths, fork_server)))
+        engine.start([Launch(Seat(number=0), PROBE_MODULE, ("--run", scratch, probe, json.dumps(arguments)))])
+        while True:
+            exits = engine.poll(0)
             for event in reader.read_new():
                 if event.kind == "answer":
                     answer = event.fields
@@ -48,7 +64,9 @@ def run_probe(
                     errors.append(event.fields)
                 elif on_event:
                     on_event(event)
-        return _result(answer, errors, paths.error_log(0), exits[0].reason)
+            if exits:
+                return _result(answer, errors, paths.error_log(0), exits[0].reason)
+            yield [engine.fileno()]
 
 
 def _result(

@@ -1,17 +1,19 @@
-"""Beside a run that was planned: is it as expected? If not, a plan is made again; what has no effect on the result is
-done, the rest is told."""
+"""Beside a run that was planned: is it as expected? If not, it is planned again. A change that has no effect on the
+result is made, any other is reported."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shoal.events import Event, EventWriter, RunState
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.plan_file import PlanFile
+from shoal.jobs.steps import BackgroundCall
 from shoal.plan.costs.calibration import CostInputs, ObservedTimes, predict_for_workers
 from shoal.plan.costs.inputs import job_choice, read_cluster, read_link, read_measured, slowest_link
 from shoal.plan.costs.model import RunChoice
@@ -22,7 +24,10 @@ from shoal.spec.job import Job
 
 
 class Replanner:
-    """Belongs to the thread that drives. `look` at every event, then `steer` now and then."""
+    """Belongs to the thread that drives. `observe` every event, and call `replan_if_needed` now and then.
+
+    Planning may take a second. It happens in a thread of its own; what is found counts if the view is still the same.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class Replanner:
         self._view_number = 0
         self._workers_changed = False  # others came or went, and whether that is good was not looked at yet
         self._cooldown = Cooldown(len(state.replans))
+        self._pending: PendingReplan | None = None
         for told in state.replans:  # an earlier driver's
             self._restore(told)
 
@@ -71,8 +77,12 @@ class Replanner:
             self._step_times.add(int(event.get("steps", 1)), float(event.get("wall_s", 0.0)))
 
     def replan_if_needed(self, step: int) -> None:
-        """Compare, and if things have moved away, plan again."""
+        """Compare with what was expected. If it differs, begin to plan again, or act on the plan that was begun."""
         self._reset_on_new_view(step)
+        if self._pending is not None:
+            if self._pending.call.done:
+                self._act_on(self._pending, step)
+            return
         true_s = self._step_times.typical
         if true_s is None or not self._cooldown.is_over(step) or self._membership.stop_reason:
             return
@@ -82,8 +92,20 @@ class Replanner:
         self._update_expectation(now, truth)
         if not self._workers_changed and not has_drifted(self._expected["step_s"], true_s):
             return
-        found = replan(now, self._setting, truth, seen=self._measured_step_s, **self._current_bounds())
-        self._measured_step_s[now.workers, now.hosts] = true_s
+        inputs = {"seen": dict(self._measured_step_s), **self._current_bounds()}
+        call = BackgroundCall(partial(replan, now, self._setting, truth, **inputs))
+        self._pending = PendingReplan(call, now, truth, self._view_number)
+
+    @property
+    def planning(self) -> bool:
+        return self._pending is not None
+
+    def _act_on(self, pending: PendingReplan, step: int) -> None:
+        self._pending = None
+        found, now, truth = pending.call.result(), pending.choice, pending.truth
+        if pending.view_number != self._view_number or self._membership.stop_reason or now != self._current_choice():
+            return  # others train by now: what was found says nothing of them
+        self._measured_step_s[now.workers, now.hosts] = truth.step_s
         moves = found.move_to if not self._why_workers_fixed else None
         self._emit_replan(found, truth, step)
         self._expected = prediction_fields(moves or found.current)
@@ -106,7 +128,7 @@ class Replanner:
         """Where somebody stands by, because all are faster without, one more would do so too."""
         carrying = self._carrying_members()
         idle = len(carrying) < len(self._membership.members)
-        return self._bounds | ({"most": sum(m.local for m in carrying)} if idle else {})
+        return self._bounds | ({"most": sum(m.managed for m in carrying)} if idle else {})
 
     def _update_expectation(self, now: RunChoice, truth: ObservedTimes) -> None:
         """Others came or went: something else is expected of those who are here now."""
@@ -159,8 +181,8 @@ class Replanner:
     def _observe(self, step_s: float) -> ObservedTimes | None:
         """None while somebody has not been measured, or nobody of ours is there."""
         by_host: dict[str, list[float]] = {}
-        carrying = sorted(self._carrying_members(), key=lambda m: (not m.local, m.lane_s or 0.0))
-        if not carrying or not carrying[0].local:
+        carrying = sorted(self._carrying_members(), key=lambda m: (not m.managed, m.lane_s or 0.0))
+        if not carrying or not carrying[0].managed:
             return None
         for member in carrying:
             if not member.lane_s:
@@ -170,14 +192,24 @@ class Replanner:
 
     def _apply_choice(self, choice: RunChoice) -> None:
         """Others' workers all stay or all go; of ours the slowest go first."""
-        here = [m for m in self._carrying_members() if m.local]
-        away = [m for m in self._carrying_members() if not m.local]
+        here = [m for m in self._carrying_members() if m.managed]
+        away = [m for m in self._carrying_members() if not m.managed]
         wanted = choice.workers - (len(away) if choice.hosts > 1 else 0)
         slow = sorted(here, key=lambda m: -(m.lane_s or 0.0))[: max(len(here) - wanted, 0)]
         for member in [*slow, *(away if choice.hosts == 1 else [])]:
             self._membership.drain(member.seat, "planned", replace=False)
         if wanted > len(here):
             self._membership.scale(choice.workers)
+
+
+@dataclass(frozen=True)
+class PendingReplan:
+    """A plan that is being made, for the workers of this view and what was observed of them."""
+
+    call: BackgroundCall[Replan]
+    choice: RunChoice
+    truth: ObservedTimes
+    view_number: int
 
 
 def _read_workers_and_hosts(choice: Mapping[str, Any]) -> tuple[int, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
-from shoal.jobs import planner
+from shoal.fleet.forkserver import ForkServer
+from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.plan_file import PlanFile
-from shoal.jobs.planner import WORKERS_PER_CORE, PlanResult
+from shoal.jobs.planner import WORKERS_PER_CORE, PlanResult, plan_steps
+from shoal.jobs.steps import Steps, run_steps
 from shoal.plan.costs.inputs import PlanRequest, sync_section
 from shoal.plan.costs.model import RunChoice
 from shoal.plan.costs.serialise import plan_fields
@@ -19,10 +20,16 @@ from shoal.spec.load import check_job
 def resolve_auto(job: Job, *, fork_server: ForkServer | None = None) -> tuple[Job, PlanFile | None]:
     """The job with nothing left open: the same one, unless it has `sync: auto`. That is measured and planned, which
     takes some seconds."""
+    with ForkServerPool(fork_server) as fork_servers:
+        return run_steps(resolve_auto_steps(job, fork_servers))
+
+
+def resolve_auto_steps(job: Job, fork_servers: ForkServerPool) -> Steps[tuple[Job, PlanFile | None]]:
+    """The same, without waiting."""
     if job.sync.kind != "auto":
         return job, None
     wanted = PlanRequest(least=job.workers.least, most=_max_workers(job))
-    planned = planner.plan(job, wanted, fork_server=fork_server)
+    planned = yield from plan_steps(job, wanted, fork_servers)
     pick = planned.plan.pick
     if pick is None:
         raise error("SH621", _why_no_plan(planned), where="sync")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,11 +62,18 @@ def resolve_init_from(job: Job, runs: Path) -> Job:
 
 
 def list_runs(runs: Path) -> list[RunPaths]:
-    """All runs of a directory, oldest first."""
+    """All runs of a directory, oldest first. Made for many: one `stat` for each."""
     if not runs.is_dir():
         return []
-    found = [p for p in runs.iterdir() if (p / "job.yaml").is_file()]
-    return [RunPaths.at(p) for p in sorted(found, key=lambda p: (p / "job.yaml").stat().st_mtime)]
+    found = []
+    with os.scandir(runs.resolve()) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                job = os.stat(f"{entry.path}/job.yaml")
+                if stat.S_ISREG(job.st_mode):
+                    path = Path(entry.path)
+                    found.append((job.st_mtime, RunPaths.at(path) if entry.is_symlink() else RunPaths(path)))
+    return [paths for _, paths in sorted(found, key=lambda one: one[0])]
 
 
 @contextlib.contextmanager
@@ -94,3 +102,9 @@ def is_driven(paths: RunPaths) -> bool:
     except OSError:
         return True
     return False
+
+
+def current_status(status: str, paths: RunPaths) -> str:
+    """The status that a run's events give it, unless no driver is left to bring it to an end."""
+    unfinished = status in ("starting", "training", "created")
+    return "broken off" if unfinished and not is_driven(paths.parent_run) else status

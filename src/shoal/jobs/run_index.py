@@ -10,26 +10,28 @@ from typing import Any
 
 from shoal.checkpoint import manifest
 from shoal.errors import error
+from shoal.events import RunSummary, load_state, load_summary
 from shoal.jobs import run_dir
-from shoal.jobs.executor import load_run_state
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.receipt import Receipt
 from shoal.spec.run_paths import RunPaths
 
 
 def run_summary(paths: RunPaths) -> dict[str, Any]:
-    """One row of `shoal runs`."""
-    picture = load_run_state(paths)
-    started = datetime.datetime.fromtimestamp(picture.started_t or paths.job.stat().st_mtime)
+    """One row of `shoal runs`. Where the snapshot beside the events is up to date, nothing else is read."""
+    found = load_summary(paths.events, paths.state_snapshot)
+    if found is None:
+        found = RunSummary.of(load_state(paths.events, paths.state_snapshot))
+    started_t = paths.job.stat().st_mtime if found.started_t is None else found.started_t
     return {
         "run": paths.name,
-        "status": picture.status,
-        "step": picture.step,
-        "steps": picture.steps_total,
-        "metrics": fold_means(paths) or picture.metrics,
-        "started": f"{started:%Y-%m-%d %H:%M}",
-        "weights_sha256": picture.result.get("weights_sha256", ""),
+        "status": run_dir.current_status(found.status, paths),
+        "step": found.step,
+        "steps": found.steps_total,
+        "metrics": found.metrics if found.steps_total else fold_means(paths),  # with folds, the folds make the steps
+        "started": f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}",
+        "weights_sha256": found.weights_sha256,
     }
 
 
@@ -63,7 +65,7 @@ def list_summaries(runs: Path) -> list[dict[str, Any]]:
 
 def comparison_column(paths: RunPaths) -> dict[str, Any]:
     """One column of `shoal compare`: the job's fields, then the results."""
-    job = load_job(paths.job, check_names=False)
+    job = load_run_job(paths.job)
     values: dict[str, Any] = {f"job {k}": v for k, v in flatten(job.dump()).items() if k != "base_dir"}
     row = run_summary(paths)
     values |= {"status": row["status"], "steps": row["step"], **row["metrics"]}

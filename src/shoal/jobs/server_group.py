@@ -1,48 +1,46 @@
-"""The servers of one run, started, watched and replaced. Who holds what is decided by `plan` and told here."""
+"""The servers of one run: started, watched and replaced. `plan` decides which server holds what."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
-from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import LocalEngine
-from shoal.fleet.orphans import Orphan
-from shoal.jobs.peer_status import RECONNECT_TIMEOUT_S, PeerStatus
+from shoal.fleet.engine import Engine, Exit, Launch
+from shoal.fleet.roster import RECONNECT_TIMEOUT_S, Peer, Roster, SeatNumbers
+from shoal.jobs.liveness import LivenessCheck
+from shoal.net.host_id import host_id
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
-from shoal.plan.failure_detector import FailureDetector
 from shoal.plan.placement_stats import moved_bytes, placement_stats
 from shoal.spec.chunk_table import ChunkTable, build_pieces
 from shoal.spec.job import ServerSyncConfig
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Address, Seat
+from shoal.spec.view import Address, Attachment, Seat
 
 SERVER_MODULE = "shoal.paramserver.main"
-CHECK_INTERVAL_S = 0.1
 STATS_INTERVAL_S = 3.0
 
 
 class ServerGroup:
-    """Belongs to the thread that drives. `tend` after anything became readable, and now and then.
+    """A roster of servers with the placement of chunks. Belongs to the thread that drives.
 
-    A server that dies before it holds anything is tried again, `restarts` times in a row; then the run goes on
-    with the servers that it has, if it has any.
+    Call `tick` after anything became readable, and now and then. A server that dies before it holds anything is
+    started again, `restarts` times in a row; then the run goes on with the servers that it has, if it has any.
     """
 
     def __init__(
         self,
         sync: ServerSyncConfig,
         paths: RunPaths,
-        engine: LocalEngine,
+        engine: Engine,
         control: ControlServer,
         stream: EventWriter,
         *,
-        new_seat: Callable[[], int],
+        seat_numbers: SeatNumbers,
         restarts: int,
         entry: str = "",
     ) -> None:
@@ -55,12 +53,9 @@ class ServerGroup:
         self._stream = stream
         self._restarts = self._restarts_left = restarts
         self._entry = entry or SERVER_MODULE
-        self._new_seat = new_seat
-        self._failure_detector = FailureDetector()
-        self._peers: dict[int, PeerStatus] = {}
-        self._seat_by_connection: dict[int, int] = {}
-        self._orphans: dict[int, float] = {}  # seats that should call back, and until when
-        self._evicted: dict[int, str] = {}  # seats that were put out, and why
+        self._seat_numbers = seat_numbers
+        self._roster = Roster(control)
+        self._liveness = LivenessCheck(self._roster)
         self._released: set[int] = set()  # seats that leave as they were asked to
         self._served_before: set[int] = set()  # seats that held something
         self._died_since_table: set[int] = set()  # seats that died since the last table
@@ -69,7 +64,7 @@ class ServerGroup:
         self._newest_table_number = self._lost_table_number = (
             0  # numbers of tables: the newest, and the newest of those whose content is lost
         )
-        self._next_check_s = self._next_report_s = 0.0
+        self._next_report_s = 0.0
 
     @property
     def wanted(self) -> int:
@@ -77,50 +72,53 @@ class ServerGroup:
 
     @property
     def connected_seats(self) -> list[int]:
-        """The seats of those who have called."""
-        return sorted(self._peers)
+        """Seats of servers that have connected."""
+        return list(self._roster)
 
     @property
     def connections(self) -> list[int]:
-        """Those of servers that are heard."""
-        return [voice.connection for voice in self._peers.values() if voice.disconnected_at_s is None]
+        """Those that are open."""
+        return self._roster.connections
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of those who have called, by name."""
-        return {_name(seat): voice.pid for seat, voice in list(self._peers.items())}
+        """Process ids of servers that have connected, by name. Any thread may ask."""
+        peers = {seat: self._roster.get(seat) for seat in self._roster}
+        return {_name(seat): peer.pid for seat, peer in peers.items() if peer is not None}
 
     # ---- facts ----
 
-    def start(self, orphans: Iterable[Orphan]) -> None:
-        """Take over the servers that outlived an earlier driver; the rest is started as it is missed."""
+    def start(self, reattached: Iterable[int]) -> None:
+        """Expect the servers that outlived an earlier driver; `tick` starts what is missing."""
         self._report_wanted("")
-        for one in orphans:
-            seat = one.seat.number
-            self._engine.adopt(seat, one.pid)
+        for seat in reattached:
             self._expect(seat)
-            self._orphans[seat] = time.monotonic() + RECONNECT_TIMEOUT_S
+            self._roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
 
     def handle_hello(self, message: ControlMessage) -> None:
-        """A server calls. Who makes no sense, or sits in no seat of ours, is not let in."""
+        """A server connects. One that makes no sense, or sits in no seat of ours, is not let in."""
         try:
-            seat, pid, host = int(message.fields["seat"]), int(message.fields["pid"]), str(message.fields["host"])
+            seat = int(message.fields["seat"])
             address = Address.model_validate(message.fields["address"])
+            attachment = Attachment.model_validate(message.fields["attachment"])
+            peer = Peer(
+                message.connection,
+                int(message.fields["pid"]),
+                str(message.fields["host"]),
+                managed=attachment.managed,
+                same_host=address.host_id == host_id(),
+            )
             table = message.fields.get("table")
             known = None if table is None else ChunkTable.model_validate(table)
         except (KeyError, TypeError, ValueError, OverflowError):  # pydantic's error is a ValueError
             self._control.drop(message.connection)
             return
-        if seat not in self.seats or seat in self._evicted:
+        if seat not in self.seats or self._roster.is_evicted(seat):
             self._control.drop(message.connection)
             return
-        self._disconnect(seat)
-        if seat not in self._peers:
-            self._stream.emit("server_started", server=_name(seat), pid=pid, host=host)
+        if self._roster.connect(seat, peer):
+            self._stream.emit("server_started", server=_name(seat), pid=peer.pid, host=peer.host)
             self._table_reasons.append(f"{_name(seat)} arrived")
-        self._peers[seat] = PeerStatus(message.connection, pid, host, local=True)
-        self._seat_by_connection[message.connection] = seat
-        self._orphans.pop(seat, None)
         self.observe_chunk_table(known)
         self._placement.arrived(seat, address)
         self._control.send(message.connection, "welcome", seat=seat, run=self._paths.name)
@@ -137,23 +135,23 @@ class ServerGroup:
         return table is not None and table.number <= self._lost_table_number
 
     def owns_connection(self, connection: int) -> bool:
-        return connection in self._seat_by_connection
+        return self._roster.seat_of(connection) is not None
 
     def handle(self, message: ControlMessage) -> None:
         """What a server says. What makes no sense costs it its connection."""
-        seat = self._seat_by_connection[message.connection]
+        seat = self._roster.seat_of(message.connection)
+        assert seat is not None, "see owns_connection"
         try:
             if message.kind == "beat":
-                self._peers[seat].last_heartbeat = message.fields
+                self._roster[seat].last_heartbeat = message.fields
             elif message.kind == "filled":
                 filled = int(message.fields["seat"])
                 self._placement.filled(seat, filled, int(message.fields["table"]))
                 self._table_reasons.append(f"{_name(filled)} is filled")
             elif message.kind == "lost":
-                self._disconnect(seat)
+                self._roster.disconnect(seat)
         except (KeyError, TypeError, ValueError, OverflowError):
-            self._control.drop(message.connection)
-            self._disconnect(seat)
+            self._roster.disconnect(seat)
 
     def set_chunk_boundaries(self, boundaries: Any) -> None:
         """A worker knows the model. ValueError or TypeError if that is nonsense."""
@@ -165,11 +163,10 @@ class ServerGroup:
     def handle_exit(self, one: Exit) -> str:
         """A server's process is gone. Returns why the run cannot go on, if it cannot."""
         seat = one.seat
-        why = self._evicted.pop(seat, "") or one.reason
+        why = self._roster.readmit(seat) or one.reason
         self._report_stats([seat])
-        self._disconnect(seat)
-        self._peers.pop(seat, None)
-        self._orphans.pop(seat, None)
+        self._roster.disconnect(seat)
+        self._roster.remove(seat)
         self.seats.discard(seat)
         self._placement.gone(seat)
         if seat in self._released:
@@ -188,32 +185,32 @@ class ServerGroup:
 
     def drain(self, seat: int) -> None:
         """Let it go when others have what it holds."""
-        if seat in self._peers:
+        if seat in self._roster:
             self._placement.drain(seat)
             self._table_reasons.append(f"{_name(seat)} leaves")
             self._report_wanted(f"{_name(seat)} is drained")
 
     # ---- acts ----
 
-    def tick(self, now_s: float, worker_connections: Iterable[int]) -> str:
-        """Look for those who hang, start who is missing, tell servers and workers (these callers) of the next table.
+    def tick(self, now_s: float, worker_connections: Iterable[int]) -> ChunksLost | None:
+        """Evict servers that hang, start those that are missing, send the next table to servers and workers.
 
-        Returns why everything is lost, if it is: who trains must go back to a checkpoint.
+        ChunksLost if what the servers held is lost: workers must go back to a checkpoint.
         """
-        if now_s >= self._next_check_s:
-            self._next_check_s = now_s + CHECK_INTERVAL_S
+        if self._liveness.is_due(now_s):
             self._check_liveness(now_s)
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + STATS_INTERVAL_S
-            self._report_stats(self._peers)
+            self._report_stats(self._roster)
         self._start_servers(self._placement.missing_servers())
         self._release(self._placement.releasable_seats())
         decided = self._placement.decide()
         if isinstance(decided, ChunksLost):
-            return self._declare_lost(decided.why)
+            self._declare_lost(decided.why)
+            return decided
         if decided is not None:
             self._publish(decided, worker_connections)
-        return ""
+        return None
 
     def send_chunk_table(self, connection: int) -> None:
         """The newest table, to one who comes."""
@@ -221,18 +218,18 @@ class ServerGroup:
             self._control.publish_chunk_table(self.chunk_table, [connection])
 
     def flush_stats(self) -> None:
-        """The run is over: tell what was not told yet."""
-        self._report_stats(self._peers)
+        """The run is over: report what was not reported yet."""
+        self._report_stats(self._roster)
 
     def _expect(self, seat: int) -> None:
         self.seats.add(seat)
         self._placement.expect(seat)
 
     def _start_servers(self, number: int) -> None:
-        seats = [Seat(number=self._new_seat(), role="server") for _ in range(number)]
+        seats = [Seat(number=self._seat_numbers.take(), role="server") for _ in range(number)]
         for seat in seats:
             self._expect(seat.number)
-        self._engine.start(seats, self._entry, ["--run", str(self._paths.root)])
+        self._engine.start([Launch(seat, self._entry, ("--run", str(self._paths.root))) for seat in seats])
 
     def _release(self, seats: Iterable[int]) -> None:
         going = [seat for seat in seats if seat in self.seats and seat not in self._released]
@@ -243,7 +240,7 @@ class ServerGroup:
         old, self.chunk_table, self._newest_table_number = self.chunk_table, table, table.number
         self._control.publish_chunk_table(table, [*self.connections, *worker_connections])
         self._stream.emit(
-            "table",
+            "chunk_table",
             why=", ".join(dict.fromkeys(self._table_reasons)),
             **_chunk_table_fields(old, table, self._died_since_table),
         )
@@ -254,11 +251,10 @@ class ServerGroup:
             self._served_before |= proven
             self._restarts_left = self._restarts
 
-    def _declare_lost(self, why: str) -> str:
+    def _declare_lost(self, why: str) -> None:
         self._stream.emit("servers_lost", reason=why)
         self._placement.reset()
         self.chunk_table, self._lost_table_number = None, self._newest_table_number
-        return why
 
     def _failed_to_start(self, seat: int, why: str) -> str:
         self._restarts_left -= 1
@@ -272,37 +268,25 @@ class ServerGroup:
         return ""
 
     def _check_liveness(self, now_s: float) -> None:
-        """Servers wait for workers and for each other: whether they live counts, not how long they take."""
-        for seat in [s for s, until in self._orphans.items() if now_s > until]:
-            del self._orphans[seat]
-            self._evict(seat, "it outlived its driver and did not call back")
-        going = self._released | self._evicted.keys()
-        signs = [voice.heartbeat(seat, self._control) for seat, voice in self._peers.items() if seat not in going]
-        for verdict in self._failure_detector.check(now_s, [replace(sign, since_s=0.0) for sign in signs]):
-            self._evict(verdict.seat, verdict.why)
+        """Servers wait for workers and for each other: only whether they live counts."""
+        staying = [seat for seat in self._roster if seat not in self._released and not self._roster.is_evicted(seat)]
+        for failure in self._liveness.find_failures(now_s, idle=staying):
+            self._evict(failure.seat, failure.why)
 
     def _evict(self, seat: int, why: str) -> None:
-        voice = self._peers.get(seat)
-        self._stream.emit("put_out", server=_name(seat), host=voice.host if voice else "", reason=why)
-        self._evicted[seat] = why
+        self._stream.emit("evicted", server=_name(seat), host=self._roster.host(seat), reason=why)
+        self._roster.evict(seat, why)
         self._engine.stop([seat])
-
-    def _disconnect(self, seat: int) -> None:
-        """Its connection is gone, or replaced by another."""
-        voice = self._peers.get(seat)
-        if voice is not None and self._seat_by_connection.pop(voice.connection, None) is not None:
-            voice.disconnected_at_s = time.monotonic()
-            self._control.drop(voice.connection)
 
     def _report_wanted(self, why: str) -> None:
         self._stream.emit("servers_wanted", number=self.wanted, why=why)
 
     def _report_stats(self, seats: Iterable[int]) -> None:
-        for seat in [seat for seat in seats if seat in self._peers]:
-            served = self._peers[seat].last_heartbeat.get("served")
+        for seat in [seat for seat in seats if seat in self._roster]:
+            served = self._roster[seat].last_heartbeat.get("served")
             if isinstance(served, Mapping) and served and served != self._reported_stats.get(seat):
                 self._reported_stats[seat] = served
-                self._stream.emit("served", server=_name(seat), served=_numeric_stats(served))
+                self._stream.emit("server_stats", server=_name(seat), stats=_numeric_stats(served))
 
 
 def _name(seat: int) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
-from shoal.jobs import executor
-from shoal.jobs.executor import OnEvent
-from shoal.jobs.resolve_auto import resolve_auto
-from shoal.jobs.run_driver import RunResult, fork_server_for
+from shoal.fleet.forkserver import ForkServer
+from shoal.jobs.executor import OnEvent, RunExecutor, open_executor, run_to_end
+from shoal.jobs.resolve_auto import resolve_auto_steps
+from shoal.jobs.run_result import RunResult
+from shoal.jobs.steps import run_steps
 from shoal.spec.job import MAX_WORKERS, Job, WorkersConfig
 from shoal.spec.load import check_job
 from shoal.spec.receipt import Receipt
@@ -67,30 +67,30 @@ def verify(
     fork_server: ForkServer | None = None,
 ) -> VerifyResult:
     """Run the job with each number of workers; where results differ, find the step and the tensor."""
-    job = pin_job(resolve_auto(job, fork_server=fork_server)[0], max_workers=max(workers), purpose="verify")
-    if job.workers_per_replica > 1 and len(set(workers)) > 1:
-        message = "a model that is spread over other workers gives other bits: `shard` is not exact"
-        fix = "Ask whether one layout repeats (--workers 2,2), or --set shard=none."
-        raise error("SH110", message, where="shard", fix=fix)
-    with fork_server_for(fork_server, job) as mine:
+    with open_executor(fork_server) as executor:
+        planned, _ = run_steps(resolve_auto_steps(job, executor.fork_servers))
+        job = pin_job(planned, max_workers=max(workers), purpose="verify")
+        if job.workers_per_replica > 1 and len(set(workers)) > 1:
+            message = "a model that is spread over other workers gives other bits: `shard` is not exact"
+            fix = "Ask whether one layout repeats (--workers 2,2), or --set shard=none."
+            raise error("SH110", message, where="shard", fix=fix)
         done: list[tuple[int, Receipt]] = []
         for number in workers:
-            outcome = run_with_workers(number, job, runs=runs, on_event=on_event, fork_server=mine)
-            if outcome.receipt is None:
-                return VerifyResult(done, stopped=outcome)
-            done.append((number, outcome.receipt))
+            result = run_with_workers(number, job, executor, runs=runs, on_event=on_event)
+            if result.receipt is None:
+                return VerifyResult(done, stopped=result)
+            done.append((number, result.receipt))
         first, receipt = done[0]
         other = next((number for number, one in done if _digests(one) != _digests(receipt)), None)
         if other is None or job.workers_per_replica > 1:
             return VerifyResult(done)
         traced = [
-            run_with_workers(number, job, runs=runs, on_event=on_event, fork_server=mine, trace=True)
+            run_with_workers(number, job, executor, runs=runs, on_event=on_event, trace=True)
             for number in (first, other)
         ]
-        stopped = next((outcome for outcome in traced if outcome.receipt is None), None)
-        return VerifyResult(
-            done, None if stopped else _find_divergence(*(outcome.paths for outcome in traced)), stopped
-        )
+        stopped = next((result for result in traced if result.receipt is None), None)
+        divergence = None if stopped else _find_divergence(*(result.paths for result in traced))
+        return VerifyResult(done, divergence, stopped)
 
 
 def pin_job(job: Job, *, max_workers: int, purpose: str) -> Job:
@@ -115,16 +115,14 @@ def with_steps(job: Job, steps: int) -> Job:
 
 
 def run_with_workers(
-    workers: int, job: Job, *, runs: Path, on_event: OnEvent | None, fork_server: ForkServer, trace: bool = False
+    workers: int, job: Job, executor: RunExecutor, *, runs: Path, on_event: OnEvent | None, trace: bool = False
 ) -> RunResult:
     """The job with so many workers. Raises what went wrong; a run that was stopped has no receipt."""
-    outcome = executor.run(
-        with_workers(job, workers), runs=runs, on_event=on_event, fork_server=fork_server, trace=trace
-    )
-    assert isinstance(outcome, RunResult)
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome
+    handle = executor.submit(with_workers(job, workers), runs=runs, on_event=on_event, trace=trace)
+    result = run_to_end(executor, handle)
+    if result.error is not None:
+        raise result.error
+    return result
 
 
 def _digests(receipt: Receipt) -> tuple[str, str]:

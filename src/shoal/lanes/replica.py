@@ -272,13 +272,13 @@ class Replica:
 
     def adopt_storage(self, values: Sequence[Tensor]) -> bool:
         """Let the parameters lie where these values do. False if they cannot: then values must be copied."""
-        if self._can_adopt_storage:
+        if self.can_adopt_storage:
             for parameter, value in zip(self.trainable, values, strict=True):
                 parameter.data = value
-        return self._can_adopt_storage
+        return self.can_adopt_storage
 
     @functools.cached_property
-    def _can_adopt_storage(self) -> bool:
+    def can_adopt_storage(self) -> bool:
         """Has nobody else a share in the parameters' memory? A buffer that is a view of one would stay behind."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         shared = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)

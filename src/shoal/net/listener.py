@@ -14,20 +14,26 @@ from collections.abc import Callable, Sequence
 
 from shoal.net import handshake, tls
 from shoal.net.errors import LinkError, TlsError
+from shoal.net.tls import TlsContexts
 
 MAX_CONCURRENT_HANDSHAKES = 64
 
 
 class AuthenticatedListener:
-    """Calls `on_connect(sock, hello)` in a thread of its own for each authenticated client. The callback owns the
-    socket; a LinkError or OSError that it raises counts as a refusal."""
+    """`on_connect(sock, hello)` is called in a thread of its own for each caller that proved itself; it owns the socket
+    then. A LinkError or OSError out of it counts as a refusal. With `tls_contexts`, TCP callers must use TLS."""
 
     def __init__(
-        self, listeners: Sequence[socket.socket], token: str, on_connect: Callable[[socket.socket, bytes], None]
+        self,
+        listeners: Sequence[socket.socket],
+        token: str,
+        on_connect: Callable[[socket.socket, bytes], None],
+        *,
+        tls_contexts: TlsContexts | None = None,
     ) -> None:
         self._listeners = list(listeners)
         self._token = token
-        self._tls = tls.configured()
+        self._tls_contexts = tls_contexts
         self._on_connect = on_connect
         self._handshake_slots = threading.BoundedSemaphore(MAX_CONCURRENT_HANDSHAKES)
         self._refused_lock = threading.Lock()
@@ -59,7 +65,7 @@ class AuthenticatedListener:
     def _authenticate(self, sock: socket.socket) -> None:
         try:
             _disable_nagle(sock)
-            sock = tls.wrap_accepted(sock, self._tls)
+            sock = tls.wrap_accepted(sock, self._tls_contexts)
             sock.settimeout(handshake.TIMEOUT_S)
             hello = handshake.server_handshake(sock, self._token)
             sock.settimeout(None)
@@ -85,14 +91,21 @@ class AuthenticatedListener:
             listener.close()
 
 
-def connect(family: socket.AddressFamily, address: object, token: str, hello: bytes) -> socket.socket:
-    """Connect and authenticate. LinkError if the other side cannot be reached or trusted."""
+def connect(
+    family: socket.AddressFamily,
+    address: object,
+    token: str,
+    hello: bytes,
+    *,
+    tls_contexts: TlsContexts | None = None,
+) -> socket.socket:
+    """Connect and greet. LinkError if the other side cannot be reached or trusted."""
     sock = socket.socket(family)
     try:
         sock.settimeout(handshake.TIMEOUT_S)
         sock.connect(address)  # type: ignore[arg-type]
         _disable_nagle(sock)
-        sock = tls.wrap_connected(sock)
+        sock = tls.wrap_connected(sock, tls_contexts)
         sock.settimeout(handshake.TIMEOUT_S)
         handshake.client_handshake(sock, token, hello)
         sock.settimeout(None)
@@ -106,8 +119,10 @@ def connect(family: socket.AddressFamily, address: object, token: str, hello: by
     return sock
 
 
-def connect_host(host: str, port: int, token: str, hello: bytes) -> socket.socket:
-    """`connect` for a host name or an IPv4 or IPv6 address. The addresses of a name are tried in their order."""
+def connect_host(
+    host: str, port: int, token: str, hello: bytes, *, tls_contexts: TlsContexts | None = None
+) -> socket.socket:
+    """The same for a name or a literal address of either family; a name's addresses are tried in their order."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # it truncates ports above 65535
     except (OSError, UnicodeError) as failure:
@@ -115,8 +130,8 @@ def connect_host(host: str, port: int, token: str, hello: bytes) -> socket.socke
     *others, last = [(family, (address[0], port, *address[2:])) for family, _, _, _, address in found]
     for family, address in others:
         with contextlib.suppress(LinkError):
-            return connect(family, address, token, hello)
-    return connect(*last, token, hello)
+            return connect(family, address, token, hello, tls_contexts=tls_contexts)
+    return connect(*last, token, hello, tls_contexts=tls_contexts)
 
 
 def _disable_nagle(sock: socket.socket) -> None:

@@ -1,13 +1,13 @@
-"""TLS for TCP connections, if this process uses it. Unix sockets stay plain: other machines cannot reach them.
+"""TLS for what goes over TCP. Unix sockets stay as they are: nobody else can listen there.
 
-An encrypted connection behaves like a plain socket, see `tls_pump`. The token handshake runs inside it.
+A connection that is encrypted looks like one that is not, see `tls_pump`; the token is proved inside it. Contexts are
+passed to each listener and to each call: one process may drive runs with different certificates.
 """
 
 from __future__ import annotations
 
 import socket
 import ssl
-from dataclasses import dataclass
 
 from shoal.net.errors import LinkError
 from shoal.net.tls_pump import TlsSocket, wrap
@@ -16,31 +16,14 @@ TlsContexts = tuple[ssl.SSLContext, ssl.SSLContext]
 """The context for accepted connections, and the context for outgoing connections."""
 
 
-@dataclass
-class _ProcessTls:
-    contexts: TlsContexts | None = None
-
-
-_process = _ProcessTls()
-
-
-def configure(contexts: TlsContexts | None) -> None:
-    """Use TLS for all listeners and connections of this process. Call it once, at the start."""
-    _process.contexts = contexts
-
-
-def configured() -> TlsContexts | None:
-    return _process.contexts
-
-
 def wrap_accepted(sock: socket.socket, contexts: TlsContexts | None) -> socket.socket:
-    """The socket to use for an accepted connection; it owns `sock`. LinkError if no thread is available."""
+    """The socket to talk to a caller through; it owns the other one then. LinkError if there is no thread for it."""
     return sock if contexts is None else _wrap(sock, contexts[0], server_side=True)
 
 
-def wrap_connected(sock: socket.socket) -> socket.socket:
-    """The same for an outgoing connection."""
-    return sock if _process.contexts is None else _wrap(sock, _process.contexts[1], server_side=False)
+def wrap_connected(sock: socket.socket, contexts: TlsContexts | None) -> socket.socket:
+    """The same for one whom we called."""
+    return sock if contexts is None else _wrap(sock, contexts[1], server_side=False)
 
 
 def _wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> socket.socket:

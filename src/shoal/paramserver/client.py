@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from shoal.collectives.transport.endpoint import connect_to_peer
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, attach
 from shoal.net.errors import LinkError
+from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
@@ -83,12 +84,15 @@ class ViewEntry:
 class ParameterServerClient:
     """Used by one thread; `learn` and `wake` may come from any."""
 
-    def __init__(self, seat: int, token: str, *, aborted: Callable[[], bool]) -> None:
+    def __init__(
+        self, seat: int, token: str, *, aborted: Callable[[], bool], tls_contexts: TlsContexts | None = None
+    ) -> None:
         self.seat = seat
         self.closed_connections_bytes = 0
         self.waited_s = 0.0
         self.chunk_table: ChunkTable | None = None
         self._token = token
+        self._tls_contexts = tls_contexts
         self._aborted = aborted
         self._newest_chunk_table: ChunkTable | None = None
         self._wakeup = Wakeup()
@@ -247,7 +251,12 @@ class ParameterServerClient:
     def _connect(self, seat: int, chunk_table: ChunkTable) -> None:
         try:
             sock = connect_to_peer(
-                chunk_table.addresses[seat], self._token, purpose="push", seat=self.seat, view=self._view
+                chunk_table.addresses[seat],
+                self._token,
+                purpose="push",
+                seat=self.seat,
+                view=self._view,
+                tls_contexts=self._tls_contexts,
             )
         except LinkError:
             return

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
 from shoal.net.errors import LinkError
+from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
 from shoal.paramserver.connection import ServerConnection
 from shoal.paramserver.server import ParameterServer, ServerConfig
@@ -35,6 +36,7 @@ class ServerLoop:
         *,
         bind: str,
         on_filled: Callable[[int, int], None] = lambda s, t: None,
+        tls_contexts: TlsContexts | None = None,
     ) -> None:
         self.server = ParameterServer(
             seat, config, connect_to=self._connect_in_thread, on_filled=on_filled, run_in_thread=self._run_in_thread
@@ -48,7 +50,9 @@ class ServerLoop:
         self.bytes_in = 0
         self.bytes_out = 0
         self.failures = 0
-        self.endpoint = Endpoint(token, bind=bind, serve=self._accept, keep_open=("push", "chain"))
+        self.endpoint = Endpoint(
+            token, bind=bind, serve=self._accept, keep_open=("push", "chain"), tls_contexts=tls_contexts
+        )
 
     # ---- from other threads ----
 
@@ -114,7 +118,14 @@ class ServerLoop:
         me, number = self.server.seat, chunk_table.number
         while not self._stopped.is_set() and self.server.chunk_table is chunk_table:
             try:
-                sock = connect_to_peer(chunk_table.addresses[seat], self._token, purpose="chain", seat=me, view=number)
+                sock = connect_to_peer(
+                    chunk_table.addresses[seat],
+                    self._token,
+                    purpose="chain",
+                    seat=me,
+                    view=number,
+                    tls_contexts=self.endpoint.tls_contexts,
+                )
             except LinkError:
                 self._stopped.wait(RECONNECT_INTERVAL_S)
             else:

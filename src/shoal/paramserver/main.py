@@ -21,16 +21,17 @@ from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import read_driver_address
 from shoal.fleet.process import WELCOME_TIMEOUT_S, hold_seat_lock, run_reporting_errors
 from shoal.lanes.torch_setup import prepare_torch
-from shoal.net import tls
+from shoal.net.tls import TlsContexts
 from shoal.paramserver.event_loop import ServerLoop
 from shoal.paramserver.server import ServerConfig
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import View
+from shoal.spec.view import Attachment, View
 
 ORPHAN_GRACE_S = 30.0
+STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
 """How long a server stays after the workers' patience with a missing driver has ended: they may still save."""
 
 
@@ -46,10 +47,15 @@ def main() -> None:
 
 
 def serve(paths: RunPaths, seat: int) -> None:
-    job = load_job(paths.job, check_names=False)
-    tls.configure(tls_contexts_for(job))
+    job = load_run_job(paths.job)
     prepare_torch(job)
-    run_server(paths, seat, server_config(job, paths), patience_s=job.engine.patience_s)
+    run_server(
+        paths,
+        seat,
+        server_config(job, paths),
+        patience_s=job.elastic.patience_s,
+        tls_contexts=tls_contexts_for(job),
+    )
 
 
 def run_server(
@@ -59,12 +65,18 @@ def run_server(
     *,
     patience_s: float,
     on_view: Callable[[ServerLoop, View], None] = lambda host, view: None,
+    tls_contexts: TlsContexts | None = None,
 ) -> None:
     """Until it is told to stop, or everybody is gone. `seen` gets the views that the driver publishes, if it does."""
     contact = read_driver_address(paths.driver_address)
     assert contact is not None, "the driver writes it before it starts servers"
     server_loop = ServerLoop(
-        seat, contact.token, config, bind=contact.host, on_filled=lambda *of: report_filled(control_client, *of)
+        seat,
+        contact.token,
+        config,
+        bind=contact.host,
+        on_filled=lambda *of: report_filled(control_client, *of),
+        tls_contexts=tls_contexts,
     )
     control_client = ControlClient(
         partial(read_driver_address, paths.driver_address),
@@ -72,6 +84,7 @@ def run_server(
         heartbeat=lambda: heartbeat(server_loop, control_client, patience_s),
         on_view=lambda view: on_view(server_loop, view),
         on_chunk_table=server_loop.set_chunk_table,
+        tls_contexts=tls_contexts,
     )
     signal.signal(signal.SIGTERM, lambda *_: server_loop.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -95,7 +108,7 @@ def hello(server_loop: ServerLoop, control_client: ControlClient, seat: int) -> 
     return {
         "role": "server",
         "seat": seat,
-        "local": True,
+        "attachment": STARTED_BY_ENGINE.model_dump(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "address": server_loop.endpoint.address.model_dump(),

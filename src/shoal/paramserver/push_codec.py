@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal.codecs.residual import Residual as LaneMemory
 from shoal.collectives.buckets import EncodedLayout
+from shoal.collectives.outcome import Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.residual_transfer import Report, ResidualTransfer
 from shoal.collectives.transport.shared_memory import ByteBuffer
@@ -48,13 +49,13 @@ class PushCodec:
             self._encoded_layout = EncodedLayout(self._replica.layout, self._settings)
         return self._encoded_layout
 
-    def enter_view(self, view: View, seat: int) -> str:
-        """'' or why the view cannot begin."""
+    def enter_view(self, view: View, seat: int) -> Discarded | None:
+        """Discarded if the view cannot begin."""
         self._lane_residuals = {
             lane: memory for lane, memory in self._lane_residuals.items() if lane in view.carries[seat]
         }
         if not self.encoded_layout.needs_residual or self._residual_transfer is None:
-            return ""
+            return None
         return self._residual_transfer.enter(view, seat)
 
     def begin_step(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.plan import lane_assignment
-from shoal.spec.view import Address, View
+from shoal.spec.view import Address, Attachment, View
 
 REBALANCE_DELAY_S, LONGEST_REBALANCE_DELAY_S = 1.0, 30.0
 """Seconds for which another assignment must look faster without interruption before lanes move. The delay doubles with
@@ -36,7 +36,7 @@ _URGENCY: Mapping[HaltUrgency, int] = {"": 0, "boundary": 1, "now": 2}
 
 @dataclass
 class Member:
-    """A worker as the driver knows it. `local`: it can write to the run directory and may save.
+    """A seat as the driver knows it; see `Attachment` for `managed` and `can_save`.
 
     `position` is what it reported when it last stopped; None: it holds no state. `checkpointed`: a checkpoint has that
     position. `last_view_sent` is the number of the last view sent to it. `catch_up_attempted`: it has caught up, or
@@ -44,7 +44,8 @@ class Member:
     """
 
     seat: int
-    local: bool
+    managed: bool
+    can_save: bool
     address: Address
     training: bool = False
     stopped: bool = False
@@ -70,7 +71,7 @@ class PublishView:
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Start `count` more local workers."""
+    """The engine is to start so many more workers."""
 
     count: int
 
@@ -105,22 +106,32 @@ class MembershipPolicy:
     # ---- facts ----
 
     def expect(self, seat: int) -> None:
-        """A local worker is being started in this seat, or lives and will connect."""
+        """The engine starts a worker in this seat, or its worker lives and will call."""
         self._expected.add(seat)
 
-    def arrived(self, seat: int, *, local: bool, address: Address, view: int = 0, training: bool = False) -> None:
-        """A worker connected or reconnected. A worker that knows a view has outlived an earlier driver or was evicted
-        from another seat: it may have started to train, so it counts as training until it reports that it stopped."""
+    def arrived(
+        self, seat: int, attachment: Attachment, *, address: Address, view: int = 0, training: bool = False
+    ) -> None:
+        """A worker took its seat, or called again. One that knows a view outlived an earlier driver, or was put out
+        of another seat: it may have begun to train, whatever it says, and counts as training until it stands."""
         self.view_number = max(self.view_number, view)
         if seat in self.members:
             return
-        self.members[seat] = Member(seat, local, address, training=training or view > 0, last_view_sent=view)
-        if not local:
-            self.wanted_workers += 1  # it joined by itself, in addition to the workers that we start
+        self.members[seat] = Member(
+            seat,
+            attachment.managed,
+            attachment.can_save,
+            address,
+            training=training or view > 0,
+            last_view_sent=view,
+        )
+        if not attachment.managed:
+            self.wanted_workers += 1  # it came by itself, on top of those that the engine starts
             return
         self._expected.add(seat)
         others = [m for m in self.members.values() if not m.leaving and m.seat != seat]
-        if not view and len(others) >= self.wanted_workers and any(m.local for m in others):  # one of them can save
+        others_can_save = any(m.can_save for m in others)
+        if not view and len(others) >= self.wanted_workers and others_can_save:
             self.members[seat].leaving = "scaled down"  # while it was being started
 
     def stopped_at(
@@ -141,15 +152,15 @@ class MembershipPolicy:
         self._final_state_saved = self._final_state_saved or (left_cleanly and seat == self._final_saver)
         member = self.members.pop(seat, None)
         self._expected.discard(seat)
-        if member and not member.local and not member.leaving:
-            self.wanted_workers = max(self.wanted_workers - 1, 1)  # the driver cannot replace a remote worker
+        if member and not member.managed and not member.leaving:
+            self.wanted_workers = max(self.wanted_workers - 1, 1)  # the engine did not start it, and cannot replace it
 
     def drain(self, seat: int, why: str, *, replace: bool) -> None:
         """Let the worker leave, at its own request or at the user's."""
         member = self.members.get(seat)
         if member and not member.leaving:
             member.leaving = why
-            if not (replace and member.local):
+            if not (replace and member.managed):
                 self.wanted_workers = max(self.wanted_workers - 1, 1)
 
     def record_lane_time(self, seat: int, lane_s: float) -> None:
@@ -218,7 +229,7 @@ class MembershipPolicy:
         if self._training_seats():
             how, why = self._halt_reason(now_s)
             return self._halt_actions("now" if how == "now" else "boundary", why or self.stop_reason, now_s)
-        standing = [m for _, m in sorted(self.members.items()) if m.stopped and m.local and m.position]
+        standing = [m for _, m in sorted(self.members.items()) if m.stopped and m.can_save and m.position]
         if not standing or self._final_state_saved:
             return [self.dismiss(self.stop_reason)]
         last = max(standing, key=lambda m: (m.position or 0, not self._is_not_saver(m)))
@@ -259,7 +270,7 @@ class MembershipPolicy:
 
     def _missing_workers(self) -> int:
         staying = {seat for seat, m in self.members.items() if not m.leaving} | self._expected
-        can_save = any(m.local and not m.leaving for m in self.members.values()) or self._expected
+        can_save = any(m.can_save and not m.leaving for m in self.members.values()) or self._expected
         return max(self.wanted_workers - len(staying), 0 if can_save else 1, 0)
 
     def _halt_reason(self, now_s: float) -> tuple[HaltUrgency, str]:
@@ -312,8 +323,8 @@ class MembershipPolicy:
         return [m for m in new if m.seat in carries]
 
     def _can_continue(self) -> bool:
-        """Whether the others can continue without the leaving workers."""
-        return any(m.local for m in self._eligible_members())
+        """Could the others go on without those who leave?"""
+        return any(m.can_save for m in self._eligible_members())
 
     def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
         """The newcomers catch up from a training worker, if possible not from the saver."""
@@ -360,8 +371,8 @@ class MembershipPolicy:
         if not any(m.position == best for m in team):
             if team and best and self.lanes == 1:
                 return self._hand_over(best, standing)
-            team = standing  # leaving workers stay until another worker has their state
-        savers = [m for m in team if m.local]
+            team = standing  # who leaves stays until somebody else has what it holds
+        savers = [m for m in team if m.can_save]
         if not savers:
             return None
         if best is None or (best == 0 and self._loading_seat not in self.members):

@@ -1,8 +1,8 @@
 """Membership of a run with a sharded model.
 
-A view is a fixed grid: each row of `workers_per_replica` members is a replica, and each column holds the same shard of
-every replica. A worker that holds a shard keeps its column, so shards stay where they are. The members find out
-together what they continue from, because only they know whether all shards exist.
+A view is a fixed layout: members in rows of `workers_per_replica`, each row a replica, each column the same part of
+all of them. A member that has a part keeps its column, so that parts stay where they are. What members go on from,
+they find out among themselves: nobody else can know whether all parts are there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAVE_RETRY_S = 2.0
 
 def make_membership_policy(job: Job, *, wanted_workers: int) -> MembershipPolicy:
     if job.workers_per_replica == 1:
-        return MembershipPolicy(lanes=job.lane_count, wanted_workers=wanted_workers, balance_lanes=job.engine.balance)
+        return MembershipPolicy(lanes=job.lane_count, wanted_workers=wanted_workers, balance_lanes=job.elastic.balance)
     together = job.shard.kind != "fsdp"
     return ShardedMembershipPolicy(
         lanes=job.lane_count,
@@ -105,7 +105,7 @@ class ShardedMembershipPolicy(MembershipPolicy):
         return self._enter_sharded_view(self._in_rank_order(team, rows), rows)
 
     def _able_to_save(self, members: Sequence[Member]) -> list[Member]:
-        return [m for m in members if m.local]
+        return [m for m in members if m.can_save]
 
     def _replica_count(self, members: Sequence[Member]) -> int:
         """Number of replicas that the members can form, at most one per lane."""

@@ -1,54 +1,54 @@
-"""Which workers are connected, and for whom nobody waits any more: facts in, views out."""
+"""The workers that use stand-alone servers: facts in, views out."""
 
 from __future__ import annotations
 
+from shoal.fleet.roster import Peer, Roster
 from shoal.spec.view import View
 
 
-class ClientRoster:
-    """A worker that has never come is waited for; one that came and was lost is not, until it is in again."""
+class ClientMembership:
+    """A worker that has never connected is waited for. One that connected and was lost is away (evicted from the
+    roster): nobody waits for it until the servers let it in again."""
 
-    def __init__(self, workers: int) -> None:
-        self.callers: dict[int, int] = {}
-        """By worker."""
-        self.away: set[int] = set()
+    def __init__(self, workers: int, roster: Roster) -> None:
+        self.roster = roster
         self._workers = workers
         self._number = 0
         self._changed = True
 
     def why_refused(self, worker: object) -> str:
-        """Why nobody can come as this worker; '' if one can."""
+        """Why nobody can connect as this worker; '' if one can."""
         if type(worker) is not int or not 0 <= worker < self._workers:
             return f"worker {worker!r:.40}, and there are {self._workers}: 0 to {self._workers - 1}"
-        return ""
+        return f"worker {worker} is here already" if worker in self.roster else ""
 
-    def add(self, worker: int, caller: int) -> bool:
-        """It connects, maybe again. Was it given up meanwhile? Then it must be let in beside the others."""
-        self.callers[worker] = caller
+    @property
+    def present(self) -> list[int]:
+        """Workers that the others wait for now."""
+        return [worker for worker in self.roster if not self.roster.is_evicted(worker)]
+
+    def add(self, worker: int, peer: Peer) -> bool:
+        """A worker connects, maybe again. Was it away meanwhile? Then it must be let in beside the others."""
+        self.roster.connect(worker, peer)
         self._changed = True
-        return worker in self.away
+        return self.roster.is_evicted(worker)
 
-    def mark_entered(self, caller: int) -> None:
+    def mark_entered(self, worker: int) -> None:
         """The servers let it in, at a step beside the others'."""
-        worker = self.worker_of(caller)
-        if worker is not None and worker in self.away:
-            self.away.discard(worker)
+        if self.roster.readmit(worker):
             self._changed = True
 
     def remove(self, worker: int) -> None:
         """It left, or its connection is lost."""
-        self.callers.pop(worker, None)
-        self.away.add(worker)
+        self.roster.remove(worker)
+        self.roster.evict(worker, "it left")
         self._changed = True
 
-    def worker_of(self, caller: int) -> int | None:
-        return next((worker for worker, one in self.callers.items() if one == caller), None)
-
     def next_view(self, *, stop: str = "") -> View | None:
-        """The next view, if anything changed: it carries who is here, and lets go who is away."""
+        """The next view, if anything changed: it carries workers that are here, and releases those that are away."""
         if not self._changed and not stop:
             return None
         self._changed = False
         self._number += 1
-        carries = {worker: [worker] for worker in sorted(self.callers)}
-        return View(number=self._number, carries=carries, leave=sorted(self.away), stop=stop)
+        carries = {worker: [worker] for worker in self.roster}
+        return View(number=self._number, carries=carries, leave=self.roster.evicted, stop=stop)

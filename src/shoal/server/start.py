@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.errors import error
-from shoal.fleet.engines.local import ForkServer
-from shoal.jobs import run_driver as jobs_run
+from shoal.fleet.forkserver import ForkServer
+from shoal.jobs import fork_servers
 from shoal.net.errors import LinkError
 from shoal.paramserver.client import ParameterServerClient as Lines
 from shoal.paramserver.client import Request, ViewEntry
@@ -205,4 +205,4 @@ def _fork_server(python: str | None) -> contextlib.AbstractContextManager[ForkSe
     if python is None and importlib.util.find_spec("torch") is None:
         fix = "pip install torch, or give start(python=...) an interpreter that has shoal and torch."
         raise error("SH207", "servers need torch, and it is not installed here", fix=fix)
-    return jobs_run.make_fork_server(1, modules=[SERVER_MODULE], python=python or "")
+    return fork_servers.make_fork_server(1, modules=[SERVER_MODULE], python=python or "")

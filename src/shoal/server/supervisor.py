@@ -1,8 +1,7 @@
-"""The thread of whoever started servers: it watches and replaces them, and tells everybody who holds what."""
+"""The thread that drives stand-alone servers: it watches and replaces them, and publishes which holds what."""
 
 from __future__ import annotations
 
-import itertools
 import select
 import threading
 import time
@@ -14,15 +13,17 @@ from shoal.events import EventWriter, read_events
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, write_driver_address
 from shoal.fleet.engine import Exit
-from shoal.fleet.engines.local import ForkServer, LocalEngine
+from shoal.fleet.engines.make import make_engine
+from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.roster import Peer, Roster, SeatNumbers
 from shoal.jobs.server_group import ServerGroup
-from shoal.net.address import format_address
 from shoal.net.handshake import new_token
 from shoal.net.wakeup import Wakeup
-from shoal.server.clients import ClientRoster
+from shoal.server.clients import ClientMembership
 from shoal.server.config import StandaloneServerConfig
 from shoal.server.numpy_layout import NumpyLayout
 from shoal.spec.chunk_table import ChunkTable
+from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import View
 
@@ -30,11 +31,12 @@ SERVER_MODULE = "shoal.server.main"
 MAX_RESTARTS = 3
 POLL_INTERVAL_S = 0.1
 HEARTBEAT_TIMEOUT_S = 5.0
-"""A worker tells four times a second that it lives. Longer silence is a lost connection that nobody closed."""
+"""A client sends a heartbeat four times a second. Longer silence is a lost connection that nobody closed."""
 
 
 class Supervisor:
-    """`news` is called in its thread when there is another table, or an end. `soon` may be called by any thread."""
+    """A server group and its clients, driven by a thread of its own. `on_change` is called in that thread when there
+    is another table, or a failure."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Supervisor:
         self.token = new_token()
         self.control = ControlServer(self.token, listen=listen)
         write_driver_address(paths.driver_address, DriverAddress(self.control.host, self.control.port, self.token))
-        self._engine = LocalEngine(fork_server, name=str(paths.root), logs=paths.logs)
+        self._engine = make_engine(LocalEngineConfig(), paths, fork_server)
         self._stream = EventWriter(paths.events, "starter")
         self._server_group = ServerGroup(
             config.sync,
@@ -60,12 +62,12 @@ class Supervisor:
             self._engine,
             self.control,
             self._stream,
-            new_seat=itertools.count().__next__,
+            seat_numbers=SeatNumbers(),
             restarts=MAX_RESTARTS,
             entry=SERVER_MODULE,
         )
         self._server_group.set_chunk_boundaries(NumpyLayout(config.like).cuts)
-        self._clients = ClientRoster(config.workers)
+        self._clients = ClientMembership(config.workers, Roster(self.control))
         self._view: View | None = None
         self._published_chunk_table: ChunkTable | None = None
         self._wakeup = Wakeup()
@@ -82,7 +84,7 @@ class Supervisor:
 
     @property
     def address(self) -> str:
-        return format_address(self.control.host, self.control.port)
+        return self.control.address
 
     @property
     def processes(self) -> dict[str, int]:
@@ -126,23 +128,23 @@ class Supervisor:
             self._handle_message(message)
         for one in self._engine.poll(0):
             self._handle_exit(one)
-        for worker, caller in list(self._clients.callers.items()):
-            if self.control.silence_s(caller) > HEARTBEAT_TIMEOUT_S:
-                self.control.drop(caller)
-                self._client_lost(worker)
+        clients = self._clients.roster
+        for worker in [worker for worker in clients if clients.silence_s(worker) > HEARTBEAT_TIMEOUT_S]:
+            clients.disconnect(worker)
+            self._client_lost(worker)
         if self.failure is None:
-            if why := self._server_group.tick(time.monotonic(), self._clients.callers.values()):
-                self._fail(error("SH703", f"what the servers held is lost: {why}"))
+            if lost := self._server_group.tick(time.monotonic(), clients.connections):
+                self._fail(error("SH703", f"what the servers held is lost: {lost.why}"))
             self._publish_changes()
 
     def _publish_changes(self) -> None:
-        """Whoever must know of another table or view."""
+        """A new table goes to whoever started the servers, a new view to clients and servers."""
         if self._server_group.chunk_table is not self._published_chunk_table:
             self._published_chunk_table = self._server_group.chunk_table
             self._on_change()
         if view := self._clients.next_view():
             self._view = view
-            self.control.publish_view(view, [*self._clients.callers.values(), *self._server_group.connections])
+            self.control.publish_view(view, [*self._clients.roster.connections, *self._server_group.connections])
 
     def _stop(self) -> None:
         self._closing = True
@@ -156,7 +158,7 @@ class Supervisor:
     def _publish_stop(self, why: str) -> None:
         self._view = self._clients.next_view(stop=why)
         if self._view is not None:
-            self.control.publish_view(self._view, self._clients.callers.values())
+            self.control.publish_view(self._view, self._clients.roster.connections)
 
     def _shut_down(self) -> None:
         if self.failure is None:
@@ -174,9 +176,9 @@ class Supervisor:
             self._handle_hello(message)
         elif self._server_group.owns_connection(message.connection):
             self._server_group.handle(message)
-        elif (worker := self._clients.worker_of(message.connection)) is not None:
+        elif (worker := self._clients.roster.seat_of(message.connection)) is not None:
             if message.kind == "in":
-                self._clients.mark_entered(message.connection)
+                self._clients.mark_entered(worker)
             elif message.kind == "lost":
                 self._client_lost(worker)
 
@@ -192,27 +194,25 @@ class Supervisor:
             self.control.drop(message.connection)
 
     def _admit_client(self, message: ControlMessage) -> None:
-        """A worker connects. One that is heard keeps its place; a new one takes that of one that is gone."""
-        worker, clients = message.fields.get("worker"), self._clients
-        why = clients.why_refused(worker)
-        if not why and worker in clients.callers:
-            why = f"worker {worker} is here already"
-        if why:
+        """A worker connects. One that is connected keeps its place; a new one takes that of one that is gone."""
+        fields = message.fields
+        worker = fields.get("worker")
+        if why := self._clients.why_refused(worker):
             self.control.send(message.connection, "welcome", refused=why)
             return
         assert isinstance(worker, int)
-        present = [other for other in clients.callers if other not in clients.away]
-        away = clients.add(worker, message.connection)
+        present = self._clients.present
+        pid, host = fields.get("pid"), fields.get("host")
+        away = self._clients.add(worker, Peer(message.connection, host=str(host), managed=False, same_host=False))
         config = self._config.model_dump(mode="json")
         self.control.send(message.connection, "welcome", terms=config, present=present, away=away)
-        pid, host = message.fields.get("pid"), message.fields.get("host")
         self._stream.emit("note", message=f"worker {worker} is here: process {pid} on {host}")
         if self._view is not None:
             self.control.publish_view(self._view, [message.connection])
         self._server_group.send_chunk_table(message.connection)
 
     def _client_lost(self, worker: int) -> None:
-        if worker in self._clients.callers:
+        if worker in self._clients.roster:
             self._stream.emit("note", message=f"worker {worker} is gone")
         self._clients.remove(worker)
 

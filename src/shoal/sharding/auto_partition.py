@@ -34,7 +34,7 @@ def auto_split_points(
     trace = trace_with_inputs(model, loss, example, calls)
     names = split_candidates(model, trace)
     if len(names) < mesh.replica_size - 1:
-        fix = "Name modules under `shard.cuts`, ask for fewer ways, or use `shard: fsdp`."
+        fix = "Name modules under `shard.cuts`, ask for a smaller `shard.size`, or use `shard: fsdp`."
         raise error("SH405", f"the model has only {len(names)} places to cut", where="shard.cuts", fix=fix)
     times = torch.zeros(len(names) + 1, dtype=torch.float64)
     if mesh.replica_rank == mesh.shard_rank == 0:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.export import open_weights
 from shoal.data.batch import Batch
 from shoal.errors import error
-from shoal.lanes.replica import Clipping, Replica
+from shoal.lanes.clipping import Clipping
 from shoal.lanes.rng import LaneRng
 from shoal.lanes.sparse.embedding import sparse_tables
 from shoal.sharding.build import shard_model
@@ -56,8 +56,6 @@ class ShardedReplicaBuilder:
     example: Batch
     steps: int
     steps_per_epoch: int
-    placeholder: Replica
-    """Stands in until there is a view."""
     rng_state: Tensor | None = None
     """torch's state after the task was made, if that is the user's."""
     rng: LaneRng = field(default_factory=lambda: LaneRng(torch.device("cpu")))
@@ -148,10 +146,7 @@ def make_replica_builder(job: Job, example: Batch, *, steps: int, steps_per_epoc
         LaneRng(torch.device("cpu")).seed_all(job.seed, seeds.MODEL)
         task = build_task(job)
         rng_state = torch.get_rng_state()
-    placeholder = nn.Module()
-    placeholder.register_parameter("nothing", nn.Parameter(torch.empty(0)))
-    replica = Replica(placeholder, torch.optim.SGD(placeholder.parameters(), lr=0.0), task.loss, seed=job.seed)
-    return ShardedReplicaBuilder(job, task, example, steps, steps_per_epoch, replica, rng_state)
+    return ShardedReplicaBuilder(job, task, example, steps, steps_per_epoch, rng_state)
 
 
 def unsharded_job(job: Job) -> Job:

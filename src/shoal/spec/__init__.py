@@ -2,7 +2,7 @@
 
 from shoal.spec.base import Ref, Spec
 from shoal.spec.job import Job
-from shoal.spec.load import check_job, load_job, make_job, save_job
+from shoal.spec.load import check_job, load_job, load_run_job, make_job, save_job
 from shoal.spec.names import DEFAULT_MODULES, METRIC_ALIASES, WATCH_ALIASES, expand_alias, metric_name, metric_names
 from shoal.spec.receipt import Receipt
 from shoal.spec.resolve import build_ref, check_ref, import_ref, ref_of
@@ -28,6 +28,7 @@ __all__ = [
     "has_validation",
     "import_ref",
     "load_job",
+    "load_run_job",
     "make_job",
     "metric_name",
     "metric_names",

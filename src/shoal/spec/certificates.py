@@ -1,4 +1,4 @@
-"""The files of `engine.tls`: our certificate and key (cert.pem, key.pem), and the authority for peers (ca.pem)."""
+"""The files behind `network.tls`: who we are (cert.pem, key.pem), and who vouches for the others (ca.pem)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TlsContexts(NamedTuple):
 
 
 def tls_contexts_for(job: Job) -> TlsContexts | None:
-    """None if the job does not use TLS. SH619 if the files cannot be used."""
-    if job.engine.tls is None:
+    """None if the job does not use TLS. SH619 if it cannot."""
+    if job.network.tls is None:
         return None
-    return load_tls_contexts(Path(job.base_dir) / Path(job.engine.tls).expanduser(), where="engine.tls")
+    return load_tls_contexts(Path(job.base_dir) / Path(job.network.tls).expanduser(), where="network.tls")
 
 
 def load_tls_contexts(directory: Path, *, where: str) -> TlsContexts:

@@ -311,7 +311,7 @@ class DataConfig(Spec):
     validation: SourceConfig | None = None
     test: SourceConfig | None = None
     split: SplitConfig = Field(default_factory=NoSplitConfig)
-    deal: SamplerConfig = Field(default_factory=RandomSamplerConfig)
+    sampler: SamplerConfig = Field(default_factory=RandomSamplerConfig)
     augment: Ref | None = None
     transform: Ref | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
@@ -321,7 +321,7 @@ class DataConfig(Spec):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, value: Any) -> Any:
-        """`split: kfold` stands for `split: {kind: kfold}`; the same for `deal`."""
+        """`split: kfold` stands for `split: {kind: kfold}`; the same for `sampler`."""
         if not isinstance(value, dict):
             return value
-        return {k: {"kind": v} if k in ("split", "deal") and isinstance(v, str) else v for k, v in value.items()}
+        return {k: {"kind": v} if k in ("split", "sampler") and isinstance(v, str) else v for k, v in value.items()}

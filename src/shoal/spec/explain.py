@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec import schema
 from shoal.spec.base import Ref, Spec
+from shoal.spec.migrate import RENAMED_FIELDS
 
 # Field names of other tools at the top of a job, and the field to write instead.
 _NAMES_IN_OTHER_TOOLS = {
@@ -142,6 +143,8 @@ def _whole_union(fault: FieldProblem) -> ShoalError:
 
 def _unknown_field(fault: FieldProblem) -> ShoalError:
     name, section = fault.field_name, schema.strip_annotated(fault.section)
+    if renamed := RENAMED_FIELDS.get(fault.path):
+        return error("SH111", f"`{fault.path}` is now called `{renamed}`", where=fault.path, fix=f"Write {renamed}.")
     inside = f" in `{fault.parent_path}`" if fault.parent_path else ""
     fix = did_you_mean(name, section.model_fields)
     if _is_ref(section):

@@ -38,9 +38,9 @@ def _named_paths(job: Job) -> Iterator[tuple[str, str]]:
     for part, source in (("source", data.source), ("validation", data.validation), ("test", data.test)):
         if source is not None:
             yield from ((f"data.{part}.{field}", path) for field, path in _source_paths(source))
-    if isinstance(data.deal, BalancedSamplerConfig) and data.deal.by.endswith(".npy"):
-        yield "data.deal.by", data.deal.by
-    # A plain word may be the name of a run, which only the driver can look up.
+    if isinstance(data.sampler, BalancedSamplerConfig) and data.sampler.by.endswith(".npy"):
+        yield "data.sampler.by", data.sampler.by
+    # A bare word may be the name of a run, which only the one who keeps the runs can look up.
     if job.init_from and job.init_from.path and ("/" in job.init_from.path or "." in job.init_from.path):
         yield "init_from.path", job.init_from.path
 

@@ -20,6 +20,7 @@ from pydantic import (
 
 from shoal.spec.base import Ref, Spec
 from shoal.spec.data import DataConfig, FoldSplitConfig
+from shoal.spec.engine import ElasticConfig, EngineConfig, LocalEngineConfig, NetworkConfig
 from shoal.spec.sharding import NoShardingConfig, ShardingConfig
 
 MAX_WORKERS = 1024
@@ -214,9 +215,9 @@ class ServerSyncConfig(Spec):
 class LocalSgdSyncConfig(Spec):
     """Local SGD: each lane trains alone for `every` steps, then all lanes apply the mean of their changes.
 
-    `outer`: how the mean is applied. `average` adopts it; `nesterov` takes a step with rate and momentum, as in DiLoCo.
-    `settle`: lanes wait for a full synchronisation once in this many rounds. In the other rounds fragments are
-    exchanged while lanes go on.
+    `outer`: how they go along that mean: `average` to it, `nesterov` with a rate and a momentum, as DiLoCo does.
+    `rounds_per_sync`: of so many rounds, lanes wait for the last alone; in the others, fragments travel while lanes
+    go on.
     """
 
     kind: Literal["local"]
@@ -224,7 +225,7 @@ class LocalSgdSyncConfig(Spec):
     outer: Literal["nesterov", "average"] = "nesterov"
     lr: PositiveFloat = 0.7
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    settle: PositiveInt = 8
+    rounds_per_sync: PositiveInt = 8
     fragments: PositiveInt = 4
     inexact_reason: ClassVar[str] = ""
 
@@ -317,22 +318,6 @@ CodecConfig = Annotated[
 ]
 
 
-class LocalEngineConfig(Spec):
-    """Processes on this machine. `restarts`: how often all workers may die, or one before it can train.
-
-    `patience_s`: how long workers whose driver died wait for another before they save and leave.
-    `listen`: the address of this machine where workers from elsewhere may join. `balance`: lanes move to the workers
-    that are faster. `tls`: a directory with cert.pem, key.pem and ca.pem; what goes over TCP is encrypted with them.
-    """
-
-    kind: Literal["local"] = "local"
-    restarts: NonNegativeInt = 3
-    patience_s: PositiveFloat = 60.0
-    listen: str = "127.0.0.1"
-    balance: bool = True
-    tls: str | None = None
-
-
 class FaultInjectionConfig(Spec):
     """Made on purpose, to see what they do: before each step a worker pauses so long, with this probability."""
 
@@ -345,6 +330,27 @@ class PlanConfig(Spec):
 
     allow: list[Literal["codecs", "local", "staleness", "threads"]] = Field(default_factory=list)
 
+
+_NOT_IN_IDENTITY = {
+    "name",
+    "workers",
+    "engine",
+    "elastic",
+    "network",
+    "plan",
+    "checkpoint",
+    "watchers",
+    "export",
+    "faults",
+    "base_dir",
+}
+_HASHED_NAMES = {
+    "data": {"sampler": "deal"},
+    "shard": {"size": "ways"},
+    "sync": {"rounds_per_sync": "settle"},
+}
+"""Names under which fields enter the identity of a job. Checkpoints store it: whatever a field is called later, its
+name in the hash stays. tests/spec/job_identities.json has recorded hashes."""
 
 _SHORT_FORM_FIELDS = ("sync", "codec", "shard", "engine")
 
@@ -378,7 +384,9 @@ class Job(Spec):
     sync: SyncConfig = Field(default_factory=LanesSyncConfig)
     codec: CodecConfig = Field(default_factory=NoCodecConfig)
     shard: ShardingConfig = Field(default_factory=NoShardingConfig)
-    engine: LocalEngineConfig = Field(default_factory=LocalEngineConfig)
+    engine: EngineConfig = Field(default_factory=LocalEngineConfig)
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
 
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -386,7 +394,7 @@ class Job(Spec):
     stop_early: EarlyStoppingConfig | None = None
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     export: list[Literal["program"]] = Field(default=["program"])
-    watch: list[Ref] = Field(default_factory=list)
+    watchers: list[Ref] = Field(default_factory=list)
     faults: FaultInjectionConfig = Field(default_factory=FaultInjectionConfig)
 
     base_dir: str = "."
@@ -422,8 +430,8 @@ class Job(Spec):
 
     @property
     def workers_per_replica(self) -> int:
-        """Number of workers that hold one replica of the model."""
-        return 1 if isinstance(self.shard, NoShardingConfig) else self.shard.ways or self.workers.most
+        """Over how many workers one replica of the model is spread."""
+        return 1 if isinstance(self.shard, NoShardingConfig) else self.shard.size or self.workers.most
 
     @property
     def inexact_reason(self) -> str:
@@ -445,13 +453,15 @@ class Job(Spec):
         return self.model_copy(update={"shard": NoShardingConfig(), "lanes": self.lane_count}).sha256()
 
     def sha256(self) -> str:
-        """Equal for jobs that produce the same result. How they are run (workers, servers, engine) does not count."""
-        how = {"name", "workers", "engine", "plan", "checkpoint", "watch", "export", "faults", "base_dir"}
-        body = self.model_dump(mode="json", exclude=how)
+        """The identity of what the job produces: how it is run (workers, servers, engine) is no part of it."""
+        body = self.model_dump(mode="json", exclude=_NOT_IN_IDENTITY)
         if isinstance(self.sync, ServerSyncConfig):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})
             body["sync"] = stale if self.sync.inexact_reason else LanesSyncConfig().model_dump()
         body["lanes"] = self.lane_count
         if self.shard.kind == "none":
             del body["shard"]
+        for section, names in _HASHED_NAMES.items():
+            if section in body:
+                body[section] = {names.get(name, name): value for name, value in body[section].items()}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from shoal.errors import ErrorGroup, ShoalError
 from shoal.spec.explain import explain, stray_booleans
 from shoal.spec.files import check_files
 from shoal.spec.job import Job
+from shoal.spec.migrate import migrate_job
 from shoal.spec.names import check_names as check_all_names
 from shoal.spec.overrides import apply_overrides
 from shoal.spec.rules import check_rules
 from shoal.spec.run_paths import write_atomically
-from shoal.spec.yaml_document import read_document, write_value
+from shoal.spec.yaml_document import YamlDocument, read_document, write_value
 
 LocateField = Callable[[str], str]
 
@@ -26,8 +28,22 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = (), check_names: bo
 
     `check_names=False` skips the checks that depend on this machine: names and files that the job refers to.
     """
-    document = apply_overrides(read_document(path), overrides, model=Job)
-    job = _validate(document.data, folder=Path(path).parent, where=document.where)
+    return _load(read_document(path), Path(path).parent, overrides, check_names=check_names)
+
+
+def load_run_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
+    """The job in a run's directory, which earlier code may have written with other names of fields.
+
+    Names and files that it refers to are not checked: they may be on another machine.
+    """
+    document = read_document(path)
+    migrated = replace(document, data=migrate_job(document.data))
+    return _load(migrated, Path(path).parent, overrides, check_names=False)
+
+
+def _load(document: YamlDocument, folder: Path, overrides: Sequence[str], *, check_names: bool) -> Job:
+    document = apply_overrides(document, overrides, model=Job)
+    job = _validate(document.data, folder=folder, where=document.where)
     return check_job(job, where=document.where, check_names=check_names)
 
 
@@ -61,12 +77,12 @@ def _with_absolute_paths(job: Job) -> Job:
     where = job.checkpoint.path
     if where is not None and "://" not in where:
         where = str(base / Path(where).expanduser())
-    tls = job.engine.tls and str(base / Path(job.engine.tls).expanduser())
+    tls = job.network.tls and str(base / Path(job.network.tls).expanduser())
     return job.model_copy(
         update={
             "base_dir": str(base),
             "checkpoint": job.checkpoint.model_copy(update={"path": where}),
-            "engine": job.engine.model_copy(update={"tls": tls}),
+            "network": job.network.model_copy(update={"tls": tls}),
         }
     )
 

@@ -37,7 +37,7 @@ METRIC_ALIASES: Mapping[str, Ref] = {
 
 WATCH_ALIASES: Mapping[str, Ref] = {"tensorboard": Ref(name="shoal.train.watchers:TensorBoard")}
 
-_ALIASES = {"metrics": METRIC_ALIASES, "watch": WATCH_ALIASES}
+_ALIASES = {"metrics": METRIC_ALIASES, "watchers": WATCH_ALIASES}
 
 
 def expand_alias(ref: Ref, *, field: str) -> Ref:

@@ -72,6 +72,11 @@ class Receipt(Spec):
     platform: dict[str, str] = Field(default_factory=dict)
 
 
+def describe_lost_residual(lane: int, worker: str, step: int | None) -> str:
+    """Why a run with a codec is not exact: the residual died with a worker ('' if nobody knows which)."""
+    return f"the residual of lane {lane} was lost{f' with {worker}' if worker else ''} at step {step}"
+
+
 def metrics_mean_and_std(receipts: Sequence[Receipt]) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation of each metric over the folds of a job."""
     found: dict[str, list[float]] = {}

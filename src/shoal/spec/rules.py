@@ -232,8 +232,8 @@ def _init_from(job: Job) -> list[ShoalError]:
 
 
 def _listen(job: Job) -> list[ShoalError]:
-    """Peers connect to this address, so it must belong to this machine only."""
-    where = job.engine.listen
+    """Peers are told this address: it must lead to this machine and to no other."""
+    where = job.network.listen
     try:
         everywhere = ipaddress.ip_address(where.strip("[]")).is_unspecified
     except ValueError:  # a name
@@ -241,15 +241,15 @@ def _listen(job: Job) -> list[ShoalError]:
     if not everywhere:
         return []
     fix = "Give the one address at which other machines reach this one, such as 192.168.1.5."
-    return [error("SH106", f"'{where}' is not one address of this machine", where="engine.listen", fix=fix)]
+    return [error("SH106", f"'{where}' is not one address of this machine", where="network.listen", fix=fix)]
 
 
 def _tls_supported(job: Job) -> list[ShoalError]:
-    if job.engine.tls is None or (job.sync.kind != "ddp" and isinstance(job.shard, NoShardingConfig)):
+    if job.network.tls is None or (job.sync.kind != "ddp" and isinstance(job.shard, NoShardingConfig)):
         return []
     message = "torch's own all-reduce cannot be encrypted"
-    fix = "Use another sync and no shard, or remove `engine.tls` and use a tunnel (WireGuard) between the machines."
-    return [error("SH110", message, where="engine.tls", fix=fix)]
+    fix = "Use another sync and no shard, or remove `network.tls` and use a tunnel (WireGuard) between the machines."
+    return [error("SH110", message, where="network.tls", fix=fix)]
 
 
 def _outer_optimizer(job: Job) -> list[ShoalError]:
@@ -319,18 +319,18 @@ def _whole_replicas(job: Job) -> list[ShoalError]:
     """The number of workers must be a multiple of the workers per replica."""
     least, most, shard = job.workers.least, job.workers.most, job.shard
     assert not isinstance(shard, NoShardingConfig)
-    ways = job.workers_per_replica
+    size = job.workers_per_replica
     found = []
-    if ways < 2:
+    if size < 2:
         fix = "Ask for two workers or more, or remove `shard`."
-        found.append(error("SH107", "one worker cannot shard a model", where="workers", fix=fix))
-    elif least % ways or most % ways:
-        message = f"{least if least % ways else most} workers are not a multiple of {ways}, the workers per replica"
-        fix = f"Ask for a multiple of {ways} workers, or change `shard.ways`."
-        found.append(error("SH107", message, where="shard.ways", fix=fix))
-    if isinstance(shard, PipelineParallelConfig) and shard.cuts != "auto" and len(shard.cuts) != ways - 1:
-        message = f"{len(shard.cuts)} cuts make {len(shard.cuts) + 1} stages, not {ways}"
-        fix = f"Name {ways - 1} modules, or write `cuts: auto`."
+        found.append(error("SH107", "one worker has nobody to share a model with", where="workers", fix=fix))
+    elif least % size or most % size:
+        message = f"{least if least % size else most} workers do not make whole replicas of {size}"
+        fix = f"Ask for a multiple of {size} workers, or change `shard.size`."
+        found.append(error("SH107", message, where="shard.size", fix=fix))
+    if isinstance(shard, PipelineParallelConfig) and shard.cuts != "auto" and len(shard.cuts) != size - 1:
+        message = f"{len(shard.cuts)} cuts make {len(shard.cuts) + 1} stretches, not {size}"
+        fix = f"Name {size - 1} modules, or write `cuts: auto`."
         found.append(error("SH107", message, where="shard.cuts", fix=fix))
     return found
 

@@ -32,6 +32,11 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
+    def state_snapshot(self) -> Path:
+        """What the events add up to; made from them, and may be deleted at any time."""
+        return self.root / ".state.json"
+
+    @property
     def plan(self) -> Path:
         """The plan of a `sync: auto` job and its inputs, shared by all folds."""
         return self.parent_run.root / "plan.json"

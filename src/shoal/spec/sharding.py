@@ -1,7 +1,7 @@
 """How one replica of a model is sharded over several workers.
 
-`ways`: workers per replica (default: all workers, as one replica). With more workers there are several replicas.
-`mirror`: with one replica, whether each worker keeps a backup of the next worker's shard (default: if memory allows).
+`size`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
+`mirror`: where there is one replica, does each worker keep a copy of a neighbour's part? Left out: if memory allows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FsdpConfig(Spec):
     """Every parameter is sharded, and gathered just before it is used."""
 
     kind: Literal["fsdp"]
-    ways: ShardingDegree | None = None
+    size: ShardingDegree | None = None
     mirror: bool | None = None
     inexact_reason: ClassVar[str] = INEXACT_LAYOUT
 
@@ -45,7 +45,7 @@ class TensorParallelConfig(Spec):
     """
 
     kind: Literal["tensor"]
-    ways: ShardingDegree | None = None
+    size: ShardingDegree | None = None
     patterns: Literal["transformer", "mlp"] | dict[str, TensorParallelStyle] = "transformer"
     mirror: bool | None = None
     inexact_reason: ClassVar[str] = INEXACT_LAYOUT
@@ -58,7 +58,7 @@ class PipelineParallelConfig(Spec):
     """
 
     kind: Literal["pipeline"]
-    ways: ShardingDegree | None = None
+    size: ShardingDegree | None = None
     cuts: Literal["auto"] | list[str] = "auto"
     microbatches: PositiveInt = 4
     schedule: Literal["gpipe", "1f1b"] = "1f1b"

@@ -32,6 +32,16 @@ class Address(Spec):
     unix: str = ""
 
 
+class Attachment(Spec):
+    """What ties a worker or server to its run, as it says in its greeting. `managed`: the run's engine started it and
+    will report its exit. `can_save`: it can write the run's directory. `needs_job`: it has no job file, and wants the
+    job in the welcome. On which machine it is, its address says."""
+
+    managed: bool
+    can_save: bool
+    needs_job: bool
+
+
 class View(Spec):
     """A numbered agreement between the driver and the workers of a run.
 

@@ -1,155 +1,352 @@
-"""Exact synchronous training: lane sums are added on the fixed tree, then every replica applies the same total."""
+"""Every worker holds a whole replica; the sum of all lanes is agreed on once per step: `sync: lanes` and `sync: ddp`.
+
+Local SGD and the parameter server hold replicas in the same way, and differ in how they compute and agree.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from shoal.collectives.allreduce_plan import AllReducePlan
-from shoal.collectives.buckets import BucketParams, bucket_params
-from shoal.collectives.group import ViewGroup
-from shoal.collectives.ordered_allreduce import OrderedAllReduce, OverlapError
+from shoal.checkpoint.export import export_model
+from shoal.checkpoint.layout import LOOP, SYNC, is_sharded, whole_state
+from shoal.checkpoint.sha256 import state_sha256, weights_sha256
+from shoal.checkpoint.sharded_files import open_pieces
+from shoal.checkpoint.state_tree import State
+from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
-from shoal.collectives.transport.endpoint import Endpoint
-from shoal.collectives.transport.mesh import Mesh
-from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
-from shoal.lanes.flat_layout import FlatLayout
+from shoal.collectives.state_stream import total_from_entry
+from shoal.data.datasets import DatasetSplit
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
 from shoal.net.errors import LinkError
+from shoal.sharding.local_state import load_unsharded, unsharded_state
 from shoal.spec.view import View
-from shoal.strategies.base import LockstepDefaults
-from shoal.strategies.local_sgd.fragments import FragmentAllReduce, FragmentChannel, PlainFragmentAllReduce
-from shoal.strategies.local_sgd.replica import LocalReplica
-from shoal.strategies.local_sgd.schedule import partition_into_fragments
+from shoal.strategies.base import FinalModel, GradientSync, HeldWeights, Metrics, Traits
+from shoal.strategies.catch_up import CatchUp
+from shoal.strategies.context import StepContext
+from shoal.strategies.step import attempt_step
+from shoal.tasks.user_errors import wrap_user_errors
 
-NO_SAMPLES = "no lane had samples"
+MAX_STATE_TO_MODEL_RATIO = 8
+STATE_SPARE_BYTES = 1 << 28
 
 
-class OrderedAllReduceSync(LockstepDefaults):
-    """With one worker that carries all lanes there is nobody to talk to: the tree is complete as it is, and no
-    `endpoint` is needed. Memory for the exchange is made at the first step that needs it and kept over views.
-    """
+class ReplicatedStrategy:
+    """See Strategy. `held` is what the sync updates: the replica itself, or more around it."""
 
-    exact = True
+    is_saved = False
 
-    def __init__(self, lanes: int, *, endpoint: Endpoint | None = None, token: str = "") -> None:
-        super().__init__(lanes)
-        self._group = ViewGroup(endpoint, token)
-        self._allreduce: OrderedAllReduce | None = None
-        self._shared_memory: SharedMemory | None = None
-        self._total: ByteBuffer | None = None
-        self._overlaps = True
-        self._fragment_channels: list[FragmentChannel] = []
-
-    def reconfigure(self, view: View, seat: int) -> str:
-        self._allreduce = None
-        self._close_fragment_channels()
-        return self._group.enter(view, seat)
-
-    def gradient_sink(
-        self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool
-    ) -> GradientSink | None:
-        exchange = self._allreduce
-        if exchange is None or not self._overlaps or replica.device.type != "cpu" or self._group.broken:
-            return None
-        return exchange.gradient_sink(step, sums, lane, halt=halt)
-
-    def commit(
-        self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
-    ) -> Committed | Discarded:
-        meeting = self._group
-        if meeting.broken:
-            return Discarded(meeting.broken)
-        if meeting.mesh is None:
-            total = sums.total()
-            return Discarded(NO_SAMPLES) if total is None else Committed(self._apply(replica, step, total), halt=halt)
-        began = time.perf_counter()
-        try:
-            exchange = self._allreduce or self._make_allreduce(meeting.mesh, replica, step)
-            agreed = exchange.run(step, sums.partials, halt=halt)
-        except LinkError as failure:
-            self._overlaps = self._overlaps and not isinstance(failure, OverlapError)
-            return meeting.discard(failure)
-        if agreed.total is None:
-            return Discarded(NO_SAMPLES)
-        exchange_s = time.perf_counter() - began - agreed.waited_s
-        loss = self._apply(replica, step, agreed.total)
-        return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s)
-
-    def fragment_channels(self, replica: LocalReplica, max_fragments: int) -> list[FragmentChannel]:
-        """How fragments of the parameters, at most so many, travel in this view."""
-        if not self._fragment_channels:
-            cuts, grads = bucket_params(replica.layout), replica.layout.grads
-            for cut in partition_into_fragments([sum(grads[i].size_bytes for i in run) for run in cuts], max_fragments):
-                which = sorted(i for run in cuts[cut.start : cut.stop] for i in run)
-                inside = [[which.index(i) for i in run] for run in cuts[cut.start : cut.stop]]
-                stream = self._fragment_allreduce(
-                    FlatLayout(replica.fragment_template(which)), cut.start, inside, replica.device
-                )
-                self._fragment_channels.append(FragmentChannel(which, stream))
-        return self._fragment_channels
-
-    def _fragment_allreduce(
-        self, layout: FlatLayout, first_bucket: int, params_by_bucket: BucketParams, device: torch.device
-    ) -> FragmentAllReduce:
-        """For what lies in these cuts of the stretch, from the first of them on; by numbers within the fragment."""
-        assert self._group.view is not None
-        carries = self._group.view.carries
-        return PlainFragmentAllReduce(layout, carries, self._lanes, mesh=self._group.mesh, device=device)
-
-    def abort_view(self) -> None:
-        """Nothing more comes of this view: whoever waits in another thread comes back."""
-        if self._group.view:
-            self.abort(self._group.view.number)
-
-    def _close_fragment_channels(self) -> None:
-        for way in self._fragment_channels:
-            way.allreduce.close()
-        self._fragment_channels = []
-
-    def _apply(self, replica: Replica, step: int, total: LaneSum) -> Tensor:
-        if self.on_total:
-            self.on_total(step, total)
-        return replica.apply(step, total)
-
-    def _make_allreduce(self, mesh: Mesh, replica: Replica, step: int) -> OrderedAllReduce:
-        """The first step of a view: meet in memory."""
-        assert self._group.view is not None
-        plan = AllReducePlan.of(self._group.view.carries, self._lanes, FlatLayout(replica.sum_template()))
-        arena = self._shared_memory_of(plan.shared_memory_bytes(mesh.seat))
-        if self._total is None or len(self._total.raw) != plan.layout.size_bytes:
-            self._total = ByteBuffer.private(plan.layout.size_bytes)
-        self._allreduce = OrderedAllReduce(
-            mesh, plan, shared_memory=arena, total=self._total, device=replica.device, step=step
+    def __init__(
+        self,
+        context: StepContext,
+        replica: Replica,
+        *,
+        group: ViewGroup,
+        sync: GradientSync,
+        held: HeldWeights | None = None,
+        lockstep: bool = True,
+    ) -> None:
+        self.traits = Traits(exact=sync.exact, lockstep=lockstep)
+        self._context = context
+        self._progress = context.progress
+        self._replica = replica
+        self._held: HeldWeights = held or replica
+        self._group = group
+        self._sync = sync
+        self._lanes: Sequence[int] = []
+        self._alone = self._leads = False
+        self._catch_up = CatchUp(
+            context.peers, context.progress, apply=self._apply_entry, settle=self._drop_uncommitted
         )
-        return self._allreduce
 
-    def _shared_memory_of(self, size_bytes: int) -> SharedMemory:
-        if self._shared_memory is None or self._shared_memory.size_bytes < size_bytes:
-            if self._shared_memory:
-                self._shared_memory.close()
-            self._shared_memory = SharedMemory(size_bytes)
-        return self._shared_memory
+    @property
+    def lr(self) -> float:
+        return self._replica.lr
 
-    def gather(self, label: int, content: bytes) -> dict[int, bytes] | Discarded:
-        return self._group.gather(label, content)
+    # ---- views ----
+
+    def enter(self, view: View, seat: int) -> Discarded | None:
+        context, progress = self._context, self._progress
+        began = time.perf_counter()
+        if progress.position == view.position:
+            self._catch_up.close()
+        elif discarded := self._fetch_missing(view, seat):
+            return discarded
+        if view.source == seat:
+            context.peers.state_server.open(view.number, self._peer_state)
+        try:
+            if discarded := self._sync.reconfigure(view, seat):
+                return discarded
+        finally:
+            context.peers.state_server.close()
+        self._lanes = sorted(view.carries[seat])
+        self._alone, self._leads = len(view.carries) == 1, view.saver == seat
+        progress.step = self._first_step(progress.step)
+        context.batches.set_lanes(self._lanes, progress.step)
+        context.stats.add_time("recovery_s", time.perf_counter() - began)
+        return None
+
+    def _first_step(self, step: int) -> int:
+        """Where this worker goes on, in a view that was entered at this step."""
+        return step
+
+    def _fetch_missing(self, view: View, seat: int) -> Discarded | None:
+        """From the memory of the view's source: what is missing of the stream that was followed, or the whole state."""
+        if view.source in (None, seat):
+            return Discarded("it stands at another place than it said")
+        began = time.perf_counter()
+        followed = self._catch_up.advance_to(view.position)
+        if not followed:
+            found = self._context.peers.fetch_state(view, seat, max_bytes=self._max_state_bytes)
+            if isinstance(found, Discarded):
+                return found
+            self._load_state(found)
+        seconds = round(time.perf_counter() - began, 6)
+        source = f"worker-{view.source}"
+        self._context.report(
+            "caught_up", step=self._progress.step, source=source, followed=followed, recovery_s=seconds
+        )
+        return None
+
+    def leave_view(self) -> Discarded | None:
+        return None
+
+    def hand_over(self, given_up: Callable[[], bool]) -> None:
+        self._sync.hand_over(given_up)
+
+    # ---- following ----
+
+    def follow(self, view: View, seat: int) -> Iterator[bool]:
+        if self._catch_up.connect(view, seat, max_bytes=self._max_state_bytes):
+            while (caught_up := self._catch_up.poll()) is not None:
+                yield caught_up
+
+    def _apply_entry(self, entry: Mapping[str, Any]) -> None:
+        progress, kind = self._progress, entry["kind"]
+        if kind == "state":
+            if entry["state"][LOOP]["task"] is not None:
+                raise LinkError("a task that remembers cannot be followed")
+            self._load_state(entry["state"])
+        elif kind == "step":
+            if entry["step"] != progress.step:
+                raise LinkError(f"step {entry['step']} after {progress.step}")
+            loss = self._held.apply(progress.step, total_from_entry(entry, self._replica.device))
+            progress.record_streamed_commit(loss, step=self._next_step(progress.step), lr=self.lr)
+        elif kind == "evaluated":
+            progress.record_streamed_evaluation(entry["metrics"])
+            self._step_metric_schedule(progress.monitored_value)
+        else:
+            raise LinkError(f"an entry of the kind {kind!r}")
+
+    def _drop_uncommitted(self) -> None:
+        """Stay at the last commit; totals are commits."""
+
+    # ---- steps ----
+
+    def run_step(self, must_halt: Callable[[], bool]) -> Committed | Discarded:
+        publisher = self._context.peers.state_publisher
+        if publisher.active:
+            publisher.start_subscribers(self._peer_state)
+        step, sums = self._progress.step, self._sync.begin_step()
+        outcome = attempt_step(
+            self._context,
+            self._held,
+            compute=lambda: self._compute(sums, must_halt),
+            commit=lambda halt: self._sync.commit(self._held, step, sums, halt=halt),
+            alone=self._alone,
+        )
+        if isinstance(outcome, Committed):
+            self._progress.record_commit(outcome, step=self._next_step(step), lr=self.lr)
+        return outcome
+
+    def _next_step(self, step: int) -> int:
+        """Where a commit leads that begins at this step."""
+        return step + 1
+
+    def _compute(self, sums: TreeSum[LaneSum], must_halt: Callable[[], bool]) -> bool:
+        """The lanes of this worker, in order."""
+        halt = must_halt()
+        context, step, clock = self._context, self._progress.step, time.perf_counter
+        activity, stats = context.activity, context.stats
+        began = clock()
+        total = context.sampler.batch_samples(step)
+        for lane in self._lanes_to_compute(step):
+            t0 = clock()
+            activity.begin("data", step)
+            batch = context.batches.get(step, lane)
+            activity.begin("compute", step)
+            t1 = clock()
+            stats.add_time("data_s", t1 - t0)
+            sink = None
+            if batch is not None:
+                stats.add_samples(batch.size)
+                if lane == self._lanes[-1]:
+                    sink = self._sync.gradient_sink(self._held, step, sums, lane, halt=halt)
+            weight = self._lane_weight(lane, batch.size if batch else 0, total)
+            sums.push_lane(lane, None if batch is None else self._forward_backward(lane, batch, weight, sink))
+            stats.add_time("compute_s", clock() - t1)
+        activity.record_lane_time((clock() - began) / len(self._lanes))
+        return halt
+
+    def _lanes_to_compute(self, step: int) -> Sequence[int]:
+        return self._lanes
+
+    def _lane_weight(self, lane: int, size: int, total: int) -> float:
+        """How much the mean of a lane counts that has so many of the step's samples."""
+        return size / total
+
+    def _forward_backward(self, lane: int, batch: Any, weight: float, sink: GradientSink | None) -> LaneSum:
+        step = self._progress.step
+        with wrap_user_errors("SH401", f"step {step}, lane {lane}"):
+            return self._replica.forward_backward(step, lane, self._to_device(batch), share=weight, sink=sink)
+
+    def _to_device(self, batch: Any) -> Any:
+        """Batches are made on the CPU."""
+        device = self._replica.device
+        return batch if device.type == "cpu" else batch.to(device)
+
+    # ---- evaluation ----
+
+    def evaluate(self, split: DatasetSplit) -> Metrics | Discarded:
+        context, step = self._context, self._progress.step
+        context.activity.begin("exchange", step)
+        if discarded := self._agree_on_weights():
+            return discarded
+
+        def gather(content: bytes) -> dict[int, bytes] | Discarded:
+            context.activity.begin("exchange", step)
+            return self._group.gather(Channel[split.name.upper()].label(step), content)
+
+        try:
+            return context.evaluator.evaluate_distributed(
+                self._replica,
+                split,
+                lanes=self._lanes,
+                gather=gather,
+                is_aborted=self._group.aborted,
+                on_chunk=lambda: context.activity.begin("evaluation", step),
+            )
+        except LinkError as failure:
+            return Discarded(str(failure))
+
+    def _agree_on_weights(self) -> Discarded | None:
+        """Before all members look at the weights together: everybody has come so far, and has the same."""
+        return None
+
+    def adopt_metrics(self, metrics: Metrics, monitored: float | None) -> None:
+        self._step_metric_schedule(monitored)
+        self._context.peers.state_publisher.publish({"kind": "evaluated", "metrics": metrics})
+
+    def _step_metric_schedule(self, monitored: float | None) -> None:
+        if self._replica.schedule_needs_metric:
+            self._replica.schedule.step(monitored)
+
+    # ---- state ----
+
+    def save(self, *, force: bool = False) -> None:
+        if self._leads:
+            self._save(force=force)
+
+    def save_alone(self) -> None:
+        self._catch_up.close()
+        self._save(force=True)
+
+    def _save(self, *, force: bool) -> None:
+        context, step = self._context, self._progress.step
+        context.activity.begin("saving", step)
+        with contextlib.suppress(LinkError):  # then the next step finds out, and a new view follows
+            context.store.maybe_save(
+                step,
+                self._checkpoint_state,
+                metric=self._progress.monitored_value,
+                force=force,
+                external_blobs=self._external_blobs(),
+            )
+
+    def _external_blobs(self) -> Callable[[], Mapping[str, int]] | None:
+        """What other processes have written for the checkpoint, with sizes in bytes, if they do."""
+        return None
+
+    def state(self) -> State | None:
+        return self._held.state()
+
+    def _peer_state(self) -> State:
+        """For another worker: after loading it, that worker goes on as this one would."""
+        return whole_state(self._held.state(), self._progress.state(), None)
+
+    def _checkpoint_state(self) -> State:
+        """With what only the members together have, or servers. LinkError if that cannot be had."""
+        if discarded := self._complete_replica():
+            raise LinkError(discarded.why)
+        return whole_state(self._held.state(), self._progress.state(), self._sync.state())
+
+    def _complete_replica(self) -> Discarded | None:
+        """Bring into the replica what is held elsewhere, so that it can be saved."""
+        return None
+
+    def restore(self) -> int | None:
+        found = self._context.store.load_latest()
+        self._progress.has_state = True
+        if found is None:
+            return None
+        manifest, state = found
+        self._load_state(state)
+        return int(manifest.step)
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """Of one process, or of many that held the model together."""
+        self._context.peers.state_publisher.drop_subscribers()
+        if is_sharded(state):
+            load_unsharded(self._replica, open_pieces(self._context.store.files, state))
+            state = unsharded_state(self._replica, state)
+        self._held.load_state(state)
+        self._progress.load_state(state[LOOP])
+        if state[LOOP][SYNC] is not None:
+            self._sync.load_state(self._progress.step, state[LOOP][SYNC])
+        self._progress.has_state = True
+
+    @property
+    def _max_state_bytes(self) -> int:
+        """What a peer may send at once."""
+        size: int = sum(t.numel() * t.element_size() for t in self._replica.model.state_dict().values())
+        return MAX_STATE_TO_MODEL_RATIO * size + STATE_SPARE_BYTES
+
+    # ---- the end ----
+
+    def finish(self, conclude: Callable[[FinalModel], None]) -> Discarded | None:
+        step = self._progress.step
+        if discarded := self._agree_on_weights():
+            return discarded
+        if self._leads:
+            self._context.activity.begin("export", step)
+            model = self._final_model()
+            if isinstance(model, Discarded):
+                return model
+            conclude(model)
+        self._context.activity.begin("exchange", step)
+        ended = self._group.gather(Channel.END.label(step), b"")
+        return ended if isinstance(ended, Discarded) and not self._leads else None
+
+    def _final_model(self) -> FinalModel | Discarded:
+        """The last commit, complete and saved."""
+        self._save(force=True)
+        model = self._replica.model
+        return FinalModel(
+            weights_sha256(model.state_dict()),
+            state_sha256(self._held.state()),
+            lambda target, **options: export_model(target, model, **options),
+        )
 
     def abort(self, view: int) -> None:
         self._group.abort(view)
+        self._context.peers.abort(view)
 
     def moved_bytes(self) -> int:
-        return self._group.moved_bytes
-
-    def aborted(self) -> bool:
-        return self._group.aborted()
+        return self._group.moved_bytes()
 
     def close(self) -> None:
-        self._allreduce = None
-        self._close_fragment_channels()
-        self._group.leave()
-        if self._shared_memory:
-            self._shared_memory.close()
-            self._shared_memory = None
+        self._catch_up.close()
+        self._sync.close()

@@ -1,33 +1,36 @@
-"""A worker of a run whose model is spread over several: how it enters views, saves with the others, and ends."""
+"""Several workers hold one replica together: `shard: fsdp`, `tensor` and `pipeline`. Replicas agree once per step."""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from shoal.checkpoint.export import export_sharded_model
+from shoal.checkpoint.layout import SharedSections, load_pieces, record_fields, sharded_state
 from shoal.checkpoint.sha256 import weights_sha256
 from shoal.checkpoint.sharded_files import (
-    NAMES_SECTION,
-    PIECES_SECTION,
     AssembledTensors,
     PieceRecord,
     SavedPieces,
-    open_full_tensors,
-    open_pieces,
     write_pieces,
 )
 from shoal.checkpoint.state_format import pack_state, unpack_state
+from shoal.checkpoint.state_tree import State
 from shoal.checkpoint.tensor_bytes import DTYPES
+from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
+from shoal.data.datasets import DatasetSplit
 from shoal.errors import CheckpointError, error
 from shoal.net.errors import LinkError
+from shoal.sharding.build_replica import ShardedReplicaBuilder, ShardLayout
 from shoal.sharding.device_mesh import ShardMesh, all_reduce_max
 from shoal.sharding.memory_limits import fits_in_memory, memory_headroom
 from shoal.sharding.recovery import HeldShard, RecoveryPoint, ShardTransfer, can_reach, plan_transfers, recovery_point
@@ -35,60 +38,82 @@ from shoal.sharding.replica import ShardedReplica
 from shoal.sharding.shard_backup import ShardBackup, ShardSpec, TensorSpecs, tensor_specs
 from shoal.spec.sharding import INEXACT_MICROBATCHES, NoShardingConfig, PipelineParallelConfig
 from shoal.spec.view import View
+from shoal.strategies.base import FinalModel, Metrics, Traits
+from shoal.strategies.context import StepContext
 from shoal.strategies.sharded_commit import ShardedSync
 from shoal.strategies.sharded_compute import ShardedCompute
+from shoal.strategies.step import attempt_step
 
-if TYPE_CHECKING:
-    from shoal.sharding.build_replica import ShardedReplicaBuilder, ShardLayout
-    from shoal.train.loop import Loop
-
-_LABEL_HELD, _LABEL_SAVE, _LABEL_SPECS, _LABEL_LOADED, _LABEL_LEAVING = (
-    1 << 59,
-    1 << 58,
-    1 << 56,
-    1 << 55,
-    1 << 54,
-)  # labels that nobody else uses
 BACKUP_HEADROOM_FACTOR = 10
-"""What must be free for a mirror, in parts of what it trains: values, a gradient, two averages and some room; and as
-much again, since what the worker trains itself may not have all of that yet."""
+"""What must be free for a backup, in multiples of the parameters that it trains: values, a gradient, two averages and
+some room; and as much again, since what the worker trains itself may not have all of that yet."""
 
 
 class ShardedStrategy:
-    """Belongs to the training thread."""
+    """See Strategy. There is no replica before the first view. Members that enter one find out what they go on from,
+    from memory or a checkpoint, and each comes to hold a part of it. A save takes all members."""
 
-    def __init__(self, loop: Loop, sync: ShardedSync, replica_builder: ShardedReplicaBuilder) -> None:
-        self._loop = loop
+    traits = Traits(exact=False, lockstep=True)
+
+    def __init__(
+        self, context: StepContext, builder: ShardedReplicaBuilder, *, group: ViewGroup, sync: ShardedSync
+    ) -> None:
+        self._context = context
+        self._progress = context.progress
+        self._builder = builder
+        self._group = group
         self._sync = sync
-        self._builder = replica_builder
-        self.compute = ShardedCompute(loop, sync, replica_builder)
+        self._compute = ShardedCompute(context, group, sync, example=builder.example)
+        self._held: ShardedReplica | None = None
+        self._view = View(number=1)
+        self._lanes: Sequence[int] = []
+        self._leads = False
         self._last_save: tuple[int, float | None] | None = None
         self._checkpointed_step: int | None = None
         self._piece_records: list[PieceRecord] = []
         self._blobs: dict[str, int] = {}
-        self._initial_loop_state = copy.deepcopy(loop.loop_state())
-        sync.wants_save = lambda step: loop.reporter.is_leader and loop.store.is_due(step)
+        self._initial_progress = copy.deepcopy(context.progress.state())
+        context.progress.has_state = False
+        sync.wants_save = lambda step: self._leads and context.store.is_due(step)
+
+    @property
+    def _replica(self) -> ShardedReplica:
+        assert self._held is not None, "a member holds its part from its first view on"
+        return self._held
+
+    @property
+    def lr(self) -> float:
+        return self._held.lr if self._held else math.nan
 
     # ---- entering a view ----
 
-    def enter(self, view: View, seat: int) -> str:
-        """Meet the others, find out what we go on from, and come to hold a part of it. '' or why that failed."""
-        if why := self._sync.reconfigure(view, seat):
-            return why
+    def enter(self, view: View, seat: int) -> Discarded | None:
+        """Meet the others, find out what we go on from, and come to hold a part of it."""
+        if discarded := self._sync.reconfigure(view, seat):
+            return discarded
         began = time.perf_counter()
         try:
             with self._sync.as_link_errors():
-                self._restore(view, seat, began)
-                self._loop.has_state, self._sync.voted_step = True, None
+                self._restore_together(view, seat, began)
+                self._progress.has_state, self._sync.voted_step = True, None
                 self._make_backup(view)
         except LinkError as failure:
-            return self._sync.discard(failure).why
+            return self._sync.discard(failure)
         self._last_save = None
-        self._loop.adopt_view(view, seat)
-        return ""
+        self._view, self._lanes, self._leads = view, sorted(view.carries[seat]), view.saver == seat
+        self._context.batches.set_lanes(self._lanes, self._progress.step)
+        return None
 
-    def _restore(self, view: View, seat: int, began: float) -> None:
-        answers = self._gather(_LABEL_HELD + view.number, self._describe_held(view, seat))
+    def restore(self) -> int | None:
+        """Members restore together, in `enter`."""
+        return None
+
+    def follow(self, view: View, seat: int) -> Iterator[bool]:
+        """A part comes from the memory of other members, in `enter`."""
+        yield from ()
+
+    def _restore_together(self, view: View, seat: int, began: float) -> None:
+        answers = self._gather(Channel.HELD_SHARDS, view.number, self._describe_held(view, seat))
         by_rank = {view.places[other]: content for other, content in answers.items()}
         held_shards = {rank: HeldShard(**content["holding"]) for rank, content in by_rank.items()}
         saved = next(content["saved"] for content in by_rank.values() if content["saves"])
@@ -112,22 +137,22 @@ class ShardedStrategy:
     def _report_recovery(self, kind: str, view: View, seat: int, began: float, **fields: Any) -> None:
         if view.saver == seat:
             seconds = round(time.perf_counter() - began, 6)
-            self._loop.reporter.stream.emit(kind, recovery_s=seconds, **fields)
+            self._context.report(kind, recovery_s=seconds, **fields)
 
     def _describe_held(self, view: View, seat: int) -> dict[str, Any]:
-        """What I bring, as everybody is told."""
-        loop, replica, pending = self._loop, self._loop.replica, self._sync.voted_step
+        """What this member brings, for all the others."""
+        progress, replica, pending = self._progress, self._held, self._sync.voted_step
         row: dict[str, Any] = {"saves": view.saver == seat, "saved": [], "holding": {}}
         if view.saver == seat:
-            row["saved"] = [manifest.step for manifest in loop.store.intact_manifests()]
-        if loop.has_state and isinstance(replica, ShardedReplica):
+            row["saved"] = [manifest.step for manifest in self._context.store.intact_manifests()]
+        if progress.has_state and replica:
             row["holding"] = {
-                "step": loop.step,
+                "step": progress.step,
                 "part": replica.sharded_model.mesh.shard_rank,
                 "ways": replica.sharded_model.mesh.replica_size,
                 "view": self._sync.last_committed_view,
-                "pending": pending.view if pending and pending.step == loop.step else None,
-                "evaluated": loop.evaluated_at == loop.step,
+                "pending": pending.view if pending and pending.step == progress.step else None,
+                "evaluated": progress.evaluated,
                 "mirrors": self._sync.backup.shard_rank if self._sync.backup else None,
             }
             specs = {str(part): tensor_specs(tensors) for part, tensors in self._shards_in_memory().items()}
@@ -145,11 +170,11 @@ class ShardedStrategy:
         return {
             **replica.state(),
             "layout": self._builder.layout_of(replica.sharded_model),
-            "loop": self._loop.loop_state(),
+            "loop": self._progress.state(),
         }
 
-    def _gather(self, label: int, content: Any) -> dict[int, Any]:
-        told = self._sync.gather(label, pack_state(content))
+    def _gather(self, channel: Channel, number: int, content: Any) -> dict[int, Any]:
+        told = self._group.gather(channel.label(number), pack_state(content))
         if isinstance(told, Discarded):
             raise LinkError(told.why)
         return {seat: unpack_state(one) for seat, one in told.items()}
@@ -168,7 +193,7 @@ class ShardedStrategy:
             self._sync.backup = None  # of an older step
         elif held_shards[rank].step != point.step:
             self._apply_pending_step()
-        kept = self._shards_in_memory() if self._loop.has_state else {}
+        kept = self._shards_in_memory() if self._progress.has_state else {}
         replica = self._build_replica(common["layout"])
         coming: dict[str, Tensor] | None = None
         for move in plan_transfers(point, held_shards, replica_size=self._builder.job.workers_per_replica):
@@ -180,12 +205,13 @@ class ShardedStrategy:
             elif move.target_rank == rank:
                 coming = _receive_shard(specs, move, replica.sharded_model.mesh)
         replica.load_all_tensors(kept[rank % self._builder.job.workers_per_replica] if coming is None else coming)
-        self._loop.replica, self._sync.last_committed_view = replica, point.view
+        self._held, self._sync.last_committed_view = replica, point.view
         self._load_shared_state(common)
 
     def _apply_pending_step(self) -> None:
-        """The step that I voted for counted elsewhere: so it counts here."""
-        self._loop.record_commit(Committed(self._sync.commit_voted(self._replica)))
+        """The step that this member voted for counted elsewhere: so it counts here."""
+        loss = self._sync.commit_voted(self._replica)
+        self._progress.record_commit(Committed(loss), step=self._progress.step + 1, lr=self.lr)
 
     def _restore_from_checkpoints(self, steps: Sequence[int], view: View, seat: int) -> int | None:
         """The first of these of which everybody can read its part; None if there is none."""
@@ -195,32 +221,23 @@ class ShardedStrategy:
                 self._restore_from_checkpoint(step)
             except CheckpointError as problem:
                 why = f"{problem.where}: {problem.message}"
-            told = self._gather(_LABEL_LOADED + (view.number << 16) + number, why)
+            told = self._gather(Channel.CHECKPOINT_READ, (view.number << 16) + number, why)
             problems = list(filter(None, told.values()))
             if not problems:
                 return step
             if view.saver == seat:
-                self._loop.store.mark_damaged(step, problems[0])
+                self._context.store.mark_damaged(step, problems[0])
         return None
 
     def _restore_from_checkpoint(self, step: int) -> None:
-        """Whoever wrote it, in whatever layout. Nobody reads more than its part, or one tensor at a time."""
+        """In whatever layout it was written. No member reads more than its part, or one tensor at a time."""
         self._release()
-        store = self._loop.store
-        loop = store.load(step, section="loop")[1]
-        schedule = store.load(step, section="schedule")[1]
-        layout, settings = store.load(step, section="layout")[1], store.load(step, section="settings")[1]
-        replica = self._build_replica(layout)
-        manifest, rows = store.load(step, section=PIECES_SECTION)
-        if rows is not None:
-            saved = open_pieces(store.files, {PIECES_SECTION: rows})
-        else:
-            settings = _without_params(store.load(step, section="optimizer/param_groups")[1])
-            names = _unsharded_names(replica.optimizer_factory.param_order)
-            saved = open_full_tensors(store.files, manifest, rename=names)
-        replica.load_pieces(saved)
-        self._loop.replica = replica
-        self._load_shared_state({"settings": settings, "schedule": schedule, "loop": loop})
+        shared = SharedSections.load(self._context.store, step)
+        replica = self._build_replica(shared.layout)
+        pieces, settings = load_pieces(self._context.store, step, param_order=replica.optimizer_factory.param_order)
+        replica.load_pieces(pieces)
+        self._held = replica
+        self._load_shared_state({"settings": settings, "schedule": shared.schedule, "loop": shared.loop})
 
     def _initialise(self) -> None:
         self._release()
@@ -228,9 +245,9 @@ class ShardedStrategy:
         facts = self._builder.load_initial_weights(replica)
         if facts and replica.sharded_model.mesh.replica_rank == replica.sharded_model.mesh.shard_rank == 0:
             path = self._builder.job.init_from.path if self._builder.job.init_from else ""
-            self._loop.reporter.report("note", message=f"weights from {path}: {facts['loaded']} tensors", **facts)
-        self._loop.replica = replica
-        self._loop.load_loop_state(copy.deepcopy(self._initial_loop_state))
+            self._context.report("note", message=f"weights from {path}: {facts['loaded']} tensors", **facts)
+        self._held = replica
+        self._progress.load_state(copy.deepcopy(self._initial_progress))
 
     def _make_backup(self, view: View) -> None:
         """Of a neighbour's part, if nobody else has it, and everybody has room for that. Until it is there the old one
@@ -242,7 +259,7 @@ class ShardedStrategy:
             return
         old = old if old and old.shard_rank == (mesh.shard_rank + 1) % mesh.replica_size else None
         mine = {"looks": asdict(ShardSpec.of(replica)), "rooms": memory_headroom(), "has": old is not None}
-        told = self._gather(_LABEL_SPECS + view.number, mine)
+        told = self._gather(Channel.SHARD_SPECS, view.number, mine)
         looks = {view.places[seat]: ShardSpec(**content["looks"]) for seat, content in told.items()}
         others = {
             seat: looks[(rank + 1) % mesh.replica_size] for seat, rank in view.places.items() if not told[seat]["has"]
@@ -258,15 +275,13 @@ class ShardedStrategy:
         )
 
     def _release(self) -> None:
-        """Of what will not be needed, before new memory is."""
-        self._loop.has_state, self._sync.backup = False, None
-        if isinstance(self._loop.replica, ShardedReplica):
-            self._loop.replica = self._builder.placeholder
+        """Free what will not be needed, before new memory is taken."""
+        self._progress.has_state, self._sync.backup, self._held = False, None, None
 
     def _build_replica(self, layout: ShardLayout | None) -> ShardedReplica:
         mesh = self._sync.shard_mesh
         assert mesh is not None
-        self._loop.activity.begin("building", self._loop.step)
+        self._context.activity.begin("building", self._progress.step)
         replica = self._builder.build(mesh, layout, self._sync.as_link_errors)
         why = self._why_not_exact(replica)
         if mesh.replica_rank == mesh.shard_rank == 0:
@@ -274,12 +289,12 @@ class ShardedStrategy:
             every = list(replica.sharded_model.model.parameters())
             facts["parameters"] = sum(p.numel() for p in every)
             facts["trainable"] = sum(p.numel() for p in every if p.requires_grad)
-            self._loop.reporter.stream.emit("layout", **facts, why=why)
+            self._context.report("layout", **facts, why=why)
             if why and not (layout and self._builder.matches(layout)):
-                self._loop.reporter.report("note", message=f"{why}. `shard.microbatches: 1` has that of one process")
+                self._context.report("note", message=f"{why}. `shard.microbatches: 1` has that of one process")
             if replica.why_not_deferred:
                 message = f"every worker made the whole model before it was cut: {replica.why_not_deferred}"
-                self._loop.reporter.report("note", message=message)
+                self._context.report("note", message=message)
         return replica
 
     def _why_not_exact(self, replica: ShardedReplica) -> str:
@@ -292,109 +307,155 @@ class ShardedStrategy:
 
     def _load_shared_state(self, shared: Mapping[str, Any]) -> None:
         self._replica.load_state(dict(shared))
-        self._loop.load_loop_state(shared["loop"])
+        self._progress.load_state(shared["loop"])
 
-    @property
-    def _replica(self) -> ShardedReplica:
-        assert isinstance(self._loop.replica, ShardedReplica)
-        return self._loop.replica
+    # ---- steps ----
+
+    def run_step(self, must_halt: Callable[[], bool]) -> Committed | Discarded:
+        step, sums, replica = self._progress.step, self._sync.begin_step(), self._replica
+        outcome = attempt_step(
+            self._context,
+            replica,
+            compute=lambda: self._compute.run_lanes(replica, self._lanes, sums, must_halt),
+            commit=lambda halt: self._sync.commit(replica, step, sums, halt=halt),
+            alone=False,
+        )
+        if isinstance(outcome, Committed):
+            self._progress.record_commit(outcome, step=step + 1, lr=self.lr)
+        return outcome
+
+    def evaluate(self, split: DatasetSplit) -> Metrics | Discarded:
+        try:
+            return self._compute.evaluate(self._replica, split, self._view, self._lanes)
+        except LinkError as failure:
+            return Discarded(str(failure))
+
+    def adopt_metrics(self, metrics: Metrics, monitored: float | None) -> None:
+        if self._replica.schedule_needs_metric:
+            self._replica.schedule.step(monitored)
 
     # ---- saving ----
 
-    def save(self, *, force: bool = False) -> str:
-        """All members at once, if it is time: each writes what it answers for, and one says what there is. '', or why
-        it failed for want of a member: the next step finds that out too, and a new view follows."""
-        loop, metric = self._loop, self._loop.best.value_at(self._loop.step)
-        done = self._last_save is not None and self._last_save[0] == loop.step and metric in (None, self._last_save[1])
+    def save(self, *, force: bool = False) -> None:
+        self._save_together(force=force)
+
+    def save_alone(self) -> None:
+        """Alone it cannot, and what could be saved was."""
+
+    def _save_together(self, *, force: bool) -> Discarded | None:
+        """All members at once, if it is time: each writes what it answers for, and one writes the manifest. Discarded
+        if a member is lost: the next step finds that out too, and a new view follows."""
+        context, step, metric = self._context, self._progress.step, self._progress.monitored_value
+        done = self._last_save is not None and self._last_save[0] == step and metric in (None, self._last_save[1])
         if done or not (force or self._sync.save_requested):
-            return ""
-        self._last_save, self._sync.save_requested = (loop.step, metric), False
-        loop.activity.begin("saving", loop.step)
+            return None
+        self._last_save, self._sync.save_requested = (step, metric), False
+        context.activity.begin("saving", step)
         try:
-            if loop.reporter.is_leader:
+            if self._leads:
                 self._piece_records = []
-                loop.store.save_sharded(
-                    loop.step, self._gather_state, metric=metric, external_blobs=lambda: self._blobs
-                )
+                context.store.save_sharded(step, self._gather_state, metric=metric, external_blobs=lambda: self._blobs)
             else:
                 self._write_own_pieces()
         except LinkError as failure:
-            return str(failure)
-        return ""
+            return Discarded(str(failure))
+        return None
 
     @property
     def is_saved(self) -> bool:
-        """Is all that this worker has in a checkpoint, as far as it knows?"""
-        return self._loop.has_state and self._checkpointed_step == self._loop.step
+        return self._progress.has_state and self._checkpointed_step == self._progress.step
 
-    def save_before_leaving(self) -> str:
-        """Before members part at a boundary all save, and stay until that is done: so that who leaves takes nothing
-        along that others do not have. If it failed, the driver hears of that. '', or why not all are there."""
-        loop = self._loop
-        if why := self.save(force=True):
-            return why
-        loop.activity.begin("saving", loop.step)
+    def leave_view(self) -> Discarded | None:
+        """Before members part at a boundary all save, and stay until that is done: a member that leaves takes nothing
+        along that others do not have. If the save failed, the driver hears of that."""
+        step = self._progress.step
+        if discarded := self._save_together(force=True):
+            return discarded
+        self._context.activity.begin("saving", step)
         failed = ""
-        if loop.reporter.is_leader:
+        if self._leads:
             try:
-                loop.store.wait()
+                self._context.store.wait()
             except CheckpointError as problem:
                 failed = problem.message
         try:
-            told = self._gather(_LABEL_LEAVING + loop.step, failed)
+            told = self._gather(Channel.LEAVE_VIEW, step, failed)
         except LinkError as failure:
-            return str(failure)
-        self._checkpointed_step = None if any(told.values()) else loop.step
-        return ""
+            return Discarded(str(failure))
+        self._checkpointed_step = None if any(told.values()) else step
+        return None
 
-    def _gather_state(self) -> dict[str, Any]:
+    def hand_over(self, given_up: Callable[[], bool]) -> None:
+        """What it holds was saved, and neighbours may have a backup."""
+
+    def state(self) -> State | None:
+        return None
+
+    def _gather_state(self) -> State:
         """The state, of which others have written their parts."""
         told = self._write_own_pieces()
         for content in told.values():
             if content["why"]:
-                raise error("SH503", content["why"], where=self._loop.store.files.where)
+                raise error("SH503", content["why"], where=self._context.store.files.where)
         self._piece_records = [PieceRecord.from_dict(row) for content in told.values() for row in content["rows"]]
         self._blobs = {blob: size for content in told.values() for blob, size in content["blobs"].items()}
-        rows = [_record_fields(row) for row in self._piece_records]
-        return {
-            **self._shared_state(),
-            "model": None,
-            PIECES_SECTION: rows,
-            NAMES_SECTION: self._replica.state_dict_names(),
-        }
+        return sharded_state(self._shared_state(), self._piece_records, self._replica.state_dict_names())
 
     def _write_own_pieces(self) -> dict[int, Any]:
-        """My part, when the one who leads keeps others from sweeping it away; what all have written."""
-        label = _LABEL_SAVE + 2 * self._loop.step
-        self._gather(label, {})
+        """This member's part, once the member that leads keeps it from being swept away; what all have written."""
+        step = self._progress.step
+        self._gather(Channel.SAVE_BEGIN, step, {})
         rows: list[PieceRecord] = []
         blobs: dict[str, int] = {}
         why = ""
         try:
             if self._replica.sharded_model.mesh.replica_rank == 0:
-                rows, blobs = write_pieces(self._loop.store.files, self._replica.pieces())
+                rows, blobs = write_pieces(self._context.store.files, self._replica.pieces())
         except OSError as problem:
             why = str(problem)
-        content = {"rows": [_record_fields(row) for row in rows], "blobs": blobs, "why": why}
-        return self._gather(label + 1, content)
+        content = {"rows": [record_fields(row) for row in rows], "blobs": blobs, "why": why}
+        return self._gather(Channel.SAVE_PIECES, step, content)
 
     # ---- the end ----
 
-    def weights(self) -> AssembledTensors:
+    def finish(self, conclude: Callable[[FinalModel], None]) -> Discarded | None:
+        step = self._progress.step
+        if discarded := self._save_together(force=True):
+            return discarded
+        if self._leads:
+            self._context.activity.begin("export", step)
+            self._context.store.wait()  # what is exported is what was saved
+            conclude(self._final_model())
+        self._context.activity.begin("exchange", step)
+        ended = self._group.gather(Channel.END.label(step), b"")
+        return ended if isinstance(ended, Discarded) and not self._leads else None
+
+    def _final_model(self) -> FinalModel:
         """Of the last save, whole, tensor by tensor."""
         names = {name: f"/model/{first}" for name, first in self._replica.state_dict_names().items()}
-        return AssembledTensors(SavedPieces(self._loop.store.files, self._piece_records), names)
+        weights = AssembledTensors(SavedPieces(self._context.store.files, self._piece_records), names)
 
-    def state_sha256(self) -> str:
+        def export(target: str, *, example_inputs: object, **options: Any) -> None:
+            export_sharded_model(target, weights, **options)
+
+        return FinalModel(weights_sha256(weights), self._state_sha256(), export)
+
+    def _state_sha256(self) -> str:
         """Of all that was saved last; the same in every layout."""
-        saved = SavedPieces(self._loop.store.files, self._piece_records)
+        saved = SavedPieces(self._context.store.files, self._piece_records)
         settings = json.dumps(self._replica.state(), sort_keys=True, default=str)
         tensors = weights_sha256(AssembledTensors(saved, {name: name for name in saved.names()}))
         return weights_sha256({f"{tensors} {settings}": torch.empty(0)})
 
+    def abort(self, view: int) -> None:
+        self._group.abort(view)
+        self._context.peers.abort(view)
 
-def _record_fields(row: PieceRecord) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in row.to_dict().items()}
+    def moved_bytes(self) -> int:
+        return self._sync.moved_bytes()
+
+    def close(self) -> None:
+        self._sync.close()
 
 
 def _send_shard(tensors: Mapping[str, Tensor], specs: TensorSpecs, transfer: ShardTransfer) -> None:
@@ -411,22 +472,3 @@ def _receive_shard(specs: TensorSpecs, transfer: ShardTransfer, mesh: ShardMesh)
         if found[name].numel():
             mesh.receive(found[name], transfer.source_rank)
     return found
-
-
-# ---- what a single process has written ----
-
-
-def _without_params(groups: Any) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-
-def _unsharded_names(param_order: list[str]) -> Any:
-    """There, an optimizer's state goes by numbers."""
-
-    def rename(name: str) -> str:
-        head, _, rest = name.removeprefix("/optimizer/state/").partition("/")
-        if not name.startswith("/optimizer/state/") or not head.isdigit() or int(head) >= len(param_order):
-            return name
-        return f"/optimizer/{param_order[int(head)]}/{rest}"
-
-    return rename

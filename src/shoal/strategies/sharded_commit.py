@@ -9,8 +9,6 @@ them: nobody ever holds a part of one step beside a part of another.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import struct
 import threading
 import time
@@ -18,25 +16,20 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, distributed
-from torch._C._distributed_c10d import TCPStore
 
-from shoal.collectives.group import ViewGroup
+from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
-from shoal.collectives.torch_group import RENDEZVOUS_TIMEOUT
-from shoal.collectives.transport.endpoint import Endpoint
+from shoal.collectives.torch_group import rendezvous
 from shoal.errors import ShoalError
+from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.lanes.replica import LaneSum, Replica, add
 from shoal.net.errors import LinkError
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.gloo_sockets import GlooSockets
 from shoal.sharding.replica import ShardedReplica
 from shoal.sharding.shard_backup import ShardBackup
 from shoal.spec.view import View
-from shoal.strategies.base import LockstepDefaults
 
-_RENDEZVOUS_LABEL, _VOTE_LABEL = 1 << 60, 1 << 61  # labels that nobody else uses
-_PORT = struct.Struct("<H")
 _VOTE_FORMAT = struct.Struct("<??")
 POLL_S = 0.05
 
@@ -49,15 +42,12 @@ class VotedStep(NamedTuple):
     total: LaneSum
 
 
-class ShardedSync(LockstepDefaults):
-    """See Sync. `wants_save(step)` says before a commit whether that step should be saved; `saves`, after it, whether
-    any member said so. `counted` is the view in which the last step counted, wherever this member has it from."""
+class ShardedSync:
+    """Belongs to the training thread. `wants_save(step)` says before a commit whether that step should be saved;
+    `save_requested`, after it, whether any member said so. `last_committed_view` is the view in which the last step
+    counted, wherever this member has it from."""
 
-    exact = False
-    streams_updates = False
-
-    def __init__(self, replica_size: int, *, endpoint: Endpoint | None = None, token: str = "") -> None:
-        super().__init__(1)
+    def __init__(self, replica_size: int, group: ViewGroup) -> None:
         self.shard_mesh: ShardMesh | None = None
         self.voted_step: VotedStep | None = None
         self.last_committed_view = 0
@@ -67,42 +57,39 @@ class ShardedSync(LockstepDefaults):
         self.wants_save: Callable[[int], bool] = lambda step: False
         self._replica_size = replica_size
         self._view = 0
-        self._group = ViewGroup(endpoint, token)
+        self._group = group
+        group.on_abort.append(self._shut_down_sockets)
         self._sockets: GlooSockets | None = None
         self._sent_bytes = 0
 
     # ---- views ----
 
-    def reconfigure(self, view: View, seat: int) -> str:
+    def reconfigure(self, view: View, seat: int) -> Discarded | None:
         self._leave()
-        if why := self._group.enter(view, seat):
-            return why
-        first, host = min(view.places, key=view.places.__getitem__), view.addresses[seat].host
-        listener = _listener(host) if seat == first else None
+        if discarded := self._group.enter(view, seat):
+            return discarded
         try:
-            port = _PORT.pack(listener.getsockname()[1] if listener else 0)
-            told = self._group.gather(_RENDEZVOUS_LABEL + view.number, port)
-            if isinstance(told, Discarded):
-                return told.why
-            (port_there,) = _PORT.unpack(told[first])
-            with self.as_link_errors(), self._shutting_down_on_abort():
-                store = _tcp_store(view.addresses[first].host, port_there, listener)
-                place, size = view.places[seat], len(view.places)
+            with (
+                rendezvous(self._group, view.places) as place,
+                self.as_link_errors(),
+                self._shutting_down_on_abort(),
+            ):
                 self.shard_mesh = ShardMesh(
-                    store, rank=place, world_size=size, replica_size=self._replica_size, number=view.number
+                    place.connect(),
+                    rank=place.rank,
+                    world_size=place.size,
+                    replica_size=self._replica_size,
+                    number=view.number,
                 )
                 self.shard_mesh.is_aborted = self._group.aborted
             self._freeze_sockets()
         except LinkError as failure:
-            return self.discard(failure).why
-        finally:
-            if listener:
-                listener.close()
+            return self.discard(failure)
         self.passes_per_step, self._view = (
             _passes_per_step(view, self._replica_size, self.shard_mesh.replica_rank),
             view.number,
         )
-        return ""
+        return None
 
     @contextlib.contextmanager
     def _shutting_down_on_abort(self) -> Iterator[None]:
@@ -159,15 +146,11 @@ class ShardedSync(LockstepDefaults):
         """Of this row's turns."""
         return TreeSum(self.passes_per_step, add)
 
-    def gradient_sink(self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> None:
-        return None
-
     def commit(
-        self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
+        self, replica: ShardedReplica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
     ) -> Committed | Discarded:
         if self._group.broken:
             return Discarded(self._group.broken)
-        assert isinstance(replica, ShardedReplica)
         began = time.perf_counter()
         self.voted_step = None
         total = sums.total()
@@ -182,7 +165,7 @@ class ShardedSync(LockstepDefaults):
             return self.discard(failure)
         agreed = time.perf_counter()
         self.voted_step = VotedStep(self._view, step, total)
-        told = self._group.gather(_VOTE_LABEL + step, _VOTE_FORMAT.pack(halt, self.wants_save(step + 1)))
+        told = self._group.gather(Channel.VOTE.label(step), _VOTE_FORMAT.pack(halt, self.wants_save(step + 1)))
         if isinstance(told, Discarded):
             self._shut_down_sockets()
             return told
@@ -208,22 +191,11 @@ class ShardedSync(LockstepDefaults):
         before, self._sent_bytes = self._sent_bytes, self._sockets.sent_bytes() if self._sockets else 0
         return max(self._sent_bytes - before, 0)
 
-    def gather(self, label: int, content: bytes) -> dict[int, bytes] | Discarded:
-        return self._group.gather(label, content)
-
     def moved_bytes(self) -> int:
         wires = self._sockets
-        return self._group.moved_bytes + (wires.sent_bytes() if wires else 0)
+        return self._group.moved_bytes() + (wires.sent_bytes() if wires else 0)
 
     # ---- ends ----
-
-    def abort(self, view: int) -> None:
-        self._group.abort(view)
-        if self._group.aborted():
-            self._shut_down_sockets()
-
-    def aborted(self) -> bool:
-        return self._group.aborted()
 
     def _shut_down_sockets(self) -> None:
         wires = self._sockets
@@ -248,24 +220,3 @@ class ShardedSync(LockstepDefaults):
 def _passes_per_step(view: View, replica_size: int, replica: int) -> int:
     """How often the members of a row run the model in a step."""
     return max(len(view.carries[seat]) for seat, rank in view.places.items() if rank // replica_size == replica)
-
-
-def _listener(host: str) -> socket.socket:
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
-def _tcp_store(host: str, port: int, listener: socket.socket | None) -> TCPStore:
-    """Where members find each other; the first of them keeps it."""
-    if listener is None:
-        return TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT, multi_tenant=False
-        )
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        master_listen_fd=os.dup(listener.fileno()),  # the store closes it
-        wait_for_workers=False,
-        timeout=RENDEZVOUS_TIMEOUT,
-        multi_tenant=False,
-    )

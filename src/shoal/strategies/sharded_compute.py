@@ -1,13 +1,15 @@
-"""What a worker computes that holds a model together with others: they run it at the same time, equally often."""
+"""What the members of a sharded model compute: they run it at the same time, equally often."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from shoal.checkpoint.state_format import pack_state, unpack_state
+from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Discarded
 from shoal.data.batch import Batch
 from shoal.data.datasets import DatasetSplit
@@ -15,98 +17,92 @@ from shoal.lanes.lane_sum import LaneSum
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.net.errors import LinkError
 from shoal.sharding.replica import ShardedReplica
+from shoal.spec.view import View
+from shoal.strategies.context import Metrics, StepContext
 from shoal.strategies.sharded_commit import ShardedSync
 from shoal.tasks.metrics import merge_lanes
 from shoal.tasks.user_errors import wrap_user_errors
 
-if TYPE_CHECKING:
-    from shoal.sharding.build_replica import ShardedReplicaBuilder
-    from shoal.train.loop import Loop
-
 LOCKSTEP_PHASE = "together"
-"""Of a worker's pulse: whoever is slow makes its whole row slow, and nobody can tell from outside who it is."""
-_LABEL_EVALUATION = 1 << 57  # labels that nobody else uses
+"""A worker's activity: one slow member makes all members of its replica slow, and nobody can tell from outside which
+one it is."""
 
 
 class ShardedCompute:
-    """Belongs to the training thread."""
+    """Belongs to the training thread. `example` is a batch whose values do not matter."""
 
-    def __init__(self, loop: Loop, sync: ShardedSync, replica_builder: ShardedReplicaBuilder) -> None:
-        self._loop = loop
+    def __init__(self, context: StepContext, group: ViewGroup, sync: ShardedSync, *, example: Batch) -> None:
+        self._context = context
+        self._group = group
         self._sync = sync
-        self._builder = replica_builder
+        self._example = example
 
     # ---- training ----
 
-    def run_lanes(self, sums: TreeSum[LaneSum]) -> None:
-        """One lane after the other. Who has none at a turn, or one without samples, runs the model all the same, for
-        the others in its row; that does not count. LinkError if one of them is lost."""
-        loop, clock = self._loop, time.perf_counter
-        total = loop.sampler.batch_samples(loop.step)
+    def run_lanes(
+        self, replica: ShardedReplica, lanes: Sequence[int], sums: TreeSum[LaneSum], must_halt: Callable[[], bool]
+    ) -> bool:
+        """One lane after the other. A member that has no lane at a pass, or one without samples, runs the model all the
+        same, for the others of its replica; that does not count. LinkError if one of them is lost. Returns whether this
+        worker must halt."""
+        context, step, clock = self._context, self._context.progress.step, time.perf_counter
+        halt, total = must_halt(), context.sampler.batch_samples(step)
+        mesh = replica.sharded_model.mesh
+        counts_samples = mesh.shard_rank == 0 or not replica.sharded_model.shares_lane  # of a shared lane, one does
         for index in range(self._sync.passes_per_step):
             t0 = clock()
-            lane = loop.lanes[index] if index < len(loop.lanes) else None
-            loop.activity.begin("data", loop.step)
-            batch = None if lane is None else loop.batches.get(loop.step, lane)
+            lane = lanes[index] if index < len(lanes) else None
+            context.activity.begin("data", step)
+            batch = None if lane is None else context.batches.get(step, lane)
             t1 = clock()
-            loop.stats.add_time("data_s", t1 - t0)
-            loop.activity.begin(LOCKSTEP_PHASE, loop.step)
-            if batch is not None and self._counts_samples:
-                loop.stats.add_samples(batch.size)
-            sums.push_lane(index, self._forward_backward(lane, batch, total))
-            loop.stats.add_time("compute_s", clock() - t1)
+            context.stats.add_time("data_s", t1 - t0)
+            context.activity.begin(LOCKSTEP_PHASE, step)
+            if batch is not None and counts_samples:
+                context.stats.add_samples(batch.size)
+            sums.push_lane(index, self._forward_backward(replica, lane, batch, total))
+            context.stats.add_time("compute_s", clock() - t1)
+        return halt
 
-    def _forward_backward(self, lane: int | None, batch: Batch | None, total: int) -> LaneSum:
-        loop = self._loop
-        number = loop.train_schedule.lanes if lane is None else lane
+    def _forward_backward(self, replica: ShardedReplica, lane: int | None, batch: Batch | None, total: int) -> LaneSum:
+        step = self._context.progress.step
+        number = self._context.sampler.lanes if lane is None else lane
         share = 0.0 if batch is None else batch.size / total
-        with wrap_user_errors("SH401", f"step {loop.step}, lane {number}"), self._sync.as_link_errors():
-            return loop.replica.forward_backward(loop.step, number, batch or self._builder.example, share=share)
-
-    @property
-    def _counts_samples(self) -> bool:
-        """Where members of a row have the same lanes, one of them tells."""
-        mesh = self._sync.shard_mesh
-        assert mesh is not None
-        return mesh.shard_rank == 0 or not self._replica.sharded_model.shares_lane
-
-    @property
-    def _replica(self) -> ShardedReplica:
-        assert isinstance(self._loop.replica, ShardedReplica)
-        return self._loop.replica
+        with wrap_user_errors("SH401", f"step {step}, lane {number}"), self._sync.as_link_errors():
+            return replica.forward_backward(step, number, batch or self._example, share=share)
 
     # ---- evaluation ----
 
     @torch.no_grad()
-    def evaluate(self, split: DatasetSplit, label: int) -> dict[str, float] | Discarded:
+    def evaluate(
+        self, replica: ShardedReplica, split: DatasetSplit, view: View, lanes: Sequence[int]
+    ) -> Metrics | Discarded:
         """All of a part of the data, by all members. LinkError if one is lost."""
-        loop, evaluator = self._loop, self._loop.evaluator
-        loop.activity.begin(LOCKSTEP_PHASE, loop.step)
-        mesh = self._sync.shard_mesh
-        assert mesh is not None
-        mine = evaluator.chunks_of(split, loop.lanes)
-        row = [seat for seat, rank in loop.view.places.items() if rank // mesh.replica_size == mesh.replica_rank]
-        passes = max(len(evaluator.chunks_of(split, loop.view.carries[seat])) for seat in row)
+        evaluator, step = self._context.evaluator, self._context.progress.step
+        self._context.activity.begin(LOCKSTEP_PHASE, step)
+        mesh = replica.sharded_model.mesh
+        mine = evaluator.chunks_of(split, lanes)
+        row = [seat for seat, rank in view.places.items() if rank // mesh.replica_size == mesh.replica_rank]
+        passes = max(len(evaluator.chunks_of(split, view.carries[seat])) for seat in row)
         has_output = (
-            not self._replica.sharded_model.shares_lane or mesh.shard_rank == mesh.replica_size - 1
+            not replica.sharded_model.shares_lane or mesh.shard_rank == mesh.replica_size - 1
         )  # the end of a pipeline
         with self._sync.as_link_errors():
             found = evaluator.accumulate_in_lockstep(
-                self._replica,
+                replica,
                 split,
                 mine,
                 passes=passes,
                 has_output=has_output,
-                evaluate_batch=self._evaluate_batch,
+                evaluate_batch=lambda batch, doing: self._evaluate_batch(replica, batch, doing),
                 on_chunk=self._on_chunk,
             )
-        if self._sync.aborted():
+        if self._group.aborted():
             return Discarded("asked to stop")
-        lanes = {lane: one.state() for lane, one in found.items() if lane >= 0}
-        results = self._sync.gather(_LABEL_EVALUATION + 8 * loop.step + 2 * label, pack_state(lanes))
+        by_lane = {lane: one.state() for lane, one in found.items() if lane >= 0}
+        results = self._group.gather(Channel[split.name.upper()].label(step), pack_state(by_lane))
         if isinstance(results, Discarded):
             return results
-        metrics: dict[str, float] = {}
+        metrics: Metrics = {}
         if found:
             template = next(iter(found.values()))
             whole = {
@@ -115,19 +111,19 @@ class ShardedCompute:
                 for lane, state in unpack_state(content).items()
             }
             metrics = merge_lanes([whole[lane] for lane in sorted(whole)])
-        results = self._sync.gather(_LABEL_EVALUATION + 8 * loop.step + 2 * label + 1, pack_state(metrics))
+        results = self._group.gather(Channel[f"{split.name.upper()}_RESULT"].label(step), pack_state(metrics))
         if isinstance(results, Discarded):
             return results
         return next(dict(result) for content in results.values() if (result := unpack_state(content)))
 
     def _on_chunk(self) -> None:
-        self._loop.activity.begin(LOCKSTEP_PHASE, self._loop.step)
-        if self._sync.aborted():
+        self._context.activity.begin(LOCKSTEP_PHASE, self._context.progress.step)
+        if self._group.aborted():
             raise LinkError("asked to stop")
 
-    def _evaluate_batch(self, batch: Batch, doing: str) -> tuple[Any, Any]:
+    def _evaluate_batch(self, replica: ShardedReplica, batch: Batch, doing: str) -> tuple[Any, Any]:
         """Loss and predictions. In a pipeline the model can be called once at a time."""
-        task, sharded_model, replica = self._builder.task, self._replica.sharded_model, self._replica
+        task, sharded_model = self._context.task, replica.sharded_model
         with wrap_user_errors("SH401", doing), self._sync.as_link_errors(), replica.autocast_context():
             if sharded_model.shares_lane and not task.evaluates_in_one_pass:
                 return sharded_model.forward(task.loss, batch), sharded_model.forward(task.predict, batch)

@@ -10,7 +10,6 @@ and the all-reduce itself waits for nobody who still computes.
 
 from __future__ import annotations
 
-import socket
 import struct
 import time
 from collections.abc import Mapping
@@ -18,27 +17,23 @@ from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed import BroadcastOptions
 
-from shoal.collectives.group import ViewGroup
+from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
-from shoal.collectives.torch_group import AbortableProcessGroup, Rendezvous, TorchGroup, has_nccl
-from shoal.collectives.transport.endpoint import Endpoint
+from shoal.collectives.torch_group import AbortableProcessGroup, TorchGroup, has_nccl, rendezvous
 from shoal.errors import error
 from shoal.lanes.flat_layout import FlatLayout, write_lane_sum
+from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.lanes.replica import LaneSum, Replica, add
 from shoal.net.errors import LinkError
 from shoal.spec.view import View
-from shoal.strategies.base import LockstepDefaults
+from shoal.strategies.base import HeldWeights
+from shoal.strategies.sync_defaults import NO_SAMPLES, OnTotal, SyncDefaults
 
 BUCKET_BYTES = 25 << 20
 CLOSE_TIMEOUT_S = 2.0
-_RENDEZVOUS_LABEL, _STEP_LABEL = 1 << 60, 1 << 61  # labels that nobody else uses
 _STEP_HEADER = struct.Struct("<??i32s")
-_PORT = struct.Struct("<H")
-_NO_SAMPLES = "no lane had samples"
 
 
 def pick_backend(wanted: str, device: torch.device) -> str:
@@ -70,13 +65,13 @@ class StepHeader(NamedTuple):
 
 
 class AllReduceBuffer:
-    """Where this worker's sum lies, and after the all-reduce everybody's. Belongs to one view: a circle that was left
-    may still write into it."""
+    """Where this worker's sum lies, and after the all-reduce everybody's. Belongs to one view: a process group that was
+    left may still write into it."""
 
-    def __init__(self, replica: Replica) -> None:
-        self.layout = FlatLayout(replica.sum_template())
+    def __init__(self, held: HeldWeights) -> None:
+        self.layout = FlatLayout(held.sum_template())
         self.digest = self.layout.digest.to_bytes(32, "little")
-        self.flat_buffer = torch.zeros(self.layout.size_bytes, dtype=torch.uint8, device=replica.device)
+        self.flat_buffer = torch.zeros(self.layout.size_bytes, dtype=torch.uint8, device=held.device)
         self.lane_sum = self.layout.views(self.flat_buffer)
 
     def write_own_sum(self, sums: TreeSum[LaneSum], *, halt: bool) -> StepHeader:
@@ -118,63 +113,50 @@ class AllReduceBuffer:
         return 2 * (members - 1) * added // members
 
 
-class TorchDdpSync(LockstepDefaults):
-    """See Sync. With one worker there is nobody to talk to, and nothing of torch.distributed is used."""
+class TorchDdpSync(SyncDefaults):
+    """With one worker there is nobody to talk to, and nothing of torch.distributed is used."""
 
     exact = False
 
     def __init__(
-        self, lanes: int, backend: str, device: torch.device, *, endpoint: Endpoint | None = None, token: str = ""
+        self, lanes: int, group: ViewGroup, *, backend: str, device: torch.device, on_total: OnTotal | None = None
     ) -> None:
-        super().__init__(lanes)
+        super().__init__(lanes, group, on_total)
         self._backend = pick_backend(backend, device)
         self._device = device
-        self._group = ViewGroup(endpoint, token)
+        group.on_abort.append(self._leave_process_group)
         self._process_group: AbortableProcessGroup | None = None
         self._buffer: AllReduceBuffer | None = None
 
-    def reconfigure(self, view: View, seat: int) -> str:
+    def reconfigure(self, view: View, seat: int) -> Discarded | None:
         self._leave()
-        if why := self._group.enter(view, seat):
-            return why
+        if discarded := self._group.enter(view, seat):
+            return discarded
         if self._group.mesh is None:
-            return ""
-        first, host = min(view.carries), view.addresses[seat].host
-        listener = _listener(host) if seat == first else None
+            return None
+        ranks = {member: rank for rank, member in enumerate(sorted(view.carries))}
         try:
-            port = _PORT.pack(listener.getsockname()[1] if listener else 0)
-            told = self._group.gather(_RENDEZVOUS_LABEL + view.number, port)
-            if isinstance(told, Discarded):
-                return told.why
-            rank = sorted(view.carries).index(seat)
-            (port_there,) = _PORT.unpack(told[first])
-            place = Rendezvous(rank, len(view.carries), view.addresses[first].host, port_there, host, listener)
-            self._process_group = AbortableProcessGroup(self._backend, place, self._device)
-            if self._group.aborted():
-                self._process_group.leave()
-            self._process_group.run(lambda group: None)  # when there is one, all have come
+            with rendezvous(self._group, ranks) as place:
+                self._process_group = AbortableProcessGroup(self._backend, place, self._device)
+                if self._group.aborted():
+                    self._process_group.leave()
+                self._process_group.run(lambda group: None)  # when there is one, all have come
         except LinkError as failure:
-            return self._discard(failure).why
-        finally:
-            if listener:
-                listener.close()
-        return ""
-
-    def gradient_sink(self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool) -> None:
+            return self._discard(failure)
         return None
 
     def commit(
-        self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
+        self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
     ) -> Committed | Discarded:
         if self._group.broken:
             return Discarded(self._group.broken)
         if self._process_group is None:
             total = sums.total()
-            return Discarded(_NO_SAMPLES) if total is None else Committed(self._apply(replica, step, total), halt=halt)
-        room = self._buffer = self._buffer or AllReduceBuffer(replica)
+            return Discarded(NO_SAMPLES) if total is None else Committed(self._apply(held, step, total), halt=halt)
+        room = self._buffer = self._buffer or AllReduceBuffer(held)
         mine = room.write_own_sum(sums, halt=halt)
         began = time.perf_counter()
-        told = self._group.gather(_STEP_LABEL + step, mine.pack())
+        told = self._group.gather(Channel.STEP_HEADER.label(step), mine.pack())
         if isinstance(told, Discarded):
             self._process_group.leave()
             return told
@@ -183,48 +165,36 @@ class TorchDdpSync(LockstepDefaults):
             said = {seat: StepHeader.unpack(content) for seat, content in told.items()}
             root = _root_rank(said)
             if root is None:
-                return Discarded(_NO_SAMPLES)
+                return Discarded(NO_SAMPLES)
             self._process_group.run(partial(room.allreduce, root))
         except LinkError as failure:
             return self._discard(failure)
         exchange_s = time.perf_counter() - met
-        loss = self._apply(replica, step, room.total(counted=list(said.values())[root].counted))
+        loss = self._apply(held, step, room.total(counted=list(said.values())[root].counted))
         halting = any(one.halt for one in said.values())
         return Committed(loss, room.ring_bytes(len(said)), halting, waited_s=met - began, exchange_s=exchange_s)
 
-    def _apply(self, replica: Replica, step: int, total: LaneSum) -> Tensor:
-        if self.on_total:
-            self.on_total(step, total)
-        return replica.apply(step, total)
-
     def _discard(self, failure: LinkError) -> Discarded:
-        """Leave the circle at once: that is how members learn of it that wait for this one."""
-        if self._process_group:
-            self._process_group.leave()
+        """Leave the process_group at once: that is how members learn of it that wait for this one."""
+        self._leave_process_group()
         return Discarded(self._group.broken) if self._group.broken else self._group.discard(failure)
 
-    def gather(self, label: int, content: bytes) -> dict[int, bytes] | Discarded:
-        return self._group.gather(label, content)
-
-    def abort(self, view: int) -> None:
-        self._group.abort(view)
-        circle = self._process_group
-        if circle and self._group.aborted():
-            circle.leave()
-
-    def aborted(self) -> bool:
-        return self._group.aborted()
+    def _leave_process_group(self) -> None:
+        """From any thread."""
+        process_group = self._process_group
+        if process_group:
+            process_group.leave()
 
     def _leave(self) -> AbortableProcessGroup | None:
-        circle, self._process_group, self._buffer = self._process_group, None, None
-        if circle:
-            circle.leave()
+        process_group, self._process_group, self._buffer = self._process_group, None, None
+        if process_group:
+            process_group.leave()
         self._group.leave()
-        return circle
+        return process_group
 
     def close(self) -> None:
-        if circle := self._leave():
-            circle.join(CLOSE_TIMEOUT_S)
+        if process_group := self._leave():
+            process_group.join(CLOSE_TIMEOUT_S)
 
 
 def _root_rank(headers: Mapping[int, StepHeader]) -> int | None:
@@ -235,7 +205,3 @@ def _root_rank(headers: Mapping[int, StepHeader]) -> int | None:
     if len({one.counted for one in headers.values() if one.first_lane >= 0}) > 1:
         raise LinkError("some lanes came with a count and others without")
     return lanes[min(lanes)] if lanes else None
-
-
-def _listener(host: str) -> socket.socket:
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 from shoal.terminal.formatting import number
 
+MAX_SHOWN = 1e300
+"""The difference of two larger values may be infinite. Neither infinity nor NaN is less."""
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def draw(steps: Sequence[float], values: Sequence[float], *, width: int = 64, height: int = 10) -> list[str]:
     """Lines of text; the axis on the left shows the largest and the smallest value."""
-    points = [(s, v) for s, v in zip(steps, values, strict=True) if math.isfinite(v)]
+    points = [(s, v) for s, v in zip(steps, values, strict=True) if abs(v) < MAX_SHOWN]
     if not points:
         return []
     low, high = min(v for _, v in points), max(v for _, v in points)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import sys
 import time
@@ -17,29 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.events import Event, RunState
-from shoal.net.address import parse_address
+from shoal.events.schema import to_row
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, servers
+from shoal.terminal.notes import event_line
 
 LINE_INTERVAL_S = 2.0
 MAX_WORKERS_SHOWN = 16
 GONE = ("dead", "left", "finished", "failed")
-_SILENT_KINDS = {
-    "saved",
-    "step",
-    "built",
-    "joined",
-    "link_measured",
-    "stopped",
-    "best",
-    "worker_started",
-    "server_started",
-    "table",
-    "served",
-    "run_ended",
-    "finished",
-    "failed",
-}
 
 
 class Display(Protocol):
@@ -80,45 +64,8 @@ class JsonDisplay(SilentDisplay):
     """Every event as a line of JSON on standard output."""
 
     def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
-        row = json.loads(event.to_line())
-        sys.stdout.write(json.dumps({"run": paths.name, **row}) + "\n")
+        sys.stdout.write(json.dumps({"run": paths.name, **to_row(event)}, default=str) + "\n")
         sys.stdout.flush()
-
-
-def event_line(event: Event, state: RunState) -> str:
-    """What is worth a line of its own; '' for the rest."""
-    if event.kind == "built" and event.who == state.built_by:
-        parts = ", ".join(f"{formatting.count(n)} {name}" for name, n in event["samples"].items())
-        skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
-        known = event.get("parameters")  # not where a model is never whole
-        return (
-            f"{f'{formatting.count(known)} parameters, ' if known else ''}samples: {parts}{skipped}; "
-            f"{formatting.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
-        )
-    if event.kind == "evaluated" and not event.get("again"):
-        name = "" if event["part"] == "validation" else f" on {event['part']}"
-        return f"step {event.step}: evaluated{name}: {formatting.metrics(event['metrics'])}"
-    if event.kind == "run_started":
-        return join_hint(str(event["run"]), str(event.get("listens", "")), tls=bool(event.get("tls")))
-    if event.kind == "printed":
-        return str(event["text"])
-    if event.kind == "view":
-        return "" if event["why"] == "finished" else str(event["why"])
-    if event.kind == "left":
-        return "" if event["why"] == "finished" else f"{event.who} left at step {event.step} ({event['why']})"
-    if event.kind == "note" and state.last_note_is_repeat:
-        return ""
-    if event.kind in _SILENT_KINDS or event.get("again") or (event.kind == "servers_wanted" and not event["why"]):
-        return ""
-    return state.notes[-1] if state.notes else ""
-
-
-def join_hint(run: str, address: str, *, tls: bool = False) -> str:
-    """Where others may join, and how; '' where nobody else can reach the run."""
-    host = parse_address(address)[0] if address else ""
-    if not host or host == "localhost" or ipaddress.ip_address(host).is_loopback:
-        return ""
-    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}" + (" --tls DIR" if tls else "")
 
 
 class RateLimiter:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.events import RunState
-from shoal.events.run_state import describe_choice
 from shoal.plan.costs.units import format_milliseconds
+from shoal.terminal.notes import describe_choice
 
 MAX_REPLANS = 3
 _TIME_NAMES = {"compute_s": "compute", "encode_s": "coding", "exchange_s": "exchange", "apply_s": "update"}

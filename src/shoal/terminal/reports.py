@@ -12,10 +12,13 @@ from rich.text import Text
 from shoal.errors import ShoalError, single_errors
 from shoal.events import RunState
 from shoal.spec.receipt import Receipt, metrics_mean_and_std
-from shoal.terminal import formatting, plan, servers
+from shoal.terminal import formatting, notes, plan, servers
 from shoal.terminal.curve import draw
 
 MAX_SHARES = 12
+MAX_NOTE_LINES = 8
+MAX_TABLE_ROWS = 500
+"""More rows are printed without rich's layout, which takes half a millisecond for each."""
 _TIME_NAMES = ("compute", "data", "exchange", "waiting", "saving", "evaluation", "recovery")
 
 
@@ -122,7 +125,7 @@ def print_run(console: Console, state: RunState, *, width: int) -> None:
         )
     )
     if state.layout:
-        console.print(f"  {state.layout}", highlight=False, soft_wrap=True)
+        console.print(f"  {notes.describe_layout(state.layout)}", highlight=False, soft_wrap=True)
     if state.metrics:
         console.print("  " + formatting.metrics(state.metrics), highlight=False)
     if state.servers:
@@ -130,9 +133,10 @@ def print_run(console: Console, state: RunState, *, width: int) -> None:
         if state.serving_servers:
             console.print(servers.server_table(state))
     print_lines(console, *(f"  {line}" for line in plan.plan_lines(state)))
-    told = [note for note in state.notes if not note.startswith("plan: ")]
-    for note in told[-8:]:
-        console.print(Text(f"  {note}", style="yellow"), soft_wrap=True)
+    for line in notes.note_lines(state)[-MAX_NOTE_LINES:]:
+        console.print(Text(f"  {line}", style="yellow"), soft_wrap=True)
+    if state.skipped_rows:
+        print_lines(console, f"  {plural(state.skipped_rows, 'row')} of events.jsonl could not be read")
     for name, curve in _shown_curves(state):
         console.print(Text(f"\n{name}", style="bold"))
         for line in draw(curve.steps, curve.values, width=min(width - 14, 72), height=8):
@@ -146,17 +150,28 @@ def _shown_curves(state: RunState) -> list[tuple[str, Any]]:
 
 
 def print_runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table("run", "status", "step", "metrics", "started", "weights", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(
-            row["run"],
-            row["status"],
-            f"{row['step']}/{row['steps']}" if row["steps"] else "–",
-            formatting.metrics(row["metrics"]),
-            row["started"],
-            row["weights_sha256"][:12],
-        )
+    header = ("run", "status", "step", "metrics", "started", "weights")
+    cells = [_run_cells(row) for row in rows]
+    if len(cells) > MAX_TABLE_ROWS:
+        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+        lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *cells))
+        console.out("\n".join(lines), highlight=False)
+        return
+    table = Table(*header, box=None, pad_edge=False)
+    for line in cells:
+        table.add_row(*line)
     console.print(table)
+
+
+def _run_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["run"],
+        row["status"],
+        f"{row['step']}/{row['steps']}" if row["steps"] else "–",
+        formatting.metrics(row["metrics"]),
+        row["started"],
+        row["weights_sha256"][:12],
+    )
 
 
 def print_comparison(console: Console, columns: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from shoal.collectives.transport.endpoint import host_id
 from shoal.errors import error
+from shoal.net.host_id import host_id
 from shoal.spec.run_paths import cache_directory
 
 

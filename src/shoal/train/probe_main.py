@@ -23,17 +23,18 @@ from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.fleet.process import run_reporting_errors
 from shoal.lanes.reduction_tree import TreeSum
-from shoal.lanes.replica import LaneSum, Replica, add
+from shoal.lanes.replica import LaneSum, add
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.paramserver.sparse.offline import bind_checkpoint_rows
 from shoal.sharding.build_replica import unsharded_job
 from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.job import Job
-from shoal.spec.load import load_job
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths, cache_directory
+from shoal.strategies.make import build_replica
 from shoal.tasks.evaluation import Evaluator
 from shoal.tasks.user_errors import wrap_user_errors
-from shoal.train.build import build, build_replica
+from shoal.train.build import BuiltJob, build
 from shoal.train.devices import pick_device
 from shoal.train.profile import profile_job
 
@@ -48,7 +49,7 @@ def main() -> None:
     paths = RunPaths.at(arguments.run)
 
     def answer(stream: EventWriter) -> None:
-        job = unsharded_job(load_job(paths.job, check_names=False))
+        job = unsharded_job(load_run_job(paths.job))
         prepare_torch(job)
         stream.emit("answer", **PROBES[arguments.question](job, paths, stream, **arguments.arguments))
 
@@ -67,7 +68,7 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
         sums.push_lane(lane, _forward_backward(built, ids, lane) if len(ids) else None)
     total = sums.total()
     assert total is not None
-    loss = float(Replica.apply(replica, 0, total))  # one of the whole batch, however lanes agree
+    loss = float(replica.apply(0, total))  # one of the whole batch, however lanes agree
     seconds = time.perf_counter() - start
     part = next(iter(built.data.held_out.values()), None)
     if part is not None:
@@ -99,14 +100,13 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
     }
 
 
-def _forward_backward(built: Any, ids: Any, lane: int) -> LaneSum:
+def _forward_backward(built: BuiltJob, ids: Any, lane: int) -> LaneSum:
     part = built.data.train
     batch = part.source.take(ids)
     batch = part.transform(batch) if part.transform else batch
     with wrap_user_errors("SH401", f"one step, lane {lane}"):
         share = len(ids) / built.sampler.batch_samples(0)
-        result: LaneSum = built.replica.forward_backward(0, lane, batch.to(built.replica.device), share=share)
-    return result
+        return built.replica.forward_backward(0, lane, batch.to(built.replica.device), share=share)
 
 
 def _shape(value: Any) -> Any:

@@ -12,12 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.transport.endpoint import Endpoint
 from shoal.data.batch import Batch
 from shoal.lanes.replica import Replica
 from shoal.spec.view import Address, View
-from shoal.strategies.replicated import OrderedAllReduceSync
+from shoal.strategies.ordered_sync import OrderedAllReduceSync
 
 MIN_STEPS, MAX_STEPS = 5, 100
 SLOW_S = 5.0
@@ -64,13 +65,14 @@ def _train(
 ) -> list[tuple[float, float]]:
     """Every step's lane and exchange, until there were enough or the other worker is gone."""
     endpoint = Endpoint(token, serve=lambda sock, said: None)
-    sync = OrderedAllReduceSync(2, endpoint=endpoint, token=token)
+    group = ViewGroup(endpoint, token)
+    sync = OrderedAllReduceSync(2, group)
     found: list[tuple[float, float]] = []
     try:
         view = _view(endpoint.address, other, seat)
-        threading.Thread(target=_abort_when_gone, args=(other, sync), name="shoal-pair", daemon=True).start()
-        if why := sync.reconfigure(view, seat):
-            raise ConnectionError(why)
+        threading.Thread(target=_abort_when_gone, args=(other, group), name="shoal-pair", daemon=True).start()
+        if discarded := sync.reconfigure(view, seat):
+            raise ConnectionError(discarded.why)
         began = time.perf_counter()
         while _needs_more_steps(len(found), time.perf_counter() - began, budget_s):
             start = time.thread_time()
@@ -98,11 +100,11 @@ def _needs_more_steps(done: int, seconds: float, budget_s: float) -> bool:
     )
 
 
-def _abort_when_gone(other: socket.socket, sync: OrderedAllReduceSync) -> None:
-    """Whoever waits for a worker that died must not wait for ever."""
+def _abort_when_gone(other: socket.socket, group: ViewGroup) -> None:
+    """The training thread must not wait for ever for a worker that died."""
     with contextlib.suppress(OSError):
         other.recv(1)
-    sync.abort(1)
+    group.abort(1)
 
 
 def _view(mine: Address, other: socket.socket, seat: int) -> View:

@@ -51,7 +51,9 @@ class Reporter:
                 raise
             except Exception as failure:
                 name = type(watcher).__name__
-                raise error("SH410", f"{name}: {type(failure).__name__}: {failure}", where=f"watch {name}") from failure
+                raise error(
+                    "SH410", f"{name}: {type(failure).__name__}: {failure}", where=f"watcher {name}"
+                ) from failure
             if reason and not self.stop_reason:
                 self.stop_reason = str(reason)
 

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-from shoal.checkpoint.state_tree import flatten
+from shoal.checkpoint.state_tree import State, flatten
 from shoal.checkpoint.tensor_bytes import bytes_of
 from shoal.events import Event
-from shoal.lanes.replica import Replica
 
 DIGEST_BYTES = 8
 
 
 class StateTrace:
-    """A watcher that looks at the weights themselves: one row per step, by the worker that saves."""
+    """A watcher that looks at the weights themselves: one row per step, by the worker that saves. There are no rows
+    where `state()` is None, since no single worker has all of it."""
 
     alone = True
 
-    def __init__(self, path: Path, replica: Replica) -> None:
+    def __init__(self, path: Path, state: Callable[[], State | None]) -> None:
         self._path = path
-        self._replica = replica
+        self._state = state
 
     def watch(self, event: Event) -> None:
-        if event.kind != "step":
+        state = self._state() if event.kind == "step" else None
+        if state is None:
             return
-        tensors, _ = flatten(self._replica.state())
+        tensors, _ = flatten(state)
         digests = {
             name.lstrip("/"): hashlib.blake2b(bytes_of(tensor), digest_size=DIGEST_BYTES).hexdigest()
             for name, tensor in tensors.items()

@@ -22,7 +22,7 @@ class Watcher(Protocol):
 
 def monitored_value(monitor: MonitorConfig, event: Event) -> float | None:
     """The monitored value if this event brings one."""
-    if event.kind != "evaluated" or event["part"] != "validation":
+    if event.kind != "evaluated" or event["split"] != "validation":
         return None
     metrics = event["metrics"]
     if monitor.metric not in metrics:
@@ -98,7 +98,7 @@ class EarlyStopping:
 
 
 class TensorBoard:
-    """Writes losses and metrics for TensorBoard: `watch: [tensorboard]`."""
+    """Writes losses and metrics for TensorBoard: `watchers: [tensorboard]`."""
 
     alone = True
 
@@ -107,7 +107,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as failure:
             raise error(
-                "SH207", "TensorBoard is not installed", where="watch", fix="pip install 'shoal[tensorboard]'"
+                "SH207", "TensorBoard is not installed", where="watchers", fix="pip install 'shoal[tensorboard]'"
             ) from failure
         self._writer: Any = SummaryWriter(directory)
 
@@ -117,7 +117,7 @@ class TensorBoard:
             self._writer.add_scalar("train/lr", event["lr"], event.step)
         elif event.kind == "evaluated":
             for name, value in event["metrics"].items():
-                self._writer.add_scalar(f"{event['part']}/{name}", value, event.step)
+                self._writer.add_scalar(f"{event['split']}/{name}", value, event.step)
         elif event.kind in ("finished", "left"):
             self._writer.close()
         return None

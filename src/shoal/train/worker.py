@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import os
-import platform
 import signal
 import socket
 import sys
@@ -22,8 +20,6 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.export import export_model, export_sharded_model
-from shoal.checkpoint.sha256 import state_sha256, weights_sha256
 from shoal.collectives.peer_services import PeerServices
 from shoal.errors import ShoalError
 from shoal.events import EventWriter
@@ -32,22 +28,22 @@ from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
 from shoal.fleet.process import WELCOME_TIMEOUT_S, emit_failure, hold_seat_lock, run_reporting_errors
 from shoal.lanes.torch_setup import prepare_torch
-from shoal.net import tls
 from shoal.net.address import parse_address
+from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
-from shoal.spec.load import load_job, save_job
+from shoal.spec.load import load_run_job, save_job
 from shoal.spec.run_paths import RunPaths, cache_directory
-from shoal.spec.view import View
-from shoal.strategies.parameter_server import ParameterServerSync
+from shoal.spec.view import Attachment, View
 from shoal.train.activity import Activity
-from shoal.train.build import BuiltJob, build, build_loop
+from shoal.train.build import TrainingSession, build, build_loop
 from shoal.train.devices import claim_device
 from shoal.train.elastic import ElasticLoop
-from shoal.train.loop import Loop
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
+STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
+JOINED = Attachment(managed=False, can_save=False, needs_job=True)
 
 
 def main() -> None:
@@ -61,8 +57,8 @@ def main() -> None:
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
     if arguments.join:
-        tls.configure(load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None)
-        sys.exit(run_remote_worker(paths, arguments.join, arguments.dir))
+        contexts = load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None
+        sys.exit(run_remote_worker(paths, arguments.join, arguments.dir, tls_contexts=contexts))
     who = f"worker-{arguments.seat}"
     sys.exit(
         run_reporting_errors(
@@ -80,7 +76,7 @@ class WorkerSession:
     driver_address: Callable[[], DriverAddress | None]
     peers: PeerServices
     activity: Activity
-    has_run_dir: bool
+    attachment: Attachment
     seat: int | None = None
     leaving: bool = False
     on_seat_changed: Callable[[int], None] = lambda seat: None
@@ -88,7 +84,7 @@ class WorkerSession:
     on_chunk_table: Callable[[ChunkTable], None] = lambda table: None
     chunk_boundaries: list[int] = field(default_factory=list)
 
-    def make_control_client(self) -> ControlClient:
+    def make_control_client(self, tls_contexts: TlsContexts | None) -> ControlClient:
         control = ControlClient(
             self.driver_address,
             lambda: self._hello(control),
@@ -96,6 +92,7 @@ class WorkerSession:
             on_view=lambda view: self.on_view(view),  # noqa: PLW0108  # it is set later
             on_chunk_table=lambda table: self.on_chunk_table(table),  # noqa: PLW0108
             on_welcome=lambda fields: self._on_welcome(control, fields),
+            tls_contexts=tls_contexts,
         )
         return control
 
@@ -103,7 +100,7 @@ class WorkerSession:
         return {
             "role": "worker",
             "seat": self.seat,
-            "local": self.has_run_dir,
+            "attachment": self.attachment.model_dump(),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "address": self.peers.endpoint.address.model_dump(),
@@ -129,21 +126,24 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
     driver_address = read_driver_address(paths.driver_address)
     assert driver_address is not None, "the driver writes it before it starts workers"
     latest = partial(read_driver_address, paths.driver_address)
-    job = load_job(paths.job, check_names=False)
-    tls.configure(tls_contexts_for(job))
+    job = load_run_job(paths.job)
+    contexts = tls_contexts_for(job)
     with (
         hold_seat_lock(paths, seat),
-        open_session(driver_address, latest, has_run_dir=True, seat=seat) as (session, control),
+        open_session(driver_address, latest, STARTED_BY_ENGINE, seat=seat, tls_contexts=contexts) as (session, control),
     ):
         control.connect(WELCOME_TIMEOUT_S)
         train(job, paths, session, control, stream, trace=trace)
 
 
-def run_remote_worker(paths: RunPaths, driver: str, base_dir: str) -> int:
+def run_remote_worker(paths: RunPaths, driver: str, base_dir: str, *, tls_contexts: TlsContexts | None = None) -> int:
     """A worker from elsewhere. What it tells is kept in its own directory too, for whoever started it."""
     driver_address = DriverAddress(*parse_address(driver), os.environ.pop(TOKEN_VARIABLE, ""))
     own_stream = EventWriter(paths.events, "worker")
-    with open_session(driver_address, lambda: driver_address, has_run_dir=False, seat=None) as (session, control):
+    with open_session(driver_address, lambda: driver_address, JOINED, seat=None, tls_contexts=tls_contexts) as (
+        session,
+        control,
+    ):
         try:
             welcome = control.connect(WELCOME_TIMEOUT_S)
         except ShoalError as failure:
@@ -171,14 +171,15 @@ def emit_to_both(control: ControlClient, own_stream: EventWriter, row: bytes) ->
 def open_session(
     initial_address: DriverAddress,
     driver_address: Callable[[], DriverAddress | None],
+    attachment: Attachment,
     *,
-    has_run_dir: bool,
     seat: int | None,
+    tls_contexts: TlsContexts | None,
 ) -> Iterator[tuple[WorkerSession, ControlClient]]:
     """The two ways out of this process: to the driver, and to the other workers."""
-    peers = PeerServices(initial_address.token, bind=own_address(initial_address))
-    session = WorkerSession(driver_address, peers, Activity(), has_run_dir, seat)
-    control = session.make_control_client()
+    peers = PeerServices(initial_address.token, bind=own_address(initial_address), tls_contexts=tls_contexts)
+    session = WorkerSession(driver_address, peers, Activity(), attachment, seat)
+    control = session.make_control_client(tls_contexts)
     try:
         yield session, control
     finally:
@@ -205,7 +206,7 @@ def train(
 ) -> None:
     """Build, then go through the loop to the end."""
     assert session.seat is not None
-    leave_reason = install_leave_handler(session, control, job.engine.patience_s)
+    leave_reason = install_leave_handler(session, control, job.elastic.patience_s)
     prepare_torch(job)
     stream.emit(
         "worker_started",
@@ -215,38 +216,34 @@ def train(
         torch=torch.__version__,
     )
     built = build(job, cache_dir=cache_directory(), report=stream.emit, choose_device=claim_device)
-    loop = build_loop(
-        built,
-        paths,
-        membership=control,
-        peers=session.peers,
-        stream=stream,
-        activity=session.activity,
-        has_state=session.has_run_dir and built.replica_builder is None,
-        on_finish=lambda loop, why: finish_run(loop, why, built, paths),
-        leave_reason=leave_reason,
-        trace=trace,
+    ways_out = TrainingSession(
+        control, session.peers, session.activity, partial(place_chunks, session, control), leave_reason
     )
-    if isinstance(loop.sync, ParameterServerSync):
-        connect_to_servers(session, control, loop.sync)
-    elastic = ElasticLoop(
-        loop, control, seat=session.seat, save_lock=paths.saving_lock if session.has_run_dir else None
+    loop, context = build_loop(
+        built, paths, session=ways_out, stream=stream, has_state=session.attachment.can_save, trace=trace
     )
+    save_lock = paths.saving_lock if session.attachment.can_save else None
+    elastic = ElasticLoop(loop, peers=session.peers, seat=session.seat, save_lock=save_lock)
     session.on_view, session.on_seat_changed = elastic.on_view, elastic.on_seat_changed
     try:
         elastic.run()
     finally:
-        loop.batches.close()
-        loop.store.close()
+        context.batches.close()
+        context.store.close()
 
 
-def connect_to_servers(session: WorkerSession, control: ControlClient, sync: ParameterServerSync) -> None:
-    """Let the driver know what is to be placed, and the sync where it was placed."""
-    session.on_chunk_table = sync.set_chunk_table
+def place_chunks(
+    session: WorkerSession,
+    control: ControlClient,
+    chunk_offsets: list[int],
+    on_chunk_table: Callable[[ChunkTable], None],
+) -> None:
+    """Let the driver know what is to be placed on servers, and the strategy where it was placed."""
+    session.on_chunk_table = on_chunk_table
     if control.chunk_table is not None:
-        sync.set_chunk_table(control.chunk_table)
-    session.chunk_boundaries = sync.chunk_offsets
-    control.send("cuts", cuts=session.chunk_boundaries)
+        on_chunk_table(control.chunk_table)
+    session.chunk_boundaries = chunk_offsets
+    control.send("cuts", cuts=chunk_offsets)
 
 
 def install_leave_handler(session: WorkerSession, control: ControlClient, patience_s: float) -> Callable[[], str]:
@@ -265,53 +262,6 @@ def install_leave_handler(session: WorkerSession, control: ControlClient, patien
         return f"no driver came back in {patience_s:g} s" if control.driver_silence_s > patience_s else ""
 
     return why
-
-
-def combined_sha256(sha256: str, external_sha256: str) -> str:
-    """Of what the replica has, and of what it has not: rows of sparse tables."""
-    return hashlib.sha256(f"{sha256} {external_sha256}".encode()).hexdigest() if external_sha256 else sha256
-
-
-def finish_run(loop: Loop, why: str, built: BuiltJob, paths: RunPaths) -> None:
-    """Save, export, and say so. Every part may be repeated after a crash."""
-    loop.save(force=True)
-    model, shards = loop.replica.model, loop.sharded
-    if shards:
-        loop.store.wait()  # what is exported is what was saved
-    weights = combined_sha256(weights_sha256(shards.weights() if shards else model.state_dict()), loop.external_sha256)
-    export_options: dict[str, Any] = {
-        "program": "program" in built.job.export,
-        "emit": loop.reporter.report,
-        "info": {
-            "job": built.job.dump(),
-            "step": loop.step,
-            "weights_sha256": weights,
-            "metrics": loop.metrics,
-            "classes": built.data.train.source.classes,
-        },
-    }
-    if shards:
-        export_sharded_model(paths.model, shards.weights(), **export_options)
-    else:
-        export_model(paths.model, model, example_inputs=built.example.inputs, **export_options)
-    loop.store.wait()
-    loop.reporter.report(
-        "finished",
-        step=loop.step,
-        weights_sha256=weights,
-        state_sha256=shards.state_sha256()
-        if shards
-        else combined_sha256(state_sha256(loop.replica.state()), loop.external_sha256),
-        samples_seen=built.sampler.samples_before(loop.step),
-        metrics=loop.metrics,
-        stopped=why,
-        platform={
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-        },
-    )
 
 
 if __name__ == "__main__":

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal.net.errors import LinkError
+from shoal.net.host_id import host_id
 from shoal.net.listener import AuthenticatedListener, connect
+from shoal.net.tls import TlsContexts
 from shoal.spec.view import Address
 
 Serve = Callable[[socket.socket, dict[str, Any]], None]
 PURPOSES = ("mesh", "state", "follow", "memory", "pace", "push", "chain")
 _BACKLOG = 128
-
-
-def host_id() -> str:
-    """Equal for processes that can share memory: same boot, same network namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class Endpoint:
@@ -32,7 +26,16 @@ class Endpoint:
     thread of its own; their socket is closed when `serve` returns, unless it `keeps` those who call for this purpose.
     """
 
-    def __init__(self, token: str, *, bind: str = "127.0.0.1", serve: Serve, keep_open: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        token: str,
+        *,
+        bind: str = "127.0.0.1",
+        serve: Serve,
+        keep_open: tuple[str, ...] = (),
+        tls_contexts: TlsContexts | None = None,
+    ) -> None:
+        self.tls_contexts = tls_contexts
         self._serve = serve
         self._keep_open = keep_open
         self._changed = threading.Condition()
@@ -44,7 +47,7 @@ class Endpoint:
         unix.listen(_BACKLOG)
         name = unix.getsockname()[1:].decode()
         self.address = Address(host=bind, port=tcp.getsockname()[1], host_id=host_id(), unix=name)
-        self._listener = AuthenticatedListener([tcp, unix], token, self._on_connection)
+        self._listener = AuthenticatedListener([tcp, unix], token, self._on_connection, tls_contexts=tls_contexts)
 
     @property
     def refused(self) -> int:
@@ -112,12 +115,21 @@ def _parse_hello(hello: bytes) -> dict[str, Any]:
     return dict(said)
 
 
-def connect_to_peer(address: Address, token: str, *, purpose: str, seat: int, view: int, **extra: Any) -> socket.socket:
+def connect_to_peer(
+    address: Address,
+    token: str,
+    *,
+    purpose: str,
+    seat: int,
+    view: int,
+    tls_contexts: TlsContexts | None = None,
+    **extra: Any,
+) -> socket.socket:
     """Call a peer as `seat`, over its Unix address if it is on this host. LinkError if it cannot be had."""
     hello = json.dumps({"purpose": purpose, "seat": seat, "view": view, **extra}).encode()
     if address.unix and address.host_id == host_id():
         return connect(socket.AF_UNIX, "\0" + address.unix, token, hello)
-    return connect(_family(address.host), (address.host, address.port), token, hello)
+    return connect(_family(address.host), (address.host, address.port), token, hello, tls_contexts=tls_contexts)
 
 
 def _family(host: str) -> socket.AddressFamily:

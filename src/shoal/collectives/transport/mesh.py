@@ -64,7 +64,14 @@ class Mesh:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             try:
-                sock = connect_to_peer(address, self._token, purpose="mesh", seat=self.seat, view=self.view)
+                sock = connect_to_peer(
+                    address,
+                    self._token,
+                    purpose="mesh",
+                    seat=self.seat,
+                    view=self.view,
+                    tls_contexts=self._endpoint.tls_contexts,
+                )
                 break
             except LinkError as failure:
                 if self._aborted.wait(_RETRY_S) or time.monotonic() > deadline:

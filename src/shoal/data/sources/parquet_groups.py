@@ -16,7 +16,7 @@ from shoal.data.sources.table import ColumnLayout, ConvertedRows, to_numpy
 from shoal.data.sources.table_cache import TableBlock, convert_block
 from shoal.errors import error
 
-# Enough for the windows in which the sampler shuffles, and no more memory than that needs.
+# Enough for the windows in which samplers shuffle, and no more memory than that needs.
 _CACHED_GROUPS = 16
 _MIN_CACHE_BYTES = 32 << 20
 _MAX_CACHE_BYTES = 256 << 20

@@ -1,257 +1,114 @@
-"""Workers and servers as processes on this machine, forked from a nursery that has torch loaded."""
+"""LocalEngine: workers and servers as processes of this machine, forked by a fork server that has torch loaded."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import selectors
+import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
 
-from shoal.fleet.engine import Exit
+from shoal.fleet.engine import Exit, Launch, Node
+from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.orphans import find_orphans
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
-
-UNKNOWN_EXIT_CODE = -signal.SIGKILL
-"""The exit code where nobody knows it: of a process that somebody else had started."""
-
-
-class ForkServer:
-    """The driver's end. Made by whoever drives, shared by its engines, closed by its maker.
-
-    `environment` counts from the start of the nursery's Python (threads, hash seed); `modules` are imported once.
-    A worker outlives its nursery; a nursery that died is started again when the next worker is wanted. Processes that
-    somebody else started are watched too, once they are adopted. Engines may live in threads of their own.
-    """
-
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str], *, python: str = "") -> None:
-        """In the interpreter `python`, or the present one."""
-        self.environment = dict(environment)
-        self._python = python or sys.executable
-        self._modules = list(modules)
-        self._selector = selectors.DefaultSelector()
-        self._pids: dict[str, int | None] = {}
-        self._exit_codes: dict[str, int] = {}
-        self._watched: dict[int, str] = {}  # descriptors of processes that are not the nursery's children
-        self._lock = threading.RLock()
-        self._spawn()
-
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P: files in the user's directory must not stand in for modules that torch imports.
-            command = [self._python, "-P", "-m", "shoal.fleet.forkserver_main", str(theirs.fileno()), *self._modules]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env=self.environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._control: socket.socket | None = ours
-        self._selector.register(ours, selectors.EVENT_READ)
-        self._partial = b""
-
-    def start(
-        self, key: str, entry: str, arguments: Sequence[str], *, logs: Path, environment: Mapping[str, str]
-    ) -> None:
-        order: dict[str, object] = {
-            "start": key,
-            "entry": entry,
-            "arguments": list(arguments),
-            "output": f"{logs}.log",
-            "errors": f"{logs}.err",
-            "environment": dict(environment),
-            "directory": os.getcwd(),
-        }
-        with self._lock:
-            if self._control is None:
-                self._spawn()
-            self._pids[key] = None
-            self._send_command(order)
-
-    def adopt(self, key: str, pid: int) -> None:
-        """Watch a process that an earlier driver left behind."""
-        with self._lock:
-            self._pids[key] = pid
-            try:
-                descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._record_exit(key, UNKNOWN_EXIT_CODE)
-                return
-            self._watched[descriptor] = key
-            self._selector.register(descriptor, selectors.EVENT_READ)
-
-    def kill(self, key: str) -> None:
-        with self._lock:
-            adopted = next((descriptor for descriptor, k in self._watched.items() if k == key), None)
-            if adopted is not None:
-                signal.pidfd_send_signal(adopted, signal.SIGKILL)
-            elif key in self._pids:
-                self._send_command({"kill": key})
-
-    def _send_command(self, command: dict[str, object]) -> None:
-        assert self._control is not None
-        try:
-            self._control.sendall(json.dumps(command).encode() + b"\n")
-        except BrokenPipeError:
-            self._handle_own_death()
-
-    def fileno(self) -> int:
-        """For select(): readable when `listen` has something to take in."""
-        return self._selector.fileno()
-
-    def poll(self, timeout_s: float) -> None:
-        """Take in what happened; waits up to the time given if nothing is known yet."""
-        while ready := self._selector.select(0 if self._exit_codes else timeout_s):
-            with self._lock:
-                for key, _ in ready:
-                    if key.fileobj is self._control:
-                        self._read_messages()
-                    elif key.fd in self._watched:
-                        self._record_exit(self._unwatch(key.fd), UNKNOWN_EXIT_CODE)
-            timeout_s = 0
-
-    def _read_messages(self) -> None:
-        assert self._control is not None
-        try:
-            data = receive_or_empty(self._control, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return  # another thread has heard it
-        if not data:
-            self._handle_own_death()
-            return
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for row in map(json.loads, lines):
-            if "born" in row:
-                self._pids[row["born"]] = row["pid"]
-            else:
-                self._record_exit(row["gone"], row["code"])
-
-    def _record_exit(self, key: str, code: int) -> None:
-        self._pids.pop(key, None)
-        self._exit_codes[key] = code
-
-    def _unwatch(self, descriptor: int) -> str:
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
-        return self._watched.pop(descriptor)
-
-    def _handle_own_death(self) -> None:
-        """The nursery died. What it had started lives on, and is watched from here."""
-        if self._control is None:
-            return
-        self._selector.unregister(self._control)
-        self._control.close()
-        self._control = None
-        code = self._process.wait()
-        for key, pid in list(self._pids.items()):
-            if pid is None:
-                self._record_exit(key, code or UNKNOWN_EXIT_CODE)
-            elif key not in self._watched.values():
-                self.adopt(key, pid)
-
-    def pop_exit_codes(self, keys: Sequence[str]) -> dict[str, int]:
-        """Exit codes of those that ended since the last call."""
-        return {key: self._exit_codes.pop(key) for key in keys if key in self._exit_codes}
-
-    def pid(self, key: str) -> int | None:
-        """Once it is born."""
-        while self._pids.get(key, 0) is None:
-            self.poll(1.0)
-        return self._pids.get(key)
-
-    def close(self) -> None:
-        """Nothing that was started is left."""
-        for key in list(self._pids):
-            self.kill(key)
-        while self._pids:
-            self.poll(1.0)
-        if self._control is not None:
-            self._control.close()
-        self._process.wait()
-        self._selector.close()
-
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def receive_or_empty(control: socket.socket, flags: int = 0) -> bytes:
-    """What the other end said; nothing if it is gone, also when it left something unread."""
-    try:
-        return control.recv(65536, flags)
-    except ConnectionResetError:
-        return b""
 
 
 class LocalEngine:
-    """The seats of one run. Each process has a session of its own, so that Ctrl-C in the terminal reaches the driver
-    alone, which then asks the workers to leave."""
+    """See Engine. Each process has a session of its own, so that Ctrl-C in the terminal reaches the driver alone.
+
+    Several engines may share a fork server; `paths` tells their seats apart. `environment` replaces the fork server's.
+    """
 
     def __init__(
-        self, fork_server: ForkServer, *, name: str, logs: Path, environment: Mapping[str, str] | None = None
+        self, fork_server: ForkServer, paths: RunPaths, *, environment: Mapping[str, str] | None = None
     ) -> None:
         self._fork_server = fork_server
-        self._name = name
-        self._logs = logs
+        self._paths = paths
         self._environment = fork_server.environment if environment is None else dict(environment)
         self._seats: dict[str, int] = {}
 
-    def start(self, seats: Sequence[Seat], entry: str, arguments: Sequence[str]) -> None:
-        self._logs.mkdir(parents=True, exist_ok=True)
-        for seat in seats:
-            key = f"{self._name}#{seat.number}"
-            self._seats[key] = seat.number
+    def capacity(self) -> list[Node]:
+        return [this_machine()]
+
+    def start(self, launches: Sequence[Launch]) -> None:
+        self._check(launches)
+        self._paths.logs.mkdir(parents=True, exist_ok=True)
+        for launch in launches:
+            number = launch.seat.number
+            self._seats[self._key(number)] = number
             self._fork_server.start(
-                key,
-                entry,
-                ["--seat", str(seat.number), *arguments],
-                logs=self._logs / seat.name,
+                self._key(number),
+                launch.entry,
+                ["--seat", str(number), *launch.arguments],
+                logs=self._paths.logs / launch.seat.name,
                 environment=self._environment,
             )
-
-    def adopt(self, seat: int, pid: int) -> None:
-        """A process that an earlier driver left behind sits in this seat."""
-        key = f"{self._name}#{seat}"
-        self._seats[key] = seat
-        self._fork_server.adopt(key, pid)
-
-    def fileno(self) -> int:
-        """For select(): readable when `poll` may have something."""
-        return self._fork_server.fileno()
-
-    @property
-    def seats(self) -> list[int]:
-        """Those that are filled."""
-        return sorted(self._seats.values())
 
     def poll(self, timeout_s: float) -> list[Exit]:
         self._fork_server.poll(timeout_s)
         return [
-            Exit(self._seats.pop(key), code)
+            Exit.with_code(self._seats.pop(key), code)
             for key, code in self._fork_server.pop_exit_codes(list(self._seats)).items()
         ]
+
+    def fileno(self) -> int:
+        return self._fork_server.fileno()
+
+    def running(self) -> list[int]:
+        return sorted(self._seats.values())
 
     def stop(self, seats: Sequence[int]) -> None:
         for key, number in self._seats.items():
             if number in seats:
                 self._fork_server.kill(key)
 
+    def reattach(self) -> list[Seat]:
+        """Processes hold the locks of their seats for as long as they live: these locks name them."""
+        found = find_orphans(self._paths)
+        for orphan in found:
+            number = orphan.seat.number
+            self._seats[self._key(number)] = number
+            self._fork_server.adopt(self._key(number), orphan.pid)
+        return [orphan.seat for orphan in found]
+
     def close(self) -> None:
-        self.stop(list(self._seats.values()))
+        self.stop(self.running())
         while self._seats:
             self.poll(1.0)
+        find_orphans(self._paths)  # removes the locks of those that were killed
 
     def pid(self, seat: int) -> int | None:
-        """The process in a seat."""
-        return self._fork_server.pid(f"{self._name}#{seat}")
+        """The process in a seat, once it is forked; None when it has ended."""
+        return self._fork_server.pid(self._key(seat))
+
+    def terminate(self, seats: Sequence[int]) -> None:
+        """Sends SIGTERM, which asks a worker to leave as planned."""
+        for seat in seats:
+            pid = self.pid(seat)
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+    def _key(self, seat: int) -> str:
+        return f"{self._paths.root}#{seat}"
+
+    def _check(self, launches: Sequence[Launch]) -> None:
+        for launch in launches:
+            if launch.seat.number in self._seats.values():
+                raise ValueError(f"{launch.seat.name} runs already")
+            if launch.node not in (None, socket.gethostname()):
+                raise ValueError(f"there is no node {launch.node!r}")
+
+
+def this_machine() -> Node:
+    """What this process may use of its machine. GPUs are counted by NVIDIA's device files, for torch is not loaded."""
+    return Node(
+        name=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpus=sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev")),
+        shares_run_dir=True,
+    )

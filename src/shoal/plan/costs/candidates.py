@@ -10,7 +10,7 @@ from shoal.plan.costs.model import Cluster, MeasuredJob, RunChoice, ShardKind
 from shoal.spec.job import LocalSgdSyncConfig
 
 LOCAL_STEPS = (8, 32, 128)
-ROUNDS_PER_SYNC: int = LocalSgdSyncConfig.model_fields["settle"].default
+ROUNDS_PER_SYNC: int = LocalSgdSyncConfig.model_fields["rounds_per_sync"].default
 FEWEST_FULL_SYNCS = 2
 """Minimum number of full synchronisations of local SGD in a run."""
 SERVER_COUNTS = (1, 2)

@@ -57,14 +57,14 @@ def job_choice(job: Job) -> RunChoice:
     of workers per replica has that number of workers, otherwise 1."""
     sync, codec, threads, shard = job.sync, job.codec.kind, job.threads, job.shard
     if not isinstance(shard, NoShardingConfig):
-        pinned = shard.ways or (isinstance(shard, PipelineParallelConfig) and shard.cuts != "auto")
+        pinned = shard.size or (isinstance(shard, PipelineParallelConfig) and shard.cuts != "auto")
         return RunChoice(workers=job.workers_per_replica if pinned else 1, threads=threads, shard=shard.kind)
     if isinstance(sync, ServerSyncConfig):
         return RunChoice(
             sync="server", servers=sync.servers, staleness=sync.staleness_bound, codec=codec, threads=threads
         )
     if isinstance(sync, LocalSgdSyncConfig):
-        return RunChoice(sync="local", every=sync.every, settle=sync.settle, codec=codec, threads=threads)
+        return RunChoice(sync="local", every=sync.every, settle=sync.rounds_per_sync, codec=codec, threads=threads)
     return RunChoice(codec=codec, threads=threads)
 
 
@@ -99,7 +99,7 @@ def sync_section(choice: RunChoice) -> dict[str, Any]:
         stale = {"staleness": staleness_setting(choice)} if choice.staleness else {}
         return {"kind": "server", "servers": choice.servers, **stale}
     if choice.sync == "local":
-        return {"kind": "local", "every": choice.every, "settle": choice.settle}
+        return {"kind": "local", "every": choice.every, "rounds_per_sync": choice.settle}
     return {"kind": "lanes"}
 
 

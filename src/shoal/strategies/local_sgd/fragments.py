@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shoal.collectives.allreduce_plan import AllReducePlan
-from shoal.collectives.buckets import EncodedLayout
+from shoal.collectives.buckets import BucketParams, EncodedLayout, bucket_params
 from shoal.collectives.encoded_allreduce import EncodedAllReduce, EncodedAllReduceStep, shared_memory_bytes
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.ordered_allreduce import AllReduceResult, OrderedAllReduce
-from shoal.collectives.residuals import FragmentResiduals
+from shoal.collectives.residuals import FragmentResiduals, LaneResiduals
 from shoal.collectives.transport.mesh import Mesh
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.net.errors import LinkError
+from shoal.strategies.local_sgd.replica import LocalReplica
+from shoal.strategies.local_sgd.schedule import partition_into_fragments
 
 Carries = Mapping[int, Sequence[int]]
 
@@ -122,6 +125,66 @@ class EncodedFragmentAllReduce:
     def close(self) -> None:
         self._allreduce = None
         self._shared_memory.close()
+
+
+MakeFragmentAllReduce = Callable[[FlatLayout, int, BucketParams], FragmentAllReduce]
+"""For the buckets of a fragment, from the first of them on; its parameters go by their numbers within the fragment."""
+
+
+def plain_fragments(group: ViewGroup, *, lanes: int, device: torch.device) -> MakeFragmentAllReduce:
+    def make(layout: FlatLayout, first_bucket: int, params_by_bucket: BucketParams) -> FragmentAllReduce:
+        assert group.view is not None
+        return PlainFragmentAllReduce(layout, group.view.carries, lanes, mesh=group.mesh, device=device)
+
+    return make
+
+
+def encoded_fragments(
+    group: ViewGroup,
+    *,
+    settings: Mapping[str, Any],
+    layout: Callable[[], EncodedLayout],
+    residuals: LaneResiduals,
+    device: torch.device,
+) -> MakeFragmentAllReduce:
+    """`settings` is the job's codec. A fragment has a range of all residuals, which `layout()` gives."""
+
+    def make(fragment: FlatLayout, first_bucket: int, params_by_bucket: BucketParams) -> FragmentAllReduce:
+        assert group.view is not None
+        encoded, own_residuals = EncodedLayout(fragment, settings, params_by_bucket=params_by_bucket), None
+        if encoded.needs_residual:
+            start = layout().buckets[first_bucket].residual_range[0]
+            own_residuals = residuals.fragment(start, start + encoded.residual_floats)
+        return EncodedFragmentAllReduce(
+            encoded, group.view.carries, group.seat, mesh=group.mesh, residuals=own_residuals, device=device
+        )
+
+    return make
+
+
+class FragmentChannels:
+    """How fragments of the parameters travel in the present view. Made at the first use of a view."""
+
+    def __init__(self, local: LocalReplica, make_allreduce: MakeFragmentAllReduce) -> None:
+        self._local = local
+        self._make_allreduce = make_allreduce
+        self._channels: list[FragmentChannel] = []
+
+    def open(self, max_fragments: int) -> list[FragmentChannel]:
+        """At most so many."""
+        if not self._channels:
+            cuts, grads = bucket_params(self._local.layout), self._local.layout.grads
+            for cut in partition_into_fragments([sum(grads[i].size_bytes for i in run) for run in cuts], max_fragments):
+                which = sorted(i for run in cuts[cut.start : cut.stop] for i in run)
+                inside = [[which.index(i) for i in run] for run in cuts[cut.start : cut.stop]]
+                layout = FlatLayout(self._local.fragment_template(which))
+                self._channels.append(FragmentChannel(which, self._make_allreduce(layout, cut.start, inside)))
+        return self._channels
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.allreduce.close()
+        self._channels = []
 
 
 class PendingFragment:

@@ -1,8 +1,8 @@
-"""A replica for lanes that train by themselves: between two agreements it is each of its lanes in turn.
+"""Lanes that train by themselves: between two agreements one replica is each of the worker's lanes in turn.
 
 At an agreement every worker has the same: parameters, the outer momentum, moving buffers, the schedule; the inner
-optimizer begins anew. So a worker that dies in between takes nothing with it that others could not make again, and what
-a lane does depends on the agreement and its number alone, whoever carries it.
+optimizer begins anew. So a worker that dies in between takes nothing with it that other workers could not make again,
+and what a lane does depends on the agreement and its number alone, not on the worker that carries it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.lane_sum import LaneSum
 from shoal.lanes.replica import Replica
 from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer
@@ -58,44 +59,61 @@ class _SyncInterval:
     before_fragments: tuple[list[Tensor], list[Tensor]] | None = None
 
 
-class LocalReplica(Replica):
-    """`after` gives the agreement that follows one. Steps are inner ones, of one lane; `apply` is an agreement."""
+class LocalReplica:
+    """A plain replica, and the outer step. Belongs to the training thread.
+
+    `next_sync` gives the agreement that follows one. A lane's inner steps change the replica; `apply` is an agreement,
+    and to a GradientSync the only update there is.
+    """
 
     def __init__(
         self,
-        *args: Any,
+        replica: Replica,
+        *,
         outer: Callable[[Sequence[Tensor]], OuterOptimizer],
         next_sync: Callable[[int], int],
-        **rest: Any,
     ) -> None:
-        super().__init__(*args, **rest)
-        self._outer = outer(self.trainable)
+        self.replica = replica
+        self._outer = outer(replica.trainable)
         self.next_sync = next_sync
         self._interval: _SyncInterval | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.replica.device
+
+    @property
+    def layout(self) -> FlatLayout:
+        return self.replica.layout
+
+    def sum_template(self) -> LaneSum:
+        return self.replica.sum_template()
 
     # ---- lanes ----
 
     def begin_step(self) -> None:
-        super().begin_step()
+        self.replica.begin_step()
         self._current_interval()
 
     def _current_interval(self) -> _SyncInterval:
         if self._interval is None:
-            common = [p.detach().clone() for p in self.trainable]
-            self._interval = _SyncInterval(common, self._schedule_state(), self.moving_buffers.weighted_copies(1.0))
+            common = [p.detach().clone() for p in self.replica.trainable]
+            self._interval = _SyncInterval(
+                common, self._schedule_state(), self.replica.moving_buffers.weighted_copies(1.0)
+            )
         return self._interval
 
     def inner_step(self, step: int, lane: int, batch: Any, *, size: int) -> Tensor:
         """One inner step of a lane, on so many samples of its own. Returns its loss. Where the loss is to be divided by
         nothing, none of the samples count."""
         self.switch_to_lane(lane)
-        self.moving_buffers.snapshot()
-        found = self.forward_backward(step, lane, batch, share=1.0)
+        self.replica.moving_buffers.snapshot()
+        found = self.replica.forward_backward(step, lane, batch, share=1.0)
         if found.count is not None and not found.count:
-            self.moving_buffers.restore()
+            self.replica.moving_buffers.restore()
             self.skip_inner_step(step, lane)
             return torch.zeros_like(found.loss)
-        loss = super().apply(step, found)
+        loss = self.replica.apply(step, found)
         it = self._lane_state(lane)
         it.samples += size
         it.loss = it.loss + loss.double() * size
@@ -107,8 +125,8 @@ class LocalReplica(Replica):
         self._step_schedule(step)
 
     def _step_schedule(self, step: int) -> None:
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
-        self.step_schedule(step)
+        self.replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        self.replica.step_schedule(step)
 
     def switch_to_lane(self, lane: int) -> None:
         """Be this lane from now on."""
@@ -130,7 +148,7 @@ class LocalReplica(Replica):
                 it.params, it.schedule_state, it.moving_buffers, optimizer_state=it.optimizer_state, own=True
             )
             it.params, it.moving_buffers = [], ([], [])
-        it.optimizer_state = self.optimizer.state
+        it.optimizer_state = self.replica.optimizer.state
         period.active_lane = lane
 
     def _lane_state(self, lane: int) -> _LaneState:
@@ -139,9 +157,9 @@ class LocalReplica(Replica):
 
     def _store_lane(self, it: _LaneState) -> None:
         """Where the parameters can move, their memory is the lane's, and whoever is next has other memory."""
-        values = [p.detach() for p in self.trainable]
-        it.params = values if self._can_adopt_storage else [t.clone() for t in values]
-        it.schedule_state, it.moving_buffers = self._schedule_state(), self.moving_buffers.weighted_copies(1.0)
+        values = [p.detach() for p in self.replica.trainable]
+        it.params = values if self.replica.can_adopt_storage else [t.clone() for t in values]
+        it.schedule_state, it.moving_buffers = self._schedule_state(), self.replica.moving_buffers.weighted_copies(1.0)
 
     @torch.no_grad()
     def _load_lane(
@@ -154,19 +172,19 @@ class LocalReplica(Replica):
         own: bool = False,
     ) -> None:
         """`own`: nobody else has a share in the values."""
-        if not (own and self.adopt_storage(values)):
-            self.copy_values(values)
-        self.moving_buffers.assign(*moving_buffers)
-        self.optimizer.state = optimizer_state
-        for group, kept in zip(self.optimizer.param_groups, schedule_state.param_groups, strict=True):
+        if not (own and self.replica.adopt_storage(values)):
+            self.replica.copy_values(values)
+        self.replica.moving_buffers.assign(*moving_buffers)
+        self.replica.optimizer.state = optimizer_state
+        for group, kept in zip(self.replica.optimizer.param_groups, schedule_state.param_groups, strict=True):
             group.update(copy.deepcopy(kept))
-        if self.schedule:
-            self.schedule.load_state_dict(copy.deepcopy(schedule_state.schedule))
+        if self.replica.schedule:
+            self.replica.schedule.load_state_dict(copy.deepcopy(schedule_state.schedule))
 
     def _schedule_state(self) -> _ScheduleState:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.replica.optimizer.param_groups]
         return _ScheduleState(
-            copy.deepcopy(groups), copy.deepcopy(self.schedule.state_dict()) if self.schedule else None
+            copy.deepcopy(groups), copy.deepcopy(self.replica.schedule.state_dict()) if self.replica.schedule else None
         )
 
     @torch.no_grad()
@@ -177,9 +195,9 @@ class LocalReplica(Replica):
         if not it.samples:
             return None
         share = it.samples / total
-        changes = self._weighted_delta(range(len(self.trainable)), share, self.trainable)
-        averaged, first = self.moving_buffers.weighted_copies(share)
-        loss = torch.as_tensor(it.loss, dtype=torch.float64, device=self.device) / total
+        changes = self._weighted_delta(range(len(self.replica.trainable)), share, self.replica.trainable)
+        averaged, first = self.replica.moving_buffers.weighted_copies(share)
+        loss = torch.as_tensor(it.loss, dtype=torch.float64, device=self.replica.device) / total
         assert period.active_lane == lane
         return LaneSum(changes, averaged, first, loss)
 
@@ -194,17 +212,17 @@ class LocalReplica(Replica):
     def fragment_template(self, param_indices: Sequence[int]) -> LaneSum:
         """Tensors of the shapes that `leave` gives."""
         loss, count = torch.zeros(2, dtype=torch.float64)
-        return LaneSum([self.trainable[i] for i in param_indices], [], [], loss, count)
+        return LaneSum([self.replica.trainable[i] for i in param_indices], [], [], loss, count)
 
     @torch.no_grad()
     def send_fragment(self, lane: int, param_indices: Sequence[int], total: int) -> LaneSum | None:
         """As `change`, of some parameters alone; the lane goes on, and `arrive` follows."""
         period, it = self._current_interval(), self._lane_state(lane)
-        values = list[Tensor](self.trainable) if period.active_lane == lane else it.params
+        values = list[Tensor](self.replica.trainable) if period.active_lane == lane else it.params
         it.params_when_sent = [values[i].detach().clone() for i in param_indices]
         if not it.samples:
             return None
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.replica.device)
         return LaneSum(self._weighted_delta(param_indices, it.samples / total, it.params_when_sent), [], [], loss)
 
     @torch.no_grad()
@@ -215,7 +233,7 @@ class LocalReplica(Replica):
             period.before_fragments = ([t.clone() for t in period.global_params], self._outer.copy())
         self._outer.step(period.global_params, pseudo_gradients, param_indices)
         for lane, it in period.lanes.items():
-            values = list[Tensor](self.trainable) if period.active_lane == lane else it.params
+            values = list[Tensor](self.replica.trainable) if period.active_lane == lane else it.params
             torch._foreach_add_(
                 [values[i].detach() for i in param_indices],
                 torch._foreach_sub([period.global_params[i] for i in param_indices], it.params_when_sent),
@@ -227,7 +245,7 @@ class LocalReplica(Replica):
     @torch.no_grad()
     def apply(self, step: int, total: LaneSum) -> Tensor:
         period = self._current_interval()
-        self._outer.step(period.global_params, total.grads, range(len(self.trainable)))
+        self._outer.step(period.global_params, total.grads, range(len(self.replica.trainable)))
         self._load_lane(
             period.global_params,
             period.schedule_state,
@@ -250,10 +268,10 @@ class LocalReplica(Replica):
             self._interval = None
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "outer": self._outer.state()}
+        return {**self.replica.state(), "outer": self._outer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._interval = None
-        self.optimizer.state = defaultdict(dict)
-        super().load_state(state)
+        self.replica.optimizer.state = defaultdict(dict)
+        self.replica.load_state(state)
         self._outer.load_state(state["outer"])

@@ -19,9 +19,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """A round is `every` steps, a period `settle` rounds. At the end of a period all lanes agree on everything, and
-    wait for it. In between, from the second round on, fragments leave one after the other while lanes go on; each
-    arrives when the next leaves."""
+    """A round is `every` steps, a period `rounds_per_sync` rounds. At the end of a period all lanes agree on
+    everything, and wait for it. In between, from the second round on, fragments leave one after the other while lanes
+    go on; each arrives when the next leaves."""
 
     steps_per_round: int = 1
     rounds_per_sync: int = 1

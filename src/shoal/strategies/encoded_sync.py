@@ -10,38 +10,39 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from shoal.collectives.allreduce_plan import AllReducePlan
-from shoal.collectives.buckets import BucketParams, EncodedLayout
+from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.encoded_allreduce import EncodedAllReduce, EncodedAllReduceStep, shared_memory_bytes
+from shoal.collectives.group import ViewGroup
 from shoal.collectives.ordered_allreduce import OverlapError
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.peer_services import PeerServices
 from shoal.collectives.residual_transfer import Report, ResidualTransfer
 from shoal.collectives.transport.shared_memory import ByteBuffer
-from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
 from shoal.net.errors import LinkError
 from shoal.spec.view import View
-from shoal.strategies.local_sgd.fragments import EncodedFragmentAllReduce, FragmentAllReduce
-from shoal.strategies.replicated import NO_SAMPLES, OrderedAllReduceSync
+from shoal.strategies.base import HeldWeights
+from shoal.strategies.ordered_sync import OrderedAllReduceSync
+from shoal.strategies.sync_defaults import NO_SAMPLES, OnTotal
 
 
 class EncodedAllReduceSync(OrderedAllReduceSync):
-    """`settings` is the job's codec as plain data. Told: `memory_lost`, when a lane begins anew."""
+    """`settings` is the job's codec as plain data. Told: `residual_lost`, when a lane begins anew."""
 
     def __init__(
         self,
         lanes: int,
+        group: ViewGroup,
+        *,
         settings: Mapping[str, Any],
         replica: Replica,
-        *,
         peers: PeerServices,
         report: Report | None = None,
+        on_total: OnTotal | None = None,
     ) -> None:
-        super().__init__(lanes, endpoint=peers.endpoint, token=peers.token)
+        super().__init__(lanes, group, on_total=on_total)
         replica.set_chunking(lambda layout: EncodedLayout(layout, settings).chunk_offsets)  # as servers do
         self._settings = settings
         self._replica = replica
@@ -55,10 +56,10 @@ class EncodedAllReduceSync(OrderedAllReduceSync):
 
     # ---- views ----
 
-    def reconfigure(self, view: View, seat: int) -> str:
+    def reconfigure(self, view: View, seat: int) -> Discarded | None:
         self._encoded_allreduce = None
-        if self.encoded_layout.needs_residual and (why := self.residual_transfer.enter(view, seat)):
-            return why
+        if self.encoded_layout.needs_residual and (discarded := self.residual_transfer.enter(view, seat)):
+            return discarded
         return super().reconfigure(view, seat)
 
     @property
@@ -83,22 +84,22 @@ class EncodedAllReduceSync(OrderedAllReduceSync):
 
     def _make_encoded_allreduce(self) -> EncodedAllReduce:
         """The first step of a view."""
-        meeting, form = self._group, self.encoded_layout
-        assert meeting.view is not None
-        carries, size_bytes = meeting.view.carries, form.layout.size_bytes
+        group, form = self._group, self.encoded_layout
+        assert group.view is not None
+        carries, size_bytes = group.view.carries, form.layout.size_bytes
         if self._flat_buffer is None or self._total is None:
             self._flat_buffer, self._total = ByteBuffer.private(size_bytes), ByteBuffer.private(size_bytes)
             self._flat_buffer.tensor.zero_()  # gaps are encoded too
-        far = [link.seat for link in meeting.mesh.remote_links] if meeting.mesh else []
+        far = [link.seat for link in group.mesh.remote_links] if group.mesh else []
         self._bytes_plain = (
-            AllReducePlan.of(carries, self._lanes, form.layout).sent_bytes(meeting.seat, far) if far else 0
+            AllReducePlan.of(carries, self._lanes, form.layout).sent_bytes(group.seat, far) if far else 0
         )
         return EncodedAllReduce(
             form,
             carries,
-            meeting.seat,
-            mesh=meeting.mesh,
-            shared_memory=self._shared_memory_of(shared_memory_bytes(form, len(carries[meeting.seat]))),
+            group.seat,
+            mesh=group.mesh,
+            shared_memory=self._shared_memory_of(shared_memory_bytes(form, len(carries[group.seat]))),
             flat_buffer=self._flat_buffer,
             total=self._total,
             residuals=self._peer_services.residuals if form.needs_residual else None,
@@ -106,46 +107,33 @@ class EncodedAllReduceSync(OrderedAllReduceSync):
         )
 
     def gradient_sink(
-        self, replica: Replica, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool
+        self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool
     ) -> GradientSink | None:
         assert isinstance(sums, EncodedAllReduceStep)
-        if not self._overlaps or replica.device.type != "cpu" or self._group.broken:
+        if not self._overlaps or held.device.type != "cpu" or self._group.broken:
             return None
         return sums.allreduce.gradient_sink(sums, step, lane, halt=halt)
 
     def commit(
-        self, replica: Replica, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
+        self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
     ) -> Committed | Discarded:
-        meeting = self._group
-        if meeting.broken:
-            return Discarded(meeting.broken)
+        group = self._group
+        if group.broken:
+            return Discarded(group.broken)
         assert isinstance(sums, EncodedAllReduceStep)
         began = time.perf_counter()
         try:
             agreed = sums.allreduce.run(sums, step, halt=halt)
         except LinkError as failure:
             self._overlaps = self._overlaps and not isinstance(failure, OverlapError)
-            return meeting.discard(failure)
+            return group.discard(failure)
         if agreed.total is None:
             return Discarded(NO_SAMPLES)
         exchange_s = time.perf_counter() - began - agreed.waited_s
         if self.encoded_layout.needs_residual:
             self.residual_transfer.commit(step)
-        loss = self._apply(replica, step, agreed.total)
+        loss = self._apply(held, step, agreed.total)
         return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s, self._bytes_plain)
-
-    def _fragment_allreduce(
-        self, layout: FlatLayout, first: int, params_by_bucket: BucketParams, device: torch.device
-    ) -> FragmentAllReduce:
-        meeting, form = self._group, EncodedLayout(layout, self._settings, params_by_bucket=params_by_bucket)
-        assert meeting.view is not None
-        memories = None
-        if form.needs_residual:
-            start = self.encoded_layout.buckets[first].residual_range[0]
-            memories = self._peer_services.residuals.fragment(start, start + form.residual_floats)
-        return EncodedFragmentAllReduce(
-            form, meeting.view.carries, meeting.seat, mesh=meeting.mesh, residuals=memories, device=device
-        )
 
     # ---- what must survive ----
 

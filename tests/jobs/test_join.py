@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.errors import ShoalError
-from shoal.jobs import agent as joining
+from shoal.errors import EXIT_RUN, ShoalError
+from shoal.events import read_events
 from shoal.jobs import commands
+from shoal.jobs import join as joining
 from shoal.spec.load import make_job
+from shoal.terminal.notes import note_lines
 from tests.conftest import MLP
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import reference_receipt
@@ -27,8 +29,8 @@ def joined(run_state):
 def test_a_process_joins_and_leaves_and_nothing_changes(run, job_dir, copied_job_dir):
     """In a process of its own, as a user starts it; SIGTERM is a planned leave."""
     ready = job_dir / "ready"
-    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
-    with background_run(run, MLP, watch=watch, **LONG) as it:
+    watchers = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
+    with background_run(run, MLP, watchers=watchers, **LONG) as it:
         it.wait_for_workers(1)
         command = [sys.executable, "-c", "from shoal.cli import main; main()", "join", it.address, "--dir", "."]
         token = commands.read_token(it.paths)
@@ -54,7 +56,7 @@ def test_a_process_joins_and_leaves_and_nothing_changes(run, job_dir, copied_job
 @pytest.mark.long
 def test_two_workers_stay_until_the_run_is_finished(run, job_dir, copied_job_dir, second_fork_server):
     ready = job_dir / "ready"
-    watch = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
+    watchers = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
     said = []
 
     def show(text):
@@ -62,7 +64,7 @@ def test_two_workers_stay_until_the_run_is_finished(run, job_dir, copied_job_dir
         if sum("trains from step" in line for line in said) >= 2:
             ready.touch()
 
-    with background_run(run, MLP, watch=watch, **LONG) as it:
+    with background_run(run, MLP, watchers=watchers, **LONG) as it:
         it.wait_for_workers(1)
         code = joining.join(
             it.address,
@@ -90,7 +92,7 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
         code = joining.join(
             it.address, commands.read_token(it.paths), base_dir=empty, show=said.append, fork_server=second_fork_server
         )
-        it.wait_until(lambda run_state: any("SH201" in note or "models.py" in note for note in run_state.notes))
+        it.wait_until(lambda run_state: any("SH201" in note or "models.py" in note for note in note_lines(run_state)))
         assert commands.stop(it.paths).status == "stopped"
     assert code == 2
     assert "SH201" in "\n".join(said)
@@ -111,6 +113,22 @@ def test_a_stop_sends_those_home_who_came_from_elsewhere(run, copied_job_dir, se
         commands.stop(it.paths)
         assert code.result() == 0
     assert "no driver came back" not in "\n".join(said)
+
+
+def test_the_driver_learns_which_signal_ended_a_joined_worker(run, copied_job_dir, second_fork_server):
+    said = []
+    with background_run(run, MLP, **ENDLESS) as it, ThreadPoolExecutor() as pool:
+        it.wait_for_workers(1)
+        token = commands.read_token(it.paths)
+        there = {"base_dir": copied_job_dir, "show": said.append, "fork_server": second_fork_server}
+        code = pool.submit(joining.join, it.address, token, **there)
+        it.wait_until(joined)
+        pid = next(e["pid"] for e in read_events(it.paths.events) if (e.kind, e.who) == ("worker_started", "worker-1"))
+        os.kill(pid, signal.SIGKILL)
+        it.wait_until(lambda state: any("worker-1" in note and "ended by SIGKILL" in note for note in state.notes))
+        assert code.result() == EXIT_RUN
+        commands.stop(it.paths)
+    assert any("worker-1: ended by SIGKILL" in line for line in said)
 
 
 def test_a_wrong_token_and_a_wrong_address_are_told_at_once(run, second_fork_server):
@@ -134,5 +152,5 @@ def test_a_wrong_token_and_a_wrong_address_are_told_at_once(run, second_fork_ser
 
 @pytest.mark.parametrize("listen", ["0.0.0.0", "::", "[::]", "", "*"])
 def test_listening_everywhere_is_refused(job_dir, listen):
-    with pytest.raises(ShoalError, match=r"SH106 engine\.listen.*192\.168\.1\.5"):
-        make_job(MLP | {"engine": {"listen": listen}}, base_dir=str(job_dir))
+    with pytest.raises(ShoalError, match=r"SH106 network\.listen.*192\.168\.1\.5"):
+        make_job(MLP | {"network": {"listen": listen}}, base_dir=str(job_dir))

@@ -1,0 +1,1 @@
+"""How long it takes to look at runs of the past."""

@@ -1,0 +1,237 @@
+"""A snapshot of a run's state beside its stream, so that a reader folds only what was appended since.
+
+The stream is the truth; a snapshot only saves work. It is checked before it is believed: its own digest, its version,
+the type of every value, and that it belongs to this stream. One that fails is ignored and replaced.
+
+Two lines of JSON: a header with the summary that `shoal runs` shows, which can be read without the rest, and the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypedDict
+
+from shoal.events.checks import Count, Number, make_check
+from shoal.events.event import Event
+from shoal.events.run_state import FOLD_VERSION, Curve, LostResidual, RunState, ServerSummary, WorkerSummary
+from shoal.events.schema import SCHEMA_VERSION, from_row, to_row
+from shoal.events.stream import MAX_LINE_BYTES, EventReader
+
+MAX_SNAPSHOT_BYTES = 1 << 26
+SAVE_EVERY_S = 30.0
+"""How often a driver writes a snapshot while its run goes on."""
+MIN_NEW_BYTES = 1 << 18
+"""A reader that had to fold less of a stream that still grows writes no snapshot."""
+IDLE_S = 5.0
+"""A stream that has not grown for so long counts as one that does not grow."""
+_VERSION = [SCHEMA_VERSION, FOLD_VERSION]
+_SAMPLE_BYTES = 512
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The few facts of a run that a list of runs shows."""
+
+    status: str
+    step: int
+    steps_total: int
+    metrics: dict[str, Number]
+    started_t: float | None
+    weights_sha256: str
+
+    @classmethod
+    def of(cls, state: RunState) -> RunSummary:
+        weights = str(state.result.get("weights_sha256", ""))
+        return cls(state.status, state.step, state.steps_total, dict(state.metrics), state.started_t, weights)
+
+
+class SnapshotHeader(TypedDict):
+    """`offset`: where in the stream the state ends. `size`: of the stream if only half a line stood behind that."""
+
+    version: list[Count]
+    offset: Count
+    size: Count
+    sample: str
+    state: str
+    summary: dict[str, Any]
+
+
+_is_header, _is_summary, _is_state = make_check(SnapshotHeader), make_check(RunSummary), make_check(RunState)
+
+
+def load_summary(events: Path, snapshot: Path) -> RunSummary | None:
+    """The summary in the snapshot; None if there is none that covers the whole stream."""
+    with contextlib.suppress(OSError), snapshot.open("rb") as file, events.open("rb") as stream:
+        header = _read_header(file)
+        size = os.fstat(stream.fileno()).st_size
+        if header is not None and header["size"] == size and header["sample"] == _sample(stream, header["offset"]):
+            return RunSummary(**header["summary"])
+    return None
+
+
+class RunStateReader:
+    """Follows a stream and folds it into `state`, from the snapshot on where there is one. Never blocks.
+
+    Belongs to one thread. `state` stays the same object.
+    """
+
+    def __init__(self, events: Path, snapshot: Path) -> None:
+        self._events, self._snapshot = events, snapshot
+        self.state, offset, self._saved_size = _load(events, snapshot) or (RunState(), 0, 0)
+        self._reader = EventReader(events, offset=offset)
+        self._skipped_before = self.state.skipped_rows
+        self._saved_at_s = time.monotonic()
+
+    def read_new(self) -> Iterator[Event]:
+        """What came since the last call; each event is in `state` when it is given."""
+        for event in self._reader.read_new():
+            self.state.apply(event)
+            yield event
+        self.state.skipped_rows = self._skipped_before + self._reader.skipped_rows
+
+    def catch_up(self) -> RunState:
+        """The state with all that is in the stream now."""
+        for _ in self.read_new():
+            pass
+        return self.state
+
+    def save_if_due(self) -> None:
+        """For the driver, at every tick."""
+        if time.monotonic() >= self._saved_at_s + SAVE_EVERY_S:
+            self.save()
+
+    def save_if_useful(self) -> None:
+        """For a reader that comes by: so that the next one has less to fold."""
+        with contextlib.suppress(OSError):
+            stream = self._events.stat()
+            is_idle = time.time() - stream.st_mtime > IDLE_S
+            if stream.st_size - self._saved_size >= MIN_NEW_BYTES or is_idle:
+                self.save()
+
+    def save(self) -> None:
+        """Write a snapshot, unless the stream is as it was. A directory that cannot be written is no error."""
+        self._saved_at_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            if self._events.stat().st_size != self._saved_size:
+                self._saved_size = _write(self._snapshot, self._events, self._reader.offset, self.state)
+
+
+def load_state(events: Path, snapshot: Path) -> RunState:
+    """The state of a run as its stream has it now."""
+    reader = RunStateReader(events, snapshot)
+    state = reader.catch_up()
+    reader.save_if_useful()
+    return state
+
+
+# ---- the file ----
+
+
+def _write(snapshot: Path, events: Path, offset: int, state: RunState) -> int:
+    """Returns the size of the stream that the snapshot covers."""
+    content = encode_state(state)
+    with events.open("rb") as stream:
+        header: SnapshotHeader = {
+            "version": _VERSION,
+            "offset": offset,
+            "size": _covered_size(stream, offset),
+            "sample": _sample(stream, offset),
+            "state": _digest(content),
+            "summary": asdict(RunSummary.of(state)),
+        }
+    first = json.dumps(header, separators=(",", ":")).encode()
+    temporary = snapshot.with_name(f"{snapshot.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        temporary.write_bytes(b"%s %s\n%s\n" % (_digest(first).encode(), first, content))
+        temporary.replace(snapshot)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return header["size"]
+
+
+def _covered_size(stream: BinaryIO, offset: int) -> int:
+    """Half a line behind the offset is covered too; whole lines that were appended meanwhile are not."""
+    rest = os.pread(stream.fileno(), MAX_LINE_BYTES, offset)
+    return offset if b"\n" in rest or len(rest) == MAX_LINE_BYTES else offset + len(rest)
+
+
+def _load(events: Path, snapshot: Path) -> tuple[RunState, int, int] | None:
+    """The state in the snapshot, its offset and size; None if it cannot be believed."""
+    with contextlib.suppress(OSError), snapshot.open("rb") as file, events.open("rb") as stream:
+        header = _read_header(file)
+        if header is None or header["sample"] != _sample(stream, header["offset"]):
+            return None
+        content = file.read(MAX_SNAPSHOT_BYTES).removesuffix(b"\n")
+        state = decode_state(content) if _digest(content) == header["state"] else None
+        return (state, header["offset"], header["size"]) if state is not None else None
+    return None
+
+
+def _read_header(file: BinaryIO) -> SnapshotHeader | None:
+    digest, _, content = file.readline(MAX_SNAPSHOT_BYTES).rstrip(b"\n").partition(b" ")
+    if digest != _digest(content).encode():
+        return None
+    header: SnapshotHeader = _parse(content)
+    believed = _is_header(header) and header["version"] == _VERSION and _is_summary(header["summary"])
+    return header if believed else None
+
+
+def _sample(stream: BinaryIO, offset: int) -> str:
+    """Tells one stream from another: its beginning, and the end of what was folded. '' if it is shorter."""
+    fd = stream.fileno()
+    start = max(offset - _SAMPLE_BYTES, 0)
+    first, last = os.pread(fd, min(_SAMPLE_BYTES, offset), 0), os.pread(fd, offset - start, start)
+    return _digest(first + last) if len(last) == offset - start else ""
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+# ---- the state as JSON ----
+
+
+def encode_state(state: RunState) -> bytes:
+    """Plain JSON; `dataclasses.asdict` would copy every point of every curve."""
+    parts = {
+        "workers": {name: vars(one) for name, one in state.workers.items()},
+        "servers": {name: vars(one) for name, one in state.servers.items()},
+        "curves": {name: vars(one) for name, one in state.curves.items()},
+        "lost_residuals": [vars(one) for one in state.lost_residuals],
+        "notes": [to_row(one) for one in state.notes],
+    }
+    return json.dumps(vars(state) | parts, separators=(",", ":")).encode()
+
+
+def decode_state(content: bytes) -> RunState | None:
+    """None if it is not what `encode_state` of this version writes."""
+    found = _parse(content)
+    if not isinstance(found, dict) or not isinstance(found.get("notes"), list):
+        return None
+    notes = [from_row(row) for row in found["notes"]]
+    if not _is_state(found | {"notes": []}) or None in notes:
+        return None
+    parts = {
+        "workers": {name: WorkerSummary(**one) for name, one in found["workers"].items()},
+        "servers": {name: ServerSummary(**one) for name, one in found["servers"].items()},
+        "curves": {name: Curve(**one) for name, one in found["curves"].items()},
+        "lost_residuals": [LostResidual(**one) for one in found["lost_residuals"]],
+        "notes": notes,
+    }
+    return RunState(**found | parts)

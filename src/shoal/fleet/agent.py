@@ -1,0 +1,123 @@
+"""The agent: forks, watches and signals processes on one machine, for a driver that may be on another.
+
+It obeys commands and sends reports. Both are plain checked data, so that they can cross the control channel as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, TypeAdapter
+
+from shoal.events import LineTail
+from shoal.fleet.engine import Exit, Launch
+from shoal.fleet.engines.local import LocalEngine
+from shoal.fleet.forkserver import ForkServer
+from shoal.spec.base import Spec
+from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Seat
+
+
+class LaunchCommand(Spec):
+    """Start a process: see `Launch`."""
+
+    kind: Literal["launch"] = "launch"
+    seat: Seat
+    entry: str
+    arguments: list[str] = Field(default_factory=list)
+
+
+class StopCommand(Spec):
+    """`terminate` sends SIGTERM, which a worker takes as a request to leave; `kill` ends the processes at once."""
+
+    kind: Literal["stop"] = "stop"
+    seats: list[int]
+    how: Literal["terminate", "kill"]
+
+
+class ExitedReport(Spec):
+    """See `Exit`. `errors` is the end of what the process wrote to its standard error."""
+
+    kind: Literal["exited"] = "exited"
+    seat: NonNegativeInt
+    code: int | None
+    reason: str
+    errors: str = ""
+
+
+class OutputReport(Spec):
+    """A line that a process printed, or the beginning of a long one."""
+
+    kind: Literal["output"] = "output"
+    seat: NonNegativeInt
+    text: str
+
+
+AgentCommand = LaunchCommand | StopCommand
+AgentReport = ExitedReport | OutputReport
+MAX_ERROR_CHARACTERS = 2000
+MAX_LINE_CHARACTERS = 4000
+
+_REPORTS: TypeAdapter[AgentReport] = TypeAdapter(Annotated[AgentReport, Field(discriminator="kind")])
+
+
+def parse_report(kind: str, fields: dict[str, Any]) -> AgentReport:
+    """A message of the control channel as a report. ValueError if it is none."""
+    return _REPORTS.validate_python({**fields, "kind": kind})
+
+
+class Agent:
+    """Belongs to one thread. `report` is called in `poll`: with every line that a process printed, in order, and then
+    once with its exit. The directory `paths` is the agent's own; output goes to its logs."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        fork_server: ForkServer,
+        *,
+        environment: Mapping[str, str],
+        report: Callable[[AgentReport], None],
+    ) -> None:
+        self._engine = LocalEngine(fork_server, paths, environment=environment)
+        self._paths = paths
+        self._report = report
+        self._seats: dict[int, Seat] = {}
+        self._output: dict[int, LineTail] = {}
+
+    def obey(self, command: AgentCommand) -> None:
+        match command:
+            case LaunchCommand(seat=seat, entry=entry, arguments=arguments):
+                self._engine.start([Launch(seat, entry, tuple(arguments))])
+                self._seats[seat.number] = seat
+                self._output[seat.number] = LineTail(self._paths.log(seat.number, seat.role))
+            case StopCommand(seats=seats, how="terminate"):
+                self._engine.terminate([seat for seat in seats if seat in self._seats])
+            case StopCommand(seats=seats):
+                self._engine.stop(seats)
+
+    def running(self) -> list[int]:
+        return self._engine.running()
+
+    def poll(self, timeout_s: float) -> None:
+        """Sends what there is to report. Waits up to `timeout_s` for an exit."""
+        exits = self._engine.poll(timeout_s)
+        for seat in self._output:
+            self._report_output(seat)
+        for one in exits:
+            self._report_exit(one)
+
+    def close(self) -> None:
+        """Kills what still runs."""
+        self._engine.close()
+
+    def _report_output(self, seat: int) -> None:
+        for line in self._output[seat].read_new():
+            self._report(OutputReport(seat=seat, text=line[:MAX_LINE_CHARACTERS]))
+
+    def _report_exit(self, one: Exit) -> None:
+        seat = self._seats.pop(one.seat)
+        del self._output[one.seat]
+        log = self._paths.error_log(one.seat, seat.role)
+        errors = log.read_text(encoding="utf-8", errors="replace")[-MAX_ERROR_CHARACTERS:] if log.is_file() else ""
+        self._report(ExitedReport(seat=one.seat, code=one.code, reason=one.reason, errors=errors))

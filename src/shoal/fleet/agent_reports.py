@@ -1,0 +1,51 @@
+"""The driver's end of agents on other machines: what their processes print, and how these end."""
+
+from __future__ import annotations
+
+from shoal.events import EventWriter
+from shoal.fleet.agent import ExitedReport, OutputReport, parse_report
+from shoal.fleet.control_server import ControlMessage, ControlServer
+from shoal.spec.run_paths import RunPaths
+
+
+class AgentReports:
+    """Belongs to the thread that drives. Output goes to the logs of the run's directory, where that of the engine's
+    own processes is. An end by a signal becomes a note in the event stream; a worker that fails says why itself."""
+
+    def __init__(self, control: ControlServer, paths: RunPaths, stream: EventWriter) -> None:
+        self._control = control
+        self._paths = paths
+        self._stream = stream
+        self._hosts: dict[int, str] = {}  # by connection
+
+    def admit(self, hello: ControlMessage) -> None:
+        self._hosts[hello.connection] = str(hello.fields.get("host", ""))
+        self._control.send(hello.connection, "welcome", run=self._paths.name)
+
+    def owns_connection(self, connection: int) -> bool:
+        return connection in self._hosts
+
+    def handle(self, message: ControlMessage) -> None:
+        """A message that is not understood costs the agent its connection; it may call again."""
+        if message.kind == "beat":
+            return
+        host = self._hosts[message.connection]
+        if message.kind == "lost":
+            del self._hosts[message.connection]
+            return
+        try:
+            report = parse_report(message.kind, message.fields)
+        except ValueError:
+            self._control.drop(message.connection)
+            del self._hosts[message.connection]
+            return
+        match report:
+            case OutputReport():
+                self._log(report)
+            case ExitedReport() if report.code is None or report.code < 0:
+                self._stream.emit("note", message=f"worker-{report.seat} ({host}) ended by {report.reason}")
+
+    def _log(self, report: OutputReport) -> None:
+        self._paths.logs.mkdir(exist_ok=True)
+        with self._paths.log(report.seat).open("a", encoding="utf-8") as file:
+            file.write(report.text + "\n")

@@ -1,0 +1,188 @@
+"""The driver's end of the fork server: a process that has torch loaded and forks workers in milliseconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+
+class ForkServer:
+    """Shared by the engines of one process, also by engines in other threads. Its maker closes it.
+
+    `environment` holds from the start of its Python (threads, hash seed); `modules` are imported once. Workers outlive
+    a fork server that is killed; the next `start` then starts another one. `adopt` watches a process that an earlier
+    driver started; the exit code of such a process is unknown: None.
+    """
+
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str], *, python: str = "") -> None:
+        """`python` is the interpreter to use instead of the present one."""
+        self.environment = dict(environment)
+        self._python = python or sys.executable
+        self._modules = list(modules)
+        self._selector = selectors.DefaultSelector()
+        self._pids: dict[str, int | None] = {}
+        self._exit_codes: dict[str, int | None] = {}
+        self._watched: dict[int, str] = {}  # descriptors of processes that are not the fork server's children
+        self._lock = threading.RLock()
+        self._spawn()
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: files in the user's directory must not stand in for modules that torch imports.
+            command = [self._python, "-P", "-m", "shoal.fleet.forkserver_main", str(theirs.fileno()), *self._modules]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env=self.environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._control: socket.socket | None = ours
+        self._selector.register(ours, selectors.EVENT_READ)
+        self._partial = b""
+
+    def start(
+        self, key: str, entry: str, arguments: Sequence[str], *, logs: Path, environment: Mapping[str, str]
+    ) -> None:
+        order: dict[str, object] = {
+            "start": key,
+            "entry": entry,
+            "arguments": list(arguments),
+            "output": f"{logs}.log",
+            "errors": f"{logs}.err",
+            "environment": dict(environment),
+            "directory": os.getcwd(),
+        }
+        with self._lock:
+            if self._control is None:
+                self._spawn()
+            self._pids[key] = None
+            self._send_command(order)
+
+    def adopt(self, key: str, pid: int) -> None:
+        """Watch a process that an earlier driver left behind."""
+        with self._lock:
+            self._pids[key] = pid
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._record_exit(key, None)
+                return
+            self._watched[descriptor] = key
+            self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def kill(self, key: str) -> None:
+        with self._lock:
+            adopted = next((descriptor for descriptor, k in self._watched.items() if k == key), None)
+            if adopted is not None:
+                signal.pidfd_send_signal(adopted, signal.SIGKILL)
+            elif key in self._pids:
+                self._send_command({"kill": key})
+
+    def _send_command(self, command: dict[str, object]) -> None:
+        assert self._control is not None
+        try:
+            self._control.sendall(json.dumps(command).encode() + b"\n")
+        except BrokenPipeError:
+            self._handle_own_death()
+
+    def fileno(self) -> int:
+        """For select(): readable when `poll` has something to take in."""
+        return self._selector.fileno()
+
+    def poll(self, timeout_s: float) -> None:
+        """Reads what happened; waits up to `timeout_s` if no exit is known yet."""
+        while ready := self._selector.select(0 if self._exit_codes else timeout_s):
+            with self._lock:
+                for key, _ in ready:
+                    if key.fileobj is self._control:
+                        self._read_messages()
+                    elif key.fd in self._watched:
+                        self._record_exit(self._unwatch(key.fd), None)
+            timeout_s = 0
+
+    def _read_messages(self) -> None:
+        assert self._control is not None
+        try:
+            data = receive_or_empty(self._control, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return  # another thread has read it
+        if not data:
+            self._handle_own_death()
+            return
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for row in map(json.loads, lines):
+            if "born" in row:
+                self._pids[row["born"]] = row["pid"]
+            else:
+                self._record_exit(row["gone"], row["code"])
+
+    def _record_exit(self, key: str, code: int | None) -> None:
+        self._pids.pop(key, None)
+        self._exit_codes[key] = code
+
+    def _unwatch(self, descriptor: int) -> str:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        return self._watched.pop(descriptor)
+
+    def _handle_own_death(self) -> None:
+        """The fork server died. Workers that it had forked live on, and are watched from here."""
+        if self._control is None:
+            return
+        self._selector.unregister(self._control)
+        self._control.close()
+        self._control = None
+        code = self._process.wait()
+        for key, pid in list(self._pids.items()):
+            if pid is None:
+                self._record_exit(key, code or None)
+            elif key not in self._watched.values():
+                self.adopt(key, pid)
+
+    def pop_exit_codes(self, keys: Sequence[str]) -> dict[str, int | None]:
+        """Exit codes of the processes among `keys` that ended since the last call."""
+        return {key: self._exit_codes.pop(key) for key in keys if key in self._exit_codes}
+
+    def pid(self, key: str) -> int | None:
+        """The process, once it is forked; None when it has ended."""
+        while self._pids.get(key, 0) is None:
+            self.poll(1.0)
+        return self._pids.get(key)
+
+    def close(self) -> None:
+        """Kills everything that was started, and waits until it is gone."""
+        for key in list(self._pids):
+            self.kill(key)
+        while self._pids:
+            self.poll(1.0)
+        if self._control is not None:
+            self._control.close()
+        self._process.wait()
+        self._selector.close()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def receive_or_empty(control: socket.socket, flags: int = 0) -> bytes:
+    """What the other end sent; b"" if it is gone, also when it left something unread."""
+    try:
+        return control.recv(65536, flags)
+    except ConnectionResetError:
+        return b""

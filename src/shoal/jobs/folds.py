@@ -1,0 +1,57 @@
+"""The folds of a job: which are finished, which wait, and the result of all."""
+
+from __future__ import annotations
+
+import json
+
+from shoal.jobs.run_result import RunResult
+from shoal.spec.data import FoldSplitConfig
+from shoal.spec.job import Job
+from shoal.spec.load import save_job
+from shoal.spec.receipt import Receipt
+from shoal.spec.run_paths import RunPaths, write_atomically
+
+
+class FoldSchedule:
+    """Folds are run in order, up to `parallel` at a time. After one that did not finish, no further one is started;
+    folds that finished earlier are not run again."""
+
+    def __init__(self, job: Job, paths: RunPaths) -> None:
+        split = job.data.split
+        assert isinstance(split, FoldSplitConfig)
+        self._paths = paths
+        self._parallel = split.parallel
+        self._folds = [paths.fold(number) for number in range(split.folds)]
+        self._results: dict[RunPaths, RunResult] = {}
+        self._waiting: dict[RunPaths, Job] = {}
+        for number, fold in enumerate(self._folds):
+            if fold.receipt.is_file():
+                receipt = Receipt.model_validate_json(fold.receipt.read_text(encoding="utf-8"))
+                self._results[fold] = RunResult(fold, "finished", receipt=receipt)
+            else:
+                data = job.data.model_copy(update={"split": split.model_copy(update={"fold": number})})
+                self._waiting[fold] = job.model_copy(update={"data": data})
+                fold.root.mkdir(exist_ok=True)
+                save_job(self._waiting[fold], fold.job)
+
+    def take_next(self, active: int) -> tuple[RunPaths, Job] | None:
+        """The fold to start beside so many that are run now."""
+        failed = any(result.status != "finished" for result in self._results.values())
+        if failed or not self._waiting or active >= self._parallel:
+            return None
+        fold = next(iter(self._waiting))
+        return fold, self._waiting.pop(fold)
+
+    def add(self, result: RunResult) -> None:
+        self._results[result.paths] = result
+
+    def finish(self, stop_reason: str) -> RunResult:
+        """The result of all; the receipt is written if all have finished. After a stop, folds that were not started
+        count as stopped too."""
+        if stop_reason:
+            self._results |= {fold: RunResult(fold, stop_reason) for fold in self._waiting}
+        results = tuple(self._results[fold] for fold in self._folds if fold in self._results)
+        whole = RunResult.of_folds(self._paths, results)
+        if whole.status == "finished":
+            write_atomically(self._paths.receipt, json.dumps(whole.receipt_data(), indent=2) + "\n")
+        return whole

@@ -1,0 +1,211 @@
+"""`shoal join`: workers of this machine that join a run whose driver is elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN, EXIT_TERMINATED, ShoalError, error, error_from_fields
+from shoal.events import Event, EventReader
+from shoal.fleet.agent import Agent, AgentReport, ExitedReport, LaunchCommand, OutputReport, StopCommand
+from shoal.fleet.control_client import ControlClient
+from shoal.fleet.driver_address import DriverAddress
+from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.process import WELCOME_TIMEOUT_S
+from shoal.jobs import commands
+from shoal.jobs.executor import catch_stop_signals
+from shoal.jobs.fork_servers import make_fork_server
+from shoal.jobs.worker_group import WORKER_MODULE
+from shoal.spec.certificates import TlsContexts, load_tls_contexts
+from shoal.spec.job import MAX_WORKERS
+from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Seat
+
+TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
+POLL_S = 0.1
+SIGNAL_INTERVAL_S = 1.0
+
+
+def join(
+    where: str,
+    token: str,
+    *,
+    base_dir: Path,
+    workers: int = 1,
+    tls_dir: Path | None = None,
+    show: Callable[[str], None],
+    fork_server: ForkServer | None = None,
+) -> int:
+    """Work for the run at `where` (HOST:PORT) until it ends or somebody asks to stop. The exit code.
+
+    `base_dir` is where the job's code and data lie on this machine, `tls_dir` where the certificates for a run that
+    uses TLS do. `show` gets a line for what happens.
+    """
+    contact = _parse_address(where, token)
+    if not 1 <= workers <= MAX_WORKERS:
+        raise error("SH609", f"{workers} workers", where="--workers", fix=f"Ask for 1 to {MAX_WORKERS}.")
+    contexts = load_tls_contexts(tls_dir, where="--tls") if tls_dir else None
+    welcome = commands.fetch_welcome(contact, tls_contexts=contexts)
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-join-") as scratch,
+        _fork_server(fork_server, welcome["threads"]) as mine,
+    ):
+        environment = mine.environment | {TOKEN_VARIABLE: token}  # never on a command line, where all can read it
+        secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
+        with (
+            contextlib.closing(_connect_agent(contact, contexts)) as control,
+            contextlib.closing(
+                JoinedWorkers(RunPaths.at(scratch), mine, environment=environment, control=control, show=show)
+            ) as joined,
+        ):
+            joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured])
+            return joined.supervise()
+
+
+def _parse_address(where: str, token: str) -> DriverAddress:
+    found = re.fullmatch(r"\[?([^\[\]\s]+?)\]?:(\d{1,5})", where)
+    if not found:
+        raise error("SH609", f"'{where}' is no address", where=where, fix="Write HOST:PORT, as `shoal run` shows it.")
+    if not token:
+        raise error("SH615", "there is no token", where=TOKEN_VARIABLE)
+    return DriverAddress(found[1], int(found[2]), token)
+
+
+def _connect_agent(address: DriverAddress, tls_contexts: TlsContexts | None) -> ControlClient:
+    """The agent's own connection to the driver, for its reports."""
+    hello = {"role": "agent", "host": socket.gethostname()}
+    control = ControlClient(lambda: address, lambda: hello, heartbeat=dict, tls_contexts=tls_contexts)
+    try:
+        control.connect(WELCOME_TIMEOUT_S)
+    except BaseException:
+        control.close()
+        raise
+    return control
+
+
+@contextlib.contextmanager
+def _fork_server(given: ForkServer | None, threads: int) -> Iterator[ForkServer]:
+    if given is not None:
+        yield given
+    else:
+        with make_fork_server(threads) as own:
+            yield own
+
+
+@dataclass
+class JoinedWorker:
+    """One worker of ours. `name` is the driver's name for it; its own directory has what it would tell the run."""
+
+    reader: EventReader
+    name: str = "worker"
+    errors: list[ShoalError] = field(default_factory=list)
+    left: bool = False
+
+    @property
+    def seat(self) -> int | None:
+        """The driver's number for it, once the worker has one."""
+        number = self.name.removeprefix("worker-")
+        return int(number) if number.isdecimal() else None
+
+
+class JoinedWorkers:
+    """All workers that one `join` started, shown as they come and go."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        fork_server: ForkServer,
+        *,
+        environment: Mapping[str, str],
+        control: ControlClient,
+        show: Callable[[str], None],
+    ) -> None:
+        self._paths = paths
+        self._agent = Agent(paths, fork_server, environment=environment, report=self._on_report)
+        self._control = control
+        self._show = show
+        self._workers: dict[int, JoinedWorker] = {}
+        self._leaving = False
+        self._exit_code = EXIT_OK
+
+    def start(self, number: int, arguments: list[str]) -> None:
+        for n in range(number):
+            own = RunPaths(self._paths.root / f"worker-{n}")
+            own.root.mkdir()
+            self._workers[n] = JoinedWorker(EventReader(own.events))
+            command = [*arguments, "--run", str(own.root)]
+            self._agent.obey(LaunchCommand(seat=Seat(number=n), entry=WORKER_MODULE, arguments=command))
+
+    def supervise(self) -> int:
+        """Until all workers are gone; the exit code. A request to stop becomes a planned leave of every worker."""
+        asked_at = 0.0
+        with catch_stop_signals() as asked:
+            while self._agent.running():
+                self._agent.poll(POLL_S)
+                self._read_events()
+                if asked and time.monotonic() > asked_at + SIGNAL_INTERVAL_S:
+                    if not self._leaving:
+                        self._show("leaving as soon as others have what is held here (once more: at once)")
+                    self._leaving, asked_at = True, time.monotonic()
+                    # again and again: a process that was just forked hears no signals yet
+                    self._agent.obey(StopCommand(seats=self._agent.running(), how="terminate"))
+        if asked and self._exit_code == EXIT_OK:
+            return EXIT_INTERRUPTED if asked[0] == "interrupted" else EXIT_TERMINATED
+        return self._exit_code
+
+    def close(self) -> None:
+        """Kills what still runs."""
+        self._agent.close()
+
+    def _on_report(self, report: AgentReport) -> None:
+        self._read_events()
+        worker = self._workers[report.seat]
+        if worker.seat is not None:
+            fields = report.model_dump(exclude={"kind", "seat"})
+            self._control.send(report.kind, seat=worker.seat, **fields)
+        match report:
+            case OutputReport(text=text):
+                self._show(text)
+            case ExitedReport():
+                self._handle_exit(worker, report)
+
+    def _read_events(self) -> None:
+        for worker in self._workers.values():
+            for event in worker.reader.read_new():
+                self._handle_event(worker, event)
+
+    def _handle_event(self, worker: JoinedWorker, event: Event) -> None:
+        worker.name = event.who
+        if event.kind == "joined":
+            self._show(f"{worker.name}: trains from step {event.step} on, lanes {', '.join(map(str, event['lanes']))}")
+        elif event.kind == "left":
+            worker.left = True
+            self._show(f"{worker.name}: left at step {event.step} ({event['why']})")
+        elif event.kind == "failed":
+            worker.errors.append(_reported_error(event))
+
+    def _handle_exit(self, worker: JoinedWorker, exited: ExitedReport) -> None:
+        for failure in worker.errors:
+            self._show(f"{worker.name}: {failure}")
+        if self._leaving and exited.code == -signal.SIGTERM:
+            self._show(f"{worker.name}: gone before it had joined")
+            return
+        if exited.code != 0 and not worker.errors:
+            self._show(f"{worker.name}: ended by {exited.reason}\n{exited.errors}".rstrip())
+        if exited.code == 0 and not worker.left:
+            self._show(f"{worker.name}: the run is finished")
+        if exited.code != 0:
+            self._exit_code = self._exit_code or (worker.errors[0].exit_code if worker.errors else EXIT_RUN)
+
+
+def _reported_error(event: Event) -> ShoalError:
+    if event["code"] == "BUG":
+        return error("SH603", f"{event['message']}\n{event['where']}", fix="This is a bug in Shoal: please report it.")
+    return error_from_fields(event.fields)

@@ -1,0 +1,78 @@
+"""Which members of a roster are frozen, hang or did not come back: their heartbeats go to the failure detector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.fleet.roster import Roster
+from shoal.plan.failure_detector import DetectedFailure, FailureDetector, Heartbeat
+
+CHECK_INTERVAL_S = 0.1
+NOT_BACK = "it outlived its driver and did not call back"
+
+
+class LivenessCheck:
+    """Looks at a roster every `CHECK_INTERVAL_S`. Belongs to the thread that drives.
+
+    Of members that train, also how long their work takes counts; of idle ones, only whether they live.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._training_detector = FailureDetector()
+        self._idle_detector = FailureDetector()
+        self._next_check_s = 0.0
+        self._step = 0
+
+    def is_due(self, now_s: float) -> bool:
+        if now_s < self._next_check_s:
+            return False
+        self._next_check_s = now_s + CHECK_INTERVAL_S
+        return True
+
+    def find_failures(
+        self, now_s: float, *, training: Iterable[int] = (), idle: Iterable[int]
+    ) -> list[DetectedFailure]:
+        beats = [read_heartbeat(self._roster, seat) for seat in training]
+        step = max((beat.step for beat in beats), default=0)
+        if step > self._step:
+            self._training_detector.reset_before(step - 1)
+            self._step = step
+        idle_beats = [replace(read_heartbeat(self._roster, seat), since_s=0.0) for seat in idle]
+        return [
+            *(DetectedFailure(seat, NOT_BACK) for seat in self._roster.take_overdue(now_s)),
+            *self._training_detector.check(now_s, beats),
+            *self._idle_detector.check(now_s, idle_beats),
+        ]
+
+    @property
+    def stalled(self) -> bool:
+        """All that train wait for each other, and none of them is to blame."""
+        return self._training_detector.stalled
+
+
+def read_heartbeat(roster: Roster, seat: int) -> Heartbeat:
+    peer = roster[seat]
+    beat = peer.last_heartbeat
+    return Heartbeat(
+        seat=seat,
+        heard_s=roster.silence_s(seat),
+        stopped=peer.same_host and process_state(peer.pid) == "T",
+        phase=str(beat.get("phase", "")),
+        units=int(beat.get("units", 0)),
+        units_in_phase=int(beat.get("units_in_phase", 0)),
+        since_s=float(beat.get("since_s", 0.0)),
+        step=int(beat.get("step", 0)),
+        line=str(beat.get("line", "")),
+        moved_bytes=int(beat.get("moved_bytes", 0)),
+    )
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter: R runs, S sleeps, T is stopped; '' if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

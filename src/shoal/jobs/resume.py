@@ -1,0 +1,47 @@
+"""Which job a run goes on with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from shoal.errors import ErrorGroup, error
+from shoal.fleet.orphans import find_orphans
+from shoal.spec.job import Job
+from shoal.spec.load import load_run_job
+from shoal.spec.run_paths import RunPaths
+
+
+def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
+    """The run's job with these fields changed.
+
+    SH604 if the run has finished; SH609 if it would train something else, or its workers live on as they are.
+    """
+    if paths.receipt.is_file():
+        raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
+    job = load_run_job(paths.job)
+    if not overrides:
+        return job
+    changed = load_run_job(paths.job, overrides=[f"lanes={job.lane_count}", *overrides])
+    if changed.resume_compatibility_sha256() != job.resume_compatibility_sha256():
+        fix = "Change how it goes on (workers, shard, engine, checkpoint), or start a new run with `init_from`."
+        where = " ".join(["--set", ", ".join(_identity_overrides(paths, job, overrides))]).strip()
+        raise error("SH609", "a run that has begun cannot train something else", where=where, fix=fix)
+    if left := [survivor.seat.name for one in paths.folds or [paths] for survivor in find_orphans(one)]:
+        fix = "Resume it without --set, which takes them over; or wait until they have left."
+        raise error("SH609", f"{', '.join(left)} of the run live on as they are", where="--set", fix=fix)
+    return changed
+
+
+def _identity_overrides(paths: RunPaths, job: Job, overrides: Sequence[str]) -> list[str]:
+    """The fields that would make the run train something else, as far as each can be changed by itself."""
+    found = []
+    for one in overrides:
+        with contextlib.suppress(ErrorGroup):
+            alone = load_run_job(paths.job, overrides=[f"lanes={job.lane_count}", one])
+            found += (
+                [one.partition("=")[0].strip()]
+                if alone.resume_compatibility_sha256() != job.resume_compatibility_sha256()
+                else []
+            )
+    return found

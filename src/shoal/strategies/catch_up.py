@@ -1,0 +1,75 @@
+"""The newcomer's side of the state stream: a copy of the source's state, then everything that has changed it since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.collectives.outcome import Discarded
+from shoal.collectives.peer_services import PeerServices
+from shoal.collectives.state_stream import StateSubscription
+from shoal.net.errors import LinkError
+from shoal.spec.view import View
+from shoal.strategies.context import RunProgress
+
+POLL_S = 0.05
+
+
+class CatchUp:
+    """Belongs to the training thread. Without a connection it does nothing, and says so.
+
+    `apply` brings an entry of the stream into the weights and the progress, or raises LinkError where it does not fit;
+    `settle` is called when the connection ends, to stay at the last commit.
+    """
+
+    def __init__(
+        self,
+        peers: PeerServices,
+        progress: RunProgress,
+        *,
+        apply: Callable[[Mapping[str, Any]], None],
+        settle: Callable[[], None],
+    ) -> None:
+        self._peers = peers
+        self._progress = progress
+        self._apply = apply
+        self._settle = settle
+        self._stream: StateSubscription | None = None
+
+    def connect(self, view: View, seat: int, *, max_bytes: int) -> bool:
+        """To the view's source. False if that fails."""
+        assert view.source is not None
+        self.close()
+        found = self._peers.subscribe(view.addresses[view.source], seat, view=view.number, max_bytes=max_bytes)
+        self._stream = None if isinstance(found, Discarded) else found
+        return self._stream is not None
+
+    def poll(self) -> bool | None:
+        """Take what came within a moment: True when that was all there is so far, None when nothing more comes."""
+        if self._stream is None:
+            return None
+        if not self._stream.ready(POLL_S):
+            return False
+        try:
+            entry = self._stream.receive()
+            if entry["kind"] == "current":
+                return True
+            self._apply(entry)
+        except LinkError:
+            self.close()
+            return None
+        return False
+
+    def advance_to(self, position: int) -> bool:
+        """Go on to this position; False if that is not possible, and the whole state is needed."""
+        while self._stream is not None and (self._progress.position or 0) < position:
+            if self.poll() is None:
+                break
+        self.close()
+        return self._progress.position == position
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+            self._settle()

@@ -1,0 +1,255 @@
+"""From a job to the strategy that trains it: the one place that looks at which kind of sync or shard a job has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from shoal.collectives.group import ViewGroup
+from shoal.data.batch import Batch
+from shoal.errors import error
+from shoal.lanes.clipping import Clipping
+from shoal.lanes.replica import Replica
+from shoal.lanes.rng import LaneRng
+from shoal.paramserver.push_codec import PushCodec
+from shoal.sharding.build_replica import ShardedReplicaBuilder, make_replica_builder
+from shoal.spec import seeds
+from shoal.spec.job import DdpSyncConfig, Job, LocalSgdSyncConfig, ServerSyncConfig
+from shoal.spec.sharding import NoShardingConfig
+from shoal.strategies.base import GradientSync, Strategy
+from shoal.strategies.context import StepContext
+from shoal.strategies.encoded_sync import EncodedAllReduceSync
+from shoal.strategies.fault_injection import FaultInjection
+from shoal.strategies.local_sgd.fragments import (
+    FragmentChannels,
+    MakeFragmentAllReduce,
+    encoded_fragments,
+    plain_fragments,
+)
+from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer
+from shoal.strategies.local_sgd.replica import LocalReplica
+from shoal.strategies.local_sgd.schedule import SyncSchedule
+from shoal.strategies.local_sgd.strategy import LocalSgdStrategy
+from shoal.strategies.ordered_sync import OrderedAllReduceSync
+from shoal.strategies.parameter_server import ParameterServerStrategy
+from shoal.strategies.parameter_server_sync import ParameterServerSync
+from shoal.strategies.replicated import ReplicatedStrategy
+from shoal.strategies.sharded import ShardedStrategy
+from shoal.strategies.sharded_commit import ShardedSync
+from shoal.strategies.torch_ddp import TorchDdpSync
+from shoal.tasks.model import build_lr_schedule, build_optimizer, build_task, load_initial_weights
+from shoal.tasks.task import Task
+from shoal.tasks.user_errors import wrap_user_errors
+
+Report = Callable[..., object]
+
+
+class JobModel(Protocol):
+    """A job's model before the run: whole, or still to be cut. Makes the strategy that trains it."""
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def parameter_counts(self) -> Mapping[str, int]:
+        """How many numbers it has, and how many of them may change, where that is known before the first view."""
+
+    def make_strategy(self, context: StepContext) -> Strategy: ...
+
+
+def wanted_device(job: Job) -> str:
+    """The device that the job asks for. Sharded models are held on the CPU."""
+    return job.device if isinstance(job.shard, NoShardingConfig) else "cpu"
+
+
+def build_model(
+    job: Job, example: Batch, device: torch.device, *, steps: int, steps_per_epoch: int, report: Report
+) -> JobModel:
+    """The model of a run of so many steps, at step 0."""
+    if not isinstance(job.shard, NoShardingConfig):
+        return ShardedJobModel(make_replica_builder(job, example, steps=steps, steps_per_epoch=steps_per_epoch))
+    task, replica = build_replica(job, device, steps=steps, steps_per_epoch=steps_per_epoch, report=report)
+    _check_tables(job, replica)
+    with wrap_user_errors("SH401", "the first batch"):
+        replica.probe(example.to(device))
+    return WholeJobModel(job, task, replica, steps)
+
+
+def sync_schedule_of(job: Job) -> SyncSchedule:
+    """When lanes agree: after every step, if they do not train by themselves."""
+    return (
+        SyncSchedule(job.sync.every, job.sync.rounds_per_sync)
+        if isinstance(job.sync, LocalSgdSyncConfig)
+        else SyncSchedule()
+    )
+
+
+# ---- whole models ----
+
+
+@dataclass(frozen=True)
+class WholeJobModel:
+    job: Job
+    task: Task
+    replica: Replica
+    steps: int
+
+    @property
+    def parameter_counts(self) -> Mapping[str, int]:
+        every = list(self.replica.model.parameters())
+        return {
+            "parameters": sum(p.numel() for p in every),
+            "trainable": sum(p.numel() for p in every if p.requires_grad),
+        }
+
+    def make_strategy(self, context: StepContext) -> Strategy:
+        context.peers.residuals.step_after = partial(sync_schedule_of(self.job).next_sync, steps=self.steps)
+        return with_faults(self.job, context, self._make_strategy(context))
+
+    def _make_strategy(self, context: StepContext) -> Strategy:
+        job, group = self.job, _group_of(context)
+        if isinstance(job.sync, ServerSyncConfig):
+            server_sync = _server_sync(job, job.sync, self.replica, group, context)
+            return ParameterServerStrategy(context, self.replica, group=group, server_sync=server_sync)
+        if isinstance(job.sync, LocalSgdSyncConfig):
+            return self._local_sgd(job.sync, group, context)
+        if isinstance(job.sync, DdpSyncConfig):
+            on_total = context.peers.state_publisher.publish_total
+            sync: GradientSync = TorchDdpSync(
+                job.lane_count, group, backend=job.sync.backend, device=self.replica.device, on_total=on_total
+            )
+        else:
+            sync, _ = self._lanes_sync(group, context)
+        return ReplicatedStrategy(context, self.replica, group=group, sync=sync)
+
+    def _lanes_sync(self, group: ViewGroup, context: StepContext) -> tuple[GradientSync, MakeFragmentAllReduce]:
+        """With the job's codec or none; and what sends fragments of the parameters in the same way."""
+        lanes, replica, codec, peers = self.job.lane_count, self.replica, _codec_of(self.job), context.peers
+        on_total = peers.state_publisher.publish_total
+        if codec is None:
+            fragments = plain_fragments(group, lanes=lanes, device=replica.device)
+            return OrderedAllReduceSync(lanes, group, on_total=on_total), fragments
+        sync = EncodedAllReduceSync(
+            lanes, group, settings=codec, replica=replica, peers=peers, report=context.report, on_total=on_total
+        )
+        return sync, encoded_fragments(
+            group,
+            settings=codec,
+            layout=lambda: sync.encoded_layout,
+            residuals=peers.residuals,
+            device=replica.device,
+        )
+
+    def _local_sgd(self, config: LocalSgdSyncConfig, group: ViewGroup, context: StepContext) -> Strategy:
+        schedule = sync_schedule_of(self.job)
+        local = LocalReplica(
+            self.replica,
+            outer=outer_optimizer_for(config),
+            next_sync=partial(schedule.next_sync, steps=self.steps),
+        )
+        sync, fragment_allreduce = self._lanes_sync(group, context)
+        return LocalSgdStrategy(
+            context,
+            local,
+            group=group,
+            sync=sync,
+            schedule=schedule,
+            fragments=config.fragments,
+            channels=FragmentChannels(local, fragment_allreduce),
+        )
+
+
+def build_replica(
+    job: Job, device: torch.device, *, steps: int, steps_per_epoch: int, report: Report
+) -> tuple[Task, Replica]:
+    """The whole weights at step 0: a pure function of the job."""
+    rng = LaneRng(device)
+    rng.seed_all(job.seed, seeds.MODEL)
+    task = build_task(job)
+    with wrap_user_errors("SH204", "making the model"):
+        model = task.to(device)
+    if job.init_from is not None:
+        facts = load_initial_weights(model, job.init_from, base_dir=job.base_dir)
+        if facts:
+            report("note", message=f"weights from {job.init_from.path}: {facts['loaded']} tensors", **facts)
+    optimizer = task.optimizer(model) or build_optimizer(job.optimizer, model, base_dir=job.base_dir)
+    epochs = -(-steps // steps_per_epoch)
+    replica = Replica(
+        model,
+        optimizer,
+        task.loss,
+        seed=job.seed,
+        schedule=build_lr_schedule(job.schedule, optimizer, steps=steps, epochs=epochs, base_dir=job.base_dir),
+        schedule_every=steps_per_epoch if job.schedule and job.schedule.every == "epoch" else 1,
+        clipping=Clipping(job.clip.norm, job.clip.value) if job.clip else None,
+        autocast=torch.bfloat16 if job.precision == "bf16" else None,
+        rng=rng,
+    )
+    return task, replica
+
+
+def _check_tables(job: Job, replica: Replica) -> None:
+    """Sparse tables live on servers."""
+    if replica.tables and job.sync.kind not in ("server", "auto"):
+        raise error("SH418", f"the model has sparse tables, and the job has `sync: {job.sync.kind}`", where="sync")
+    if replica.tables and job.codec.kind != "none":
+        fix = "Leave `codec` out: only touched rows travel in any case."
+        raise error("SH110", "the model has sparse tables, and the job has a codec", where="codec", fix=fix)
+
+
+def outer_optimizer_for(sync: LocalSgdSyncConfig) -> Callable[[Sequence[torch.Tensor]], OuterOptimizer]:
+    if sync.outer == "average":
+        return OuterOptimizer
+    return partial(OuterOptimizer, lr=sync.lr, momentum=sync.momentum)
+
+
+def _server_sync(
+    job: Job, config: ServerSyncConfig, replica: Replica, group: ViewGroup, context: StepContext
+) -> ParameterServerSync:
+    codec, staleness = _codec_of(job), config.staleness_bound
+    push_codec = PushCodec(replica, codec, context.peers, context.report, synchronous=staleness == 0) if codec else None
+    return ParameterServerSync(
+        job.lane_count, replica, group=group, token=context.peers.token, staleness=staleness, push_codec=push_codec
+    )
+
+
+def _codec_of(job: Job) -> dict[str, Any] | None:
+    return job.codec.model_dump() if job.codec.kind != "none" else None
+
+
+# ---- sharded models ----
+
+
+@dataclass(frozen=True)
+class ShardedJobModel:
+    builder: ShardedReplicaBuilder
+
+    @property
+    def task(self) -> Task:
+        return self.builder.task
+
+    @property
+    def parameter_counts(self) -> Mapping[str, int]:
+        return {}
+
+    def make_strategy(self, context: StepContext) -> Strategy:
+        job, group = self.builder.job, _group_of(context)
+        sync = ShardedSync(job.workers_per_replica, group)
+        return with_faults(job, context, ShardedStrategy(context, self.builder, group=group, sync=sync))
+
+
+# ---- both ----
+
+
+def _group_of(context: StepContext) -> ViewGroup:
+    return ViewGroup(context.peers.endpoint, context.peers.token)
+
+
+def with_faults(job: Job, context: StepContext, strategy: Strategy) -> Strategy:
+    if job.faults.pause_probability <= 0:
+        return strategy
+    return FaultInjection(strategy, context, pause_probability=job.faults.pause_probability, pause_s=job.faults.pause_s)

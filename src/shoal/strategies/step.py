@@ -1,0 +1,64 @@
+"""One attempt at a step, as every strategy makes it: compute, commit, and undo what did not count."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from shoal.collectives.outcome import Committed, Discarded
+from shoal.errors import ShoalError
+from shoal.net.errors import LinkError
+from shoal.strategies.context import StepContext, StepRecorder
+from shoal.tasks.user_errors import as_shoal_error
+
+
+class Undoable(Protocol):
+    def begin_step(self) -> None: ...
+
+    def undo_step(self) -> None: ...
+
+
+def attempt_step(
+    context: StepContext,
+    held: Undoable,
+    *,
+    compute: Callable[[], bool],
+    commit: Callable[[bool], Committed | Discarded],
+    alone: bool,
+) -> Committed | Discarded:
+    """`compute` does this worker's lanes and says whether it must halt; `commit` gets that. What the task remembers is
+    put back with the weights; a worker that is `alone` cannot lose a member, and makes no copy."""
+    clock, step = time.perf_counter, context.progress.step
+    task_state = None if alone else copy.deepcopy(context.task.state())
+    held.begin_step()
+    outcome: Committed | Discarded
+    try:
+        halt = compute()
+    except LinkError as failure:  # rows of sparse tables, fragments, or members of a shard group could not be had
+        outcome = Discarded(str(failure))
+    else:
+        began = clock()
+        context.activity.begin("exchange", step)
+        try:
+            outcome = commit(halt)
+        except ShoalError:
+            raise
+        except Exception as failure:
+            raise as_shoal_error(failure, "SH413", f"step {step}") from failure
+        _record_times(context.stats, outcome, clock() - began)
+    if isinstance(outcome, Discarded):
+        held.undo_step()
+        if task_state is not None:
+            context.task.load_state(task_state)
+    return outcome
+
+
+def _record_times(stats: StepRecorder, outcome: Committed | Discarded, seconds: float) -> None:
+    if isinstance(outcome, Discarded):
+        stats.add_time("recovery_s", seconds)
+        return
+    stats.add_time("waiting_s", outcome.waited_s)
+    stats.add_time("exchange_s", outcome.exchange_s)
+    stats.add_time("compute_s", seconds - outcome.waited_s - outcome.exchange_s)

@@ -1,0 +1,149 @@
+"""Events as lines that a person reads: pure functions from events and the state of a run to text."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.events import Event, RunState
+from shoal.spec.receipt import describe_lost_residual
+from shoal.terminal import formatting
+
+_PLAN_KINDS = ("plan", "replan")
+
+
+def event_line(event: Event, state: RunState) -> str:
+    """The line of an event that has just been applied to the state; '' if the screen shows none."""
+    repeats_another_worker = (event.kind == "built" and event.who != state.built_by) or (
+        event.kind == "note" and state.last_note_is_repeat
+    )
+    return "" if repeats_another_worker or event.get("again") else describe_event(event)
+
+
+def note_lines(state: RunState) -> list[str]:
+    """The notes of a run; those on its plan have lines of their own."""
+    lines = (describe_event(event) for event in state.notes if event.kind not in _PLAN_KINDS)
+    return [line for line in lines if line]
+
+
+def describe_event(event: Event) -> str:
+    """'' for a kind that is not worth a line."""
+    describe = _LINES.get(event.kind)
+    return describe(event) if describe else ""
+
+
+def describe_choice(choice: Mapping[str, Any]) -> str:
+    """A choice of a plan, in a few words."""
+    number, hosts, threads = (int(choice.get(what, 1)) for what in ("workers", "hosts", "threads"))
+    parts = [f"{number} worker{'s' if number > 1 else ''}", f"({choice['how']})"]
+    parts += [f"on {hosts} hosts"] if hosts > 1 else []
+    parts += [f"with {threads} threads each"] if threads > 1 else []
+    return " ".join(parts)
+
+
+def describe_layout(layout: Mapping[str, Any]) -> str:
+    """How workers hold a model together."""
+    cuts = f", cut at {', '.join(layout['cuts'])}" if layout["cuts"] else ""
+    replicas = "1 replica" if layout["replicas"] == 1 else f"{layout['replicas']} replicas"
+    return f"shard: {layout['shard']} over {layout['ways']}, {replicas}{cuts}"
+
+
+def join_hint(run: str, address: str, *, tls: bool = False) -> str:
+    """Where others may join, and how; '' where nobody else can reach the run."""
+    host = address.rpartition(":")[0].strip("[]")
+    if not host or host == "localhost" or _is_loopback(host):
+        return ""
+    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}" + (" --tls DIR" if tls else "")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _run_started(event: Event) -> str:
+    return join_hint(event["run"], event.get("listens", ""), tls=event.get("tls", False))
+
+
+def _plan(event: Event) -> str:
+    return f"plan: {describe_choice(event['choice'])}: {event['reason']}"
+
+
+def _replan(event: Event) -> str:
+    said, true = (1000 * event[what]["step_s"] for what in ("prediction", "truth"))
+    return f"plan: a step takes {true:.3g} ms instead of {said:.3g} ms; {event['reason']}"
+
+
+def _built(event: Event) -> str:
+    parts = ", ".join(f"{formatting.count(n)} {name}" for name, n in event["samples"].items())
+    skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
+    known = event.get("parameters")  # not where no worker has the whole model
+    return (
+        f"{f'{formatting.count(known)} parameters, ' if known else ''}samples: {parts}{skipped}; "
+        f"{formatting.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
+    )
+
+
+def _evaluated(event: Event) -> str:
+    name = "" if event["split"] == "validation" else f" on {event['split']}"
+    return f"step {event.step}: evaluated{name}: {formatting.metrics(event['metrics'])}"
+
+
+def _view(event: Event) -> str:
+    why = str(event.get("why", ""))
+    return "" if why == "finished" else why
+
+
+def _left(event: Event) -> str:
+    why = event.get("why", "")
+    return "" if why == "finished" else f"{event.who} left at step {event.step} ({why})"
+
+
+def _caught_up(event: Event) -> str:
+    source = event["source"]
+    return f"{event.who} got step {event.step} from {source if ' ' in source else f'the memory of {source}'}"
+
+
+def _evicted(event: Event) -> str:
+    host = f" on {event['host']}" if event.get("host") else ""
+    return f"{event.get('worker') or event.get('server', '')}{host} was evicted: {event['reason']}"
+
+
+def _servers_wanted(event: Event) -> str:
+    return f"the run wants {event['number']} servers: {event['why']}" if event.get("why") else ""
+
+
+def _residual_lost(event: Event) -> str:
+    return describe_lost_residual(event["lane"], event.get("worker", ""), event.step)
+
+
+_LINES: Mapping[str, Callable[[Event], str]] = {
+    "run_started": _run_started,
+    "plan": _plan,
+    "replan": _replan,
+    "built": _built,
+    "resumed": lambda e: f"the run resumed at step {e.step} from {e.get('source', 'a checkpoint')}",
+    "steps_lost": lambda e: f"no checkpoint was saved: the workers make {e['steps']} steps again",
+    "view": _view,
+    "caught_up": _caught_up,
+    "evaluated": _evaluated,
+    "save_failed": lambda e: f"the checkpoint of step {e.step} could not be saved: {e['reason']}",
+    "save_skipped": lambda e: f"no checkpoint at step {e.step}: the last one is still being written",
+    "checkpoint_invalid": lambda e: f"the checkpoint of step {e.step} is invalid: {e['reason']}",
+    "cleanup_failed": lambda e: f"old checkpoints could not be removed: {e['reason']}",
+    "export_skipped": lambda e: f"{e['what']} was not exported: {e['reason']}",
+    "note": lambda e: str(e["message"]),
+    "evicted": _evicted,
+    "worker_died": lambda e: f"{e['worker']} died: {e['reason']}",
+    "servers_wanted": _servers_wanted,
+    "server_died": lambda e: f"{e['server']} died: {e['reason']}",
+    "server_left": lambda e: f"{e['server']} left",
+    "servers_lost": lambda e: f"the servers lost parameters: {e['reason']}",
+    "residual_lost": _residual_lost,
+    "left": _left,
+    "printed": lambda e: str(e["text"]),
+}
+"""Kinds that have a line. The others are seen in the progress bar, the tables and the receipt."""

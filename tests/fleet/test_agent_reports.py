@@ -1,0 +1,103 @@
+"""Reports of an agent over a real control channel, at the driver."""
+
+import contextlib
+import select
+import time
+
+import pytest
+
+from shoal.events import EventWriter, read_events
+from shoal.fleet.agent import ExitedReport, OutputReport
+from shoal.fleet.agent_reports import AgentReports
+from shoal.fleet.control_client import ControlClient
+from shoal.fleet.control_server import ControlServer
+from shoal.fleet.driver_address import DriverAddress
+from shoal.spec.run_paths import RunPaths
+
+TOKEN = "a" * 32
+PATIENCE_S = 20
+
+
+class Driver:
+    """Listens as a driver does, in the test's own thread."""
+
+    def __init__(self, root):
+        self.paths = RunPaths(root)
+        self.stream = EventWriter(self.paths.events, "driver")
+        self.control = ControlServer(TOKEN)
+        self.reports = AgentReports(self.control, self.paths, self.stream)
+
+    def listen(self, until):
+        deadline = time.monotonic() + PATIENCE_S
+        while not until():
+            assert time.monotonic() < deadline
+            select.select([self.control], [], [], 0.1)
+            for message in self.control.receive():
+                if message.kind == "here":
+                    self.reports.admit(message)
+                elif self.reports.owns_connection(message.connection):
+                    self.reports.handle(message)
+
+    def notes(self):
+        return [event["message"] for event in read_events(self.paths.events) if event.kind == "note"]
+
+    def log(self, seat):
+        path = self.paths.log(seat)
+        return path.read_text() if path.exists() else ""
+
+    def close(self):
+        self.control.close()
+        self.stream.close()
+
+
+@pytest.fixture
+def driver(tmp_path):
+    with contextlib.closing(Driver(tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture
+def agent(driver):
+    address = DriverAddress(driver.control.host, driver.control.port, TOKEN)
+    made = ControlClient(lambda: address, lambda: {"role": "agent", "host": "far"}, heartbeat=dict)
+    with contextlib.closing(made):
+        with pytest.raises(Exception, match="SH610"):
+            made.connect(0.01)  # starts its thread; nobody listens yet
+        driver.listen(lambda: driver.reports._hosts)
+        made.connect(PATIENCE_S)
+        yield made
+
+
+def send(agent, report):
+    agent.send(report.kind, **report.model_dump(exclude={"kind"}))
+
+
+def test_output_goes_to_the_logs_of_the_run(driver, agent):
+    for text in ("one", "two äß"):
+        send(agent, OutputReport(seat=3, text=text))
+    send(agent, OutputReport(seat=4, text="three"))
+    driver.listen(lambda: driver.log(4))
+    assert driver.log(3) == "one\ntwo äß\n"
+    assert driver.log(4) == "three\n"
+
+
+def test_an_end_that_the_worker_could_not_explain_is_noted(driver, agent):
+    for seat, code, reason in ((0, 0, "exit code 0"), (1, 2, "exit code 2"), (2, -9, "SIGKILL"), (3, None, "x")):
+        send(agent, ExitedReport(seat=seat, code=code, reason=reason))
+    driver.listen(lambda: len(driver.notes()) == 2)
+    assert driver.notes() == ["worker-2 (far) ended by SIGKILL", "worker-3 (far) ended by x"]
+
+
+@pytest.mark.parametrize("fields", [{"seat": -1, "text": "x"}, {"seat": "../x", "text": "x"}, {"text": "x"}, {}])
+def test_nonsense_costs_the_connection_and_an_agent_may_call_again(driver, agent, fields):
+    first = set(driver.reports._hosts)
+    agent.send("output", **fields)
+    driver.listen(lambda: driver.reports._hosts and set(driver.reports._hosts) != first)
+    send(agent, OutputReport(seat=0, text="here again"))
+    driver.listen(lambda: driver.log(0))
+    assert driver.log(0) == "here again\n"
+
+
+def test_an_agent_that_goes_is_forgotten(driver, agent):
+    agent.close()
+    driver.listen(lambda: not driver.reports._hosts)

@@ -1,0 +1,236 @@
+"""The worker group with an engine and a control server that only write down what they are asked."""
+
+import copy
+import json
+
+import pytest
+
+from shoal.events import EventWriter
+from shoal.events.stream import parse_event
+from shoal.fleet.control_server import ControlMessage
+from shoal.fleet.engine import Exit, Node
+from shoal.fleet.roster import SeatNumbers
+from shoal.jobs.worker_group import WORKER_MODULE, WorkerGroup
+from shoal.plan.membership_policy import StartWorkers
+from shoal.spec.load import make_job
+from shoal.spec.run_paths import RunPaths
+from tests.conftest import MLP
+from tests.fleet.test_roster import FakeConnections
+
+ADDRESS = {"host": "127.0.0.1", "port": 1, "host_id": "here", "unix": ""}
+
+
+class FakeEngine:
+    def __init__(self):
+        self.seats, self.started, self.stopped = [], [], []
+
+    def capacity(self):
+        return [Node("here", cores=8, memory_bytes=1 << 30, gpus=0, shares_run_dir=True)]
+
+    def start(self, launches):
+        self.started += launches
+        self.seats += [launch.seat.number for launch in launches]
+
+    def running(self):
+        return self.seats
+
+    def stop(self, seats):
+        self.stopped += seats
+
+
+class FakeControl(FakeConnections):
+    def __init__(self):
+        super().__init__()
+        self.sent, self.views = [], []
+
+    def send(self, connection, /, kind, **fields):
+        self.sent.append((connection, kind, fields))
+
+    def publish_view(self, view, connections):
+        self.views.append((view, list(connections)))
+
+
+class Harness:
+    def __init__(self, job_dir, **changes):
+        self.engine, self.control, self.rows = FakeEngine(), FakeControl(), []
+        self.group = WorkerGroup(
+            make_job(copy.deepcopy(MLP) | {"workers": 2} | changes, base_dir=str(job_dir)),
+            RunPaths(job_dir / "runs" / "mlp-1"),
+            self.engine,
+            self.control,
+            EventWriter.to_callback(self.rows.append, "driver"),
+            seat_numbers=SeatNumbers(3),
+            server_group=None,
+        )
+
+    def connect(self, connection, *, seat, local=True, **fields):
+        attachment = {"managed": local, "can_save": local, "needs_job": not local}
+        hello = {"role": "worker", "seat": seat, "attachment": attachment, "pid": 7, "host": "h", "address": ADDRESS}
+        self.group.handle_hello(ControlMessage(connection, "here", hello | {"view": 0, "training": False} | fields))
+
+    def say(self, connection, kind, **fields):
+        self.group.handle(ControlMessage(connection, kind, fields))
+
+    def events(self, kind):
+        return [event for row in self.rows if (event := parse_event(row)) and event.kind == kind]
+
+
+@pytest.fixture
+def harness(job_dir):
+    return Harness(job_dir)
+
+
+@pytest.fixture
+def training(harness):
+    """Two workers that have been given a view."""
+    harness.group.tick()
+    for seat in (3, 4):
+        harness.connect(seat, seat=seat)
+        harness.say(seat, "standing", view=0, position=None)
+    harness.group.tick()
+    for seat in (3, 4):
+        harness.say(seat, "standing", view=harness.control.views[-1][0].number, position=0)
+    harness.group.tick()
+    return harness
+
+
+def test_it_starts_the_workers_that_are_wanted(harness):
+    assert StartWorkers(2) in harness.group.tick()
+    assert harness.engine.seats == harness.group.seats == [3, 4]
+    assert {(one.entry, one.arguments[0]) for one in harness.engine.started} == {(WORKER_MODULE, "--run")}
+    assert harness.group.tick() == [], "they are on their way"
+
+
+def test_a_worker_is_welcomed_into_its_seat(harness):
+    harness.group.tick()
+    harness.connect(10, seat=3)
+    ((connection, kind, fields),) = harness.control.sent
+    assert (connection, kind, fields["seat"]) == (10, "welcome", 3)
+    assert "job" not in fields, "it has the run's directory"
+    assert harness.group.roster.seat_of(10) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seat": 99}, {"seat": None}, {"seat": 3, "address": "nowhere"}, {"seat": 3, "view": "new"}]
+)
+def test_a_greeting_that_makes_no_sense_is_dropped(harness, wrong):
+    harness.group.tick()
+    harness.connect(10, **wrong)
+    assert harness.control.dropped == [10]
+    assert harness.control.sent == []
+    assert 10 not in harness.group.roster.connections
+
+
+def test_a_message_that_makes_no_sense_costs_the_connection_alone(harness):
+    harness.group.tick()
+    harness.connect(10, seat=3)
+    harness.connect(11, seat=4)
+    harness.say(10, "standing", view="new", position=None)
+    assert 10 in harness.control.dropped
+    assert 11 not in harness.control.dropped
+    assert harness.events("worker_died") == [], "its process lives, and may connect again"
+
+
+def test_all_that_stand_get_a_view_of_the_same_number(training):
+    view, connections = training.control.views[-1]
+    assert sorted(view.carries) == connections == [3, 4]
+
+
+def test_a_process_that_died_is_reported_and_replaced(training):
+    assert training.group.was_ready(4)
+    training.engine.seats.remove(4)
+    assert training.group.handle_exit(Exit.with_code(4, -9)) == "SIGKILL"
+    (died,) = training.events("worker_died")
+    assert (died["worker"], died["reason"]) == ("worker-4", "SIGKILL")
+    assert StartWorkers(1) in training.group.tick()
+    assert training.engine.seats == [3, 5], "a seat number is never used again"
+
+
+def test_a_worker_that_left_as_it_should_is_no_death(training):
+    training.engine.seats.remove(4)
+    assert training.group.handle_exit(Exit.with_code(4, 0)) == ""
+    assert training.events("worker_died") == []
+
+
+def test_an_evicted_process_is_stopped_and_its_exit_says_why(training):
+    training.group.evict(4, "it hangs")
+    assert training.engine.stopped == [4]
+    assert training.events("evicted")[0]["reason"] == "it hangs"
+    assert training.group.handle_exit(Exit.with_code(4, -9)) == "it hangs"
+
+
+def test_a_remote_worker_gets_the_job_and_a_seat(harness):
+    harness.connect(20, seat=None, local=False)
+    ((_, kind, fields),) = harness.control.sent
+    assert (kind, fields["seat"]) == ("welcome", 3)
+    assert fields["job"]["batch_size"] == MLP["batch_size"]
+
+
+@pytest.mark.parametrize("said_bye", [False, True])
+def test_a_remote_worker_whose_connection_is_lost_does_not_get_its_seat_back(harness, said_bye):
+    harness.connect(20, seat=None, local=False)
+    if said_bye:
+        harness.say(20, "bye")
+    harness.say(20, "lost")
+    assert len(harness.events("worker_died")) == (not said_bye)
+    assert 3 not in harness.group.roster
+    harness.connect(21, seat=3, local=False)
+    assert harness.control.sent[-1][2]["seat"] == 4
+
+
+def test_workers_that_outlived_a_driver_are_expected_back(harness):
+    harness.engine.seats.append(1)
+    harness.group.start([1])
+    assert StartWorkers(1) in harness.group.tick(), "one is there already"
+    assert harness.group.evict_all("what the servers held is lost") >= {1}
+    assert 1 in harness.engine.stopped
+
+
+def test_a_worker_that_connects_after_the_end_is_sent_away(training):
+    training.group.dismiss("finished")
+    training.group.dismiss("once more")
+    ends = [view for view, _ in training.control.views if view.stop]
+    assert [view.stop for view in ends] == ["finished"]
+    training.connect(30, seat=3)
+    assert training.control.views[-1] == (ends[0], [30])
+
+
+def test_a_stop_lets_one_worker_save_before_all_leave(training):
+    training.group.stop("pruned")
+    training.group.tick()
+    halt, _ = training.control.views[-1]
+    assert halt.halt == "boundary"
+    for seat in (3, 4):
+        training.say(seat, "standing", view=halt.number, position=5)
+    training.group.tick()
+    last, connections = training.control.views[-1]
+    assert last.stop == "pruned"
+    assert last.saver in (3, 4)
+    assert connections == [last.saver], "the other one leaves after it"
+
+
+def test_the_events_of_a_remote_worker_are_relayed_and_its_failure_is_its_own(harness):
+    harness.connect(20, seat=None, local=False)
+    harness.say(20, "event", row='{"t": 1.0, "who": "worker-3", "kind": "note", "message": "hello"}')
+    harness.say(20, "event", row='{"t": 1.0, "who": "worker-9", "kind": "note", "message": "not mine"}')
+    failed = {
+        "t": 1.0,
+        "who": "worker-3",
+        "kind": "failed",
+        "message": "no data",
+        "code": "SH1",
+        "where": "",
+        "fix": "",
+    }
+    harness.say(20, "event", row=json.dumps(failed))
+    assert [event["message"] for event in harness.events("note")] == ["hello", "worker-3 (h) failed: no data"]
+    assert harness.events("failed") == []
+
+
+def test_what_listeners_of_workers_refused_is_added_up(harness):
+    harness.group.tick()
+    harness.connect(10, seat=3)
+    harness.connect(11, seat=4)
+    for connection, refused in ((10, 2), (11, 1), (10, 3)):
+        harness.say(connection, "beat", phase="compute", refused=refused)
+    assert harness.group.refused == 4
