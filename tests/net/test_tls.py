@@ -285,7 +285,7 @@ def test_a_plain_caller_is_told_that_tls_is_used(harness):
 
 def test_a_caller_with_tls_is_told_that_it_is_not_used(ours):
     with contextlib.closing(ListenerHarness()) as plain:
-        with pytest.raises(TlsError, match="it does not use TLS, and we do"):
+        with pytest.raises(TlsError, match="the other side does not use TLS"):
             plain.call(tls_contexts=ours)
         refused(plain)
 
@@ -298,7 +298,7 @@ def test_two_authorities_in_one_process_do_not_mix(ours, theirs):
             open_.enter_context(harness.call(b"mine"))
             assert harness.wait_accepted(0)[1] == b"mine"
         for harness, other in zip(both, (theirs, ours), strict=True):
-            with pytest.raises(TlsError, match="its certificate is not accepted"):
+            with pytest.raises(TlsError, match="the certificate of the other side is not accepted"):
                 harness.call(tls_contexts=other)
 
 

@@ -22,7 +22,7 @@ from shoal.spec.seeds import derive_seed
 PAGE_SAMPLES = 1 << 16
 MAX_STEPS_PER_PAGE = 512
 _STREAM = 0xDEA1
-_WHERE = "data.deal"
+_WHERE = "data.sampler"
 
 
 class EpochShuffle:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.errors import error
 from shoal.fleet.connection_thread import ConnectionThread
+from shoal.net.address import format_address
 from shoal.net.listener import AuthenticatedListener
 from shoal.net.messages import JsonMessage, decode_object, encode_message
 from shoal.net.tls import TlsContexts
@@ -58,7 +59,7 @@ class ControlServer:
     @property
     def address(self) -> str:
         """HOST:PORT, as users write it."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return format_address(self.host, self.port)
 
     @property
     def refused(self) -> int:
