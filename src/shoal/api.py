@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def run(
     job: Job | str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", look: OnEvent | None = None
 ) -> RunResult:
-    """Run a job (an object, or the path of a job file) and wait for its end.
+    """Run a job (an object, or the path of a job file) and wait until it ends.
 
-    `look(paths, event, picture)` is called for everything that happens; a reason that it returns stops the run at the
-    next step boundary. A failed job raises its error.
+    `look(paths, event, state)` is called with every event; a reason that it returns stops the run at the next step
+    boundary. A failed job raises its error.
     """
     _refuse_in_worker()
     checked = check_job(job) if isinstance(job, Job) else load_job(Path(job))
@@ -39,7 +39,7 @@ def resume(
     runs: str | os.PathLike[str] = "runs",
     look: OnEvent | None = None,
 ) -> RunResult:
-    """Go on with a run that was broken off. `sets` change how: `["shard=none", "workers=1"]`."""
+    """Resume a run that was stopped or crashed. `sets` change how it continues: `["shard=none", "workers=1"]`."""
     _refuse_in_worker()
     return _raise_if_failed(executor.resume(run_dir.find(str(run), Path(runs)), overrides=sets, on_event=look))
 
@@ -67,12 +67,12 @@ def _raise_if_failed(result: RunResult) -> RunResult:
 
 
 def _refuse_in_worker() -> None:
-    """A worker imports the user's script; without a guard the script would start the job again, for ever."""
+    """A worker imports the user's script. Without a `__main__` guard the script would start the job again and again."""
     main: Any = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name.startswith(
         ("shoal.fleet.", "shoal.train.", "shoal.paramserver.")
-    ):  # forked by a nursery, or not
+    ):  # forked by a fork server, or started directly
         raise error(
             "SH608",
             "the script that a worker imports starts a run itself",

@@ -392,7 +392,7 @@ def chaos(
 
 
 def _load_for_workers(path: Path, sets: list[str], workers: int | None) -> Job:
-    """For up to so many workers, or, where replicas must be whole, for so many."""
+    """Load the job for up to this many workers; a sharded job gets exactly this many."""
     from shoal.errors import ErrorGroup
 
     if not workers:
@@ -416,14 +416,14 @@ def _console(to_stderr: bool = False) -> Console:
 
 
 def _print_and_exit(result: RunResult, *, as_json: bool) -> NoReturn:
-    """Print how it ended, and leave with the exit code that says so."""
+    """Print the result, and exit with its exit code."""
     from shoal.terminal import exit_status
 
     sys.exit(exit_status.print_result(result, _console(), _console(True), as_json=as_json))
 
 
 def main() -> NoReturn:
-    """Errors of the user's are told without a traceback; everything else is a bug and shows one."""
+    """User errors are printed without a traceback; any other exception is a bug and shows one."""
     from shoal.errors import EXIT_INTERRUPTED, ShoalError
 
     try:

@@ -1,4 +1,4 @@
-"""What happened: one append-only typed stream per run, folded into the state of the run."""
+"""The events of a run: one append-only typed stream, folded into the state of the run."""
 
 from shoal.events.event import Event
 from shoal.events.run_state import Curve, RunState, replay

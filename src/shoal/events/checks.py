@@ -1,4 +1,4 @@
-"""Checks of plain JSON values, made once from type hints: a call says whether a value fits, and never raises."""
+"""Checks of plain JSON values, derived once from type hints: a check returns whether a value fits, and never raises."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def is_count(value: Any) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """A number that can be added up: neither NaN nor infinite. An integer is one too."""
+    """Whether the value is an int or float that is neither NaN nor infinite."""
     kind = type(value)
     return (kind is float or kind is int or isinstance(value, float)) and -MAX_FLOAT < value < MAX_FLOAT
 
 
 def is_number(value: Any) -> bool:
-    """A float of any value, NaN included: a loss may be one."""
+    """Whether the value is an int or float, NaN included: a loss may be NaN."""
     return type(value) is float or is_finite(value) or isinstance(value, float)
 
 
@@ -51,8 +51,8 @@ _PLAIN: dict[Any, Check] = {
 
 
 def make_check(hint: Any) -> Check:
-    """For numbers, texts, unions, lists, mappings with names as keys, and TypedDicts or dataclasses written as
-    mappings. A function in `Annotated` is the check itself."""
+    """The check for a type hint: numbers, texts, unions, lists, mappings with text keys, and TypedDicts or dataclasses
+    written as mappings. A function in `Annotated` is the check itself."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return next((one for one in arguments[1:] if callable(one)), None) or make_check(arguments[0])

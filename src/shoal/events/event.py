@@ -15,7 +15,7 @@ _TYPE_NAMES = {int: "int", float: "float", str: "text", bool: "bool"}
 
 @dataclass(frozen=True)
 class Event:
-    """What happened: when, which process says so, at which step, and the fields of its kind."""
+    """One event: its kind, time, writing process and step, and the fields of its kind."""
 
     kind: str
     t: float = 0.0
@@ -36,12 +36,12 @@ def kind_name(fields_class: type) -> str:
 
 
 class EventKind:
-    """One kind: its class, and the check of each of its fields. Kinds with `open_fields` have any; those that
-    are not `in_stream` never stand in a run's stream."""
+    """One kind: its class, and a check for each field. Kinds with `open_fields` accept any fields; kinds that are not
+    `in_stream` never occur in a run's stream."""
 
     def __init__(self, fields_class: Any, *, in_stream: bool, open_fields: bool) -> None:
         self.name = kind_name(fields_class)
-        self.fields_class = fields_class  # a NamedTuple: the fastest to make of a row
+        self.fields_class = fields_class  # a NamedTuple, because it is the fastest to create
         self.in_stream = in_stream
         self.open_fields = open_fields
         self.hints = get_type_hints(fields_class, include_extras=True)
@@ -51,11 +51,11 @@ class EventKind:
         self._required: frozenset[str] = frozenset(self._checks.keys() - self.fields_class._field_defaults.keys())
 
     def accepts(self, fields: Mapping[str, Any]) -> bool:
-        """Is every required field there, and every known one of its type? Unknown fields are no fault."""
+        """Whether all required fields are present and all known ones have the right type. Unknown fields may occur."""
         usual, checks = self._usual_types, self._checks
         for name, value in fields.items():
             kind = type(value)
-            if kind is usual.get(name) and (  # else every value would cost the call of a function
+            if kind is usual.get(name) and (  # avoids a function call for most values
                 (-MAX_FLOAT < value < MAX_FLOAT) if kind is float else kind is not int or 0 <= value < MAX_INT
             ):
                 continue
@@ -64,8 +64,7 @@ class EventKind:
         return not self._required or self._required <= fields.keys()
 
     def fits_types(self, fields: Mapping[str, Any]) -> bool:
-        """The cheap check of what is about to be written, unknown fields included: a number is not looked at more
-        closely where it has the type that it usually has."""
+        """The cheap check before writing; unknown fields fail it. Numbers of the usual type may have any value."""
         usual = self._usual_types
         for name, value in fields.items():
             if type(value) is not usual.get(name) and (name not in self._checks or not self._checks[name](value)):
@@ -73,7 +72,7 @@ class EventKind:
         return not self._required or self._required <= fields.keys()
 
     def problems(self, fields: Mapping[str, Any]) -> dict[str, str]:
-        """By field: why it may not be written."""
+        """Why each invalid field must not be written."""
         if self.open_fields:
             return {}
         found = dict.fromkeys(sorted(self._required - fields.keys()), "is missing")
@@ -85,11 +84,11 @@ class EventKind:
         return found
 
     def wrong_fields(self, fields: Mapping[str, Any]) -> set[str]:
-        """Known fields of another type than theirs."""
+        """Known fields with a value of the wrong type."""
         return {name for name, value in fields.items() if name in self._checks and not self._checks[name](value)}
 
     def typed(self, fields: Mapping[str, Any]) -> Any:
-        """The fields as an instance of the kind's class; unknown ones are left out."""
+        """The fields as an instance of the kind's class, without unknown fields."""
         try:
             return self.fields_class(**fields)
         except TypeError:
@@ -97,7 +96,7 @@ class EventKind:
 
 
 def _plain_hint(hint: Any) -> Any:
-    """Without its annotations, and without None."""
+    """The type without annotations and without None."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _plain_hint(arguments[0])
@@ -107,7 +106,7 @@ def _plain_hint(hint: Any) -> Any:
 
 
 def type_name(name: str, hint: Any) -> str:
-    """Unit or type of a field in a word."""
+    """The unit or type of a field as one word."""
     if name.endswith("_bytes_s"):
         return "bytes/s"
     if name.endswith("_s"):

@@ -1,4 +1,4 @@
-"""The state of a run, folded from its events: data only. Display, receipt, `show` and `compare` all look at it."""
+"""The state of a run, folded from its events: data only. Display, receipt, `show` and `compare` use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.events.checks import Number
 from shoal.events.event import Event, kind_name
 
 FOLD_VERSION = 1
-"""Raised when the same events give another state than before: snapshots of an earlier version are not used."""
+"""Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
 MAX_POINTS = 4096
 MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
@@ -19,7 +19,7 @@ TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "ev
 
 @dataclass
 class WorkerSummary:
-    """What is known of one worker."""
+    """The state of one worker."""
 
     name: str
     host: str = ""
@@ -36,8 +36,8 @@ class WorkerSummary:
 
 @dataclass
 class ServerSummary:
-    """What is known of one server. `stats` are the numbers that it last reported: pushes, bytes_in, bytes_out,
-    bytes_plain (what bytes_in would have been without a codec), staleness_mean, staleness_max."""
+    """The state of one server. `stats` are its last reported numbers: pushes, bytes_in, bytes_out, bytes_plain
+    (bytes_in without a codec), staleness_mean, staleness_max."""
 
     name: str
     host: str = ""
@@ -54,13 +54,13 @@ class ServerSummary:
 
 @dataclass
 class Curve:
-    """A series over steps. Bounded: when it is full, every other point is forgotten."""
+    """A series over steps. Its length is bounded: when it is full, every other point is dropped."""
 
     steps: list[int] = field(default_factory=list)
     values: list[Number] = field(default_factory=list)
 
     def add(self, step: int, value: float) -> None:
-        while self.steps and self.steps[-1] >= step:  # a run that was resumed writes some steps again
+        while self.steps and self.steps[-1] >= step:  # a resumed run repeats some steps
             self.steps.pop()
             self.values.pop()
         self.steps.append(step)
@@ -71,7 +71,7 @@ class Curve:
 
 @dataclass
 class LostResidual:
-    """A codec's residual that died with a worker ('' if nobody knows which)."""
+    """A codec's residual that died with a worker ('' if the worker is unknown)."""
 
     lane: int
     worker: str
@@ -103,19 +103,19 @@ class RunState:
     failovers: int = 0
     curves: dict[str, Curve] = field(default_factory=dict)
     notes: list[Event] = field(default_factory=list)
-    """The newest events that are worth a line to a person; `terminal.notes` has the lines."""
+    """The newest events that are shown as lines to users; see `terminal.notes`."""
     times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_FIELDS, 0.0))
     starts: int = 0
     deaths: int = 0
     redone: int = 0
     last_note_is_repeat: bool = False
-    """The newest `note` event says what an earlier one said: all workers report it."""
+    """Whether the newest `note` event repeats an earlier one: every worker reports it."""
     nobody_left: bool = False
-    """No worker is left that has trained: steps that were not saved are lost."""
+    """Whether no worker that has trained is left: unsaved steps are lost."""
     layout: dict[str, Any] = field(default_factory=dict)
     """The fields of the newest `layout` event."""
     inexact: str = ""
-    """Why the layout gives another result than one process, as the workers found."""
+    """Why the layout gives a different result than one process, as reported by the workers."""
     views: int = 0
     peak_workers: int = 0
     saves: int = 0
@@ -134,7 +134,7 @@ class RunState:
     replans: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped_rows: int = 0
-    """Rows of the stream that could not be read. The reader of the stream counts them."""
+    """Rows of the stream that could not be read, counted by the reader of the stream."""
 
     @property
     def epoch(self) -> float:
@@ -156,7 +156,7 @@ class RunState:
 
     @property
     def training_workers(self) -> list[WorkerSummary]:
-        """Workers that carry lanes now."""
+        """Workers that run lanes now."""
         return [worker for worker in self.workers.values() if worker.state == "training"]
 
     def worker(self, name: str) -> WorkerSummary:
@@ -168,12 +168,12 @@ class RunState:
 
     @property
     def serving_servers(self) -> list[ServerSummary]:
-        """Servers that hold all chunks that the table gives them."""
+        """Servers that hold all chunks that the table assigns to them."""
         return [server for server in self.servers.values() if server.state == "serving"]
 
     @property
     def staleness(self) -> tuple[float, int]:
-        """Over all pushes so far: by how many steps they were late, on average and at most."""
+        """Mean and maximum number of steps by which pushes were late, over all pushes so far."""
         stats = [server.stats for server in self.servers.values()]
         pushes = sum(one.get("pushes", 0) for one in stats)
         total = sum(one.get("staleness_mean", 0.0) * one.get("pushes", 0) for one in stats)
@@ -201,7 +201,7 @@ Fields = TypeVar("Fields")
 _HANDLERS: dict[str, Callable[[RunState, Event, Any], None]] = {}
 _NOTED_KINDS = ("save_failed", "save_skipped", "checkpoint_invalid", "cleanup_failed", "export_skipped", "evicted",
                 "caught_up")  # fmt: skip
-"""Kinds that change nothing but are worth a line."""
+"""Kinds that do not change the state but are shown as lines."""
 
 
 def _folds(
@@ -222,9 +222,9 @@ for _kind in _NOTED_KINDS:
 def _run_started(state: RunState, event: Event, started: schema.RunStartedEvent) -> None:
     state.run, state.status, state.starts = started.run, "starting", state.starts + 1
     state.error, state.result, state.built_by = None, {}, ""
-    state.nobody_left = True  # workers that outlived their driver say what they hold
+    state.nobody_left = True  # workers that outlived their driver report their state again
     for server in state.servers.values():
-        _release(server, "dead")  # servers that outlived their driver are reported again
+        _release(server, "dead")  # servers that outlived their driver connect again
 
 
 @_folds(schema.PlanEvent)
@@ -299,7 +299,7 @@ def _stopped(state: RunState, event: Event, stopped: schema.StoppedEvent) -> Non
 
 @_folds(schema.StepEvent)
 def _step(state: RunState, event: Event, row: schema.StepEvent) -> None:
-    """One worker's steps. What all workers know alike is taken from the worker that saves."""
+    """A worker made steps. Values that are the same on all workers are taken from the saver."""
     worker = state.worker(event.who)
     worker.step, worker.state = event.step or 0, "training"
     worker.steps += row.steps

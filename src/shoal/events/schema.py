@@ -14,7 +14,7 @@ from shoal.events.checks import Count, Number, is_count, is_finite
 from shoal.events.event import Event, EventKind
 
 SCHEMA_VERSION = 2
-"""`run_started` rows carry it. Rows of version 1 have the former names below."""
+"""The version in `run_started` rows. Rows of version 1 use the former names below."""
 
 FORMER_KINDS = {
     "put_out": "evicted",
@@ -26,10 +26,10 @@ FORMER_FIELDS: Mapping[str, Mapping[str, str]] = {
     "evaluated": {"part": "split"},
     "server_stats": {"served": "stats"},
 }
-"""By today's kind: a former name of a field, and its name today."""
+"""Former field names and their present names, by present kind."""
 
 MAX_TIME_S = 1e11
-"""Later than the year 5000: such a time is damage."""
+"""Timestamps after the year 5000 count as damage."""
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 KindClass = TypeVar("KindClass", bound=type)
@@ -58,7 +58,7 @@ class ChoiceFields(TypedDict):
 
 
 class CandidateFields(ChoiceFields):
-    """A way that was not taken. `needs`: words that `plan.allow` lacks."""
+    """A way that was not chosen. `needs`: words that `plan.allow` lacks."""
 
     step_s: Number | None
     needs: list[str]
@@ -66,7 +66,7 @@ class CandidateFields(ChoiceFields):
 
 
 class PredictionFields(TypedDict):
-    """What a step should take, and where that goes."""
+    """The predicted time of a step, and its parts."""
 
     step_s: float
     compute_s: float
@@ -76,14 +76,14 @@ class PredictionFields(TypedDict):
 
 
 class MeasuredFields(TypedDict):
-    """What a step took; `lane_s`: each worker's lane, by host."""
+    """The measured time of a step; `lane_s`: each worker's lane time, by host."""
 
     step_s: float
     lane_s: list[list[float]]
 
 
 class HeldBytesFields(TypedDict, total=False):
-    """What a server holds; `filling_bytes` are still on their way."""
+    """Bytes that a server holds; `filling_bytes` are still being copied to it."""
 
     primary_bytes: Count
     backup_bytes: Count
@@ -445,7 +445,7 @@ class RunEndedEvent(NamedTuple):
     ] = 0
 
 
-# ---- kinds that no stream of a run holds ----
+# ---- kinds that do not occur in a run's stream ----
 
 
 class PrintedEvent(NamedTuple):
@@ -455,11 +455,11 @@ class PrintedEvent(NamedTuple):
 
 
 class AnswerEvent(NamedTuple):
-    """The answer of a probe; its fields are those of the question."""
+    """The answer of a probe; its fields depend on the question."""
 
 
 class StepsLostEvent(NamedTuple):
-    """Workers begin again without a checkpoint: a note of `RunState`."""
+    """Workers start again without a checkpoint: a note of `RunState`."""
 
     steps: Count
 
@@ -480,7 +480,7 @@ def to_row(event: Event) -> dict[str, Any]:
 
 
 def from_row(row: Any) -> Event | None:
-    """The event of a row of this version or an earlier one; None if the row breaks the schema. Owns the row."""
+    """The event of a row of this version or an earlier one; None if the row breaks the schema. Modifies the row."""
     try:
         kind, t, who, step = row.pop("kind"), row.pop("t"), row.pop("who"), row.pop("step", None)
         found = KINDS.get(kind)

@@ -9,7 +9,7 @@ from shoal.events.schema import KINDS
 
 
 def render_table() -> str:
-    """One row for each kind that a run's stream holds."""
+    """One row for each kind that occurs in a run's stream."""
     rows = [_row(kind) for kind in KINDS.values() if kind.in_stream]
     return "\n".join(["| kind | fields | when |", "|---|---|---|", *rows]) + "\n"
 

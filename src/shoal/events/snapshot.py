@@ -1,7 +1,7 @@
-"""A snapshot of a run's state beside its stream, so that a reader folds only what was appended since.
+"""A snapshot of a run's state beside its stream, so that a reader folds only newer events.
 
-The stream is the truth; a snapshot only saves work. It is checked before it is believed: its own digest, its version,
-the type of every value, and that it belongs to this stream. One that fails is ignored and replaced.
+The stream is the truth; a snapshot only saves work. It is checked before use: its own digest, its version, the type of
+every value, and that it belongs to this stream. An invalid snapshot is ignored and replaced.
 
 Two lines of JSON: a header with the summary that `shoal runs` shows, which can be read without the rest, and the state.
 """
@@ -27,11 +27,11 @@ from shoal.events.stream import MAX_LINE_BYTES, EventReader
 
 MAX_SNAPSHOT_BYTES = 1 << 26
 SAVE_EVERY_S = 30.0
-"""How often a driver writes a snapshot while its run goes on."""
+"""Seconds between two snapshots that a driver writes during its run."""
 MIN_NEW_BYTES = 1 << 18
-"""A reader that had to fold less of a stream that still grows writes no snapshot."""
+"""Bytes that a reader must have folded before it writes a snapshot of a growing stream."""
 IDLE_S = 5.0
-"""A stream that has not grown for so long counts as one that does not grow."""
+"""Seconds without growth after which a stream counts as idle."""
 _VERSION = [SCHEMA_VERSION, FOLD_VERSION]
 _SAMPLE_BYTES = 512
 _DIGEST_BYTES = 16
@@ -39,7 +39,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The few facts of a run that a list of runs shows."""
+    """The fields of a run that a list of runs shows."""
 
     status: str
     step: int
@@ -55,7 +55,8 @@ class RunSummary:
 
 
 class SnapshotHeader(TypedDict):
-    """`offset`: where in the stream the state ends. `size`: of the stream if only half a line stood behind that."""
+    """`offset`: the end of the folded part of the stream. `size`: the size of the stream that is covered, which
+    includes an incomplete line after `offset`."""
 
     version: list[Count]
     offset: Count
@@ -69,7 +70,7 @@ _is_header, _is_summary, _is_state = make_check(SnapshotHeader), make_check(RunS
 
 
 def load_summary(events: Path, snapshot: Path) -> RunSummary | None:
-    """The summary in the snapshot; None if there is none that covers the whole stream."""
+    """The summary in the snapshot; None unless the snapshot covers the whole stream."""
     with contextlib.suppress(OSError), snapshot.open("rb") as file, events.open("rb") as stream:
         header = _read_header(file)
         size = os.fstat(stream.fileno()).st_size
@@ -79,7 +80,7 @@ def load_summary(events: Path, snapshot: Path) -> RunSummary | None:
 
 
 class RunStateReader:
-    """Follows a stream and folds it into `state`, from the snapshot on where there is one. Never blocks.
+    """Follows a stream and folds it into `state`, starting from the snapshot if there is one. Never blocks.
 
     Belongs to one thread. `state` stays the same object.
     """
@@ -92,25 +93,25 @@ class RunStateReader:
         self._saved_at_s = time.monotonic()
 
     def read_new(self) -> Iterator[Event]:
-        """What came since the last call; each event is in `state` when it is given."""
+        """The events since the last call; each is applied to `state` before it is yielded."""
         for event in self._reader.read_new():
             self.state.apply(event)
             yield event
         self.state.skipped_rows = self._skipped_before + self._reader.skipped_rows
 
     def catch_up(self) -> RunState:
-        """The state with all that is in the stream now."""
+        """Fold everything that is in the stream now."""
         for _ in self.read_new():
             pass
         return self.state
 
     def save_if_due(self) -> None:
-        """For the driver, at every tick."""
+        """Save if `SAVE_EVERY_S` have passed. The driver calls it at every tick."""
         if time.monotonic() >= self._saved_at_s + SAVE_EVERY_S:
             self.save()
 
     def save_if_useful(self) -> None:
-        """For a reader that comes by: so that the next one has less to fold."""
+        """Save if that spares the next reader much work."""
         with contextlib.suppress(OSError):
             stream = self._events.stat()
             is_idle = time.time() - stream.st_mtime > IDLE_S
@@ -118,7 +119,7 @@ class RunStateReader:
                 self.save()
 
     def save(self) -> None:
-        """Write a snapshot, unless the stream is as it was. A directory that cannot be written is no error."""
+        """Write a snapshot, unless the stream has not changed. A read-only directory is not an error."""
         self._saved_at_s = time.monotonic()
         with contextlib.suppress(OSError):
             if self._events.stat().st_size != self._saved_size:
@@ -126,7 +127,7 @@ class RunStateReader:
 
 
 def load_state(events: Path, snapshot: Path) -> RunState:
-    """The state of a run as its stream has it now."""
+    """The present state of a run."""
     reader = RunStateReader(events, snapshot)
     state = reader.catch_up()
     reader.save_if_useful()
@@ -159,13 +160,13 @@ def _write(snapshot: Path, events: Path, offset: int, state: RunState) -> int:
 
 
 def _covered_size(stream: BinaryIO, offset: int) -> int:
-    """Half a line behind the offset is covered too; whole lines that were appended meanwhile are not."""
+    """An incomplete line after the offset is covered too; complete lines that were appended meanwhile are not."""
     rest = os.pread(stream.fileno(), MAX_LINE_BYTES, offset)
     return offset if b"\n" in rest or len(rest) == MAX_LINE_BYTES else offset + len(rest)
 
 
 def _load(events: Path, snapshot: Path) -> tuple[RunState, int, int] | None:
-    """The state in the snapshot, its offset and size; None if it cannot be believed."""
+    """The state in the snapshot, its offset and size; None if the snapshot is invalid."""
     with contextlib.suppress(OSError), snapshot.open("rb") as file, events.open("rb") as stream:
         header = _read_header(file)
         if header is None or header["sample"] != _sample(stream, header["offset"]):
@@ -186,7 +187,8 @@ def _read_header(file: BinaryIO) -> SnapshotHeader | None:
 
 
 def _sample(stream: BinaryIO, offset: int) -> str:
-    """Tells one stream from another: its beginning, and the end of what was folded. '' if it is shorter."""
+    """A digest of the stream's beginning and of the end of the folded part. '' if the stream is shorter than
+    `offset`."""
     fd = stream.fileno()
     start = max(offset - _SAMPLE_BYTES, 0)
     first, last = os.pread(fd, min(_SAMPLE_BYTES, offset), 0), os.pread(fd, offset - start, start)
@@ -208,7 +210,7 @@ def _parse(content: bytes) -> Any:
 
 
 def encode_state(state: RunState) -> bytes:
-    """Plain JSON; `dataclasses.asdict` would copy every point of every curve."""
+    """The state as JSON. `dataclasses.asdict` would copy every point of every curve."""
     parts = {
         "workers": {name: vars(one) for name, one in state.workers.items()},
         "servers": {name: vars(one) for name, one in state.servers.items()},
@@ -220,7 +222,7 @@ def encode_state(state: RunState) -> bytes:
 
 
 def decode_state(content: bytes) -> RunState | None:
-    """None if it is not what `encode_state` of this version writes."""
+    """The state; None if the content was not written by `encode_state` of this version."""
     found = _parse(content)
     if not isinstance(found, dict) or not isinstance(found.get("notes"), list):
         return None

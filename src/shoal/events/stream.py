@@ -1,7 +1,7 @@
 """The append-only stream: one JSON object per line, one file per run, readable while it is written.
 
-Every writer appends whole lines in one `write`, so several processes may share the file. A writer that was
-killed may leave half a line behind: readers pass over it, and a new writer starts on a line of its own.
+Every writer appends complete lines in one `write`, so several processes may share the file. A writer that is killed may
+leave an incomplete line: readers skip it, and a new writer starts on a new line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shoal.events.schema import KINDS, SCHEMA_VERSION, from_row, to_row
 
 MAX_LINE_BYTES = 1 << 22
 MAX_TEXT = 10_000
-"""Characters of a text in a row that would be too long otherwise."""
+"""Characters to which a text is truncated in a row that would be too long."""
 STRICT_VARIABLE = "SHOAL_STRICT_EVENTS"
-"""Tests set this environment variable, which reaches the workers too: an event that breaks the schema is an error."""
+"""Environment variable that tests set, also for the workers: an event that breaks the schema is then an error."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
@@ -42,7 +42,7 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def format_event(event: Event) -> bytes:
-    """The line of an event. Texts are cut where the line would be too long to be read."""
+    """The line of an event. Texts are truncated if the line would be too long to be read."""
     line = _encode(to_row(event)).encode() + b"\n"
     if len(line) <= MAX_LINE_BYTES:
         return line
@@ -51,7 +51,7 @@ def format_event(event: Event) -> bytes:
 
 
 def _cut(text: str) -> str:
-    """Beginning and end: the end of a traceback says what went wrong."""
+    """Keep the beginning and the end: the end of a traceback has the error."""
     half = MAX_TEXT // 2
     return text if len(text) <= MAX_TEXT else f"{text[:half]} … {text[-half:]}"
 
@@ -59,8 +59,8 @@ def _cut(text: str) -> str:
 class EventWriter:
     """Appends events to a file. Rows wait in memory for at most `flush_s` (checked at the next emit).
 
-    Owned by one process; not safe for several threads. Every row is checked against the schema. One that breaks it is
-    an error in tests; elsewhere it never stops a run: it is written without the fields of a wrong type, and counted in
+    Owned by one process; not safe for several threads. Every row is checked against the schema. In tests an invalid row
+    is an error. Otherwise it never stops a run: it is written without the fields of a wrong type, and counted in
     `invalid_rows`.
     """
 
@@ -72,7 +72,7 @@ class EventWriter:
 
     @classmethod
     def to_callback(cls, write: Callable[[bytes], object], who: str, *, flush_s: float = 0.1) -> EventWriter:
-        """A writer that gives its lines to a function, one at a time, for a process that cannot reach the file."""
+        """A writer that passes its lines to a function, one at a time, for a process that cannot reach the file."""
 
         def write_each(rows: list[bytes]) -> None:
             for row in rows:
@@ -95,7 +95,7 @@ class EventWriter:
         self._flushed_at = time.monotonic()
 
     def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> Event:
-        """Write what happened. TypeError in tests if the event breaks the schema."""
+        """Write an event. TypeError in tests if it breaks the schema."""
         if kind == "run_started":
             fields["schema"] = SCHEMA_VERSION
         known = KINDS.get(kind)
@@ -111,7 +111,7 @@ class EventWriter:
         return event
 
     def append(self, event: Event) -> None:
-        """Write an event of another process, as it was read there."""
+        """Write an event of another process unchanged."""
         self._pending.append(format_event(event))
         self.flush()
 
@@ -135,7 +135,7 @@ def _require_schema(kind: str, step: Any, fields: dict[str, Any]) -> None:
 
 
 def _repaired(kind: str, step: Any, fields: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
-    """What of an event can be written although it breaks the schema."""
+    """The part of an invalid event that can be written."""
     step, fields = _plain(step), {name: _plain(value) for name, value in fields.items()}
     wrong = KINDS[kind].wrong_fields(fields) if kind in KINDS else set()
     kept = {name: value for name, value in fields.items() if name not in wrong}
@@ -143,7 +143,7 @@ def _repaired(kind: str, step: Any, fields: dict[str, Any]) -> tuple[int | None,
 
 
 def _plain(value: Any) -> Any:
-    """The number in a scalar of numpy or torch."""
+    """A scalar of numpy or torch as a Python number."""
     if getattr(value, "shape", None) == ():
         return value.item()
     return value
@@ -155,19 +155,18 @@ def _ends_mid_line(fd: int) -> bool:
 
 
 class LineTail:
-    """Whole lines of a growing file: at each call of `read_new`, those that came since. Never blocks.
+    """Complete lines of a growing file: each call of `read_new` returns the new ones. Never blocks.
 
-    `offset` is the place in the file behind the last line that was read. Of a line longer than `MAX_LINE_BYTES` only
-    its beginning is given.
+    `offset` is the position after the last line that was read. A line longer than `MAX_LINE_BYTES` is truncated.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.offset = self._position = offset
         self._path = path
-        self._beginning = b""  # of a long line whose end has not come yet
+        self._beginning = b""  # of a long line that is not complete yet
 
     def skip_existing(self) -> None:
-        """Pass over what is there already."""
+        """Skip the present content."""
         with contextlib.suppress(FileNotFoundError):
             self.offset = self._position = self._path.stat().st_size
 
@@ -177,7 +176,7 @@ class LineTail:
         except FileNotFoundError:
             return
         with file:
-            size = os.fstat(file.fileno()).st_size  # not what is being appended meanwhile: that might never end
+            size = os.fstat(file.fileno()).st_size  # not what is appended meanwhile: that might never end
             file.seek(self._position)
             while self._position < size:
                 line = file.readline(MAX_LINE_BYTES + 1)
@@ -196,9 +195,9 @@ class LineTail:
 
 
 class EventReader:
-    """Reads a stream from its beginning, or from `offset`; each call of `read_new` gives what came since. Never blocks.
+    """Reads a stream from its beginning or from `offset`; each call of `read_new` yields the new events. Never blocks.
 
-    Rows that are damaged or break the schema are passed over and counted in `skipped_rows`.
+    Rows that are damaged or break the schema are skipped and counted in `skipped_rows`.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
@@ -219,5 +218,5 @@ class EventReader:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """All whole events of a stream."""
+    """All events in a stream."""
     return EventReader(path).read_new()

@@ -1,1 +1,1 @@
-"""Machines and processes: engines start and watch workers and servers, the control channel tells them what to do."""
+"""Machines and processes: engines start and watch workers and servers; the control channel links them to the driver."""

@@ -1,6 +1,6 @@
 """The agent: forks, watches and signals processes on one machine, for a driver that may be on another.
 
-It obeys commands and sends reports. Both are plain checked data, so that they can cross the control channel as JSON.
+It carries out commands and sends reports. Both are plain validated data that can cross the control channel as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.spec.view import Seat
 
 
 class LaunchCommand(Spec):
-    """Start a process: see `Launch`."""
+    """Start a process; see `Launch`."""
 
     kind: Literal["launch"] = "launch"
     seat: Seat
@@ -29,7 +29,7 @@ class LaunchCommand(Spec):
 
 
 class StopCommand(Spec):
-    """`terminate` sends SIGTERM, which a worker takes as a request to leave; `kill` ends the processes at once."""
+    """`terminate` sends SIGTERM, which asks a worker to leave; `kill` ends the processes at once."""
 
     kind: Literal["stop"] = "stop"
     seats: list[int]
@@ -37,7 +37,7 @@ class StopCommand(Spec):
 
 
 class ExitedReport(Spec):
-    """See `Exit`. `errors` is the end of what the process wrote to its standard error."""
+    """A process has exited; see `Exit`. `errors` is the end of its standard error."""
 
     kind: Literal["exited"] = "exited"
     seat: NonNegativeInt
@@ -47,7 +47,7 @@ class ExitedReport(Spec):
 
 
 class OutputReport(Spec):
-    """A line that a process printed, or the beginning of a long one."""
+    """A line that a process printed; a long line is truncated."""
 
     kind: Literal["output"] = "output"
     seat: NonNegativeInt
@@ -63,13 +63,13 @@ _REPORTS: TypeAdapter[AgentReport] = TypeAdapter(Annotated[AgentReport, Field(di
 
 
 def parse_report(kind: str, fields: dict[str, Any]) -> AgentReport:
-    """A message of the control channel as a report. ValueError if it is none."""
+    """Parse a message of the control channel. ValueError if it is not a report."""
     return _REPORTS.validate_python({**fields, "kind": kind})
 
 
 class Agent:
-    """Belongs to one thread. `report` is called in `poll`: with every line that a process printed, in order, and then
-    once with its exit. The directory `paths` is the agent's own; output goes to its logs."""
+    """Belongs to one thread. `poll` calls `report` with every line that a process printed, in order, and then once with
+    its exit. The directory `paths` is the agent's own; output goes to its logs."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Agent:
         return self._engine.running()
 
     def poll(self, timeout_s: float) -> None:
-        """Sends what there is to report. Waits up to `timeout_s` for an exit."""
+        """Send new reports. Waits up to `timeout_s` for an exit."""
         exits = self._engine.poll(timeout_s)
         for seat in self._output:
             self._report_output(seat)
@@ -108,7 +108,7 @@ class Agent:
             self._report_exit(one)
 
     def close(self) -> None:
-        """Kills what still runs."""
+        """Kill the processes that still run."""
         self._engine.close()
 
     def _report_output(self, seat: int) -> None:

@@ -1,4 +1,4 @@
-"""The driver's end of agents on other machines: what their processes print, and how these end."""
+"""The driver's side of agents on other machines: output and exits of their processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shoal.spec.run_paths import RunPaths
 
 
 class AgentReports:
-    """Belongs to the thread that drives. Output goes to the logs of the run's directory, where that of the engine's
-    own processes is. An end by a signal becomes a note in the event stream; a worker that fails says why itself."""
+    """Belongs to the driver's thread. Output goes to the logs of the run directory, like that of the engine's own
+    processes. An exit by a signal becomes a note in the event stream; a worker that fails reports its error itself."""
 
     def __init__(self, control: ControlServer, paths: RunPaths, stream: EventWriter) -> None:
         self._control = control
         self._paths = paths
         self._stream = stream
-        self._hosts: dict[int, str] = {}  # by connection
+        self._hosts: dict[int, str] = {}  # host name by connection
 
     def admit(self, hello: ControlMessage) -> None:
         self._hosts[hello.connection] = str(hello.fields.get("host", ""))
@@ -26,7 +26,7 @@ class AgentReports:
         return connection in self._hosts
 
     def handle(self, message: ControlMessage) -> None:
-        """A message that is not understood costs the agent its connection; it may call again."""
+        """Handle an agent's message. A malformed message closes the connection; the agent may reconnect."""
         if message.kind == "beat":
             return
         host = self._hosts[message.connection]

@@ -1,4 +1,4 @@
-"""The thread behind `Control`: it owns the callers' sockets, and nobody else touches them."""
+"""The thread behind `ControlServer`. It owns the sockets of all connections; no other thread touches them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class _ControlConnection:
 
 
 class ConnectionThread:
-    """`tell(number, row)` is called in the thread for whatever comes up: "here" first, "lost" last. While `full()`,
-    callers are not read; they wait in their own memory. Methods without an underscore may be called by any thread;
-    they return at once, and what they ask for happens in the order in which they were called."""
+    """Calls `on_message(number, message)` in its own thread: "here" first, "lost" last. While `inbox_full()`, nothing
+    is read, and unread messages stay with their senders. Public methods may be called from any thread; they return at
+    once and take effect in the order of the calls."""
 
     def __init__(self, *, on_message: Callable[[int, JsonMessage], None], inbox_full: Callable[[], bool]) -> None:
         self.protocol_errors = 0
@@ -67,7 +67,7 @@ class ConnectionThread:
         self._call_soon(partial(self._close_connection, number))
 
     def resume_reading(self) -> None:
-        """There is room again."""
+        """Read again after `inbox_full()` has become false."""
         self._wakeup.notify()
 
     def silence_s(self, number: int) -> float:
@@ -75,7 +75,7 @@ class ConnectionThread:
         return math.inf if caller is None else self._clock.now_s - caller.last_heard_s
 
     def close(self) -> None:
-        """What was sent before goes out, unless somebody does not read it in time."""
+        """Send the queued messages, then close all connections. A peer that does not read in time misses the rest."""
         self._call_soon(self._begin_closing)
         self._thread.join()
         self._wakeup.close()
@@ -84,7 +84,7 @@ class ConnectionThread:
         self._pending_calls.append(call)
         self._wakeup.notify()
 
-    # Below is the thread's own.
+    # ---- the thread ----
 
     def _run(self) -> None:
         ping_at = time.monotonic()
@@ -166,7 +166,7 @@ class ConnectionThread:
                 self._report_lost(caller, "it does not read")
 
     def _ping(self) -> None:
-        """To those for whom nothing else is on its way."""
+        """Ping the connections that have nothing else to send."""
         self._send([c.number for c in self._connections.values() if not c.link.has_unsent], _PING)
 
     def _report_lost(self, connection: _ControlConnection, why: str) -> None:
@@ -174,7 +174,7 @@ class ConnectionThread:
             self._on_message(connection.number, JsonMessage("lost", {"why": why}, len(why)))
 
     def _close_connection(self, number: int) -> bool:
-        """Close it, if that has not been done."""
+        """Close a connection. Returns False if it was already closed."""
         caller = self._connections.pop(number, None)
         if caller is None:
             return False

@@ -1,7 +1,7 @@
-"""The worker's or server's end of the control channel: one thread that keeps a connection to whoever drives now.
+"""The control channel of a worker, server or client: one thread that keeps a connection to the current driver.
 
-It finds the driver, greets it, tells that this process lives, and takes views and tables in. When the driver is gone
-or silent it looks for the next one; what was said meanwhile waits.
+It finds the driver, says hello, sends heartbeats, and receives views and chunk tables. When the driver is gone or
+silent it looks for the next one; messages wait until then.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ CallbackResult = TypeVar("CallbackResult")
 
 
 class ControlClient:
-    """`find` gives the driver's contact as it is now and `hello` who we are, at each attempt; `beat` what to tell four
-    times a second. All callbacks are called in the tie's thread; what they raise is printed and ends nothing.
+    """At each connection attempt, `find_driver` returns the driver's present address and `hello` the first message.
+    `heartbeat` returns the fields of a heartbeat, four times a second. All callbacks are called in the client's thread;
+    their exceptions are printed and otherwise ignored.
 
-    `wait` is for one thread at a time; everything else may be called by any.
+    Only one thread at a time may call `wait`. Everything else may be called from any thread.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ControlClient:
         on_welcome: Callable[[dict[str, Any]], None] | None = None,
         tls_contexts: TlsContexts | None = None,
     ) -> None:
-        self.dropped_messages = 0  # rows that waited for a driver for too long
+        self.dropped_messages = 0  # because too many waited for a driver
         self._find_driver = find_driver
         self._hello = hello
         self._heartbeat = heartbeat
@@ -72,8 +73,8 @@ class ControlClient:
         self._view: View | None = None
         self._view_number = 0
         self._chunk_table: ChunkTable | None = None
-        self._welcome: dict[str, Any] | None = None  # None while there is no driver
-        self._stop_report: bytes | None = None  # while somebody waits
+        self._welcome: dict[str, Any] | None = None  # None without a driver
+        self._stop_report: bytes | None = None  # set while a thread is in `wait`
         self._outbox = Outbox()
         self._wakeup = Wakeup()
         self._clock = LivenessClock(handshake.TIMEOUT_S + 1.0)
@@ -85,7 +86,7 @@ class ControlClient:
         self._thread = threading.Thread(target=self._run, name="shoal-tie", daemon=True)
 
     def connect(self, timeout_s: float) -> dict[str, Any]:
-        """The driver's welcome. After a failure the tie goes on trying until it is closed."""
+        """Connect and return the driver's welcome. After SH610 the client keeps trying until it is closed."""
         if self._thread.ident is None:
             self._thread.start()
         with self._changed:
@@ -99,7 +100,7 @@ class ControlClient:
     def wait(
         self, seat: int, *, after: int, position: int | None, saved: bool = False, timeout_s: float | None = None
     ) -> View | None:
-        """See Membership. Also None when the tie is closed. The standing is told again to each new driver."""
+        """See Membership. Also returns None when the client is closed. Each new driver gets the position again."""
         standing = encode_message("standing", {"view": after, "position": position, "saved": saved})
         with self._changed:
             self._stop_report = standing
@@ -117,39 +118,40 @@ class ControlClient:
 
     @property
     def view(self) -> View | None:
-        """The newest that was seen."""
+        """The newest view received."""
         return self._view
 
     @property
     def chunk_table(self) -> ChunkTable | None:
-        """The newest that was seen: which servers hold what."""
+        """The newest chunk table received."""
         return self._chunk_table
 
     def wait_chunk_table(self, after: int, timeout_s: float | None = None) -> ChunkTable | None:
-        """The newest table, once it is newer than `after`; None if there is none in time, or the tie is closed."""
+        """The newest table, once its number is above `after`; None after the timeout or when the client is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing.is_set() or self._chunk_table_number > after, timeout_s)
             return self._chunk_table if self._chunk_table_number > after else None
 
     def send(self, kind: str, **fields: Any) -> None:
-        """While there is no driver, rows wait; when there are too many, the oldest are dropped. ValueError if the row
-        is longer than a row may be."""
+        """Queue a message. Without a driver messages wait, and the oldest are dropped if there are too many. ValueError
+        if the message is too long."""
         self._enqueue(encode_message(kind, fields))
         self._wakeup.notify()
 
     @property
     def driver_silence_s(self) -> float:
-        """0.0 while the driver is heard, else for how long it was not, counting only time in which we listened."""
+        """0.0 while the driver is heard, else the seconds since it was last heard. Time in which this process did not
+        listen does not count."""
         silent_s = self._clock.now_s - self._last_heard_s
         return 0.0 if self._welcome is not None and silent_s < DRIVER_HEARD_WITHIN_S else silent_s
 
     @property
     def local_address(self) -> str:
-        """Our address on the way to the driver; peers can probably reach us there."""
+        """This host's address on the connection to the driver; peers can probably reach it."""
         return self._local_host
 
     def close(self) -> None:
-        """What was said goes out first if the driver takes it in time."""
+        """Send the queued messages if the driver reads them in time, then disconnect."""
         self._closing.set()
         self._wakeup.notify()
         with self._changed:
@@ -170,7 +172,7 @@ class ControlClient:
     def _has_view_for(self, seat: int, after: int) -> bool:
         return self._view is not None and self._view.number > after and self._view.concerns(seat)
 
-    # Below is the thread's own.
+    # ---- the thread ----
 
     def _run(self) -> None:
         pause_s = MIN_BACKOFF_S
@@ -179,7 +181,7 @@ class ControlClient:
                 self._run_connection()
             except LinkError as failure:
                 self._last_error = str(failure)
-            except Exception as failure:  # of `find` or `hello`: they may do better next time
+            except Exception as failure:  # raised by `find_driver` or `hello`: try again
                 self._last_error = f"{type(failure).__name__}: {failure}"
                 self._report_once(failure)
             pause_s = MIN_BACKOFF_S if self._welcome is not None else min(2 * pause_s, MAX_BACKOFF_S)
@@ -189,7 +191,7 @@ class ControlClient:
         self._wakeup.close()
 
     def _run_connection(self) -> None:
-        """Until the connection is lost (LinkError), or the tie is closed and everything is said."""
+        """Run one connection until it is lost (LinkError), or the client is closed and everything is sent."""
         contact = self._find_driver()
         if contact is None:
             raise LinkError("nobody has left a contact yet")
@@ -214,7 +216,7 @@ class ControlClient:
                     self._enqueue(
                         self._run_callback(lambda: encode_message("beat", self._heartbeat())) or _EMPTY_HEARTBEAT
                     )
-            if self._welcome is not None:  # a driver that did not welcome us does not know yet whom it hears
+            if self._welcome is not None:  # before its welcome the driver does not know this process
                 link.write()
             wants = selectors.EVENT_WRITE if self._welcome is not None and link.has_unsent else 0
             selector.modify(link, selectors.EVENT_READ | wants)
@@ -275,7 +277,7 @@ class ControlClient:
             self._run_callback(partial(self._on_chunk_table, table))
 
     def _flush_and_disconnect(self, link: MessageConnection) -> None:
-        """Say what is left, and stay until the driver closes its end (LinkError): then it has heard all of it."""
+        """Send the queued messages, then wait until the driver has read them and closes its end (LinkError)."""
         until = time.monotonic() + CLOSE_TIMEOUT_S
         link.finish_sending()
         with selectors.DefaultSelector() as selector:
@@ -296,7 +298,7 @@ class ControlClient:
             return None
 
     def _report_once(self, failure: Exception) -> None:
-        """In the worker's log, once for each kind: a callback is called four times a second."""
+        """Print the traceback to the process's log, once for each exception type: callbacks run four times a second."""
         if type(failure) not in self._reported_errors:
             self._reported_errors.add(type(failure))
             traceback.print_exception(failure)

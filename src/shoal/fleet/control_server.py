@@ -1,6 +1,6 @@
-"""The driver's end of the control channel: who calls, what they say, and views and tables on their way down.
+"""The driver's side of the control channel: accepts connections, receives messages, and sends views and chunk tables.
 
-Rows of JSON over TCP, after a handshake in which both sides prove that they know the run's token.
+Messages are lines of JSON over TCP, after a handshake in which both sides prove that they know the run's token.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MESSAGE_OVERHEAD_BYTES = 256
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """What came up from a caller. The first `kind` is "here" with the hello, the last, exactly once, "lost"; a number
-    is never used again."""
+    """A message from a connected process. The first has the kind "here" and the fields of the hello; the last, exactly
+    once, has the kind "lost". Connection numbers are never reused."""
 
     connection: int
     kind: str
@@ -37,37 +37,37 @@ class ControlMessage:
 
 
 class ControlServer:
-    """Made and used by one thread, the driver's; none of its methods but `close` waits for anybody. A thread of its
-    own talks to the callers meanwhile, so that they know that the driver lives when it is busy."""
+    """Created and used by one thread, the driver's. Only `close` blocks. A second thread does the I/O, so that pings
+    are sent even while the driver is busy."""
 
     def __init__(
         self, token: str, *, listen: str = "127.0.0.1", port: int = 0, tls_contexts: TlsContexts | None = None
     ) -> None:
-        """If somebody else has the port, another is taken: look at `port`."""
+        """If `port` is in use, another port is chosen; see the attribute `port`."""
         listener = _listening_socket(listen, port)
         self.host: str
         self.port: int
         self.host, self.port = listener.getsockname()[:2]
         self._open_connections: set[int] = set()
         self._inbox: deque[tuple[int, JsonMessage]] = deque()
-        self._received_bytes = 0  # counted by the board's thread
-        self._consumed_bytes = 0  # counted by the driver's
+        self._received_bytes = 0  # written by the connection thread
+        self._consumed_bytes = 0  # written by the driver's thread
         self._inbox_ready = Wakeup()
         self._connection_thread = ConnectionThread(on_message=self._on_message, inbox_full=self._inbox_full)
         self._listener = AuthenticatedListener([listener], token, self._on_connect, tls_contexts=tls_contexts)
 
     @property
     def address(self) -> str:
-        """HOST:PORT, as users write it."""
+        """HOST:PORT."""
         return format_address(self.host, self.port)
 
     @property
     def refused(self) -> int:
-        """Strangers, and callers that broke the language."""
+        """Refused connections: unknown clients, and clients that broke the protocol."""
         return self._listener.refused + self._connection_thread.protocol_errors
 
     def fileno(self) -> int:
-        """For select(): readable when there is something to take."""
+        """For select(): readable when `receive` has messages."""
         return self._inbox_ready.fileno()
 
     def receive(self) -> list[ControlMessage]:
@@ -88,7 +88,7 @@ class ControlServer:
         return found
 
     def send(self, connection: int, /, kind: str, **fields: Any) -> None:
-        """To a caller that is gone: nothing happens. One that does not read what it is sent is lost after a while."""
+        """Send a message. Ignored if the connection is closed. A peer that does not read for long is disconnected."""
         self._connection_thread.send([connection], encode_message(kind, fields))
 
     def publish_view(self, view: View, connections: Iterable[int]) -> None:
@@ -98,16 +98,17 @@ class ControlServer:
         self._connection_thread.send(connections, encode_message("table", {"table": table.model_dump(mode="json")}))
 
     def silence_s(self, connection: int) -> float:
-        """Seconds since this caller was last heard, counting only those in which we listened; infinite if gone."""
+        """Seconds since the peer was last heard, or infinity if it is gone. Time in which the driver did not listen
+        does not count."""
         return self._connection_thread.silence_s(connection)
 
     def drop(self, connection: int) -> None:
-        """Close it; nothing more is told of it, not even that it is lost."""
+        """Close the connection. No more messages of it are received, not even "lost"."""
         self._open_connections.discard(connection)
         self._connection_thread.drop(connection)
 
     def close(self) -> None:
-        """What was sent goes out first; callers that do not read are given a second."""
+        """Send the queued messages, then close. Peers that do not read get a second."""
         self._listener.close()
         self._connection_thread.close()
         self._inbox_ready.close()
@@ -140,6 +141,6 @@ def _listening_socket(host: str, port: int) -> socket.socket:
 
 
 def _bind(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket:
-    """SO_REUSEADDR is set: a driver that starts again gets its port back at once."""
+    """Bind with SO_REUSEADDR, so that a restarted driver gets its port back at once."""
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)

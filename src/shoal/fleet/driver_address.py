@@ -1,4 +1,4 @@
-"""How a worker finds its driver: a small file that only its owner can read, replaced whenever the driver moves."""
+"""The address of the driver, in a small file that only its owner can read. A new driver replaces it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class DriverAddress:
 
 
 def write_driver_address(path: Path, address: DriverAddress) -> None:
-    """All of it or nothing; nobody else can read the token, not even for a moment."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # made with mode 0600
+    """Replace the file atomically. At no time can other users read the token."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(address), file)
@@ -31,7 +31,7 @@ def write_driver_address(path: Path, address: DriverAddress) -> None:
 
 
 def read_driver_address(path: Path) -> DriverAddress | None:
-    """None while there is none, or none that is whole."""
+    """None if the file is missing or malformed."""
     try:
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):

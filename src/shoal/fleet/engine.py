@@ -1,4 +1,4 @@
-"""Engine: gets workers and servers onto machines, and reports how they end. It knows nothing of training."""
+"""Engine: starts workers and servers on machines, and reports their exits. It knows nothing of training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 from shoal.spec.view import Seat
 
 UNSEEN_END = "an unknown cause"
-"""The reason of an exit that nobody could observe."""
+"""The reason of an exit that could not be observed."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine on which an engine can start processes. `shares_run_dir`: processes there can write the run's
-    directory, and so may save checkpoints."""
+    """A machine on which an engine can start processes. `shares_run_dir`: its processes can write the run directory, so
+    they can save checkpoints."""
 
     name: str
     cores: int
@@ -38,8 +38,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Exit:
-    """The process of a seat has ended. `code` below 0 is the signal that ended it, None an end that nobody could
-    observe. `reason` completes the sentence "it ended by …"."""
+    """The process of a seat has ended. A negative `code` is the signal that ended it; None means that the exit could
+    not be observed. `reason` completes the sentence "it ended by …"."""
 
     seat: int
     code: int | None
@@ -62,37 +62,36 @@ def _reason(code: int | None) -> str:
 
 
 class Engine(Protocol):
-    """The processes of one run. Every body passes tests/fleet/engine_contract.py.
+    """The processes of one run. Every implementation passes tests/fleet/engine_contract.py.
 
-    An engine belongs to one thread; other engines of the same process may run in other threads.
-    Every launched seat is reported by `poll` exactly once, however its process ended, and also when it could not be
-    started at all. What a process prints ends up in the logs of the run's directory, named after its seat.
+    An engine belongs to one thread; other engines of the same process may run in other threads. `poll` reports every
+    launched seat exactly once, however its process ended, and also if it could not be started at all. The output of a
+    process goes to the logs of the run directory, named after its seat.
     """
 
     def capacity(self) -> list[Node]:
         """The machines that can be used now."""
 
     def start(self, launches: Sequence[Launch]) -> None:
-        """Returns at once. ValueError, before anything is started, for a seat that runs already and for a node that
-        `capacity` does not name."""
+        """Start these processes. Returns at once. Raises ValueError, before anything is started, for a seat that
+        already runs or a node that is not in `capacity`."""
 
     def poll(self, timeout_s: float) -> list[Exit]:
-        """The exits since the last call. Waits up to `timeout_s` if there is none. Other news of a process ends the
-        wait too, so that it may return nothing early."""
+        """The exits since the last call. If there are none, waits up to `timeout_s`, or less, and may return []."""
 
     def fileno(self) -> int:
-        """For select(): readable when `poll` may have something. Engines may share what is behind it, and another one
-        may have read the news first: call `poll` now and then in any case."""
+        """For select(): readable when `poll` may have exits. Engines may share the descriptor, and another engine may
+        have read it first, so call `poll` periodically as well."""
 
     def running(self) -> list[int]:
         """Seats that were launched or reattached and are not yet reported by `poll`, in ascending order."""
 
     def stop(self, seats: Sequence[int]) -> None:
-        """Ends these processes now, without asking them. `poll` reports them. Seats that do not run are ignored."""
+        """Kill these processes now. `poll` reports their exits. Seats that do not run are ignored."""
 
     def reattach(self) -> list[Seat]:
-        """Takes over the processes of this run that an earlier driver left behind, and returns their seats in
-        ascending order. They are then watched and stopped like launched ones. Call it before the first `start`."""
+        """Take over the processes of this run that an earlier driver left behind, and return their seats in ascending
+        order. They are then watched and stopped like launched ones. Call it before the first `start`."""
 
     def close(self) -> None:
-        """Stops everything that runs. Returns when nothing is left, on any machine."""
+        """Stop all processes. Returns when none is left, on any machine."""

@@ -1,4 +1,4 @@
-"""The driver's end of the fork server: a process that has torch loaded and forks workers in milliseconds."""
+"""The driver's side of the fork server, a process that has torch loaded and forks workers in milliseconds."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from types import TracebackType
 
 
 class ForkServer:
-    """Shared by the engines of one process, also by engines in other threads. Its maker closes it.
+    """Shared by the engines of one process, also by engines in other threads. Its creator closes it.
 
-    `environment` holds from the start of its Python (threads, hash seed); `modules` are imported once. Workers outlive
-    a fork server that is killed; the next `start` then starts another one. `adopt` watches a process that an earlier
-    driver started; the exit code of such a process is unknown: None.
+    `environment` is set before its Python starts (threads, hash seed); `modules` are imported once. Workers outlive a
+    fork server that is killed; the next `start` then starts a new one. `adopt` watches a process that an earlier driver
+    started; the exit code of such a process is unknown (None).
     """
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str], *, python: str = "") -> None:
-        """`python` is the interpreter to use instead of the present one."""
+        """`python` is the interpreter to use instead of this process's."""
         self.environment = dict(environment)
         self._python = python or sys.executable
         self._modules = list(modules)
         self._selector = selectors.DefaultSelector()
         self._pids: dict[str, int | None] = {}
         self._exit_codes: dict[str, int | None] = {}
-        self._watched: dict[int, str] = {}  # descriptors of processes that are not the fork server's children
+        self._watched: dict[int, str] = {}  # pidfds of processes that are not children of the fork server
         self._lock = threading.RLock()
         self._spawn()
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # -P: files in the user's directory must not stand in for modules that torch imports.
+            # -P: files in the user's directory must not shadow modules that torch imports.
             command = [self._python, "-P", "-m", "shoal.fleet.forkserver_main", str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(
                 command,
@@ -101,7 +101,7 @@ class ForkServer:
         return self._selector.fileno()
 
     def poll(self, timeout_s: float) -> None:
-        """Reads what happened; waits up to `timeout_s` if no exit is known yet."""
+        """Read messages of the fork server; waits up to `timeout_s` if no exit is known yet."""
         while ready := self._selector.select(0 if self._exit_codes else timeout_s):
             with self._lock:
                 for key, _ in ready:
@@ -137,7 +137,7 @@ class ForkServer:
         return self._watched.pop(descriptor)
 
     def _handle_own_death(self) -> None:
-        """The fork server died. Workers that it had forked live on, and are watched from here."""
+        """The fork server died. The workers that it forked live on, and this process watches them from now on."""
         if self._control is None:
             return
         self._selector.unregister(self._control)
@@ -155,13 +155,13 @@ class ForkServer:
         return {key: self._exit_codes.pop(key) for key in keys if key in self._exit_codes}
 
     def pid(self, key: str) -> int | None:
-        """The process, once it is forked; None when it has ended."""
+        """The pid of the process, after waiting until it is forked; None if it has ended."""
         while self._pids.get(key, 0) is None:
             self.poll(1.0)
         return self._pids.get(key)
 
     def close(self) -> None:
-        """Kills everything that was started, and waits until it is gone."""
+        """Kill every process that was started, and wait until all are gone."""
         for key in list(self._pids):
             self.kill(key)
         while self._pids:
@@ -181,7 +181,7 @@ class ForkServer:
 
 
 def receive_or_empty(control: socket.socket, flags: int = 0) -> bytes:
-    """What the other end sent; b"" if it is gone, also when it left something unread."""
+    """Data from the other end; b"" if it is closed, even with unread data."""
     try:
         return control.recv(65536, flags)
     except ConnectionResetError:

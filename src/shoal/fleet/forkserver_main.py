@@ -1,8 +1,8 @@
-"""The fork server: one process that has everything heavy imported and forks a worker in milliseconds.
+"""The fork server: one process that has all heavy modules imported and forks a worker in milliseconds.
 
-It is started as `python -m shoal.fleet.forkserver_main FD MODULE...` and talks over the inherited socket in lines of
-JSON: down come `start` and `kill`, up go `born` and `gone`. It never runs the code of a worker itself, so it stays
-single-threaded and safe to fork. When its driver is gone it leaves at once; workers see that their parent changed.
+It is started as `python -m shoal.fleet.forkserver_main FD MODULE...` and exchanges lines of JSON over the inherited
+socket: it receives `start` and `kill`, and sends `born` and `gone`. It never runs worker code itself, so it stays
+single-threaded and safe to fork. It exits when its driver is gone; workers notice that their parent has changed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def main() -> NoReturn:
     for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # what is shared stays shared: the collector of a child does not touch it
+    gc.freeze()  # keep pages shared: a child's garbage collector does not touch them
     serve(control)
     os._exit(0)
 
 
 def serve(control: socket.socket) -> None:
-    """Until the driver's end of the socket is closed."""
+    """Serve until the driver closes its end of the socket."""
     wake_in, wake_out = os.pipe()
     os.set_blocking(wake_out, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -53,7 +53,7 @@ def serve(control: socket.socket) -> None:
                 continue
             try:
                 data = control.recv(65536)
-            except ConnectionResetError:  # it left something unread
+            except ConnectionResetError:  # the driver left data unread
                 return
             if not data:
                 return
@@ -89,7 +89,7 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _run_child(command: dict[str, Any], control: socket.socket) -> NoReturn:
-    """In the child: a process of its own, with its own output and environment, that runs the entry's main()."""
+    """Runs in the child: set up session, output and environment, then call the entry's main()."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)

@@ -1,4 +1,4 @@
-"""A clock that runs only while we listen."""
+"""A clock that counts only the time in which this process listens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 
 class LivenessClock:
-    """Time in which we could have heard something. `look` is called after each look at the sockets; a gap longer than
-    `longest_nap_s` means that we were frozen or starved ourselves, and others are not to blame for that silence."""
+    """Seconds in which messages could have been received. Call `tick` after each select. A gap longer than `max_gap_s`
+    means that this process itself was frozen or starved: only `max_gap_s` of it count."""
 
     def __init__(self, max_gap_s: float) -> None:
         self._max_gap_s = max_gap_s
@@ -20,5 +20,5 @@ class LivenessClock:
         self._ticked_at_s = now
 
     def skip(self) -> None:
-        """We did not listen since the last look."""
+        """Do not count the time since the last tick: this process did not listen."""
         self._ticked_at_s = time.monotonic()

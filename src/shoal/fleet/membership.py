@@ -1,8 +1,8 @@
-"""Membership: how a worker learns who it is. The driver publishes numbered views; nothing else goes down.
+"""Membership: how a worker learns its role. The driver publishes numbered views; it sends no other decisions.
 
-Contract of every body: views only grow in number; `wait` returns the newest view if it has a number above `after`
-and concerns the seat, and else waits for one that does; `newer` is cheap enough for every step.
-`shoal.fleet.control_client` is the body that real workers use.
+Contract of every implementation: the numbers of views only grow. `wait` returns the newest view if its number is above
+`after` and it concerns the seat, and otherwise waits for such a view. `newer` is cheap enough to call every step.
+`shoal.fleet.control_client` is the implementation that real workers use.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Membership(Protocol):
     def wait(
         self, seat: int, *, after: int, position: int | None, saved: bool = False, timeout_s: float | None = None
     ) -> View | None:
-        """The next view for this seat, which stands at `position`; `saved`: a checkpoint has all of that. None when the
-        time is over."""
+        """Report that this seat has stopped at `position` (`saved`: a checkpoint has that position), and wait for its
+        next view. None after the timeout."""
 
     def newer(self, number: int) -> bool:
-        """Is there a view above this number? Local, no network."""
+        """Whether there is a view above this number. Local, no network."""
 
 
 class InMemoryMembership:
-    """Views within one process; the honest fake that every other body is compared with."""
+    """Views within one process: the fake that every other implementation is compared with."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

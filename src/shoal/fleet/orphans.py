@@ -1,4 +1,4 @@
-"""Processes of a run that outlived their driver, found by the locks that they hold."""
+"""Processes of a run that outlived their driver, found by the locks of their seats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Orphan:
 
 
 def find_orphans(paths: RunPaths) -> list[Orphan]:
-    """Those who still live, by their seats. The locks of those who do not are removed."""
+    """Live processes of the run, by seat number. Locks of dead processes are removed."""
     found = []
     for file in paths.root.glob(".seat-*.lock"):
         named = _LOCK.fullmatch(file.name)

@@ -1,4 +1,4 @@
-"""What every process of a run does around its work: report its errors, and hold the lock of its seat."""
+"""What every process of a run does around its work: report errors, and hold the lock of its seat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WELCOME_TIMEOUT_S = 30.0
 
 
 def run_reporting_errors(stream: EventWriter, act: Callable[[EventWriter], None]) -> int:
-    """Run it; what goes wrong is told in the stream, and the exit code says whose fault it was."""
+    """Call `act`. An exception becomes a `failed` event; the exit code distinguishes user errors from bugs."""
     try:
         act(stream)
     except ShoalError as failure:
@@ -46,7 +46,7 @@ def emit_failure(stream: EventWriter, failure: ShoalError) -> None:
 
 @contextlib.contextmanager
 def hold_seat_lock(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator[None]:
-    """A lock that lasts as long as this process, so that another driver can see who is still here."""
+    """Hold the seat's lock as long as this process lives, so that another driver can find it."""
     with paths.seat_lock(seat, role).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write(str(os.getpid()))

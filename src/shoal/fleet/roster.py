@@ -1,4 +1,4 @@
-"""Who is connected to a driver: facts that the worker group, the server group and `shoal.server` share. No policy."""
+"""The processes connected to a driver, for the worker group, the server group and `shoal.server`. No policy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 RECONNECT_TIMEOUT_S = 5.0
-"""How long a process that outlived its driver has to connect to the new one."""
+"""Seconds that a process that outlived its driver has to connect to the new one."""
 
 
 class Connections(Protocol):
-    """What a roster needs of a `ControlServer`."""
+    """The methods of `ControlServer` that a roster uses."""
 
     def silence_s(self, connection: int) -> float: ...
 
@@ -25,10 +25,10 @@ def _initial_heartbeat() -> Mapping[str, Any]:
 
 @dataclass
 class Peer:
-    """A process that has connected: a worker, a server or a client. `managed`: the driver's engine reports its
-    exit. `same_host`: the driver can read its state in /proc.
+    """A connected process: a worker, a server or a client. `managed`: the driver's engine reports its exit.
+    `same_host`: the driver can read its state in /proc.
 
-    It stays in the roster while its connection is lost (since `disconnected_at_s`): it ends, or connects again.
+    It stays in the roster after its connection is lost (at `disconnected_at_s`), because it may reconnect.
     """
 
     connection: int
@@ -42,9 +42,10 @@ class Peer:
 
 
 class Roster:
-    """The seats of one role: who is connected, when it was last heard, who is expected back, who was evicted and why.
+    """The seats of one role: which are connected, when each was last heard, which are expected to reconnect, and which
+    were evicted and why.
 
-    Belongs to the thread that drives. A connection belongs to one seat, and a seat has one connection at a time.
+    Belongs to the driver's thread. A connection belongs to one seat, and a seat has one connection at a time.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -57,7 +58,7 @@ class Roster:
     # ---- connections ----
 
     def connect(self, seat: int, peer: Peer) -> bool:
-        """A process takes this seat, or connects again: its older connection is dropped. Is it new here?"""
+        """A process takes this seat, or reconnects; then its older connection is dropped. Returns whether it is new."""
         old = self._peers.get(seat)
         if old is not None and old.connection != peer.connection:
             self.disconnect(seat)
@@ -67,14 +68,14 @@ class Roster:
         return old is None
 
     def disconnect(self, seat: int) -> None:
-        """Its connection is lost, or is closed from here. The process may live on and connect again."""
+        """The connection was lost, or is closed by the driver. The process may still live and reconnect."""
         peer = self._peers.get(seat)
         if peer is not None and self._seat_by_connection.pop(peer.connection, None) is not None:
             peer.disconnected_at_s = time.monotonic()
             self._connections.drop(peer.connection)
 
     def remove(self, seat: int) -> None:
-        """Its process is gone. That the seat was evicted stays known."""
+        """Remove a process that has ended. An eviction of the seat is remembered."""
         peer = self._peers.pop(seat, None)
         if peer is not None:
             self._seat_by_connection.pop(peer.connection, None)
@@ -93,25 +94,25 @@ class Roster:
         return seat in self._peers
 
     def __iter__(self) -> Iterator[int]:
-        """Seats of processes that have connected, in their order. Any thread may ask."""
+        """Seats of processes that have connected, ascending. May be called from any thread."""
         return iter(sorted(self._peers))
 
     def host(self, seat: int) -> str:
-        """'' while it has not connected."""
+        """The host of the process; '' before it connects."""
         peer = self._peers.get(seat)
         return peer.host if peer else ""
 
     @property
     def connections(self) -> list[int]:
-        """Those that are open."""
+        """Open connections."""
         return list(self._seat_by_connection)
 
     def connections_of(self, seats: Iterable[int]) -> list[int]:
-        """For messages: one that was just lost is dropped by the control server anyway."""
+        """The last connections of these seats. The control server ignores messages to one that was just lost."""
         return [self._peers[seat].connection for seat in seats if seat in self._peers]
 
     def silence_s(self, seat: int) -> float:
-        """Seconds since it was last heard."""
+        """Seconds since the process was last heard."""
         peer = self._peers[seat]
         if peer.disconnected_at_s is not None:
             return time.monotonic() - peer.disconnected_at_s
@@ -123,7 +124,7 @@ class Roster:
         self._expected_until_s[seat] = until_s
 
     def take_overdue(self, now_s: float) -> list[int]:
-        """Seats that did not connect in time. They are expected no longer."""
+        """Remove and return the seats that did not reconnect in time."""
         overdue = [seat for seat, until_s in self._expected_until_s.items() if now_s > until_s]
         for seat in overdue:
             del self._expected_until_s[seat]
@@ -135,7 +136,7 @@ class Roster:
         self._evicted[seat] = why
 
     def readmit(self, seat: int) -> str:
-        """It is no longer evicted. Why it was, or ''."""
+        """Undo the eviction. Returns its reason, or ''."""
         return self._evicted.pop(seat, "")
 
     def is_evicted(self, seat: object) -> bool:
@@ -147,8 +148,8 @@ class Roster:
 
 
 class SeatNumbers:
-    """Numbers of seats, of workers and servers together. A number is never given twice, so that an evicted process
-    cannot come back under its old name."""
+    """Seat numbers, shared by workers and servers. A number is never reused, so an evicted process cannot return under
+    its old name."""
 
     def __init__(self, first: int = 0) -> None:
         self._next = first
@@ -158,5 +159,5 @@ class SeatNumbers:
         return self._next - 1
 
     def reserve(self, number: int) -> None:
-        """Somebody has this one."""
+        """Mark this number as used."""
         self._next = max(self._next, number + 1)

@@ -1,1 +1,1 @@
-"""Whole jobs: run one, k folds of one."""
+"""Jobs and their runs: plan, start, drive, stop, resume, verify."""

@@ -1,4 +1,4 @@
-"""A run under faults, and whether its weights are those of the undisturbed one."""
+"""`shoal chaos`: run a job under injected faults, and compare its weights with those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from shoal.spec.receipt import Receipt
 from shoal.spec.run_paths import RunPaths
 
 STOPPED_S, RUNNING_S = 0.03, 0.01
-"""How a slowed worker is held: far shorter than what is taken for frozen."""
+"""Seconds that a slowed worker is stopped, and then runs, in turn. The failure detector tolerates such short stops."""
 EVENT_SOURCE = "chaos"
 
 
 @dataclass(frozen=True)
 class ChaosResult:
-    """`happened` faults of `planned`; `outcome` is that of the disturbed run, or of the undisturbed one (`calm` is
-    None then) if somebody stopped that."""
+    """`injected` of the `planned` faults happened. `outcome` is the result of the disturbed run. If the undisturbed run
+    was stopped, `undisturbed` is None and `outcome` is its result."""
 
     undisturbed: Receipt | None
     outcome: RunResult
@@ -63,7 +63,8 @@ def chaos(
     on_event: OnEvent,
     fork_server: ForkServer | None = None,
 ) -> ChaosResult:
-    """Run the job undisturbed (or take the receipt `against`), then under faults: these, or so many by the seed."""
+    """Run the job undisturbed (or use the receipt `against`), then run it under faults. `faults` are the faults
+    themselves, or the number of each kind, which are then drawn from the seed."""
     with open_executor(fork_server) as executor:
         job, _ = run_steps(resolve_auto_steps(job, executor.fork_servers))
         workers = workers or min(max(initial_workers(job, capacity_of(job.engine)), 2), job.lanes or job.batch_size)
@@ -84,7 +85,7 @@ def chaos(
 
 
 def _job_for(job: Job, faults: Mapping[FaultKind, int] | Sequence[Fault], workers: int) -> Job:
-    """The job with everything fixed that its result depends on. SH609 if it has nothing that a fault could hit."""
+    """The job with every setting pinned that its result depends on. SH609 if faults are for servers and it has none."""
     if job.sync.kind != "server" and _fault_count(faults, "kill server"):
         raise error("SH609", f"the job has no servers: its sync is {job.sync.kind}", where="--server-kills")
     with_lanes = _with_spare_lanes(job, workers + _fault_count(faults, "join"))
@@ -96,28 +97,28 @@ def _fault_count(faults: Mapping[FaultKind, int] | Sequence[Fault], kind: FaultK
 
 
 def _with_spare_lanes(job: Job, max_workers: int) -> Job:
-    """Lanes for those who will join, where the job leaves their number open."""
+    """The job with a lane for every worker that will join, if the job leaves `lanes` out."""
     if job.lanes:
         return job
     return job.model_copy(update={"lanes": min(max(job.workers.most, max_workers), job.batch_size)})
 
 
 def _with_spare_restarts(job: Job, workers: int, faults: Sequence[Fault]) -> Job:
-    """Faults that were asked for do not use up the job's own restarts."""
+    """The job with extra restarts, so that injected faults do not use up its own."""
     deaths = sum(fault.kind in ("kill", "freeze", "kill server") for fault in faults)
     elastic = job.elastic.model_copy(update={"restarts": job.elastic.restarts + deaths})
     return with_workers(job, workers).model_copy(update={"elastic": elastic})
 
 
 class FaultInjector:
-    """Lets each fault happen when its step is shown, one at a time. Belongs to the thread that drives."""
+    """Injects each fault when its step is reported, one at a time. Belongs to the driver's thread."""
 
     def __init__(self, faults: Sequence[Fault], workers: int, on_event: OnEvent) -> None:
         self.injected = 0
         self._pending = deque(faults)
         self._workers = workers
         self._on_event = on_event
-        self._victims: set[int] = set()  # processes that are dead or frozen, or soon will be
+        self._victims: set[int] = set()  # pids of processes that are dead or frozen, or soon will be
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -142,10 +143,10 @@ class FaultInjector:
         thread.start()
 
     def _inject(self, fault: Fault, paths: RunPaths, state: RunState) -> str:
-        """What was done; '' if it has to wait."""
+        """A description of the injected fault; '' if it must wait."""
         if fault.kind == "join":
             self._workers += 1
-            self._in_thread(_scale_up, paths, self._workers)  # the driver, whose thread this is, has to answer
+            self._in_thread(_scale_up, paths, self._workers)  # this is the driver's thread, and the driver must answer
             return f"step {state.step}: one more worker ({fault})"
         able = {_seat(one): one for one in self._candidates(fault, state)}
         if not able:
@@ -156,8 +157,8 @@ class FaultInjector:
         return f"step {state.step}: {fault.kind.split()[0]} {victim.name} ({fault})"
 
     def _candidates(self, fault: Fault, state: RunState) -> Sequence[WorkerSummary | ServerSummary]:
-        """Who may be harmed now. Somebody must be left who holds what was learnt: of servers, all that are
-        wanted must have been filled."""
+        """The processes that the fault may hit now. A worker is killed or frozen only while another one trains, unless
+        the run has only one. A server is killed only while as many servers as wanted are filled."""
         if fault.kind == "kill server":
             serving = [server for server in state.serving_servers if server.pid not in self._victims]
             return serving if len(serving) >= max(state.wanted_servers, 1) else []
@@ -181,13 +182,13 @@ def _seat(one: WorkerSummary | ServerSummary) -> int:
 
 
 def _scale_up(paths: RunPaths, wanted: int) -> None:
-    with contextlib.suppress(ShoalError):  # the run is over meanwhile
+    with contextlib.suppress(ShoalError):  # the run may have ended meanwhile
         commands.scale(paths, wanted)
 
 
 @contextlib.contextmanager
 def _open_process(pid: int) -> Iterator[int | None]:
-    """A handle on a process that never becomes one on another."""
+    """Yields a pidfd: a signal through it can never reach another process that got the same pid."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -208,7 +209,7 @@ def _send_signal(process: int, number: int) -> bool:
 
 
 def _throttle(process: int, over: threading.Event) -> None:
-    """Held for most of the time, until it is gone or the run is over."""
+    """Stop the process most of the time, until it exits or the run ends."""
     try:
         while not over.is_set() and _send_signal(process, signal.SIGSTOP):
             time.sleep(STOPPED_S)

@@ -21,7 +21,7 @@ class CommandHandler:
         self._server_group = server_group
 
     def handle(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """KeyError, TypeError or ValueError if the command makes no sense; then nothing is done."""
+        """Carry out a command. KeyError, TypeError or ValueError if it is malformed; then nothing is changed."""
         if kind == "scale":
             self._scale({who: int(fields[who]) for who in ("wanted", "servers") if who in fields})
         elif kind == "drain" and fields.get("role") == "server":

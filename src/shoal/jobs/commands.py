@@ -1,4 +1,4 @@
-"""Commands to a run from another process: one message to its driver, one answer; then its events are followed."""
+"""Commands to a run from another process: one message to the run's driver, one answer, then the run's events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The answer to a command: how many workers and servers are wanted, which are there, and notes for the user."""
+    """The answer to a command: the wanted numbers of workers and servers, the connected ones, and notes."""
 
     wanted: int
     lanes: int
@@ -49,7 +49,7 @@ class RunStatus:
 
 
 def scale(paths: RunPaths, wanted: int | None = None, *, servers: int | None = None) -> RunStatus:
-    """Another number of workers, or of servers, or both, from now on."""
+    """Set the wanted number of workers, of servers, or both."""
     numbers = {who: n for who, n in (("wanted", wanted), ("servers", servers)) if n is not None}
     if not numbers:
         raise error("SH609", "no number of workers or servers", fix="Write shoal scale RUN 4, or --servers 2.")
@@ -75,7 +75,8 @@ def _scale_notes(job: Job, wanted: int, lanes: int) -> list[str]:
 
 
 def drain(paths: RunPaths, who: str) -> tuple[Seat, RunStatus]:
-    """Let a worker or server go when others have what it holds: its seat, and how things stand. See `departure`."""
+    """Let a worker or server leave once its state is held elsewhere. Returns its seat and the run's status; see
+    `wait_for_departure`."""
     seat = _parse_seat(who)
     answer = _send_command(_without_folds(paths), "drain", seat=seat.number, role=seat.role)
     if seat.name not in answer.names:
@@ -85,7 +86,7 @@ def drain(paths: RunPaths, who: str) -> tuple[Seat, RunStatus]:
 
 
 def wait_for_departure(paths: RunPaths, seat: Seat) -> str:
-    """Waits until one that was asked to go has gone; how it went, or '' if the run ended first."""
+    """Wait until a drained worker or server has exited. Returns how it exited, or '' if the run ended first."""
     for event in _follow_events(paths):
         if event.kind == "left" and event.who == seat.name:
             return f"left at step {event.step}"
@@ -97,19 +98,19 @@ def wait_for_departure(paths: RunPaths, seat: Seat) -> str:
 
 
 def stop(paths: RunPaths) -> RunState:
-    """Let everybody save and leave, and wait until the run has ended: the run as it is then."""
+    """Ask the run to save and stop, and wait until it has ended. Returns its final state."""
     if paths.folds:
         _stop_folds(paths)
     else:
         _send_command(paths, "stop")
     state = replay(_follow_events(paths))
     if state.status in ("starting", "training", "created"):
-        state.status = "broken off"  # its driver was killed meanwhile
+        state.status = "broken off"  # the driver was killed meanwhile
     return state
 
 
 def _stop_folds(paths: RunPaths) -> None:
-    """One driver drives all folds: whichever of them hears it stops them all."""
+    """Send `stop` to the first fold that answers: one driver drives all folds, and stops them all."""
     for one in paths.folds:
         with contextlib.suppress(ShoalError):
             _send_command(one, "stop")
@@ -125,12 +126,12 @@ def read_token(paths: RunPaths) -> str:
 
 
 def fetch_welcome(address: DriverAddress, *, tls_contexts: TlsContexts | None) -> dict[str, Any]:
-    """The driver's welcome. Says quickly what is wrong with an address or a token."""
+    """The driver's welcome. Fails fast if the address or the token is wrong."""
     with _connection(address, tls_contexts=tls_contexts) as rows:
         return next(rows)
 
 
-# ---- how it is done ----
+# ---- implementation ----
 
 
 def _without_folds(paths: RunPaths) -> RunPaths:
@@ -183,7 +184,7 @@ def _orphans(paths: RunPaths) -> list[Orphan]:
 def _connection(
     address: DriverAddress, *messages: bytes, tls_contexts: TlsContexts | None
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """The fields of the driver's welcome, then of its answers to what was said."""
+    """Iterates over the fields of the driver's welcome, then of its answers to `messages`."""
     hello = json.dumps({"role": "user"}).encode()
     try:
         with connect_host(address.host, address.port, address.token, hello, tls_contexts=tls_contexts) as sock:
@@ -212,7 +213,7 @@ def _read_replies(sock: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _follow_events(paths: RunPaths) -> Iterator[Event]:
-    """Everything from the run's beginning on, until this start of it is over."""
+    """All events from the start of the run, until its present driver is done."""
     since = time.time()
     reader = EventReader(paths.events)
     while True:
@@ -220,7 +221,7 @@ def _follow_events(paths: RunPaths) -> Iterator[Event]:
         for event in reader.read_new():
             yield event
             if event.kind == "run_ended" and event.t >= since and paths.parent_run is not paths:
-                return  # its folds may go on
+                return  # other folds may still be running
         if not driven:
             return
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Many runs in one process, one thread and one wait: each goes on, fails or is stopped without touching another."""
+"""Many runs in one process and one thread: each continues, fails or stops independently of the others."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shoal.spec.run_paths import RunPaths
 
 T = TypeVar("T")
 OnEvent = Callable[[RunPaths, Event, RunState], str | None]
-"""Called for everything that happens in a run. A reason (such as "pruned") stops the run at the next step boundary."""
+"""Called with every event of a run. A returned reason (such as "pruned") stops the run at the next step boundary."""
 
 
 class RunHandle:
-    """A run that was submitted. `paths` is None until its directory is made, which may take a plan."""
+    """A submitted run. `paths` is None until its directory exists; a job with `sync: auto` is planned first."""
 
     def __init__(self) -> None:
         self.paths: RunPaths | None = None
@@ -45,7 +45,8 @@ class RunHandle:
         return self._result is not None or self._failure is not None
 
     def result(self) -> RunResult:
-        """How it ended. Raises why it could not start or be driven; CancelledError if it was stopped before that."""
+        """The result. Raises the error that kept the run from starting or continuing; CancelledError if it was stopped
+        before it started."""
         if self._failure is not None:
             raise self._failure
         assert self._result is not None, "it goes on"
@@ -62,51 +63,52 @@ class RunHandle:
 
 
 class RunExecutor:
-    """Belongs to one thread. Runs go on while `tick` is called; how many go on at a time is the caller's policy.
+    """Belongs to one thread. Runs advance while `tick` is called; how many run at the same time is the caller's policy.
 
-    Each run is a generator (see `steps`): what it raises ends that run alone. Nothing in a tick waits, so a slow plan
-    or a slow end of one run does not delay the others. `close` breaks off what still goes on.
+    Each run is a generator (see `steps`): an exception ends only its own run. Nothing in a tick blocks, so slow
+    planning or a slow shutdown of one run does not delay the others. `close` aborts the runs that are still active.
     """
 
     def __init__(self, fork_servers: ForkServerPool) -> None:
         self.fork_servers = fork_servers
         self._active: dict[RunHandle, Steps[RunResult]] = {}
-        self._filenos: dict[RunHandle, Sequence[int] | None] = {}  # None: it has not begun
+        self._filenos: dict[RunHandle, Sequence[int] | None] = {}  # None: it has not started
 
     def submit(self, job: Job, *, runs: Path, on_event: OnEvent | None = None, trace: bool = False) -> RunHandle:
-        """Run a checked job in a new directory; one with `sync: auto` is planned first. A job with folds is one run.
+        """Run a checked job in a new directory; a job with `sync: auto` is planned first. A job with folds is one run.
 
-        `trace`: the workers write down every step's state in short (of a job without folds); see `jobs.verify`.
+        `trace`: the workers record a digest of the state after every step (only for a job without folds); see
+        `jobs.verify`.
         """
         return self._add(lambda handle: self._new_run(handle, job, runs, on_event, trace=trace))
 
     def submit_resume(
         self, paths: RunPaths, *, overrides: Sequence[str] = (), on_event: OnEvent | None = None
     ) -> RunHandle:
-        """Go on from the newest valid checkpoint; finished folds are not run again.
+        """Resume from the newest valid checkpoint; finished folds are not run again.
 
-        `overrides` change how the run goes on (`workers=2`, `shard=none`), as `path=value`, and not what it trains.
+        `overrides` (`path=value`) change how the run continues (`workers=2`, `shard=none`), but not what it trains.
         """
         return self._add(lambda handle: self._resumed_run(handle, paths, overrides, on_event))
 
     def stop(self, run: RunHandle, why: str) -> None:
-        """Its workers save and leave at the next step boundary; `why` is its status then."""
+        """Stop at the next step boundary: one worker saves, all exit, and `why` becomes the run's status."""
         run.stop(why)
 
     @property
     def active(self) -> list[RunHandle]:
-        """Runs that go on; the folds of a job count beside it."""
+        """Runs that have not ended. A job with folds and each of its active folds count separately."""
         return list(self._active)
 
     def tick(self, timeout_s: float = TICK_S) -> None:
-        """Wait until a run has something to do, or the time is over; then let each of them do it."""
+        """Wait until a run has something to do or the timeout expires, then advance every run."""
         filenos = self._filenos.values()
         wait({fileno for some in filenos for fileno in some or ()}, 0 if None in filenos else timeout_s)
-        for handle in reversed(list(self._active)):  # folds before the run that looks at them
+        for handle in reversed(list(self._active)):  # folds before the run that waits for them
             self._resume(handle)
 
     def run_until_done(self, *runs: RunHandle) -> None:
-        """Until these runs have ended, or all if none is named. Ctrl-C and SIGTERM stop every run that goes on."""
+        """Block until these runs have ended, or all runs if none is given. Ctrl-C and SIGTERM stop every active run."""
         with catch_stop_signals() as asked:
             while any(not run.done for run in runs or self._active):
                 for handle in self._active if asked else ():
@@ -114,7 +116,7 @@ class RunExecutor:
                 self.tick()
 
     def close(self) -> None:
-        """Nothing of the runs that go on is left."""
+        """Abort all active runs. No process of theirs is left."""
         with contextlib.ExitStack() as stack:
             for handle in self._active:
                 stack.callback(self._break_off, handle)
@@ -127,7 +129,7 @@ class RunExecutor:
     ) -> None:
         self.close()
 
-    # ---- how it is done ----
+    # ---- implementation ----
 
     def _add(self, make_steps: Callable[[RunHandle], Steps[RunResult]]) -> RunHandle:
         handle = RunHandle()
@@ -137,7 +139,7 @@ class RunExecutor:
 
     def _resume(self, handle: RunHandle) -> None:
         if handle not in self._active:
-            return  # another run of this tick ended it
+            return  # another run ended it in this tick
         try:
             self._filenos[handle] = next(self._active[handle])
         except StopIteration as end:
@@ -162,7 +164,7 @@ class RunExecutor:
         self, handle: RunHandle, job: Job, runs: Path, on_event: OnEvent | None, *, trace: bool
     ) -> Steps[RunResult]:
         job = run_dir.resolve_init_from(job, runs)
-        self.fork_servers.for_job(job)  # torch is being loaded while the rest is prepared
+        self.fork_servers.for_job(job)  # start loading torch early
         job, plan_file = yield from _unless_stopped(handle, resolve_auto_steps(job, self.fork_servers))
         paths = run_dir.create(job, runs)
         if plan_file:
@@ -212,7 +214,7 @@ class RunExecutor:
                 yield driver.filenos()
 
     def _folds(self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None) -> Steps[RunResult]:
-        """Each fold is a run of its own here. A stop of one fold stops all."""
+        """Run each fold as a run of its own. Stopping one fold stops all."""
         schedule = FoldSchedule(job, paths)
         active: list[RunHandle] = []
         with contextlib.closing(EventWriter(paths.events, "driver")) as stream:
@@ -242,7 +244,7 @@ class RunExecutor:
 
 
 def _unless_stopped(handle: RunHandle, steps: Steps[T]) -> Steps[T]:
-    """CancelledError once the run is stopped: it has no directory yet from which it could be resumed."""
+    """The steps, with CancelledError once the run is stopped: it has no directory yet that could be resumed."""
     with contextlib.closing(steps):
         while True:
             try:
@@ -255,13 +257,13 @@ def _unless_stopped(handle: RunHandle, steps: Steps[T]) -> Steps[T]:
             yield filenos
 
 
-# ---- one run, for those who have nothing else to do ----
+# ---- one run, blocking ----
 
 
 def run(
     job: Job, *, runs: Path, on_event: OnEvent | None = None, fork_server: ForkServer | None = None, trace: bool = False
 ) -> RunResult:
-    """See `RunExecutor.submit`. Callers that run many jobs may bring a fork server for all of them."""
+    """See `RunExecutor.submit`. A caller that runs many jobs may pass one fork server for all of them."""
     with open_executor(fork_server) as executor:
         return run_to_end(executor, executor.submit(job, runs=runs, on_event=on_event, trace=trace))
 
@@ -280,13 +282,14 @@ def resume(
 
 @contextlib.contextmanager
 def open_executor(fork_server: ForkServer | None = None) -> Iterator[RunExecutor]:
-    """With fork servers of its own, or with the one that the caller brings."""
+    """An executor with its own fork servers, or with the caller's."""
     with ForkServerPool(fork_server) as fork_servers, RunExecutor(fork_servers) as executor:
         yield executor
 
 
 def run_to_end(executor: RunExecutor, run: RunHandle) -> RunResult:
-    """Its result. A signal while it is planned ends the caller as it would without us: nothing can be resumed yet."""
+    """The result of the run. A signal during planning has its default effect on this process: there is nothing to
+    resume yet."""
     executor.run_until_done(run)
     try:
         return run.result()
@@ -298,7 +301,7 @@ def run_to_end(executor: RunExecutor, run: RunHandle) -> RunResult:
 
 @contextlib.contextmanager
 def catch_stop_signals() -> Iterator[list[str]]:
-    """A list that gets the reason when the user interrupts; a second signal raises KeyboardInterrupt."""
+    """Yields a list that gets the reason when a stop signal arrives; a second signal raises KeyboardInterrupt."""
     asked: list[str] = []
     names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -309,7 +312,7 @@ def catch_stop_signals() -> Iterator[list[str]]:
 
     try:
         old = {number: signal.signal(number, note) for number in names}
-    except ValueError:  # not the main thread: somebody else handles signals
+    except ValueError:  # not the main thread: signals are handled elsewhere
         yield asked
         return
     try:
@@ -320,7 +323,7 @@ def catch_stop_signals() -> Iterator[list[str]]:
 
 
 def load_run_state(paths: RunPaths) -> RunState:
-    """The state that a run's events give; "broken off" if it has not ended and nobody drives it."""
+    """The state of a run, folded from its events; "broken off" if it has not ended and no driver is alive."""
     state = load_state(paths.events, paths.state_snapshot)
     state.status = run_dir.current_status(state.status, paths)
     return state

@@ -1,4 +1,4 @@
-"""The folds of a job: which are finished, which wait, and the result of all."""
+"""The folds of a job: which are finished, which are pending, and their combined result."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shoal.spec.run_paths import RunPaths, write_atomically
 
 
 class FoldSchedule:
-    """Folds are run in order, up to `parallel` at a time. After one that did not finish, no further one is started;
-    folds that finished earlier are not run again."""
+    """Runs folds in order, up to `parallel` at the same time. After a fold that did not finish, no other fold is
+    started. Folds that finished in an earlier start are not run again."""
 
     def __init__(self, job: Job, paths: RunPaths) -> None:
         split = job.data.split
@@ -35,7 +35,7 @@ class FoldSchedule:
                 save_job(self._waiting[fold], fold.job)
 
     def take_next(self, active: int) -> tuple[RunPaths, Job] | None:
-        """The fold to start beside so many that are run now."""
+        """The fold to start next while `active` folds are running; None if there is none to start now."""
         failed = any(result.status != "finished" for result in self._results.values())
         if failed or not self._waiting or active >= self._parallel:
             return None
@@ -46,8 +46,8 @@ class FoldSchedule:
         self._results[result.paths] = result
 
     def finish(self, stop_reason: str) -> RunResult:
-        """The result of all; the receipt is written if all have finished. After a stop, folds that were not started
-        count as stopped too."""
+        """The combined result; the receipt is written if all folds finished. After a stop, folds that were not started
+        count as stopped."""
         if stop_reason:
             self._results |= {fold: RunResult(fold, stop_reason) for fold in self._waiting}
         results = tuple(self._results[fold] for fold in self._folds if fold in self._results)

@@ -1,4 +1,4 @@
-"""Fork servers for the processes of jobs, by what their environment fixes."""
+"""Fork servers for the processes of jobs, one per environment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shoal.jobs.server_group import SERVER_MODULE
 from shoal.jobs.worker_group import WORKER_MODULE
 from shoal.spec.job import Job
 
-OPTIMIZER_MODULE = "torch._dynamo"  # torch imports it when the first optimizer is made: a second of work
+OPTIMIZER_MODULE = "torch._dynamo"  # torch imports it with the first optimizer, which takes a second
 
 
 class ForkServerPool:
-    """One fork server for each (interpreter, threads, modules), started when it is first needed and closed with the
-    pool. With `shared`, that one serves every job, and its maker closes it. Belongs to one thread."""
+    """One fork server per (interpreter, threads, modules), started on first use and closed with the pool. A `shared`
+    fork server serves every job instead, and its creator closes it. Belongs to one thread."""
 
     def __init__(self, shared: ForkServer | None = None) -> None:
         self._shared = shared
@@ -34,7 +34,7 @@ class ForkServerPool:
         return self.get(job.threads, modules=modules_to_preload(job))
 
     def close(self) -> None:
-        """No process that came from here is left."""
+        """Close the fork servers of the pool. No process that they forked is left."""
         while self._made:
             self._made.popitem()[1].close()
 
@@ -48,7 +48,7 @@ class ForkServerPool:
 
 
 def make_fork_server(threads: int, *, modules: Sequence[str] = (), python: str = "") -> ForkServer:
-    """Where workers come from; `modules` are imported once for all of them.
+    """A fork server for workers; it imports `modules` once for all of them.
 
     The one place that sets environment variables: threads are fixed before torch is loaded, and sets iterate in the
     same order in every process.
@@ -65,7 +65,7 @@ def make_fork_server(threads: int, *, modules: Sequence[str] = (), python: str =
 
 
 def modules_to_preload(job: Job) -> list[str]:
-    """What every worker of this job would import, besides torch, and takes its time."""
+    """Modules, besides torch, that every worker of this job imports and that are slow to import."""
     data = job.data
     kinds = {source.kind for source in (data.source, data.validation, data.test) if source is not None}
     wanted = {

@@ -1,4 +1,4 @@
-"""`shoal join`: workers of this machine that join a run whose driver is elsewhere."""
+"""`shoal join`: workers on this machine for a run whose driver is on another."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def join(
     show: Callable[[str], None],
     fork_server: ForkServer | None = None,
 ) -> int:
-    """Work for the run at `where` (HOST:PORT) until it ends or somebody asks to stop. The exit code.
+    """Run workers for the run at `where` (HOST:PORT) until it ends or the user stops it. Returns the exit code.
 
-    `base_dir` is where the job's code and data lie on this machine, `tls_dir` where the certificates for a run that
-    uses TLS do. `show` gets a line for what happens.
+    `base_dir` has the job's code and data on this machine, `tls_dir` the certificates for a run that uses TLS. `show`
+    gets a line for everything that happens.
     """
     contact = _parse_address(where, token)
     if not 1 <= workers <= MAX_WORKERS:
@@ -57,7 +57,7 @@ def join(
         tempfile.TemporaryDirectory(prefix="shoal-join-") as scratch,
         _fork_server(fork_server, welcome["threads"]) as mine,
     ):
-        environment = mine.environment | {TOKEN_VARIABLE: token}  # never on a command line, where all can read it
+        environment = mine.environment | {TOKEN_VARIABLE: token}  # never on a command line, which other users can read
         secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
         with (
             contextlib.closing(_connect_agent(contact, contexts)) as control,
@@ -102,7 +102,7 @@ def _fork_server(given: ForkServer | None, threads: int) -> Iterator[ForkServer]
 
 @dataclass
 class JoinedWorker:
-    """One worker of ours. `name` is the driver's name for it; its own directory has what it would tell the run."""
+    """One worker on this machine. `name` is the driver's name for it. `reader` follows its own directory's events."""
 
     reader: EventReader
     name: str = "worker"
@@ -111,13 +111,13 @@ class JoinedWorker:
 
     @property
     def seat(self) -> int | None:
-        """The driver's number for it, once the worker has one."""
+        """The seat number that the driver assigned, once the worker has one."""
         number = self.name.removeprefix("worker-")
         return int(number) if number.isdecimal() else None
 
 
 class JoinedWorkers:
-    """All workers that one `join` started, shown as they come and go."""
+    """All workers that one `shoal join` started; their start and end are shown."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class JoinedWorkers:
             self._agent.obey(LaunchCommand(seat=Seat(number=n), entry=WORKER_MODULE, arguments=command))
 
     def supervise(self) -> int:
-        """Until all workers are gone; the exit code. A request to stop becomes a planned leave of every worker."""
+        """Wait until all workers have exited. Returns the exit code. A stop request drains every worker."""
         asked_at = 0.0
         with catch_stop_signals() as asked:
             while self._agent.running():
@@ -155,14 +155,14 @@ class JoinedWorkers:
                     if not self._leaving:
                         self._show("leaving as soon as others have what is held here (once more: at once)")
                     self._leaving, asked_at = True, time.monotonic()
-                    # again and again: a process that was just forked hears no signals yet
+                    # repeatedly: a process that was just forked does not handle signals yet
                     self._agent.obey(StopCommand(seats=self._agent.running(), how="terminate"))
         if asked and self._exit_code == EXIT_OK:
             return EXIT_INTERRUPTED if asked[0] == "interrupted" else EXIT_TERMINATED
         return self._exit_code
 
     def close(self) -> None:
-        """Kills what still runs."""
+        """Kill the workers that still run."""
         self._agent.close()
 
     def _on_report(self, report: AgentReport) -> None:

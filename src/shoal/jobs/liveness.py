@@ -1,4 +1,4 @@
-"""Which members of a roster are frozen, hang or did not come back: their heartbeats go to the failure detector."""
+"""Liveness of the members of a roster: finds members that are frozen, hang or did not reconnect."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NOT_BACK = "it outlived its driver and did not call back"
 
 
 class LivenessCheck:
-    """Looks at a roster every `CHECK_INTERVAL_S`. Belongs to the thread that drives.
+    """Checks a roster every `CHECK_INTERVAL_S`. Belongs to the driver's thread.
 
-    Of members that train, also how long their work takes counts; of idle ones, only whether they live.
+    Training members must send heartbeats and make progress; idle members must only send heartbeats.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -49,7 +49,7 @@ class LivenessCheck:
 
     @property
     def stalled(self) -> bool:
-        """All that train wait for each other, and none of them is to blame."""
+        """All training members wait for each other, and none of them is the cause."""
         return self._training_detector.stalled
 
 
@@ -71,7 +71,7 @@ def read_heartbeat(roster: Roster, seat: int) -> Heartbeat:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter: R runs, S sleeps, T is stopped; '' if there is no such process."""
+    """The kernel's state letter of a process: R running, S sleeping, T stopped; '' if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

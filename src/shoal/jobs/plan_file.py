@@ -1,4 +1,4 @@
-"""A plan as it lies in a run's directory, beside the job that came of it."""
+"""The plan of a `sync: auto` run, stored in the run directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.spec.run_paths import RunPaths, write_atomically
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What was measured, what it was planned for, and what the run tells of the plan."""
+    """The measurements (`facts`), the request (`wanted`), and the fields of the run's `plan` event (`told`)."""
 
     facts: Mapping[str, Any]
     wanted: PlanRequest
@@ -24,7 +24,7 @@ class PlanFile:
 
 
 def read_plan_file(paths: RunPaths) -> PlanFile | None:
-    """None for a run whose job said itself how to run it."""
+    """None for a run that was not planned."""
     if not paths.plan.is_file():
         return None
     found = json.loads(paths.plan.read_text(encoding="utf-8"))

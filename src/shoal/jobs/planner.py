@@ -1,4 +1,4 @@
-"""`shoal plan`: measure a job on this machine, then let `plan.costs` say what each way of running it would take."""
+"""`shoal plan`: measure a job on this machine, and predict with `plan.costs` the speed of each way of running it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from shoal.spec import job as spec
 from shoal.spec.job import Job
 
 WORKERS_PER_CORE = 2
-"""So many are looked at where nobody says how many."""
+"""Workers per core up to which plans are made, unless the user or the job asks for more."""
 
 
 BUSY_LOAD_PER_CORE = 0.5
-"""From this load per core on, measurements are not to be trusted."""
+"""Load average per core above which the user is warned that measurements are unreliable."""
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """The plan, and what it was made from; `facts` is the probe's answer. `lanes_follow_workers`: the job does not set
-    `lanes`, so that another number of workers must set them to be the same job. `sync_is_auto`: the job leaves open how
-    workers agree."""
+    """The plan and its inputs; `facts` are the probe's measurements. `lanes_follow_workers`: the job leaves `lanes`
+    out, so it equals `workers`. A command for another number of workers must then set `lanes`, or it would describe a
+    different job. `sync_is_auto`: the job leaves the choice of `sync` to the planner."""
 
     plan: select.ExecutionPlan
     job_choice: RunChoice
@@ -54,7 +54,7 @@ class PlanResult:
 
     @property
     def notes(self) -> list[str]:
-        """What else is worth saying."""
+        """Warnings and hints about the plan, for the user."""
         cores, slow = self.machine.hosts[0].cores, " and ".join(map(str, self.measured.slow_threads))
         said = {
             f"{slow} threads per worker were tried: no faster than fewer.": bool(slow),
@@ -83,7 +83,7 @@ class PlanResult:
         return found
 
     def to_json_data(self) -> dict[str, Any]:
-        """All of it, fit for JSON."""
+        """The complete result as JSON data."""
         plan = self.plan
         return {
             "pick": self.row_data(plan.pick) if plan.pick else None,
@@ -106,13 +106,13 @@ class PlanResult:
 
 
 def plan(job: Job, wanted: PlanRequest, *, fork_server: ForkServer | None = None) -> PlanResult:
-    """Measures in a process with torch, which takes some seconds."""
+    """Measure and plan. Measuring needs a process with torch and takes some seconds."""
     with ForkServerPool(fork_server) as fork_servers:
         return run_steps(plan_steps(job, wanted, fork_servers))
 
 
 def plan_steps(job: Job, wanted: PlanRequest, fork_servers: ForkServerPool) -> Steps[PlanResult]:
-    """The same, without waiting."""
+    """`plan` as steps that do not block."""
     room = max(job.workers.most, WORKERS_PER_CORE * wanted.hosts * len(os.sched_getaffinity(0)))
     most = wanted.most or min(max(job.lane_count, job.workers_per_replica), room)
     if most < wanted.hosts:
@@ -129,19 +129,19 @@ def plan_steps(job: Job, wanted: PlanRequest, fork_servers: ForkServerPool) -> S
 
 
 def measure_steps(job: Job, fork_servers: ForkServerPool) -> Steps[Mapping[str, Any]]:
-    """What a probe measures of the job and of this machine."""
+    """The measurements of the job and of this machine, made by a probe."""
     fork_server = fork_servers.for_job(job)
     return probe_steps("measure", job, fork_server, codecs=_codec_settings(job), threads=_thread_counts(job))
 
 
 def _codec_settings(job: Job) -> list[dict[str, Any]]:
-    """Every codec as a job has it that only names it; the job's own with its own settings."""
+    """Every codec with its default settings; the job's own codec with the job's settings."""
     kinds: list[Any] = [kind for kind in get_args(get_args(spec.CodecConfig)[0]) if kind is not spec.NoCodecConfig]
     named = [kind(kind=get_args(kind.model_fields["kind"].annotation)[0]) for kind in kinds]
     return [(job.codec if codec.kind == job.codec.kind else codec).model_dump() for codec in named]
 
 
 def _thread_counts(job: Job) -> list[int]:
-    """The job's own, and powers of two up to the number of cores."""
+    """The job's thread count, and the powers of two up to the number of cores."""
     cores = len(os.sched_getaffinity(0))
     return sorted({job.threads, *(1 << k for k in range(cores.bit_length()))})

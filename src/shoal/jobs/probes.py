@@ -1,4 +1,4 @@
-"""Questions that need torch or the data: asked in a process of their own, answered through a stream of events."""
+"""Probes: questions that need torch or the data, answered by a separate process through a stream of events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_probe(
     fork_server: ForkServer | None = None,
     **arguments: Any,
 ) -> Mapping[str, Any]:
-    """The answer to `check`, `split`, `measure` or `evaluate`; the probe's errors are raised here."""
+    """Run a probe (`check`, `split`, `measure` or `evaluate`) and return its answer. Raises the errors of the probe."""
     with ForkServerPool(fork_server) as fork_servers:
         return run_steps(probe_steps(probe, job, fork_servers.for_job(job), on_event=on_event, **arguments))
 
@@ -45,7 +45,7 @@ def probe_steps(
     on_event: Callable[[Event], None] | None = None,
     **arguments: Any,
 ) -> Steps[Mapping[str, Any]]:
-    """The same, without waiting. The process ends with these steps, also if they are broken off."""
+    """`run_probe` as steps that do not block. The process ends with the steps, even if they are closed early."""
     answer: Mapping[str, Any] | None = None
     errors: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The receipt of a run: a pure function of its job and of the state that its events give."""
+"""The receipt of a run: a pure function of its job and its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORK_TIMES = ("compute_s", "data_s", "exchange_s", "waiting_s")
 
 
 def make_receipt(job: Job, state: RunState, *, run: str) -> Receipt:
-    """Of a run that has finished: `state.result` holds what its last event says."""
+    """The receipt of a finished run; `state.result` has the fields of its `finished` event."""
     result = state.result
     work_s = sum(state.times[name] for name in WORK_TIMES) / max(state.peak_workers, 1)
     staleness_mean, staleness_max = state.staleness
@@ -53,7 +53,7 @@ def make_receipt(job: Job, state: RunState, *, run: str) -> Receipt:
 
 
 def exactness_reason(job: Job, lost_residuals: Sequence[LostResidual], reported: str = "") -> str:
-    """How the run was made, and why its result is not exact, if it is not. `reported`: what the workers found."""
+    """The run's sync, codec and sharding, and why its result is not exact, if so. `reported`: the workers' reason."""
     codec = f", codec: {job.codec.kind}" if job.codec.kind != "none" else ""
     shard = f", shard: {job.shard.kind} over {job.workers_per_replica}" if job.shard.kind != "none" else ""
     first = lost_residuals[0] if lost_residuals else None

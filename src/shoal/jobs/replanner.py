@@ -1,5 +1,5 @@
-"""Beside a run that was planned: is it as expected? If not, it is planned again. A change that has no effect on the
-result is made, any other is reported."""
+"""Compares the speed of a planned run with the prediction. If they differ, the run is planned again. A change that does
+not affect the result is made; any other is only reported."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from shoal.spec.job import Job
 
 
 class Replanner:
-    """Belongs to the thread that drives. `observe` every event, and call `replan_if_needed` now and then.
+    """Belongs to the driver's thread. Call `observe` with every event, and `replan_if_needed` periodically.
 
-    Planning may take a second. It happens in a thread of its own; what is found counts if the view is still the same.
+    Planning may take a second, and runs in a thread of its own. Its result is used only if the view is still the same.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Replanner:
     ) -> None:
         wanted, facts = plan_file.wanted, plan_file.facts
         planned = int(plan_file.told["choice"]["workers"])
-        self._user_scaled = planned not in range(job.workers.least, job.workers.most + 1)  # by who resumed it
+        self._user_scaled = planned not in range(job.workers.least, job.workers.most + 1)  # on resume
         self._setting = CostInputs(read_measured(facts), read_cluster(facts, wanted), read_link(facts, wanted))
         self._assumed_link = self._setting.link
         self._job_choice = job_choice(job)
@@ -53,10 +53,10 @@ class Replanner:
         self._expected = dict(plan_file.told["prediction"])
         self._workers_and_hosts = planned, 1
         self._view_number = 0
-        self._workers_changed = False  # others came or went, and whether that is good was not looked at yet
+        self._workers_changed = False  # workers came or went, and no plan has been made for the new number
         self._cooldown = Cooldown(len(state.replans))
         self._pending: PendingReplan | None = None
-        for told in state.replans:  # an earlier driver's
+        for told in state.replans:  # of earlier drivers
             self._restore(told)
 
     def _restore(self, replan: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Replanner:
             self._membership.wanted_workers = self._workers_and_hosts[0]
 
     def observe(self, event: Event, state: RunState) -> None:
-        """Rows of the worker that saves tell how long steps take; a new view makes another thing of them."""
+        """Collect step times from the saver's events. A new view starts a new measurement."""
         if event.kind == "joined":
             self._step_times.clear()
             self._cooldown.restart(int(event.step or 0))
@@ -77,7 +77,7 @@ class Replanner:
             self._step_times.add(int(event.get("steps", 1)), float(event.get("wall_s", 0.0)))
 
     def replan_if_needed(self, step: int) -> None:
-        """Compare with what was expected. If it differs, begin to plan again, or act on the plan that was begun."""
+        """Compare the measured step time with the prediction. If they differ, start planning. Apply a finished plan."""
         self._reset_on_new_view(step)
         if self._pending is not None:
             if self._pending.call.done:
@@ -104,7 +104,7 @@ class Replanner:
         self._pending = None
         found, now, truth = pending.call.result(), pending.choice, pending.truth
         if pending.view_number != self._view_number or self._membership.stop_reason or now != self._current_choice():
-            return  # others train by now: what was found says nothing of them
+            return  # the workers have changed since, so the plan does not apply
         self._measured_step_s[now.workers, now.hosts] = truth.step_s
         moves = found.move_to if not self._why_workers_fixed else None
         self._emit_replan(found, truth, step)
@@ -117,7 +117,7 @@ class Replanner:
             self._apply_choice(moves.choice)
 
     def _reset_on_new_view(self, step: int) -> None:
-        """What was seen in another view says nothing of this one."""
+        """Discard step times of an earlier view."""
         view = self._membership.view
         if view and view.number != self._view_number:
             self._view_number = view.number
@@ -125,13 +125,13 @@ class Replanner:
             self._cooldown.restart(step)
 
     def _current_bounds(self) -> dict[str, Any]:
-        """Where somebody stands by, because all are faster without, one more would do so too."""
+        """Bounds for the planner. If a worker stands by because training is faster without it, more are not tried."""
         carrying = self._carrying_members()
         idle = len(carrying) < len(self._membership.members)
         return self._bounds | ({"most": sum(m.managed for m in carrying)} if idle else {})
 
     def _update_expectation(self, now: RunChoice, truth: ObservedTimes) -> None:
-        """Others came or went: something else is expected of those who are here now."""
+        """Predict the step time for the present number of workers, if that has changed."""
         if self._workers_and_hosts == (now.workers, now.hosts):
             return
         self._workers_and_hosts, self._workers_changed = (now.workers, now.hosts), True
@@ -157,7 +157,7 @@ class Replanner:
 
     @property
     def _why_workers_fixed(self) -> str:
-        """Why the number of workers is not changed, or nothing."""
+        """Why the number of workers must not be changed; '' if it may be."""
         if self._commands.user_scaled or self._user_scaled:
             return "a user chose the number of workers"
         return "the result depends on them" if self._job_choice.staleness else ""
@@ -171,7 +171,7 @@ class Replanner:
         )
 
     def _current_choice(self) -> RunChoice | None:
-        """None while somebody goes, or is gone and the others do not know yet."""
+        """How the run is run now. None while a worker is leaving, or is gone but still in the view."""
         view, carrying = self._membership.view, self._carrying_members()
         if not view or len(carrying) < len(view.carries) or any(m.leaving for m in self._membership.members.values()):
             return None
@@ -179,7 +179,8 @@ class Replanner:
         return replace(self._job_choice, workers=len(carrying), hosts=hosts)
 
     def _observe(self, step_s: float) -> ObservedTimes | None:
-        """None while somebody has not been measured, or nobody of ours is there."""
+        """The measured times. None until all workers have reported their lane times, or if none of them is the
+        engine's."""
         by_host: dict[str, list[float]] = {}
         carrying = sorted(self._carrying_members(), key=lambda m: (not m.managed, m.lane_s or 0.0))
         if not carrying or not carrying[0].managed:
@@ -191,7 +192,8 @@ class Replanner:
         return ObservedTimes(step_s, tuple(map(tuple, by_host.values())))
 
     def _apply_choice(self, choice: RunChoice) -> None:
-        """Others' workers all stay or all go; of ours the slowest go first."""
+        """Scale to the chosen number of workers. Remote workers all stay or all leave; of the engine's workers, the
+        slowest leave first."""
         here = [m for m in self._carrying_members() if m.managed]
         away = [m for m in self._carrying_members() if not m.managed]
         wanted = choice.workers - (len(away) if choice.hosts > 1 else 0)
@@ -204,7 +206,7 @@ class Replanner:
 
 @dataclass(frozen=True)
 class PendingReplan:
-    """A plan that is being made, for the workers of this view and what was observed of them."""
+    """A plan in progress, with the choice, measured times and view that it is made for."""
 
     call: BackgroundCall[Replan]
     choice: RunChoice
@@ -217,7 +219,8 @@ def _read_workers_and_hosts(choice: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class StepTimes:
-    """What steps took lately, in rows of at least `period` steps: who agrees now and then is slower then."""
+    """Recent step times, in samples of at least `steps_per_sample` steps: with local SGD only some steps synchronise,
+    and these are slower."""
 
     def __init__(self, steps_per_sample: int) -> None:
         self._steps_per_sample = steps_per_sample
@@ -241,7 +244,7 @@ class StepTimes:
 
 
 class Cooldown:
-    """Since the last of so many looks, or the last view."""
+    """The pause after a replan or a new view. It grows with the number of replans."""
 
     def __init__(self, replans: int, step: int = 0) -> None:
         self.replans = replans

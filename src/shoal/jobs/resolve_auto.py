@@ -1,4 +1,4 @@
-"""`sync: auto`: a job is planned before it starts."""
+"""`sync: auto`: plan a job before it starts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shoal.spec.load import check_job
 
 
 def resolve_auto(job: Job, *, fork_server: ForkServer | None = None) -> tuple[Job, PlanFile | None]:
-    """The job with nothing left open: the same one, unless it has `sync: auto`. That is measured and planned, which
-    takes some seconds."""
+    """The job with the planned settings, and its plan. A job without `sync: auto` is returned unchanged. Planning takes
+    some seconds."""
     with ForkServerPool(fork_server) as fork_servers:
         return run_steps(resolve_auto_steps(job, fork_servers))
 
 
 def resolve_auto_steps(job: Job, fork_servers: ForkServerPool) -> Steps[tuple[Job, PlanFile | None]]:
-    """The same, without waiting."""
+    """`resolve_auto` as steps that do not block."""
     if job.sync.kind != "auto":
         return job, None
     wanted = PlanRequest(least=job.workers.least, most=_max_workers(job))
@@ -38,7 +38,8 @@ def resolve_auto_steps(job: Job, fork_servers: ForkServerPool) -> Steps[tuple[Jo
 
 
 def apply_choice(job: Job, choice: RunChoice) -> Job:
-    """The job, done this way. `lanes` no longer follows the workers: it is part of the result."""
+    """The job with the settings of this choice. `lanes` is set, because it affects the result and must not follow
+    `workers`."""
     body = job.dump() | {"sync": sync_section(choice), "lanes": job.lane_count}
     body |= {"workers": choice.workers, "threads": choice.threads}
     if choice.codec != job.codec.kind:
@@ -52,7 +53,7 @@ def _max_workers(job: Job) -> int:
 
 
 def _why_no_plan(result: PlanResult) -> str:
-    """What is wrong with the first that would be allowed."""
+    """The problem of the first candidate that would be allowed."""
     rows = result.plan.candidates
     first = next((row for row in rows if row.allowed), rows[0])
     offer = result.plan.offer

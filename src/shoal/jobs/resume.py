@@ -1,4 +1,4 @@
-"""Which job a run goes on with."""
+"""The job that a resumed run continues with."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shoal.spec.run_paths import RunPaths
 
 
 def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
-    """The run's job with these fields changed.
+    """The run's job with these overrides applied.
 
-    SH604 if the run has finished; SH609 if it would train something else, or its workers live on as they are.
+    SH604 if the run has finished. SH609 if the overrides change what it trains, or if workers of the run still live
+    with the old settings.
     """
     if paths.receipt.is_file():
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
@@ -34,7 +35,7 @@ def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
 
 
 def _identity_overrides(paths: RunPaths, job: Job, overrides: Sequence[str]) -> list[str]:
-    """The fields that would make the run train something else, as far as each can be changed by itself."""
+    """The overrides that change what the run trains, as far as each can be applied alone."""
     found = []
     for one in overrides:
         with contextlib.suppress(ErrorGroup):

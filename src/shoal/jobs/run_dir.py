@@ -16,7 +16,7 @@ from shoal.spec.run_paths import RunPaths
 
 
 def create(job: Job, runs: Path) -> RunPaths:
-    """A new directory `<job name>-<n>` with the resolved job in it."""
+    """Create the directory `<job name>-<n>` and save the resolved job in it."""
     try:
         runs.mkdir(parents=True, exist_ok=True)
         number = 1 + max((_run_number(p.name, job.name) for p in runs.iterdir()), default=0)
@@ -24,7 +24,7 @@ def create(job: Job, runs: Path) -> RunPaths:
             try:
                 (runs / f"{job.name}-{number}").mkdir()
                 break
-            except FileExistsError:  # another driver took it
+            except FileExistsError:  # another driver has just created it
                 number += 1
         paths = RunPaths.at(runs / f"{job.name}-{number}")
         save_job(job, paths.job)
@@ -39,7 +39,7 @@ def _run_number(directory: str, name: str) -> int:
 
 
 def find(run: str, runs: Path) -> RunPaths:
-    """A run by its path, its name, or `last`."""
+    """Find a run by its path, its name, or `last`."""
     for candidate in (Path(run), runs / run):
         if (candidate / "job.yaml").is_file():
             return RunPaths.at(candidate)
@@ -50,7 +50,7 @@ def find(run: str, runs: Path) -> RunPaths:
 
 
 def resolve_init_from(job: Job, runs: Path) -> Job:
-    """The job with a run that it starts from given by its path instead of its name."""
+    """The job with the run in `init_from` given by its path instead of its name."""
     init = job.init_from
     if init is None or init.path is None or "/" in init.path or (Path(job.base_dir) / init.path).exists():
         return job
@@ -62,7 +62,7 @@ def resolve_init_from(job: Job, runs: Path) -> Job:
 
 
 def list_runs(runs: Path) -> list[RunPaths]:
-    """All runs of a directory, oldest first. Made for many: one `stat` for each."""
+    """All runs in a directory, oldest first. Costs one `stat` per run."""
     if not runs.is_dir():
         return []
     found = []
@@ -78,7 +78,7 @@ def list_runs(runs: Path) -> list[RunPaths]:
 
 @contextlib.contextmanager
 def driver_lock(paths: RunPaths) -> Iterator[None]:
-    """Only one driver at a time; the lock goes with the process."""
+    """Hold the run's driver lock: a run has one driver at a time. The lock is released when the process exits."""
     with paths.lock.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,7 +93,7 @@ def driver_lock(paths: RunPaths) -> Iterator[None]:
 
 
 def is_driven(paths: RunPaths) -> bool:
-    """Does a living driver hold the run?"""
+    """Whether a live driver holds the run's lock."""
     try:
         with paths.lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -105,6 +105,6 @@ def is_driven(paths: RunPaths) -> bool:
 
 
 def current_status(status: str, paths: RunPaths) -> str:
-    """The status that a run's events give it, unless no driver is left to bring it to an end."""
+    """The status, or "broken off" if the run has not ended and no driver is alive."""
     unfinished = status in ("starting", "training", "created")
     return "broken off" if unfinished and not is_driven(paths.parent_run) else status

@@ -1,4 +1,4 @@
-"""Driving one run: start its workers and servers, follow its events, decide when a process dies, write the receipt."""
+"""Drives one run: starts its workers and servers, follows its events, reacts to exits, writes the receipt."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from shoal.spec.run_paths import RunPaths, write_atomically
 from shoal.spec.view import Seat
 
 SHUTDOWN_TIMEOUT_S = 10.0
-"""How long workers may take to leave when the run is finished."""
+"""Seconds that workers have to exit after the run has finished."""
 OnRunEvent = Callable[[Event, RunState], str | None]
-"""A reason (such as "pruned") stops the run at the next step boundary; None lets it go on."""
+"""Called with every event. A returned reason (such as "pruned") stops the run at the next step boundary."""
 
 
 class RunDriver:
-    """One run. After `start`, call `tick` until it returns a result: whenever one of `filenos` is readable, and now
-    and then. `stop` lets the workers save and leave. Nothing here waits but `wait` and `close`."""
+    """One run. After `start`, call `tick` until it returns a result: whenever one of `filenos` is readable, and
+    periodically. `stop` lets the workers save and exit. Only `wait` and `close` block."""
 
     def __init__(
         self,
@@ -58,31 +58,31 @@ class RunDriver:
         self.engine = make_engine(job.engine, paths, fork_server)
         self._on_event = on_event
         self._trace = trace
-        self._exit = contextlib.ExitStack()  # what `close` does, the last first
+        self._exit = contextlib.ExitStack()  # cleanup for `close`, in reverse order
         self._stream = self._exit.enter_context(contextlib.closing(EventWriter(paths.events, "driver")))
         self._reader = RunStateReader(paths.events, paths.state_snapshot)
         self.state = self._reader.state
         self._output_tails: dict[int, tuple[str, LineTail]] = {}
         self._replanner: Replanner | None = None
-        self._users: set[int] = set()  # connections of users with commands
+        self._users: set[int] = set()  # connections of users that send commands
         self._restarts_left = job.elastic.restarts
-        self._expected_exits: set[int] = set()  # seats whose end is counted elsewhere
-        self.stop_reason = ""  # why the run is being stopped
+        self._expected_exits: set[int] = set()  # seats whose exits have already been charged to a restart
+        self.stop_reason = ""
         self._shutdown_deadline_s = 0.0
         self._ending: BackgroundCall[None] | None = None
         self._result: RunResult | None = None
 
-    # ---- for those who drive ----
+    # ---- for the caller ----
 
     def start(self) -> None:
-        """From the beginning, or from where an earlier driver left it."""
-        self._reader.catch_up()  # what an earlier driver showed is not shown again
-        already_finished = bool(self.state.result)  # by its workers, without a driver
+        """Start the run, or take it over from an earlier driver."""
+        self._reader.catch_up()  # events that an earlier driver has shown are not shown again
+        already_finished = bool(self.state.result)  # the workers finished it without a driver
         reattached = self.engine.reattach()
         taken = [seat.name for seat in reattached]
         seat_numbers = SeatNumbers(first_free_seat([*self.state.workers, *self.state.servers, *taken]))
         self.control = self._exit.enter_context(contextlib.closing(open_control(self.job, self.paths)))
-        self._exit.callback(lambda: self.engine.close())  # noqa: PLW0108  # it may be replaced until here
+        self._exit.callback(lambda: self.engine.close())  # noqa: PLW0108  # a test may replace the engine
         self.server_group = self._make_server_group(seat_numbers)
         self.worker_group = WorkerGroup(
             self.job,
@@ -121,7 +121,7 @@ class RunDriver:
         )
 
     def _start_replanner(self) -> None:
-        """For a run that was planned, unless it was given a shard since."""
+        """Make a replanner if the run was planned and its model is not sharded."""
         plan_file = read_plan_file(self.paths)
         if plan_file is None or self.job.workers_per_replica > 1:
             return
@@ -131,38 +131,39 @@ class RunDriver:
         self._replanner = Replanner(self.job, plan_file, membership, self.commands, self._stream, self.state)
 
     def stop(self, why: str) -> None:
-        """One worker saves at a step boundary, all leave, and `why` is the status of the run."""
+        """Stop at a step boundary: one worker saves, all exit, and `why` becomes the run's status."""
         if not self.stop_reason:
             self.stop_reason = why
             self.worker_group.stop(why)
 
     @property
     def stop_requested(self) -> str:
-        """By a user, from another process."""
+        """The reason of a user's `stop` command; '' if there was none."""
         return self.commands.stop_requested
 
     def filenos(self) -> list[int]:
-        """For select(): `tick` has something to do when one of them is readable."""
+        """For select(): `tick` has something to do when one of these is readable."""
         return [self._ending.fileno()] if self._ending else [self.engine.fileno(), self.control.fileno()]
 
     def wait(self, timeout_s: float) -> None:
-        """Until `tick` has something to do, or the time is over."""
+        """Wait until `tick` has something to do or the timeout expires."""
         wait(self.filenos(), timeout_s)
 
     def tick(self) -> RunResult | None:
-        """Take in what happened, decide, act. The result, once the run has ended and nothing of it is left."""
+        """Handle new messages, events and exits, then decide and act. Returns the result once the run has ended and all
+        its processes and connections are closed."""
         if self._ending is None:
             result = self._advance()
             if result is not None:
                 self._result = self._write_end(result)
-                self._ending = BackgroundCall(self._exit.close)  # callers that do not read may take a second
+                self._ending = BackgroundCall(self._exit.close)  # may take a second if peers do not read
         if self._ending is None or not self._ending.done:
             return None
         self._ending.result()
         return self._result
 
     def close(self) -> None:
-        """Nothing that this run started is left. Also for a run that is broken off."""
+        """Stop every process that this run started, also if the run has not ended."""
         if self._ending is not None:
             self._ending.result()
         self._exit.close()
@@ -170,7 +171,7 @@ class RunDriver:
     # ---- one tick ----
 
     def _advance(self) -> RunResult | None:
-        """A result if the run ends now."""
+        """Returns a result if the run ends now."""
         exits = self.engine.poll(0)
         self._receive()
         self._read_events()
@@ -192,7 +193,7 @@ class RunDriver:
         return None
 
     def _shut_down(self) -> RunResult | None:
-        """The run is finished: all processes leave."""
+        """Let all processes exit after the run has finished. Returns the result when they have."""
         now = time.monotonic()
         self._shutdown_deadline_s = self._shutdown_deadline_s or now + SHUTDOWN_TIMEOUT_S
         if self.worker_group.seats and now < self._shutdown_deadline_s:
@@ -206,13 +207,13 @@ class RunDriver:
     def _write_end(self, result: RunResult) -> RunResult:
         if result.receipt:
             write_atomically(self.paths.receipt, result.receipt.model_dump_json(indent=2) + "\n")
-        self.worker_group.dismiss(f"the run is {result.status}")  # remote workers would wait for another driver
+        self.worker_group.dismiss(f"the run is {result.status}")  # else remote workers wait for another driver
         self._stream.emit("run_ended", status=result.status, refused=self.control.refused + self.worker_group.refused)
         self._read_events()
         self._reader.save()
         return replace(result, saved_step=self.state.saved_step)
 
-    # ---- what workers, servers and users say ----
+    # ---- messages of workers, servers and users ----
 
     def _receive(self) -> None:
         for message in self.control.receive():
@@ -240,7 +241,7 @@ class RunDriver:
             self.control.send(message.connection, "welcome", run=self.paths.name, threads=self.job.threads)
 
     def _handle_command(self, message: ControlMessage) -> None:
-        """Do what a user asks, and answer how things stand after it. Nonsense costs the user the connection."""
+        """Carry out a user's command and reply with the run's status. A malformed command closes the connection."""
         try:
             if message.kind != "lost":
                 self.commands.handle(message.kind, message.fields)
@@ -268,10 +269,10 @@ class RunDriver:
         if self._on_event and (why := self._on_event(event, self.state)):
             self.stop(why)
 
-    # ---- when a process is gone ----
+    # ---- exits ----
 
     def _handle_exit(self, one: Exit) -> RunResult | None:
-        """A result if the run cannot go on."""
+        """Returns a result if the run cannot continue."""
         self._output_tails.pop(one.seat, None)
         was_ready = self.worker_group.was_ready(one.seat)
         is_server = self.server_group is not None and one.seat in self.server_group.seats
@@ -295,12 +296,13 @@ class RunDriver:
             all_left = not self.worker_group.membership.members and not self.worker_group.seats
             return RunResult(self.paths, "stopped") if all_left else None
         if was_ready and self.worker_group.has_live_state:
-            return None  # the others go on, and its place is filled
+            return None  # the other workers continue, and a new one is started
         why = self._use_restart(ready=was_ready)
         return self._failed(self._death_error(one, why)) if why else None
 
     def _restart_from_checkpoint(self, lost: str) -> RunResult | None:
-        """What the servers held is lost: as if all workers had died together. A result if that was once too often."""
+        """The servers lost parameters: evict all workers, which then start from the newest checkpoint. Returns a result
+        if no restart is left."""
         why = self._use_restart(ready=True)
         if why and not self.stop_reason:
             return self._failed(error("SH618", f"{lost}; {why}", where=str(self.paths.logs)))
@@ -308,7 +310,7 @@ class RunDriver:
         return None
 
     def _use_restart(self, *, ready: bool) -> str:
-        """One restart of those that the job allows; '' or why there is none."""
+        """Use one of the job's restarts. Returns '', or why there is none."""
         choice = decide_restart(restarts_left=self._restarts_left, ready=ready)
         if choice.action == "give up":
             return choice.why
@@ -335,7 +337,8 @@ class RunDriver:
 
 
 def open_control(job: Job, paths: RunPaths) -> ControlServer:
-    """With the token and, if it is free, the port of an earlier driver; workers find its address in a file."""
+    """Open the control server with an earlier driver's token and, if it is free, port. Its address is written to the
+    run directory for the workers."""
     known = read_driver_address(paths.driver_address)
     token, port = (known.token, known.port) if known else (new_token(), 0)
     control = ControlServer(token, listen=job.network.listen, port=port, tls_contexts=tls_contexts_for(job))
@@ -344,6 +347,6 @@ def open_control(job: Job, paths: RunPaths) -> ControlServer:
 
 
 def first_free_seat(names: Iterable[str]) -> int:
-    """Behind all that workers and servers ever had."""
+    """The first seat number that no worker or server has ever had."""
     seats = (re.fullmatch(r"(?:worker|server)-(\d+)", name) for name in names)
     return max((int(seat[1]) for seat in seats if seat), default=-1) + 1

@@ -1,4 +1,4 @@
-"""Runs of the past: listing, comparing, finding their weights."""
+"""Past runs: list them, compare them, find their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.spec.run_paths import RunPaths
 
 
 def run_summary(paths: RunPaths) -> dict[str, Any]:
-    """One row of `shoal runs`. Where the snapshot beside the events is up to date, nothing else is read."""
+    """One row of `shoal runs`. Reads only the header of the state snapshot if that is up to date."""
     found = load_summary(paths.events, paths.state_snapshot)
     if found is None:
         found = RunSummary.of(load_state(paths.events, paths.state_snapshot))
@@ -29,14 +29,14 @@ def run_summary(paths: RunPaths) -> dict[str, Any]:
         "status": run_dir.current_status(found.status, paths),
         "step": found.step,
         "steps": found.steps_total,
-        "metrics": found.metrics if found.steps_total else fold_means(paths),  # with folds, the folds make the steps
+        "metrics": found.metrics if found.steps_total else fold_means(paths),  # only the folds make steps
         "started": f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}",
         "weights_sha256": found.weights_sha256,
     }
 
 
 def fold_means(paths: RunPaths) -> dict[str, float]:
-    """The means over the folds of a finished job with folds."""
+    """Means of the metrics over the folds of a finished job with folds."""
     if not paths.receipt.is_file():
         return {}
     content = json.loads(paths.receipt.read_text(encoding="utf-8"))
@@ -44,14 +44,14 @@ def fold_means(paths: RunPaths) -> dict[str, float]:
 
 
 def read_receipt(paths: RunPaths) -> Receipt | None:
-    """The receipt of a finished run; None for one with folds or without an end."""
+    """The receipt of a finished run; None for a run with folds or one that has not finished."""
     if not paths.receipt.is_file() or fold_means(paths):
         return None
     return Receipt.model_validate_json(paths.receipt.read_text(encoding="utf-8"))
 
 
 def require_receipt(run: str, runs: Path) -> Receipt:
-    """The receipt of a run that must have one."""
+    """The receipt of a run; an error if it has none."""
     paths = run_dir.find(run, runs)
     found = read_receipt(paths)
     if found is None:
@@ -90,7 +90,7 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def find_weights(paths: RunPaths, job: Job, *, best: bool) -> str:
-    """Where a run's weights lie: the exported model, the newest checkpoint, or the best one."""
+    """The path of a run's weights: the exported model, the newest checkpoint, or the best checkpoint."""
     if paths.folds:
         fix = f"Choose one: {paths.name}/{paths.folds[0].name} to {paths.folds[-1].name}."
         raise error("SH606", f"'{paths.name}' has a model for each of its folds", where=str(paths.root), fix=fix)
@@ -105,7 +105,7 @@ def find_weights(paths: RunPaths, job: Job, *, best: bool) -> str:
 
 
 def find_checkpoint(paths: RunPaths, job: Job, *, best: bool) -> str:
-    """The checkpoint that has what a model's weights do not: the rows of sparse tables. '' if it is gone."""
+    """The path of the checkpoint with the rows of sparse tables, which the exported weights lack; '' if it is gone."""
     where = find_weights(paths, job, best=best)
     if where != str(paths.model):
         return where
@@ -119,7 +119,7 @@ def _best_checkpoint(paths: RunPaths, job: Job) -> str:
     measured = [(job.best.sign * m.metric, -m.step, m) for m in every if m.metric is not None and m.metric == m.metric]
     if not measured:
         raise error("SH606", f"'{paths.name}' has no checkpoint with a metric", where=str(paths.root))
-    return _manifest_path(paths, job, max(measured, key=lambda one: one[:2])[2])  # of equals the first, as in training
+    return _manifest_path(paths, job, max(measured, key=lambda one: one[:2])[2])  # the first of equals, as in training
 
 
 def _manifest_path(paths: RunPaths, job: Job, found: manifest.Manifest) -> str:
@@ -128,7 +128,7 @@ def _manifest_path(paths: RunPaths, job: Job, found: manifest.Manifest) -> str:
 
 
 def source_override(job: Job, data: str, target: str) -> dict[str, Any] | None:
-    """The job's source with another path, or None where none is given."""
+    """The job's source with another path; None if no path is given."""
     if not data:
         return None
     source = job.data.source.model_dump(mode="json", exclude_none=True)

@@ -1,4 +1,4 @@
-"""How a run ended."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ EXIT_BY_STATUS = {"finished": EXIT_OK, "interrupted": EXIT_INTERRUPTED}
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run ends with a receipt, with an error, or stopped so that it can be resumed.
+    """A run ends with a receipt, with an error, or stopped and resumable.
 
-    The result of a job with folds has the results of its folds as `children`; status and error are those of the fold
-    that decides, and there is no receipt but theirs.
+    A job with folds has the results of its folds as `children`. Its status and error are those of the deciding fold,
+    and it has no receipt of its own.
     """
 
     paths: RunPaths
@@ -44,17 +44,17 @@ class RunResult:
 
     @property
     def receipts(self) -> list[Receipt]:
-        """The run's own, or those of its folds."""
+        """The run's own receipt, or the receipts of its folds."""
         return [one.receipt for one in self.children or (self,) if one.receipt]
 
     @property
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Mean and standard deviation of each metric, over the folds."""
+        """Mean and standard deviation of each metric over the folds."""
         return metrics_mean_and_std(self.receipts)
 
     @property
     def deciding(self) -> RunResult:
-        """Of several folds the first that did not finish, or else the last; a run without folds itself."""
+        """The first fold that did not finish, or else the last fold; the run itself if it has no folds."""
         return next((one for one in self.children if one.status != "finished"), (self, *self.children)[-1])
 
     @property
@@ -65,7 +65,7 @@ class RunResult:
         return EXIT_BY_STATUS.get(last.status, EXIT_TERMINATED)
 
     def receipt_data(self) -> dict[str, Any]:
-        """The receipt as JSON has it; for folds, theirs and the metrics over them. The run has finished."""
+        """The receipt as JSON data; for folds, their receipts and the metrics over them. Only for a finished run."""
         if not self.children:
             return self.receipts[0].model_dump(mode="json")
         return {

@@ -1,4 +1,4 @@
-"""The servers of one run: started, watched and replaced. `plan` decides which server holds what."""
+"""The servers of one run are started, watched and replaced here. `plan` decides which server holds which chunks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ STATS_INTERVAL_S = 3.0
 
 
 class ServerGroup:
-    """A roster of servers with the placement of chunks. Belongs to the thread that drives.
+    """A roster of servers and the placement of chunks. Belongs to the driver's thread.
 
-    Call `tick` after anything became readable, and now and then. A server that dies before it holds anything is
-    started again, `restarts` times in a row; then the run goes on with the servers that it has, if it has any.
+    Call `tick` whenever something is readable, and periodically. A server that dies before it holds any chunk is
+    restarted, up to `restarts` times in a row. After that the run continues with the remaining servers, if any.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class ServerGroup:
         self._seat_numbers = seat_numbers
         self._roster = Roster(control)
         self._liveness = LivenessCheck(self._roster)
-        self._released: set[int] = set()  # seats that leave as they were asked to
-        self._served_before: set[int] = set()  # seats that held something
-        self._died_since_table: set[int] = set()  # seats that died since the last table
-        self._table_reasons: list[str] = []  # what happened since the last table
-        self._reported_stats: dict[int, Mapping[str, Any]] = {}  # what was last told of each server
+        self._released: set[int] = set()  # seats that were asked to leave
+        self._served_before: set[int] = set()  # seats that have held chunks
+        self._died_since_table: set[int] = set()
+        self._table_reasons: list[str] = []  # events since the last table
+        self._reported_stats: dict[int, Mapping[str, Any]] = {}  # last reported stats by seat
         self._newest_table_number = self._lost_table_number = (
-            0  # numbers of tables: the newest, and the newest of those whose content is lost
+            0  # the newest table, and the newest one whose chunks are lost
         )
         self._next_report_s = 0.0
 
@@ -72,31 +72,30 @@ class ServerGroup:
 
     @property
     def connected_seats(self) -> list[int]:
-        """Seats of servers that have connected."""
         return list(self._roster)
 
     @property
     def connections(self) -> list[int]:
-        """Those that are open."""
+        """Open connections to servers."""
         return self._roster.connections
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of servers that have connected, by name. Any thread may ask."""
+        """pids of connected servers, by name. May be called from any thread."""
         peers = {seat: self._roster.get(seat) for seat in self._roster}
         return {_name(seat): peer.pid for seat, peer in peers.items() if peer is not None}
 
     # ---- facts ----
 
     def start(self, reattached: Iterable[int]) -> None:
-        """Expect the servers that outlived an earlier driver; `tick` starts what is missing."""
+        """Expect the servers that outlived an earlier driver. `tick` starts the missing ones."""
         self._report_wanted("")
         for seat in reattached:
             self._expect(seat)
             self._roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
 
     def handle_hello(self, message: ControlMessage) -> None:
-        """A server connects. One that makes no sense, or sits in no seat of ours, is not let in."""
+        """A server connects. A server with a malformed hello or an unknown or evicted seat is refused."""
         try:
             seat = int(message.fields["seat"])
             address = Address.model_validate(message.fields["address"])
@@ -110,7 +109,7 @@ class ServerGroup:
             )
             table = message.fields.get("table")
             known = None if table is None else ChunkTable.model_validate(table)
-        except (KeyError, TypeError, ValueError, OverflowError):  # pydantic's error is a ValueError
+        except (KeyError, TypeError, ValueError, OverflowError):  # includes pydantic's ValidationError
             self._control.drop(message.connection)
             return
         if seat not in self.seats or self._roster.is_evicted(seat):
@@ -125,20 +124,20 @@ class ServerGroup:
         self.send_chunk_table(message.connection)
 
     def observe_chunk_table(self, table: ChunkTable | None) -> None:
-        """The newest table that a caller has seen; it may be an earlier driver's."""
+        """Record the newest table that a worker or server has seen; it may be an earlier driver's."""
         if table is not None:
             self._newest_table_number = max(self._newest_table_number, table.number)
             self._placement.observe_table(table)
 
     def is_lost(self, table: ChunkTable | None) -> bool:
-        """Is what went with this table lost?"""
+        """Whether the chunks of this table are lost."""
         return table is not None and table.number <= self._lost_table_number
 
     def owns_connection(self, connection: int) -> bool:
         return self._roster.seat_of(connection) is not None
 
     def handle(self, message: ControlMessage) -> None:
-        """What a server says. What makes no sense costs it its connection."""
+        """Handle a server's message. A malformed message closes the connection."""
         seat = self._roster.seat_of(message.connection)
         assert seat is not None, "see owns_connection"
         try:
@@ -154,14 +153,14 @@ class ServerGroup:
             self._roster.disconnect(seat)
 
     def set_chunk_boundaries(self, boundaries: Any) -> None:
-        """A worker knows the model. ValueError or TypeError if that is nonsense."""
+        """Set the chunk boundaries that a worker computed from the model. ValueError or TypeError if malformed."""
         known = [int(cut) for cut in boundaries]
         if len(known) < 2 or any(a >= b for a, b in pairwise(known)):
             raise ValueError("cuts that do not ascend")
         self._placement.set_boundaries(known)
 
     def handle_exit(self, one: Exit) -> str:
-        """A server's process is gone. Returns why the run cannot go on, if it cannot."""
+        """Handle the exit of a server. Returns why the run cannot continue, or ''."""
         seat = one.seat
         why = self._roster.readmit(seat) or one.reason
         self._report_stats([seat])
@@ -184,18 +183,18 @@ class ServerGroup:
         self._report_wanted(why)
 
     def drain(self, seat: int) -> None:
-        """Let it go when others have what it holds."""
+        """Let the server leave once other servers hold its chunks."""
         if seat in self._roster:
             self._placement.drain(seat)
             self._table_reasons.append(f"{_name(seat)} leaves")
             self._report_wanted(f"{_name(seat)} is drained")
 
-    # ---- acts ----
+    # ---- actions ----
 
     def tick(self, now_s: float, worker_connections: Iterable[int]) -> ChunksLost | None:
-        """Evict servers that hang, start those that are missing, send the next table to servers and workers.
+        """Evict failed servers, start missing ones, and send the next table to servers and workers.
 
-        ChunksLost if what the servers held is lost: workers must go back to a checkpoint.
+        Returns ChunksLost if the servers lost parameters: the workers must then restart from a checkpoint.
         """
         if self._liveness.is_due(now_s):
             self._check_liveness(now_s)
@@ -213,12 +212,12 @@ class ServerGroup:
         return None
 
     def send_chunk_table(self, connection: int) -> None:
-        """The newest table, to one who comes."""
+        """Send the newest table to a process that has just connected."""
         if self.chunk_table is not None:
             self._control.publish_chunk_table(self.chunk_table, [connection])
 
     def flush_stats(self) -> None:
-        """The run is over: report what was not reported yet."""
+        """Report the stats that have not been reported yet, at the end of a run."""
         self._report_stats(self._roster)
 
     def _expect(self, seat: int) -> None:
@@ -268,7 +267,7 @@ class ServerGroup:
         return ""
 
     def _check_liveness(self, now_s: float) -> None:
-        """Servers wait for workers and for each other: only whether they live counts."""
+        """Servers are always checked as idle: they wait for workers and for each other, so only heartbeats matter."""
         staying = [seat for seat in self._roster if seat not in self._released and not self._roster.is_evicted(seat)]
         for failure in self._liveness.find_failures(now_s, idle=staying):
             self._evict(failure.seat, failure.why)
@@ -298,7 +297,7 @@ def _numeric_stats(served: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _chunk_table_fields(old: ChunkTable | None, new: ChunkTable, died: set[int]) -> dict[str, Any]:
-    """`copies`: that there are at least of every chunk. `failovers`: servers that died as somebody's primary."""
+    """`copies`: the minimum number of copies of a chunk. `failovers`: how many servers died that were primaries."""
     same = old is not None and old.cuts == new.cuts
     return {
         "number": new.number,

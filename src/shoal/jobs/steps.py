@@ -1,6 +1,7 @@
-"""Work that never blocks: a generator that yields the descriptors it waits for, and is resumed at every tick.
+"""Work that never blocks: a generator yields the file descriptors that it waits for, and is resumed at every tick.
 
-So a run reads top to bottom (plan, make the directory, drive, return the result) and many of them share one thread.
+A run then reads from top to bottom (plan, create the directory, drive, return the result), and many runs share one
+thread.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Generic, TypeVar
 from shoal.net.wakeup import Wakeup
 
 TICK_S = 0.05
-"""Work is resumed this often, also when none of its descriptors is readable."""
+"""Seconds after which work is resumed even if none of its descriptors is readable."""
 
 T = TypeVar("T")
 Steps = Generator[Sequence[int], None, T]
 
 
 def run_steps(steps: Steps[T]) -> T:
-    """All of it, in a thread that has nothing else to do."""
+    """Run the steps to their end, blocking this thread."""
     while True:
         try:
             filenos = next(steps)
@@ -32,7 +33,7 @@ def run_steps(steps: Steps[T]) -> T:
 
 
 def in_thread(call: Callable[[], T]) -> Steps[T]:
-    """A call that takes its time, made in a thread of its own."""
+    """Run a slow call in a thread of its own, as steps."""
     background = BackgroundCall(call)
     while not background.done:
         yield [background.fileno()]
@@ -40,8 +41,8 @@ def in_thread(call: Callable[[], T]) -> Steps[T]:
 
 
 class BackgroundCall(Generic[T]):
-    """A call in a thread of its own. `fileno` is readable when it is done. `result` waits for it, and raises what the
-    call raised."""
+    """A call in a thread of its own. `fileno` is readable when the call is done. `result` waits for it, and raises the
+    call's exception."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._future: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""Is it true? The same job with other numbers of workers, and whether the weights are the same to the bit."""
+"""`shoal verify`: run a job with several numbers of workers, and compare the weights bit for bit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shoal.spec.receipt import Receipt
 from shoal.spec.run_paths import RunPaths
 
 StepDigests = Mapping[int, Mapping[str, str]]
-"""Steps to tensors to digests."""
+"""Digests by step and tensor."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs part: the first step after which their states differ, and which tensors do, in the state's order.
+    """The first step after which the states of two runs differ, and the tensors that differ, in the state's order.
 
-    Step 0: they did not part when they were run again, so that it is not the number of workers that counts.
+    Step 0: the difference did not occur again in a second run, so the number of workers is not its cause.
     """
 
     runs: tuple[str, str]
@@ -37,7 +37,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What each number of workers gave. `stopped` holds a run that did not finish; nothing is known then."""
+    """The results by number of workers. `stopped` is a run that did not finish; then there is no verdict."""
 
     receipts: list[tuple[int, Receipt]]
     divergence: Divergence | None = None
@@ -49,7 +49,7 @@ class VerifyResult:
 
 
 def parse_worker_counts(text: str) -> list[int]:
-    """`1,2,3` as numbers of workers."""
+    """Parse `1,2,3`."""
     words = [word.strip() for word in text.split(",")]
     found = [int(word) for word in words if word.isdecimal() and 1 <= int(word) <= MAX_WORKERS]
     if len(found) < len(words) or len(found) < 2:
@@ -66,7 +66,7 @@ def verify(
     on_event: OnEvent | None = None,
     fork_server: ForkServer | None = None,
 ) -> VerifyResult:
-    """Run the job with each number of workers; where results differ, find the step and the tensor."""
+    """Run the job with each number of workers. If results differ, find the first step and tensor that differ."""
     with open_executor(fork_server) as executor:
         planned, _ = run_steps(resolve_auto_steps(job, executor.fork_servers))
         job = pin_job(planned, max_workers=max(workers), purpose="verify")
@@ -94,7 +94,7 @@ def verify(
 
 
 def pin_job(job: Job, *, max_workers: int, purpose: str) -> Job:
-    """The job with everything settled that its result depends on, so that only the workers differ from run to run."""
+    """The job with every setting pinned that its result depends on, so that only the number of workers varies."""
     if job.fold_count > 1:
         fix = "Choose one fold: --set data.split.fold=0"
         raise error("SH614", f"the job has {job.fold_count} folds", where="data.split", fix=fix)
@@ -117,7 +117,7 @@ def with_steps(job: Job, steps: int) -> Job:
 def run_with_workers(
     workers: int, job: Job, executor: RunExecutor, *, runs: Path, on_event: OnEvent | None, trace: bool = False
 ) -> RunResult:
-    """The job with so many workers. Raises what went wrong; a run that was stopped has no receipt."""
+    """Run the job with this number of workers. Raises the run's error; a stopped run has no receipt."""
     handle = executor.submit(with_workers(job, workers), runs=runs, on_event=on_event, trace=trace)
     result = run_to_end(executor, handle)
     if result.error is not None:
@@ -136,13 +136,13 @@ def _find_divergence(one: RunPaths, other: RunPaths) -> Divergence:
 
 
 def read_trace(path: Path) -> StepDigests:
-    """A step that stands there twice was computed again; the later row counts."""
+    """Read a trace. If a step occurs twice it was recomputed, and the later row counts."""
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     return {row["step"]: row["tensors"] for row in rows}
 
 
 def first_difference(left: StepDigests, right: StepDigests) -> tuple[int, list[str]]:
-    """The first step after which something differs, and what; (0, []) if nothing does."""
+    """The first step after which tensors differ, and their names; (0, []) if there is none."""
     for step in sorted({*left, *right}):
         here, there = left.get(step, {}), right.get(step, {})
         if here != there:

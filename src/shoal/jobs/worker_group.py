@@ -28,10 +28,10 @@ WORKER_MODULE = "shoal.train.worker"
 
 
 class WorkerGroup:
-    """A roster of workers with the membership policy. Belongs to the thread that drives.
+    """A roster of workers and the membership policy. Belongs to the driver's thread.
 
-    Call `tick` after anything became readable, and now and then. `server_group` is None for a run without servers;
-    workers learn from it where parameters are held.
+    Call `tick` whenever something is readable, and periodically. `server_group` is None for a run without servers; it
+    supplies the chunk table that is sent to workers.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class WorkerGroup:
         self._arguments = ("--run", str(paths.root), *(["--trace"] if trace else []))
         self._liveness = LivenessCheck(self.roster)
         self._latest_views: dict[int, View] = {}
-        self._final_view: View | None = None  # also for workers that connect after the end
-        self._refused_by_seat: dict[int, int] = {}  # by the workers' own listeners
+        self._final_view: View | None = None  # also sent to workers that connect after the end
+        self._refused_by_seat: dict[int, int] = {}  # connections that the workers' own listeners refused, by seat
 
     def start(self, reattached: Iterable[int]) -> None:
-        """Expect the workers that outlived an earlier driver; `tick` starts what is missing."""
+        """Expect the workers that outlived an earlier driver. `tick` starts the missing ones."""
         for seat in reattached:
             self.membership.expect(seat)
             self.roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
 
     def tick(self) -> list[MembershipAction]:
-        """Evict workers that hang, then carry out what the policy decides. Returns what was done."""
+        """Evict failed workers, then carry out the policy's actions and return them."""
         now = time.monotonic()
         if self._liveness.is_due(now):
             self._check_liveness(now)
@@ -81,7 +81,7 @@ class WorkerGroup:
         return actions
 
     def handle_exit(self, one: Exit) -> str:
-        """The process of a local worker is gone. Returns why, or '' if it left as it should."""
+        """Handle the exit of a worker of the engine. Returns why it died, or '' if it exited cleanly."""
         self._remove_worker(one.seat, left_cleanly=one.code == 0)
         why = self.roster.readmit(one.seat)
         if one.code == 0:
@@ -90,17 +90,17 @@ class WorkerGroup:
         return why or one.reason
 
     def stop(self, why: str) -> None:
-        """One worker saves at a step boundary, then all leave."""
+        """Stop at a step boundary: one worker saves, then all exit."""
         if not self.membership.stop_reason:
             self.membership.stop(why)
 
     def dismiss(self, why: str) -> None:
-        """All workers leave as things are."""
+        """Let all workers exit immediately, without saving."""
         if self._final_view is None:
             self._publish(self.membership.dismiss(why))
 
     def evict(self, seat: int, why: str) -> None:
-        """Out of the view, whatever the worker does from now on."""
+        """Remove the worker from the run, and kill it if the engine runs it."""
         self._stream.emit("evicted", worker=f"worker-{seat}", host=self.roster.host(seat), reason=why)
         if seat in self._engine.running():
             self.roster.evict(seat, why)
@@ -109,38 +109,39 @@ class WorkerGroup:
             self._drop_remote_worker(seat)
 
     def evict_all(self, why: str) -> set[int]:
-        """Every worker that may hold something, also those that outlived a driver and have not connected yet. Their
-        seats."""
+        """Evict every worker that may hold state, including workers that outlived a driver and have not reconnected
+        yet. Returns their seats."""
         seats = {*self.membership.members, *self.roster.take_overdue(math.inf)}
         for seat in sorted(seats):
             self.evict(seat, why)
         return seats
 
     def was_ready(self, seat: int) -> bool:
-        """Had this worker come so far that it could train?"""
+        """Whether this worker had got as far as being able to train."""
         member = self.membership.members.get(seat)
         return member is not None and (member.stopped or member.training)
 
     @property
     def seats(self) -> list[int]:
-        """Local seats in which a worker sits."""
+        """Seats of workers that the engine runs."""
         servers = self._server_group.seats if self._server_group else set()
         return [number for number in self._engine.running() if number not in servers]
 
     @property
     def refused(self) -> int:
-        """Callers that the workers' own listeners turned away: strangers, and those who were late."""
+        """Connections that the workers' own listeners refused: unknown clients, and peers of an older view."""
         return sum(self._refused_by_seat.values())
 
     @property
     def has_live_state(self) -> bool:
-        """Is anybody here who could go on without a checkpoint?"""
+        """Whether a worker holds state from which the run can continue without a checkpoint."""
         return any(m.position or m.training for m in self.membership.members.values())
 
-    # ---- what workers say ----
+    # ---- messages of workers ----
 
     def handle_hello(self, message: ControlMessage) -> None:
-        """A worker connects. One that makes no sense, or holds what is lost, is not let in."""
+        """A worker connects. It is refused if its hello is malformed, its seat invalid, or its state lost by
+        servers."""
         fields = message.fields
         try:
             address = Address.model_validate(fields["address"])
@@ -175,17 +176,17 @@ class WorkerGroup:
             self._server_group.send_chunk_table(message.connection)
 
     def _seat_for(self, wanted: Any, *, managed: bool) -> int | None:
-        """The seat that the worker says it has, or a new one if it has none or was evicted from it."""
+        """The seat that the worker claims, or a new one if a remote worker has none or was evicted from it."""
         if managed:
             return wanted if isinstance(wanted, int) and wanted in self.seats else None
-        ours = wanted in self._engine.running()  # those are filled from here
+        ours = wanted in self._engine.running()  # the engine starts the workers of these seats
         if isinstance(wanted, int) and not ours and not self.roster.is_evicted(wanted) and wanted >= 0:
             self._seat_numbers.reserve(wanted)
             return wanted
         return self._seat_numbers.take()
 
     def handle(self, message: ControlMessage) -> None:
-        """What makes no sense costs the worker its connection, and nobody else anything."""
+        """Handle a worker's message. A malformed message closes the connection of this worker only."""
         seat = self.roster.seat_of(message.connection)
         if seat is None:
             return
@@ -215,7 +216,7 @@ class WorkerGroup:
             self.roster[seat].said_bye = True
 
     def _handle_lost(self, seat: int) -> None:
-        """A local worker ends, or connects again; the engine reports its exit. A remote one is given up."""
+        """A connection is lost. A managed worker reconnects or the engine reports its exit. A remote one is removed."""
         self.roster.disconnect(seat)
         peer = self.roster[seat]
         if peer.managed:
@@ -233,7 +234,8 @@ class WorkerGroup:
             self.membership.drain(seat, "terminated", replace=True)
 
     def _relay(self, seat: int, row: str) -> None:
-        """An event of a worker that cannot reach the run's directory. Its failure is its own, not the run's."""
+        """Write the event of a worker that cannot reach the run directory. The failure of a remote worker does not fail
+        the run."""
         event = parse_event(row.encode())
         if event is None or event.who != f"worker-{seat}":
             return
@@ -242,7 +244,7 @@ class WorkerGroup:
             event = Event("note", event.t, event.who, event.step, {"message": message})
         self._stream.append(event)
 
-    # ---- acts ----
+    # ---- actions ----
 
     def _start_workers(self, count: int) -> None:
         seats = [self._seat_numbers.take() for _ in range(count)]
@@ -270,12 +272,13 @@ class WorkerGroup:
             self.membership.exchange_stalled()
 
     def _expects_heartbeat(self, seat: int) -> bool:
-        """A worker that leaves at a stop closes its connection first; others could not leave while one is frozen."""
+        """While the run is stopping, a closed connection is normal. A silent open one is not: a frozen worker would
+        keep all others from leaving."""
         peer = self.roster.get(seat)
         return peer is not None and not (self.membership.stop_reason and peer.disconnected_at_s is not None)
 
     def _drop_remote_worker(self, seat: int) -> None:
-        """Its old seat is closed to it."""
+        """Remove the worker. It cannot return to its seat."""
         self.roster.evict(seat, "lost")
         self.roster.disconnect(seat)
         self._remove_worker(seat)
@@ -299,7 +302,7 @@ def _view_fields(action: PublishView) -> dict[str, Any]:
 
 
 def initial_workers(job: Job, nodes: Iterable[Node]) -> int:
-    """How many workers to begin with: what the job says, or as many as the engine's machines have room for."""
+    """The number of workers at the start: as many as the engine's machines have cores for, within the job's bounds."""
     room = sum(node.cores // job.threads for node in nodes)
     room -= room % job.workers_per_replica
     return max(job.workers.least, min(job.workers.most, room))

@@ -20,8 +20,9 @@ MAX_CONCURRENT_HANDSHAKES = 64
 
 
 class AuthenticatedListener:
-    """`on_connect(sock, hello)` is called in a thread of its own for each caller that proved itself; it owns the socket
-    then. A LinkError or OSError out of it counts as a refusal. With `tls_contexts`, TCP callers must use TLS."""
+    """Calls `on_connect(sock, hello)` in a separate thread for each authenticated client; `on_connect` then owns the
+    socket. If it raises LinkError or OSError, the client counts as refused. With `tls_contexts`, TCP clients must use
+    TLS."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ def connect(
     *,
     tls_contexts: TlsContexts | None = None,
 ) -> socket.socket:
-    """Connect and greet. LinkError if the other side cannot be reached or trusted."""
+    """Connect and do the handshake. LinkError if the other side cannot be reached or authenticated."""
     sock = socket.socket(family)
     try:
         sock.settimeout(handshake.TIMEOUT_S)
@@ -122,7 +123,7 @@ def connect(
 def connect_host(
     host: str, port: int, token: str, hello: bytes, *, tls_contexts: TlsContexts | None = None
 ) -> socket.socket:
-    """The same for a name or a literal address of either family; a name's addresses are tried in their order."""
+    """`connect` to a host name or a literal IPv4 or IPv6 address; the addresses of a name are tried in order."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # it truncates ports above 65535
     except (OSError, UnicodeError) as failure:

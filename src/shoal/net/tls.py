@@ -1,7 +1,7 @@
-"""TLS for what goes over TCP. Unix sockets stay as they are: nobody else can listen there.
+"""TLS for TCP connections. Unix sockets are not encrypted: no other user can listen there.
 
-A connection that is encrypted looks like one that is not, see `tls_pump`; the token is proved inside it. Contexts are
-passed to each listener and to each call: one process may drive runs with different certificates.
+An encrypted connection is used like a plain socket, see `tls_pump`; the token is proved inside it. Contexts are passed
+to each listener and to each call: one process may drive runs with different certificates.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ TlsContexts = tuple[ssl.SSLContext, ssl.SSLContext]
 
 
 def wrap_accepted(sock: socket.socket, contexts: TlsContexts | None) -> socket.socket:
-    """The socket to talk to a caller through; it owns the other one then. LinkError if there is no thread for it."""
+    """The socket for an accepted connection; with TLS it owns `sock`. LinkError if no thread is available."""
     return sock if contexts is None else _wrap(sock, contexts[0], server_side=True)
 
 
 def wrap_connected(sock: socket.socket, contexts: TlsContexts | None) -> socket.socket:
-    """The same for one whom we called."""
+    """The same for an outgoing connection."""
     return sock if contexts is None else _wrap(sock, contexts[1], server_side=False)
 
 
@@ -36,5 +36,5 @@ def _wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) ->
 
 
 def failure_reason(sock: socket.socket) -> str:
-    """Why TLS ended the connection; '' if it did not."""
+    """Why TLS closed the connection; '' if it did not."""
     return sock.failure_reason if isinstance(sock, TlsSocket) else ""

@@ -71,7 +71,7 @@ class PublishView:
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """The engine is to start so many more workers."""
+    """The engine must start this many more workers."""
 
     count: int
 
@@ -106,14 +106,14 @@ class MembershipPolicy:
     # ---- facts ----
 
     def expect(self, seat: int) -> None:
-        """The engine starts a worker in this seat, or its worker lives and will call."""
+        """A worker will connect: the engine starts it, or it outlived an earlier driver."""
         self._expected.add(seat)
 
     def arrived(
         self, seat: int, attachment: Attachment, *, address: Address, view: int = 0, training: bool = False
     ) -> None:
-        """A worker took its seat, or called again. One that knows a view outlived an earlier driver, or was put out
-        of another seat: it may have begun to train, whatever it says, and counts as training until it stands."""
+        """A worker took its seat, or reconnected. If it knows a view, it outlived an earlier driver or was evicted from
+        another seat. It may then be training, whatever it reports, so it counts as training until it stops."""
         self.view_number = max(self.view_number, view)
         if seat in self.members:
             return
@@ -126,7 +126,7 @@ class MembershipPolicy:
             last_view_sent=view,
         )
         if not attachment.managed:
-            self.wanted_workers += 1  # it came by itself, on top of those that the engine starts
+            self.wanted_workers += 1  # in addition to the workers that the engine starts
             return
         self._expected.add(seat)
         others = [m for m in self.members.values() if not m.leaving and m.seat != seat]
@@ -323,7 +323,7 @@ class MembershipPolicy:
         return [m for m in new if m.seat in carries]
 
     def _can_continue(self) -> bool:
-        """Could the others go on without those who leave?"""
+        """Whether the others can continue without the leaving workers."""
         return any(m.can_save for m in self._eligible_members())
 
     def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
@@ -371,7 +371,7 @@ class MembershipPolicy:
         if not any(m.position == best for m in team):
             if team and best and self.lanes == 1:
                 return self._hand_over(best, standing)
-            team = standing  # who leaves stays until somebody else has what it holds
+            team = standing  # a leaving worker stays until another worker has its state
         savers = [m for m in team if m.can_save]
         if not savers:
             return None

@@ -1,8 +1,8 @@
 """Membership of a run with a sharded model.
 
-A view is a fixed layout: members in rows of `workers_per_replica`, each row a replica, each column the same part of
-all of them. A member that has a part keeps its column, so that parts stay where they are. What members go on from,
-they find out among themselves: nobody else can know whether all parts are there.
+A view is a fixed layout: members in rows of `workers_per_replica`. Each row is a replica; each column holds the same
+shard of every replica. A member that has a shard keeps its column, so that shards need not move. The members find out
+together from which state they continue, because only they know whether all shards are available.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The thread that drives stand-alone servers: it watches and replaces them, and publishes which holds what."""
+"""The thread that drives stand-alone servers: it watches and replaces them, and publishes the chunk table."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SERVER_MODULE = "shoal.server.main"
 MAX_RESTARTS = 3
 POLL_INTERVAL_S = 0.1
 HEARTBEAT_TIMEOUT_S = 5.0
-"""A client sends a heartbeat four times a second. Longer silence is a lost connection that nobody closed."""
+"""Seconds without a heartbeat before a client counts as disconnected. Clients send four heartbeats a second."""
 
 
 class Supervisor:
-    """A server group and its clients, driven by a thread of its own. `on_change` is called in that thread when there
-    is another table, or a failure."""
+    """A server group and its clients, driven by a thread of its own. `on_change` is called in that thread after a new
+    table or a failure."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Supervisor:
             self._publish_changes()
 
     def _publish_changes(self) -> None:
-        """A new table goes to whoever started the servers, a new view to clients and servers."""
+        """Call `on_change` after a new table, and send a new view to clients and servers."""
         if self._server_group.chunk_table is not self._published_chunk_table:
             self._published_chunk_table = self._server_group.chunk_table
             self._on_change()
@@ -169,7 +169,7 @@ class Supervisor:
         self._stream.close()
         self._wakeup.close()
 
-    # ---- what servers and workers say ----
+    # ---- messages of servers and workers ----
 
     def _handle_message(self, message: ControlMessage) -> None:
         if message.kind == "here":
@@ -194,7 +194,8 @@ class Supervisor:
             self.control.drop(message.connection)
 
     def _admit_client(self, message: ControlMessage) -> None:
-        """A worker connects. One that is connected keeps its place; a new one takes that of one that is gone."""
+        """A worker connects. It is refused while another process is connected with its number; otherwise it may replace
+        one that is gone."""
         fields = message.fields
         worker = fields.get("worker")
         if why := self._clients.why_refused(worker):
@@ -217,7 +218,7 @@ class Supervisor:
         self._clients.remove(worker)
 
     def _handle_exit(self, process_exit: Exit) -> None:
-        """A server's process is gone. One that says why it cannot serve would say it again."""
+        """Handle the exit of a server. An error that a server reported is fatal: a new server would fail too."""
         if why := self._server_group.handle_exit(process_exit):
             self._fail(error("SH703", why))
         for event in read_events(self._paths.events):

@@ -1,4 +1,5 @@
-"""The files behind `network.tls`: who we are (cert.pem, key.pem), and who vouches for the others (ca.pem)."""
+"""The files behind `network.tls`: our certificate and key (cert.pem, key.pem), and the authority that signs all
+certificates of the run (ca.pem)."""
 
 from __future__ import annotations
 

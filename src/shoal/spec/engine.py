@@ -1,4 +1,4 @@
-"""Where workers run, what happens when they come and go, and how processes reach each other."""
+"""Where workers run, what happens when they join or leave, and how processes reach each other."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from shoal.spec.base import Spec
 
 
 class LocalEngineConfig(Spec):
-    """Workers and servers are processes of this machine."""
+    """Workers and servers are processes on this machine."""
 
     kind: Literal["local"] = "local"
 
 
 EngineConfig = LocalEngineConfig
-"""One section for each kind of engine, told apart by `kind`. Today there is one kind."""
+"""The engine section of a job: one class per `kind`. Today there is one."""
 
 
 class ElasticConfig(Spec):
-    """What happens when workers die, when the driver dies, and when some workers are slower than others.
+    """Behaviour when workers or the driver die, and when some workers are slower than others.
 
-    `restarts`: how often all workers may die together, or one before it can train. `patience_s`: how long workers whose
-    driver died wait for another before they save and leave. `balance`: lanes move to the workers that are faster.
+    `restarts`: how often all workers may die together, or one may die before it can train. `patience_s`: seconds that
+    workers whose driver died wait for another before they save and exit. `balance`: faster workers get more lanes.
     """
 
     restarts: NonNegativeInt = 3
@@ -32,9 +32,10 @@ class ElasticConfig(Spec):
 
 
 class NetworkConfig(Spec):
-    """How processes reach each other. `listen`: the address of this machine where workers from elsewhere may join.
+    """How processes reach each other. `listen`: the address of this machine on which workers on other machines can
+    join.
 
-    `tls`: a directory with cert.pem, key.pem and ca.pem; everything that goes over TCP is encrypted with them.
+    `tls`: a directory with cert.pem, key.pem and ca.pem, which encrypt all TCP connections.
     """
 
     listen: str = "127.0.0.1"

@@ -40,7 +40,7 @@ def _named_paths(job: Job) -> Iterator[tuple[str, str]]:
             yield from ((f"data.{part}.{field}", path) for field, path in _source_paths(source))
     if isinstance(data.sampler, BalancedSamplerConfig) and data.sampler.by.endswith(".npy"):
         yield "data.sampler.by", data.sampler.by
-    # A bare word may be the name of a run, which only the one who keeps the runs can look up.
+    # A bare word may be the name of a run. Only the driver knows where runs are stored.
     if job.init_from and job.init_from.path and ("/" in job.init_from.path or "." in job.init_from.path):
         yield "init_from.path", job.init_from.path
 

@@ -215,9 +215,9 @@ class ServerSyncConfig(Spec):
 class LocalSgdSyncConfig(Spec):
     """Local SGD: each lane trains alone for `every` steps, then all lanes apply the mean of their changes.
 
-    `outer`: how they go along that mean: `average` to it, `nesterov` with a rate and a momentum, as DiLoCo does.
-    `rounds_per_sync`: of so many rounds, lanes wait for the last alone; in the others, fragments travel while lanes
-    go on.
+    `outer`: how that mean is applied: `average` adopts it, `nesterov` takes a step with a rate and a momentum, like
+    DiLoCo. `rounds_per_sync`: lanes wait for the exchange only in the last of this many rounds; in the others,
+    fragments are exchanged while the lanes continue.
     """
 
     kind: Literal["local"]
@@ -319,7 +319,7 @@ CodecConfig = Annotated[
 
 
 class FaultInjectionConfig(Spec):
-    """Made on purpose, to see what they do: before each step a worker pauses so long, with this probability."""
+    """Injected delays, for experiments: before each step a worker pauses this long, with this probability."""
 
     pause_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
     pause_s: NonNegativeFloat = 0.1
@@ -404,7 +404,7 @@ class Job(Spec):
     def _short_forms(cls, value: Any) -> Any:
         """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec, shard and engine.
 
-        `workers: auto` is up to one for each lane, and what an undecided job has that does not say.
+        `workers: auto` means from one worker to one per lane. It is the default with `sync: auto` and `lanes`.
         """
         if not isinstance(value, dict):
             return value
@@ -430,7 +430,7 @@ class Job(Spec):
 
     @property
     def workers_per_replica(self) -> int:
-        """Over how many workers one replica of the model is spread."""
+        """Number of workers over which one replica of the model is sharded."""
         return 1 if isinstance(self.shard, NoShardingConfig) else self.shard.size or self.workers.most
 
     @property
@@ -453,7 +453,7 @@ class Job(Spec):
         return self.model_copy(update={"shard": NoShardingConfig(), "lanes": self.lane_count}).sha256()
 
     def sha256(self) -> str:
-        """The identity of what the job produces: how it is run (workers, servers, engine) is no part of it."""
+        """The identity of what the job produces. How it is run (workers, servers, engine) is not part of it."""
         body = self.model_dump(mode="json", exclude=_NOT_IN_IDENTITY)
         if isinstance(self.sync, ServerSyncConfig):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})

@@ -32,7 +32,7 @@ def load_job(path: str | Path, *, overrides: Sequence[str] = (), check_names: bo
 
 
 def load_run_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
-    """The job in a run's directory, which earlier code may have written with other names of fields.
+    """The job in a run directory, which earlier versions may have written with other field names.
 
     Names and files that it refers to are not checked: they may be on another machine.
     """

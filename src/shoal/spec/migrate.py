@@ -1,4 +1,4 @@
-"""Fields of a job that had another name before. A run keeps its job file, and may be resumed by later code."""
+"""Renamed fields of a job. A run keeps its job file, and later versions may resume it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RENAMED_FIELDS: Mapping[str, str] = {
     "data.deal": "data.sampler",
     "watch": "watchers",
 }
-"""Today's name of every field that was renamed. Users get an error that names it; see `explain`."""
+"""The present name of every renamed field. Users get an error that names it; see `explain`."""
 
 
 def migrate_job(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The job of a run as today's code writes it. Data that is up to date stays as it is."""
+    """The job of a run with present field names. Data that is up to date is returned unchanged."""
     migrated = copy.deepcopy(dict(data))
     for old, new in RENAMED_FIELDS.items():
         _move(migrated, old.split("."), new.split("."))

@@ -73,7 +73,7 @@ class Receipt(Spec):
 
 
 def describe_lost_residual(lane: int, worker: str, step: int | None) -> str:
-    """Why a run with a codec is not exact: the residual died with a worker ('' if nobody knows which)."""
+    """Why a run with a codec is not exact: the residual died with a worker ('' if the worker is unknown)."""
     return f"the residual of lane {lane} was lost{f' with {worker}' if worker else ''} at step {step}"
 
 

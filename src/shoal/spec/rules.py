@@ -232,7 +232,7 @@ def _init_from(job: Job) -> list[ShoalError]:
 
 
 def _listen(job: Job) -> list[ShoalError]:
-    """Peers are told this address: it must lead to this machine and to no other."""
+    """Peers connect to this address, so it must identify this machine."""
     where = job.network.listen
     try:
         everywhere = ipaddress.ip_address(where.strip("[]")).is_unspecified

@@ -33,7 +33,7 @@ class RunPaths:
 
     @property
     def state_snapshot(self) -> Path:
-        """What the events add up to; made from them, and may be deleted at any time."""
+        """The state folded from the events. It can be rebuilt, and may be deleted at any time."""
         return self.root / ".state.json"
 
     @property

@@ -1,7 +1,7 @@
 """How one replica of a model is sharded over several workers.
 
-`size`: over how many; left out, over all workers, as one replica. With more workers there are several replicas.
-`mirror`: where there is one replica, does each worker keep a copy of a neighbour's part? Left out: if memory allows.
+`size`: the number of workers per replica; default: all workers, as one replica. With more workers there are several
+replicas. `mirror`: with one replica, each worker keeps a copy of a neighbour's shard; default: if memory allows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class TensorParallelConfig(Spec):
 
     `patterns`: a predefined set, or module names with a style for each. `columns`: split by outputs, and the next layer
     uses the local outputs; `gathered`: split by outputs, which are gathered; `rows`: split by inputs, which the
-    previous
-    layer has left sharded; `sliced`: split by inputs, of which each worker takes its slice.
+    previous layer has left sharded; `sliced`: split by inputs, of which each worker takes its slice.
     """
 
     kind: Literal["tensor"]

@@ -33,9 +33,9 @@ class Address(Spec):
 
 
 class Attachment(Spec):
-    """What ties a worker or server to its run, as it says in its greeting. `managed`: the run's engine started it and
-    will report its exit. `can_save`: it can write the run's directory. `needs_job`: it has no job file, and wants the
-    job in the welcome. On which machine it is, its address says."""
+    """How a worker or server belongs to its run, as stated in its hello. `managed`: the run's engine started it and
+    will report its exit. `can_save`: it can write the run directory. `needs_job`: it has no job file, and needs the job
+    in the welcome. Its machine is in its address."""
 
     managed: bool
     can_save: bool

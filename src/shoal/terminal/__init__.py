@@ -1,1 +1,1 @@
-"""Runs as a person sees them: live display, plain lines, tables, curves. It decides nothing."""
+"""Output for users: live display, plain lines, tables, curves. No decisions."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shoal.terminal.formatting import number
 
 MAX_SHOWN = 1e300
-"""The difference of two larger values may be infinite. Neither infinity nor NaN is less."""
+"""Limit of values that are drawn: the difference of two larger ones may be infinite. NaN is never below it."""
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
@@ -33,7 +33,7 @@ def draw(steps: Sequence[float], values: Sequence[float], *, width: int = 64, he
 
 
 def _columns(points: Sequence[tuple[float, float]], first: float, last: float, width: int) -> list[tuple[int, float]]:
-    """The mean value of each dot column; empty columns between two points are filled in a straight line."""
+    """The mean value of each column of dots; empty columns are interpolated linearly."""
     sums: dict[int, list[float]] = {}
     for step, value in points:
         column = round((step - first) / (last - first) * (width - 1)) if last > first else 0

@@ -1,4 +1,4 @@
-"""How a run ended: its receipt, its error, or how to go on; and the exit code that says so."""
+"""The end of a command: prints the receipt, the error, or how to resume, and gives the exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.terminal import reports
 
 
 def print_result(result: RunResult, console: Console, errors: Console, *, as_json: bool) -> int:
-    """Returns the exit code."""
+    """Print the result. Returns the exit code."""
     last = result.deciding
     if last.error is not None:
         reports.print_error(errors, last.error)

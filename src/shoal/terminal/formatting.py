@@ -1,4 +1,4 @@
-"""Numbers as words: short, aligned, the same everywhere."""
+"""Numbers as text: short, aligned, and the same everywhere."""
 
 from __future__ import annotations
 

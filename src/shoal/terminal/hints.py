@@ -1,4 +1,4 @@
-"""What is worth saying before a run begins."""
+"""Hints that are shown before a run starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shoal.spec.load import load_job
 
 
 def lanes_hint(job: Job, path: Path, overrides: Sequence[str]) -> str:
-    """For a job of this file that was given other workers: where it has no `lanes` they follow, and the result with
-    them. '' where the result is that of the file."""
+    """A warning that a different number of workers changes the result, because the job file has no `lanes`; '' if the
+    result is the same as with the file's own number."""
     if job.lanes is not None:
         return ""
     try:
         written = load_job(path, overrides=overrides, check_names=False)
-    except ErrorGroup:  # with its own workers it is no job at all
+    except ErrorGroup:  # the file is not valid with its own number of workers
         return ""
     now, before = job.lane_count, written.lane_count
     if now == before:

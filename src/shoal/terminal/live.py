@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display in a terminal, plain lines elsewhere, rows for scripts."""
+"""The display of a run: live in a terminal, plain lines elsewhere, JSON rows for scripts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class JsonDisplay(SilentDisplay):
 
 
 class RateLimiter:
-    """Says whether it is time again: evaluations of short epochs would flood the screen."""
+    """Allows one line per run and kind every `every_s`: evaluations of short epochs would flood the screen."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -84,7 +84,7 @@ class RateLimiter:
 
 
 class PlainDisplay(SilentDisplay):
-    """For logs and pipes: a line for what matters, and one every two seconds."""
+    """For logs and pipes: a line for each important event, and a progress line every two seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -108,7 +108,7 @@ def progress_line(p: RunState) -> str:
 
 
 class LiveDisplay:
-    """Bar, loss, metrics, speed, and one line per worker; remarks scroll above."""
+    """Bar, loss, metrics, speed, and one line per worker; notes scroll above."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -163,7 +163,7 @@ def _panel(p: RunState) -> Table:
 
 
 def _worker_table(p: RunState) -> Table:
-    """Who is there, and how many were."""
+    """One row for each worker that is there, up to `MAX_WORKERS_SHOWN`."""
     table = Table.grid(padding=(0, 2), pad_edge=True)
     here = [worker for worker in p.workers.values() if worker.state not in GONE]
     for worker in here[:MAX_WORKERS_SHOWN]:

@@ -1,4 +1,4 @@
-"""Events as lines that a person reads: pure functions from events and the state of a run to text."""
+"""Events as lines for users: pure functions from events and the state of a run to text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLAN_KINDS = ("plan", "replan")
 
 
 def event_line(event: Event, state: RunState) -> str:
-    """The line of an event that has just been applied to the state; '' if the screen shows none."""
+    """The line for an event that has just been applied to the state; '' if none is shown."""
     repeats_another_worker = (event.kind == "built" and event.who != state.built_by) or (
         event.kind == "note" and state.last_note_is_repeat
     )
@@ -22,19 +22,19 @@ def event_line(event: Event, state: RunState) -> str:
 
 
 def note_lines(state: RunState) -> list[str]:
-    """The notes of a run; those on its plan have lines of their own."""
+    """The lines of the run's notes, except those on its plan, which `terminal.plan` prints."""
     lines = (describe_event(event) for event in state.notes if event.kind not in _PLAN_KINDS)
     return [line for line in lines if line]
 
 
 def describe_event(event: Event) -> str:
-    """'' for a kind that is not worth a line."""
+    """'' for a kind that has no line."""
     describe = _LINES.get(event.kind)
     return describe(event) if describe else ""
 
 
 def describe_choice(choice: Mapping[str, Any]) -> str:
-    """A choice of a plan, in a few words."""
+    """A choice of the planner in a few words."""
     number, hosts, threads = (int(choice.get(what, 1)) for what in ("workers", "hosts", "threads"))
     parts = [f"{number} worker{'s' if number > 1 else ''}", f"({choice['how']})"]
     parts += [f"on {hosts} hosts"] if hosts > 1 else []
@@ -43,14 +43,14 @@ def describe_choice(choice: Mapping[str, Any]) -> str:
 
 
 def describe_layout(layout: Mapping[str, Any]) -> str:
-    """How workers hold a model together."""
+    """How the workers share the model."""
     cuts = f", cut at {', '.join(layout['cuts'])}" if layout["cuts"] else ""
     replicas = "1 replica" if layout["replicas"] == 1 else f"{layout['replicas']} replicas"
     return f"shard: {layout['shard']} over {layout['ways']}, {replicas}{cuts}"
 
 
 def join_hint(run: str, address: str, *, tls: bool = False) -> str:
-    """Where others may join, and how; '' where nobody else can reach the run."""
+    """How workers on other machines can join; '' if they cannot reach the run."""
     host = address.rpartition(":")[0].strip("[]")
     if not host or host == "localhost" or _is_loopback(host):
         return ""
@@ -60,7 +60,7 @@ def join_hint(run: str, address: str, *, tls: bool = False) -> str:
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False
 
 
@@ -80,7 +80,7 @@ def _replan(event: Event) -> str:
 def _built(event: Event) -> str:
     parts = ", ".join(f"{formatting.count(n)} {name}" for name, n in event["samples"].items())
     skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
-    known = event.get("parameters")  # not where no worker has the whole model
+    known = event.get("parameters")  # absent if no worker has the whole model
     return (
         f"{f'{formatting.count(known)} parameters, ' if known else ''}samples: {parts}{skipped}; "
         f"{formatting.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
@@ -146,4 +146,4 @@ _LINES: Mapping[str, Callable[[Event], str]] = {
     "left": _left,
     "printed": lambda e: str(e["text"]),
 }
-"""Kinds that have a line. The others are seen in the progress bar, the tables and the receipt."""
+"""The kinds that have a line. The others are visible in the progress bar, the tables and the receipt."""

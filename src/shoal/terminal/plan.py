@@ -1,4 +1,4 @@
-"""What was planned for a run, and what became of it, in some lines."""
+"""The plan of a run and its replans, in a few lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIME_NAMES = {"compute_s": "compute", "encode_s": "coding", "exchange_s": "exch
 
 
 def plan_lines(state: RunState) -> list[str]:
-    """Nothing for a run whose job said itself how to run it."""
+    """Empty for a run that was not planned."""
     plan = state.plan
     if not plan:
         return []

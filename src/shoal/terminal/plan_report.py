@@ -1,4 +1,4 @@
-"""A plan, printed: what was measured, the ways to run the job from fast to slow with reasons, and which one to take."""
+"""Prints a plan: the measurements, the ways to run the job from fast to slow with reasons, and the recommended one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoal.terminal import formatting, reports
 
 MAX_ROWS, MAX_ALIKE = 14, 6
 WIDE_COLUMNS = 140
-"""Where reasons have room beside the numbers."""
+"""Terminal width from which reasons fit beside the numbers."""
 
 
 def print_plan(console: Console, result: PlanResult, *, command: str, show_all: bool = False) -> None:
-    """`command` is what runs the job as it is."""
+    """`command` is the command line that runs the job unchanged."""
     plan = result.plan
     _print_measurements(console, result)
     rows = list(plan.candidates) if show_all else rows_to_show(result)
@@ -48,7 +48,7 @@ def print_plan(console: Console, result: PlanResult, *, command: str, show_all: 
 
 
 def rows_to_show(result: PlanResult) -> list[PlanCandidate]:
-    """The pick and the offer, other numbers of workers for the pick's kind, the best of every other kind; in order."""
+    """The pick, the offer, other numbers of workers for the pick's kind, and the best of every other kind, in order."""
     plan, best = result.plan, dict[tuple[object, ...], PlanCandidate]()
     for row in plan.candidates:
         best.setdefault(_kind(row, result), row)
@@ -59,7 +59,7 @@ def rows_to_show(result: PlanResult) -> list[PlanCandidate]:
 
 
 def _kind(row: PlanCandidate, result: PlanResult) -> tuple[object, ...]:
-    """Codecs are all alike where nothing is sent."""
+    """The group of a candidate. All codecs are one group if nothing is sent."""
     it = row.prediction.choice
     if it.threads != result.job_choice.threads:
         return "threads", it.threads
@@ -96,7 +96,7 @@ def _host_speeds(machine: Cluster) -> str:
 
 
 def _print_rows(console: Console, rows: Sequence[PlanCandidate], result: PlanResult) -> None:
-    """Reasons beside the numbers, or below each line where the terminal is narrow."""
+    """Reasons beside the numbers, or below each row in a narrow terminal."""
     hosts, threads = len(result.machine.hosts) > 1, len(result.measured.times) > 1
     head = ["", "workers", "hosts" * hosts, "threads" * threads, "how", "step", "exchange", "memory", "sent", "epoch"]
     cells = [head]
@@ -144,7 +144,7 @@ def _describe(it: RunChoice, result: PlanResult) -> str:
 
 
 def _command_line(it: RunChoice, result: PlanResult, command: str) -> str:
-    """The command line that takes it."""
+    """The command line that runs the job with this choice."""
     sets = [f'--set "{field}={_yaml(value)}"' for field, value in result.job_overrides(it).items()]
     here, *there = workers_per_host(it, result.machine)
     line = " ".join([command, f"--workers {here}", *sets])

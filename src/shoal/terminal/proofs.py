@@ -1,4 +1,4 @@
-"""What `verify` and `chaos` found out, printed."""
+"""Prints the results of `verify` and `chaos`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receipts, tables and curves, printed."""
+"""Prints receipts, tables and curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.terminal.curve import draw
 MAX_SHARES = 12
 MAX_NOTE_LINES = 8
 MAX_TABLE_ROWS = 500
-"""More rows are printed without rich's layout, which takes half a millisecond for each."""
+"""Rows above which a table is printed without rich's layout, which takes half a millisecond per row."""
 _TIME_NAMES = ("compute", "data", "exchange", "waiting", "saving", "evaluation", "recovery")
 
 
@@ -55,7 +55,7 @@ def print_receipt(console: Console, r: Receipt) -> None:
 
 
 def _worker_shares(r: Receipt) -> Table:
-    """Who carried how much."""
+    """The share of work of each worker."""
     table = Table.grid(padding=(0, 2))
     whole = sum(one.samples for one in r.carried.values()) or 1
     shown = sorted(r.carried.items(), key=lambda pair: -pair[1].samples)
@@ -95,7 +95,7 @@ def print_folds(console: Console, receipts: Sequence[Receipt]) -> None:
 
 
 def print_error(console: Console, error: ShoalError) -> None:
-    """Errors as a person reads them: what, where, what to do."""
+    """Print an error for the user: what, where, and the fix."""
     for one in single_errors(error):
         place = f"{one.where}: " if one.where else ""
         console.print(Text.assemble((f"{one.code} ", "bold red"), (place, "bold"), one.message), soft_wrap=True)
@@ -108,7 +108,7 @@ def print_lines(console: Console, *texts: str) -> None:
 
 
 def print_stopped(console: Console, name: str, state: RunState, *, folds: bool) -> None:
-    """How a run that was asked to stop ended."""
+    """Print how a stopped run ended."""
     if state.status == "finished":
         print_lines(console, f"{name} finished before it could be stopped")
         return
@@ -117,7 +117,7 @@ def print_stopped(console: Console, name: str, state: RunState, *, folds: bool) 
 
 
 def print_run(console: Console, state: RunState, *, width: int) -> None:
-    """A run in progress or in the past."""
+    """Print a run, in progress or ended."""
     console.print(
         Text.assemble(
             (state.run, "bold"),
@@ -175,7 +175,7 @@ def _run_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def print_comparison(console: Console, columns: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Runs side by side: what differs in the jobs, then the results."""
+    """Runs side by side: the fields in which the jobs differ, then the results."""
     table = Table("", *(name for name, _ in columns), box=None, pad_edge=False)
     for key in dict.fromkeys(k for _, values in columns for k in values):
         cells = [values.get(key) for _, values in columns]
@@ -201,7 +201,7 @@ def print_fields(console: Console, fields: Mapping[str, str]) -> None:
 
 
 def print_check(console: Console, c: Mapping[str, Any]) -> None:
-    """What `shoal check` found."""
+    """Print the result of `shoal check`."""
     memory = ", ".join(f"{name} {formatting.size(c[f'{name}_bytes'])}" for name in ("weights", "gradient", "optimizer"))
     parameters, trainable = formatting.count(c["parameters"]), formatting.count(c["trainable"])
     skipped = f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""

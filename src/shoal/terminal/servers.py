@@ -1,4 +1,4 @@
-"""The servers of a run as a person sees them: one line each, and one for all."""
+"""The servers of a run: one line each, and a summary line."""
 
 from __future__ import annotations
 

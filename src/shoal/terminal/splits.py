@@ -1,4 +1,4 @@
-"""A split, printed: sizes, balance, times, leaks."""
+"""Prints a split: sizes, balance, times, leaks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bodies of the Engine seam."""
+"""Implementations of Engine."""

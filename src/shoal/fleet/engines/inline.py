@@ -1,4 +1,4 @@
-"""InlineEngine: seats as threads of this process, for tests of everything that stands on an engine."""
+"""InlineEngine: seats as threads of this process, for tests of everything that uses an engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shoal.spec.view import Seat
 
 NODE = "inline"
 Entry = Callable[[Seat, Sequence[str], threading.Event], int]
-"""Runs a seat and returns its exit code. It must return soon after the event is set; nobody waits for its code then."""
+"""Runs a seat and returns its exit code. It must return soon after the event is set; its code is then ignored."""
 
 
 @dataclass(eq=False)
 class InlineProcess:
-    """A thread that behaves like a process: it has one exit code, and `kill` ends it at once for all who watch."""
+    """A thread that behaves like a process: it has one exit code, and after `kill` it counts as ended at once."""
 
     seat: Seat
     killed: threading.Event = field(default_factory=threading.Event)
@@ -61,7 +61,7 @@ def _no_such_entry(seat: Seat, arguments: Sequence[str], killed: threading.Event
 
 
 class InlineMachine:
-    """What outlives an engine: the processes of all runs, by run and seat. `entries` are its programs, by name."""
+    """The processes of all runs, by run and seat, which outlive an engine. `entries` are its programs, by name."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = dict(entries)
@@ -75,8 +75,8 @@ class InlineMachine:
 
 
 class InlineEngine:
-    """See Engine. Engines for the same `run` and machine see each other's processes, as engines of successive drivers
-    do. There are no logs: threads share the output of this process."""
+    """See Engine. Engines for the same `run` and machine see each other's processes, like the engines of successive
+    drivers. There are no logs: threads share the output of this process."""
 
     def __init__(self, machine: InlineMachine, run: str) -> None:
         self._machine = machine

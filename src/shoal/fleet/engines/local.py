@@ -1,4 +1,4 @@
-"""LocalEngine: workers and servers as processes of this machine, forked by a fork server that has torch loaded."""
+"""LocalEngine: workers and servers as processes on this machine, forked by a fork server that has torch loaded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from shoal.spec.view import Seat
 
 
 class LocalEngine:
-    """See Engine. Each process has a session of its own, so that Ctrl-C in the terminal reaches the driver alone.
+    """See Engine. Each process has its own session, so that Ctrl-C in the terminal reaches only the driver.
 
-    Several engines may share a fork server; `paths` tells their seats apart. `environment` replaces the fork server's.
+    Several engines may share a fork server; their seats are distinguished by `paths`. `environment` replaces the fork
+    server's environment.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class LocalEngine:
                 self._fork_server.kill(key)
 
     def reattach(self) -> list[Seat]:
-        """Processes hold the locks of their seats for as long as they live: these locks name them."""
+        """Finds processes by the locks of their seats, which they hold as long as they live."""
         found = find_orphans(self._paths)
         for orphan in found:
             number = orphan.seat.number
@@ -78,14 +79,14 @@ class LocalEngine:
         self.stop(self.running())
         while self._seats:
             self.poll(1.0)
-        find_orphans(self._paths)  # removes the locks of those that were killed
+        find_orphans(self._paths)  # removes the locks of killed processes
 
     def pid(self, seat: int) -> int | None:
-        """The process in a seat, once it is forked; None when it has ended."""
+        """The pid of a seat's process, after waiting until it is forked; None if it has ended."""
         return self._fork_server.pid(self._key(seat))
 
     def terminate(self, seats: Sequence[int]) -> None:
-        """Sends SIGTERM, which asks a worker to leave as planned."""
+        """Send SIGTERM, which asks a worker to leave."""
         for seat in seats:
             pid = self.pid(seat)
             if pid is not None:
@@ -104,7 +105,8 @@ class LocalEngine:
 
 
 def this_machine() -> Node:
-    """What this process may use of its machine. GPUs are counted by NVIDIA's device files, for torch is not loaded."""
+    """The resources of this machine that this process may use. GPUs are counted by NVIDIA's device files, because torch
+    is not loaded."""
     return Node(
         name=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),

@@ -1,4 +1,4 @@
-"""The one place that chooses a body for the Engine seam."""
+"""The one place that chooses an implementation of Engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.spec.run_paths import RunPaths
 
 
 def capacity_of(config: EngineConfig) -> list[Node]:
-    """What an engine of this kind could use now, for those who decide before there is one."""
+    """What an engine of this kind could use now, for decisions before an engine exists."""
     match config.kind:
         case "local":
             return [this_machine()]
@@ -21,7 +21,7 @@ def capacity_of(config: EngineConfig) -> list[Node]:
 def make_engine(
     config: EngineConfig, paths: RunPaths, fork_server: ForkServer, *, environment: Mapping[str, str] | None = None
 ) -> Engine:
-    """The engine of one run. The caller keeps the fork server, and closes it after the engine."""
+    """The engine of one run. The caller owns the fork server and closes it after the engine."""
     match config.kind:
         case "local":
             return LocalEngine(fork_server, paths, environment=environment)
