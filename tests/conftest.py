@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from shoal.events.stream import STRICT_VARIABLE
-from shoal.jobs import executor
+from shoal.jobs import run_executor
 from shoal.jobs.fork_servers import make_fork_server
 from shoal.spec.load import make_job
 
@@ -100,7 +100,7 @@ def run(job_dir, fork_server):
 
     def go(job, look=None, runs="runs", **changes):
         made = make_job(copy.deepcopy(job) | changes, base_dir=str(job_dir))
-        return executor.run(made, runs=job_dir / runs, on_event=look, fork_server=fork_server)
+        return run_executor.run(made, runs=job_dir / runs, on_event=look, fork_server=fork_server)
 
     return go
 
@@ -108,6 +108,6 @@ def run(job_dir, fork_server):
 @pytest.fixture
 def resume(job_dir, fork_server):
     def go(paths, look=None, sets=()):
-        return executor.resume(paths, on_event=look, overrides=sets, fork_server=fork_server)
+        return run_executor.resume(paths, on_event=look, overrides=sets, fork_server=fork_server)
 
     return go

@@ -27,8 +27,8 @@ from benchmarks.unequal.cpu_throttle import CpuThrottle
 from shoal.collectives.transport.bandwidth import answer_link_test, measure_link
 from shoal.events import Event, RunState
 from shoal.jobs import planner
+from shoal.jobs.coroutines import run_steps
 from shoal.jobs.fork_servers import ForkServerPool
-from shoal.jobs.steps import run_steps
 from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_measured, sync_section
 from shoal.plan.costs.model import Cluster, CostPrediction, HostResources, MeasuredJob, NetworkLink, RunChoice
 from shoal.plan.costs.predict import predict

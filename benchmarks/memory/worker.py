@@ -18,7 +18,7 @@ from benchmarks.overhead.models import GPT
 from shoal.data.batch import Batch
 from shoal.lanes.replica import Replica
 from shoal.lanes.torch_setup import keep_freed_memory
-from shoal.sharding.build import ActiveShardingConfig, build_sharded_model
+from shoal.sharding.build_model import ActiveShardingConfig, build_sharded_model
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.replica import ShardedReplica
 from shoal.spec.sharding import FsdpConfig, PipelineParallelConfig, TensorParallelConfig

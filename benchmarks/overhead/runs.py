@@ -13,7 +13,7 @@ from benchmarks.report import environment
 from shoal.fleet.engine import Launch
 from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
-from shoal.jobs import executor
+from shoal.jobs import run_executor
 from shoal.jobs.fork_servers import make_fork_server
 from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.load import make_job
@@ -49,9 +49,9 @@ def job(model: str, data: Path, *, steps: int, window: Mapping[str, Any], **chan
 
 
 def shoal_run(
-    plain_job: dict[str, Any], runs: Path, fork_server: ForkServer, on_event: executor.OnEvent | None = None
+    plain_job: dict[str, Any], runs: Path, fork_server: ForkServer, on_event: run_executor.OnEvent | None = None
 ) -> Receipt:
-    outcome = executor.run(make_job(plain_job), runs=runs, on_event=on_event, fork_server=fork_server)
+    outcome = run_executor.run(make_job(plain_job), runs=runs, on_event=on_event, fork_server=fork_server)
     if outcome.receipt is None:
         raise outcome.error or RuntimeError(f"the run is {outcome.status}")
     return outcome.receipt

@@ -28,9 +28,9 @@ from benchmarks.links.sides import CODECS, ForkServers, open_fork_server, sides
 from shoal.events import Event, RunState
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import planner, run_dir
+from shoal.jobs.coroutines import run_steps
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.run_driver import RunDriver
-from shoal.jobs.steps import run_steps
 from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_link, read_measured
 from shoal.plan.costs.model import Cluster, HostResources, RunChoice
 from shoal.plan.costs.predict import predict

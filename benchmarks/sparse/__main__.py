@@ -18,7 +18,7 @@ from rich import print as show
 from benchmarks import report
 from benchmarks.sparse.model import IDS
 from shoal.events import Event, RunState
-from shoal.jobs import executor
+from shoal.jobs import run_executor
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
 
@@ -69,7 +69,7 @@ def measure(rows: int, dim: int, servers: int, workers: int, passes: int, place:
         },
         base_dir=str(place),
     )
-    outcome = executor.run(job, runs=place / "runs", on_event=watch)
+    outcome = run_executor.run(job, runs=place / "runs", on_event=watch)
     if outcome.receipt is None:
         raise RuntimeError(str(outcome))
     a_pass = -(-(rows // IDS) // BATCH)

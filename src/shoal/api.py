@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import error
-from shoal.jobs import executor, run_dir, run_index
-from shoal.jobs.executor import OnEvent
+from shoal.jobs import run_dir, run_executor, run_index
+from shoal.jobs.run_executor import OnEvent
 from shoal.jobs.run_result import RunResult
 from shoal.spec.job import Job
 from shoal.spec.load import check_job, load_job, load_run_job
@@ -29,7 +29,7 @@ def run(
     """
     _refuse_in_worker()
     checked = check_job(job) if isinstance(job, Job) else load_job(Path(job))
-    return _raise_if_failed(executor.run(checked, runs=Path(runs), on_event=look))
+    return _raise_if_failed(run_executor.run(checked, runs=Path(runs), on_event=look))
 
 
 def resume(
@@ -41,7 +41,7 @@ def resume(
 ) -> RunResult:
     """Resume a run that was stopped or crashed. `sets` change how it continues: `["shard=none", "workers=1"]`."""
     _refuse_in_worker()
-    return _raise_if_failed(executor.resume(run_dir.find(str(run), Path(runs)), overrides=sets, on_event=look))
+    return _raise_if_failed(run_executor.resume(run_dir.find(str(run), Path(runs)), overrides=sets, on_event=look))
 
 
 def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", best: bool = False) -> nn.Module:

@@ -60,7 +60,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Train: run a job, show its progress, print the receipt."""
-    from shoal.jobs import executor
+    from shoal.jobs import run_executor
     from shoal.terminal import hints, reports
     from shoal.terminal.live import make_display
 
@@ -71,7 +71,7 @@ def run(
     if checked.sync.kind == "auto" and not (quiet or as_json):
         reports.print_lines(_console(), "planning: the job is measured for some seconds")
     with make_display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
-        outcome = executor.run(checked, runs=runs, on_event=shown.on_event)
+        outcome = run_executor.run(checked, runs=runs, on_event=shown.on_event)
     _print_and_exit(outcome, as_json=as_json)
 
 
@@ -80,12 +80,12 @@ def resume(
     run: RunName, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False
 ) -> None:
     """Go on with a run after a crash, Ctrl-C or reboot."""
-    from shoal.jobs import executor, run_dir
+    from shoal.jobs import run_dir, run_executor
     from shoal.terminal.live import make_display
 
     paths = run_dir.find(run, runs)
     with make_display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
-        outcome = executor.resume(paths, overrides=sets, on_event=shown.on_event)
+        outcome = run_executor.resume(paths, overrides=sets, on_event=shown.on_event)
     _print_and_exit(outcome, as_json=as_json)
 
 
@@ -210,7 +210,7 @@ def list_runs(runs: Runs = RUNS, as_json: AsJson = False) -> None:
 @app.command()
 def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """A run: its state, its curves, its receipt."""
-    from shoal.jobs import executor, run_dir, run_index
+    from shoal.jobs import run_dir, run_executor, run_index
     from shoal.terminal import reports
 
     paths = run_dir.find(run, runs)
@@ -224,9 +224,9 @@ def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
         reports.print_folds(console, [r for _, r in done if r])
         for one, receipt in done:
             if receipt is None:
-                reports.print_run(console, executor.load_run_state(one), width=console.width)
+                reports.print_run(console, run_executor.load_run_state(one), width=console.width)
         return
-    reports.print_run(console, executor.load_run_state(paths), width=console.width)
+    reports.print_run(console, run_executor.load_run_state(paths), width=console.width)
     found = run_index.read_receipt(paths)
     if found:
         console.print()

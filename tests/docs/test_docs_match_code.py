@@ -9,7 +9,7 @@ from shoal import errors
 from shoal.cli import app
 from shoal.events.run_state import _HANDLERS
 from shoal.events.schema import KINDS
-from shoal.events.schema_table import render_table
+from shoal.events.schema_docs import render_table
 from shoal.spec.names import METRIC_ALIASES
 from shoal.spec.receipt import Receipt
 from tests.conftest import MLP
@@ -27,7 +27,7 @@ def test_every_field_stands_in_the_job_file_page(section):
 
 
 def test_the_table_of_events_is_made_from_the_schema():
-    assert render_table() in (DOCS / "runs.md").read_text(), "python -m shoal.events.schema_table"
+    assert render_table() in (DOCS / "runs.md").read_text(), "python -m shoal.events.schema_docs"
 
 
 def test_every_kind_in_the_stream_changes_the_state_of_a_run():

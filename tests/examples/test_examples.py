@@ -14,7 +14,7 @@ import shoal
 from shoal.data.source import open_source
 from shoal.data.split import split
 from shoal.errors import ShoalError
-from shoal.jobs import executor, run_dir
+from shoal.jobs import run_dir, run_executor
 from shoal.jobs.probes import run_probe
 from shoal.spec.load import load_job
 from tests.examples import synthetic_data
@@ -37,7 +37,7 @@ def run(job_dir, fork_server):
 
     def go(file, *changes):
         job = load_job(job_dir / file, overrides=["export=[]", *changes])
-        outcome = executor.run(job, runs=job_dir / "runs", fork_server=fork_server)
+        outcome = run_executor.run(job, runs=job_dir / "runs", fork_server=fork_server)
         assert outcome.error is None, outcome.error
         assert outcome.status == "finished"
         return outcome

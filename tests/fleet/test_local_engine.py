@@ -18,7 +18,7 @@ from tests.fleet.engine_contract import EngineContract, collect_exits, launch, w
 ENTRY = """
 import os, sys, time
 from pathlib import Path
-from shoal.fleet.process import hold_seat_lock
+from shoal.fleet.process_main import hold_seat_lock
 from shoal.spec.run_paths import RunPaths
 def main():
     seat, word = int(sys.argv[2]), sys.argv[-1]

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.jobs import executor
+from shoal.jobs import run_executor
 from shoal.spec.load import make_job
 from tests.conftest import CNN, MLP, long_only
 from tests.jobs.fault_injection import JOBS, assert_nothing_left, assert_same, reference_receipt
@@ -66,7 +66,7 @@ def test_two_runs_side_by_side(run, job_dir):
     job = JOBS["mlp"] | {"lanes": 4, "steps": 200}
     other = make_job(job | {"workers": 2}, base_dir=str(job_dir))
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(executor.run, other, runs=job_dir / "beside")
+        beside = pool.submit(run_executor.run, other, runs=job_dir / "beside")
         outcome = run(job, workers=2)
         assert_same(outcome, reference_receipt(run, job))
         assert_same(beside.result(), reference_receipt(run, job))

@@ -10,13 +10,13 @@ from shoal.errors import ShoalError
 from shoal.events import EventReader
 from shoal.jobs import planner
 from shoal.jobs.commands import scale
-from shoal.jobs.executor import load_run_state
 from shoal.jobs.plan_file import read_plan_file
 from shoal.jobs.resolve_auto import apply_choice, resolve_auto
+from shoal.jobs.run_executor import load_run_state
 from shoal.jobs.verify import verify
 from shoal.plan.costs.model import RunChoice
 from shoal.spec.load import load_job, make_job
-from shoal.terminal import plan
+from shoal.terminal import plan_lines
 from tests.conftest import MLP
 from tests.jobs.fault_injection import fault_script, fired_faults
 from tests.jobs.job_profile import JOB_PROFILE
@@ -57,7 +57,7 @@ def test_a_planned_run_is_exact_and_says_what_it_is(run, job_dir):
     assert event["reason"]
     assert all(other["reason"] for other in event["others"])
     assert read_plan_file(found.paths).told == json.loads(json.dumps(event.fields))
-    shown = plan.plan_lines(load_run_state(found.paths))
+    shown = plan_lines.plan_lines(load_run_state(found.paths))
     assert shown[0].startswith(f"plan: {written.workers.most} worker")
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_is_other_than_planned_is_planned_again(run, measured):
     ]
     assert [len(view["carries"]) for view in views] == [2, 1]
     assert first["expected"]["step_s"] < first["truth"]["step_s"]
-    assert plan.plan_lines(load_run_state(found.paths))[-1].startswith("  again, with ")
+    assert plan_lines.plan_lines(load_run_state(found.paths))[-1].startswith("  again, with ")
 
 
 def test_what_a_user_chose_is_left_alone(run, measured):

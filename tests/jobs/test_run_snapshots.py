@@ -7,7 +7,7 @@ import time
 from shoal.events import RunStateReader, load_summary, read_events, replay
 from shoal.events.snapshot import encode_state
 from shoal.jobs import run_index
-from shoal.jobs.executor import load_run_state
+from shoal.jobs.run_executor import load_run_state
 from tests.conftest import MLP
 
 SHORT = {"steps": 8, "evaluate": {"every_steps": 4}}

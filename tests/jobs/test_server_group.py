@@ -14,7 +14,7 @@ from shoal.events import read_events
 from shoal.fleet.driver_address import read_driver_address
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.orphans import find_orphans
-from shoal.jobs import commands, executor, server_group, worker_group
+from shoal.jobs import commands, run_executor, server_group, worker_group
 from shoal.net.listener import connect_host
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
@@ -44,9 +44,9 @@ def begin(job_dir, fake_fork_server, monkeypatch):
     def go(job=SERVING, *, resumed=None, stops=True):
         def run(job, look):
             if resumed is not None:
-                return executor.resume(resumed, on_event=look, fork_server=fake_fork_server)
+                return run_executor.resume(resumed, on_event=look, fork_server=fake_fork_server)
             made = make_job(job, base_dir=str(job_dir), check_names=False)
-            return executor.run(made, runs=job_dir / "runs", on_event=look, fork_server=fake_fork_server)
+            return run_executor.run(made, runs=job_dir / "runs", on_event=look, fork_server=fake_fork_server)
 
         with background_run(run, job) as it:
             try:
@@ -248,7 +248,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 from shoal.fleet.forkserver import ForkServer
-from shoal.jobs import executor, server_group, worker_group
+from shoal.jobs import run_executor, server_group, worker_group
 from shoal.spec.load import make_job
 import json, os
 
@@ -261,7 +261,7 @@ def look(paths, event, run_state):
 
 if __name__ == "__main__":
     with ForkServer(os.environ, ["fake_server", "fake_worker"]) as fake_fork_server:
-        executor.run(job, runs=Path(sys.argv[1]) / "runs", on_event=look, fork_server=fake_fork_server)
+        run_executor.run(job, runs=Path(sys.argv[1]) / "runs", on_event=look, fork_server=fake_fork_server)
 """
 
 

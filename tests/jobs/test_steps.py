@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shoal.jobs.steps import BackgroundCall, in_thread, run_steps
+from shoal.jobs.coroutines import BackgroundCall, in_thread, run_steps
 
 PATIENCE_S = 30
 

@@ -12,7 +12,7 @@ from shoal.checkpoint import state_format
 from shoal.fleet.roster import Peer, Roster
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.net.errors import LinkError
-from shoal.server.clients import ClientMembership
+from shoal.server.client_membership import ClientMembership
 from shoal.server.numpy_format import pack, unpack
 from shoal.server.numpy_layout import CODES, NumpyLayout
 from shoal.server.snapshot import ServerSnapshot, snapshot_from_chunks

@@ -18,7 +18,7 @@ from torch.nn import functional
 from shoal.data.batch import Batch
 from shoal.lanes.replica import Clipping, Replica, add
 from shoal.lanes.rng import LaneRng
-from shoal.sharding.build import build_sharded_model
+from shoal.sharding.build_model import build_sharded_model
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.replica import ShardedReplica
 from shoal.spec import seeds

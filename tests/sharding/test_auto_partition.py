@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ShoalError
-from shoal.sharding.build import auto_split_points, forward_seconds, stage_bytes, trace_with_inputs
+from shoal.sharding.build_model import auto_split_points, forward_seconds, stage_bytes, trace_with_inputs
 from shoal.sharding.pipeline_schedule import split_candidates
 from tests.sharding.ranks import MODELS, batch, loss, run_ranks
 

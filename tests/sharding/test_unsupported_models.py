@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ShoalError
-from shoal.sharding.build import build_sharded_model
+from shoal.sharding.build_model import build_sharded_model
 from shoal.sharding.replica import ShardedReplica
 from shoal.sharding.tensor_parallel import select_modules
 from shoal.spec.sharding import FsdpConfig, PipelineParallelConfig, TensorParallelConfig

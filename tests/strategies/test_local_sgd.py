@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.codecs.residual import Residual
 from shoal.collectives.buckets import EncodedLayout
-from shoal.collectives.residuals import LaneResiduals
+from shoal.collectives.lane_residuals import LaneResiduals
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.replica import Replica

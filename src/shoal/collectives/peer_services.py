@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from shoal.checkpoint.state_tree import State
-from shoal.collectives import residuals
+from shoal.collectives import lane_residuals
+from shoal.collectives.lane_residuals import LaneResiduals, ResidualStates
 from shoal.collectives.outcome import Discarded
-from shoal.collectives.residuals import LaneResiduals, ResidualStates
 from shoal.collectives.state_server import StateServer, fetch_state
 from shoal.collectives.state_stream import StatePublisher, StateSubscription
 from shoal.collectives.transport.bandwidth import LinkSpeed, answer_link_test, measure_link
@@ -110,7 +110,7 @@ class PeerServices:
                 lanes=wanted,
             ) as sock:
                 self._register_socket(sock, view.number)
-                return residuals.receive_residuals(sock, step=step, lanes=wanted, floats=floats)
+                return lane_residuals.receive_residuals(sock, step=step, lanes=wanted, floats=floats)
         except LinkError as failure:
             return Discarded(f"no residuals from worker-{source}: {failure}")
         finally:

@@ -1,7 +1,7 @@
 """The schema of a run's events: one class per kind, with the kind's fields, their types and what they mean.
 
 Units stand in the names: `_s` seconds, `_bytes` bytes, `_bytes_s` bytes per second. A field with a default may be left
-out. `python -m shoal.events.schema_table` prints the table of docs/runs.md.
+out. `python -m shoal.events.schema_docs` prints the table of docs/runs.md.
 """
 
 from __future__ import annotations

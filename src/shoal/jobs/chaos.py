@@ -18,10 +18,10 @@ from shoal.events.run_state import ServerSummary, WorkerSummary
 from shoal.fleet.engines.make import capacity_of
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import commands
-from shoal.jobs.executor import OnEvent, open_executor, run_to_end
+from shoal.jobs.coroutines import run_steps
 from shoal.jobs.resolve_auto import resolve_auto_steps
+from shoal.jobs.run_executor import OnEvent, open_executor, run_to_end
 from shoal.jobs.run_result import RunResult
-from shoal.jobs.steps import run_steps
 from shoal.jobs.verify import pin_job, run_with_workers, with_workers
 from shoal.jobs.worker_group import initial_workers
 from shoal.plan.fault_plan import Fault, FaultKind, random_fault_plan

@@ -17,10 +17,10 @@ from shoal.fleet.agent import Agent, AgentReport, ExitedReport, LaunchCommand, O
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress
 from shoal.fleet.forkserver import ForkServer
-from shoal.fleet.process import WELCOME_TIMEOUT_S
+from shoal.fleet.process_main import WELCOME_TIMEOUT_S
 from shoal.jobs import commands
-from shoal.jobs.executor import catch_stop_signals
 from shoal.jobs.fork_servers import make_fork_server
+from shoal.jobs.run_executor import catch_stop_signals
 from shoal.jobs.worker_group import WORKER_MODULE
 from shoal.net.address import parse_address
 from shoal.spec.certificates import TlsContexts, load_tls_contexts

@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 from shoal.errors import error
 from shoal.fleet.forkserver import ForkServer
+from shoal.jobs.coroutines import Steps, in_thread, run_steps
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.probes import probe_steps
-from shoal.jobs.steps import Steps, in_thread, run_steps
 from shoal.plan.costs import select
 from shoal.plan.costs.inputs import (
     PlanRequest,

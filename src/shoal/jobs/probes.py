@@ -14,8 +14,8 @@ from shoal.events import Event, EventReader
 from shoal.fleet.engine import Launch
 from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
+from shoal.jobs.coroutines import Steps, run_steps
 from shoal.jobs.fork_servers import ForkServerPool
-from shoal.jobs.steps import Steps, run_steps
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.run_paths import RunPaths

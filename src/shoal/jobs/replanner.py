@@ -12,8 +12,8 @@ from typing import Any
 
 from shoal.events import Event, EventWriter, RunState
 from shoal.jobs.command_handler import CommandHandler
+from shoal.jobs.coroutines import BackgroundCall
 from shoal.jobs.plan_file import PlanFile
-from shoal.jobs.steps import BackgroundCall
 from shoal.plan.costs.calibration import CostInputs, ObservedTimes, predict_for_workers
 from shoal.plan.costs.inputs import job_choice, read_cluster, read_link, read_measured, slowest_link
 from shoal.plan.costs.model import RunChoice

@@ -6,10 +6,10 @@ import os
 
 from shoal.errors import error
 from shoal.fleet.forkserver import ForkServer
+from shoal.jobs.coroutines import Steps, run_steps
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.plan_file import PlanFile
 from shoal.jobs.planner import WORKERS_PER_CORE, PlanResult, plan_steps
-from shoal.jobs.steps import Steps, run_steps
 from shoal.plan.costs.inputs import PlanRequest, sync_section
 from shoal.plan.costs.model import RunChoice
 from shoal.plan.costs.serialise import plan_fields

@@ -20,12 +20,12 @@ from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs.command_handler import CommandHandler
+from shoal.jobs.coroutines import BackgroundCall
 from shoal.jobs.plan_file import read_plan_file
 from shoal.jobs.receipt import make_receipt
 from shoal.jobs.replanner import Replanner
 from shoal.jobs.run_result import RunResult
 from shoal.jobs.server_group import ServerGroup
-from shoal.jobs.steps import BackgroundCall
 from shoal.jobs.worker_group import WorkerGroup
 from shoal.net.handshake import new_token
 from shoal.plan.membership_policy import decide_restart

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from shoal.errors import error
 from shoal.fleet.forkserver import ForkServer
-from shoal.jobs.executor import OnEvent, RunExecutor, open_executor, run_to_end
+from shoal.jobs.coroutines import run_steps
 from shoal.jobs.resolve_auto import resolve_auto_steps
+from shoal.jobs.run_executor import OnEvent, RunExecutor, open_executor, run_to_end
 from shoal.jobs.run_result import RunResult
-from shoal.jobs.steps import run_steps
 from shoal.spec.job import MAX_WORKERS, Job, WorkersConfig
 from shoal.spec.load import check_job
 from shoal.spec.receipt import Receipt

@@ -19,7 +19,7 @@ from typing import Any
 from shoal.events import EventWriter
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import read_driver_address
-from shoal.fleet.process import WELCOME_TIMEOUT_S, hold_seat_lock, run_reporting_errors
+from shoal.fleet.process_main import WELCOME_TIMEOUT_S, hold_seat_lock, run_reporting_errors
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.net.tls import TlsContexts
 from shoal.paramserver.event_loop import ServerLoop

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shoal.codecs.residual import Residual
 from shoal.collectives.buckets import EncodedLayout
+from shoal.collectives.lane_residuals import Report, ResidualTransfer
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.peer_services import PeerServices
-from shoal.collectives.residuals import Report, ResidualTransfer
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.flat_layout import FlatLayout, TensorRange, write_lane_sum
 from shoal.lanes.lane_sum import LaneSum

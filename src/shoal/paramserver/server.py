@@ -30,7 +30,7 @@ from shoal.paramserver.piece_state import ClientSession, PieceState
 from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
 from shoal.paramserver.replication import ChainReplication, SharedSums
 from shoal.paramserver.sparse.handlers import MAX_KEYS_BYTES, RunInThread, SparseTableHandler
-from shoal.paramserver.updates import UpdatePipeline, options_from_json, parse_number
+from shoal.paramserver.update_pipeline import UpdatePipeline, options_from_json, parse_number
 from shoal.spec.chunk_table import ChunkTable, build_pieces
 
 MAX_STATE_TO_PIECE_RATIO = 12

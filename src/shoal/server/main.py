@@ -9,12 +9,12 @@ import torch
 
 from shoal.errors import error
 from shoal.events import EventWriter
-from shoal.fleet.process import run_reporting_errors
+from shoal.fleet.process_main import run_reporting_errors
 from shoal.paramserver.chunk_store import optimizer_class
 from shoal.paramserver.event_loop import ServerLoop
 from shoal.paramserver.main import run_server
 from shoal.paramserver.server import ServerConfig
-from shoal.paramserver.updates import options_from_json
+from shoal.paramserver.update_pipeline import options_from_json
 from shoal.server.config import PATIENCE_S, StandaloneServerConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import View

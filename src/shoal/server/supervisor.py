@@ -19,7 +19,7 @@ from shoal.fleet.roster import Peer, Roster, SeatNumbers
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.handshake import new_token
 from shoal.net.wakeup import Wakeup
-from shoal.server.clients import ClientMembership
+from shoal.server.client_membership import ClientMembership
 from shoal.server.config import StandaloneServerConfig
 from shoal.server.numpy_layout import NumpyLayout
 from shoal.spec.chunk_table import ChunkTable

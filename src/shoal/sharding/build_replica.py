@@ -18,7 +18,7 @@ from shoal.errors import error
 from shoal.lanes.clipping import Clipping
 from shoal.lanes.rng import LaneRng
 from shoal.lanes.sparse.embedding import sparse_tables
-from shoal.sharding.build import shard_model
+from shoal.sharding.build_model import shard_model
 from shoal.sharding.deferred_init import DeferredInit
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.local_state import LocalState

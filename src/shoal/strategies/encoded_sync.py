@@ -14,10 +14,10 @@ from shoal.collectives.allreduce_plan import AllReducePlan
 from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.encoded_allreduce import EncodedAllReduce, EncodedAllReduceStep, shared_memory_bytes
 from shoal.collectives.group import ViewGroup
+from shoal.collectives.lane_residuals import Report, ResidualTransfer
 from shoal.collectives.ordered_allreduce import OverlapError
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.peer_services import PeerServices
-from shoal.collectives.residuals import Report, ResidualTransfer
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica

@@ -12,7 +12,7 @@ from rich.text import Text
 from shoal.errors import ShoalError, single_errors
 from shoal.events import RunState
 from shoal.spec.receipt import Receipt, metrics_mean_and_std
-from shoal.terminal import formatting, notes, plan, servers
+from shoal.terminal import formatting, notes, plan_lines, servers
 from shoal.terminal.curve import draw
 
 MAX_SHARES = 12
@@ -132,7 +132,7 @@ def print_run(console: Console, state: RunState, *, width: int) -> None:
         console.print(f"  {servers.summary(state)}", highlight=False, soft_wrap=True)
         if state.serving_servers:
             console.print(servers.server_table(state))
-    print_lines(console, *(f"  {line}" for line in plan.plan_lines(state)))
+    print_lines(console, *(f"  {line}" for line in plan_lines.plan_lines(state)))
     for line in notes.note_lines(state)[-MAX_NOTE_LINES:]:
         console.print(Text(f"  {line}", style="yellow"), soft_wrap=True)
     if state.skipped_rows:

@@ -21,7 +21,7 @@ from shoal.data.source import open_source
 from shoal.data.split import split
 from shoal.errors import error
 from shoal.events import EventWriter
-from shoal.fleet.process import run_reporting_errors
+from shoal.fleet.process_main import run_reporting_errors
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, add
 from shoal.lanes.torch_setup import prepare_torch

@@ -26,7 +26,7 @@ from shoal.events import EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
-from shoal.fleet.process import WELCOME_TIMEOUT_S, emit_failure, hold_seat_lock, run_reporting_errors
+from shoal.fleet.process_main import WELCOME_TIMEOUT_S, emit_failure, hold_seat_lock, run_reporting_errors
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.net.address import parse_address
 from shoal.net.tls import TlsContexts

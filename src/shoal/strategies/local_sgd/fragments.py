@@ -12,8 +12,8 @@ from shoal.collectives.allreduce_plan import AllReducePlan
 from shoal.collectives.buckets import BucketParams, EncodedLayout, bucket_params
 from shoal.collectives.encoded_allreduce import EncodedAllReduce, EncodedAllReduceStep, shared_memory_bytes
 from shoal.collectives.group import ViewGroup
+from shoal.collectives.lane_residuals import FragmentResiduals, LaneResiduals
 from shoal.collectives.ordered_allreduce import AllReduceResult, OrderedAllReduce
-from shoal.collectives.residuals import FragmentResiduals, LaneResiduals
 from shoal.collectives.transport.mesh import Mesh
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.lanes.flat_layout import FlatLayout

@@ -1,4 +1,4 @@
-"""`python -m shoal.events.schema_table` prints the table of events for docs/runs.md."""
+"""`python -m shoal.events.schema_docs` prints the table of events for docs/runs.md."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from shoal.errors import EXIT_TERMINATED
 from shoal.events import Event, EventWriter, RunState, load_state
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
+from shoal.jobs.coroutines import TICK_S, Steps
 from shoal.jobs.folds import FoldSchedule
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.resolve_auto import resolve_auto_steps
 from shoal.jobs.resume import job_to_resume
 from shoal.jobs.run_driver import RunDriver
 from shoal.jobs.run_result import RunResult
-from shoal.jobs.steps import TICK_S, Steps
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.run_paths import RunPaths

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from shoal.checkpoint.state_format import send_state
-from shoal.collectives import residuals
+from shoal.collectives import lane_residuals
+from shoal.collectives.lane_residuals import LaneResiduals, receive_residuals
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.peer_services import PeerServices
-from shoal.collectives.residuals import LaneResiduals, receive_residuals
 from shoal.net.errors import LinkError
 from shoal.spec.view import View
 
@@ -193,7 +193,7 @@ def test_what_changed_while_it_was_sent_is_not_confirmed(monkeypatch):
                 encode(one, l0=9.0)
                 one.commit()
 
-    monkeypatch.setattr(residuals, "send_state", send)
+    monkeypatch.setattr(lane_residuals, "send_state", send)
     one.serve(None, {"step": 1, "lanes": [0]})
     assert [list(state) for state in sent] == [[0]]
 
@@ -212,6 +212,6 @@ def test_who_leaves_waits_until_others_have_it(pair):
 def test_who_leaves_does_not_wait_for_ever(monkeypatch):
     one = carrying(0)
     one.hand_over(lambda: True)
-    monkeypatch.setattr(residuals, "HAND_OVER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(lane_residuals, "HAND_OVER_TIMEOUT_S", 0.1)
     one.hand_over(lambda: False)
     LaneResiduals().hand_over(lambda: False)

@@ -9,8 +9,8 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.jobs import fork_servers, planner
-from shoal.jobs.executor import open_executor, run_to_end
 from shoal.jobs.fork_servers import ForkServerPool
+from shoal.jobs.run_executor import open_executor, run_to_end
 from shoal.jobs.run_index import list_summaries
 from shoal.spec.load import make_job
 from tests.conftest import MLP
