@@ -1,4 +1,4 @@
-"""The members of the present view and the connections to them: what everything that workers do together stands on."""
+"""The members of the present view and the connections to them: the base of everything that workers do together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER_BITS = 56
 
 
 class Channel(enum.IntEnum):
-    """What members gather for. With a number, usually the step or the view, it makes the label that all must share."""
+    """What a gather is for. With a number, usually step or view, it makes the label that all members share."""
 
     RENDEZVOUS = 1
     STEP_HEADER = 2
@@ -43,10 +43,10 @@ class Channel(enum.IntEnum):
 
 
 class ViewGroup:
-    """Used by the training thread; `abort`, `aborted` and `moved_bytes` by any.
+    """Used by the training thread; `abort`, `aborted` and `moved_bytes` by any thread.
 
-    With one worker that carries all lanes there is nobody to talk to: `mesh` is None, and no `endpoint` is needed.
-    `on_abort` holds what else must be woken when the present view is aborted; it is called by the aborting thread.
+    A single worker that carries all lanes has no peers: `mesh` is None, and no `endpoint` is needed. The thread that
+    aborts the present view calls every function in `on_abort`, to wake other waiting threads.
     """
 
     def __init__(self, endpoint: Endpoint | None = None, token: str = "") -> None:
@@ -62,7 +62,7 @@ class ViewGroup:
         self._aborted = 0  # and all views before it
 
     def enter(self, view: View, seat: int) -> Discarded | None:
-        """Another view. Returns when all its members have come, or that failed."""
+        """Switch to another view. Returns when all its members are connected; Discarded if that fails."""
         self.leave()
         if seat not in view.carries or (len(view.carries) > 1 and self._endpoint is None):
             raise ValueError(f"view {view.number} is not for seat {seat}")
@@ -81,11 +81,11 @@ class ViewGroup:
 
     @property
     def broken(self) -> str:
-        """Why these members cannot do anything together any more."""
+        """Why this view has failed, or ''."""
         return self._broken or ("aborted" if self.aborted() else "")
 
     def discard(self, failure: LinkError) -> Discarded:
-        """It failed, and nothing more comes of this view."""
+        """Turn a failure into Discarded, and end this view."""
         self._broken = str(failure)
         return Discarded(self._broken)
 
@@ -116,8 +116,8 @@ class ViewGroup:
         return dict(sorted(found.items()))
 
     def abort(self, view: int) -> None:
-        """A thread that waits for the members of this view, or of an older one, comes back within milliseconds, and one
-        that would wait does not. Later views are not touched."""
+        """Threads that wait for members of this view, or of an older one, return within milliseconds, and later calls
+        do not wait. Newer views are not affected."""
         with self._guard:
             self._aborted = max(self._aborted, view)
             mesh = self.mesh
@@ -136,8 +136,7 @@ class ViewGroup:
         return self.view is not None and self.view.number <= self._aborted
 
     def moved_bytes(self) -> int:
-        """A number that grows as long as something gets through to other members, or from them; less than before when
-        another view has begun."""
+        """A number that grows as long as data moves between this worker and other members. A new view may lower it."""
         mesh = self.mesh
         return mesh.moved_bytes if mesh else 0
 

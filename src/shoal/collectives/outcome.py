@@ -11,9 +11,9 @@ from torch import Tensor
 class Committed:
     """The step counts: the replica has changed.
 
-    `halt` if any member asked for it: all learn of it in the same step. `waited_s` is the part of the exchange in
-    which nothing moved because peers were not ready, `exchange_s` the rest of it. With a codec, `bytes_plain` is what
-    would have been sent without it.
+    `halt` is true if any member asked for it: all members learn of it in the same step. `waited_s` is the part of the
+    exchange in which nothing moved because peers were not ready, `exchange_s` the rest of it. With a codec,
+    `bytes_plain` is what would have been sent without it.
     """
 
     loss: Tensor
@@ -26,6 +26,6 @@ class Committed:
 
 @dataclass(frozen=True)
 class Discarded:
-    """The step does not count, and the replica is as it was. A new view must follow."""
+    """The step does not count: the replica is as before it. A new view must follow."""
 
     why: str

@@ -1,8 +1,8 @@
-"""A process group of torch's that one can walk away from.
+"""A torch process group that a worker can leave at any time.
 
 Nothing wakes a thread that waits inside gloo, neither `abort` nor `shutdown`. So the group lives in a thread of its
-own, from the first connection to the last: whoever asks for something waits for an answer, and that wait can be ended.
-Nothing global remains, neither a default group nor an environment variable.
+own, from the first connection to the last. The caller waits for that thread's answer, and its wait can be cancelled. No
+global state remains, neither a default group nor an environment variable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.net.errors import LinkError
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
 OPERATION_TIMEOUT = timedelta(minutes=10)
-"""Nobody waits so long: it is when a group that was left alone gives up."""
+"""Time after which a group that its worker has left gives up an operation. Callers cancel their wait long before."""
 
 TorchGroup = Any  # torch's own: ProcessGroupGloo or ProcessGroupNCCL
 GroupOperation = Callable[[TorchGroup], None]
@@ -38,8 +38,8 @@ _PORT = struct.Struct("<H")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Of `size` members, this is number `rank`. They meet at `port` of `host`, where number 0 has the `listener`;
-    `own_host` is the address at which this one can be reached."""
+    """Where the `size` members of a torch group meet: at `port` of `host`, where rank 0 has the `listener`. `own_host`
+    is the address at which this member can be reached."""
 
     rank: int
     size: int
@@ -49,7 +49,7 @@ class Rendezvous:
     listener: socket.socket | None = None
 
     def connect(self) -> TCPStore:
-        """The store in which members find each other; member 0 keeps it."""
+        """Connect to the store in which members find each other. Rank 0 hosts it."""
         listens: dict[str, Any] = {"is_master": False}
         if self.listener:
             listens = {"is_master": True, "master_listen_fd": os.dup(self.listener.fileno())}  # the store closes it
@@ -60,7 +60,7 @@ class Rendezvous:
 
 @contextlib.contextmanager
 def rendezvous(group: ViewGroup, ranks: Mapping[int, int]) -> Iterator[Rendezvous]:
-    """Where the members of the present view meet for a torch group, by their ranks. LinkError if one is lost."""
+    """Agree where the members of the present view meet for a torch group, by their ranks. LinkError if one is lost."""
     assert group.view is not None
     view, seat = group.view, group.seat
     first, host = min(ranks, key=ranks.__getitem__), view.addresses[seat].host
@@ -80,7 +80,7 @@ def rendezvous(group: ViewGroup, ranks: Mapping[int, int]) -> Iterator[Rendezvou
 
 
 class AbortableProcessGroup:
-    """`ask` is for one thread, `leave` for any."""
+    """`run` is for one thread, `leave` for any."""
 
     def __init__(self, backend: str, rendezvous: Rendezvous, device: torch.device) -> None:
         self._backend = backend
@@ -94,7 +94,7 @@ class AbortableProcessGroup:
         self._thread.start()
 
     def run(self, operation: GroupOperation) -> None:
-        """Let the circle's thread do this with the group. LinkError if it fails, or when this member leaves."""
+        """Run the operation in the group's thread. LinkError if it fails, or when this member leaves."""
         answer: Future[None] = Future()
         with self._guard:
             if not self._left:
@@ -108,8 +108,8 @@ class AbortableProcessGroup:
             raise LinkError("this worker left the circle") from None
 
     def leave(self) -> None:
-        """Whoever waits is woken. The connections are closed as soon as the circle's thread is done with what it does;
-        that lets the other members know."""
+        """Wake the thread that waits in `run`. The group's thread closes the connections as soon as its present
+        operation ends; the other members notice that."""
         with self._guard:
             self._left = True
             self._queue.put(None)
@@ -119,10 +119,10 @@ class AbortableProcessGroup:
                 self._group.abort()
 
     def join(self, timeout_s: float) -> None:
-        """After leaving: until the connections are closed."""
+        """Wait until the connections are closed, after `leave`."""
         self._thread.join(timeout_s)
 
-    # Below is the thread's own.
+    # The methods below run in the group's thread.
 
     def _run_thread(self, rendezvous: Rendezvous) -> None:
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
@@ -131,7 +131,7 @@ class AbortableProcessGroup:
             while (asked := self._queue.get()) is not None:
                 act, answer = asked
                 why = why or self._try(act)
-                with contextlib.suppress(InvalidStateError):  # whoever asked does not wait any more
+                with contextlib.suppress(InvalidStateError):  # the caller no longer waits
                     answer.set_exception(LinkError(why)) if why else answer.set_result(None)
         self._group = None
 
@@ -142,7 +142,7 @@ class AbortableProcessGroup:
         return self._try(act)
 
     def _try(self, operation: GroupOperation) -> str:
-        """'' or why it failed. The failure itself would keep the group alive."""
+        """Returns '' or why the operation failed. The exception itself would keep the group alive."""
         try:
             operation(self._group)
         except Exception as failure:

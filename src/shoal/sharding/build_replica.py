@@ -1,4 +1,4 @@
-"""From a job to this worker's part of a model that is spread over several: made anew with every view."""
+"""Builds this worker's shard of a job's model, anew for every view."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 
 ShardLayout = Mapping[str, Any]
-"""`shard`, `ways` and `cuts`, as a checkpoint has them."""
+"""`shard`, `ways` and `cuts`, as in a checkpoint."""
 AsLinkErrors = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class ShardedReplicaBuilder:
-    """What parts of the job's model are made with."""
+    """Builds shards of the job's model."""
 
     job: Job
     task: Task
@@ -57,14 +57,14 @@ class ShardedReplicaBuilder:
     steps: int
     steps_per_epoch: int
     rng_state: Tensor | None = None
-    """torch's state after the task was made, if that is the user's."""
+    """torch's RNG state after the task was made, if the task is the user's."""
     rng: LaneRng = field(default_factory=lambda: LaneRng(torch.device("cpu")))
     used_models: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    """Models that were taken to pieces."""
+    """Models that have already been sharded."""
 
     def build(self, mesh: ShardMesh, layout: ShardLayout | None, as_link_errors: AsLinkErrors) -> ShardedReplica:
-        """With the job's first weights. Cut as before, if it was cut in this way before. Members meet in it: `talking`
-        turns the loss of one into a LinkError."""
+        """Build the replica with the job's initial weights. If `layout` has the job's kind and number of shards, the
+        model is split as there. Members communicate here: `as_link_errors` turns the loss of one into a LinkError."""
         job, task = self.job, self.task
         self.rng.seed_all(job.seed, seeds.MODEL)
         if self.rng_state is not None:
@@ -130,7 +130,7 @@ class ShardedReplicaBuilder:
         return {"shard": self.job.shard.kind, "ways": self.job.workers_per_replica, "cuts": cuts}
 
     def load_initial_weights(self, replica: ShardedReplica) -> dict[str, Any]:
-        """Load the weights that the job starts from, tensor by tensor. Returns what to tell about it."""
+        """Load the weights that the job starts from, tensor by tensor. Returns what to report about it."""
         init = self.job.init_from
         if init is None or init.path is None:
             return {}
@@ -150,7 +150,7 @@ def make_replica_builder(job: Job, example: Batch, *, steps: int, steps_per_epoc
 
 
 def unsharded_job(job: Job) -> Job:
-    """The same job for a single process that looks at it."""
+    """The same job without shards, for a single process that inspects it."""
     return job.model_copy(update={"shard": NoShardingConfig()})
 
 
@@ -158,7 +158,7 @@ def unsharded_job(job: Job) -> Job:
 def load_initial_shards(
     local_state: LocalState, names: Mapping[str, str], weights: Mapping[str, Tensor], init: InitFromConfig
 ) -> dict[str, Any]:
-    """What fits the model, by the rules of `init_from`. SH406 if something does not that should."""
+    """Load the tensors that fit the model, by the rules of `init_from`. SH406 if one that must fit does not."""
     shapes = {name: local_state.model.state_dict(keep_vars=True)[name].shape for name in names}
     fits, left = [], []
     for name in weights:

@@ -1,7 +1,7 @@
-"""The strategy seam: how a worker holds weights, and makes one committed step with the others.
+"""The strategy seam: how a worker holds weights, and makes one committed step with the other workers.
 
-The loop decides when to step, evaluate, save and stop; a strategy knows how. Failure is a value here: a step counts, or
-it is discarded with a reason, and then a new view follows.
+The loop decides when to step, evaluate, save and stop; a strategy knows how. Failure is a value here: a step is
+committed, or it is discarded with a reason, and then a new view follows.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["Committed", "Discarded", "FinalModel", "GradientSync", "HeldWeights"
 
 
 class Traits(NamedTuple):
-    """What the loops must know of a strategy."""
+    """What the loops must know about a strategy."""
 
     exact: bool
     """Do workers at the same position always have the same bits?"""
     lockstep: bool
-    """Do all members take every step at the same time? Else each of them may stop at a boundary of its own."""
+    """Do all members take every step at the same time? If not, each member may stop at a boundary of its own."""
 
 
 @dataclass(frozen=True)
 class FinalModel:
-    """What a finished run hands to the member that leads: digests for the receipt, and a way to export."""
+    """The model of a finished run, for the leader: digests for the receipt, and a function that exports the model."""
 
     weights_sha256: str
     state_sha256: str
@@ -44,14 +44,13 @@ class FinalModel:
 
 
 class Strategy(Protocol):
-    """How this worker holds weights and makes one committed step with the others.
+    """How this worker holds weights and makes one committed step with the other workers.
 
-    Loop and ElasticLoop call it from the training thread; `abort` and `moved_bytes` may come from any thread. It owns
-    the weights and everything that changes them, and keeps the context's `progress` in step with them.
+    Loop and ElasticLoop call it from the training thread; `abort` and `moved_bytes` may be called from any thread. It
+    owns the weights and everything that changes them, and keeps the context's `progress` in step with them.
 
-    It never raises LinkError. Where another member is lost, the answer is Discarded: the weights are those of the last
-    commit, nothing more comes of this view, and `enter` follows with a newer one. A ShoalError passes through and ends
-    this worker.
+    It never raises LinkError. If another member is lost, a method returns Discarded: the weights are those of the last
+    commit, the view is over, and `enter` follows with a newer one. A ShoalError passes through and ends this worker.
     """
 
     @property
@@ -63,80 +62,79 @@ class Strategy(Protocol):
 
     @property
     def is_saved(self) -> bool:
-        """Does a checkpoint hold everything that this worker holds, as far as it knows?"""
+        """Is everything that this worker holds in a checkpoint, as far as it knows?"""
 
     def enter(self, view: View, seat: int) -> Discarded | None:
-        """Come to hold what the view starts from, and meet its members. `seat` carries lanes in the view."""
+        """Load the state that the view starts from, and connect to its members. `seat` carries lanes in the view."""
 
     def follow(self, view: View, seat: int) -> Iterator[bool]:
-        """Catch up with the view's source while it goes on training. Yields within a moment each time, True where this
-        worker has everything so far; ends where there is nothing to follow. May be left at any time: `enter` goes on
+        """Catch up with the view's source while it continues to train. Yields at short intervals, True if this worker
+        has everything so far. Ends when there is nothing to follow. The caller may stop at any time: `enter` continues
         from there."""
 
     def run_step(self, must_halt: Callable[[], bool]) -> Committed | Discarded:
-        """Compute, agree, update: one commit. If `must_halt()` is true at any member, `halt` is set for all members."""
+        """Compute, agree, update: one commit. If `must_halt()` is true on any member, `halt` is set for all members."""
 
     def leave_view(self) -> Discarded | None:
-        """By all members, after a commit with `halt`: hold nothing that others could not get without this worker."""
+        """Called by all members after a commit with `halt`. Afterwards the others need nothing from this worker."""
 
     def evaluate(self, split: DatasetSplit) -> Metrics | Discarded:
-        """All of a held-out part, by all members together. The answer is the same for every member."""
+        """Evaluate a whole held-out split, together with all members. Every member gets the same metrics."""
 
     def adopt_metrics(self, metrics: Metrics, monitored: float | None) -> None:
-        """The validation part was measured at this step, and counts: learning-rate schedules may depend on it."""
+        """Take the validation metrics of this step: learning-rate schedules may depend on them."""
 
     def save(self, *, force: bool = False) -> None:
-        """Called by all members at the same boundary: save if it is time or forced. If a member is lost, the next step
-        finds out."""
+        """Called by all members at one boundary: save if it is time or forced. The next step notices a lost member."""
 
     def save_alone(self) -> None:
-        """By one member, without the others: save the last commit now. Does nothing where that takes all members."""
+        """Called by one member alone: save the last commit now. Does nothing if a save takes all members."""
 
     def restore(self) -> int | None:
-        """Before any view: hold what the newest valid checkpoint has, or else the job's start. Returns the step of the
-        checkpoint. Does nothing where members restore together when they enter a view."""
+        """Called before any view: load the newest valid checkpoint, or keep the job's initial state. Returns the step
+        of the checkpoint. Does nothing if members restore together in `enter`."""
 
     def finish(self, conclude: Callable[[FinalModel], None]) -> Discarded | None:
-        """After the last step, by all members. The one that saves gets the model to conclude with; the others stay
-        until it has. May be repeated in another view."""
+        """Called by all members after the last step. The saver calls `conclude` with the model, and the others wait for
+        it. May be repeated in another view."""
 
     def hand_over(self, given_up: Callable[[], bool]) -> None:
-        """Before leaving while others go on: until they have what only this worker holds, or `given_up()`."""
+        """Before leaving a run that continues: wait until others have what only this worker holds, or `given_up()`."""
 
     def state(self) -> State | None:
-        """The weights and what changes them, as references; None where no single worker has all of it."""
+        """References to the weights and to what changes them; None if no single worker holds all of it."""
 
     def abort(self, view: int) -> None:
-        """A thread that waits for members of this view, or of an older one, comes back within milliseconds with
-        Discarded, and one that would wait does not. Later views are not touched."""
+        """Threads that wait for members of this view, or of an older one, return Discarded within milliseconds, and
+        later calls do not wait. Newer views are not affected."""
 
     def moved_bytes(self) -> int:
-        """A number that changes as long as something gets through to other members or servers, or from them."""
+        """A number that changes as long as data moves between this worker and other members or servers."""
 
     def close(self) -> None:
-        """Leave for good, and free connections and shared memory. Nothing may be called afterwards."""
+        """Leave for good, and free connections and shared memory. No method may be called afterwards."""
 
 
 class HeldWeights(Protocol):
-    """A whole set of weights, as a GradientSync sees it: a Replica, or lanes of local SGD around one."""
+    """A whole set of weights, as a GradientSync sees it: a Replica, or the LocalReplica around one."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def layout(self) -> FlatLayout:
-        """How sums lie in a flat buffer, and how it is cut."""
+        """How a sum is laid out in a flat buffer, and where the buffer is cut."""
 
     def sum_template(self) -> LaneSum:
-        """Tensors of the shapes and kinds that a lane's sum has."""
+        """Tensors with the shapes and dtypes of a lane's sum."""
 
     def begin_step(self) -> None: ...
 
     def undo_step(self) -> None:
-        """A step that was begun does not count."""
+        """Undo a step that was begun and is not committed."""
 
     def apply(self, step: int, total: LaneSum) -> torch.Tensor:
-        """One update from the sum over all lanes. Returns the loss of the step."""
+        """Update the weights with the sum over all lanes. Returns the loss of the step."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -144,43 +142,43 @@ class HeldWeights(Protocol):
 
 
 class GradientSync(Protocol):
-    """How replicas agree on the sum of a step's lanes. Three verbs: reconfigure (until `close`), commit (what was begun
-    with `begin_step`), state (and back).
+    """How replicas agree on the sum of a step's lanes. Three verbs: `reconfigure` for a view, `commit` for a step that
+    `begin_step` began, `state` and `load_state` for a checkpoint.
 
-    Belongs to the strategy and its thread. The view's group is made elsewhere and given to it; an abort comes through
-    the group. Never raises LinkError but from `state`.
+    Belongs to the strategy and its thread. It gets its view group from outside, and an abort comes through the group.
+    Only `state` raises LinkError.
     """
 
     exact: bool
     """Do replicas at the same position always have the same bits?"""
 
     def reconfigure(self, view: View, seat: int) -> Discarded | None:
-        """Another view counts from now on. Returns when all its members have come so far."""
+        """Switch to another view. Returns when all its members have done so."""
 
     def close(self) -> None:
         """Leave for good."""
 
     def begin_step(self) -> TreeSum[LaneSum]:
-        """A step begins. The tree takes the lanes of this worker, in rising order, each as soon as it is there."""
+        """Begin a step. This worker pushes its lanes into the tree in rising order, each as soon as it is computed."""
 
     def gradient_sink(
         self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], lane: int, *, halt: bool
     ) -> GradientSink | None:
-        """Before the last of this worker's lanes, if it has samples: takes the lane's gradients as backward finishes
-        them. None where nothing is gained by that. All other lanes are in `sums`. `commit` follows, with the same
-        `halt`."""
+        """Called before the last of this worker's lanes, if that lane has samples. All other lanes are in `sums`. The
+        sink takes the lane's gradients as backward finishes them; None if that gains nothing. `commit` follows, with
+        the same `halt`."""
 
     def commit(
         self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
     ) -> Committed | Discarded:
-        """Agree on the sum and apply it, once per step. `halt` lets all members know that one of them must stop."""
+        """Agree on the sum and apply it, once per step. `halt` tells all members that one of them must stop."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the replica, the other members' part of it too. Not for peers: they get it
-        when they enter a view. LinkError if it cannot be had now."""
+        """What a checkpoint needs besides the replica, including the other members' part. Peers do not need it: they
+        get their part when they enter a view. LinkError if a member cannot be reached."""
 
     def load_state(self, step: int, state: dict[str, Any]) -> None:
-        """From a checkpoint at this step."""
+        """Load the state of a checkpoint at this step."""
 
     def hand_over(self, given_up: Callable[[], bool]) -> None:
-        """Before leaving while others go on: until they have the part of the state that only this worker holds."""
+        """Before leaving a run that continues: wait until others have the state that only this worker holds."""

@@ -1,4 +1,4 @@
-"""The newcomer's side of the state stream: a copy of the source's state, then everything that has changed it since."""
+"""The new worker's side of the state stream: a copy of the source's state, then every change since."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ POLL_S = 0.05
 
 
 class CatchUp:
-    """Belongs to the training thread. Without a connection it does nothing, and says so.
+    """Belongs to the training thread. Without a connection there is no stream: `poll` returns None.
 
-    `apply` brings an entry of the stream into the weights and the progress, or raises LinkError where it does not fit;
-    `settle` is called when the connection ends, to stay at the last commit.
+    `apply` applies an entry of the stream to the weights and the progress, or raises LinkError if it does not fit.
+    `settle` is called when the connection ends, to go back to the last commit.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CatchUp:
         self._stream: StateSubscription | None = None
 
     def connect(self, view: View, seat: int, *, max_bytes: int) -> bool:
-        """To the view's source. False if that fails."""
+        """Subscribe to the view's source. False if that fails."""
         assert view.source is not None
         self.close()
         found = self._peers.subscribe(view.addresses[view.source], seat, view=view.number, max_bytes=max_bytes)
@@ -45,7 +45,7 @@ class CatchUp:
         return self._stream is not None
 
     def poll(self) -> bool | None:
-        """Take what came within a moment: True when that was all there is so far, None when nothing more comes."""
+        """Wait briefly for an entry and apply it. True if this worker has everything so far, None at the end."""
         if self._stream is None:
             return None
         if not self._stream.ready(POLL_S):
@@ -61,7 +61,7 @@ class CatchUp:
         return False
 
     def advance_to(self, position: int) -> bool:
-        """Go on to this position; False if that is not possible, and the whole state is needed."""
+        """Follow the stream to this position. False if that fails: then this worker needs the whole state."""
         while self._stream is not None and (self._progress.position or 0) < position:
             if self.poll() is None:
                 break

@@ -1,4 +1,4 @@
-"""What strategies need from their surroundings, as one frozen value. The worker makes it; strategies only use it."""
+"""What strategies need from the worker, as one frozen value. The worker makes it; strategies only use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.tasks.task import Task
 
 Metrics = dict[str, float]
 PlaceChunks = Callable[[list[int], Callable[[ChunkTable], None]], None]
-"""Tells the driver where parameters may be cut, and calls back, from any thread, with each table of servers."""
+"""Tells the driver where parameters may be cut, and calls back, from any thread, with each chunk table."""
 
 
 class ActivityRecorder(Protocol):
@@ -31,7 +31,7 @@ class ActivityRecorder(Protocol):
 
 
 class StepRecorder(Protocol):
-    """Where the time of a step went, and what was sent."""
+    """Statistics of a step: time by phase, samples, and bytes sent."""
 
     def add_time(self, name: str, seconds: float) -> None: ...
 
@@ -43,10 +43,10 @@ class StepRecorder(Protocol):
 
 
 class RunProgress(Protocol):
-    """How far this worker is, besides its weights: step, evaluations, watchers, the task's own state.
+    """A worker's progress besides its weights: step, evaluations, watchers, the task's own state.
 
     The strategy keeps it in step with the weights: it records every commit, whether this worker computed it or got it
-    from others, and saves and loads both together. `has_state` is false while the worker holds nothing that counts.
+    from others, and saves and loads both together. `has_state` is false while the worker holds no valid state.
     """
 
     step: int
@@ -54,23 +54,23 @@ class RunProgress(Protocol):
 
     @property
     def evaluated(self) -> bool:
-        """Is it known what the validation part says at this step?"""
+        """Are the validation metrics of this step known?"""
 
     @property
     def position(self) -> int | None: ...
 
     @property
     def monitored_value(self) -> float | None:
-        """What the monitored metric is at this step, if it was measured."""
+        """The monitored metric at this step, if it was measured."""
 
     def record_commit(self, committed: Committed, *, step: int, lr: float) -> None:
-        """This worker has taken part in a commit that leads to `step`."""
+        """Record a commit that leads to `step` and that this worker took part in."""
 
     def record_streamed_commit(self, loss: Tensor, *, step: int, lr: float) -> None:
-        """Other workers have made a commit that leads to `step`, and this worker has applied it."""
+        """Record a commit that leads to `step`, that other workers made and this worker has applied."""
 
     def record_streamed_evaluation(self, metrics: Metrics) -> None:
-        """Other workers have measured the validation part at this step."""
+        """Record the validation metrics that other workers measured at this step."""
 
     def state(self) -> dict[str, Any]: ...
 

@@ -1,7 +1,7 @@
-"""Synchronous training with a codec: every lane is encoded by itself, and all of them are decoded by everybody.
+"""Synchronous training with a codec: every lane is encoded by itself, and every worker decodes all lanes.
 
-What is lost on the way is the same whoever carries the lane, so the bits are the same on any number of workers. They
-differ only where what a lane remembers died with its worker.
+Encoding loses the same on whichever worker carries the lane, so the bits are the same on any number of workers. They
+differ only if a lane's residual is lost with its worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.strategies.sync_defaults import NO_SAMPLES, OnTotal
 
 
 class EncodedAllReduceSync(OrderedAllReduceSync):
-    """`settings` is the job's codec as plain data. Told: `residual_lost`, when a lane begins anew."""
+    """`settings` is the job's codec as plain data. Reports `residual_lost` when a lane loses its residual."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class EncodedAllReduceSync(OrderedAllReduceSync):
         on_total: OnTotal | None = None,
     ) -> None:
         super().__init__(lanes, group, on_total=on_total)
-        replica.set_chunking(lambda layout: EncodedLayout(layout, settings).chunk_offsets)  # as servers do
+        replica.set_chunking(lambda layout: EncodedLayout(layout, settings).chunk_offsets)  # as on servers
         self._settings = settings
         self._replica = replica
         self._peer_services = peers
@@ -83,13 +83,13 @@ class EncodedAllReduceSync(OrderedAllReduceSync):
         return exchange.begin_step()
 
     def _make_encoded_allreduce(self) -> EncodedAllReduce:
-        """The first step of a view."""
+        """Called at the first step of a view."""
         group, form = self._group, self.encoded_layout
         assert group.view is not None
         carries, size_bytes = group.view.carries, form.layout.size_bytes
         if self._flat_buffer is None or self._total is None:
             self._flat_buffer, self._total = ByteBuffer.private(size_bytes), ByteBuffer.private(size_bytes)
-            self._flat_buffer.tensor.zero_()  # gaps are encoded too
+            self._flat_buffer.tensor.zero_()  # padding is encoded too
         far = [link.seat for link in group.mesh.remote_links] if group.mesh else []
         self._bytes_plain = (
             AllReducePlan.of(carries, self._lanes, form.layout).sent_bytes(group.seat, far) if far else 0

@@ -1,4 +1,4 @@
-"""Faults on purpose, around any strategy: a worker that pauses before a step, as a slow machine does."""
+"""Injects faults around any strategy: a worker pauses before a step, as a slow machine does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FaultInjection:
         self._seat = seat
         return self._inner.enter(view, seat)
 
-    # ---- as it is ----
+    # ---- passed through ----
 
     @property
     def traits(self) -> Traits:
@@ -90,5 +90,5 @@ class FaultInjection:
 
 
 def pauses_at(seat: int, step: int, *, probability: float) -> bool:
-    """Made on purpose, and alike whenever it is tried."""
+    """Does this worker pause before this step? Every try of a step gives the same answer."""
     return random.Random(f"{seat} {step}").random() < probability  # noqa: S311

@@ -1,4 +1,4 @@
-"""From a job to the strategy that trains it: the one place that looks at which kind of sync or shard a job has."""
+"""Makes the strategy that trains a job. Only this module looks at the kind of sync or shard that a job has."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ Report = Callable[..., object]
 
 
 class JobModel(Protocol):
-    """A job's model before the run: whole, or still to be cut. Makes the strategy that trains it."""
+    """A job's model before the run: whole, or still to be sharded. Makes the strategy that trains it."""
 
     @property
     def task(self) -> Task: ...
 
     @property
     def parameter_counts(self) -> Mapping[str, int]:
-        """How many numbers it has, and how many of them may change, where that is known before the first view."""
+        """The numbers of parameters and of trainable ones; empty if they are unknown before the first view."""
 
     def make_strategy(self, context: StepContext) -> Strategy: ...
 
@@ -69,7 +69,7 @@ def wanted_device(job: Job) -> str:
 def build_model(
     job: Job, example: Batch, device: torch.device, *, steps: int, steps_per_epoch: int, report: Report
 ) -> JobModel:
-    """The model of a run of so many steps, at step 0."""
+    """The job's model at step 0 of a run of `steps` steps."""
     if not isinstance(job.shard, NoShardingConfig):
         return ShardedJobModel(make_replica_builder(job, example, steps=steps, steps_per_epoch=steps_per_epoch))
     task, replica = build_replica(job, device, steps=steps, steps_per_epoch=steps_per_epoch, report=report)
@@ -80,7 +80,7 @@ def build_model(
 
 
 def sync_schedule_of(job: Job) -> SyncSchedule:
-    """When lanes agree: after every step, if they do not train by themselves."""
+    """When lanes sync: after every step, unless the job uses local SGD."""
     return (
         SyncSchedule(job.sync.every, job.sync.rounds_per_sync)
         if isinstance(job.sync, LocalSgdSyncConfig)
@@ -127,7 +127,7 @@ class WholeJobModel:
         return ReplicatedStrategy(context, self.replica, group=group, sync=sync)
 
     def _lanes_sync(self, group: ViewGroup, context: StepContext) -> tuple[GradientSync, MakeFragmentAllReduce]:
-        """With the job's codec or none; and what sends fragments of the parameters in the same way."""
+        """The sync with the job's codec, if any; and a maker of the same all-reduce for fragments."""
         lanes, replica, codec, peers = self.job.lane_count, self.replica, _codec_of(self.job), context.peers
         on_total = peers.state_publisher.publish_total
         if codec is None:
@@ -166,7 +166,7 @@ class WholeJobModel:
 def build_replica(
     job: Job, device: torch.device, *, steps: int, steps_per_epoch: int, report: Report
 ) -> tuple[Task, Replica]:
-    """The whole weights at step 0: a pure function of the job."""
+    """The task, and the whole replica at step 0: a pure function of the job."""
     rng = LaneRng(device)
     rng.seed_all(job.seed, seeds.MODEL)
     task = build_task(job)
@@ -193,7 +193,7 @@ def build_replica(
 
 
 def _check_tables(job: Job, replica: Replica) -> None:
-    """Sparse tables live on servers."""
+    """Raise an error if the job cannot train sparse tables: they live on servers, and are not encoded."""
     if replica.tables and job.sync.kind not in ("server", "auto"):
         raise error("SH418", f"the model has sparse tables, and the job has `sync: {job.sync.kind}`", where="sync")
     if replica.tables and job.codec.kind != "none":

@@ -20,9 +20,8 @@ from shoal.strategies.sync_defaults import NO_SAMPLES, OnTotal, SyncDefaults
 
 
 class OrderedAllReduceSync(SyncDefaults):
-    """With one worker that carries all lanes there is nobody to talk to: the tree is complete as it is. Memory for the
-    exchange is made at the first step that needs it and kept over views.
-    """
+    """A single worker that carries all lanes has no peers: its tree is complete as it is. Memory for the exchange is
+    allocated at the first step that needs it and kept over views."""
 
     exact = True
 
@@ -68,7 +67,7 @@ class OrderedAllReduceSync(SyncDefaults):
         return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s)
 
     def _make_allreduce(self, mesh: Mesh, held: HeldWeights, step: int) -> OrderedAllReduce:
-        """The first step of a view: meet in memory."""
+        """Called at the first step of a view."""
         assert self._group.view is not None
         plan = AllReducePlan.of(self._group.view.carries, self._lanes, FlatLayout(held.sum_template()))
         arena = self._shared_memory_of(plan.shared_memory_bytes(mesh.seat))

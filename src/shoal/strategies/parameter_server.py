@@ -1,7 +1,7 @@
-"""Training against parameter servers: `sync: server`. One number decides how workers wait for each other.
+"""Training against parameter servers: `sync: server`. `staleness` decides how workers wait for each other.
 
-`staleness` 0: as with `lanes`, the sum of all lanes is applied once per step, and gives the same bits. k: every lane
-pushes for itself, and none gets more than k steps ahead of the slowest. Infinite: nobody waits for anybody.
+Staleness 0: as with `lanes`, the sum of all lanes is applied once per step, and gives the same bits. Staleness k: every
+lane pushes on its own, and none gets more than k steps ahead of the slowest. Infinite: no lane waits for another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shoal.strategies.replicated import ReplicatedStrategy
 
 
 class ParameterServerStrategy(ReplicatedStrategy):
-    """See Strategy. Servers hold the state; the replica has the values of the last commit, and the rest when it is
-    saved. The driver hears from the strategy where parameters may be cut, and says which server holds which chunk."""
+    """See Strategy. Servers hold the state. The replica has the values of the last commit, and gets the rest when it is
+    saved. The strategy tells the driver where parameters may be cut; the driver says which server holds which chunk."""
 
     def __init__(
         self, context: StepContext, replica: Replica, *, group: ViewGroup, server_sync: ParameterServerSync
@@ -35,11 +35,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
         return self._servers.first_step(step, self._lanes)
 
     def follow(self, view: View, seat: int) -> Iterator[bool]:
-        """What changes the weights never comes to a worker: there is nothing to follow."""
+        """There is nothing to follow: servers apply the updates, and workers never see them."""
         yield from ()
 
     def _lanes_to_compute(self, step: int) -> Sequence[int]:
-        """A lane that went ahead in another view does not do its part of a step again."""
+        """Leave out lanes that have already pushed this step in an earlier view."""
         return [lane for lane in self._lanes if self._servers.needs_lane(step, lane)]
 
     def _lane_weight(self, lane: int, size: int, total: int) -> float:
@@ -74,5 +74,5 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
 
 def _combined_sha256(sha256: str, rows_sha256: str) -> str:
-    """Of what the replica has, and of what it has not: rows of sparse tables."""
+    """Combine the digest of the replica with that of the sparse rows, which the replica does not hold."""
     return hashlib.sha256(f"{sha256} {rows_sha256}".encode()).hexdigest()

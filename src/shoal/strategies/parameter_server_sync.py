@@ -1,6 +1,6 @@
-"""One replica and the parameter servers that hold its state: enter a view, push, pull, and bring the rest for a save.
+"""One replica and the parameter servers that hold its state: enter a view, push, pull, and fetch the rest for a save.
 
-Parameters, optimizer state and buffers live on the servers. A worker has a copy of the values, and brings the rest
+Parameters, optimizer state and buffers live on the servers. A worker has a copy of the values, and fetches the rest
 only to save it.
 """
 
@@ -43,15 +43,15 @@ from shoal.strategies.base import HeldWeights
 
 
 class SeparateLanes(TreeSum[LaneSum]):
-    """Lanes that are not added up: each goes its own way."""
+    """Lanes that are not added up: each is pushed on its own."""
 
     def push(self, node: Node, value: LaneSum | None) -> None:
         self._nodes[node] = value
 
 
 class ParameterServerSync:
-    """The driver must know `chunk_offsets` to place chunks on servers; its answer comes through `set_chunk_table`. See
-    the strategy for `staleness`. Belongs to the training thread but for `set_chunk_table` and `moved_bytes`."""
+    """The driver needs `chunk_offsets` to place chunks on servers; its answer comes through `set_chunk_table`. See
+    `parameter_server` for `staleness`. Belongs to the training thread, except `set_chunk_table` and `moved_bytes`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ParameterServerSync:
         self._shared_memory: SharedMemory | None = None
         self._values: ByteBuffer | None = None
         self._spare_values: ByteBuffer | None = None
-        """Two stretches for values: new ones come into one while the replica's parameters lie in the other."""
+        """The second buffer for values: new values arrive in one while the replica's parameters lie in the other."""
         self._nodes: list[Node] = []
         self._partials: CopiedPush | ZeroCopyPush | None = None
         self._encoded_lanes: list[Tensor] = []
@@ -82,9 +82,9 @@ class ParameterServerSync:
         self._clocks: list[int] = []
         self._shares: dict[int, float] = {}
         self._loaded_step: int | None = 0
-        """The step at which the replica has all from a checkpoint or the job's start, and servers should have it."""
+        """The step at which the replica holds a whole state, of a checkpoint or the job's start, for the servers."""
         self._pulled_step: int | None = None
-        """The step at which it was brought back from them."""
+        """The step at which the replica got its whole state from the servers."""
         self._chunk_clocks: Tensor | None = None
         self._sent_bytes = 0
         self._sparse_client = SparseClient(
@@ -94,7 +94,7 @@ class ParameterServerSync:
     # ---- tables and views ----
 
     def set_chunk_table(self, chunk_table: ChunkTable) -> None:
-        """From any thread: who holds what from now on."""
+        """Set which server holds which chunk. May be called from any thread."""
         self._client.set_chunk_table(chunk_table)
 
     @property
@@ -127,7 +127,7 @@ class ParameterServerSync:
         return None
 
     def _allocate_buffers(self, partials: int) -> None:
-        """Stretches for what is pushed, in memory that servers on this host can read, and for what comes back."""
+        """Allocate buffers for pushes, in memory that servers on this host can read, and for the values they send."""
         layout = self._replica.layout
         size = self._push_codec.encoded_layout.lane_bytes if self._push_codec else layout.size_bytes
         if self._shared_memory is None or self._shared_memory.size_bytes < partials * size:
@@ -144,7 +144,7 @@ class ParameterServerSync:
             self._partials = ZeroCopyPush(layout, memory, partials)
 
     def _write_push(self, index: int, value: LaneSum) -> None:
-        """Ready to be sent."""
+        """Write a sum into its push buffer."""
         if self._push_codec:
             self._push_codec.encode(self._nodes[index][1], value, self._encoded_lanes[index])
         else:
@@ -169,12 +169,12 @@ class ParameterServerSync:
         }
 
     def _plan_restore(self, found: list[dict[str, Any]], step: int) -> Request | None:
-        """Do the servers hold what this view goes on from? If not, what to do about it."""
+        """Do the servers hold the state that this view starts from? If not, returns the request that sets it."""
         good = all(status.get("set") for status in found)
         if self.exact:
             good = good and all(s.get("low", step) >= step and s.get("high", step) <= step + 1 for s in found)
         elif self._loaded_step == step:
-            good = False  # they may be ahead of the checkpoint that counts again
+            good = False  # servers may be ahead of the checkpoint that was loaded
         if good:
             return None
         if step not in (self._loaded_step, self._pulled_step):
@@ -190,11 +190,11 @@ class ParameterServerSync:
         return state_format.pack_state(state)
 
     def first_step(self, step: int, lanes: Sequence[int]) -> int:
-        """Where a worker goes on that carries these lanes."""
+        """The step at which a worker that carries these lanes continues."""
         return min((self._clocks[lane] for lane in lanes), default=step) if not self.exact else step
 
     def needs_lane(self, step: int, lane: int) -> bool:
-        """Is this lane's part of the step still to be done?"""
+        """Must this lane still be pushed for this step?"""
         return self.exact or self._clocks[lane] <= step
 
     # ---- steps ----
@@ -203,7 +203,8 @@ class ParameterServerSync:
         return TreeSum(self._lanes, add) if self.exact and not self._push_codec else SeparateLanes(self._lanes, add)
 
     def lane_weight(self, lane: int, size: int, total: int) -> float:
-        """The part of the step's samples; a lane that goes its own way counts for itself, and moves as much less."""
+        """The lane's share of the step's samples. A lane that is pushed on its own has weight 1, and the servers scale
+        its update by its share instead."""
         self._shares[lane] = size / total
         return size / total if self.exact else 1.0
 
@@ -215,7 +216,7 @@ class ParameterServerSync:
     def commit(
         self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
     ) -> Committed | Discarded:
-        """Push the sums and take the values that servers made of them. `held` is the replica that it was made with."""
+        """Push the sums and adopt the values that servers compute from them. `held` must be the replica."""
         if self._group.broken:
             return Discarded(self._group.broken)
         client, replica = self._client, self._replica
@@ -307,7 +308,7 @@ class ParameterServerSync:
         return self._adopt_values(replica, step, LaneSum(total.grads, total.float_buffers, total.int_buffers, mean))
 
     def _adopt_values(self, replica: Replica, step: int, total: LaneSum) -> Tensor:
-        """The values that came, as the replica's; where it can, it takes them where they lie."""
+        """Make the received values the replica's parameters, without a copy if it can adopt their storage."""
         assert self._values is not None
         if replica.adopt_storage(total.grads):
             self._values, self._spare_values = (
@@ -319,13 +320,13 @@ class ParameterServerSync:
         return replica.finish_step(step, total)
 
     def _hyperparameters(self, replica: Replica) -> bytes:
-        value = replica.clipping.value if self.exact else None  # a lane's own gradient is clipped before it goes
+        value = replica.clipping.value if self.exact else None  # without `exact`, a lane is clipped before its push
         return json.dumps({"groups": _group_options(replica), "clip_value": value}).encode()
 
     # ---- what servers hold ----
 
     def barrier(self, replica: Replica, step: int) -> Discarded | None:
-        """Before all look at the weights together: everybody has come so far, and has the same."""
+        """Wait until every member has reached this step, and pull the same values, before all evaluate together."""
         if self.exact:
             return None
         came = self._group.gather(Channel.BARRIER.label(step), b"")
@@ -338,7 +339,7 @@ class ParameterServerSync:
         return None
 
     def _pull(self, replica: Replica) -> None:
-        """The values as they are now."""
+        """Copy the present values from the servers into the replica."""
         assert self._values is not None
         self._client.run(Pull(replica.layout, self._values))
         values = replica.layout.views(self._values.tensor)
@@ -346,11 +347,11 @@ class ParameterServerSync:
         replica.moving_buffers.assign(values.float_buffers, values.int_buffers)
 
     def pull_state(self, replica: Replica, step: int) -> Discarded | None:
-        """Bring into the replica what servers hold of it, so that it can be saved."""
+        """Fetch the state that servers hold into the replica, so that it can be saved."""
         if step in (self._loaded_step, self._pulled_step):
             return None
         pull = PullState()
-        while not pull.is_complete(len(self.chunk_offsets) - 1):  # if the table changed on the way, some overlap
+        while not pull.is_complete(len(self.chunk_offsets) - 1):  # chunks overlap if the table changed on the way
             pull = PullState()
             try:
                 self._client.run(pull)
@@ -386,7 +387,7 @@ class ParameterServerSync:
     def load_state(self, step: int, state: dict[str, Any]) -> None:
         self._loaded_step = step
         self._sparse_client.saved = [RowBlob.from_description(one) for one in state.get("rows", [])]
-        self._chunk_clocks = state.get("clocks")  # of another kind of sync: all lanes are where the replica is
+        self._chunk_clocks = state.get("clocks")  # another kind of sync saves none: all lanes are at the replica's step
         if self._push_codec:
             self._push_codec.load_state(step, state)
 
@@ -408,6 +409,6 @@ class ParameterServerSync:
 
 
 def _group_options(replica: Replica) -> list[dict[str, Any]]:
-    """The options of the optimizer's groups, fit for JSON."""
+    """The options of the optimizer's parameter groups, as JSON values."""
     kept = [{k: v for k, v in group.items() if k != "initial_lr"} for group in group_hyperparameters(replica.optimizer)]
     return [{k: float(v) if isinstance(v, Tensor) else v for k, v in group.items()} for group in kept]

@@ -1,4 +1,4 @@
-"""Every worker holds a whole replica; the sum of all lanes is agreed on once per step: `sync: lanes` and `sync: ddp`.
+"""Every worker holds a whole replica, and all agree on the sum of all lanes once per step: `sync: lanes`, `sync: ddp`.
 
 Local SGD and the parameter server hold replicas in the same way, and differ in how they compute and agree.
 """
@@ -35,7 +35,7 @@ STATE_SPARE_BYTES = 1 << 28
 
 
 class ReplicatedStrategy:
-    """See Strategy. `held` is what the sync updates: the replica itself, or more around it."""
+    """See Strategy. `held` is what the sync updates: the replica itself, or a wrapper around it."""
 
     is_saved = False
 
@@ -90,11 +90,11 @@ class ReplicatedStrategy:
         return None
 
     def _first_step(self, step: int) -> int:
-        """Where this worker goes on, in a view that was entered at this step."""
+        """The step at which this worker continues, in a view that was entered at `step`."""
         return step
 
     def _fetch_missing(self, view: View, seat: int) -> Discarded | None:
-        """From the memory of the view's source: what is missing of the stream that was followed, or the whole state."""
+        """Get the missing state from the view's source: the rest of the followed stream, or the whole state."""
         if view.source in (None, seat):
             return Discarded("it stands at another place than it said")
         began = time.perf_counter()
@@ -142,7 +142,7 @@ class ReplicatedStrategy:
             raise LinkError(f"an entry of the kind {kind!r}")
 
     def _drop_uncommitted(self) -> None:
-        """Stay at the last commit; totals are commits."""
+        """Go back to the last commit. There is nothing to undo: every streamed total is a commit."""
 
     # ---- steps ----
 
@@ -163,11 +163,11 @@ class ReplicatedStrategy:
         return outcome
 
     def _next_step(self, step: int) -> int:
-        """Where a commit leads that begins at this step."""
+        """The step to which a commit leads that begins at `step`."""
         return step + 1
 
     def _compute(self, sums: TreeSum[LaneSum], must_halt: Callable[[], bool]) -> bool:
-        """The lanes of this worker, in order."""
+        """Compute the lanes of this worker, in order. Returns whether this worker must halt."""
         halt = must_halt()
         context, step, clock = self._context, self._progress.step, time.perf_counter
         activity, stats = context.activity, context.stats
@@ -195,7 +195,7 @@ class ReplicatedStrategy:
         return self._lanes
 
     def _lane_weight(self, lane: int, size: int, total: int) -> float:
-        """How much the mean of a lane counts that has so many of the step's samples."""
+        """The weight of a lane's mean, for `size` of the step's `total` samples."""
         return size / total
 
     def _forward_backward(self, lane: int, batch: Any, weight: float, sink: GradientSink | None) -> LaneSum:
@@ -204,7 +204,7 @@ class ReplicatedStrategy:
             return self._replica.forward_backward(step, lane, self._to_device(batch), share=weight, sink=sink)
 
     def _to_device(self, batch: Any) -> Any:
-        """Batches are made on the CPU."""
+        """Move a batch to the replica's device: batches are made on the CPU."""
         device = self._replica.device
         return batch if device.type == "cpu" else batch.to(device)
 
@@ -233,7 +233,7 @@ class ReplicatedStrategy:
             return Discarded(str(failure))
 
     def _agree_on_weights(self) -> Discarded | None:
-        """Before all members look at the weights together: everybody has come so far, and has the same."""
+        """Wait until all members have the same weights, before they evaluate together."""
         return None
 
     def adopt_metrics(self, metrics: Metrics, monitored: float | None) -> None:
@@ -257,7 +257,7 @@ class ReplicatedStrategy:
     def _save(self, *, force: bool) -> None:
         context, step = self._context, self._progress.step
         context.activity.begin("saving", step)
-        with contextlib.suppress(LinkError):  # then the next step finds out, and a new view follows
+        with contextlib.suppress(LinkError):  # the next step notices the lost member, and a new view follows
             context.store.maybe_save(
                 step,
                 self._checkpoint_state,
@@ -267,24 +267,24 @@ class ReplicatedStrategy:
             )
 
     def _external_blobs(self) -> Callable[[], Mapping[str, int]] | None:
-        """What other processes have written for the checkpoint, with sizes in bytes, if they do."""
+        """Lists blobs that other processes wrote for the checkpoint, with sizes in bytes. None if they never do."""
         return None
 
     def state(self) -> State | None:
         return self._held.state()
 
     def _peer_state(self) -> State:
-        """For another worker: after loading it, that worker goes on as this one would."""
+        """The state for another worker. After loading it, that worker continues as this one would."""
         return whole_state(self._held.state(), self._progress.state(), None)
 
     def _checkpoint_state(self) -> State:
-        """With what only the members together have, or servers. LinkError if that cannot be had."""
+        """The state with what other members or servers hold. LinkError if they cannot be reached."""
         if discarded := self._complete_replica():
             raise LinkError(discarded.why)
         return whole_state(self._held.state(), self._progress.state(), self._sync.state())
 
     def _complete_replica(self) -> Discarded | None:
-        """Bring into the replica what is held elsewhere, so that it can be saved."""
+        """Fetch into the replica what is held elsewhere, so that it can be saved."""
         return None
 
     def restore(self) -> int | None:
@@ -297,7 +297,7 @@ class ReplicatedStrategy:
         return int(manifest.step)
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        """Of one process, or of many that held the model together."""
+        """Load the state of one process, or of several that held shards of the model."""
         self._context.peers.state_publisher.drop_subscribers()
         if is_sharded(state):
             load_unsharded(self._replica, open_pieces(self._context.store.files, state))
@@ -310,7 +310,7 @@ class ReplicatedStrategy:
 
     @property
     def _max_state_bytes(self) -> int:
-        """What a peer may send at once."""
+        """The most bytes that a peer may send at once."""
         size: int = sum(t.numel() * t.element_size() for t in self._replica.model.state_dict().values())
         return MAX_STATE_TO_MODEL_RATIO * size + STATE_SPARE_BYTES
 
@@ -331,7 +331,7 @@ class ReplicatedStrategy:
         return ended if isinstance(ended, Discarded) and not self._leads else None
 
     def _final_model(self) -> FinalModel | Discarded:
-        """The last commit, complete and saved."""
+        """Save the last commit. Returns its complete model."""
         self._save(force=True)
         model = self._replica.model
         return FinalModel(

@@ -45,13 +45,13 @@ from shoal.strategies.sharded_compute import ShardedCompute
 from shoal.strategies.step import attempt_step
 
 BACKUP_HEADROOM_FACTOR = 10
-"""What must be free for a backup, in multiples of the parameters that it trains: values, a gradient, two averages and
-some room; and as much again, since what the worker trains itself may not have all of that yet."""
+"""Free memory that a backup needs, as a multiple of its trainable parameters: values, a gradient, two moments and some
+spare room. It is doubled, because the worker's own training may not have allocated all of that yet."""
 
 
 class ShardedStrategy:
-    """See Strategy. There is no replica before the first view. Members that enter one find out what they go on from,
-    from memory or a checkpoint, and each comes to hold a part of it. A save takes all members."""
+    """See Strategy. There is no replica before the first view. Members that enter a view agree on the state to continue
+    from, in memory or in a checkpoint, and each loads its shard. A save takes all members."""
 
     traits = Traits(exact=False, lockstep=True)
 
@@ -88,7 +88,7 @@ class ShardedStrategy:
     # ---- entering a view ----
 
     def enter(self, view: View, seat: int) -> Discarded | None:
-        """Meet the others, find out what we go on from, and come to hold a part of it."""
+        """Connect to the other members, agree on the state to continue from, and load this member's shard."""
         if discarded := self._sync.reconfigure(view, seat):
             return discarded
         began = time.perf_counter()
@@ -105,11 +105,11 @@ class ShardedStrategy:
         return None
 
     def restore(self) -> int | None:
-        """Members restore together, in `enter`."""
+        """Does nothing: members restore together in `enter`."""
         return None
 
     def follow(self, view: View, seat: int) -> Iterator[bool]:
-        """A part comes from the memory of other members, in `enter`."""
+        """There is nothing to follow: a shard comes from the memory of other members, in `enter`."""
         yield from ()
 
     def _restore_together(self, view: View, seat: int, began: float) -> None:
@@ -140,7 +140,7 @@ class ShardedStrategy:
             self._context.report(kind, recovery_s=seconds, **fields)
 
     def _describe_held(self, view: View, seat: int) -> dict[str, Any]:
-        """What this member brings, for all the others."""
+        """What this member holds, for all other members to see."""
         progress, replica, pending = self._progress, self._held, self._sync.voted_step
         row: dict[str, Any] = {"saves": view.saver == seat, "saved": [], "holding": {}}
         if view.saver == seat:
@@ -160,12 +160,12 @@ class ShardedStrategy:
         return row
 
     def _shards_in_memory(self) -> dict[int, dict[str, Tensor]]:
-        """Parts in my memory: my own, and my neighbour's if I keep a copy of it."""
+        """The shards in this worker's memory: its own, and the backup of its neighbour's, if any."""
         mirror, own = self._sync.backup, self._replica.sharded_model.mesh.shard_rank
         return ({mirror.shard_rank: mirror.all_tensors()} if mirror else {}) | {own: self._replica.all_tensors()}
 
     def _shared_state(self) -> dict[str, Any]:
-        """What all members have alike."""
+        """The state that is the same on all members."""
         replica = self._replica
         return {
             **replica.state(),
@@ -179,7 +179,7 @@ class ShardedStrategy:
             raise LinkError(told.why)
         return {seat: unpack_state(one) for seat, one in told.items()}
 
-    # ---- what it goes on from ----
+    # ---- the state to continue from ----
 
     def _restore_from_memory(
         self,
@@ -190,7 +190,7 @@ class ShardedStrategy:
     ) -> None:
         common = by_rank[point.metadata_rank]["common"]
         if not can_reach(held_shards[rank], point.step, point.view):
-            self._sync.backup = None  # of an older step
+            self._sync.backup = None  # it is of an older step
         elif held_shards[rank].step != point.step:
             self._apply_pending_step()
         kept = self._shards_in_memory() if self._progress.has_state else {}
@@ -209,12 +209,12 @@ class ShardedStrategy:
         self._load_shared_state(common)
 
     def _apply_pending_step(self) -> None:
-        """The step that this member voted for counted elsewhere: so it counts here."""
+        """Commit the step that this member voted for, because another member has committed it."""
         loss = self._sync.commit_voted(self._replica)
         self._progress.record_commit(Committed(loss), step=self._progress.step + 1, lr=self.lr)
 
     def _restore_from_checkpoints(self, steps: Sequence[int], view: View, seat: int) -> int | None:
-        """The first of these of which everybody can read its part; None if there is none."""
+        """Load the first of these checkpoints that all members can read. Returns its step, or None if there is none."""
         for number, step in enumerate(steps):
             why = ""
             try:
@@ -230,7 +230,7 @@ class ShardedStrategy:
         return None
 
     def _restore_from_checkpoint(self, step: int) -> None:
-        """In whatever layout it was written. No member reads more than its part, or one tensor at a time."""
+        """Load a checkpoint of any layout. No member reads more than its own shard, or one tensor at a time."""
         self._release()
         shared = SharedSections.load(self._context.store, step)
         replica = self._build_replica(shared.layout)
@@ -250,8 +250,9 @@ class ShardedStrategy:
         self._progress.load_state(copy.deepcopy(self._initial_progress))
 
     def _make_backup(self, view: View) -> None:
-        """Of a neighbour's part, if nobody else has it, and everybody has room for that. Until it is there the old one
-        stays: who has just got its part from that may die."""
+        """Keep a live backup of the next rank's shard, if no other replica has it and all ranks have enough free
+        memory. Keep the previous backup until the new one is complete, because the rank that was just restored from it
+        may die again."""
         replica, shard, old = self._replica, self._builder.job.shard, self._sync.backup
         mesh = replica.sharded_model.mesh
         if mesh.replicas > 1 or isinstance(shard, NoShardingConfig) or shard.mirror is False:
@@ -275,7 +276,7 @@ class ShardedStrategy:
         )
 
     def _release(self) -> None:
-        """Free what will not be needed, before new memory is taken."""
+        """Free the replica and the backup before new memory is allocated."""
         self._progress.has_state, self._sync.backup, self._held = False, None, None
 
     def _build_replica(self, layout: ShardLayout | None) -> ShardedReplica:
@@ -298,7 +299,7 @@ class ShardedStrategy:
         return replica
 
     def _why_not_exact(self, replica: ShardedReplica) -> str:
-        """Why the result is another than that of one process, and not only added in another order; or ''."""
+        """Why the result differs from that of one process by more than the order of additions; or ''."""
         shard = self._builder.job.shard
         if not isinstance(shard, PipelineParallelConfig) or shard.microbatches == 1:
             return ""
@@ -340,11 +341,11 @@ class ShardedStrategy:
         self._save_together(force=force)
 
     def save_alone(self) -> None:
-        """Alone it cannot, and what could be saved was."""
+        """Does nothing: a save takes all members."""
 
     def _save_together(self, *, force: bool) -> Discarded | None:
-        """All members at once, if it is time: each writes what it answers for, and one writes the manifest. Discarded
-        if a member is lost: the next step finds that out too, and a new view follows."""
+        """Save with all members, if it is time: each writes its own pieces, and the leader writes the manifest.
+        Discarded if a member is lost: the next step notices that too, and a new view follows."""
         context, step, metric = self._context, self._progress.step, self._progress.monitored_value
         done = self._last_save is not None and self._last_save[0] == step and metric in (None, self._last_save[1])
         if done or not (force or self._sync.save_requested):
@@ -366,8 +367,8 @@ class ShardedStrategy:
         return self._progress.has_state and self._checkpointed_step == self._progress.step
 
     def leave_view(self) -> Discarded | None:
-        """Before members part at a boundary all save, and stay until that is done: a member that leaves takes nothing
-        along that others do not have. If the save failed, the driver hears of that."""
+        """Save before members leave at a boundary, and wait until the save is complete: then the others have everything
+        that a leaving member holds. If the save failed, `is_saved` shows it to the driver."""
         step = self._progress.step
         if discarded := self._save_together(force=True):
             return discarded
@@ -386,13 +387,13 @@ class ShardedStrategy:
         return None
 
     def hand_over(self, given_up: Callable[[], bool]) -> None:
-        """What it holds was saved, and neighbours may have a backup."""
+        """Does nothing: the state was saved, and neighbours may have a backup."""
 
     def state(self) -> State | None:
         return None
 
     def _gather_state(self) -> State:
-        """The state, of which others have written their parts."""
+        """The checkpoint's state, after all members have written their pieces."""
         told = self._write_own_pieces()
         for content in told.values():
             if content["why"]:
@@ -402,7 +403,7 @@ class ShardedStrategy:
         return sharded_state(self._shared_state(), self._piece_records, self._replica.state_dict_names())
 
     def _write_own_pieces(self) -> dict[int, Any]:
-        """This member's part, once the member that leads keeps it from being swept away; what all have written."""
+        """Write this member's pieces, once the leader protects them from the sweep. Returns what each member wrote."""
         step = self._progress.step
         self._gather(Channel.SAVE_BEGIN, step, {})
         rows: list[PieceRecord] = []
@@ -431,7 +432,7 @@ class ShardedStrategy:
         return ended if isinstance(ended, Discarded) and not self._leads else None
 
     def _final_model(self) -> FinalModel:
-        """Of the last save, whole, tensor by tensor."""
+        """The whole model of the last save, assembled tensor by tensor."""
         names = {name: f"/model/{first}" for name, first in self._replica.state_dict_names().items()}
         weights = AssembledTensors(SavedPieces(self._context.store.files, self._piece_records), names)
 
@@ -441,7 +442,7 @@ class ShardedStrategy:
         return FinalModel(weights_sha256(weights), self._state_sha256(), export)
 
     def _state_sha256(self) -> str:
-        """Of all that was saved last; the same in every layout."""
+        """The digest of the whole last save; the same in every layout."""
         saved = SavedPieces(self._context.store.files, self._piece_records)
         settings = json.dumps(self._replica.state(), sort_keys=True, default=str)
         tensors = weights_sha256(AssembledTensors(saved, {name: name for name in saved.names()}))

@@ -1,9 +1,9 @@
-"""Members that hold a model together, in rows, and agree across rows: for `shard`.
+"""The commit of `shard`: the members of a replica hold a model together, and replicas agree on the gradients.
 
-Within a row, torch moves activations, parameters and gradients as the model runs; across rows, members of the same
-part add up what their rows found. A step counts in two phases: when a member has all that its update needs, it votes;
-when it has seen every vote, it updates. So if one has updated, all others can, even where a death kept votes from
-them: nobody ever holds a part of one step beside a part of another.
+Within a replica, torch moves activations, parameters and gradients as the model runs. Across replicas, members with the
+same shard add up their gradients. A step commits in two phases: a member votes when it has everything that its update
+needs, and updates when it has seen every vote. So if one member has updated, all others can, even if a death kept votes
+from them. Members never hold shards of different steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLL_S = 0.05
 
 
 class VotedStep(NamedTuple):
-    """A step that this member has voted for in a view, without having seen all votes."""
+    """A step that this member has voted for in a view without having seen all votes."""
 
     view: int
     step: int
@@ -43,9 +43,9 @@ class VotedStep(NamedTuple):
 
 
 class ShardedSync:
-    """Belongs to the training thread. `wants_save(step)` says before a commit whether that step should be saved;
-    `save_requested`, after it, whether any member said so. `last_committed_view` is the view in which the last step
-    counted, wherever this member has it from."""
+    """Belongs to the training thread. `wants_save(step)` says before a commit whether this member wants that step
+    saved; `save_requested` says after it whether any member did. `last_committed_view` is the view in which the last
+    step was committed, also if this member got that step from another one."""
 
     def __init__(self, replica_size: int, group: ViewGroup) -> None:
         self.shard_mesh: ShardMesh | None = None
@@ -93,7 +93,7 @@ class ShardedSync:
 
     @contextlib.contextmanager
     def _shutting_down_on_abort(self) -> Iterator[None]:
-        """Connections come into being one by one: an abort must find those, too, that are made after it."""
+        """Shut down all sockets on an abort, also those that are made after it: connections are made one by one."""
         wires, done = GlooSockets(), threading.Event()
         self._sockets = wires
 
@@ -119,7 +119,7 @@ class ShardedSync:
 
     @contextlib.contextmanager
     def as_link_errors(self) -> Iterator[None]:
-        """Around all that may wait for other members. If one is lost that is a LinkError, and the rest learn of it."""
+        """Wraps what may wait for other members: a lost member becomes a LinkError, and the others notice."""
         try:
             yield
         except ShoalError:
@@ -136,14 +136,14 @@ class ShardedSync:
             raise LinkError(self._group.broken or text.splitlines()[0]) from failure
 
     def discard(self, failure: LinkError) -> Discarded:
-        """It failed, and nothing more comes of this view."""
+        """Turn a failure into Discarded, and end this view."""
         self._shut_down_sockets()
         return Discarded(self._group.broken) if self._group.broken else self._group.discard(failure)
 
     # ---- steps ----
 
     def begin_step(self) -> TreeSum[LaneSum]:
-        """Of this row's turns."""
+        """A tree over the passes of this replica."""
         return TreeSum(self.passes_per_step, add)
 
     def commit(
@@ -180,7 +180,7 @@ class ShardedSync:
         return Committed(loss, self._newly_sent_bytes(), halting, waited_s=met - agreed, exchange_s=agreed - began)
 
     def commit_voted(self, replica: ShardedReplica) -> Tensor:
-        """The step that this member has voted for counts. Returns its loss."""
+        """Commit the step that this member has voted for. Returns its loss."""
         assert self.voted_step is not None
         (self.last_committed_view, step, total), self.voted_step = self.voted_step, None
         if self.backup:
@@ -218,5 +218,5 @@ class ShardedSync:
 
 
 def _passes_per_step(view: View, replica_size: int, replica: int) -> int:
-    """How often the members of a row run the model in a step."""
+    """How often the members of a replica run the model in a step."""
     return max(len(view.carries[seat]) for seat, rank in view.places.items() if rank // replica_size == replica)

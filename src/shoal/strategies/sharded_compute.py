@@ -1,4 +1,4 @@
-"""What the members of a sharded model compute: they run it at the same time, equally often."""
+"""What the members of a sharded model compute. They run the model at the same time, equally often."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shoal.tasks.metrics import merge_lanes
 from shoal.tasks.user_errors import wrap_user_errors
 
 LOCKSTEP_PHASE = "together"
-"""A worker's activity: one slow member makes all members of its replica slow, and nobody can tell from outside which
-one it is."""
+"""The activity phase of a worker in a pass: one slow member slows down all members of its replica, and it does not show
+from outside which one it is."""
 
 
 class ShardedCompute:
@@ -42,13 +42,13 @@ class ShardedCompute:
     def run_lanes(
         self, replica: ShardedReplica, lanes: Sequence[int], sums: TreeSum[LaneSum], must_halt: Callable[[], bool]
     ) -> bool:
-        """One lane after the other. A member that has no lane at a pass, or one without samples, runs the model all the
-        same, for the others of its replica; that does not count. LinkError if one of them is lost. Returns whether this
-        worker must halt."""
+        """Run this member's lanes one after the other. A member without a lane in a pass, or whose lane has no samples,
+        still runs the model with weight 0: the other members of its replica need it in the collectives. LinkError if a
+        member is lost. Returns whether this worker must halt."""
         context, step, clock = self._context, self._context.progress.step, time.perf_counter
         halt, total = must_halt(), context.sampler.batch_samples(step)
         mesh = replica.sharded_model.mesh
-        counts_samples = mesh.shard_rank == 0 or not replica.sharded_model.shares_lane  # of a shared lane, one does
+        counts_samples = mesh.shard_rank == 0 or not replica.sharded_model.shares_lane  # one counts a shared lane
         for index in range(self._sync.passes_per_step):
             t0 = clock()
             lane = lanes[index] if index < len(lanes) else None
@@ -76,7 +76,7 @@ class ShardedCompute:
     def evaluate(
         self, replica: ShardedReplica, split: DatasetSplit, view: View, lanes: Sequence[int]
     ) -> Metrics | Discarded:
-        """All of a part of the data, by all members. LinkError if one is lost."""
+        """Evaluate a whole split, together with all members. LinkError if a member is lost."""
         evaluator, step = self._context.evaluator, self._context.progress.step
         self._context.activity.begin(LOCKSTEP_PHASE, step)
         mesh = replica.sharded_model.mesh
@@ -85,7 +85,7 @@ class ShardedCompute:
         passes = max(len(evaluator.chunks_of(split, view.carries[seat])) for seat in row)
         has_output = (
             not replica.sharded_model.shares_lane or mesh.shard_rank == mesh.replica_size - 1
-        )  # the end of a pipeline
+        )  # the last stage of a pipeline
         with self._sync.as_link_errors():
             found = evaluator.accumulate_in_lockstep(
                 replica,
@@ -122,7 +122,7 @@ class ShardedCompute:
             raise LinkError("asked to stop")
 
     def _evaluate_batch(self, replica: ShardedReplica, batch: Batch, doing: str) -> tuple[Any, Any]:
-        """Loss and predictions. In a pipeline the model can be called once at a time."""
+        """Loss and predictions. A pipeline runs the model once for each, unless the task computes both in one pass."""
         task, sharded_model = self._context.task, replica.sharded_model
         with wrap_user_errors("SH401", doing), self._sync.as_link_errors(), replica.autocast_context():
             if sharded_model.shares_lane and not task.evaluates_in_one_pass:

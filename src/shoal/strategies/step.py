@@ -1,4 +1,4 @@
-"""One attempt at a step, as every strategy makes it: compute, commit, and undo what did not count."""
+"""One attempt at a step, as every strategy makes it: compute, commit, and undo if it is discarded."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def attempt_step(
     commit: Callable[[bool], Committed | Discarded],
     alone: bool,
 ) -> Committed | Discarded:
-    """`compute` does this worker's lanes and says whether it must halt; `commit` gets that. What the task remembers is
-    put back with the weights; a worker that is `alone` cannot lose a member, and makes no copy."""
+    """`compute` runs this worker's lanes and returns whether it must halt; `commit` gets that flag. A discarded step
+    also restores the task's state. A worker that is `alone` cannot lose a member, and makes no copy of it."""
     clock, step = time.perf_counter, context.progress.step
     task_state = None if alone else copy.deepcopy(context.task.state())
     held.begin_step()
     outcome: Committed | Discarded
     try:
         halt = compute()
-    except LinkError as failure:  # rows of sparse tables, fragments, or members of a shard group could not be had
+    except LinkError as failure:  # sparse rows, a fragment or members of the replica could not be reached
         outcome = Discarded(str(failure))
     else:
         began = clock()

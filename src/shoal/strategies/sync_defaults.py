@@ -1,4 +1,4 @@
-"""What gradient syncs have in common where every replica takes every step with all others, and holds everything."""
+"""Defaults of gradient syncs in which every replica takes every step with all others, and holds the whole state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.strategies.base import HeldWeights
 
 NO_SAMPLES = "no lane had samples"
 OnTotal = Callable[[int, LaneSum], None]
-"""Is shown the total of each step before it is applied."""
+"""Called with the total of each step before it is applied."""
 
 
 class SyncDefaults:
@@ -41,7 +41,7 @@ class SyncDefaults:
         return {}
 
     def load_state(self, step: int, state: dict[str, Any]) -> None:
-        """There is nothing."""
+        """Does nothing: there is no state."""
 
     def hand_over(self, given_up: Callable[[], bool]) -> None:
-        """The other members hold what this worker holds."""
+        """Does nothing: the other members hold the same state."""

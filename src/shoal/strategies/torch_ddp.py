@@ -1,11 +1,11 @@
-"""Data parallelism as torch's DistributedDataParallel does it: an all-reduce by gloo or NCCL averages the gradients.
+"""Data parallelism as in torch's DistributedDataParallel: an all-reduce by gloo or NCCL averages the gradients.
 
-Each worker adds up its lanes, then the workers' sums are added in buckets. Not exact: the order of additions follows
-from who carries what, so another number of workers gives other bits. Other than in DistributedDataParallel, buckets do
-not overlap with the backward pass.
+Each worker adds up its lanes, then the workers' sums are added in buckets. Not exact: the order of additions depends on
+which worker carries which lane, so another number of workers gives other bits. Unlike in DistributedDataParallel,
+buckets do not overlap with the backward pass.
 
-All members meet before the all-reduce of a step, over the view's own connections: there the dead are missed at once,
-and the all-reduce itself waits for nobody who still computes.
+All members meet before the all-reduce of a step, over the view's own connections. A dead member is noticed there at
+once, and the all-reduce itself never waits for a worker that still computes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pick_backend(wanted: str, device: torch.device) -> str:
 
 
 class StepHeader(NamedTuple):
-    """What a member says before the all-reduce. `lane` is where the first of its lanes that had samples lies, or -1."""
+    """What a member sends before the all-reduce. `first_lane` is its first lane that has samples, or -1."""
 
     halt: bool
     counted: bool
@@ -65,8 +65,8 @@ class StepHeader(NamedTuple):
 
 
 class AllReduceBuffer:
-    """Where this worker's sum lies, and after the all-reduce everybody's. Belongs to one view: a process group that was
-    left may still write into it."""
+    """Holds this worker's sum, and after the all-reduce the sum of all workers. Belongs to one view: a process group
+    that the worker has left may still write into it."""
 
     def __init__(self, held: HeldWeights) -> None:
         self.layout = FlatLayout(held.sum_template())
@@ -75,7 +75,7 @@ class AllReduceBuffer:
         self.lane_sum = self.layout.views(self.flat_buffer)
 
     def write_own_sum(self, sums: TreeSum[LaneSum], *, halt: bool) -> StepHeader:
-        """Add up my lanes, in order."""
+        """Add up this worker's lanes, in order."""
         there = {index << level: value for (level, index), value in sums.partials.items() if value is not None}
         if not there:
             self.flat_buffer.zero_()
@@ -87,7 +87,7 @@ class AllReduceBuffer:
         return StepHeader(halt, mine.count is not None, min(there), self.digest)
 
     def allreduce(self, root: int, group: TorchGroup) -> None:
-        """With everybody; what is not added comes from one of them."""
+        """Sum over all members. What is not summed is broadcast from rank `root`."""
         works = []
         for region in self.layout.regions:
             if region.is_summed:
@@ -101,20 +101,20 @@ class AllReduceBuffer:
         for work in works:
             work.wait()
         if self.flat_buffer.is_cuda:
-            torch.cuda.synchronize(self.flat_buffer.device)  # to NCCL, waiting is only a word to the stream
+            torch.cuda.synchronize(self.flat_buffer.device)  # NCCL's wait() only blocks the stream
 
     def total(self, *, counted: bool) -> LaneSum:
         it = self.lane_sum
         return LaneSum(it.grads, it.float_buffers, it.int_buffers, it.loss.clone(), it.count if counted else None)
 
     def ring_bytes(self, members: int) -> int:
-        """What one of them sends in an all-reduce around a ring."""
+        """The bytes that one member sends in a ring all-reduce."""
         added = sum(r.stop - r.start for r in self.layout.regions if r.is_summed)
         return 2 * (members - 1) * added // members
 
 
 class TorchDdpSync(SyncDefaults):
-    """With one worker there is nobody to talk to, and nothing of torch.distributed is used."""
+    """A single worker uses nothing of torch.distributed."""
 
     exact = False
 
@@ -140,7 +140,7 @@ class TorchDdpSync(SyncDefaults):
                 self._process_group = AbortableProcessGroup(self._backend, place, self._device)
                 if self._group.aborted():
                     self._process_group.leave()
-                self._process_group.run(lambda group: None)  # when there is one, all have come
+                self._process_group.run(lambda group: None)  # returns when all members have connected
         except LinkError as failure:
             return self._discard(failure)
         return None
@@ -175,12 +175,12 @@ class TorchDdpSync(SyncDefaults):
         return Committed(loss, room.ring_bytes(len(said)), halting, waited_s=met - began, exchange_s=exchange_s)
 
     def _discard(self, failure: LinkError) -> Discarded:
-        """Leave the process_group at once: that is how members learn of it that wait for this one."""
+        """Leave the process group at once, so that members that wait for this worker notice the failure."""
         self._leave_process_group()
         return Discarded(self._group.broken) if self._group.broken else self._group.discard(failure)
 
     def _leave_process_group(self) -> None:
-        """From any thread."""
+        """May be called from any thread."""
         process_group = self._process_group
         if process_group:
             process_group.leave()
@@ -198,7 +198,7 @@ class TorchDdpSync(SyncDefaults):
 
 
 def _root_rank(headers: Mapping[int, StepHeader]) -> int | None:
-    """The rank of the member whose lanes come first among those with samples; None if there is none."""
+    """The rank of the member that has the first lane with samples; None if no lane has samples."""
     if len({one.digest for one in headers.values()}) > 1:
         raise LinkError("a member has a model of other shapes")
     lanes = {one.first_lane: rank for rank, one in enumerate(headers.values()) if one.first_lane >= 0}

@@ -1,4 +1,4 @@
-"""What the training thread is doing right now, for whoever has to tell a worker that hangs from one that waits."""
+"""What the training thread is doing right now. The driver uses it to tell a worker that hangs from one that waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOAL_ROOT = __file__.rpartition("/train/")[0]
 
 
 class Activity:
-    """Written by the training thread at each unit of work, read by the thread that sends beats."""
+    """The training thread writes it at each unit of work. The thread that sends heartbeats reads it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -28,13 +28,13 @@ class Activity:
         self.moved_bytes: Callable[[], int] = lambda: 0
 
     def begin(self, phase: str, step: int) -> None:
-        """A new unit of work begins."""
+        """Start a new unit of work."""
         before = self._current
         self._units_by_phase[before[0]] += 1
         self._current = (phase, step, before[2] + 1, time.monotonic())
 
     def record_lane_time(self, seconds: float) -> None:
-        """Own work for one lane of the last step."""
+        """Record how long this worker computed one lane of the last step."""
         self._lane_s.append(seconds)
 
     @property
@@ -56,7 +56,7 @@ class Activity:
         return row | {"line": self.current_line()} if since_s > 1 else row
 
     def current_line(self) -> str:
-        """Where the training thread stands: the innermost line of the user's own code, or else of anybody's."""
+        """The training thread's current line: the innermost one of the user's own code, else of any code."""
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return ""

@@ -1,4 +1,4 @@
-"""From a job and a run's directory to everything the loop uses. The order of construction is the order of reading."""
+"""Builds everything that the loop uses from a job and a run's directory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from shoal.train.watchers import BestMetric, EarlyStopping
 
 @dataclass(frozen=True)
 class BuiltJob:
-    """What a job becomes before it is run."""
+    """A job with its data, model, evaluator and schedule, ready to run."""
 
     job: Job
     data: Datasets
@@ -60,14 +60,14 @@ class BuiltJob:
 
     @property
     def replica(self) -> Replica:
-        """The whole replica, for probes, whose jobs are never sharded."""
+        """The whole replica, for probes: they never shard a job."""
         assert isinstance(self.model, WholeJobModel)
         return self.model.replica
 
 
 @dataclass(frozen=True)
 class TrainingSession:
-    """This worker's ways out, to its driver and to the other workers."""
+    """What connects this worker's training to its driver and to the other workers."""
 
     membership: Membership
     peers: PeerServices
@@ -83,7 +83,7 @@ def build(
     report: Callable[..., object],
     choose_device: Callable[[str], torch.device] = pick_device,
 ) -> BuiltJob:
-    """Data, model, optimizer, and a first look at a batch. Reports `built` with the facts."""
+    """Open the data, build model and optimizer, and take one example batch. Reports `built` with their sizes."""
     device = choose_device(wanted_device(job))
     data = open_datasets(
         job.data,
@@ -137,7 +137,7 @@ def _note_late_evaluations(schedule: TrainSchedule, data: Datasets, report: Call
 
 
 def _sampler_config(job: Job) -> SamplerConfig:
-    """The dealing, with a file of costs found from the job's directory."""
+    """The job's sampler config. A relative path of a cost file is resolved against the job's directory."""
     sampler = job.data.sampler
     if isinstance(sampler, BalancedSamplerConfig) and sampler.by.endswith(".npy"):
         return sampler.model_copy(update={"by": str(Path(job.base_dir) / sampler.by)})
@@ -145,7 +145,7 @@ def _sampler_config(job: Job) -> SamplerConfig:
 
 
 def _example(data: Datasets, sampler: LaneSampler) -> Batch:
-    """The first lane's first samples, as the model will get them."""
+    """The first batch of the first lane, transformed as for the model."""
     batch = data.train.source.take(sampler.ids(0, 0))
     return data.train.transform(batch) if data.train.transform else batch
 
@@ -163,7 +163,7 @@ def build_loop(
     has_state: bool,
     trace: bool = False,
 ) -> tuple[Loop, StepContext]:
-    """The loop of a worker, with everything that talks to the outside; and what its strategy works with."""
+    """Build the worker's loop with its reporter, store and strategy. Also returns the context of the strategy."""
     job = built.job
     best = BestMetric(job.best)
     user_watchers = [_make_watcher(name, paths, job) for name in job.watchers]
@@ -212,7 +212,7 @@ def build_loop(
 def conclude_run(
     built: BuiltJob, paths: RunPaths, progress: Progress, store: CheckpointStore, final: FinalModel
 ) -> None:
-    """Export, wait for the last save, and report the end. Every part may be repeated after a crash."""
+    """Export the model, wait for the last save, and report `finished`. May be repeated after a crash."""
     job, reporter = built.job, progress.reporter
     info = {
         "job": job.dump(),

@@ -1,4 +1,4 @@
-"""On which device to train. Workers of one machine spread over its GPUs, whoever started them."""
+"""Chooses the device to train on. All workers of one machine spread over its GPUs, whichever driver started them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.spec.run_paths import cache_directory
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device of a job, for one process of it."""
+    """Resolve the device that a job asks for. SH411 if this machine does not have it."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(wanted)
@@ -27,8 +27,8 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def claim_device(wanted: str) -> torch.device:
-    """The same for a worker: where the job does not say which GPU, the one that fewest others have, as long as this
-    process lives."""
+    """Like `pick_device`, for a worker. If the job does not name a GPU, the worker claims the one with the fewest
+    workers for as long as its process lives."""
     device = pick_device(wanted)
     if device.type != "cuda":
         return device
@@ -39,8 +39,8 @@ def claim_device(wanted: str) -> torch.device:
 
 
 def claim_slot(directory: Path, slots: int) -> int:
-    """One of so many, each of which is taken once before one is taken twice. The lock is never let go of: the system
-    does that when the process ends, however it ends."""
+    """Lock one of `slots` slots. Every slot is taken once before any is taken twice. The process never releases its
+    lock: the operating system does that when the process ends, however it ends."""
     directory.mkdir(parents=True, exist_ok=True)
     for layer in itertools.count():
         for slot in range(slots):

@@ -1,4 +1,4 @@
-"""A worker's way through the views of a run: wait for one, come to hold what it starts from, meet the others, train."""
+"""A worker's loop over the views of a run: wait for a view, load its starting state, connect to its members, train."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ POLL_S = 0.5
 
 
 class ElasticLoop:
-    """Belongs to the training thread, but for `on_view` and `on_seat_changed`: the control client's thread calls them.
+    """Belongs to the training thread, except `on_view` and `on_seat_changed`: the control client's thread calls them.
 
-    `save_lock` is a file in the run's directory, None for a worker that cannot reach it and so never saves.
+    `save_lock` is a file in the run's directory. It is None for a worker that cannot reach the directory and so never
+    saves.
     """
 
     def __init__(self, loop: Loop, *, peers: PeerServices, seat: int, save_lock: Path | None) -> None:
@@ -35,7 +36,7 @@ class ElasticLoop:
         self._link_measured = False
 
     def run(self) -> LoopResult:
-        """Until the run is finished, or this worker has to leave."""
+        """Follow the views until the run is finished or this worker has to leave."""
         while True:
             view = self._wait_for_view()
             if isinstance(view, LoopResult):
@@ -57,7 +58,7 @@ class ElasticLoop:
     # ---- leaving ----
 
     def _leave(self, view: View) -> LoopResult:
-        """The view says who saves; if others go on, they get what only this worker holds."""
+        """Leave as the view says. The saver saves; another worker that is asked to leave hands over its state."""
         asked = self.seat in view.leave
         self._reporter.is_leader = view.saver == self.seat
         if asked and not self._reporter.is_leader:
@@ -65,7 +66,8 @@ class ElasticLoop:
         return self._loop.leave("asked to leave" if asked else view.stop)
 
     def _leave_without_driver(self, why: str) -> LoopResult:
-        """No driver says who saves: workers that can do so one after the other, if nobody has yet."""
+        """Leave without a driver that names a saver. Workers that can save take the lock one after the other, and save
+        only if no checkpoint has their step yet."""
         if self._save_lock is None:
             self._reporter.is_leader = False
             self._strategy.hand_over(lambda: False)
@@ -79,7 +81,7 @@ class ElasticLoop:
     # ---- views ----
 
     def _wait_for_view(self) -> View | LoopResult:
-        """The next view, or the end if there is a reason to leave without one."""
+        """Wait for the next view. Returns a LoopResult if this worker has a reason to leave without one."""
         self._loop.flush()
         began = time.perf_counter()
         self._progress.activity.begin("waiting", self._progress.step)
@@ -101,32 +103,33 @@ class ElasticLoop:
                 return self._leave_without_driver(why)
 
     def _adopt_new_seat(self, seat: int) -> None:
-        """Where workers may have other bits at the same position, those of a worker that was put out do not count."""
+        """Take a new seat after an eviction. Unless the strategy is exact, this worker's state no longer counts: its
+        bits may differ from those of the other workers at the same position."""
         self.seat, self._new_seat = seat, None
         self._progress.has_state = self._progress.has_state and self._strategy.traits.exact
         self._reporter.stream.who = f"worker-{seat}"
 
     def _follow(self, view: View) -> None:
-        """Catch up with workers that train, until there is a newer view, or nobody to follow."""
+        """Catch up with the workers that train, until a newer view arrives or the stream ends."""
         began = time.perf_counter()
         self._progress.activity.begin("following", self._progress.step)
         self._measure_link(view)
         for caught_up in self._strategy.follow(view, self.seat):
             if self._membership.newer(view.number) or self._loop.leave_reason():
                 break
-            if caught_up:  # say so, and go on following until there is a view
+            if caught_up:  # report it, and go on following until a newer view arrives
                 self._membership.wait(self.seat, after=view.number, position=self._progress.position, timeout_s=0)
         self._progress.stats.add_time("recovery_s", time.perf_counter() - began)
 
     def _measure_link(self, view: View) -> None:
-        """A newcomer from elsewhere has a moment for it: the others train."""
+        """Measure the link to a source on another host, once. The other workers train meanwhile."""
         found = None if self._link_measured else self._peers.measure_link(view, self.seat)
         if found is not None:
             self._link_measured = True
             self._reporter.report("link_measured", peer=f"worker-{view.source}", **asdict(found))
 
     def _load_checkpoint(self) -> None:
-        """From the newest valid checkpoint, if there is one; else the state is the job's start."""
+        """Load the newest valid checkpoint. Without one, the state is the job's initial state."""
         began = time.perf_counter()
         self._progress.activity.begin("building", self._progress.step)
         step = self._strategy.restore()
@@ -137,12 +140,12 @@ class ElasticLoop:
     # ---- from the control client's thread ----
 
     def on_view(self, view: View) -> None:
-        """A view that asks to stop now wakes the training thread. Where members are not at the same step, one could
-        wait for ever for another that has stopped at its own boundary: there every halt does."""
+        """Wake the training thread if the view asks to stop now. Without lockstep, any halt wakes it: a member could
+        wait forever for another one that has stopped at its own boundary."""
         if view.halt == "now" or (view.halt and not self._strategy.traits.lockstep):
             self._strategy.abort(view.number - 1)
 
     def on_seat_changed(self, seat: int) -> None:
-        """This worker was put out while nobody heard it, and may come back in another seat."""
+        """Abort the present view. The driver evicted this worker while it was silent, and gives it another seat."""
         self._new_seat = seat
         self._strategy.abort(self._view_number)

@@ -18,7 +18,7 @@ from shoal.train.progress import Progress
 
 @dataclass(frozen=True)
 class TrainSchedule:
-    """How far the job goes and when it looks up. Commits are those of `sync_schedule`, one per step by default."""
+    """How many steps the job takes, and when it evaluates. `sync_schedule` says which steps commit, by default all."""
 
     steps: int
     evaluate_every: int
@@ -32,7 +32,7 @@ class TrainSchedule:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Why the loop came back: `finished`, or left early because of `why`."""
+    """Why the loop returned: the run is `finished`, or this worker left early because of `why`."""
 
     step: int
     finished: bool
@@ -42,8 +42,8 @@ class LoopResult:
 class Loop:
     """Decides when to step, evaluate, save and stop; the strategy knows how. Belongs to the training thread.
 
-    `conclude` exports and reports a finished run, in the worker that leads; `leave_reason` gives a reason to go at the
-    next boundary, or ''.
+    `conclude` exports the model of a finished run and reports its end, on the leader. `leave_reason` returns why this
+    worker must leave at the next boundary, or ''.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Loop:
         self.conclude = conclude
         self.leave_reason = leave_reason
         self._reporter = progress.reporter
-        self._reporter.is_leader = False  # until a view says so
+        self._reporter.is_leader = False  # until a view names this worker as its saver
         self._view = 0
         self._seat = -1
         self._may_stop_alone = False
@@ -75,8 +75,8 @@ class Loop:
     # ---- steps ----
 
     def train(self, view: View, seat: int) -> LoopResult | Discarded | None:
-        """In a view that the strategy has entered: step until the run is finished, a member is lost, or all stop for a
-        newer view (None)."""
+        """Train in a view that the strategy has entered. Returns when the run is finished, when a member is lost
+        (Discarded), or when all members stop for a newer view (None)."""
         self._adopt_view(view, seat)
         while True:
             if discarded := self._evaluate_if_due():
@@ -88,7 +88,7 @@ class Loop:
             outcome = self.strategy.run_step(_never if self._may_stop_alone else self._must_halt)
             if isinstance(outcome, Discarded):
                 return outcome
-            if not self._evaluation_due():  # else the save comes after it
+            if not self._evaluation_due():  # else it is saved after the evaluation
                 self.strategy.save()
             if outcome.halt:
                 return self.strategy.leave_view()
@@ -102,7 +102,7 @@ class Loop:
         return self.membership.newer(self._view) or bool(self.leave_reason())
 
     def _adopt_view(self, view: View, seat: int) -> None:
-        """From now on this view counts."""
+        """Switch to this view, and report `joined`."""
         progress, reporter = self.progress, self._reporter
         takes_lead = self._seat == seat and not reporter.is_leader and view.saver == seat
         self._view, self._seat = view.number, seat
@@ -115,7 +115,7 @@ class Loop:
             self._report_evaluation_again()
 
     def _report_evaluation_again(self) -> None:
-        """The worker that led before may have died when all knew what was measured, and before it was reported."""
+        """Report the last evaluation again, as the new leader: the previous one may have died before it did."""
         progress, stream, best = self.progress, self._reporter.stream, self.progress.best
         step = progress.evaluated_at
         if step is None:
@@ -129,7 +129,7 @@ class Loop:
     # ---- evaluation ----
 
     def _evaluation_due(self) -> bool:
-        """Must the validation part be measured before the next step? Once and no more: schedules learn from it."""
+        """Must the validation split be evaluated before the next step? At most once: schedules use the result."""
         if "validation" not in self.splits or self.progress.evaluated:
             return False
         return self.schedule.evaluation_due(self.progress.step) or self.finished
@@ -147,7 +147,7 @@ class Loop:
         return None
 
     def _evaluate(self, name: str) -> Metrics | Discarded:
-        """A part of the data, by all members together."""
+        """Evaluate a split, together with all members."""
         self.flush()
         began = time.perf_counter()
         metrics = self.strategy.evaluate(self.splits[name])
@@ -163,7 +163,7 @@ class Loop:
     # ---- the end ----
 
     def _finish(self) -> LoopResult | Discarded:
-        """Measure the test part together; one member concludes, and the others stay until it has. May be repeated."""
+        """Evaluate the test split together. The leader concludes, and the others wait for it. May be repeated."""
         self.flush()
         if "test" in self.splits and isinstance(metrics := self._evaluate("test"), Discarded):
             return metrics
@@ -172,7 +172,7 @@ class Loop:
         return LoopResult(self.progress.step, finished=True, why=self._reporter.stop_reason)
 
     def leave(self, why: str) -> LoopResult:
-        """Save if this worker leads, and go."""
+        """Save if this worker is the leader, and report `left`."""
         self.flush()
         if self.progress.has_state:
             if self._reporter.is_leader:
@@ -187,5 +187,5 @@ class Loop:
 
 
 def _never() -> bool:
-    """A worker that may stop alone has just looked, and looks again at the next boundary."""
+    """`must_halt` of a worker that may stop alone: `train` has just checked, and checks again at the next boundary."""
     return False

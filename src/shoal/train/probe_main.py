@@ -1,4 +1,4 @@
-"""Answers questions about a job or a run: `check`, `split`, `measure`, `evaluate`. A process that the driver starts."""
+"""The probe process, which the driver starts: answers `check`, `split`, `measure` and `evaluate` for a job or a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
-    """Build everything, make one real step, look at shapes, time and memory."""
+    """Build everything, run one real step, and measure shapes, time and memory."""
     built = build(job, cache_dir=cache_directory(), report=stream.emit)
     replica, sampler = built.replica, built.sampler
     start = time.perf_counter()
@@ -68,7 +68,7 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
         sums.push_lane(lane, _forward_backward(built, ids, lane) if len(ids) else None)
     total = sums.total()
     assert total is not None
-    loss = float(replica.apply(0, total))  # one of the whole batch, however lanes agree
+    loss = float(replica.apply(0, total))  # one update with the whole batch, whichever sync the job has
     seconds = time.perf_counter() - start
     part = next(iter(built.data.held_out.values()), None)
     if part is not None:
@@ -120,7 +120,7 @@ def _shape(value: Any) -> Any:
 
 
 def describe_split(job: Job, paths: RunPaths, stream: EventWriter, *, export: str | None = None) -> dict[str, Any]:
-    """What the split looks like, and where it leaks."""
+    """Describe the split and its leaks."""
     data = job.data.model_copy(update={"leaks": "ignore"})
     folds = _folds(data)
     if isinstance(data.split, FoldSplitConfig):
@@ -152,7 +152,7 @@ def evaluate(
     source: dict[str, Any] | None,
     rows: str = "",
 ) -> dict[str, Any]:
-    """Metrics of a finished run on a part of its data, or on other data."""
+    """Compute the metrics of a finished run on a split of its data, or on other data."""
     task, replica = build_replica(
         job.model_copy(update={"init_from": None}),
         pick_device(job.device),

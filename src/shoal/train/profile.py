@@ -1,4 +1,4 @@
-"""What a planner has to know of a job and of this machine, found by trying: a few seconds of real lanes and updates."""
+"""Measures what the planner must know about a job and this machine, with a few seconds of real lanes and updates."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ from shoal.train.build import BuiltJob, build, make_batch_loader
 from shoal.train.profile_pair import PairProfile, lower_quartile, profile_pair
 
 BUDGET_S, CODEC_BUDGET_S, PAIR_BUDGET_S = 0.2, 0.1, 0.5
-"""So long each thing is tried, but at least some times."""
+"""Seconds for which each measurement repeats. Each runs a minimum number of times in any case."""
 
 LOOP_OVERHEAD_S = 0.2e-3
-"""What a run does around a lane and a try does not: clocks, accounts, rows, and threads that tell and listen."""
+"""Seconds per lane that a real run spends and a measurement does not: clocks, statistics, event rows, and the threads
+of the control client."""
 
 _MEMORY_FIX = "Take a machine with more memory; where only a process is limited, `shard: fsdp` with more workers."
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
@@ -52,8 +53,9 @@ Clock = Callable[[], float]
 def profile_job(
     job: Job, paths: RunPaths, stream: EventWriter, *, codecs: Sequence[Mapping[str, Any]], threads: Sequence[int]
 ) -> dict[str, Any]:
-    """Lanes and updates with these numbers of threads (1 among them), codecs with these settings, memory, and the
-    machine. Of the whole model with plain updates, however the job has it."""
+    """Time lanes and updates with each number of threads (1 among them) and codecs with each of these settings. Measure
+    memory and the machine. The profile is of the whole model with plain updates, also if the job shards it or uses
+    local SGD."""
     base_bytes = psutil.Process().memory_info().rss
     job = job.model_copy(
         update={"shard": NoShardingConfig(), **({"sync": LanesSyncConfig()} if job.sync.kind == "local" else {})}
@@ -61,7 +63,7 @@ def profile_job(
     _check_memory(job)
     built = build(job, cache_dir=cache_directory(), report=stream.emit)
     replica, batch = built.replica, built.example.to(built.replica.device)
-    replica.schedule = None  # it may end before the tries do
+    replica.schedule = None  # it may end before the measurements do
     with wrap_user_errors("SH401", "one step"):
         total = _full_step(built, batch)
     worker_bytes = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base_bytes, 0)
@@ -100,9 +102,9 @@ def profile_job(
 
 
 def _check_memory(job: Job) -> None:
-    """Where weights and gradients alone are more than there is, to try would be the end of this process."""
+    """SH407 if weights and gradients alone exceed the memory: building them would kill this process."""
     needed = 0
-    with contextlib.suppress(Exception), torch.device("meta"):  # whatever cannot be made so is made as always
+    with contextlib.suppress(Exception), torch.device("meta"):  # a model that cannot be built on `meta` is not checked
         model = build_task(job).model()
         needed = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         needed += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -116,7 +118,7 @@ def _check_memory(job: Job) -> None:
 
 
 def _pair_profile(replica: Replica, batch: Batch, worker_bytes: int) -> PairProfile | None:
-    """Two workers at once, where that can be tried: two cores, room for both, and lanes that can be exchanged."""
+    """Profile two workers at once, if possible: on CPU, no sparse tables, two cores, and memory for both."""
     possible = replica.device.type == "cpu" and not replica.tables and len(os.sched_getaffinity(0)) > 1
     if not possible or psutil.virtual_memory().available < 2 * worker_bytes:
         return None
@@ -124,7 +126,7 @@ def _pair_profile(replica: Replica, batch: Batch, worker_bytes: int) -> PairProf
 
 
 def _full_step(built: BuiltJob, batch: Batch) -> LaneSum:
-    """A step as it is, with two lanes at most: all that takes memory was there once."""
+    """Run a real step with at most two lanes, so that everything that takes memory has been allocated once."""
     lanes = [_forward_backward(built, batch, lane) for lane in range(min(built.job.lane_count, 2))]
     total = lanes[0] if len(lanes) == 1 else add(*lanes)
     built.replica.apply(0, total)
@@ -139,14 +141,14 @@ def _forward_backward(built: BuiltJob, batch: Batch, lane: int) -> LaneSum:
 def _times_by_threads(
     built: BuiltJob, batch: Batch, total: LaneSum, threads: Sequence[int]
 ) -> dict[int, dict[str, float]]:
-    """Numbers of threads that the first try shows to be no use are left out, but for the job's own."""
+    """Step times by number of threads. A number that is no faster is left out, unless the job uses it."""
     found: dict[int, dict[str, float]] = {}
     for number in sorted(threads):
         torch.set_num_threads(number)
         fastest_s = min((one["forward_s"] + one["backward_s"] for one in found.values()), default=math.inf)
         tries = (
             _timed(lambda: _forward_backward(built, batch, 0), built.replica.device) for _ in range(2)
-        )  # the first starts them
+        )  # the first try starts the threads
         if number == built.job.threads or min(tries) < fastest_s:
             found[number] = _step_times(built, batch, total)
     return found
@@ -164,7 +166,7 @@ def _step_times(built: BuiltJob, batch: Batch, total: LaneSum) -> dict[str, floa
     grads = [grad.clone() for grad in total.grads]
 
     def fresh() -> None:
-        """An update may change the gradients; numbers that become ever smaller would be slower."""
+        """Restore the gradients. An update may change them, and ever smaller numbers would become slow denormals."""
         for grad, kept in zip(total.grads, grads, strict=True):
             grad.copy_(kept)
 
@@ -175,9 +177,11 @@ def _step_times(built: BuiltJob, batch: Batch, total: LaneSum) -> dict[str, floa
 
 
 def _in_step_overhead(built: BuiltJob, batch: Batch, times: Mapping[str, float], add_s: float) -> tuple[float, float]:
-    """What a lane of a real step takes besides what it takes by itself and what adding it to others takes: its batch,
-    and those that are made ahead while it computes. Steps and lanes alone take turns: a machine is faster in some
-    moments than in others. And processor time of a lane there. Of large models it is not worth the wait."""
+    """Seconds that a lane of a real step takes beyond its own time and its addition; and CPU seconds of a lane there.
+
+    The extra time goes into its batch, and into batches that are prefetched while it computes. Steps and bare lanes are
+    timed alternately, because the speed of a machine drifts. Large models skip the measurement: it would take too long.
+    """
     replica, lanes = built.replica, range(min(built.job.lane_count, _MAX_LANES))
     lane_s = times["forward_s"] + times["backward_s"]
     if replica.tables or len(lanes) * lane_s > _SLOW_S:
@@ -207,7 +211,7 @@ def _in_step_overhead(built: BuiltJob, batch: Batch, times: Mapping[str, float],
         feed.set_lanes(lanes, 0)
         longer_s = _extra_seconds(step, alone, replica.device)
     rest_s = max(longer_s - len(lanes) * add_s - times["apply_s"], 0.0) / len(lanes)
-    if len(lane_cpu_s) < _MIN_REPEATS:  # there are hardly any samples
+    if len(lane_cpu_s) < _MIN_REPEATS:  # hardly any batch was full
         lane_cpu_s = [_lane_cpu_s(built, batch)]
     return rest_s + LOOP_OVERHEAD_S, lower_quartile(lane_cpu_s)
 
@@ -217,14 +221,14 @@ def _lane_cpu_s(built: BuiltJob, batch: Batch) -> float:
 
 
 def _fragment_shares(replica: Replica) -> list[float]:
-    """Of the parameters, as they travel between lanes that train by themselves: what part of them each is."""
+    """The size of each local SGD fragment, as a share of all parameters."""
     sizes = [sum(replica.layout.grads[i].size_bytes for i in run) for run in bucket_params(replica.layout)]
     most = LocalSgdSyncConfig.model_fields["fragments"].default
     return [sum(sizes[i] for i in fragment) / sum(sizes) for fragment in partition_into_fragments(sizes, most)]
 
 
 def _codec_times(replica: Replica, settings: Mapping[str, Any]) -> dict[str, float]:
-    """Encoding a lane with what it remembers, and decoding it onto a sum."""
+    """Seconds to encode a lane with its residual, and to decode it onto a sum."""
     form = EncodedLayout(replica.layout, settings)
     stretch, out, slot = (ByteBuffer.private(n).tensor for n in (form.layout.size_bytes,) * 2 + (form.lane_bytes,))
     stretch[: form.grads_bytes].view(torch.float32).normal_(generator=torch.Generator().manual_seed(0))
@@ -247,7 +251,7 @@ def _codec_times(replica: Replica, settings: Mapping[str, Any]) -> dict[str, flo
 
 
 def _add_bytes_per_s(replica: Replica) -> float:
-    """Of sums that lie one beside the other."""
+    """Throughput of adding two contiguous buffers."""
     size_bytes = max(replica.layout.size_bytes, 1 << 16)
     one, other, out = (
         ByteBuffer.private(size_bytes).tensor[: size_bytes // 4 * 4].view(torch.float32) for _ in range(3)
@@ -263,7 +267,7 @@ def _typical_seconds(
     budget_s: float = BUDGET_S,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """What is typical of some tries, after one that does not count, unless it takes long."""
+    """Lower quartile of repeated runs after one warm-up. If the warm-up is slow, it is the only run."""
     first = _timed(act, device, clock)
     if first > _SLOW_S:
         return first
@@ -276,7 +280,7 @@ def _typical_seconds(
 
 
 def _extra_seconds(act: Callable[[], object], than: Callable[[], object], device: torch.device) -> float:
-    """By how much, typically, when they take turns."""
+    """Median of the seconds by which `act` takes longer than `than`, timed alternately."""
     taken: list[tuple[float, float]] = []
     while len(taken) <= _MIN_REPEATS or (sum(map(sum, taken)) < 2 * BUDGET_S and len(taken) <= _MAX_REPEATS):
         taken.append((_timed(act, device), _timed(than, device)))

@@ -1,4 +1,4 @@
-"""Two real workers of this host for a moment: how much they slow each other down, and what an exchange takes."""
+"""Runs two real workers on this host briefly: how much they slow each other down, and how long an exchange takes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class PairProfile:
-    """What is typical of a step of two workers with a lane each. Of the lane it is processor time, which does not
-    count when others have the core: how much slower it becomes is what is asked."""
+    """A typical step of two workers with one lane each. `lane_cpu_s` is CPU time, which excludes time when other
+    processes have the core: it shows how much slower the lane itself becomes."""
 
     lane_cpu_s: float
     exchange_s: float
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Of several tries: the lower quartile. What else goes on here only ever makes some of them longer."""
+    """A robust minimum of several tries: other load on the machine only ever makes some of them longer."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def profile_pair(replica: Replica, batch: Batch, *, budget_s: float) -> PairProfile | None:
-    """Forks a second worker, which goes when it hears no more of the first. None if they did not come together."""
+    """Fork a second worker and take steps with it. It exits when the first is gone. None if they cannot connect."""
     token = secrets.token_hex(16)
     here, there = socket.socketpair()
     other = os.fork()
@@ -63,7 +63,7 @@ def profile_pair(replica: Replica, batch: Batch, *, budget_s: float) -> PairProf
 def _train(
     replica: Replica, batch: Batch, *, seat: int, token: str, other: socket.socket, budget_s: float
 ) -> list[tuple[float, float]]:
-    """Every step's lane and exchange, until there were enough or the other worker is gone."""
+    """CPU seconds of the lane and seconds of the exchange, per step. Ends early if the other worker is gone."""
     endpoint = Endpoint(token, serve=lambda sock, said: None)
     group = ViewGroup(endpoint, token)
     sync = OrderedAllReduceSync(2, group)
@@ -85,7 +85,7 @@ def _train(
             if isinstance(done, Discarded):
                 break
             found.append((lane_cpu_s, done.exchange_s + done.waited_s))
-    except (OSError, ValueError):  # ValueError: it was gone before it said where it is
+    except (OSError, ValueError):  # ValueError: the other worker died before it sent its address
         return []
     finally:
         sync.close()
@@ -94,21 +94,21 @@ def _train(
 
 
 def _needs_more_steps(done: int, seconds: float, budget_s: float) -> bool:
-    """A few steps at least, but of long ones hardly more than those that do not count."""
+    """Are more steps needed? At least a few are; of slow steps, hardly more than the warm-up."""
     return (
         done <= _WARM_UP_STEPS or (done < MIN_STEPS and seconds < SLOW_S) or (done < MAX_STEPS and seconds < budget_s)
     )
 
 
 def _abort_when_gone(other: socket.socket, group: ViewGroup) -> None:
-    """The training thread must not wait for ever for a worker that died."""
+    """Abort the view when the other worker dies: the training thread must not wait for it forever."""
     with contextlib.suppress(OSError):
         other.recv(1)
     group.abort(1)
 
 
 def _view(mine: Address, other: socket.socket, seat: int) -> View:
-    """Tell each other where to meet."""
+    """Exchange addresses with the other worker, and make the view of both."""
     other.sendall(mine.model_dump_json().encode() + b"\n")
     with other.makefile("rb") as said:
         theirs = Address.model_validate_json(said.readline())

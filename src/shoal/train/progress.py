@@ -1,4 +1,4 @@
-"""How far this worker is, besides its weights: step, loss, evaluations, the state of watchers and of the task."""
+"""A worker's progress besides its weights: step, loss, evaluations, and the state of the watchers and of the task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.train.watchers import BestMetric
 
 
 class Progress:
-    """See RunProgress. Every worker comes to know the same here, and reports it.
+    """See RunProgress. Every worker arrives at the same values.
 
     Belongs to the training thread. The strategy writes steps, the loop writes evaluations.
     """
@@ -74,7 +74,7 @@ class Progress:
         self.stats.notify_watchers(step, loss=self.loss, lr=lr, samples=samples)
 
     def _advance(self, loss: Tensor, step: int) -> int:
-        """One commit more. Returns how many samples it had."""
+        """Count one commit. Returns its number of samples."""
         samples = sum(map(self._sampler.batch_samples, range(self.step, step)))
         self.step = step
         self.loss = float(loss)
@@ -89,7 +89,7 @@ class Progress:
     # ---- evaluations ----
 
     def record_evaluation(self, metrics: Metrics) -> None:
-        """What the validation part says at this step."""
+        """Record the validation metrics of this step."""
         self.metrics, self.evaluated_at = metrics, self.step
         if self.best.improved:
             self.reporter.report_from_leader(
@@ -104,7 +104,7 @@ class Progress:
     # ---- state ----
 
     def state(self) -> dict[str, Any]:
-        """A checkpoint's section `loop`. `sync` is the strategy's to fill."""
+        """The `loop` section of a checkpoint. The strategy fills `sync`."""
         return {
             "step": self.step,
             "stop": self.reporter.stop_reason,

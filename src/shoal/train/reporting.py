@@ -1,4 +1,4 @@
-"""How the loop tells what happened: to the run's stream, and to the watchers."""
+"""Reports what happens in the loop to the run's event stream and to the watchers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ EMIT_EVERY_S = 0.05
 
 
 class Reporter:
-    """Stream and watchers behind one verb. `stop` holds the first reason that a watcher gave.
+    """Writes events to the stream and shows them to the watchers. `stop_reason` is the first reason that a watcher
+    gave.
 
-    What all workers come to know alike (a result of an evaluation, say) is written by the one that `leads`. Watchers
-    see it in every worker, so that they remember and decide the same, whoever dies; those that say `alone = True`
-    (they write somewhere) are called only where this worker leads.
+    The leader alone writes an event that is the same on every worker, for example the result of an evaluation. Watchers
+    see it on every worker, so that they reach the same decisions whichever worker dies. A watcher with `alone = True`
+    has output of its own: only the leader calls it.
     """
 
     def __init__(self, stream: EventWriter, watchers: Sequence[Any] = ()) -> None:
@@ -28,13 +29,13 @@ class Reporter:
         self.stop_reason = ""
 
     def report(self, kind: str, /, *, step: int | None = None, **fields: Any) -> Event:
-        """What this worker has to say."""
+        """Report an event of this worker."""
         event = self.stream.emit(kind, step=step, **fields)
         self.notify_watchers(event)
         return event
 
     def report_from_leader(self, kind: str, /, *, step: int | None = None, **fields: Any) -> Event:
-        """What every worker knows, and one says."""
+        """Report an event that is the same on every worker. Only the leader writes it."""
         if self.is_leader:
             return self.report(kind, step=step, **fields)
         event = Event(kind, time.time(), self.stream.who, step, fields)
@@ -69,7 +70,7 @@ class Reporter:
 class StepStats:
     """Adds up steps into rows of the stream: one per step, or one per 50 ms when steps are shorter.
 
-    Watchers of the user's (`every_step`) see each step.
+    With `every_step`, the watchers see each step.
     """
 
     def __init__(self, reporter: Reporter, *, every_step: bool) -> None:
@@ -84,17 +85,16 @@ class StepStats:
         self._times[name] += seconds
 
     def add_samples(self, samples: int) -> None:
-        """By this worker."""
+        """Count samples that this worker computed."""
         self._samples += samples
 
     def add_bytes(self, size_bytes: int, plain_bytes: int | None = None) -> None:
-        """Without a codec, `plain_bytes` would have been sent."""
+        """`plain_bytes` is what would have been sent without a codec."""
         self._sent_bytes += size_bytes
         self._plain_bytes += size_bytes if plain_bytes is None else plain_bytes
 
     def record_inner_step(self, step: int, *, loss: float, lr: float, emit: bool = True) -> None:
-        """This worker has made a step by itself, which the next commit will count among others. Without `row` the next
-        one tells of it."""
+        """Count a local step, which is part of the next commit. Without `emit`, the next row includes it."""
         self._inner_steps += 1
         if emit:
             self._count_step(step, loss, lr, inner=True)
@@ -102,7 +102,7 @@ class StepStats:
             self._steps += 1
 
     def record_step(self, step: int, *, loss: float, lr: float, samples: int) -> None:
-        """`step` steps are committed now; the last commit had so many samples in all."""
+        """Count the commit that leads to `step`. `samples` is its number of samples over all lanes."""
         self.notify_watchers(step, loss=loss, lr=lr, samples=samples)
         if self._inner_steps:
             self._inner_steps = 0
@@ -117,18 +117,18 @@ class StepStats:
             self._emit(step, loss, lr, now, **facts)
 
     def notify_watchers(self, step: int, *, loss: float, lr: float, samples: int) -> None:
-        """A step to those watchers that see each one."""
+        """Show the step to the watchers, if they see each one."""
         if self._every_step:
             fields = {"loss": loss, "lr": lr, "samples": samples}
             self._reporter.notify_watchers(Event("step", time.time(), self._reporter.stream.who, step, fields))
 
     def flush(self, step: int, *, loss: float, lr: float) -> None:
-        """Before anything that a reader must see in order."""
+        """Emit the row so far, before any event that must follow it in the stream."""
         if self._steps:
             self._emit(step, loss, lr, time.perf_counter())
 
     def restart_clock(self) -> None:
-        """The clock of the next row starts now: what came in between was not training."""
+        """Start the clock of the next row now: the time since the last row was not training."""
         self._emitted_at = time.perf_counter()
 
     def _emit(self, step: int, loss: float, lr: float, now: float, **facts: bool) -> None:

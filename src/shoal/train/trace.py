@@ -1,4 +1,4 @@
-"""A trace: after every step, a short digest of each tensor of the state. Two of them tell where runs part."""
+"""A trace: after every step, a short digest of each tensor of the state. Two traces show where two runs diverge."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DIGEST_BYTES = 8
 
 
 class StateTrace:
-    """A watcher that looks at the weights themselves: one row per step, by the worker that saves. There are no rows
-    where `state()` is None, since no single worker has all of it."""
+    """A watcher that digests the state itself: one row per step, on the worker that saves. It writes no rows if
+    `state()` is None, that is, if no single worker holds the whole state."""
 
     alone = True
 

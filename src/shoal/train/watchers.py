@@ -1,8 +1,8 @@
-"""Watchers: objects with one method, `watch(event)`. Everything that looks on hangs here.
+"""Watchers: objects with one method, `watch(event)`, that observe a run.
 
 `watch` may return a reason to stop the run. A watcher that must remember something across a crash has `state()` and
 `load_state(state)`. Every worker calls its own copy with the same losses and metrics, and its decisions may depend on
-nothing else. One that writes somewhere says `alone = True`: then only one worker at a time calls it.
+nothing else. A watcher that writes output sets `alone = True`: then only one worker at a time calls it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Watcher(Protocol):
 
 
 def monitored_value(monitor: MonitorConfig, event: Event) -> float | None:
-    """The monitored value if this event brings one."""
+    """The monitored value, if this event has one."""
     if event.kind != "evaluated" or event["split"] != "validation":
         return None
     metrics = event["metrics"]
@@ -37,7 +37,7 @@ def monitored_value(monitor: MonitorConfig, event: Event) -> float | None:
 
 
 class BestMetric:
-    """Remembers the best value of the monitored metric, and the last one; `improved` is true after a better one."""
+    """Remembers the best and the last value of the monitored metric. `improved`: the last value is a new best."""
 
     def __init__(self, monitor: MonitorConfig) -> None:
         self.monitor = monitor
@@ -58,7 +58,7 @@ class BestMetric:
         return None
 
     def value_at(self, step: int) -> float | None:
-        """The value of this step, if it was measured: other weights have another."""
+        """The value measured at this step, if any. A value of another step belongs to other weights."""
         measured_at, value = self.last
         return value if measured_at == step else None
 
@@ -70,7 +70,7 @@ class BestMetric:
 
 
 class EarlyStopping:
-    """Asks to stop when the monitored metric did not get better for `patience` evaluations."""
+    """Asks to stop when the monitored metric has not improved for `patience` evaluations."""
 
     def __init__(self, spec: EarlyStoppingConfig) -> None:
         self.spec = spec

@@ -1,7 +1,7 @@
 """The worker process: `python -m shoal.train.worker --seat 0 --run DIR`. Started by an engine, never by hand.
 
-A worker from elsewhere is started with `--join HOST:PORT` instead of a seat: its seat, the job and the way back for
-what it has to tell come from the driver. The token comes through the environment, where no other user sees it.
+A worker on another machine is started with `--join HOST:PORT` instead of a seat. The driver sends it its seat and the
+job, and receives its events. The token comes through the environment, where other users cannot see it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def main() -> None:
 
 @dataclass
 class WorkerSession:
-    """Who this worker is to its driver. `moved` is called when the driver gives it another seat, `seen` with each
-    new view, `placed` with each new table of servers; all in the tie's thread. Every driver is told the `cuts`."""
+    """This worker's identity towards its driver. The control client's thread calls `on_seat_changed` when the driver
+    gives it another seat, `on_view` with each new view, and `on_chunk_table` with each new chunk table. Every driver
+    that welcomes the worker gets its `chunk_boundaries`."""
 
     driver_address: Callable[[], DriverAddress | None]
     peers: PeerServices
@@ -122,7 +123,7 @@ class WorkerSession:
 
 
 def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: bool = False) -> None:
-    """A worker with the run's directory at hand."""
+    """Run a worker that can reach the run's directory."""
     driver_address = read_driver_address(paths.driver_address)
     assert driver_address is not None, "the driver writes it before it starts workers"
     latest = partial(read_driver_address, paths.driver_address)
@@ -137,7 +138,7 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
 
 
 def run_remote_worker(paths: RunPaths, driver: str, base_dir: str, *, tls_contexts: TlsContexts | None = None) -> int:
-    """A worker from elsewhere. What it tells is kept in its own directory too, for whoever started it."""
+    """Run a worker that joins from another machine. It also keeps its events in its own directory, for its user."""
     driver_address = DriverAddress(*parse_address(driver), os.environ.pop(TOKEN_VARIABLE, ""))
     own_stream = EventWriter(paths.events, "worker")
     with open_session(driver_address, lambda: driver_address, JOINED, seat=None, tls_contexts=tls_contexts) as (
@@ -155,12 +156,12 @@ def run_remote_worker(paths: RunPaths, driver: str, base_dir: str, *, tls_contex
         save_job(job, paths.job)
         print(f"joined run {welcome['run']} as worker-{session.seat}", flush=True)
         code = run_reporting_errors(stream, lambda stream: train(job, paths, session, control, stream))
-        control.send("bye")  # else the driver would take it for dead
+        control.send("bye")  # without it the driver would count this worker as dead
         return code
 
 
 def emit_to_both(control: ControlClient, own_stream: EventWriter, row: bytes) -> None:
-    """Steps are for the driver alone: there is no end to them."""
+    """Send an event to the driver and keep a copy. Steps are not kept: their number has no limit."""
     control.send("event", row=row.decode())
     event = parse_event(row)
     if event is not None and event.kind != "step":
@@ -176,7 +177,7 @@ def open_session(
     seat: int | None,
     tls_contexts: TlsContexts | None,
 ) -> Iterator[tuple[WorkerSession, ControlClient]]:
-    """The two ways out of this process: to the driver, and to the other workers."""
+    """Open the peer services and the control client of this process, and close both at the end."""
     peers = PeerServices(initial_address.token, bind=own_address(initial_address), tls_contexts=tls_contexts)
     session = WorkerSession(driver_address, peers, Activity(), attachment, seat)
     control = session.make_control_client(tls_contexts)
@@ -188,7 +189,7 @@ def open_session(
 
 
 def own_address(driver_address: DriverAddress) -> str:
-    """The address of this machine on the way to the driver. Nothing is sent."""
+    """The address of this machine on its route to the driver. Nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(driver_address.host, driver_address.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(address)
@@ -204,7 +205,7 @@ def train(
     *,
     trace: bool = False,
 ) -> None:
-    """Build, then go through the loop to the end."""
+    """Build the job, then run the elastic loop to its end."""
     assert session.seat is not None
     leave_reason = install_leave_handler(session, control, job.elastic.patience_s)
     prepare_torch(job)
@@ -238,7 +239,7 @@ def place_chunks(
     chunk_offsets: list[int],
     on_chunk_table: Callable[[ChunkTable], None],
 ) -> None:
-    """Let the driver know what is to be placed on servers, and the strategy where it was placed."""
+    """Tell the driver where parameters may be cut. Every chunk table from the driver goes to `on_chunk_table`."""
     session.on_chunk_table = on_chunk_table
     if control.chunk_table is not None:
         on_chunk_table(control.chunk_table)
@@ -247,8 +248,9 @@ def place_chunks(
 
 
 def install_leave_handler(session: WorkerSession, control: ControlClient, patience_s: float) -> Callable[[], str]:
-    """Why this worker must leave by itself. SIGTERM, as spot machines send it, is told to the driver, who lets it go
-    when others have what it holds; only where there is no driver it leaves at once."""
+    """Returns a function that says why this worker must leave by itself, or ''. On SIGTERM, as spot machines send it,
+    the heartbeat tells the driver, which lets the worker leave once other workers hold its state. Without a driver it
+    leaves at once."""
 
     def terminated(*_: object) -> None:
         session.leaving = True

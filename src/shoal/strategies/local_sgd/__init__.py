@@ -1,1 +1,1 @@
-"""Lanes that train by themselves for a while and then agree."""
+"""Local SGD: lanes train independently for some steps, then sync."""

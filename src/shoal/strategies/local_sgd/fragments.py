@@ -1,4 +1,4 @@
-"""Fragments on their way while lanes compute: each has an exchange of its own, and one is under way at a time."""
+"""Parameter fragments, exchanged while lanes compute. Each has its own all-reduce; one is in flight at a time."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ Carries = Mapping[int, Sequence[int]]
 
 
 class FragmentAllReduce(Protocol):
-    """The way of one fragment in one view. Without a codec, `plain_bytes` would be sent each time; None where there is
-    none."""
+    """The all-reduce of one fragment in one view. `plain_bytes` is what each run would send without the codec; None if
+    there is no codec."""
 
     plain_bytes: int | None
 
     def begin_step(self) -> TreeSum[LaneSum]:
-        """What takes this worker's lanes."""
+        """Returns the tree that takes this worker's lanes."""
 
     def run(self, step: int, sums: TreeSum[LaneSum]) -> AllReduceResult:
-        """All lanes are there: trade them for the sum of everybody's. In a thread of its own."""
+        """Exchange this worker's complete lanes for the sum of all lanes. Called in a thread of its own."""
 
     def close(self) -> None:
-        """Nobody runs it any more."""
+        """Free the memory. No thread runs it any more."""
 
 
 class FragmentChannel(NamedTuple):
-    """Of a fragment: the numbers of its parameters, and how they travel."""
+    """The parameter indices of a fragment, and its all-reduce."""
 
     param_indices: list[int]
     allreduce: FragmentAllReduce
@@ -128,7 +128,8 @@ class EncodedFragmentAllReduce:
 
 
 MakeFragmentAllReduce = Callable[[FlatLayout, int, BucketParams], FragmentAllReduce]
-"""For the buckets of a fragment, from the first of them on; its parameters go by their numbers within the fragment."""
+"""Makes the all-reduce of a fragment from its layout, the index of its first bucket, and the parameters of each of its
+buckets, numbered within the fragment."""
 
 
 def plain_fragments(group: ViewGroup, *, lanes: int, device: torch.device) -> MakeFragmentAllReduce:
@@ -147,7 +148,7 @@ def encoded_fragments(
     residuals: LaneResiduals,
     device: torch.device,
 ) -> MakeFragmentAllReduce:
-    """`settings` is the job's codec. A fragment has a range of all residuals, which `layout()` gives."""
+    """`settings` is the job's codec. `layout()` is that of the whole model; a fragment has a range of its residuals."""
 
     def make(fragment: FlatLayout, first_bucket: int, params_by_bucket: BucketParams) -> FragmentAllReduce:
         assert group.view is not None
@@ -163,7 +164,7 @@ def encoded_fragments(
 
 
 class FragmentChannels:
-    """How fragments of the parameters travel in the present view. Made at the first use of a view."""
+    """The channels of all fragments in the present view, made at their first use."""
 
     def __init__(self, local: LocalReplica, make_allreduce: MakeFragmentAllReduce) -> None:
         self._local = local
@@ -171,7 +172,7 @@ class FragmentChannels:
         self._channels: list[FragmentChannel] = []
 
     def open(self, max_fragments: int) -> list[FragmentChannel]:
-        """At most so many."""
+        """The channels of at most `max_fragments` fragments."""
         if not self._channels:
             cuts, grads = bucket_params(self._local.layout), self._local.layout.grads
             for cut in partition_into_fragments([sum(grads[i].size_bytes for i in run) for run in cuts], max_fragments):
@@ -188,7 +189,7 @@ class FragmentChannels:
 
 
 class PendingFragment:
-    """A fragment between leaving and arriving. Whoever waits for it gets LinkError if it does not arrive."""
+    """A fragment in flight. `wait` raises LinkError if it does not arrive."""
 
     def __init__(self, allreduce: FragmentAllReduce, step: int, sums: TreeSum[LaneSum]) -> None:
         self._result: AllReduceResult | BaseException | None = None
@@ -202,12 +203,12 @@ class PendingFragment:
             self._result = failure
 
     def raise_if_failed(self) -> None:
-        """LinkError if it is known already that nothing will come of it."""
+        """LinkError if the exchange has already failed."""
         if isinstance(self._result, LinkError):
             raise self._result
 
     def join(self) -> None:
-        """However it ends."""
+        """Wait for the end of the exchange, whether it succeeds or fails."""
         self._thread.join()
 
     def wait(self) -> AllReduceResult:

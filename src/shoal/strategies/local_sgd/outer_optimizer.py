@@ -1,4 +1,4 @@
-"""The step that all make together, along the mean of what the lanes did."""
+"""The outer optimizer of local SGD: all workers step along the mean change of the lanes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class OuterOptimizer:
-    """Nesterov's momentum, as in DiLoCo; with a momentum of 0 and a rate of 1 the lanes are averaged."""
+    """Nesterov momentum, as in DiLoCo. With momentum 0 and learning rate 1 the lanes are averaged."""
 
     def __init__(self, like: Sequence[Tensor], *, lr: float = 1.0, momentum: float = 0.0) -> None:
         self._lr = lr
@@ -19,7 +19,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self, values: Sequence[Tensor], pseudo_gradients: Sequence[Tensor], param_indices: Sequence[int]) -> None:
-        """`changes` are what lanes went away from the values: the start less the end, of these tensors."""
+        """`pseudo_gradients` are the mean changes of the lanes, start minus end, for the tensors in `param_indices`."""
         chosen, by = [values[i] for i in param_indices], list(pseudo_gradients)
         if self._momentum:
             velocity = [self._velocity[i] for i in param_indices]

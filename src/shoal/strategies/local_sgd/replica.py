@@ -1,8 +1,8 @@
-"""Lanes that train by themselves: between two agreements one replica is each of the worker's lanes in turn.
+"""Lanes that train by themselves: between two syncs, one replica runs each of the worker's lanes in turn.
 
-At an agreement every worker has the same: parameters, the outer momentum, moving buffers, the schedule; the inner
-optimizer begins anew. So a worker that dies in between takes nothing with it that other workers could not make again,
-and what a lane does depends on the agreement and its number alone, not on the worker that carries it.
+At a sync every worker has the same parameters, outer momentum, moving buffers and schedule; the inner optimizer starts
+afresh. So a worker that dies in between loses nothing that other workers could not compute again. What a lane does
+depends only on the last sync and the lane's number, not on the worker that carries it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MovingValues = tuple[list[Tensor], list[Tensor]]
 
 @dataclass
 class _ScheduleState:
-    """What a schedule changes: the groups' settings, and what it remembers itself."""
+    """What a schedule changes: the options of the parameter groups, and its own state."""
 
     param_groups: list[dict[str, Any]]
     schedule: Any
@@ -34,12 +34,12 @@ class _ScheduleState:
 
 @dataclass
 class _LaneState:
-    """What a lane has done since the agreement; while another lane is up, also what it has of its own."""
+    """What a lane has done since the last sync; while another lane is active, also the lane's own state."""
 
     samples: int = 0
     loss: Tensor | float = 0.0
     params_when_sent: list[Tensor] = field(default_factory=list)
-    """Of the fragment that is on its way: the lane's values when it left."""
+    """The lane's values of the fragment in flight, from when it was sent."""
     params: list[Tensor] = field(default_factory=list)
     optimizer_state: Any = None
     schedule_state: _ScheduleState | None = None
@@ -48,8 +48,8 @@ class _LaneState:
 
 @dataclass
 class _SyncInterval:
-    """Since the last agreement. `common` is what all have agreed on by now, `kept` what they had at its start where
-    fragments have changed it since."""
+    """State since the last sync. `global_params` are the parameters that all workers agree on. `before_fragments` keeps
+    the parameters and the outer momentum of the last sync once fragments change them."""
 
     global_params: list[Tensor]
     schedule_state: _ScheduleState
@@ -60,10 +60,10 @@ class _SyncInterval:
 
 
 class LocalReplica:
-    """A plain replica, and the outer step. Belongs to the training thread.
+    """A plain replica with an outer optimizer. Belongs to the training thread.
 
-    `next_sync` gives the agreement that follows one. A lane's inner steps change the replica; `apply` is an agreement,
-    and to a GradientSync the only update there is.
+    `next_sync` gives the step of the sync that follows a step. A lane's inner steps change the replica. `apply` is a
+    sync, and the only update that a GradientSync sees.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class LocalReplica:
         return self._interval
 
     def inner_step(self, step: int, lane: int, batch: Any, *, size: int) -> Tensor:
-        """One inner step of a lane, on so many samples of its own. Returns its loss. Where the loss is to be divided by
-        nothing, none of the samples count."""
+        """Run one inner step of a lane on `size` samples. Returns its loss. If the loss would be divided by a count of
+        0, the step is skipped and its samples do not count."""
         self.switch_to_lane(lane)
         self.replica.moving_buffers.snapshot()
         found = self.replica.forward_backward(step, lane, batch, share=1.0)
@@ -120,23 +120,23 @@ class LocalReplica:
         return loss
 
     def skip_inner_step(self, step: int, lane: int) -> None:
-        """A step in which the lane has no samples. Its schedule goes on all the same."""
+        """Skip a step in which the lane has no samples. Its schedule advances all the same."""
         self.switch_to_lane(lane)
         self._step_schedule(step)
 
     def _step_schedule(self, step: int) -> None:
-        self.replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look for it
+        self.replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules check it
         self.replica.step_schedule(step)
 
     def switch_to_lane(self, lane: int) -> None:
-        """Be this lane from now on."""
+        """Make this the active lane: store the state of the previous one, and load this one's."""
         period = self._current_interval()
         if period.active_lane == lane:
             return
         if period.active_lane is not None:
             self._store_lane(self._lane_state(period.active_lane))
         it = self._lane_state(lane)
-        if it.optimizer_state is None:  # its first step
+        if it.optimizer_state is None:  # the lane's first step
             others = len(period.lanes) > 1
             values = [t.clone() for t in period.global_params] if others else period.global_params
             self._load_lane(
@@ -156,7 +156,8 @@ class LocalReplica:
         return self._interval.lanes.setdefault(lane, _LaneState())
 
     def _store_lane(self, it: _LaneState) -> None:
-        """Where the parameters can move, their memory is the lane's, and whoever is next has other memory."""
+        """Store the active lane's state. If the replica can adopt storage, the lane keeps the memory of the parameters,
+        and the next lane brings its own."""
         values = [p.detach() for p in self.replica.trainable]
         it.params = values if self.replica.can_adopt_storage else [t.clone() for t in values]
         it.schedule_state, it.moving_buffers = self._schedule_state(), self.replica.moving_buffers.weighted_copies(1.0)
@@ -171,7 +172,7 @@ class LocalReplica:
         optimizer_state: Any,
         own: bool = False,
     ) -> None:
-        """`own`: nobody else has a share in the values."""
+        """`own`: no other lane shares the memory of the values."""
         if not (own and self.replica.adopt_storage(values)):
             self.replica.copy_values(values)
         self.replica.moving_buffers.assign(*moving_buffers)
@@ -189,7 +190,7 @@ class LocalReplica:
 
     @torch.no_grad()
     def pseudo_gradient(self, lane: int, total: int) -> LaneSum | None:
-        """What the lane did since the agreement, as its share of so many samples of all lanes."""
+        """The lane's change since the last sync, weighted by its share of the `total` samples of all lanes."""
         self.switch_to_lane(lane)
         period, it = self._current_interval(), self._lane_state(lane)
         if not it.samples:
@@ -210,13 +211,13 @@ class LocalReplica:
     # ---- fragments ----
 
     def fragment_template(self, param_indices: Sequence[int]) -> LaneSum:
-        """Tensors of the shapes that `leave` gives."""
+        """Tensors with the shapes that `send_fragment` returns."""
         loss, count = torch.zeros(2, dtype=torch.float64)
         return LaneSum([self.replica.trainable[i] for i in param_indices], [], [], loss, count)
 
     @torch.no_grad()
     def send_fragment(self, lane: int, param_indices: Sequence[int], total: int) -> LaneSum | None:
-        """As `change`, of some parameters alone; the lane goes on, and `arrive` follows."""
+        """Like `pseudo_gradient`, for some parameters only. The lane continues, and `apply_fragment` follows."""
         period, it = self._current_interval(), self._lane_state(lane)
         values = list[Tensor](self.replica.trainable) if period.active_lane == lane else it.params
         it.params_when_sent = [values[i].detach().clone() for i in param_indices]
@@ -227,7 +228,7 @@ class LocalReplica:
 
     @torch.no_grad()
     def apply_fragment(self, param_indices: Sequence[int], pseudo_gradients: Sequence[Tensor]) -> None:
-        """All agree on these parameters; what a lane did to them since they left, it keeps."""
+        """Apply the outer step to these parameters. Each lane keeps what it changed in them since they were sent."""
         period = self._current_interval()
         if period.before_fragments is None:
             period.before_fragments = ([t.clone() for t in period.global_params], self._outer.copy())
@@ -240,7 +241,7 @@ class LocalReplica:
             )
             it.params_when_sent = []
 
-    # ---- agreements ----
+    # ---- syncs ----
 
     @torch.no_grad()
     def apply(self, step: int, total: LaneSum) -> Tensor:

@@ -1,4 +1,4 @@
-"""When lanes agree: a pure function of the step number, so that everybody means the same."""
+"""When lanes sync: a pure function of the step number, so that all workers agree on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Segment:
-    """Inner steps from `start` to `stop`; then one fragment arrives, if any, and one leaves."""
+    """Inner steps from `start` to `stop`. Then at most one fragment arrives, and at most one leaves."""
 
     start: int
     stop: int
@@ -19,9 +19,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """A round is `every` steps, a period `rounds_per_sync` rounds. At the end of a period all lanes agree on
-    everything, and wait for it. In between, from the second round on, fragments leave one after the other while lanes
-    go on; each arrives when the next leaves."""
+    """A round is `steps_per_round` steps, a period `rounds_per_sync` rounds. At the end of a period all lanes sync all
+    parameters, and wait for it. In between, from the second round on, fragments leave one after the other while lanes
+    compute; each arrives when the next one leaves."""
 
     steps_per_round: int = 1
     rounds_per_sync: int = 1
@@ -31,16 +31,16 @@ class SyncSchedule:
         return self.steps_per_round * self.rounds_per_sync
 
     def next_sync(self, step: int, *, steps: int) -> int:
-        """The agreement that follows one, in a run of so many steps."""
+        """The step of the sync that follows `step`, in a run of `steps` steps."""
         return min((step // self.steps_per_sync + 1) * self.steps_per_sync, steps)
 
     def crossed_multiple_of(self, step: int, interval: int) -> bool:
-        """Has there been a multiple of `mark` since the agreement before this one?"""
+        """Has there been a multiple of `interval` since the sync before this one?"""
         before = (step - 1) // self.steps_per_sync * self.steps_per_sync
         return step > 0 and step // interval > before // interval
 
     def segments(self, start: int, stop: int, *, fragments: int) -> list[Segment]:
-        """From one agreement to the next. What could not arrive before the end does not leave."""
+        """The segments from one sync to the next. A fragment that could not arrive before the end does not leave."""
         gap = max(self.steps_per_round // fragments, 1)
         leaving = {
             at: i
@@ -54,7 +54,7 @@ class SyncSchedule:
 
 
 def partition_into_fragments(sizes: Sequence[int], max_fragments: int) -> list[range]:
-    """Runs of neighbours of about the same size: at most so many, and none of them empty."""
+    """Split into runs of neighbours of about the same size: at most `max_fragments`, and none of them empty."""
     total, done, starts = sum(sizes), 0, list[int]()
     for i, size in enumerate(sizes):
         if done * max_fragments >= len(starts) * total:

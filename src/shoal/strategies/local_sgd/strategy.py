@@ -1,4 +1,4 @@
-"""Lanes train by themselves, and agree every so many steps: `sync: local`."""
+"""Local SGD: lanes train by themselves and sync every few steps, `sync: local`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shoal.tasks.user_errors import wrap_user_errors
 
 
 class LocalSgdStrategy(ReplicatedStrategy):
-    """See Strategy. A commit is an agreement; what lanes do before it counts only then. Lanes that this worker carries
-    take turns, from segment to segment; fragments of the parameters travel while they compute."""
+    """See Strategy. A commit is a sync: what lanes do before it counts only then. The lanes of this worker take turns,
+    segment by segment. Fragments of the parameters are exchanged while lanes compute."""
 
     def __init__(
         self,
@@ -70,19 +70,19 @@ class LocalSgdStrategy(ReplicatedStrategy):
         self._local.apply_fragment(entry["which"], [change.to(self._local.device) for change in entry["changes"]])
 
     def _drop_uncommitted(self) -> None:
-        """Fragments since the last commit count only for those who see the next."""
+        """Undo fragments since the last commit: they count only with the next commit."""
         self._local.undo_step()
 
-    # ---- from one agreement to the next ----
+    # ---- from one sync to the next ----
 
     def run_step(self, must_halt: Callable[[], bool]) -> Committed | Discarded:
         outcome = super().run_step(must_halt)
         if isinstance(outcome, Discarded):
-            self._context.peers.state_publisher.drop_subscribers()  # fragments that were published do not count
+            self._context.peers.state_publisher.drop_subscribers()  # published fragments do not count
         return outcome
 
     def _compute(self, sums: TreeSum[LaneSum], must_halt: Callable[[], bool]) -> bool:
-        """All lanes, up to the next agreement. LinkError if it cannot be reached."""
+        """Train all lanes up to the next sync. LinkError if it cannot be reached."""
         start, every, channels = self._progress.step, self._schedule.steps_per_round, list[FragmentChannel]()
         stop = self._next_step(start)
         if stop - start > every:
@@ -122,12 +122,12 @@ class LocalSgdStrategy(ReplicatedStrategy):
             took = clock() - t1
             stats.add_time("compute_s", took)
             activity.record_lane_time(took)
-            if lane == self._lanes[-1]:  # a row has as much of every lane
+            if lane == self._lanes[-1]:  # a row covers all lanes equally
                 whole = len(self._lanes) == 1 or step + 1 == segment.stop
                 stats.record_inner_step(step + 1, loss=loss, lr=self.lr, emit=whole)
 
     def _inner_step(self, step: int, lane: int, batch: Any) -> float:
-        """A step that a lane makes by itself. Returns its loss."""
+        """Run one inner step of a lane. Returns its loss."""
         with wrap_user_errors("SH401", f"step {step}, lane {lane}"):
             loss = float(self._local.inner_step(step, lane, self._to_device(batch), size=batch.size))
         if not math.isfinite(loss):
@@ -135,7 +135,7 @@ class LocalSgdStrategy(ReplicatedStrategy):
         return loss
 
     def _check_not_aborted(self) -> None:
-        """Is there still somebody to agree with?"""
+        """LinkError if the view is aborted or the fragment in flight has failed."""
         if self._pending:
             self._pending.raise_if_failed()
         if self._group.aborted():
@@ -166,7 +166,7 @@ class LocalSgdStrategy(ReplicatedStrategy):
         context.stats.add_time("exchange_s", time.perf_counter() - began - waited)
 
     def _abandon_pending(self) -> None:
-        """A thread may still be at work with memory that the next view wants."""
+        """Abort the view and wait for the fragment in flight: its thread may use memory that the next view needs."""
         if self._pending:
             self._group.abort_present_view()
             self._pending.join()
