@@ -125,7 +125,9 @@ def test_the_driver_learns_which_signal_ended_a_joined_worker(run, copied_job_di
         it.wait_until(joined)
         pid = next(e["pid"] for e in read_events(it.paths.events) if (e.kind, e.who) == ("worker_started", "worker-1"))
         os.kill(pid, signal.SIGKILL)
-        it.wait_until(lambda state: any("worker-1" in note and "ended by SIGKILL" in note for note in state.notes))
+        it.wait_until(
+            lambda state: any("worker-1" in note and "ended by SIGKILL" in note for note in note_lines(state))
+        )
         assert code.result() == EXIT_RUN
         commands.stop(it.paths)
     assert any("worker-1: ended by SIGKILL" in line for line in said)

@@ -155,7 +155,7 @@ def test_a_plain_caller_costs_a_run_nothing(run, certificates):
     def look(paths, event, run_state):
         if event.kind == "joined" and not asked:
             address = read_driver_address(paths.driver_address)
-            with pytest.raises(TlsError, match="it uses TLS"):
+            with pytest.raises(TlsError, match="the other side uses TLS"):
                 connect_host(address.host, address.port, address.token, json.dumps({"role": "user"}).encode())
             asked.append(1)
 

@@ -272,13 +272,13 @@ def careless(directory=None):
 
 
 def test_a_listener_of_another_authority_is_not_trusted(harness, theirs):
-    with pytest.raises(TlsError, match="its certificate is not accepted"):
+    with pytest.raises(TlsError, match="certificate of the other side is not accepted"):
         harness.call(tls_contexts=theirs)
     refused(harness)
 
 
 def test_a_plain_caller_is_told_that_tls_is_used(harness):
-    with pytest.raises(TlsError, match="it uses TLS, and we do not"):
+    with pytest.raises(TlsError, match="the other side uses TLS, but this process does not"):
         harness.call(tls_contexts=None)
     refused(harness)
 
