@@ -1,11 +1,11 @@
 """The comparison of two commits finds a difference, and its cases are valid jobs."""
 
 import pytest
-
 from benchmarks.bits.__main__ import Tree, _row, bits_of
 from benchmarks.bits.cases import cases
 from benchmarks.bits.older import in_words_of
 from benchmarks.report import SOURCES
+
 from shoal.spec.load import make_job
 
 BITS = {
