@@ -1,12 +1,15 @@
 """Evaluation is a function of the weights and the data alone."""
 
 import numpy as np
+import pytest
 import torch
 import torchmetrics
 from torch import nn
 
 from shoal import Batch, Task
+from shoal.collectives.outcome import Discarded
 from shoal.data.datasets import DatasetSplit
+from shoal.errors import ShoalError
 from shoal.lanes.replica import Replica
 from shoal.tasks.evaluation import Evaluator
 
@@ -44,3 +47,108 @@ def test_what_was_measured_before_changes_nothing():
     used, fresh = (Evaluator(UnspecifiedLogitsTask(), lanes=2, chunk_size=4, seed=0) for _ in range(2))
     used.evaluate(replica(-2.0), part)  # these look like logits, the next like probabilities
     assert used.evaluate(replica(1.0), part) == fresh.evaluate(replica(1.0), part)
+
+
+# ---- lanes and workers ----
+
+
+def split(samples=4):
+    return DatasetSplit("validation", FourSampleSource(), np.arange(samples), None)
+
+
+def evaluator(task=None, *, lanes=2, chunk_size=1):
+    return Evaluator(task or UnspecifiedLogitsTask(), lanes=lanes, chunk_size=chunk_size, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "chunk_size", "samples", "chunks"),
+    [
+        (2, 1, 4, [[0, 2], [1, 3]]),
+        (2, 3, 4, [[0], [1]]),
+        (3, 2, 4, [[0], [1], []]),
+        (2, 4, 4, [[0], []]),
+        (1, 1, 3, [[0, 1, 2]]),
+    ],
+)
+def test_chunks_belong_to_lanes_in_turn(lanes, chunk_size, samples, chunks):
+    it = evaluator(lanes=lanes, chunk_size=chunk_size)
+    assert [it.chunks_of(split(samples), [lane]) for lane in range(lanes)] == chunks
+
+
+def distributed(shares, *, weight=1.0, lanes=4, stops_after=None):
+    """Each worker evaluates its share of the lanes; the last one gathers."""
+    sent, found, seen = {}, None, []
+    for worker, share in enumerate(shares):
+
+        def gather(content, worker=worker):
+            sent[worker] = content
+            return dict(sent) if len(sent) == len(shares) else Discarded("the others have not sent theirs")
+
+        found = evaluator(lanes=lanes).evaluate_distributed(
+            replica(weight),
+            split(),
+            lanes=share,
+            gather=gather,
+            is_aborted=lambda: stops_after is not None and len(seen) >= stops_after,
+            on_chunk=lambda: seen.append(1),
+        )
+    return found, len(seen)
+
+
+@pytest.mark.parametrize("weight", [1.0, -2.0])
+@pytest.mark.parametrize("shares", [[[0, 1, 2, 3]], [[0], [1, 2, 3]], [[3, 1], [2, 0]], [[], [0, 1, 2, 3]]], ids=str)
+def test_workers_together_find_what_one_finds_alone(shares, weight):
+    alone = evaluator(lanes=4).evaluate(replica(weight), split())
+    assert distributed(shares, weight=weight) == (alone, 4)
+
+
+def test_a_worker_that_is_asked_to_stop_discards_the_evaluation():
+    found, chunks = distributed([[0, 1, 2, 3]], stops_after=2)
+    assert isinstance(found, Discarded)
+    assert (found.why, chunks) == ("asked to stop", 2)
+
+
+def test_a_lost_peer_discards_the_evaluation():
+    lost = Discarded("worker-1 is gone")
+    found = evaluator().evaluate_distributed(
+        replica(1.0),
+        split(),
+        lanes=[0, 1],
+        gather=lambda content: lost,
+        is_aborted=lambda: False,
+        on_chunk=lambda: None,
+    )
+    assert found is lost
+
+
+def test_the_last_chunk_counts_by_its_samples():
+    values = evaluator(chunk_size=3).evaluate(replica(1.0), split())
+    assert values == pytest.approx({"loss": 0.5, "accuracy": 1.0})
+
+
+class DrawingTask(UnspecifiedLogitsTask):
+    """Its loss is a random number."""
+
+    logits = False
+
+    def loss(self, model, batch):
+        return torch.rand(())
+
+
+def test_random_numbers_of_a_chunk_do_not_depend_on_lanes():
+    torch.manual_seed(1)
+    one = evaluator(DrawingTask(), lanes=1).evaluate(replica(1.0), split())
+    torch.manual_seed(2)
+    assert evaluator(DrawingTask(), lanes=4).evaluate(replica(1.0), split()) == pytest.approx(one, rel=1e-12)
+
+
+class FailingTask(UnspecifiedLogitsTask):
+    def predict(self, model, batch):
+        raise ValueError("no such word")
+
+
+def test_a_task_that_fails_is_reported_with_split_and_chunk():
+    with pytest.raises(ShoalError, match="evaluation of validation, chunk 0: ValueError: no such word") as caught:
+        evaluator(FailingTask()).evaluate(replica(1.0), split())
+    assert caught.value.code == "SH401"
+    assert caught.value.where.startswith(__file__)
