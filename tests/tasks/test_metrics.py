@@ -58,6 +58,21 @@ class Wrapper(torchmetrics.Metric):
         return self.inner.compute()
 
 
+class Smallest(torchmetrics.Metric):
+    """The smallest prediction. Its state before the first sample, 0, is no prediction."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="min")
+
+    def update(self, prediction, target):
+        smallest = prediction.min()
+        self.value = torch.minimum(self.value, smallest) if self._update_count > 1 else smallest
+
+    def compute(self):
+        return self.value
+
+
 # ---- building ----
 
 
@@ -80,9 +95,10 @@ def test_a_short_name_gets_its_kind_from_the_example(output, target, kind):
 
 
 def test_the_users_arguments_win_over_the_example():
-    ref = Ref(name="accuracy", args={"task": "multiclass", "num_classes": 7})
-    built = build_metrics([ref], (torch.randn(6, 3), torch.zeros(6, dtype=torch.int64)), base_dir=".")
-    assert built["accuracy"].num_classes == 7
+    for args in ({"num_classes": 7}, {"task": "multiclass", "num_classes": 7}):
+        ref = Ref(name="accuracy", args=args)
+        built = build_metrics([ref], (torch.randn(6, 3), torch.zeros(6, dtype=torch.int64)), base_dir=".")
+        assert built["accuracy"].num_classes == 7
     ref = Ref(name="accuracy", args={"average": "macro"})
     built = build_metrics([ref], (torch.randn(6, 3), torch.zeros(6, dtype=torch.int64)), base_dir=".")
     assert (built["accuracy"].average, built["accuracy"].num_classes) == ("macro", 3)
@@ -163,6 +179,16 @@ def test_the_loss_is_weighted_by_samples_or_by_the_tasks_own_count():
     assert merge_lanes([one, other]) == {"loss": 2.0}
     other.update((torch.tensor(10.0), torch.tensor(4)), None, Batch((), None, 99))
     assert merge_lanes([one, other]) == {"loss": (3 + 5 + 10) / (3 + 1 + 4)}
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_a_lane_without_samples_does_not_count(empty):
+    metrics = {"correlation": torchmetrics.PearsonCorrCoef(), "smallest": Smallest()}
+    output, target = torch.tensor([3.0, 1.0, 4.0, 1.5]), torch.tensor([2.0, 7.0, 1.0, 8.0])
+    lanes = [accumulate(metrics, output[part], target[part], logits=False) for part in (slice(0, 2), slice(2, 4))]
+    alone = merge_lanes([accumulate(metrics, output, target, logits=False)])
+    lanes.insert(empty, MetricAccumulator(metrics, logits=False))
+    assert merge_lanes(lanes) == pytest.approx(alone)
 
 
 def test_lanes_do_not_share_their_metrics():
