@@ -15,7 +15,7 @@ from shoal.tasks.evaluation import Evaluator
 
 
 class FourSampleSource:
-    """Four samples in memory: outputs are the inputs times the weight."""
+    """Four samples in memory: outputs are the inputs times the weight, plus the bias."""
 
     in_memory, per_sample = True, False
 
@@ -36,9 +36,10 @@ class UnspecifiedLogitsTask(Task):
         return {"accuracy": torchmetrics.classification.BinaryAccuracy()}
 
 
-def replica(weight):
-    model = nn.Linear(1, 1, bias=False)
+def replica(weight, bias=0.0):
+    model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, weight)
+    nn.init.constant_(model.bias, bias)
     return Replica(model, torch.optim.SGD(model.parameters(), 0.1), UnspecifiedLogitsTask().loss, seed=0)
 
 
@@ -75,7 +76,7 @@ def test_chunks_belong_to_lanes_in_turn(lanes, chunk_size, samples, chunks):
     assert [it.chunks_of(split(samples), [lane]) for lane in range(lanes)] == chunks
 
 
-def distributed(shares, *, weight=1.0, lanes=4, stops_after=None):
+def distributed(shares, *, weight=1.0, bias=0.0, lanes=4, stops_after=None):
     """Each worker evaluates its share of the lanes; the last one gathers."""
     sent, found, seen = {}, None, []
     for worker, share in enumerate(shares):
@@ -85,7 +86,7 @@ def distributed(shares, *, weight=1.0, lanes=4, stops_after=None):
             return dict(sent) if len(sent) == len(shares) else Discarded("the others have not sent theirs")
 
         found = evaluator(lanes=lanes).evaluate_distributed(
-            replica(weight),
+            replica(weight, bias),
             split(),
             lanes=share,
             gather=gather,
@@ -95,11 +96,17 @@ def distributed(shares, *, weight=1.0, lanes=4, stops_after=None):
     return found, len(seen)
 
 
-@pytest.mark.parametrize("weight", [1.0, -2.0])
-@pytest.mark.parametrize("shares", [[[0, 1, 2, 3]], [[0], [1, 2, 3]], [[3, 1], [2, 0]], [[], [0, 1, 2, 3]]], ids=str)
-def test_workers_together_find_what_one_finds_alone(shares, weight):
-    alone = evaluator(lanes=4).evaluate(replica(weight), split())
-    assert distributed(shares, weight=weight) == (alone, 4)
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [(1.0, 0.0), (-2.0, 0.0), (1.0, -0.3)],
+    ids=["probabilities", "logits", "only chunk 0 looks like logits"],
+)
+@pytest.mark.parametrize(
+    "shares", [[[0, 1, 2, 3]], [[0], [1, 2, 3]], [[3, 1], [2, 0]], [[], [0, 1, 2, 3]], [[0, 1, 2, 3], []]], ids=str
+)
+def test_workers_together_find_what_one_finds_alone(shares, weight, bias):
+    alone = evaluator(lanes=4).evaluate(replica(weight, bias), split())
+    assert distributed(shares, weight=weight, bias=bias) == (alone, 4)
 
 
 def test_a_worker_that_is_asked_to_stop_discards_the_evaluation():
@@ -140,6 +147,8 @@ def test_random_numbers_of_a_chunk_do_not_depend_on_lanes():
     one = evaluator(DrawingTask(), lanes=1).evaluate(replica(1.0), split())
     torch.manual_seed(2)
     assert evaluator(DrawingTask(), lanes=4).evaluate(replica(1.0), split()) == pytest.approx(one, rel=1e-12)
+    first = evaluator(DrawingTask(), lanes=1).evaluate(replica(1.0), split(1))
+    assert first["loss"] != one["loss"], "each chunk has its own"
 
 
 class FailingTask(UnspecifiedLogitsTask):
