@@ -211,3 +211,34 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint(start):
     once, session, _, _ = start(steps=12)
     run_alone(once, session)
     assert state_sha256(again.strategy.state()) == state_sha256(once.strategy.state())
+
+
+# ---- watchers of the user ----
+
+
+def test_watchers_of_a_job_are_built_with_their_arguments(start, job_dir):
+    watcher = {"name": "models.py:StepRecorder", "args": {"path": str(job_dir / "seen.txt")}}
+    loop, session, _, _ = start(steps=3, watchers=[watcher], stop_early={"metric": "loss"})
+    kinds = [type(one).__name__ for one in loop.progress.reporter.watchers]
+    assert kinds == ["BestMetric", "EarlyStopping", "StepRecorder"]
+    run_alone(loop, session)
+    assert [row.split()[0] for row in (job_dir / "seen.txt").read_text().splitlines()] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        ("class Mine:\n    pass\n", "SH206", "has no method watch"),
+        ("def Mine():\n    raise OSError('no disk')\n", "SH208", "watchers mine.py:Mine: OSError: no disk"),
+    ],
+)
+def test_a_watcher_that_cannot_be_built_is_refused(start, job_dir, source, code, words):
+    (job_dir / "mine.py").write_text(source)
+    with pytest.raises(ShoalError, match=words) as caught:
+        start(watchers=["mine.py:Mine"])
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(("evaluate", "every"), [({"every_steps": 7}, 7), ({"every_epochs": 2}, 58), ({}, 29)], ids=str)
+def test_when_a_job_evaluates(make, evaluate, every):
+    assert make(evaluate=evaluate)[0].train_schedule.evaluate_every == every

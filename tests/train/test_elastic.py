@@ -165,6 +165,25 @@ def test_a_link_is_measured_once():
     assert [event["peer"] for event in bench.stream.of("link_measured")] == ["worker-0"]
 
 
+def test_a_newcomer_that_must_leave_stops_following(tmp_path):
+    bench = newcomer()
+    bench.strategy.entries = [1, 2, 3]
+    bench.leave_reason = "terminated"
+    it = elastic_loop(bench, View(number=1, followers=[1], source=0), seat=1, save_lock=tmp_path / "lock")
+    assert it.run() == LoopResult(1, finished=False, why="terminated")
+    assert bench.strategy.calls == ["follow", "save_alone"]
+    assert bench.store.saved == 1
+
+
+@pytest.mark.parametrize("saved", [5, 6])
+def test_without_a_driver_an_older_checkpoint_is_replaced(tmp_path, saved):
+    bench = Bench()
+    bench.store.saved, bench.progress.step, bench.strategy.weight = saved, 6, 6
+    bench.leave_reason = "no driver came back"
+    elastic_loop(bench, save_lock=tmp_path / "lock").run()
+    assert bench.strategy.calls == (["save_alone"] if saved < 6 else [])
+
+
 # ---- from the control client's thread ----
 
 

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.errors import ShoalError
@@ -268,3 +270,38 @@ def test_nobody_leads_before_there_is_a_view():
 def test_evaluations_are_due_at_the_first_commit_that_has_reached_a_multiple(schedule, due):
     every = schedule.sync_schedule.steps_per_sync
     assert [step for step in range(0, 13, every) if schedule.evaluation_due(step)] == due
+
+
+# ---- whatever happens ----
+
+LOST = st.sampled_from(["step", "evaluate validation", "evaluate test", "leave_view", "finish"])
+
+
+@given(lost=st.lists(LOST, max_size=6), halts=st.sets(st.integers(1, 8)))
+def test_losses_and_halts_change_nothing_in_the_result(lost, halts):
+    """Each view loses a member at one verb, and halts after some of its steps."""
+    once, bench = (Bench(steps=8, splits=("validation", "test")) for _ in range(2))
+    trained(once)
+    bench.loop.membership = Halting(bench.progress, halts)
+    outcome, number = None, 0
+    while not isinstance(outcome, LoopResult):
+        number += 1
+        bench.strategy.lost = {lost.pop(): "worker-1 is gone"} if lost else {}
+        outcome = trained(bench, number=number, position=bench.progress.position)
+    assert outcome == LoopResult(8, finished=True)
+    assert bench.progress.state() == once.progress.state()
+    assert [model.weights_sha256 for model in bench.concluded] == ["weights 8"]
+    evaluated = [event.step for event in bench.stream.of("evaluated") if event["split"] == "validation"]
+    assert evaluated == [3, 6, 8]
+
+
+class Halting:
+    """A membership with a newer view whenever one of these steps is the next; each halts once."""
+
+    def __init__(self, progress, steps):
+        self.progress, self.steps = progress, set(steps)
+
+    def newer(self, number):
+        halts = self.progress.step + 1 in self.steps
+        self.steps.discard(self.progress.step + 1)
+        return halts

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.collectives.outcome import Committed
 from shoal.errors import ShoalError
@@ -136,3 +138,16 @@ def test_the_section_of_a_checkpoint_keeps_its_names():
     assert list(state) == ["step", "stop", "metrics", "measured_at", "task", "watch", "sync"]
     assert state["sync"] is None
     json.dumps(state)
+
+
+@given(st.lists(st.sampled_from(["commit", "streamed commit", "evaluation"]), max_size=12))
+def test_a_worker_that_follows_arrives_where_the_others_are(acts):
+    trains, follows = Bench(watchers=[Remembers()]), Bench(watchers=[Remembers()])
+    for act in acts:
+        for bench, streamed in ((trains, act == "streamed commit"), (follows, True)):
+            if act == "evaluation":
+                bench.progress.record_streamed_evaluation({"loss": 1.0 / (1 + bench.progress.step)})
+            else:
+                (stream_commit if streamed else commit)(bench.progress, bench.progress.step + 1, 0.5)
+    assert follows.progress.state() == trains.progress.state()
+    assert follows.progress.position == trains.progress.position

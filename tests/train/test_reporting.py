@@ -3,7 +3,10 @@
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shoal.errors import ShoalError, error
 from shoal.events import Event
 from shoal.train import reporting
 from shoal.train.reporting import Reporter, StepStats
@@ -164,3 +167,52 @@ def test_inner_steps_are_reported_and_the_commit_that_counts_them_ends_the_row(c
     clock.now_s = 2.0
     record(it, 5)
     assert rows(stream)[-1] == (5, 1)
+
+
+# ---- errors and properties ----
+
+
+class Fails(Watcher):
+    def __init__(self, failure):
+        super().__init__()
+        self.failure = failure
+
+    def watch(self, event):
+        raise self.failure
+
+
+def test_a_watcher_that_fails_is_named():
+    with pytest.raises(ShoalError, match="Fails: KeyError: 'loss'") as caught:
+        Reporter(RecordingStream(), [Fails(KeyError("loss"))]).report("joined")
+    assert (caught.value.code, caught.value.where) == ("SH410", "watcher Fails")
+
+
+def test_a_watchers_own_error_of_shoal_passes_unchanged():
+    failure = error("SH409", "no such metric")
+    with pytest.raises(ShoalError) as caught:
+        Reporter(RecordingStream(), [Fails(failure)]).report("joined")
+    assert caught.value is failure
+
+
+def test_states_of_a_job_with_fewer_watchers_are_loaded():
+    reporter = Reporter(RecordingStream(), [Watcher(), Watcher()])
+    reporter.load_state([None])
+    assert reporter.state() == [None, None]
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 0.2), st.integers(0, 50), st.integers(0, 9)), max_size=30))
+def test_rows_together_have_every_step_sample_and_byte(taken):
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(patch)
+        it, stream = stats()
+        for step, (seconds, samples, size_bytes) in enumerate(taken, 1):
+            clock.now_s += seconds
+            it.add_samples(samples)
+            it.add_bytes(size_bytes, 2 * size_bytes)
+            record(it, step)
+        it.flush(len(taken), loss=1.0, lr=0.1)
+    found = stream.of("step")
+    assert sum(row["steps"] for row in found) == len(taken)
+    assert sum(row["samples"] for row in found) == sum(samples for _, samples, _ in taken)
+    assert sum(row["bytes_plain"] for row in found) == 2 * sum(row["bytes_sent"] for row in found)
+    assert sum(row["wall_s"] for row in found) == pytest.approx(clock.now_s, abs=1e-4)

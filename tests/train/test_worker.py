@@ -1,5 +1,6 @@
 """The worker's side of its driver, without a process or a connection."""
 
+import os
 import signal
 import socket
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from shoal.collectives.peer_services import PeerServices
 from shoal.events import EventWriter, read_events
 from shoal.fleet.driver_address import DriverAddress
 from shoal.spec.chunk_table import ChunkTable
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Address, Attachment, View
 from shoal.train import worker
 from shoal.train.activity import Activity
@@ -170,3 +172,16 @@ def test_a_session_closes_both_ways_out(monkeypatch):
     assert closed == ["control"]
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_driver_that_is_not_there_is_reported_to_the_workers_user(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(worker, "WELCOME_TIMEOUT_S", 0.01)
+    monkeypatch.setenv(worker.TOKEN_VARIABLE, "secret")
+    with socket.socket() as unheard:  # bound, so that nobody else takes the port, and it does not listen
+        unheard.bind(("127.0.0.1", 0))
+        port = unheard.getsockname()[1]
+        code = worker.run_remote_worker(RunPaths.at(tmp_path), f"127.0.0.1:{port}", str(tmp_path))
+    assert code == 6
+    assert "SH610" in capsys.readouterr().err
+    assert [(event.kind, event["code"]) for event in read_events(tmp_path / "events.jsonl")] == [("failed", "SH610")]
+    assert worker.TOKEN_VARIABLE not in os.environ, "processes that the worker starts do not inherit it"

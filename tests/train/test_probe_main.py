@@ -1,0 +1,132 @@
+"""What the probe answers, asked in this process."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shoal.errors import ShoalError
+from shoal.spec.load import make_job
+from shoal.spec.run_paths import RunPaths
+from shoal.tasks.model import build_model
+from shoal.train.probe_main import PROBES, _shape
+from tests.conftest import MLP
+from tests.train.fake_strategy import RecordingStream
+
+FOLDS = {"kind": "kfold", "folds": 3}
+
+
+@pytest.fixture
+def ask(job_dir):
+    """Asks a question about a job, and gives the answer as the driver reads it."""
+
+    def go(question, *, changes=None, **arguments):
+        job = make_job(MLP | (changes or {}), base_dir=str(job_dir))
+        answer = PROBES[question](job, RunPaths.at(job_dir / "run"), RecordingStream("clerk"), **arguments)
+        return json.loads(json.dumps(answer))
+
+    return go
+
+
+@pytest.fixture
+def weights(job_dir):
+    torch.manual_seed(0)
+    model = build_model(make_job(MLP, base_dir=str(job_dir)))
+    save_file(model.state_dict(), job_dir / "w.safetensors")
+    return str(job_dir / "w.safetensors")
+
+
+def data(**changes):
+    return {"data": MLP["data"] | changes}
+
+
+# ---- check ----
+
+
+def test_a_check_counts_what_the_job_has(ask):
+    answer = ask("check")
+    count = 64 * 32 + 32 + 32 * 10 + 10
+    assert (answer["parameters"], answer["trainable"]) == (count, count)
+    assert answer["weights_bytes"] == answer["gradient_bytes"] == answer["optimizer_bytes"] == 4 * count
+    assert (answer["steps"], answer["steps_per_epoch"]) == (60, 29)
+    assert answer["samples"] == {"train": 1438, "validation": 359}
+    assert answer["batch"] == {"inputs": ["float32 [13, 64]"], "target": "int64 [13]"}
+    assert (answer["device"], answer["moving_buffers"]) == ("cpu", [])
+
+
+def test_a_check_evaluates_one_batch_after_one_step(ask):
+    answer = ask("check")
+    assert answer["metrics"].keys() == {"loss", "accuracy"}
+    assert answer["metrics"]["accuracy"] * 50 == pytest.approx(round(answer["metrics"]["accuracy"] * 50), abs=1e-4)
+    assert answer["loss"] == ask("check")["loss"]
+
+
+def test_a_check_without_validation_has_no_metrics(ask):
+    answer = ask("check", changes=data(split={"kind": "none"}) | {"evaluate": {}, "metrics": []})
+    assert (answer["metrics"], answer["samples"]) == ({}, {"train": 1797})
+
+
+def test_a_check_counts_frozen_parameters_apart(ask):
+    answer = ask("check", changes={"init_from": {"freeze": ["0"]}})
+    assert answer["parameters"] - answer["trainable"] == 64 * 32 + 32
+    assert answer["gradient_bytes"] == 4 * answer["trainable"]
+
+
+def test_a_model_that_fails_is_reported_with_its_line(ask, job_dir):
+    with pytest.raises(ShoalError, match="one step, lane 0: RuntimeError") as caught:
+        ask("check", changes={"model": "models.py:WrongInputWidth"})
+    assert caught.value.code == "SH401"
+    assert caught.value.where.startswith(str(job_dir / "models.py"))
+
+
+def test_shapes_of_nested_batches():
+    nested = {"image": torch.zeros(2, 3), "more": [torch.zeros(4, dtype=torch.int64), "name"]}
+    assert _shape(nested) == {"image": "float32 [2, 3]", "more": ["int64 [4]", "str"]}
+
+
+# ---- split ----
+
+
+def test_a_split_is_described(ask):
+    answer = ask("split")
+    (fold,) = answer["report"]["folds"]
+    assert {name: part["size"] for name, part in fold["parts"].items()} == {"train": 1438, "validation": 359}
+    assert (answer["own_sources"], answer["leaks_between_sources"], answer["exported"]) == ({}, [], None)
+
+
+@pytest.mark.parametrize(("fold", "described"), [(None, [0, 1, 2]), (1, [1])])
+def test_all_folds_are_described_and_exported_unless_the_job_names_one(ask, job_dir, fold, described):
+    split = FOLDS if fold is None else FOLDS | {"fold": fold}
+    answer = ask("split", changes=data(split=split), export=str(job_dir / "split"))
+    assert [one["fold"] for one in answer["report"]["folds"]] == described
+    assert answer["exported"] == str(job_dir / "split")
+    rows = pq.read_table(job_dir / "split" / "split.parquet", columns=["fold"])["fold"].to_pylist()
+    assert (sorted(set(rows)), len(rows)) == (described, 1797 * len(described))
+
+
+# ---- evaluate ----
+
+
+def test_held_out_parts_are_evaluated_unless_one_is_named(ask, weights):
+    every = ask("evaluate", weights=weights, part=None, source=None)
+    assert every["samples"] == {"validation": 359}
+    train = ask("evaluate", weights=weights, part="train", source=None)
+    assert train["samples"] == {"train": 1438}
+    assert train["metrics"]["train"] != every["metrics"]["validation"]
+
+
+def test_other_data_is_evaluated_whole(ask, weights):
+    answer = ask("evaluate", weights=weights, part=None, source=MLP["data"]["source"])
+    parts = [ask("evaluate", weights=weights, part=name, source=None) for name in ("train", "validation")]
+    assert answer["samples"] == {"data": 1797}
+    right = [p["metrics"][n]["accuracy"] * p["samples"][n] for p in parts for n in p["samples"]]
+    assert answer["metrics"]["data"]["accuracy"] == pytest.approx(sum(right) / 1797)
+
+
+def test_a_part_that_is_not_there_is_refused_with_those_that_are(ask, weights):
+    with pytest.raises(ShoalError, match="no part 'test'") as caught:
+        ask("evaluate", weights=weights, part="test", source=None)
+    assert (caught.value.code, caught.value.where) == ("SH606", "--part")
+    assert "train, validation" in caught.value.fix
