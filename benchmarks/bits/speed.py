@@ -35,7 +35,7 @@ def cases() -> dict[str, tuple[Case, Callable[[Path], float]]]:
             lanes = 1 if workers == 1 else 2
             changes = QUIET | {"steps": steps, "workers": workers, "lanes": lanes}
             made[f"speed {name}, {workers} workers"] = Case(name, job, changes=changes), steps_per_s
-    changes = QUIET | {"steps": 1800, "workers": 3, "lanes": 6, "data": MLP["data"] | {"split": {"kind": "none"}}}
+    changes = QUIET | {"steps": 1800, "workers": 3, "lanes": 6}
     made["recovery mlp, 3 workers"] = Case("recovery", MLP, kills=KILLS, changes=changes), recoveries_per_s
     return made
 
