@@ -121,6 +121,9 @@ def test_a_discarded_step_leaves_the_replica_alone():
 
 
 def test_death_while_others_gather():
+    """The first survivor that notices names seat 1. It may have to leave in the middle of a message, and cannot say why
+    then: to the other survivor it is the one that was lost."""
+
     def act(me):
         assert me.join() == ""
         if me.seat == 1:
@@ -129,8 +132,9 @@ def test_death_while_others_gather():
 
     with WorkerProcesses(THREE, LANES, remote_seats=(0,)) as workers:
         workers.start(act)
-        for seat in (0, 2):
-            assert "seat 1 was lost" in workers.result(seat).why
+        reasons = [workers.result(seat).why for seat in (0, 2)]
+    assert any("seat 1 was lost" in why for why in reasons)
+    assert all("was lost" in why for why in reasons)
 
 
 @pytest.mark.parametrize("remote_seats", [(), (0, 1, 2)], ids=["one host", "all apart"])
