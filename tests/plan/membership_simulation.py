@@ -154,7 +154,7 @@ class SimulatedDriver:
             require(not lost or dead or worker.position <= (kept or 0), "the only holder was sent away")
 
     def members(self):
-        """Those who are in, as they are and not as the policy thinks."""
+        """The members of the view as they really are, which the policy may not know yet."""
         return [
             self.connection_by_seat[seat].worker
             for seat in self.policy.members
