@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -199,6 +200,13 @@ def test_a_late_caller_of_an_old_view_is_told_that_it_has_passed():
     assert (frame.kind, frame.view) == (protocol.REFUSED, 3)
 
 
+def wait_for_clients(host, count):
+    deadline = time.monotonic() + 60
+    while len(host.server._sessions) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_second_connection_of_a_seat_replaces_the_first():
     """What still comes over the first must not be answered instead of what is asked over the second."""
     host = ServerLoop(100, "token", ServerConfig(1, 0.0), bind="127.0.0.1")
@@ -212,6 +220,7 @@ def test_a_second_connection_of_a_seat_replaces_the_first():
             return stack.enter_context(connect_to_peer(host.endpoint.address, "token", purpose="push", seat=0, view=1))
 
         first = call()
+        wait_for_clients(host, 1)  # the server's thread admits a client after the client's own handshake has ended
         second = call()
         first.settimeout(60)
         second.settimeout(60)
