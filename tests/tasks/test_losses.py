@@ -182,6 +182,24 @@ def test_a_loss_without_weights_is_torchs_mean_to_the_bit():
     assert torch.equal(found, F.cross_entropy(model(x), y, label_smoothing=0.1))
 
 
+def test_a_function_of_the_user_may_return_a_sum_and_a_weight():
+    def masked(output, target):
+        kept = target > 1
+        return F.cross_entropy(output[kept], target[kept], reduction="sum"), kept.sum()
+
+    x, y = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(0)), classes()
+    model = model_for("", (CLASSES,))
+    expected = float(F.cross_entropy(model(x)[y > 1], y[y > 1]).detach())
+    for lanes in (1, 3, 8):
+        model = model_for("", (CLASSES,))
+        task, lane = PlainTask(model, masked, whole_batches=lanes == 1), MetricAccumulator({}, logits=False)
+        for batch in batches(x, y, lanes):
+            with torch.no_grad():
+                lane.update(*task.evaluate(model, batch), batch)
+        assert merge_lanes([lane])["loss"] == pytest.approx(expected, rel=1e-5)
+        assert step(task, model, x, y, lanes)[0] == pytest.approx(expected, rel=1e-5)
+
+
 # ---- targets that are ignored without a word ----
 
 
@@ -205,7 +223,7 @@ def test_an_evaluation_weighs_targets_that_the_job_does_not_mention(shape):
     for batch in batches(x, y, 4):
         with torch.no_grad():
             lane.update(*task.evaluate(model, batch), batch)
-    assert merge_lanes([lane])["loss"] == pytest.approx(float(F.cross_entropy(model(x), y)), rel=1e-5)
+    assert merge_lanes([lane])["loss"] == pytest.approx(float(F.cross_entropy(model(x), y).detach()), rel=1e-5)
 
 
 def test_an_evaluation_of_a_sum_divides_by_the_samples():
@@ -214,7 +232,7 @@ def test_an_evaluation_of_a_sum_divides_by_the_samples():
     for batch in batches(x, y, 3):
         with torch.no_grad():
             lane.update(*task.evaluate(model, batch), batch)
-    assert merge_lanes([lane])["loss"] == pytest.approx(float(F.cross_entropy(model(x), y)), rel=1e-5)
+    assert merge_lanes([lane])["loss"] == pytest.approx(float(F.cross_entropy(model(x), y).detach()), rel=1e-5)
 
 
 # ---- dtypes ----
@@ -311,6 +329,13 @@ def test_the_mean_of_torchs_losses_is_known():
             "without its second dimension",
         ),
         (nn.CrossEntropyLoss(), torch.randn(4, 3), torch.zeros(4, dtype=torch.int32), "as int64, not int32"),
+        (
+            nn.CrossEntropyLoss(torch.ones(5)),
+            torch.randn(4, 3),
+            torch.tensor([0, 1, 2, 0]),
+            "weight` 3 numbers, .* not 5",
+        ),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(5)), torch.randn(4, 3), torch.ones(4, 3), "pos_weight` 3 numbers"),
         (nn.NLLLoss(), torch.randn(4, 3), torch.zeros(4, 3), "whole numbers"),
         (nn.BCELoss(), torch.rand(4, 3), torch.rand(4), "same shape"),
         (nn.MSELoss(), torch.randn(4, 4), torch.rand(4), "same shape"),  # torch would broadcast

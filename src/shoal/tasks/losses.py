@@ -173,6 +173,11 @@ def _fix(loss: Any, output: Any, target: Any) -> str:
         return f"Write a Task: {type(loss).__name__} takes more than an output and a target."
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return "Let model and data give one tensor each, or write a Task, whose loss takes anything."
+    outputs = output.shape[1 if isinstance(loss, ClassLoss) and output.dim() > 1 else -1] if output.dim() else 1
+    for name in _TENSOR_ARGUMENTS:
+        weights = getattr(loss, name, None)
+        if weights is not None and len(weights) not in (1, outputs):
+            return f"Give `loss.args.{name}` {outputs} numbers, as many as the model has outputs, not {len(weights)}."
     if not isinstance(loss, ClassLoss):
         return _SHAPE_FIX
     if target.shape == output.shape or output.dim() < 2:
