@@ -130,13 +130,43 @@ def test_optimizers_that_servers_can_use(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["LBFGS", "Adafactor", "Muon", "SparseAdam", "mine.py:SGD", "torch.py:SGD", "torch.optimal:SGD"]
+    "name", ["Adafactor", "Muon", "mine.py:SGD", "mine.py:LBFGS", "torch.py:SGD", "torch.optimal:SGD"]
 )
 def test_optimizers_that_servers_cannot_use(name: str) -> None:
     (problem,) = check_rules(job(sync="server", optimizer=name))
     assert (problem.code, problem.where) == ("SH110", "optimizer.name")
     assert "AdamW" in problem.fix
     assert found(job(optimizer=name)) == []
+
+
+@pytest.mark.parametrize("sync", ["lanes", "server", "local"])
+@pytest.mark.parametrize(("name", "code"), [("LBFGS", "SH414"), ("torch.optim:SparseAdam", "SH420")])
+def test_optimizers_that_need_another_kind_of_step(name: str, code: str, sync: str) -> None:
+    (problem,) = check_rules(job(sync=sync, optimizer=name))
+    assert (problem.code, problem.where) == (code, "optimizer.name")
+    assert problem.fix
+
+
+@pytest.mark.parametrize(
+    ("args", "lanes", "code"),
+    [
+        ({"reduction": "sum"}, 2, "SH421"),
+        ({"size_average": False}, 2, "SH421"),
+        ({"reduction": "none"}, 1, "SH421"),
+        ({"reduce": False}, 1, "SH421"),
+        ({"reduction": "sum"}, 1, ""),
+        ({"reduction": "mean"}, 2, ""),
+        ({"size_average": True}, 2, ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "torch.nn.functional:cross_entropy"])
+def test_a_loss_of_torch_must_be_a_mean_if_lanes_share_a_batch(
+    name: str, args: dict[str, Any], lanes: int, code: str
+) -> None:
+    problems = check_rules(job(loss={"name": name, "args": args}, lanes=lanes))
+    assert [one.code for one in problems] == ([code] if code else [])
+    assert all(one.where.startswith("loss.args.") for one in problems)
+    assert check_rules(job(loss={"name": "mine.py:loss", "args": args}, lanes=lanes)) == []
 
 
 def test_how_servers_are_run_is_no_part_of_the_result() -> None:
@@ -241,7 +271,7 @@ def test_shards_that_cannot_work(fields: dict[str, Any], expected: list[tuple[st
 
 
 def test_shards_of_tensors_need_an_optimizer_that_does_not_mind() -> None:
-    assert ("SH110", "optimizer.name") in found(job(shard="fsdp", workers=2, optimizer="LBFGS"))
+    assert ("SH110", "optimizer.name") in found(job(shard="fsdp", workers=2, optimizer="Adafactor"))
 
 
 def test_no_shard_is_no_part_of_what_a_job_is() -> None:

@@ -8,11 +8,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shoal.errors import ShoalError
-from shoal.spec.job import InitFromConfig, LRScheduleConfig, OptimizerConfig
+from shoal.spec.job import InitFromConfig, LRScheduleConfig
 from shoal.spec.load import make_job
 from shoal.tasks.model import (
     build_lr_schedule,
-    build_optimizer,
     build_task,
     load_initial_weights,
     match_names,
@@ -30,11 +29,6 @@ def net(width=4):
     return nn.ModuleDict(
         {"body": nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width)), "head": nn.Linear(width, 2)}
     )
-
-
-def optimizer(model=None, **fields):
-    spec = OptimizerConfig.model_validate({"name": "SGD", "args": {"lr": 0.1}} | fields)
-    return build_optimizer(spec, model or net(), base_dir=".")
 
 
 # ---- tasks ----
@@ -181,63 +175,12 @@ def test_what_is_frozen_may_be_unfrozen_again():
         set_trainable(model, InitFromConfig(freeze=["neck"]))
 
 
-# ---- optimizers and schedules ----
-
-
-def sizes(made):
-    return [len(group["params"]) for group in made.param_groups]
-
-
-def test_the_first_group_that_matches_counts_and_the_rest_comes_first():
-    groups = [{"match": "*.bias", "args": {"weight_decay": 0.0}}, {"match": "head", "args": {"lr": 0.5}}]
-    made = optimizer(args={"lr": 0.1, "weight_decay": 0.01}, groups=groups)
-    assert sizes(made) == [2, 3, 1]
-    assert [(group["lr"], group["weight_decay"]) for group in made.param_groups] == [(0.1, 0.01), (0.1, 0), (0.5, 0.01)]
-
-
-def test_groups_that_match_everything_leave_no_rest():
-    assert sizes(optimizer(groups=[{"match": "*"}])) == [6]
-
-
-def test_a_group_without_a_match_is_refused_by_its_number():
-    with pytest.raises(ShoalError) as caught:
-        optimizer(groups=[{"match": "head"}, {"match": "neck"}])
-    assert (caught.value.code, caught.value.where) == ("SH405", "optimizer.groups.1")
-
-
-def test_frozen_parameters_are_not_updated():
-    model = net()
-    set_trainable(model, InitFromConfig(freeze=["body"]))
-    assert sizes(optimizer(model)) == [2]
-    set_trainable(model, InitFromConfig(freeze=["head"]))
-    with pytest.raises(ShoalError, match="every parameter is frozen") as caught:
-        optimizer(model)
-    assert caught.value.code == "SH404"
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "fused"),
-    [
-        ("AdamW", {}, True),
-        ("torch.optim:SGD", {}, True),
-        ("SGD", {"foreach": True}, None),
-        ("SGD", {"fused": False}, False),
-        ("RMSprop", {}, None),
-    ],
-)
-def test_fused_kernels_are_used_unless_the_job_says_otherwise(name, args, fused):
-    assert optimizer(name=name, args={"lr": 0.1, **args}).defaults.get("fused") is fused
-
-
-def test_an_optimizer_must_be_one_of_torch():
-    with pytest.raises(ShoalError, match="is not a torch optimizer") as caught:
-        optimizer(name="builtins:list", args={})
-    assert (caught.value.code, caught.value.where) == ("SH206", "optimizer")
+# ---- schedules ----
 
 
 def schedule(**fields):
     spec = LRScheduleConfig.model_validate(fields) if fields else None
-    return build_lr_schedule(spec, optimizer(), steps=120, epochs=7, base_dir=".")
+    return build_lr_schedule(spec, torch.optim.SGD(net().parameters(), lr=0.1), steps=120, epochs=7, base_dir=".")
 
 
 def test_words_in_the_arguments_of_a_schedule_are_the_jobs_totals():

@@ -23,7 +23,8 @@ def ask(job_dir):
     """Asks a question about a job, and gives the answer as the driver reads it."""
 
     def go(question, *, changes=None, **arguments):
-        job = make_job(MLP | (changes or {}), base_dir=str(job_dir))
+        fields = {name: value for name, value in (MLP | (changes or {})).items() if value is not None}
+        job = make_job(fields, base_dir=str(job_dir))
         answer = PROBES[question](job, RunPaths.at(job_dir / "run"), RecordingStream("clerk"), **arguments)
         return json.loads(json.dumps(answer))
 
@@ -79,6 +80,71 @@ def test_a_model_that_fails_is_reported_with_its_line(ask, job_dir):
         ask("check", changes={"model": "models.py:WrongInputWidth"})
     assert caught.value.code == "SH401"
     assert caught.value.where.startswith(str(job_dir / "models.py"))
+
+
+LAYERS = {
+    "embedding": "nn.Embedding(17, 8, sparse=True)",
+    "bag": "nn.EmbeddingBag(17, 8, sparse=True)",
+    "functional": "Rows()",
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "parameter"), [("embedding", "table.weight"), ("bag", "table.weight"), ("functional", "table.rows")]
+)
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_sparse_gradients_are_refused(ask, job_dir, layer, parameter, lanes):
+    (job_dir / "rows.py").write_text(
+        f"""
+import torch
+from torch import nn
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(17, 8))
+
+    def forward(self, ids):
+        return nn.functional.embedding(ids, self.rows, sparse=True)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = {LAYERS[layer]}, nn.LazyLinear(10)
+        self.head(self.table(torch.zeros(1, 64).long()).flatten(1))
+
+    def forward(self, x):
+        return self.head(self.table(x.long()).flatten(1))
+"""
+    )
+    with pytest.raises(ShoalError, match=parameter) as caught:
+        ask("check", changes={"model": "rows.py:Net", "lanes": lanes})
+    assert (caught.value.code, caught.value.where) == ("SH420", "model")
+    assert "SparseTable" in caught.value.fix
+
+
+OWN_TASK = {"model": None, "loss": None, "metrics": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss": {"name": "CrossEntropyLoss", "args": {"weight": [1.0] * 10}}}, []),
+        ({"loss": "torch.nn.functional:cross_entropy"}, []),
+        ({"loss": "models.py:classes_loss"}, ["let it return (sum, weight)"]),
+        ({"loss": "models.py:classes_loss", "lanes": 1}, []),
+        ({"loss": "models.py:LearnedLoss", "lanes": 1}, ["has parameters of its own, which are not trained"]),
+        (OWN_TASK | {"task": "models.py:ParamGroupsTask"}, ["let it return (sum, weight)"]),
+        (OWN_TASK | {"task": "models.py:TokenTask"}, []),
+        (OWN_TASK | {"task": "models.py:TokenTask", "sync": "local"}, ["lanes agree every", "divides by its own"]),
+    ],
+)
+def test_a_check_notes_what_it_cannot_know_of_a_loss(ask, changes, words):
+    notes = ask("check", changes=changes)["notes"]
+    assert len(notes) == len(words)
+    assert all(word in note for note, word in zip(notes, words, strict=True))
 
 
 def test_shapes_of_nested_batches():

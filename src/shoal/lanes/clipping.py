@@ -22,6 +22,16 @@ class Clipping:
     value: float | None = None
 
 
+def divisor_of(count: Tensor | float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The divisor of sums with this count, for gradients of this dtype.
+
+    A count of 0 (all targets of a step are ignored) divides by 1: its sums are 0, and 0 / 0 would be NaN. The divisor
+    of 16-bit gradients is float32: as float16 it would overflow at 65,504.
+    """
+    exact = torch.as_tensor(count, dtype=torch.float64)
+    return torch.where(exact == 0, 1.0, exact).to(torch.promote_types(dtype, torch.float32))
+
+
 def slice_norms(slices: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each slice; slices are flat, in memory order."""
     return list(torch._foreach_norm(list(slices))) if slices else []
@@ -46,7 +56,7 @@ def clip_coefficient(
     # the flat buffer has the last parameter first, and torch takes parameters in their order
     total = torch.linalg.vector_norm(stacked.flip(0))
     if count is not None:
-        total = total / torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        total = total / divisor_of(count).to(total.device)
     return torch.clamp(clip / (total + 1e-6), max=1.0)
 
 

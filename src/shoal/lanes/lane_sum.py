@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shoal.errors import error
 from shoal.lanes.sparse import rows as sparse
 
 
@@ -28,7 +29,10 @@ class LaneSum:
 
 
 def add(left: LaneSum, right: LaneSum) -> LaneSum:
-    """left + right, stored in left."""
+    """left + right, stored in left. SH422 if only one of them has a count: they have no common sum."""
+    if (left.count is None) != (right.count is None):
+        message = "the loss returned (sum, weight) for some lanes of a step, and a mean for others"
+        raise error("SH422", message, where="loss")
     if left.grads:
         torch._foreach_add_(left.grads, right.grads)
     if left.float_buffers:

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shoal.errors import error
-from shoal.lanes.clipping import Clipping, clip_coefficient, scale_gradients, slice_norms
+from shoal.lanes.clipping import Clipping, clip_coefficient, divisor_of, scale_gradients, slice_norms
+from shoal.lanes.dense_gradients import sparse_gradient_error
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.lane_sum import LaneSum, add
+from shoal.lanes.loss import LossFunction, split_loss
 from shoal.lanes.rng import LaneRng
 from shoal.lanes.sparse.embedding import InitialRows, sparse_tables
 from shoal.lanes.sparse.rows import scale_rows
@@ -31,8 +33,6 @@ __all__ = [
     "Clipping",
     "GradientSink",
     "LaneSum",
-    "Loss",
-    "LossFunction",
     "MovingBuffers",
     "Replica",
     "add",
@@ -41,10 +41,6 @@ __all__ = [
 
 MIN_ROW_CHUNKS = 64
 """Minimum number of chunks over which the rows of sparse tables are spread."""
-
-# The mean over the batch's samples, or (sum, divisor); divisors are summed over all lanes before they divide.
-Loss = Tensor | tuple[Tensor, Tensor | float | int]
-LossFunction = Callable[[nn.Module, Any], Loss]
 
 
 class GradientSink(Protocol):
@@ -209,17 +205,13 @@ class Replica:
         self.rng.seed_lane(self._seed, seeds.LANE, step, lane)
         with self.autocast_context():
             result = self._loss(self.model, batch)
-        if isinstance(result, tuple):
-            loss, divisor = result
-            self._backward(loss, None, sink)
-            value = loss.detach().double()
-            count = torch.as_tensor(divisor, dtype=torch.float64, device=self.device).clone()
-        else:
-            # A share of 1 changes no bit and is skipped: a single lane costs no more than plain PyTorch.
-            self._backward(result, self._share_tensor(share, result) if share != 1 else None, sink)
-            value, count = result.detach().double(), None
-            if share != 1:
-                value *= share
+        loss, count = split_loss(result)
+        weight = share if count is None else 1.0
+        # A weight of 1 changes no bit and is skipped: a single lane costs no more than plain PyTorch.
+        self._backward(loss, self._share_tensor(weight, loss) if weight != 1 else None, sink)
+        value = loss.detach().double()
+        if weight != 1:
+            value *= weight
         averaged, first = self.moving_buffers.weighted_copies(share) if self.moving_buffers.names else ([], [])
         rows = [table.take_gradients() for table in self.tables]
         return LaneSum(self._collect_grads(sink), averaged, first, value, count, rows)
@@ -227,7 +219,7 @@ class Replica:
     def _backward(self, loss: Tensor, weight: Tensor | None, sink: GradientSink | None) -> None:
         hooks = []
         if sink:
-            deliver = functools.partial(_deliver, sink)
+            deliver = functools.partial(self._deliver, sink)
             hooks = [
                 p.register_post_accumulate_grad_hook(functools.partial(deliver, i))  # type: ignore[no-untyped-call]
                 for i, p in enumerate(self.trainable)
@@ -300,7 +292,7 @@ class Replica:
         if self.moving_buffers.names:
             self.moving_buffers.assign(total.float_buffers, total.int_buffers)
         self.step_schedule(step)
-        return total.loss.clone() if total.count is None else total.loss / total.count
+        return total.loss.clone() if total.count is None else total.loss / divisor_of(total.count)
 
     def step_schedule(self, step: int) -> None:
         """Advance the learning-rate schedule after this step."""
@@ -317,7 +309,7 @@ class Replica:
         grads, clip, count, coefficient = total.grads, self.clipping, total.count, None
         if clip.norm is not None:
             coefficient = clip_coefficient(slice_norms(self.layout.slices_of(grads)), clip=clip.norm, count=count)
-        divisor = count if count is None else count.to(grads[0].dtype)
+        divisor = None if count is None else divisor_of(count, grads[0].dtype)
         scale_gradients(grads, count=divisor, coefficient=coefficient, value=clip.value)
         total.rows = [scale_rows(rows, count=count, value=clip.value) for rows in total.rows]
 
@@ -325,13 +317,22 @@ class Replica:
         """Move the lane's gradients out of the model. A parameter that the lane did not use gets zeros."""
         if sink:
             for i, parameter in enumerate(self.trainable):
-                _deliver(sink, i, parameter)
+                self._deliver(sink, i, parameter)
             return []
         grads = []
         for parameter in self.trainable:
-            grad, parameter.grad = parameter.grad, None
+            grad = self._pop_gradient(parameter)
             grads.append(torch.zeros_like(parameter) if grad is None else grad)
         return grads
+
+    def _deliver(self, sink: GradientSink, index: int, parameter: Tensor) -> None:
+        sink.accept(index, self._pop_gradient(parameter))
+
+    def _pop_gradient(self, parameter: Tensor) -> Tensor | None:
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None and grad.layout is not torch.strided:
+            raise sparse_gradient_error(self.model, parameter)
+        return grad
 
     def _share_tensor(self, share: float, like: Tensor) -> Tensor:
         key = (share, like.dtype)
@@ -381,11 +382,6 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     else:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules check it
         inner(optimizer)
-
-
-def _deliver(sink: GradientSink, index: int, parameter: Tensor) -> None:
-    grad, parameter.grad = parameter.grad, None
-    sink.accept(index, grad)
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.state_tree import State
 from shoal.collectives.transport.shared_memory import ByteBuffer
-from shoal.lanes.clipping import scale_gradients, slice_norms
+from shoal.lanes.clipping import divisor_of, scale_gradients, slice_norms
 from shoal.lanes.elementwise import make_optimizer
 from shoal.lanes.flat_layout import FlatLayout, TensorRange
 from shoal.lanes.replica import optimizer_step
@@ -147,7 +147,7 @@ class ChunkStore:
     def _scale(
         self, grads: list[Tensor], count: float | None, coefficient: float | Tensor | None, value: float | None
     ) -> None:
-        divisor = None if count is None else torch.tensor(count, dtype=torch.float64).to(self.layout.grads[0].dtype)
+        divisor = None if count is None else divisor_of(count, self.layout.grads[0].dtype)
         factor = None if coefficient is None else torch.as_tensor(coefficient, dtype=torch.float64)
         if grads:
             scale_gradients(grads, count=divisor, coefficient=factor, value=value)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.errors import error
-from shoal.lanes.replica import LossFunction
+from shoal.lanes.loss import LossFunction
 from shoal.sharding.deferred_init import DeferredInit, named_tensors
 from shoal.sharding.device_mesh import ShardMesh, broadcast
 from shoal.sharding.fsdp import FsdpModel

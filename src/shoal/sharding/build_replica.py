@@ -16,6 +16,7 @@ from shoal.checkpoint.export import open_weights
 from shoal.data.batch import Batch
 from shoal.errors import error
 from shoal.lanes.clipping import Clipping
+from shoal.lanes.dense_gradients import check_layers
 from shoal.lanes.rng import LaneRng
 from shoal.lanes.sparse.embedding import sparse_tables
 from shoal.sharding.build_model import shard_model
@@ -33,12 +34,12 @@ from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 from shoal.tasks.model import (
     build_lr_schedule,
     build_model,
-    build_optimizer,
     build_plain_task,
     build_task,
     rename_prefix,
     set_trainable,
 )
+from shoal.tasks.optimizer import make_optimizer
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 
@@ -74,8 +75,9 @@ class ShardedReplicaBuilder:
             deferred_init = DeferredInit(self._make_model)
         if sparse_tables(deferred_init.model):
             raise error("SH418", "the model has sparse tables, and the job has a shard", where="shard")
+        check_layers(deferred_init.model)
         with wrap_user_errors("SH413", "making the optimizer"):
-            optimizer_factory = OptimizerFactory(self._make_optimizer(deferred_init.model), deferred_init.model)
+            optimizer_factory = OptimizerFactory(make_optimizer(job, task, deferred_init.model), deferred_init.model)
         with wrap_user_errors("SH401", "the first batch"), as_link_errors():
             sharded_model = shard_model(
                 self._sharding_config(layout), deferred_init.model, mesh, loss=task.loss, example=self.example
@@ -100,9 +102,6 @@ class ShardedReplicaBuilder:
         with wrap_user_errors("SH401", "the first batch"), as_link_errors():
             replica.probe(self.example)
         return replica
-
-    def _make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return self.task.optimizer(model) or build_optimizer(self.job.optimizer, model, base_dir=self.job.base_dir)
 
     def _make_model(self) -> nn.Module:
         before = list(vars(self.task).values())

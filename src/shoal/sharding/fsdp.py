@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shoal.errors import error
-from shoal.lanes.replica import LossFunction
+from shoal.lanes.loss import LossFunction
 from shoal.sharding.device_mesh import ShardMesh, all_reduce_sum
 from shoal.sharding.local_shards import find_ties, retie
 from shoal.sharding.sharded_model import CallableShardedModel

@@ -61,5 +61,5 @@ def _check_elementwise(kind: type[Optimizer]) -> None:
     if is_known_elementwise(kind):
         return
     message = f"workers hold parts of tensors, and the Task's optimizer {kind.__name__} may need whole ones"
-    fix = f"Use one of {', '.join(ELEMENTWISE_OPTIMIZERS)} of torch.optim; or `shard: none`, which takes any."
+    fix = f"Use one of {', '.join(ELEMENTWISE_OPTIMIZERS)} of torch.optim; or `shard: none`, where others work too."
     raise error("SH110", message, where="task", fix=fix)

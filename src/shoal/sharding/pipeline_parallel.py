@@ -23,7 +23,7 @@ from torch.distributed import Work
 from torch.utils import _pytree as pytree
 
 from shoal.errors import error
-from shoal.lanes.replica import LossFunction
+from shoal.lanes.loss import LossFunction, split_loss
 from shoal.sharding.deferred_init import named_tensors
 from shoal.sharding.device_mesh import ShardMesh, broadcast
 from shoal.sharding.meta_prefix import MetaPrefix, cache_meta_forward, to_meta
@@ -132,14 +132,12 @@ class PipelineParallelModel:
         result = self._run_stage(loss, batch, microbatch)
         if self._next_stage_module is not None:
             return microbatch
-        if isinstance(result, tuple):
-            value, count = result
-            weight = float(share > 0)
-            microbatch.loss_weight = torch.tensor(weight, dtype=value.dtype)
-            total += torch.tensor([float(value.detach()) * weight, float(count) * weight, 1.0], dtype=torch.float64)
-        else:
-            value, microbatch.loss_weight = result, torch.tensor(share, dtype=result.dtype)
-            total[0] += float(value.detach()) * share
+        value, count = split_loss(result)
+        weight = share if count is None else float(share > 0)
+        microbatch.loss_weight = torch.tensor(weight, dtype=value.dtype)
+        total[0] += float(value.detach()) * weight
+        if count is not None:
+            total[1:] += torch.tensor([float(count) * weight, 1.0], dtype=torch.float64)
         microbatch.outputs = [value]
         return microbatch
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.slices import PieceReader, TensorPiece
-from shoal.lanes.clipping import Clipping, clip_coefficient, scale_gradients
+from shoal.lanes.clipping import Clipping, clip_coefficient, divisor_of, scale_gradients
 from shoal.lanes.lane_sum import LaneSum
-from shoal.lanes.replica import GradientSink, Loss, LossFunction, Replica
+from shoal.lanes.loss import Loss, LossFunction
+from shoal.lanes.replica import GradientSink, Replica
 from shoal.lanes.rng import LaneRng
 from shoal.sharding.deferred_init import named_tensors
 from shoal.sharding.device_mesh import all_reduce_sum, broadcast
@@ -129,9 +130,8 @@ class ShardedReplica(Replica):
             square = sum((g.double().square().sum() for g in own), torch.zeros((), dtype=torch.float64))
             all_reduce_sum([square], self.sharded_model.mesh.shard_group)
             coefficient = clip_coefficient([square.sqrt()], clip=clip.norm, count=count).to(grads[0].dtype)
-        scale_gradients(
-            grads, count=count if count is None else count.to(grads[0].dtype), coefficient=coefficient, value=clip.value
-        )
+        divisor = None if count is None else divisor_of(count, grads[0].dtype)
+        scale_gradients(grads, count=divisor, coefficient=coefficient, value=clip.value)
 
     # ---- state ----
 

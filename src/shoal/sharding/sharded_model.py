@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.lanes.replica import LossFunction
+from shoal.lanes.loss import LossFunction, split_loss
 from shoal.sharding.device_mesh import ShardMesh
 
 
@@ -41,14 +41,10 @@ class CallableShardedModel:
     model: nn.Module
 
     def forward_backward(self, loss: LossFunction, batch: Any, share: float) -> tuple[Tensor, Tensor | None]:
-        result = loss(self.model, batch)
-        if isinstance(result, tuple):
-            value, count = result
-            weight = float(share > 0)
-            value.backward(torch.tensor(weight, dtype=value.dtype))  # type: ignore[no-untyped-call]
-            return value.detach().double() * weight, torch.as_tensor(count, dtype=torch.float64) * weight
-        result.backward(torch.tensor(share, dtype=result.dtype))  # type: ignore[no-untyped-call]
-        return result.detach().double() * share, None
+        value, count = split_loss(loss(self.model, batch))
+        weight = share if count is None else float(share > 0)
+        value.backward(torch.tensor(weight, dtype=value.dtype))  # type: ignore[no-untyped-call]
+        return value.detach().double() * weight, None if count is None else count * weight
 
     def owner(self, name: str) -> int:
         return 0

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shoal.errors import did_you_mean, error
-from shoal.lanes.replica import LossFunction
+from shoal.lanes.loss import LossFunction
 from shoal.sharding.device_mesh import ShardMesh
 from shoal.sharding.local_shards import Ties, find_ties, retie
 from shoal.sharding.sharded_model import CallableShardedModel

@@ -24,6 +24,11 @@ from shoal.spec.names import iter_refs, metric_name, metric_names
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 
 MAX_ENCODED_LANES = 256
+UNUSABLE_OPTIMIZERS = {
+    "LBFGS": ("SH414", "calls a closure that computes the loss several times in a step; lanes compute it once"),
+    "SparseAdam": ("SH420", "takes only sparse gradients; lanes add dense ones"),
+}
+"""torch's optimizers that need another kind of step: code and reason."""
 
 Rule = Callable[[Job], list[ShoalError]]
 
@@ -275,17 +280,45 @@ def _server_copies(job: Job) -> list[ShoalError]:
 
 def _elementwise_optimizer(job: Job) -> list[ShoalError]:
     """Servers, and workers with `shard`, update slices of tensors."""
-    module, _, name = job.optimizer.name.rpartition(":")
-    elementwise = name in ELEMENTWISE_OPTIMIZERS and f"{module or 'torch.optim'}.".startswith("torch.optim.")
+    name = _torch_name(job.optimizer.name, "torch.optim")
     whole = not isinstance(job.sync, ServerSyncConfig) and isinstance(job.shard, NoShardingConfig)
-    if whole or elementwise:
+    if whole or name in ELEMENTWISE_OPTIMIZERS or name in UNUSABLE_OPTIMIZERS:
         return []
     holders, instead = (
         ("servers", "`sync: lanes`") if isinstance(job.shard, NoShardingConfig) else ("workers", "`shard: none`")
     )
     message = f"{holders} hold slices of tensors, but '{job.optimizer.name}' may need full tensors"
-    fix = f"Use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}; or {instead}, which takes any."
+    fix = f"Use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}; or {instead}, where others work too."
     return [error("SH110", message, where="optimizer.name", fix=fix)]
+
+
+def _unusable_optimizer(job: Job) -> list[ShoalError]:
+    code, why = UNUSABLE_OPTIMIZERS.get(_torch_name(job.optimizer.name, "torch.optim"), ("", ""))
+    return [error(code, f"{job.optimizer.name} {why}", where="optimizer.name")] if code else []
+
+
+def _reduction(job: Job) -> list[ShoalError]:
+    """A sum over a lane's samples grows with the lane, and lanes average it."""
+    if job.loss is None or not _torch_name(job.loss.name, "torch.nn"):
+        return []
+    args = job.loss.args
+    is_sum = args.get("reduction") == "sum" or args.get("size_average") is False
+    is_whole = job.lane_count == 1 and not isinstance(job.shard, PipelineParallelConfig)
+    if args.get("reduction") == "none" or args.get("reduce") is False:
+        message = "without a reduction the loss is no single number"
+    elif is_sum and not is_whole:
+        message = "a loss that is a sum would depend on the number of lanes"
+    else:
+        return []
+    field = next(name for name in ("reduction", "reduce", "size_average") if name in args)
+    fix = "Remove it: the loss is then the mean. A sum over the batch is a mean with a larger learning rate."
+    return [error("SH421", message, where=f"loss.args.{field}", fix=fix)]
+
+
+def _torch_name(name: str, package: str) -> str:
+    """The name of torch's own class or function of a package, or ''."""
+    module, _, short = name.rpartition(":")
+    return short if f"{module or package}.".startswith(f"{package}.") else ""
 
 
 def _shard(job: Job) -> list[ShoalError]:
@@ -355,5 +388,7 @@ RULES: tuple[Rule, ...] = (
     _outer_optimizer,
     _server_copies,
     _elementwise_optimizer,
+    _unusable_optimizer,
+    _reduction,
     _shard,
 )

@@ -13,6 +13,7 @@ from shoal.collectives.group import ViewGroup
 from shoal.data.batch import Batch
 from shoal.errors import error
 from shoal.lanes.clipping import Clipping
+from shoal.lanes.dense_gradients import check_layers
 from shoal.lanes.replica import Replica
 from shoal.lanes.rng import LaneRng
 from shoal.paramserver.push_buffers import PushCodec
@@ -41,7 +42,8 @@ from shoal.strategies.replicated import ReplicatedStrategy
 from shoal.strategies.sharded import ShardedStrategy
 from shoal.strategies.sharded_commit import ShardedSync
 from shoal.strategies.torch_ddp import TorchDdpSync
-from shoal.tasks.model import build_lr_schedule, build_optimizer, build_task, load_initial_weights
+from shoal.tasks.model import build_lr_schedule, build_task, load_initial_weights
+from shoal.tasks.optimizer import make_optimizer
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 
@@ -176,7 +178,8 @@ def build_replica(
         facts = load_initial_weights(model, job.init_from, base_dir=job.base_dir)
         if facts:
             report("note", message=f"weights from {job.init_from.path}: {facts['loaded']} tensors", **facts)
-    optimizer = task.optimizer(model) or build_optimizer(job.optimizer, model, base_dir=job.base_dir)
+    check_layers(model)
+    optimizer = make_optimizer(job, task, model)
     epochs = -(-steps // steps_per_epoch)
     replica = Replica(
         model,

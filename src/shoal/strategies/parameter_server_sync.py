@@ -19,6 +19,7 @@ from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.errors import error
+from shoal.lanes.clipping import divisor_of
 from shoal.lanes.elementwise import is_known_elementwise, why_not_sliceable
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.reduction_tree import Node, TreeSum, partial_nodes
@@ -281,7 +282,7 @@ class ParameterServerSync:
                 continue
             if value is not None:
                 replica.scale_sum(value)
-                losses.append(value.loss if value.count is None else value.loss / value.count)
+                losses.append(value.loss if value.count is None else value.loss / divisor_of(value.count))
                 weights.append(self._shares[lane])
                 value.count = None
                 self._write_push(i, value)

@@ -12,7 +12,8 @@ from shoal.collectives.outcome import Discarded
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import evaluation_batches
 from shoal.data.datasets import DatasetSplit
-from shoal.lanes.replica import Loss, Replica
+from shoal.lanes.loss import Loss
+from shoal.lanes.replica import Replica
 from shoal.spec import seeds
 from shoal.spec.data import LoaderConfig
 from shoal.tasks.metrics import MetricAccumulator, are_logits, disable_distributed_sync, merge_lanes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch import nn
 from shoal.checkpoint.export import load_weights
 from shoal.errors import did_you_mean, error
 from shoal.spec.base import Ref
-from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig, OptimizerConfig
+from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig
 from shoal.spec.names import DEFAULT_MODULES
-from shoal.spec.resolve import build_ref, import_ref
+from shoal.spec.resolve import build_ref
+from shoal.spec.sharding import PipelineParallelConfig
+from shoal.tasks.losses import build_loss
 from shoal.tasks.metrics import build_metrics
 from shoal.tasks.task import PlainTask, Task
-
-FUSED_OPTIMIZERS = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 
 def build_task(job: Job) -> Task:
@@ -57,17 +56,11 @@ def build_plain_task(job: Job, model: nn.Module) -> Task:
     assert job.loss is not None
     return PlainTask(
         model,
-        _build_loss(job.loss, job.base_dir),
+        build_loss(job.loss, base_dir=job.base_dir),
         functools.partial(build_metrics, job.metrics, base_dir=job.base_dir),
+        mentions_ignored="ignore_index" in job.loss.args,
+        whole_batches=job.lane_count == 1 and not isinstance(job.shard, PipelineParallelConfig),
     )
-
-
-def _build_loss(ref: Ref, base_dir: str) -> Any:
-    """Instantiate a loss class; return a loss function, with its arguments bound."""
-    target = import_ref(ref, base_dir=base_dir, default_modules=DEFAULT_MODULES["loss"])
-    if inspect.isclass(target):
-        return build_ref(ref, base_dir=base_dir, default_modules=DEFAULT_MODULES["loss"])
-    return functools.partial(target, **ref.args) if ref.args else target
 
 
 def load_initial_weights(model: nn.Module, init: InitFromConfig, *, base_dir: str) -> dict[str, Any]:
@@ -126,33 +119,6 @@ def match_names(names: Iterable[str], pattern: str, *, where: str) -> list[str]:
             fix=did_you_mean(pattern, names),
         )
     return found
-
-
-def build_optimizer(spec: OptimizerConfig, model: nn.Module, *, base_dir: str) -> torch.optim.Optimizer:
-    """The job's optimizer over the trainable parameters, with torch's fused kernels if available."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise error("SH404", "every parameter is frozen, or the model has none", where="model")
-    groups = [{"params": [trainable[n] for n in names], **args} for names, args in _param_groups(spec, list(trainable))]
-    args = dict(spec.args)
-    short = spec.name.rpartition(":")[2]
-    if short in FUSED_OPTIMIZERS and not {"fused", "foreach", "differentiable"} & set(args):
-        args["fused"] = all(p.is_floating_point() for p in trainable.values())
-    ref = Ref(name=spec.name, args=args)
-    made = build_ref(ref, groups, base_dir=base_dir, default_modules=DEFAULT_MODULES["optimizer"])
-    if not isinstance(made, torch.optim.Optimizer):
-        raise error("SH206", f"'{spec.name}' is not a torch optimizer", where="optimizer")
-    return made
-
-
-def _param_groups(spec: OptimizerConfig, everything: Sequence[str]) -> list[tuple[list[str], dict[str, Any]]]:
-    """Names and settings of each group; the names that match no pattern come first."""
-    rest, found = list(everything), []
-    for number, group in enumerate(spec.groups):
-        names = [n for n in match_names(everything, group.match, where=f"optimizer.groups.{number}") if n in rest]
-        rest = [n for n in rest if n not in names]
-        found.append((names, dict(group.args)))
-    return [(rest, {}), *found] if rest else found
 
 
 def build_lr_schedule(

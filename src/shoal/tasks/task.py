@@ -11,19 +11,25 @@ from torch import Tensor, nn
 
 from shoal.data.batch import Batch
 from shoal.errors import error
-from shoal.lanes.replica import Loss
+from shoal.lanes.loss import Loss
+from shoal.tasks import losses
 
 
 class Task:
     """What to train. Subclass it, override `model` and `loss`, and other methods as needed.
 
-    `loss` returns the mean over the batch's samples, or a pair (sum, count) if the divisor is not the number of samples
-    (tokens, for example); the count is summed over all lanes before it divides. Both must draw random numbers only from
-    torch's, Python's or numpy's global generators: they are seeded per lane and step.
+    `loss` returns the mean over the batch's samples, or a pair (sum, weight) if it divides by anything else: tokens,
+    targets that are not ignored, weights of samples. Weights are summed over all lanes before they divide. Both methods
+    must draw random numbers only from torch's, Python's or numpy's global generators: they are seeded per lane and
+    step.
     """
 
     logits: bool | None = None
     """Whether predictions are logits, which classification metrics need as probabilities. None: decided by values."""
+    knows_divisor = False
+    """Whether it is known by what `loss` divides, if it returns a mean."""
+    has_untrained_parameters = False
+    """Whether the loss has parameters that no optimizer gets."""
 
     def model(self) -> nn.Module:
         raise NotImplementedError("a Task needs model()")
@@ -68,38 +74,83 @@ _LOSSES_ON_LOGITS = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MultiLabelSof
 
 
 class PlainTask(Task):
-    """`loss(model(*inputs), target)`: a plain PyTorch model needs no change."""
+    """`loss(model(*inputs), target)`: a plain PyTorch model needs no change.
 
-    def __init__(self, model: nn.Module, loss: Any, metrics: Any = None) -> None:
+    `mentions_ignored`: the job itself names the target that the loss ignores. `whole_batches`: a call of `loss` gets
+    all samples of a step, so that any mean is that of the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any,
+        metrics: Any = None,
+        *,
+        mentions_ignored: bool = False,
+        whole_batches: bool = True,
+    ) -> None:
         self._model = model
         self._loss = loss
         self._metrics = metrics
-        self._is_torch_loss = type(loss).__module__.startswith("torch.nn.")
+        self._whole_batches = whole_batches
+        self._is_torch_loss = losses.is_torch_loss(loss)
+        self._class_loss = losses.class_loss_of(loss)
+        self._is_weighted = self._class_loss is not None and (
+            mentions_ignored or losses.has_target_weights(self._class_loss)
+        )
+        self._is_sum = self._is_torch_loss and loss.reduction == "sum"
+        self.has_untrained_parameters = losses.has_parameters(loss)
+        self.knows_divisor = losses.is_mean_known(loss)
         self.logits = True if isinstance(loss, _LOSSES_ON_LOGITS) else None
 
     def model(self) -> nn.Module:
         return self._model
 
     def to(self, device: torch.device) -> nn.Module:
-        if isinstance(self._loss, nn.Module):
-            self._loss.to(device)
+        for loss in (self._loss, self._class_loss):
+            if isinstance(loss, nn.Module):
+                loss.to(device)
         return super().to(device)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._compute_loss(model(*batch.inputs), batch.target)
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        output, target = self._aligned(model(*batch.inputs), batch.target)
+        if not (self._is_weighted or self._whole_batches or self._class_loss is None):
+            losses.check_no_ignored_targets(self._class_loss, target)
+        return self._compute_loss(output, target)
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Loss, Any]:
         output = model(*batch.inputs)
-        return self._compute_loss(output, batch.target), output
+        return self._evaluation_loss(*self._aligned(output, batch.target), batch.size), output
 
     def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
         return self._metrics(example) if self._metrics else {}
 
-    def _compute_loss(self, output: Any, target: Any) -> Tensor:
-        """torch's own losses get aligned shapes; the user's loss gets the model's output unchanged."""
-        if self._is_torch_loss:
-            output, target = align_shapes(output, target)
-        value: Tensor = self._loss(output, target)
+    def _aligned(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """torch's own losses get aligned shapes; the user's loss gets the model's output unchanged. The target of
+        MultiLabelMarginLoss has the output's shape and is whole numbers, so nothing is to be aligned."""
+        as_it_is = not self._is_torch_loss or isinstance(self._loss, nn.MultiLabelMarginLoss)
+        return (output, target) if as_it_is else align_shapes(output, target)
+
+    def _evaluation_loss(self, output: Any, target: Any, size: int) -> Loss:
+        """The loss of a chunk. Other chunks may have another number of ignored targets, so a chunk that has some gives
+        its weight, in samples. A sum gives its number of samples."""
+        class_loss = self._class_loss
+        if class_loss is None or self._is_weighted or not losses.has_ignored_targets(class_loss, target):
+            value = self._compute_loss(output, target)
+            return (value, size) if isinstance(value, Tensor) and self._is_sum else value
+        with losses.explain_errors(class_loss, output, target):
+            total, weight = losses.sum_and_weight(class_loss, output, target)
+        return total * (size / target.numel()), weight * (size / target.numel())
+
+    def _compute_loss(self, output: Any, target: Any) -> Loss:
+        if self._class_loss is not None and self._is_weighted:
+            with losses.explain_errors(self._class_loss, output, target):
+                return losses.sum_and_weight(self._class_loss, output, target)
+        if not self._is_torch_loss:
+            own: Loss = self._loss(output, target)
+            return own
+        with losses.explain_errors(self._loss, output, target):
+            value: Tensor = self._loss(output, target)
         return value
 
 

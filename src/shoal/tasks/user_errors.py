@@ -27,9 +27,13 @@ def wrap_user_errors(code: str, doing: str) -> Iterator[None]:
 
 
 def as_shoal_error(failure: Exception, code: str, doing: str) -> ShoalError:
-    text = str(failure)
-    if isinstance(failure, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+    if is_out_of_memory(failure):
         code = "SH407"
-    elif "Expected more than 1 value per channel" in text:
+    elif "Expected more than 1 value per channel" in str(failure):
         code = "SH412"
     return error(code, f"{doing}: {first_line(failure)}", where=user_line(failure))
+
+
+def is_out_of_memory(failure: Exception) -> bool:
+    text = str(failure)
+    return isinstance(failure, MemoryError) or "out of memory" in text or "can't allocate memory" in text

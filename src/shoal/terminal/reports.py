@@ -213,4 +213,8 @@ def print_check(console: Console, c: Mapping[str, Any]) -> None:
         "steps": f"{formatting.count(c['steps'])}, {formatting.count(c['steps_per_epoch'])} in an epoch",
         "first step": f"{formatting.seconds(c['step_s'])}, loss {formatting.number(c['loss'])}",
     }
-    print_fields(console, rows | ({"metrics": formatting.metrics(c["metrics"])} if c["metrics"] else {}))
+    if c["metrics"]:
+        rows["metrics"] = formatting.metrics(c["metrics"])
+    print_fields(console, rows)
+    for note in c["notes"]:
+        console.print(f"note: {note}", markup=False)

@@ -58,7 +58,13 @@ def main() -> None:
 
 def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
     """Build everything, run one real step, and measure shapes, time and memory."""
-    built = build(job, cache_dir=cache_directory(), report=stream.emit)
+    notes: list[str] = []
+
+    def report(kind: str, **fields: Any) -> None:
+        notes.extend([fields["message"]] if kind == "note" else [])
+        stream.emit(kind, **fields)
+
+    built = build(job, cache_dir=cache_directory(), report=report)
     replica, sampler = built.replica, built.sampler
     start = time.perf_counter()
     sums: TreeSum[LaneSum] = TreeSum(job.lane_count, add)
@@ -68,6 +74,7 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
         sums.push_lane(lane, _forward_backward(built, ids, lane) if len(ids) else None)
     total = sums.total()
     assert total is not None
+    notes += _loss_notes(built, has_weight=total.count is not None)
     loss = float(replica.apply(0, total))  # one update with the whole batch, whichever sync the job has
     seconds = time.perf_counter() - start
     part = next(iter(built.data.held_out.values()), None)
@@ -97,7 +104,27 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
         "metrics": metrics,
         "device": str(replica.device),
         "moving_buffers": replica.moving_buffers.names,
+        "notes": notes,
     }
+
+
+def _loss_notes(built: BuiltJob, *, has_weight: bool) -> list[str]:
+    """What the user must know about the loss."""
+    sync, shares_batch, notes = built.job.sync, built.job.lane_count > 1, []
+    if built.task.has_untrained_parameters:
+        notes.append("the loss has parameters of its own, which are not trained: a Task's model may contain the loss")
+    if shares_batch and has_weight and (sync.kind == "local" or (sync.kind == "server" and sync.staleness)):
+        notes.append(
+            "the loss has a weight: each lane divides by its own weight, because lanes update by themselves with this "
+            "`sync`; with `sync: lanes` they divide by the weight of the whole batch"
+        )
+    if shares_batch and not has_weight and not built.task.knows_divisor:
+        notes.append(
+            "the loss returns a mean, and lanes are averaged by their numbers of samples: if it divides by anything "
+            "else (tokens, weights, a mask), let it return (sum, weight), or another number of `lanes` trains another "
+            "objective"
+        )
+    return notes
 
 
 def _forward_backward(built: BuiltJob, ids: Any, lane: int) -> LaneSum:

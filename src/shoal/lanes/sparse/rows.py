@@ -64,8 +64,8 @@ def add_rows(left: SparseRows, right: SparseRows) -> SparseRows:
 
 
 def scale_rows(rows: SparseRows, *, count: float | Tensor | None = None, value: float | None = None) -> SparseRows:
-    """Gradients divided by a count, then clipped to -value and value."""
-    values = rows.values if count is None else rows.values / np.float32(float(count))
+    """Gradients divided by a count, then clipped to -value and value. As for dense gradients, 0 divides by 1."""
+    values = rows.values if count is None else rows.values / np.float32(float(count) or 1.0)
     return SparseRows(rows.keys, values if value is None else values.clip(-value, value))
 
 

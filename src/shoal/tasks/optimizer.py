@@ -1,0 +1,85 @@
+"""Makes the optimizer of a job or a Task, and refuses one that would not do what it says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import error
+from shoal.spec.base import Ref
+from shoal.spec.job import Job, OptimizerConfig
+from shoal.spec.names import DEFAULT_MODULES
+from shoal.spec.resolve import build_ref
+from shoal.spec.rules import UNUSABLE_OPTIMIZERS
+from shoal.tasks.model import match_names
+from shoal.tasks.task import Task
+
+_FULL = frozenset({torch.float64, torch.float32})
+_ALL = _FULL | {torch.bfloat16, torch.float16}
+
+FUSED_CPU_DTYPES: Mapping[str, Collection[torch.dtype]] = {"Adam": _ALL, "AdamW": _ALL, "Adagrad": _ALL, "SGD": _FULL}
+"""The dtypes for which torch's fused kernel of an optimizer is right on the CPU. Fused SGD without momentum leaves
+16-bit parameters as they are. tests/tasks/test_optimizer.py compares every kernel with the plain one."""
+
+
+def make_optimizer(job: Job, task: Task, model: nn.Module) -> Optimizer:
+    """The Task's own optimizer, or the job's, checked."""
+    optimizer = task.optimizer(model) or build_optimizer(job.optimizer, model, base_dir=job.base_dir)
+    check_optimizer(optimizer)
+    return optimizer
+
+
+def build_optimizer(spec: OptimizerConfig, model: nn.Module, *, base_dir: str) -> Optimizer:
+    """The job's optimizer over the trainable parameters, with torch's fused kernels where they are right."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise error("SH404", "every parameter is frozen, or the model has none", where="model")
+    groups = [{"params": [trainable[n] for n in names], **args} for names, args in _param_groups(spec, list(trainable))]
+    args = dict(spec.args)
+    module, _, short = spec.name.rpartition(":")
+    is_torchs = f"{module or 'torch.optim'}.".startswith("torch.optim.")
+    if is_torchs and short in FUSED_CPU_DTYPES and not {"fused", "foreach", "differentiable"} & set(args):
+        args["fused"] = not wrong_fused_dtypes(short, trainable.values())
+    ref = Ref(name=spec.name, args=args)
+    made = build_ref(ref, groups, base_dir=base_dir, default_modules=DEFAULT_MODULES["optimizer"])
+    if not isinstance(made, Optimizer):
+        raise error("SH206", f"'{spec.name}' is not a torch optimizer", where="optimizer")
+    return made
+
+
+def wrong_fused_dtypes(optimizer: str, parameters: Iterable[Tensor]) -> list[str]:
+    """The dtypes among these parameters for which the optimizer's fused kernel is wrong, or does not exist."""
+    right = FUSED_CPU_DTYPES[optimizer]
+    wrong = {p.dtype for p in parameters if p.dtype not in (_ALL if p.is_cuda else right)}
+    return sorted(str(dtype).removeprefix("torch.") for dtype in wrong)
+
+
+def _param_groups(spec: OptimizerConfig, everything: Sequence[str]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Names and settings of each group; the names that match no pattern come first."""
+    rest, found = list(everything), []
+    for number, group in enumerate(spec.groups):
+        names = [n for n in match_names(everything, group.match, where=f"optimizer.groups.{number}") if n in rest]
+        rest = [n for n in rest if n not in names]
+        found.append((names, dict(group.args)))
+    return [(rest, {}), *found] if rest else found
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """SH414 if its step needs a closure, SH420 if it takes only sparse gradients, SH423 if its kernel is wrong."""
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is closure.empty
+    if needs_closure or isinstance(optimizer, torch.optim.SparseAdam):
+        code, why = UNUSABLE_OPTIMIZERS["LBFGS" if needs_closure else "SparseAdam"]
+        raise error(code, f"{kind.__name__} {why}", where="optimizer")
+    if kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in FUSED_CPU_DTYPES:
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and (wrong := wrong_fused_dtypes(kind.__name__, group["params"])):
+            message = f"the fused kernel of {kind.__name__} does not update {' and '.join(wrong)} parameters correctly"
+            raise error("SH423", message, where="optimizer")
