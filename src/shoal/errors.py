@@ -134,6 +134,10 @@ CATALOGUE: dict[str, Entry] = {
     "SH620": Entry("the two sides do not agree on TLS",
                    "Join with --tls DIR if the job has `network.tls`, and not otherwise; one authority signs for all."),
     "SH621": Entry("no way to run the job can be taken", "See the reasons of all ways: shoal plan JOB --all."),
+    "SH625": Entry("runs are kept in a directory of this machine, not at a URL",
+                   "Give a local directory with --runs. Checkpoints may go to a URL: checkpoint.path: s3://BUCKET/DIR."),
+    "SH626": Entry("a private file of the run is damaged, or other users can change or read it",
+                   "Remove the file, then run `shoal resume RUN`: the driver writes a new one that only you can read."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
     "SH702": Entry("the arrays do not match those of the servers",
@@ -226,10 +230,12 @@ def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalEr
 
 
 def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
-    """The error that another process sent as an event."""
-    return error(
-        fields["code"], str(fields["message"]), where=str(fields.get("where", "")), fix=str(fields.get("fix", ""))
-    )
+    """The error that another process sent as an event. A code that this version does not know becomes part of the
+    message of SH603."""
+    code, message = str(fields["code"]), str(fields["message"])
+    if code not in CATALOGUE:
+        code, message = "SH603", f"{code}: {message}"
+    return error(code, message, where=str(fields.get("where", "")), fix=str(fields.get("fix", "")))
 
 
 def single_errors(failure: ShoalError) -> list[ShoalError]:

@@ -163,7 +163,7 @@ class RunExecutor:
     def _new_run(
         self, handle: RunHandle, job: Job, runs: Path, on_event: OnEvent | None, *, trace: bool
     ) -> Steps[RunResult]:
-        job = run_dir.resolve_init_from(job, runs)
+        job = run_dir.resolve_init_from(job, run_dir.check_runs(runs))
         self.fork_servers.for_job(job)  # start loading torch early
         job, plan_file = yield from _unless_stopped(handle, resolve_auto_steps(job, self.fork_servers))
         paths = run_dir.create(job, runs)
