@@ -1,7 +1,7 @@
 """The events of a run: one append-only typed stream, folded into the state of the run."""
 
 from shoal.events.event import Event
-from shoal.events.run_state import Curve, RunState, replay
+from shoal.events.run_state import Curve, RunState, describe_damage, replay
 from shoal.events.snapshot import RunStateReader, RunSummary, load_state, load_summary
 from shoal.events.stream import EventReader, EventWriter, LineTail, read_events
 
@@ -14,6 +14,7 @@ __all__ = [
     "RunState",
     "RunStateReader",
     "RunSummary",
+    "describe_damage",
     "load_state",
     "load_summary",
     "read_events",
