@@ -32,7 +32,7 @@ MIN_NEW_BYTES = 1 << 18
 """Bytes that a reader must have folded before it writes a snapshot of a growing stream."""
 IDLE_S = 5.0
 """Seconds without growth after which a stream counts as idle."""
-_VERSION = [SCHEMA_VERSION, FOLD_VERSION]
+SNAPSHOT_VERSION = [SCHEMA_VERSION, FOLD_VERSION]
 _SAMPLE_BYTES = 512
 _DIGEST_BYTES = 16
 
@@ -147,7 +147,7 @@ def _write(snapshot: Path, events: Path, offset: int, state: RunState) -> int:
     content = encode_state(state)
     with events.open("rb") as stream:
         header: SnapshotHeader = {
-            "version": _VERSION,
+            "version": SNAPSHOT_VERSION,
             "offset": offset,
             "size": _covered_size(stream, offset),
             "sample": _sample(stream, offset),
@@ -187,7 +187,7 @@ def _read_header(file: BinaryIO) -> SnapshotHeader | None:
     if digest != _digest(content).encode():
         return None
     header: SnapshotHeader = _parse(content)
-    believed = _is_header(header) and header["version"] == _VERSION and _is_summary(header["summary"])
+    believed = _is_header(header) and header["version"] == SNAPSHOT_VERSION and _is_summary(header["summary"])
     return header if believed else None
 
 

@@ -136,12 +136,17 @@ def is_driven(paths: RunPaths) -> bool:
     """Whether a live driver holds the run's lock. True also for a run of another user, whose lock cannot be opened: its
     status is then that of its last event."""
     try:
-        with paths.lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock = os.open(paths.lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
         return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
     return False
 
 

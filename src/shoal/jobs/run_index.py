@@ -10,23 +10,44 @@ from typing import Any
 
 from shoal.checkpoint import manifest
 from shoal.errors import error
-from shoal.events import RunState, RunSummary, describe_damage, load_state, load_summary
+from shoal.events import RunState, RunSummary, SummaryIndex, describe_damage, load_state, load_summary
 from shoal.jobs import run_dir
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
 from shoal.spec.receipt import FoldsReceipt, Receipt, read_receipt_file
 from shoal.spec.run_paths import RunPaths
 
+INDEX_FILE = ".index.json"
+
+
+def list_summaries(runs: Path) -> list[dict[str, Any]]:
+    """The rows of `shoal runs`. One unreadable run does not hide the others."""
+    found = run_dir.list_runs(runs)
+    index = SummaryIndex(runs / INDEX_FILE)
+    rows = []
+    for paths in found:
+        try:
+            summary = index.summary(paths.name, f"{paths.root}/events.jsonl", lambda paths=paths: _summary(paths))
+            rows.append(_row(paths, summary))
+        except OSError as failure:
+            row = _row(paths, RunSummary.of(RunState(status="unreadable")))
+            rows.append(row | {"damage": f"the run cannot be read: {failure.strerror}"})
+    index.save_if_useful()
+    return rows
+
 
 def run_summary(paths: RunPaths) -> dict[str, Any]:
-    """One row of `shoal runs`. Reads only the header of the state snapshot if that is up to date."""
-    damage = ""
-    try:
-        found = load_summary(paths.events, paths.state_snapshot)
-        if found is None:
-            found = RunSummary.of(load_state(paths.events, paths.state_snapshot))
-    except OSError as failure:
-        found, damage = RunSummary.of(RunState()), f"events.jsonl cannot be read: {failure.strerror}"
+    """One row of `shoal runs`."""
+    return _row(paths, _summary(paths))
+
+
+def _summary(paths: RunPaths) -> RunSummary:
+    """Reads only the header of the state snapshot if that is up to date."""
+    found = load_summary(paths.events, paths.state_snapshot)
+    return RunSummary.of(load_state(paths.events, paths.state_snapshot)) if found is None else found
+
+
+def _row(paths: RunPaths, found: RunSummary) -> dict[str, Any]:
     started_t = paths.job.stat().st_mtime if found.started_t is None else found.started_t
     return {
         "run": paths.name,
@@ -36,7 +57,7 @@ def run_summary(paths: RunPaths) -> dict[str, Any]:
         "metrics": found.metrics if found.steps_total else fold_means(paths),  # only the folds make steps
         "started": f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}",
         "weights_sha256": found.weights_sha256,
-        "damage": damage or describe_damage(found.skipped_rows),
+        "damage": describe_damage(found.skipped_rows),
     }
 
 
@@ -56,10 +77,6 @@ def require_receipt(run: str, runs: Path) -> Receipt:
     if stored.own is None:
         raise error("SH606", f"'{paths.name}' has no receipt of its own", where=run)
     return stored.own
-
-
-def list_summaries(runs: Path) -> list[dict[str, Any]]:
-    return [run_summary(paths) for paths in run_dir.list_runs(runs)]
 
 
 def comparison_column(paths: RunPaths) -> dict[str, Any]:

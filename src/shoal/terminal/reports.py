@@ -14,6 +14,7 @@ from shoal.events import RunState, describe_damage
 from shoal.spec.receipt import Receipt, metrics_mean_and_std
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, notes, plan_lines, servers
+from shoal.terminal.console import printable
 from shoal.terminal.curve import draw
 
 MAX_SHARES = 12
@@ -163,7 +164,7 @@ def print_runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     if len(cells) > MAX_TABLE_ROWS:
         widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
         lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *cells))
-        console.out("\n".join(lines))
+        print(printable("\n".join(lines)), file=console.file)
     else:
         table = Table(*header, box=None, pad_edge=False)
         for line in cells:
