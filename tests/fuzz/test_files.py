@@ -38,7 +38,7 @@ from shoal.terminal.live import _panel
 from shoal.terminal.notes import event_line
 from tests.checkpoint.states import bit_equal
 from tests.events.random_events import ANYTHING, events
-from tests.jobs.past_run import told_events, write_run
+from tests.jobs.past_run import TOLD, told_events, write_run
 
 FEW, MANY = 60, 10_000
 
@@ -51,7 +51,21 @@ def examples(count):
 
 # ---- damage ----
 
-HUGE_NUMBERS = [10**400, 10**30, -(10**30), 2**63, -1, 1e308, 5e-324, -0.5]
+CHOICE = {"workers": 2, "hosts": 1, "threads": 1, "how": "lanes"}
+TIMES = dict.fromkeys(("step_s", "compute_s", "encode_s", "exchange_s", "apply_s"), 0.5)
+LAYOUT = {"shard": "fsdp", "ways": 2, "replicas": 1, "cuts": ["a"], "parameters": 3, "trainable": 3}
+MEASURED = {"prediction": TIMES, "expected": TIMES, "truth": {"step_s": 0.5, "lane_s": [[0.5]]}}
+PLANNED = [
+    ("layout", "worker-0", 0, LAYOUT),
+    ("plan", "driver", None, {"choice": CHOICE, "prediction": TIMES, "reason": "fast"}),
+    ("replan", "driver", 9, {"choice": CHOICE, **MEASURED, "moves": None, "best": None, "reason": "slow"}),
+    ("failed", "worker-0", 9, {"code": "SH401", "message": "the model failed"}),
+]
+EVENTS = told_events([*TOLD[:-2], *PLANNED, *TOLD[-2:]])
+"""A run in which almost everything happened."""
+ONE_OF_EACH = list({event.kind: event for event in EVENTS}.values())
+
+NASTY = [10**400, -(10**400), 10**30, 2**63, -1, 1e308, float("inf"), "../../etc", "/etc/passwd", "\x1b[2J", [], {}]
 NESTED = [b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000]
 
 
@@ -64,7 +78,7 @@ def wrong_value(kind, name):
 @st.composite
 def damaged_rows(draw):
     """One line that no reader may use."""
-    event = draw(st.sampled_from(told_events()))
+    event = draw(st.sampled_from(ONE_OF_EACH))
     row, how = (
         to_row(event),
         draw(st.sampled_from(["type", "frame", "missing", "cut", "nul", "utf-8", "nested", "noise"])),
@@ -96,14 +110,12 @@ def damaged_rows(draw):
 @st.composite
 def damaged_streams(draw):
     """Lines, each with whether it is sound. Sound ones may be swapped and doubled, and two may have been joined."""
-    told = told_events()
-    first = draw(st.integers(0, len(told) - 1))
-    rows = [to_row(event) for event in told[first : first + draw(st.integers(1, 12))]]
+    rows = [to_row(event) for event in draw(st.lists(st.sampled_from(ONE_OF_EACH), min_size=1, max_size=12))]
     rows += [to_row(event) for event in draw(st.lists(events(), max_size=2))]
     for row in rows:
-        if draw(st.integers(0, 3)) == 0:
-            name = draw(st.sampled_from(["steps_per_s", "again", "lane_s", "message", "\x1b[2J"]))
-            row |= {name: draw(ANYTHING)} if name not in KINDS[row["kind"]].hints else {}  # of a newer version
+        if draw(st.booleans()):  # a field of a newer version
+            name = draw(st.sampled_from(["steps_per_s", "parameters", "again", "\x1b[2J"]))
+            row |= {name: draw(ANYTHING)} if name not in KINDS[row["kind"]].hints else {}
     sound = [json.dumps(row).encode() for row in rows]
     for _ in range(draw(st.integers(0, 3))):
         a, b = draw(st.integers(0, len(sound) - 1)), draw(st.integers(0, len(sound) - 1))
@@ -135,7 +147,7 @@ def mutated(draw, value):
     """The JSON value with something else somewhere inside it."""
     found = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):
-        inside, other = found, draw(ANYTHING | st.sampled_from([*HUGE_NUMBERS, "../../etc", "/etc/passwd", "\x1b[2J"]))
+        inside, other = found, draw(ANYTHING if draw(st.booleans()) else st.sampled_from(NASTY))
         while isinstance(inside, dict | list) and inside:
             keys = sorted(inside) if isinstance(inside, dict) else list(range(len(inside)))
             key = draw(st.sampled_from(keys))
@@ -216,7 +228,7 @@ def check_streams(paths, job, lines, middle):
 
 
 def check_flipped(paths, job, data):
-    sound = b"\n".join(json.dumps(to_row(event)).encode() for event in told_events()[-20:])
+    sound = b"\n".join(json.dumps(to_row(event)).encode() for event in ONE_OF_EACH)
     content = data.draw(flipped(sound))
     assert_reads_as_without_damage(paths, job, content.split(b"\n"), data.draw(st.integers(0, 20)))
 
@@ -289,8 +301,7 @@ def test_damaged_receipts(tmp_path_factory, data):
 @given(st.data())
 def test_damaged_snapshots(paths, job, data):
     """Also those whose digest is right: the digest is no secret."""
-    sound = b"".join(json.dumps(to_row(event)).encode() + b"\n" for event in told_events())
-    paths.events.write_bytes(sound)
+    paths.events.write_bytes(b"".join(json.dumps(to_row(event)).encode() + b"\n" for event in EVENTS))
     paths.state_snapshot.unlink(missing_ok=True)
     reader = RunStateReader(paths.events, paths.state_snapshot)
     whole = encode_state(reader.catch_up())
@@ -300,7 +311,9 @@ def test_damaged_snapshots(paths, job, data):
     how = data.draw(st.sampled_from(["flip", "state", "header"]))
     header, state = json.loads(first.partition(b" ")[2]), json.loads(content)
     if how == "state":
-        content = json.dumps(data.draw(mutated(state))).encode()
+        part = data.draw(st.sampled_from(["layout", "plan", "replans", "result", "error", "facts", "curves", ""]))
+        changed = state | {part: data.draw(mutated(state[part]))} if part else data.draw(mutated(state))
+        content = json.dumps(changed).encode()
         header["state"] = _digest(content)
     if how == "header":
         header = data.draw(mutated(header))
