@@ -8,7 +8,7 @@ import pytest
 import shoal
 from shoal.cli import app
 from shoal.errors import ShoalError
-from shoal.events import load_state
+from shoal.events import RunStateReader, load_state
 from shoal.jobs import commands, run_dir, run_index
 from shoal.jobs.folds import FoldSchedule
 from shoal.jobs.plan_file import read_plan_file
@@ -16,8 +16,9 @@ from shoal.jobs.resume import job_to_resume
 from shoal.spec.load import make_job
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Seat
 from tests.conftest import MLP
-from tests.jobs.past_run import call_verb, write_run
+from tests.jobs.past_run import TOLD, call_verb, write_run
 
 DAMAGED_ROWS = (
     b'{"t": 1, "who": "worker-0", "kind": "step", "step": "three"}',
@@ -232,3 +233,27 @@ def test_an_address_that_others_can_read_is_refused(paths):
         commands.read_token(paths)
     paths.driver_address.chmod(0o600)
     assert commands.read_token(paths) == "t"
+
+
+# ---- from the snapshot, not from the beginning ----
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_departure_is_told_before_and_after_the_snapshot(tmp_path, saved):
+    told = [
+        *TOLD[:4],
+        ("left", "worker-0", 9, {"why": "drained"}),
+        ("worker_died", "driver", None, {"worker": "worker-1", "reason": "SIGKILL"}),
+        ("server_left", "driver", None, {"server": "server-2"}),
+        ("server_died", "driver", None, {"server": "server-3", "reason": "SIGBUS"}),
+    ]
+    paths = write_run(tmp_path / "mlp-1", told)
+    if saved:
+        reader = RunStateReader(paths.events, paths.state_snapshot)
+        reader.catch_up()
+        reader.save()
+        paths.events.write_bytes(paths.events.read_bytes())
+        assert RunStateReader(paths.events, paths.state_snapshot).state.starts == 1, "it is used"
+    seats = (("worker", 0), ("worker", 1), ("server", 2), ("server", 3), ("worker", 4))
+    found = [commands.wait_for_departure(paths, Seat(number=number, role=role)) for role, number in seats]
+    assert found == ["left at step 9", "died: SIGKILL", "left", "died: SIGBUS", ""]

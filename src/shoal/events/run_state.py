@@ -460,7 +460,8 @@ def _residual_lost(state: RunState, event: Event, lost: schema.ResidualLostEvent
 
 @_folds(schema.LeftEvent)
 def _left(state: RunState, event: Event, left: schema.LeftEvent) -> None:
-    state.worker(event.who).state = "left"
+    worker = state.worker(event.who)
+    worker.state, worker.step = "left", event.step or worker.step
     state.links.pop(event.who, None)
 
 
