@@ -110,7 +110,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH602": Entry("the run is in use", "Wait for it, or end the process shown."),
     "SH603": Entry("a worker died", "See the worker's log; `shoal resume` goes on from the last checkpoint."),
     "SH604": Entry("the run has finished already", "Start a new one with shoal run."),
-    "SH605": Entry("the run directory cannot be written", "Give a writable directory with --runs."),
+    "SH605": Entry("the run directory cannot be read or written", "Give a writable directory with --runs."),
     "SH606": Entry("the run has no result yet", "Wait until it is finished, or resume it."),
     "SH607": Entry("the engine is not available", "Use engine: local, or install what the engine needs."),
     "SH608": Entry("objects of a notebook or script cannot be sent to a worker",

@@ -138,6 +138,9 @@ def test_one_unreadable_run_does_not_hide_the_others(paths, verb):
     rows = {row["run"]: row for row in json.loads(out)}
     assert (code, rows[other.name]["status"]) == (0, "finished")
     assert "cannot be read" in rows["mlp-1"]["damage"]
+    for words in (("show", "mlp-1"), ("show", "mlp-1", "--json"), ("compare", "mlp-1", "mlp-2")):
+        code, _, err = verb(*words)
+        assert (code, "SH605" in err, "Traceback" in err) == (6, True, False)
 
 
 @pytest.mark.parametrize(

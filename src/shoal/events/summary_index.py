@@ -45,7 +45,7 @@ class SummaryIndex:
     def summary(self, run: str, events: str, compute: Callable[[], RunSummary]) -> RunSummary:
         """The summary of the run whose stream is at `events`. `compute` reads it if the index has none."""
         stream = _identity(events)  # before it is read: what is appended meanwhile makes the entry invalid
-        entry = self._known.get(run)
+        entry: Any = self._known.get(run)
         if stream and _is_entry(entry) and entry["stream"] == stream:
             self._seen[run] = entry
             return RunSummary(**entry["summary"])

@@ -98,6 +98,16 @@ def list_runs(runs: Path) -> list[RunPaths]:
 
 
 @contextlib.contextmanager
+def readable(paths: RunPaths) -> Iterator[None]:
+    """Around reading a run: SH605 if the operating system does not allow it."""
+    try:
+        yield
+    except OSError as failure:
+        fix = "Check the permissions of the run's directory, and that events.jsonl is a file."
+        raise error("SH605", f"the run cannot be read: {failure}", where=str(paths.root), fix=fix) from failure
+
+
+@contextlib.contextmanager
 def driver_lock(paths: RunPaths) -> Iterator[None]:
     """Hold the run's driver lock: a run has one driver at a time. The lock is released when the process exits."""
     with _open_driver_lock(paths) as file:

@@ -324,6 +324,7 @@ def catch_stop_signals() -> Iterator[list[str]]:
 
 def load_run_state(paths: RunPaths) -> RunState:
     """The state of a run, folded from its events; "broken off" if it has not ended and no driver is alive."""
-    state = load_state(paths.events, paths.state_snapshot)
+    with run_dir.readable(paths):
+        state = load_state(paths.events, paths.state_snapshot)
     state.status = run_dir.current_status(state.status, paths)
     return state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def list_summaries(runs: Path) -> list[dict[str, Any]]:
     rows = []
     for paths in found:
         try:
-            summary = index.summary(paths.name, f"{paths.root}/events.jsonl", lambda paths=paths: _summary(paths))
+            summary = index.summary(paths.name, f"{paths.root}/events.jsonl", partial(_summary, paths))
             rows.append(_row(paths, summary))
         except OSError as failure:
             row = _row(paths, RunSummary.of(RunState(status="unreadable")))
@@ -37,8 +38,9 @@ def list_summaries(runs: Path) -> list[dict[str, Any]]:
 
 
 def run_summary(paths: RunPaths) -> dict[str, Any]:
-    """One row of `shoal runs`."""
-    return _row(paths, _summary(paths))
+    """One row of `shoal runs`. SH605 if the events cannot be read."""
+    with run_dir.readable(paths):
+        return _row(paths, _summary(paths))
 
 
 def _summary(paths: RunPaths) -> RunSummary:
@@ -48,17 +50,24 @@ def _summary(paths: RunPaths) -> RunSummary:
 
 
 def _row(paths: RunPaths, found: RunSummary) -> dict[str, Any]:
-    started_t = paths.job.stat().st_mtime if found.started_t is None else found.started_t
     return {
         "run": paths.name,
         "status": run_dir.current_status(found.status, paths),
         "step": found.step,
         "steps": found.steps_total,
         "metrics": found.metrics if found.steps_total else fold_means(paths),  # only the folds make steps
-        "started": f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}",
+        "started": _started(paths, found),
         "weights_sha256": found.weights_sha256,
         "damage": describe_damage(found.skipped_rows),
     }
+
+
+def _started(paths: RunPaths, found: RunSummary) -> str:
+    try:
+        started_t = paths.job.stat().st_mtime if found.started_t is None else found.started_t
+    except OSError:  # removed meanwhile
+        return "–"
+    return f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}"
 
 
 def fold_means(paths: RunPaths) -> dict[str, float]:
