@@ -1,8 +1,9 @@
 """python -m benchmarks.index: what `shoal runs` and `shoal show` take, by folding all events and from snapshots.
 
 The runs are made up; their events have the sizes of real ones. `fold all` reads every event of every run, as if there
-were no snapshots; `cold` is the first look, which leaves snapshots behind; `warm` is the next; `grown` the next after
-more rows have come. Reading and printing are measured together, in this process, without the start of Python.
+were no snapshots; `cold` is the first look, which leaves snapshots and an index behind; `warm` is the next; `grown` the
+next after more rows have come. Reading and printing are measured together, in this process, without the start of
+Python.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shoal.events.stream import format_event
 from shoal.jobs import run_dir, run_index
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal import reports
+from shoal.terminal.console import make_console
 
 TURNS = 5
 WIDTH = 140
@@ -141,7 +143,7 @@ def step_lines(first: int, count: int) -> Iterator[bytes]:
 
 
 def _console() -> Console:
-    return Console(file=io.StringIO(), width=WIDTH)
+    return make_console(file=io.StringIO(), width=WIDTH)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,9 +24,16 @@ app = typer.Typer(
     help="Train PyTorch models on whatever machines there are: the same weights, bit for bit, through any crash.",
 )
 
+
+def _check_runs(runs: Path) -> Path:
+    from shoal.jobs import run_dir
+
+    return run_dir.check_runs(runs)
+
+
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)]
 RunName = Annotated[str, typer.Argument(help="A run: its name, its path, or 'last'.", show_default=False)]
-Runs = Annotated[Path, typer.Option("--runs", help="Where runs are kept.")]
+Runs = Annotated[Path, typer.Option("--runs", help="The local directory of runs.", callback=_check_runs)]
 Sets = Annotated[
     list[str],
     typer.Option("--set", help="Change a field of the job: --set optimizer.args.lr=0.01", show_default=False),
@@ -79,7 +85,7 @@ def run(
 def resume(
     run: RunName, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False
 ) -> None:
-    """Go on with a run after a crash, Ctrl-C or reboot."""
+    """Continue a run after a crash, Ctrl-C or reboot."""
     from shoal.jobs import run_dir, run_executor
     from shoal.terminal.live import make_display
 
@@ -99,10 +105,10 @@ def check(job: JobFile, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: A
     checked = run_dir.resolve_init_from(_load(job, sets), runs)
     answer = run_probe("check", checked)
     if as_json:
-        print(json.dumps(answer))
+        _print_json(answer)
         return
     reports.print_check(_console(), answer)
-    _console().print("[green]The job is right.[/green]")
+    _console().print("The job is right.", style="green")
 
 
 @app.command()
@@ -137,7 +143,7 @@ def plan(
     )
     planned = planner.plan(run_dir.resolve_init_from(checked, runs), wanted)
     if as_json:
-        print(json.dumps(planned.to_json_data()))
+        _print_json(planned.to_json_data())
     else:
         command = shlex.join(["shoal", "run", str(job), *(word for one in sets for word in ("--set", one))])
         plan_report.print_plan(_console(), planned, command=command, show_all=every)
@@ -157,7 +163,7 @@ def split(
     checked = _load(job, sets)
     answer = run_probe("split", checked, export=str(export.resolve()) if export else None)
     if as_json:
-        print(json.dumps(answer))
+        _print_json(answer)
     else:
         splits.print_split(_console(), answer)
 
@@ -177,7 +183,7 @@ def evaluate(
     from shoal.jobs import run_dir, run_index
     from shoal.jobs.probes import run_probe
     from shoal.spec.load import load_run_job
-    from shoal.terminal import formatting
+    from shoal.terminal import formatting, reports
 
     paths = run_dir.find(run, runs)
     if paths.folds:
@@ -188,10 +194,11 @@ def evaluate(
     other = run_index.source_override(job, data, target)
     answer = run_probe("evaluate", job, weights=weights, rows=rows, part=part or None, source=other)
     if as_json:
-        print(json.dumps(answer))
+        _print_json(answer)
         return
     for name, metrics in answer["metrics"].items():
-        print(f"{name} ({formatting.count(answer['samples'][name])} samples): {formatting.metrics(metrics)}")
+        count = formatting.count(answer["samples"][name])
+        reports.print_lines(_console(), f"{name} ({count} samples): {formatting.metrics(metrics)}")
 
 
 @app.command(name="runs")
@@ -202,7 +209,7 @@ def list_runs(runs: Runs = RUNS, as_json: AsJson = False) -> None:
 
     rows = run_index.list_summaries(runs)
     if as_json:
-        print(json.dumps(rows))
+        _print_json(rows)
     else:
         reports.print_runs(_console(), rows)
 
@@ -211,26 +218,29 @@ def list_runs(runs: Runs = RUNS, as_json: AsJson = False) -> None:
 def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """A run: its state, its curves, its receipt."""
     from shoal.jobs import run_dir, run_executor, run_index
+    from shoal.spec.receipt import read_receipt_file
     from shoal.terminal import reports
 
     paths = run_dir.find(run, runs)
     console = _console()
+    stored = read_receipt_file(paths.receipt)
     if as_json:
-        receipt = json.loads(paths.receipt.read_text()) if paths.receipt.is_file() else None
-        print(json.dumps({**run_index.run_summary(paths), "receipt": receipt}))
+        receipt = stored.found.model_dump(mode="json") if stored.found else None
+        _print_json({**run_index.run_summary(paths), "receipt": receipt, "receipt_damage": stored.damage})
         return
     if paths.folds:
-        done = [(one, run_index.read_receipt(one)) for one in paths.folds]
-        reports.print_folds(console, [r for _, r in done if r])
-        for one, receipt in done:
-            if receipt is None:
+        done = [(one, read_receipt_file(one.receipt)) for one in paths.folds]
+        reports.print_folds(console, [one.own for _, one in done if one.own])
+        for one, fold in done:
+            if fold.own is None:
                 reports.print_run(console, run_executor.load_run_state(one), width=console.width)
-        return
-    reports.print_run(console, run_executor.load_run_state(paths), width=console.width)
-    found = run_index.read_receipt(paths)
-    if found:
+                reports.print_receipt_damage(console, fold.damage, one)
+    else:
+        reports.print_run(console, run_executor.load_run_state(paths), width=console.width)
+    if stored.own:
         console.print()
-        reports.print_receipt(console, found)
+        reports.print_receipt(console, stored.own)
+    reports.print_receipt_damage(console, stored.damage, paths)
 
 
 @app.command()
@@ -245,7 +255,7 @@ def compare(
 
     columns = [(name, run_index.comparison_column(run_dir.find(name, runs))) for name in names]
     if as_json:
-        print(json.dumps(dict(columns)))
+        _print_json(dict(columns))
     else:
         reports.print_comparison(_console(), columns)
 
@@ -257,7 +267,7 @@ def scale(
     servers: Annotated[int | None, typer.Option(help="How many servers from now on.", show_default=False)] = None,
     runs: Runs = RUNS,
 ) -> None:
-    """More or fewer workers or servers for a run that goes on."""
+    """Change the number of workers or servers of a run in progress."""
     from shoal.jobs import commands, run_dir
     from shoal.terminal import reports
 
@@ -272,7 +282,7 @@ def drain(
     who: Annotated[str, typer.Argument(help="worker-2, or 2, or server-3.", show_default=False)],
     runs: Runs = RUNS,
 ) -> None:
-    """Let a worker or server go, without loss, and wait until it has left."""
+    """Let a worker or server leave without loss, and wait until it has left."""
     from shoal.jobs import commands, run_dir
     from shoal.terminal import reports
 
@@ -286,7 +296,7 @@ def drain(
 
 @app.command()
 def stop(run: RunName, runs: Runs = RUNS) -> None:
-    """Let a run save and end; `shoal resume` goes on with it."""
+    """Save a run and stop it; `shoal resume` continues it."""
     from shoal.jobs import commands, run_dir
     from shoal.terminal import reports
 
@@ -410,9 +420,15 @@ def _load(path: Path, sets: list[str]) -> Job:
 
 
 def _console(to_stderr: bool = False) -> Console:
-    from rich.console import Console
+    from shoal.terminal.console import make_console
 
-    return Console(stderr=to_stderr)
+    return make_console(to_stderr=to_stderr)
+
+
+def _print_json(value: Any) -> None:
+    from shoal.terminal.console import json_line
+
+    print(json_line(value))
 
 
 def _print_and_exit(result: RunResult, *, as_json: bool) -> NoReturn:

@@ -115,7 +115,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH602": Entry("the run is in use", "Wait for it, or end the process shown."),
     "SH603": Entry("a worker died", "See the worker's log; `shoal resume` goes on from the last checkpoint."),
     "SH604": Entry("the run has finished already", "Start a new one with shoal run."),
-    "SH605": Entry("the run directory cannot be written", "Give a writable directory with --runs."),
+    "SH605": Entry("the run directory cannot be read or written", "Give a writable directory with --runs."),
     "SH606": Entry("the run has no result yet", "Wait until it is finished, or resume it."),
     "SH607": Entry("the engine is not available", "Use engine: local, or install what the engine needs."),
     "SH608": Entry("objects of a notebook or script cannot be sent to a worker",
@@ -139,6 +139,10 @@ CATALOGUE: dict[str, Entry] = {
     "SH620": Entry("the two sides do not agree on TLS",
                    "Join with --tls DIR if the job has `network.tls`, and not otherwise; one authority signs for all."),
     "SH621": Entry("no way to run the job can be taken", "See the reasons of all ways: shoal plan JOB --all."),
+    "SH625": Entry("runs are kept in a directory of this machine, not at a URL",
+                   "Give a local directory with --runs. Checkpoints may go to a URL: checkpoint.path: s3://BUCKET/DIR."),
+    "SH626": Entry("a private file of the run is damaged, or other users can change or read it",
+                   "Remove the file, then run `shoal resume RUN`: the driver writes a new one that only you can read."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
     "SH702": Entry("the arrays do not match those of the servers",
@@ -231,10 +235,12 @@ def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalEr
 
 
 def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
-    """The error that another process sent as an event."""
-    return error(
-        fields["code"], str(fields["message"]), where=str(fields.get("where", "")), fix=str(fields.get("fix", ""))
-    )
+    """The error that another process sent as an event. A code that this version does not know becomes part of the
+    message of SH603."""
+    code, message = str(fields["code"]), str(fields["message"])
+    if code not in CATALOGUE:
+        code, message = "SH603", f"{code}: {message}"
+    return error(code, message, where=str(fields.get("where", "")), fix=str(fields.get("fix", "")))
 
 
 def single_errors(failure: ShoalError) -> list[ShoalError]:

@@ -97,6 +97,26 @@ def test_a_hostile_manifest_with_a_right_checksum_is_damaged(changes):
     assert caught.value.code == "SH502"
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"step": 2**70}, r"step is or contains 1180591620717411303424, not a whole number"),
+        ({"blobs": {"../../etc": 1}}, r"blobs has the name '\.\./\.\./etc', which is not a SHA-256"),
+        ({"blobs": {"/etc/passwd": 1}}, r"blobs has the name '/etc/passwd'"),
+        ({"blobs": {"\x1b[2J": 1}}, r"blobs has the name '\\x1b\[2J'"),
+        ({"blobs": {DIGEST: 10**30}}, rf"blobs\['{DIGEST[:60]}.*not a whole number"),
+        ({"tensors": {"/w": [DIGEST, "t", "F32", [-4]]}}, r"tensors\['/w'\] is or contains -4"),
+        ({"tensors": {"/w": ["0" * 64, "t", "F32", []]}}, r"tensors\['/w'\] refers to a blob that is not listed"),
+        ({"tensors": []}, "tensors is not an object"),
+        ({"created": 10**400}, "too large"),
+        ({"metric": "many"}, "metric is 'many', not a number"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(changes, told):
+    with pytest.raises(CheckpointError, match=told):
+        parse_manifest(forged(**changes), where="store/manifests/1.json")
+
+
 @pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b'{"format":1,"body":NaN}'])
 def test_json_that_hurts_parsers_is_damaged(raw):
     with pytest.raises(CheckpointError) as caught:

@@ -8,13 +8,13 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from shoal.events import Event, EventReader, RunStateReader, RunSummary, load_state, load_summary, read_events, replay
 from shoal.events import snapshot as snapshots
 from shoal.events.snapshot import IDLE_S, encode_state
 from shoal.events.stream import MAX_LINE_BYTES, format_event
 from shoal.terminal import reports
+from shoal.terminal.console import make_console
 from shoal.terminal.live import _panel
 from shoal.terminal.notes import event_line
 from tests.events.random_events import damaged_lines, events
@@ -66,7 +66,7 @@ def test_a_damaged_stream_is_always_readable(files, lines, middle):
     assert encode_state(state) == encode_state(whole)
     read = list(read_events(files[0]))
     assert len(read) + state.skipped_rows == len([line for line in b"".join(ended).split(b"\n") if line])
-    console = Console(file=io.StringIO(), width=100)
+    console = make_console(file=io.StringIO(), width=100)
     reports.print_run(console, state, width=100)
     console.print(_panel(state))
     shown = replay([])
@@ -214,6 +214,6 @@ def test_rows_that_cannot_be_read_are_counted_once(files):
     write(files, [b"more noise\n", STEPS[1]], append=True)
     state = load_state(*files)
     assert (state.step, state.skipped_rows) == (2, 2)
-    console = Console(file=io.StringIO(), width=100)
+    console = make_console(file=io.StringIO(), width=100)
     reports.print_run(console, state, width=100)
-    assert "2 rows of events.jsonl could not be read" in console.file.getvalue()
+    assert "2 damaged rows in events.jsonl were passed over" in console.file.getvalue()

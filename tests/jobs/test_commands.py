@@ -37,7 +37,7 @@ def test_scaling_and_stopping(run, resume):
         assert run_state.status == "stopped"
         assert run_state.saved_step == run_state.step > 0
     assert it.outcome.result().status == "stopped"
-    with pytest.raises(ShoalError, match=r"SH612.*nobody drives 'mlp-1'"):
+    with pytest.raises(ShoalError, match=r"SH612.*no driver runs 'mlp-1'"):
         commands.scale(it.paths, 2)
 
 

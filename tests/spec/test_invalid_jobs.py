@@ -193,6 +193,9 @@ TABLE = {
     "no data": Row("path: rows.csv", "path: row.csv", "SH301", 14, "data.source.path", "Did you mean 'rows.csv'?"),
     "no data directory": Row("path: rows.csv", "path: there/row.csv", "SH301", 14, "data.source.path", "no directory"),
     "glob matches nothing": Row("path: rows.csv", "path: 'part-*.csv'", "SH301", 14, "data.source.path", "has: bad.py"),
+    "data with too long a name": Row(
+        "path: rows.csv", f"path: {'a' * 5000}", "SH301", 14, "data.source.path", "Check the path"
+    ),
     "no weights": Row("seed: 1", "init_from: {path: w.safetensors}", "SH301", 2, "init_from.path", "has: bad.py"),
 }  # fmt: skip
 

@@ -2,11 +2,10 @@
 
 import io
 
-from rich.console import Console
-
 from shoal.events import Event, replay
 from shoal.spec.receipt import Receipt, WorkerContribution
 from shoal.terminal import reports
+from shoal.terminal.console import make_console
 from shoal.terminal.live import LiveDisplay, _panel
 from shoal.terminal.notes import event_line, join_hint
 
@@ -34,7 +33,7 @@ EVENTS = make_events(
 
 
 def printed(something, width=120):
-    console = Console(file=io.StringIO(), width=width)
+    console = make_console(file=io.StringIO(), width=width)
     console.print(something)
     return console.file.getvalue()
 
@@ -94,7 +93,7 @@ def test_the_live_display_survives_hundreds_of_workers():
     shown = printed(_panel(state))
     assert "and 284 more" in shown
     assert len(shown.splitlines()) < 30
-    LiveDisplay(Console(file=io.StringIO()))
+    LiveDisplay(make_console(file=io.StringIO()))
 
 
 HELD = {
@@ -131,7 +130,7 @@ def test_servers_are_shown_and_what_they_hold():
     assert not any(line.startswith("server-4") for line in lines)
     summary = "table 2, 1 of 2 servers serve, 1 died, 1 failovers, staleness 1.50 on average, 4 at most"
     assert f"{summary}, 4.0 kB saved by the codec" in lines
-    console = Console(file=io.StringIO(), width=160)
+    console = make_console(file=io.StringIO(), width=160)
     reports.print_run(console, state, width=160)
     assert summary in console.file.getvalue()
     assert "server-3  serving" in console.file.getvalue()
@@ -151,7 +150,7 @@ def test_the_receipt_says_who_carried_how_much():
         run="a-1", job_sha256="", exact=True, weights_sha256="", state_sha256="", steps=10, epochs=1.0,
         samples_seen=1900, parameters=5, workers=20, lanes=20, carried=carried,
     )  # fmt: skip
-    console = Console(file=io.StringIO(), width=120)
+    console = make_console(file=io.StringIO(), width=120)
     reports.print_receipt(console, receipt)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert "worker-19 10% 190 samples 10 steps 1.5 s of work here" in lines
@@ -163,7 +162,7 @@ def test_the_receipt_says_what_became_of_the_servers():
         run="a-1", job_sha256="", exact=False, weights_sha256="", state_sha256="", steps=10, epochs=1.0, samples_seen=1,
         parameters=5, workers=1, lanes=1, servers=2, server_deaths_survived=1, staleness_mean=1.25, staleness_max=4,
     )  # fmt: skip
-    console = Console(file=io.StringIO(), width=120)
+    console = make_console(file=io.StringIO(), width=120)
     reports.print_receipt(console, receipt)
     assert "2 servers, 1 death survived, staleness 1.25 on average, 4 at most" in console.file.getvalue()
 

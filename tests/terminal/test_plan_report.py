@@ -3,12 +3,11 @@
 import io
 from dataclasses import replace
 
-from rich.console import Console
-
 from shoal.jobs.planner import PlanResult
 from shoal.plan.costs.model import HostResources, RunChoice
 from shoal.plan.costs.select import make_plan
 from shoal.terminal import plan_report
+from shoal.terminal.console import make_console
 from tests.plan.cost_model_cases import FAST_LINK, GB, HOST, LARGE_MODEL, SLOW_LINK, machine
 
 
@@ -18,7 +17,7 @@ def planned(measured=LARGE_MODEL, there=None, link=FAST_LINK, most=8, allow=(), 
 
 
 def shown(made, width=200, every=False):
-    console = Console(file=io.StringIO(), width=width)
+    console = make_console(file=io.StringIO(), width=width)
     plan_report.print_plan(console, made, command="shoal run job.yaml", show_all=every)
     return console.file.getvalue()
 

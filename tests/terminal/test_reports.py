@@ -2,9 +2,8 @@
 
 import io
 
-from rich.console import Console
-
 from shoal.terminal import reports
+from shoal.terminal.console import make_console
 
 
 def row(number):
@@ -16,11 +15,12 @@ def row(number):
         "metrics": {"loss": 0.5},
         "started": "2026-01-01 10:00",
         "weights_sha256": "ab" * 32,
+        "damage": "",
     }
 
 
 def shown(rows):
-    console = Console(file=io.StringIO(), width=120)
+    console = make_console(file=io.StringIO(), width=120)
     reports.print_runs(console, rows)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from shoal.spec.private_file import open_lock_file
+
 TEMP_PREFIX = ".tmp-"
 LOCK_FILE = ".lock"
 SWEEP_GRACE_S = 3600.0
@@ -89,7 +91,7 @@ class LocalFiles:
     def _locked(self, mode: int) -> Iterator[bool]:
         """Yields whether the lock was taken. On a filesystem without locks saves work and sweeps never run."""
         make_directory(self._root)
-        with (self._root / LOCK_FILE).open("ab") as file:
+        with open_lock_file(self._root / LOCK_FILE) as file:
             try:
                 fcntl.flock(file, mode)
             except OSError:

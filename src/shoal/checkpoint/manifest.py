@@ -23,7 +23,7 @@ DEFAULT_NAME = "manifests"
 MAX_MANIFEST_BYTES = 256 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FILE = re.compile(r"(\d{12,})\.json")
+_FILE = re.compile(r"([0-9]{12,20})\.json")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -86,7 +86,7 @@ def parse_manifest(raw: bytes, *, where: str = "") -> Manifest:
         if _checksum(body) != document.get("sha256"):
             raise ValueError("its checksum does not match its content")
         return _from_body(body)
-    except (ValueError, TypeError, KeyError, RecursionError) as problem:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as problem:
         raise error("SH502", f"the manifest is damaged: {_reason(problem)}", where=where) from None
 
 
@@ -183,16 +183,17 @@ def newest_manifest(path: str | os.PathLike[str], *, name: str = "") -> Manifest
 
 
 def _from_body(body: Any) -> Manifest:
-    blobs = {_parse_digest(digest): _parse_integer(size, "blobs") for digest, size in dict(body["blobs"]).items()}
-    tensors = {name: _parse_tensor(value, blobs) for name, value in dict(body["tensors"]).items()}
+    """ValueError names the field that is wrong. No field is ever used as a path: a blob is found by its SHA-256."""
+    blobs = {_parse_digest(digest): _parse_integer(n, "blobs", digest) for digest, n in _items(body, "blobs")}
+    tensors = {name: _parse_tensor(name, value, blobs) for name, value in _items(body, "tensors")}
     job, info = body["job_sha256"], body["info"]
     if not isinstance(job, str | None) or not isinstance(info, dict):
         raise ValueError("job_sha256 or info is of the wrong type")
     return Manifest(
         step=_parse_integer(body["step"], "step"),
-        created=float(body["created"]),
+        created=_parse_number(body["created"], "created"),
         job_sha256=job,
-        metric=None if body["metric"] is None else float(body["metric"]),
+        metric=None if body["metric"] is None else _parse_number(body["metric"], "metric"),
         tree=body["tree"],
         blobs=blobs,
         tensors=tensors,
@@ -200,23 +201,41 @@ def _from_body(body: Any) -> Manifest:
     )
 
 
-def _parse_tensor(value: Any, blobs: Mapping[str, int]) -> TensorRef:
+def _items(body: Any, field: str) -> Iterable[tuple[str, Any]]:
+    if not isinstance(body[field], dict):
+        raise ValueError(f"{field} is not an object")
+    return body[field].items()  # type: ignore[no-any-return]
+
+
+def _parse_tensor(name: str, value: Any, blobs: Mapping[str, int]) -> TensorRef:
+    if not isinstance(value, list) or len(value) != 4:
+        raise ValueError(f"tensors[{name!r}] is not a list of blob, key, dtype and shape")
     blob, key, dtype, shape = value
-    if blob not in blobs or not isinstance(key, str) or not isinstance(dtype, str):
-        raise ValueError("a tensor refers to a blob that is not listed")
-    return TensorRef(blob, key, dtype, tuple(_parse_integer(size, "shape") for size in shape))
+    if not isinstance(blob, str) or blob not in blobs:
+        raise ValueError(f"tensors[{name!r}] refers to a blob that is not listed")
+    if not isinstance(key, str) or not isinstance(dtype, str) or not isinstance(shape, list):
+        raise ValueError(f"tensors[{name!r}] has a key, dtype or shape of the wrong type")
+    return TensorRef(blob, key, dtype, tuple(_parse_integer(size, "tensors", name) for size in shape))
 
 
 def _parse_digest(text: str) -> str:
     if not _DIGEST.fullmatch(text):
-        raise ValueError("a blob's name is not a SHA-256")
+        raise ValueError(f"blobs has the name {text!r:.80}, which is not a SHA-256")
     return text
 
 
-def _parse_integer(value: Any, what: str) -> int:
+def _parse_integer(value: Any, field: str, key: str | None = None) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{what} is not a whole number")
+        place = field if key is None else f"{field}[{key!r:.80}]"
+        raise ValueError(f"{place} is or contains {value!r:.80}, not a whole number from 0 to 2^63")
     return value
+
+
+def _parse_number(value: Any, field: str) -> float:
+    """Infinities and NaN are written as text; see `_metric_to_json`."""
+    if type(value) not in (int, float) and value not in ("inf", "-inf", "nan"):
+        raise ValueError(f"{field} is {value!r:.80}, not a number")
+    return float(value)
 
 
 def _metric_to_json(metric: float | None) -> float | str | None:

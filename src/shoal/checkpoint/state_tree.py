@@ -46,7 +46,7 @@ def tensor_names(skeleton: Skeleton) -> list[str]:
 def subtree(skeleton: Skeleton, key: str) -> Skeleton | None:
     """The skeleton under a key of the outermost dict; None if there is none."""
     if isinstance(skeleton, dict) and isinstance(pairs := skeleton.get("dict"), list):
-        return next((pair[1] for pair in pairs if isinstance(pair, list) and pair[:1] == [key]), None)
+        return next((pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and pair[0] == key), None)
     return None
 
 

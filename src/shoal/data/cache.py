@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import error
+from shoal.spec.private_file import open_lock_file
 
 _FORMAT = 1
 MAX_UNUSED_S = 30 * 24 * 3600
@@ -65,7 +66,7 @@ def _fill(final: Path, make: Callable[[Path], None]) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """A kernel lock: it is released when its holder dies."""
-    with open(path, "w") as file:
+    with open_lock_file(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

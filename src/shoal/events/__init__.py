@@ -1,9 +1,10 @@
 """The events of a run: one append-only typed stream, folded into the state of the run."""
 
 from shoal.events.event import Event
-from shoal.events.run_state import Curve, RunState, replay
+from shoal.events.run_state import Curve, RunState, describe_damage, replay
 from shoal.events.snapshot import RunStateReader, RunSummary, load_state, load_summary
 from shoal.events.stream import EventReader, EventWriter, LineTail, read_events
+from shoal.events.summary_index import SummaryIndex
 
 __all__ = [
     "Curve",
@@ -14,6 +15,8 @@ __all__ = [
     "RunState",
     "RunStateReader",
     "RunSummary",
+    "SummaryIndex",
+    "describe_damage",
     "load_state",
     "load_summary",
     "read_events",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 from shoal.events import schema
-from shoal.events.checks import Number
+from shoal.events.checks import Count, Number, make_check
 from shoal.events.event import Event, kind_name
 
-FOLD_VERSION = 1
+FOLD_VERSION = 2
 """Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
 MAX_POINTS = 4096
 MAX_NOTES = 256
@@ -78,6 +78,13 @@ class LostResidual:
     step: int | None
 
 
+class RunFacts(TypedDict, total=False):
+    """The facts that are computed with. Others may occur."""
+
+    steps_per_s: Number
+    parameters: Count
+
+
 @dataclass
 class RunState:
     """The state of a run after the events that were applied."""
@@ -129,7 +136,7 @@ class RunState:
     error: dict[str, str] | None = None
     result: dict[str, Any] = field(default_factory=dict)
     built_by: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Annotated[dict[str, Any], make_check(RunFacts)] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     replans: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -186,6 +193,14 @@ class RunState:
         self.notes.append(event)
         if len(self.notes) > MAX_NOTES:
             del self.notes[0]
+
+
+def describe_damage(skipped_rows: int) -> str:
+    """What readers say of rows that they could not use; '' if there are none."""
+    if not skipped_rows:
+        return ""
+    rows = "1 damaged row" if skipped_rows == 1 else f"{skipped_rows} damaged rows"
+    return f"{rows} in events.jsonl {'was' if skipped_rows == 1 else 'were'} passed over"
 
 
 def replay(events: Iterable[Event]) -> RunState:
@@ -258,7 +273,7 @@ def _worker_started(state: RunState, event: Event, started: schema.WorkerStarted
 @_folds(schema.BuiltEvent)
 def _built(state: RunState, event: Event, built: schema.BuiltEvent) -> None:
     state.steps_total, state.steps_per_epoch = built.steps, built.steps_per_epoch
-    state.facts |= event.fields
+    state.facts |= {name: value for name, value in built._asdict().items() if value is not None}
     state.built_by = state.built_by or event.who
 
 
@@ -445,7 +460,8 @@ def _residual_lost(state: RunState, event: Event, lost: schema.ResidualLostEvent
 
 @_folds(schema.LeftEvent)
 def _left(state: RunState, event: Event, left: schema.LeftEvent) -> None:
-    state.worker(event.who).state = "left"
+    worker = state.worker(event.who)
+    worker.state, worker.step = "left", event.step or worker.step
     state.links.pop(event.who, None)
 
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypedDict
 from shoal.events.checks import Count, Number, make_check
 from shoal.events.event import Event
 from shoal.events.run_state import FOLD_VERSION, Curve, LostResidual, RunState, ServerSummary, WorkerSummary
-from shoal.events.schema import SCHEMA_VERSION, from_row, to_row
+from shoal.events.schema import KINDS, SCHEMA_VERSION, from_row, to_row
 from shoal.events.stream import MAX_LINE_BYTES, EventReader
 
 MAX_SNAPSHOT_BYTES = 1 << 26
@@ -32,7 +32,7 @@ MIN_NEW_BYTES = 1 << 18
 """Bytes that a reader must have folded before it writes a snapshot of a growing stream."""
 IDLE_S = 5.0
 """Seconds without growth after which a stream counts as idle."""
-_VERSION = [SCHEMA_VERSION, FOLD_VERSION]
+SNAPSHOT_VERSION = [SCHEMA_VERSION, FOLD_VERSION]
 _SAMPLE_BYTES = 512
 _DIGEST_BYTES = 16
 
@@ -47,11 +47,13 @@ class RunSummary:
     metrics: dict[str, Number]
     started_t: float | None
     weights_sha256: str
+    skipped_rows: int
 
     @classmethod
     def of(cls, state: RunState) -> RunSummary:
         weights = str(state.result.get("weights_sha256", ""))
-        return cls(state.status, state.step, state.steps_total, dict(state.metrics), state.started_t, weights)
+        shown = state.status, state.step, state.steps_total, dict(state.metrics), state.started_t
+        return cls(*shown, weights_sha256=weights, skipped_rows=state.skipped_rows)
 
 
 class SnapshotHeader(TypedDict):
@@ -65,6 +67,9 @@ class SnapshotHeader(TypedDict):
     state: str
     summary: dict[str, Any]
 
+
+_EVENTS_IN_STATE = {"layout": "layout", "plan": "plan", "result": "finished", "error": "failed"}
+"""Fields of the state that hold the fields of an event of a kind."""
 
 _is_header, _is_summary, _is_state = make_check(SnapshotHeader), make_check(RunSummary), make_check(RunState)
 
@@ -142,7 +147,7 @@ def _write(snapshot: Path, events: Path, offset: int, state: RunState) -> int:
     content = encode_state(state)
     with events.open("rb") as stream:
         header: SnapshotHeader = {
-            "version": _VERSION,
+            "version": SNAPSHOT_VERSION,
             "offset": offset,
             "size": _covered_size(stream, offset),
             "sample": _sample(stream, offset),
@@ -182,7 +187,7 @@ def _read_header(file: BinaryIO) -> SnapshotHeader | None:
     if digest != _digest(content).encode():
         return None
     header: SnapshotHeader = _parse(content)
-    believed = _is_header(header) and header["version"] == _VERSION and _is_summary(header["summary"])
+    believed = _is_header(header) and header["version"] == SNAPSHOT_VERSION and _is_summary(header["summary"])
     return header if believed else None
 
 
@@ -221,13 +226,23 @@ def encode_state(state: RunState) -> bytes:
     return json.dumps(vars(state) | parts, separators=(",", ":")).encode()
 
 
+def _holds_events(state: dict[str, Any]) -> bool:
+    """Whether the parts of a state that are fields of an event fit the schema, and curves have a value for each
+    step."""
+    whole = ((kind, state[name]) for name, kind in _EVENTS_IN_STATE.items())
+    rows = [(kind, row) for kind, row in whole if row] + [("replan", row) for row in state["replans"]]
+    return all(KINDS[kind].accepts(row) for kind, row in rows) and all(
+        len(one["steps"]) == len(one["values"]) for one in state["curves"].values()
+    )
+
+
 def decode_state(content: bytes) -> RunState | None:
     """The state; None if the content was not written by `encode_state` of this version."""
     found = _parse(content)
     if not isinstance(found, dict) or not isinstance(found.get("notes"), list):
         return None
     notes = [from_row(row) for row in found["notes"]]
-    if not _is_state(found | {"notes": []}) or None in notes:
+    if not _is_state(found | {"notes": []}) or None in notes or not _holds_events(found):
         return None
     parts = {
         "workers": {name: WorkerSummary(**one) for name, one in found["workers"].items()},

@@ -194,7 +194,7 @@ class ControlClient:
         """Run one connection until it is lost (LinkError), or the client is closed and everything is sent."""
         contact = self._find_driver()
         if contact is None:
-            raise LinkError("nobody has left a contact yet")
+            raise LinkError("the driver's address is not written yet, or cannot be used")
         hello = json.dumps(self._hello(), default=str).encode()
         sock = connect_host(contact.host, contact.port, contact.token, hello, tls_contexts=self._tls_contexts)
         with contextlib.closing(MessageConnection(sock, self._outbox)) as link, selectors.DefaultSelector() as selector:
@@ -254,7 +254,7 @@ class ControlClient:
         try:
             view = View.model_validate(payload)
         except ValidationError as failure:
-            raise ProtocolError(f"a view that is none: {failure}") from failure
+            raise ProtocolError(f"the driver sent a view that is not valid: {failure}") from failure
         if view.number <= self._view_number:
             return
         with self._changed:
@@ -267,7 +267,7 @@ class ControlClient:
         try:
             table = ChunkTable.model_validate(payload)
         except ValidationError as failure:
-            raise ProtocolError(f"a table that is none: {failure}") from failure
+            raise ProtocolError(f"the driver sent a chunk table that is not valid: {failure}") from failure
         if table.number <= self._chunk_table_number:
             return
         with self._changed:

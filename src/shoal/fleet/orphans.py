@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Role, Seat
 
-_LOCK = re.compile(r"\.seat-(\d+)\.(worker|server)\.lock")
+_LOCK = re.compile(r"\.seat-(\d{1,9})\.(worker|server)\.lock")
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,13 @@ def find_orphans(paths: RunPaths) -> list[Orphan]:
 
 def _lock_holder(lock: Path) -> int | None:
     try:
-        with lock.open("r+") as file:
+        with open_lock_file(lock) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return int(file.read() or 0) or None
+                pid = re.fullmatch(r"[1-9]\d{0,8}", file.read(10))
+                return int(pid[0]) if pid else None
         lock.unlink(missing_ok=True)  # its process is gone
-    except FileNotFoundError:
+    except OSError:  # removed meanwhile, or a file of another user: no process of this run
         pass
     return None

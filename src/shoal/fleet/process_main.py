@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from shoal.errors import EXIT_BUG, ShoalError, single_errors
 from shoal.events import EventWriter
+from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Role
 
@@ -47,8 +48,9 @@ def emit_failure(stream: EventWriter, failure: ShoalError) -> None:
 @contextlib.contextmanager
 def hold_seat_lock(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator[None]:
     """Hold the seat's lock as long as this process lives, so that another driver can find it."""
-    with paths.seat_lock(seat, role).open("w") as lock:
+    with open_lock_file(paths.seat_lock(seat, role)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         yield

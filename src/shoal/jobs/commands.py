@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from shoal.errors import ShoalError, error
-from shoal.events import Event, EventReader, RunState, replay
-from shoal.fleet.driver_address import DriverAddress, read_driver_address
+from shoal.events import Event, RunState, RunStateReader
+from shoal.fleet.driver_address import DriverAddress, check_driver_address
 from shoal.fleet.orphans import Orphan, find_orphans
 from shoal.jobs import run_dir
+from shoal.jobs.resume import has_finished
 from shoal.net.address import format_address
 from shoal.net.errors import LinkError, TlsError, TokenError
 from shoal.net.listener import connect_host
@@ -87,14 +88,29 @@ def drain(paths: RunPaths, who: str) -> tuple[Seat, RunStatus]:
 
 def wait_for_departure(paths: RunPaths, seat: Seat) -> str:
     """Wait until a drained worker or server has exited. Returns how it exited, or '' if the run ended first."""
-    for event in _follow_events(paths):
-        if event.kind == "left" and event.who == seat.name:
-            return f"left at step {event.step}"
-        if event.kind == "server_left" and event["server"] == seat.name:
-            return "left"
-        if event.kind == f"{seat.role}_died" and event[seat.role] == seat.name:
-            return f"died: {event['reason']}"
+    reader = RunStateReader(paths.events, paths.state_snapshot)
+    if how := _departed_before(reader.state, seat):
+        return how
+    return next(filter(None, (_departure(event, seat) for event in _follow_events(paths, reader))), "")
+
+
+def _departure(event: Event, seat: Seat) -> str:
+    """How the seat's process exited, if the event says it; else ''."""
+    if event.kind == "left" and event.who == seat.name:
+        return f"left at step {event.step}"
+    if event.kind == "server_left" and event["server"] == seat.name:
+        return "left"
+    if event.kind == f"{seat.role}_died" and event[seat.role] == seat.name:
+        return f"died: {event['reason']}"
     return ""
+
+
+def _departed_before(state: RunState, seat: Seat) -> str:
+    """How the seat's process exited before the snapshot that the state comes from; '' if it had not."""
+    worker = state.workers.get(seat.name)
+    if worker and worker.state == "left":
+        return f"left at step {worker.step}"
+    return next(filter(None, (_departure(event, seat) for event in reversed(state.notes))), "")
 
 
 def stop(paths: RunPaths) -> RunState:
@@ -103,7 +119,10 @@ def stop(paths: RunPaths) -> RunState:
         _stop_folds(paths)
     else:
         _send_command(paths, "stop")
-    state = replay(_follow_events(paths))
+    reader = RunStateReader(paths.events, paths.state_snapshot)
+    for _ in _follow_events(paths, reader):
+        pass
+    state = reader.state
     if state.status in ("starting", "training", "created"):
         state.status = "broken off"  # the driver was killed meanwhile
     return state
@@ -119,9 +138,9 @@ def _stop_folds(paths: RunPaths) -> None:
 
 
 def read_token(paths: RunPaths) -> str:
-    contact = read_driver_address(_without_folds(paths).driver_address)
+    contact = check_driver_address(_without_folds(paths).driver_address)
     if contact is None:
-        raise error("SH612", f"'{paths.name}' was never driven: it has no token", where=str(paths.root))
+        raise error("SH612", f"'{paths.name}' has no token: no driver has run it yet", where=str(paths.root))
     return contact.token
 
 
@@ -148,9 +167,11 @@ def _parse_seat(who: str) -> Seat:
 
 
 def _send_command(paths: RunPaths, kind: str, **fields: Any) -> RunStatus:
-    contact = read_driver_address(paths.driver_address)
-    if contact is None or not run_dir.is_driven(paths.parent_run):
+    if not run_dir.is_driven(paths.parent_run):
         raise _not_driven(paths)
+    contact = check_driver_address(paths.driver_address)
+    if contact is None:
+        raise _not_driven(paths, "the driver has not written its address yet")
     contexts = tls_contexts_for(load_run_job(paths.job))
     try:
         with _connection(contact, encode_message(kind, fields), tls_contexts=contexts) as rows:
@@ -164,15 +185,15 @@ def _send_command(paths: RunPaths, kind: str, **fields: Any) -> RunStatus:
 
 
 def _not_driven(paths: RunPaths, why: str = "") -> ShoalError:
-    if paths.receipt.is_file():
+    if has_finished(paths):
         return error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
-    message = f"nobody drives '{paths.name}'" + (f": {why}" if why else "")
+    message = f"no driver runs '{paths.name}'" + (f": {why}" if why else "")
     left = [] if run_dir.is_driven(paths.parent_run) else [f"{s.seat.name} (process {s.pid})" for s in _orphans(paths)]
     if not left:
         return error("SH612", message, where=str(paths.root))
     patience = load_run_job(paths.job).elastic.patience_s
-    message += f"; still there, and waiting {patience:g} s for a driver: {', '.join(left)}"
-    fix = f"`shoal resume {paths.name}` takes them over; without it they save and leave by themselves."
+    message += f"; these processes live and wait {patience:g} s for a driver: {', '.join(left)}"
+    fix = f"Run `shoal resume {paths.name}`, which takes them over. Without a driver they save and exit."
     return error("SH612", message, where=str(paths.root), fix=fix)
 
 
@@ -212,10 +233,9 @@ def _read_replies(sock: socket.socket) -> Iterator[dict[str, Any]]:
     raise LinkError(f"no answer in {REPLY_TIMEOUT_S:g} s")
 
 
-def _follow_events(paths: RunPaths) -> Iterator[Event]:
-    """All events from the start of the run, until its present driver is done."""
+def _follow_events(paths: RunPaths, reader: RunStateReader) -> Iterator[Event]:
+    """The events after the reader's position, until the run's present driver is done."""
     since = time.time()
-    reader = EventReader(paths.events)
     while True:
         driven = run_dir.is_driven(paths.parent_run)
         for event in reader.read_new():

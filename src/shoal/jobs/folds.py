@@ -8,7 +8,7 @@ from shoal.jobs.run_result import RunResult
 from shoal.spec.data import FoldSplitConfig
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
-from shoal.spec.receipt import Receipt
+from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths, write_atomically
 
 
@@ -25,10 +25,9 @@ class FoldSchedule:
         self._results: dict[RunPaths, RunResult] = {}
         self._waiting: dict[RunPaths, Job] = {}
         for number, fold in enumerate(self._folds):
-            if fold.receipt.is_file():
-                receipt = Receipt.model_validate_json(fold.receipt.read_text(encoding="utf-8"))
+            if receipt := read_receipt_file(fold.receipt).own:
                 self._results[fold] = RunResult(fold, "finished", receipt=receipt)
-            else:
+            else:  # also if the receipt is damaged: the fold's driver writes it again from the events
                 data = job.data.model_copy(update={"split": split.model_copy(update={"fold": number})})
                 self._waiting[fold] = job.model_copy(update={"data": data})
                 fold.root.mkdir(exist_ok=True)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.plan.costs.inputs import PlanRequest
+from shoal.events.schema import KINDS
+from shoal.plan.costs.inputs import PlanRequest, read_cluster, read_link, read_measured
 from shoal.spec.run_paths import RunPaths, write_atomically
 
 
@@ -24,9 +25,12 @@ class PlanFile:
 
 
 def read_plan_file(paths: RunPaths) -> PlanFile | None:
-    """None for a run that was not planned."""
-    if not paths.plan.is_file():
+    """None for a run that was not planned, or whose file is damaged: the run is then not planned again."""
+    try:
+        found = json.loads(paths.plan.read_text(encoding="utf-8"))
+        wanted = found["wanted"] | {"speeds": tuple(found["wanted"]["speeds"])}
+        plan = PlanFile(found["facts"], PlanRequest(**wanted), found["told"])
+        read_measured(plan.facts), read_cluster(plan.facts, plan.wanted), read_link(plan.facts, plan.wanted)
+        return plan if KINDS["plan"].accepts(plan.told) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
-    found = json.loads(paths.plan.read_text(encoding="utf-8"))
-    wanted = found["wanted"] | {"speeds": tuple(found["wanted"]["speeds"])}
-    return PlanFile(found["facts"], PlanRequest(**wanted), found["told"])

@@ -9,6 +9,7 @@ from shoal.errors import ErrorGroup, error
 from shoal.fleet.orphans import find_orphans
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
+from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 
 
@@ -18,7 +19,7 @@ def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
     SH604 if the run has finished. SH609 if the overrides change what it trains, or if workers of the run still live
     with the old settings.
     """
-    if paths.receipt.is_file():
+    if has_finished(paths):
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
     job = load_run_job(paths.job)
     if not overrides:
@@ -32,6 +33,12 @@ def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
         fix = "Resume it without --set, which takes them over; or wait until they have left."
         raise error("SH609", f"{', '.join(left)} of the run live on as they are", where="--set", fix=fix)
     return changed
+
+
+def has_finished(paths: RunPaths) -> bool:
+    """Whether the run has a receipt. A damaged one does not count: the driver of a resumed run writes it again from the
+    events."""
+    return read_receipt_file(paths.receipt).found is not None
 
 
 def _identity_overrides(paths: RunPaths, job: Job, overrides: Sequence[str]) -> list[str]:

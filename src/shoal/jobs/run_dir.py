@@ -5,18 +5,38 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
+from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths
+
+LOCK_TIMEOUT_S = 0.5
+LOCK_RETRY_S = 0.01
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def check_runs(runs: Path) -> Path:
+    """The directory of runs. SH625 if it is a URL: events are appended to, and files are locked, which only a directory
+    of this machine allows."""
+    text = os.fspath(runs)
+    if _URL.match(text):
+        bare = re.sub(r"^file:/+", "/", text)
+        fix = f"Write --runs {bare}." if text.startswith("file:") else ""
+        raise error("SH625", f"'{text}' is a URL", where="--runs", fix=fix)
+    return runs
 
 
 def create(job: Job, runs: Path) -> RunPaths:
     """Create the directory `<job name>-<n>` and save the resolved job in it."""
+    check_runs(runs)
     try:
         runs.mkdir(parents=True, exist_ok=True)
         number = 1 + max((_run_number(p.name, job.name) for p in runs.iterdir()), default=0)
@@ -40,6 +60,7 @@ def _run_number(directory: str, name: str) -> int:
 
 def find(run: str, runs: Path) -> RunPaths:
     """Find a run by its path, its name, or `last`."""
+    check_runs(runs)
     for candidate in (Path(run), runs / run):
         if (candidate / "job.yaml").is_file():
             return RunPaths.at(candidate)
@@ -63,7 +84,7 @@ def resolve_init_from(job: Job, runs: Path) -> Job:
 
 def list_runs(runs: Path) -> list[RunPaths]:
     """All runs in a directory, oldest first. Costs one `stat` per run."""
-    if not runs.is_dir():
+    if not check_runs(runs).is_dir():
         return []
     found = []
     with os.scandir(runs.resolve()) as entries:
@@ -77,30 +98,65 @@ def list_runs(runs: Path) -> list[RunPaths]:
 
 
 @contextlib.contextmanager
+def readable(paths: RunPaths) -> Iterator[None]:
+    """Around reading a run: SH605 if the operating system does not allow it."""
+    try:
+        yield
+    except OSError as failure:
+        fix = "Check the permissions of the run's directory, and that events.jsonl is a file."
+        raise error("SH605", f"the run cannot be read: {failure}", where=str(paths.root), fix=fix) from failure
+
+
+@contextlib.contextmanager
 def driver_lock(paths: RunPaths) -> Iterator[None]:
     """Hold the run's driver lock: a run has one driver at a time. The lock is released when the process exits."""
-    with paths.lock.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as failure:
-            file.seek(0)
-            pid = file.read().strip() or "another process"
-            raise error("SH602", f"'{paths.name}' is driven by process {pid}", where=str(paths.root)) from failure
+    with _open_driver_lock(paths) as file:
+        if not _try_lock(file, until_s=time.monotonic() + LOCK_TIMEOUT_S):
+            pid = re.match(r"\d{1,9}", file.read(9))
+            who = f"process {pid[0]}" if pid else "another process"
+            raise error("SH602", f"'{paths.name}' is driven by {who}", where=str(paths.root))
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield
 
 
-def is_driven(paths: RunPaths) -> bool:
-    """Whether a live driver holds the run's lock."""
+def _open_driver_lock(paths: RunPaths) -> IO[str]:
     try:
-        with paths.lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return open_lock_file(paths.lock)
+    except OSError as failure:
+        fix = "Resume the run as the user who started it, or give its directory to this user (chown -R)."
+        raise error("SH626", f"the lock cannot be used: {failure}", where=str(paths.lock), fix=fix) from failure
+
+
+def _try_lock(file: IO[str], *, until_s: float) -> bool:
+    """Tries again for a moment: a process that asks whether the run is driven holds the lock while it asks."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(LOCK_RETRY_S)
+        else:
+            return True
+
+
+def is_driven(paths: RunPaths) -> bool:
+    """Whether a live driver holds the run's lock. True also for a run of another user, whose lock cannot be opened: its
+    status is then that of its last event."""
+    try:
+        lock = os.open(paths.lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
         return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
     return False
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 from shoal.errors import ShoalError, error, error_from_fields
-from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader
+from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader, describe_damage
 from shoal.fleet.agent_reports import AgentReports
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, read_driver_address, write_driver_address
@@ -77,6 +77,8 @@ class RunDriver:
     def start(self) -> None:
         """Start the run, or take it over from an earlier driver."""
         self._reader.catch_up()  # events that an earlier driver has shown are not shown again
+        if damage := describe_damage(self.state.skipped_rows):
+            self._stream.emit("note", message=damage)
         already_finished = bool(self.state.result)  # the workers finished it without a driver
         reattached = self.engine.reattach()
         taken = [seat.name for seat in reattached]

@@ -163,7 +163,7 @@ class RunExecutor:
     def _new_run(
         self, handle: RunHandle, job: Job, runs: Path, on_event: OnEvent | None, *, trace: bool
     ) -> Steps[RunResult]:
-        job = run_dir.resolve_init_from(job, runs)
+        job = run_dir.resolve_init_from(job, run_dir.check_runs(runs))
         self.fork_servers.for_job(job)  # start loading torch early
         job, plan_file = yield from _unless_stopped(handle, resolve_auto_steps(job, self.fork_servers))
         paths = run_dir.create(job, runs)
@@ -324,6 +324,7 @@ def catch_stop_signals() -> Iterator[list[str]]:
 
 def load_run_state(paths: RunPaths) -> RunState:
     """The state of a run, folded from its events; "broken off" if it has not ended and no driver is alive."""
-    state = load_state(paths.events, paths.state_snapshot)
+    with run_dir.readable(paths):
+        state = load_state(paths.events, paths.state_snapshot)
     state.status = run_dir.current_status(state.status, paths)
     return state

@@ -5,62 +5,87 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import manifest
 from shoal.errors import error
-from shoal.events import RunSummary, load_state, load_summary
+from shoal.events import RunState, RunSummary, SummaryIndex, describe_damage, load_state, load_summary
 from shoal.jobs import run_dir
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
-from shoal.spec.receipt import Receipt
+from shoal.spec.receipt import FoldsReceipt, Receipt, read_receipt_file
 from shoal.spec.run_paths import RunPaths
+
+INDEX_FILE = ".index.json"
+
+
+def list_summaries(runs: Path) -> list[dict[str, Any]]:
+    """The rows of `shoal runs`. One unreadable run does not hide the others."""
+    found = run_dir.list_runs(runs)
+    index = SummaryIndex(runs / INDEX_FILE)
+    rows = []
+    for paths in found:
+        try:
+            summary = index.summary(paths.name, f"{paths.root}/events.jsonl", partial(_summary, paths))
+            rows.append(_row(paths, summary))
+        except OSError as failure:
+            row = _row(paths, RunSummary.of(RunState(status="unreadable")))
+            rows.append(row | {"damage": f"the run cannot be read: {failure.strerror}"})
+    index.save_if_useful()
+    return rows
 
 
 def run_summary(paths: RunPaths) -> dict[str, Any]:
-    """One row of `shoal runs`. Reads only the header of the state snapshot if that is up to date."""
+    """One row of `shoal runs`. SH605 if the events cannot be read."""
+    with run_dir.readable(paths):
+        return _row(paths, _summary(paths))
+
+
+def _summary(paths: RunPaths) -> RunSummary:
+    """Reads only the header of the state snapshot if that is up to date."""
     found = load_summary(paths.events, paths.state_snapshot)
-    if found is None:
-        found = RunSummary.of(load_state(paths.events, paths.state_snapshot))
-    started_t = paths.job.stat().st_mtime if found.started_t is None else found.started_t
+    return RunSummary.of(load_state(paths.events, paths.state_snapshot)) if found is None else found
+
+
+def _row(paths: RunPaths, found: RunSummary) -> dict[str, Any]:
     return {
         "run": paths.name,
         "status": run_dir.current_status(found.status, paths),
         "step": found.step,
         "steps": found.steps_total,
         "metrics": found.metrics if found.steps_total else fold_means(paths),  # only the folds make steps
-        "started": f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}",
+        "started": _started(paths, found),
         "weights_sha256": found.weights_sha256,
+        "damage": describe_damage(found.skipped_rows),
     }
+
+
+def _started(paths: RunPaths, found: RunSummary) -> str:
+    try:
+        started_t = paths.job.stat().st_mtime if found.started_t is None else found.started_t
+    except OSError:  # removed meanwhile
+        return "–"
+    return f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}"
 
 
 def fold_means(paths: RunPaths) -> dict[str, float]:
     """Means of the metrics over the folds of a finished job with folds."""
-    if not paths.receipt.is_file():
-        return {}
-    content = json.loads(paths.receipt.read_text(encoding="utf-8"))
-    return {n: v["mean"] for n, v in content["metrics"].items()} if "folds" in content else {}
-
-
-def read_receipt(paths: RunPaths) -> Receipt | None:
-    """The receipt of a finished run; None for a run with folds or one that has not finished."""
-    if not paths.receipt.is_file() or fold_means(paths):
-        return None
-    return Receipt.model_validate_json(paths.receipt.read_text(encoding="utf-8"))
+    found = read_receipt_file(paths.receipt).found
+    return {name: one.mean for name, one in found.metrics.items()} if isinstance(found, FoldsReceipt) else {}
 
 
 def require_receipt(run: str, runs: Path) -> Receipt:
     """The receipt of a run; an error if it has none."""
     paths = run_dir.find(run, runs)
-    found = read_receipt(paths)
-    if found is None:
+    stored = read_receipt_file(paths.receipt)
+    if stored.damage:
+        fix = "Run the job again, or compare with another run."
+        raise error("SH606", f"the receipt is damaged: {stored.damage}", where=str(paths.receipt), fix=fix)
+    if stored.own is None:
         raise error("SH606", f"'{paths.name}' has no receipt of its own", where=run)
-    return found
-
-
-def list_summaries(runs: Path) -> list[dict[str, Any]]:
-    return [run_summary(paths) for paths in run_dir.list_runs(runs)]
+    return stored.own
 
 
 def comparison_column(paths: RunPaths) -> dict[str, Any]:
@@ -69,8 +94,12 @@ def comparison_column(paths: RunPaths) -> dict[str, Any]:
     values: dict[str, Any] = {f"job {k}": v for k, v in flatten(job.dump()).items() if k != "base_dir"}
     row = run_summary(paths)
     values |= {"status": row["status"], "steps": row["step"], **row["metrics"]}
-    receipt = read_receipt(paths)
-    if receipt:
+    if row["damage"]:
+        values["events"] = row["damage"]
+    stored = read_receipt_file(paths.receipt)
+    if stored.damage:
+        values["receipt"] = f"damaged: {stored.damage}"
+    if receipt := stored.own:
         values |= {
             "samples/s": receipt.samples_per_s,
             "total s": receipt.total_s,
@@ -109,9 +138,17 @@ def find_checkpoint(paths: RunPaths, job: Job, *, best: bool) -> str:
     where = find_weights(paths, job, best=best)
     if where != str(paths.model):
         return where
-    step = json.loads((paths.model / "model.json").read_text())["step"]
+    step = _exported_step(paths)
     every = manifest.list_manifests(paths.store(job.checkpoint.path), name=paths.checkpoint_namespace)
     return next((_manifest_path(paths, job, found) for found in every if found.step == step), "")
+
+
+def _exported_step(paths: RunPaths) -> Any:
+    """The step of the exported model; None if its description is damaged."""
+    try:
+        return json.loads((paths.model / "model.json").read_bytes())["step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _best_checkpoint(paths: RunPaths, job: Job) -> str:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shoal.errors import ShoalError, error, error_from_fields
-from shoal.events import EventWriter, read_events
+from shoal.events import EventReader, EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, write_driver_address
 from shoal.fleet.engine import Exit
@@ -49,13 +49,13 @@ class Supervisor:
     ) -> None:
         self.failure: ShoalError | None = None
         self._config = config
-        self._paths = paths
         self._on_change = on_change
         self.token = new_token()
         self.control = ControlServer(self.token, listen=listen)
         write_driver_address(paths.driver_address, DriverAddress(self.control.host, self.control.port, self.token))
         self._engine = make_engine(LocalEngineConfig(), paths, fork_server)
         self._stream = EventWriter(paths.events, "starter")
+        self._events = EventReader(paths.events)
         self._server_group = ServerGroup(
             config.sync,
             paths,
@@ -221,6 +221,6 @@ class Supervisor:
         """Handle the exit of a server. An error that a server reported is fatal: a new server would fail too."""
         if why := self._server_group.handle_exit(process_exit):
             self._fail(error("SH703", why))
-        for event in read_events(self._paths.events):
+        for event in self._events.read_new():
             if event.kind == "failed" and str(event["code"]).startswith("SH"):
                 self._fail(error_from_fields({name: event[name] for name in ("code", "message", "where", "fix")}))

@@ -17,12 +17,17 @@ def check_files(job: Job) -> list[ShoalError]:
     base = Path(job.base_dir)
     if not base.is_dir():
         return [error("SH301", f"there is no directory {base}", where="base_dir")]
-    missing = [
-        error("SH301", f"no such file: {path}", where=field, fix=suggest_path(base / path))
-        for field, path in _named_paths(job)
-        if "://" not in path and not _exists(base / path)
-    ]
-    return missing + _check_certificates(job)
+    local = [(field, path) for field, path in _named_paths(job) if "://" not in path]
+    return [*filter(None, (_check_file(base, field, path) for field, path in local)), *_check_certificates(job)]
+
+
+def _check_file(base: Path, field: str, path: str) -> ShoalError | None:
+    try:
+        if _exists(base / path):
+            return None
+        return error("SH301", f"no such file: {path}", where=field, fix=suggest_path(base / path))
+    except OSError as failure:  # a name that is too long, or a directory that may not be entered
+        return error("SH301", f"{failure.strerror}: {path:.100}", where=field)
 
 
 def _check_certificates(job: Job) -> list[ShoalError]:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
 from shoal.spec.base import Spec
+
+MAX_RECEIPT_BYTES = 1 << 26
+_MAX_WHOLE = int(sys.float_info.max)
+
+Whole = Annotated[int, Field(ge=-_MAX_WHOLE, le=_MAX_WHOLE)]
+"""A whole number that can be printed: larger ones have no float."""
 
 
 class WorkerContribution(Spec):
     """The work of one worker; `lanes` are the lanes that it ran last."""
 
+    model_config = ConfigDict(allow_inf_nan=True, extra="ignore")
+
     host: str = ""
-    lanes: list[int] = Field(default_factory=list)
-    steps: int = 0
-    samples: int = 0
+    lanes: list[Whole] = Field(default_factory=list)
+    steps: Whole = 0
+    samples: Whole = 0
     work_s: float = 0.0
 
 
@@ -28,10 +40,10 @@ class Receipt(Spec):
     `bytes_plain` is what would have been sent without a codec. `redone` counts steps that were repeated because their
     result was lost with workers.
 
-    A metric may be NaN: measured values are reported unchanged.
+    A metric may be NaN: measured values are reported unchanged. Fields that a newer version has added are ignored.
     """
 
-    model_config = ConfigDict(allow_inf_nan=True)
+    model_config = ConfigDict(allow_inf_nan=True, extra="ignore")
 
     run: str
     job_sha256: str
@@ -39,20 +51,20 @@ class Receipt(Spec):
     why: str = ""
     weights_sha256: str
     state_sha256: str
-    steps: int
+    steps: Whole
     epochs: float
-    samples_seen: int
-    parameters: int
-    workers: int
-    lanes: int
-    starts: int = 1
-    deaths_survived: int = 0
-    redone: int = 0
-    servers: int = 0
-    server_deaths_survived: int = 0
+    samples_seen: Whole
+    parameters: Whole
+    workers: Whole
+    lanes: Whole
+    starts: Whole = 1
+    deaths_survived: Whole = 0
+    redone: Whole = 0
+    servers: Whole = 0
+    server_deaths_survived: Whole = 0
     staleness_mean: float = 0.0
-    staleness_max: int = 0
-    views: int = 0
+    staleness_max: Whole = 0
+    views: Whole = 0
     carried: dict[str, WorkerContribution] = Field(default_factory=dict)
     stopped: str = ""
     compute_s: float = 0.0
@@ -64,12 +76,66 @@ class Receipt(Spec):
     recovery_s: float = 0.0
     total_s: float = 0.0
     samples_per_s: float = 0.0
-    bytes_sent: int = 0
-    bytes_plain: int = 0
-    bytes_saved: int = 0
+    bytes_sent: Whole = 0
+    bytes_plain: Whole = 0
+    bytes_saved: Whole = 0
     metrics: dict[str, float] = Field(default_factory=dict)
     best: dict[str, float] = Field(default_factory=dict)
     platform: dict[str, str] = Field(default_factory=dict)
+
+
+class FoldMetric(Spec):
+    """A metric over the folds of a job."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    mean: float
+    std: float
+
+
+class FoldsReceipt(Spec):
+    """The receipt of a job with folds: those of its folds, and the metrics over them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    run: str
+    folds: list[Receipt]
+    metrics: dict[str, FoldMetric]
+
+
+class ReceiptFile(NamedTuple):
+    """What a file holds: a receipt, nothing because there is no file, or `damage`, the reason why it is not a
+    receipt."""
+
+    found: Receipt | FoldsReceipt | None = None
+    damage: str = ""
+
+    @property
+    def own(self) -> Receipt | None:
+        """The receipt of a run without folds."""
+        return self.found if isinstance(self.found, Receipt) else None
+
+
+def read_receipt_file(path: Path) -> ReceiptFile:
+    """Read a receipt and check every field. Never raises: a damaged receipt must not hide the run."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_RECEIPT_BYTES + 1)
+    except FileNotFoundError:
+        return ReceiptFile()
+    except OSError as failure:
+        return ReceiptFile(damage=failure.strerror or str(failure))
+    if len(raw) > MAX_RECEIPT_BYTES:
+        return ReceiptFile(damage=f"it is larger than {MAX_RECEIPT_BYTES} bytes")
+    try:
+        content = json.loads(raw)
+        kind = FoldsReceipt if isinstance(content, dict) and "folds" in content else Receipt
+        return ReceiptFile(kind.model_validate(content))
+    except ValidationError as failure:
+        first = failure.errors()[0]
+        return ReceiptFile(damage=f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}")
+    except (ValueError, RecursionError):
+        return ReceiptFile(damage="it is not JSON")
 
 
 def describe_lost_residual(lane: int, worker: str, step: int | None) -> str:

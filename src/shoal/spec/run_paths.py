@@ -62,8 +62,10 @@ class RunPaths:
     @property
     def parent_run(self) -> RunPaths:
         """The run that this one is a fold of, or this one."""
+        if not self.name.startswith("fold-"):
+            return self
         parent = RunPaths(self.root.parent)
-        return parent if self.name.startswith("fold-") and parent.job.is_file() else self
+        return parent if parent.job.is_file() else self
 
     @property
     def checkpoints(self) -> Path:

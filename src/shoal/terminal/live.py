@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +17,7 @@ from shoal.events import Event, RunState
 from shoal.events.schema import to_row
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, servers
+from shoal.terminal.console import json_line
 from shoal.terminal.notes import event_line
 
 LINE_INTERVAL_S = 2.0
@@ -64,8 +63,7 @@ class JsonDisplay(SilentDisplay):
     """Every event as a line of JSON on standard output."""
 
     def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
-        sys.stdout.write(json.dumps({"run": paths.name, **to_row(event)}, default=str) + "\n")
-        sys.stdout.flush()
+        print(json_line({"run": paths.name, **to_row(event)}), flush=True)
 
 
 class RateLimiter:
@@ -96,7 +94,7 @@ class PlainDisplay(SilentDisplay):
         text = progress_line(state) if event.kind == "step" else event_line(event, state)
         if text:
             name = paths.name if paths.parent_run is paths else f"{paths.parent_run.name}/{paths.name}"
-            self._console.print(f"{name}: {text}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(f"{name}: {text}", soft_wrap=True)
 
 
 def progress_line(p: RunState) -> str:

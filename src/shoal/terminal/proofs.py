@@ -78,7 +78,7 @@ def print_chaos(console: Console, result: chaos_jobs.ChaosResult, *, as_json: bo
 
 def _print_conclusion(console: Console, receipt: Receipt, *, same: bool) -> None:
     if same:
-        console.print("[green]The weights are the same, bit for bit.[/green]")
+        console.print(Text("The weights are the same, bit for bit.", "green"))
     elif receipt.exact:
         console.print(Text("The weights differ.", "bold red"))
     else:

@@ -10,9 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import ShoalError, single_errors
-from shoal.events import RunState
+from shoal.events import RunState, describe_damage
 from shoal.spec.receipt import Receipt, metrics_mean_and_std
+from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, notes, plan_lines, servers
+from shoal.terminal.console import printable
 from shoal.terminal.curve import draw
 
 MAX_SHARES = 12
@@ -48,10 +50,17 @@ def print_receipt(console: Console, r: Receipt) -> None:
     table.add_row("bytes", f"{formatting.size(r.bytes_sent)} sent{instead}, {formatting.size(r.bytes_saved)} saved")
     if r.metrics:
         table.add_row("metrics", formatting.metrics(r.metrics))
-    if r.best:
-        (name, value), step = next((k, v) for k, v in r.best.items() if k != "step"), r.best.get("step", 0)
-        table.add_row("best", f"{name} {formatting.number(value)} at step {step:.0f}")
+    for name, value in r.best.items():
+        if name != "step":
+            table.add_row("best", f"{name} {formatting.number(value)} at step {r.best.get('step', 0):.0f}")
     console.print(table)
+
+
+def print_receipt_damage(console: Console, damage: str, paths: RunPaths) -> None:
+    """Print that the receipt is damaged, and how to get it back; nothing if it is not."""
+    if damage:
+        fix = f"`shoal resume {paths.parent_run.name}` writes it again from the events"
+        print_lines(console, f"{paths.name}: receipt damaged ({damage}); {fix}")
 
 
 def _worker_shares(r: Receipt) -> Table:
@@ -104,7 +113,7 @@ def print_error(console: Console, error: ShoalError) -> None:
 
 def print_lines(console: Console, *texts: str) -> None:
     for text in texts:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(Text(text), soft_wrap=True)
 
 
 def print_stopped(console: Console, name: str, state: RunState, *, folds: bool) -> None:
@@ -113,7 +122,7 @@ def print_stopped(console: Console, name: str, state: RunState, *, folds: bool) 
         print_lines(console, f"{name} finished before it could be stopped")
         return
     saved = "nothing was saved yet" if state.saved_step is None else f"saved at step {state.saved_step}"
-    print_lines(console, f"{name}: {state.status}{'' if folds else f'; {saved}'}. Go on with: shoal resume {name}")
+    print_lines(console, f"{name}: {state.status}{'' if folds else f'; {saved}'}. Continue with: shoal resume {name}")
 
 
 def print_run(console: Console, state: RunState, *, width: int) -> None:
@@ -125,22 +134,22 @@ def print_run(console: Console, state: RunState, *, width: int) -> None:
         )
     )
     if state.layout:
-        console.print(f"  {notes.describe_layout(state.layout)}", highlight=False, soft_wrap=True)
+        console.print(f"  {notes.describe_layout(state.layout)}", soft_wrap=True)
     if state.metrics:
-        console.print("  " + formatting.metrics(state.metrics), highlight=False)
+        console.print("  " + formatting.metrics(state.metrics), soft_wrap=True)
     if state.servers:
-        console.print(f"  {servers.summary(state)}", highlight=False, soft_wrap=True)
+        console.print(f"  {servers.summary(state)}", soft_wrap=True)
         if state.serving_servers:
             console.print(servers.server_table(state))
     print_lines(console, *(f"  {line}" for line in plan_lines.plan_lines(state)))
     for line in notes.note_lines(state)[-MAX_NOTE_LINES:]:
         console.print(Text(f"  {line}", style="yellow"), soft_wrap=True)
     if state.skipped_rows:
-        print_lines(console, f"  {plural(state.skipped_rows, 'row')} of events.jsonl could not be read")
+        print_lines(console, f"  {describe_damage(state.skipped_rows)}")
     for name, curve in _shown_curves(state):
         console.print(Text(f"\n{name}", style="bold"))
         for line in draw(curve.steps, curve.values, width=min(width - 14, 72), height=8):
-            console.print(line, highlight=False, markup=False, no_wrap=True)
+            console.print(line, no_wrap=True)
 
 
 def _shown_curves(state: RunState) -> list[tuple[str, Any]]:
@@ -155,12 +164,13 @@ def print_runs(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     if len(cells) > MAX_TABLE_ROWS:
         widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
         lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *cells))
-        console.out("\n".join(lines), highlight=False)
-        return
-    table = Table(*header, box=None, pad_edge=False)
-    for line in cells:
-        table.add_row(*line)
-    console.print(table)
+        print(printable("\n".join(lines)), file=console.file)
+    else:
+        table = Table(*header, box=None, pad_edge=False)
+        for line in cells:
+            table.add_row(*line)
+        console.print(table)
+    print_lines(console, *(f"{row['run']}: {row['damage']}" for row in rows if row["damage"]))
 
 
 def _run_cells(row: Mapping[str, Any]) -> tuple[str, ...]:

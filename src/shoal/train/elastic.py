@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.peer_services import PeerServices
+from shoal.spec.private_file import open_lock_file
 from shoal.spec.view import View
 from shoal.train.loop import Loop, LoopResult
 
@@ -72,7 +73,7 @@ class ElasticLoop:
             self._reporter.is_leader = False
             self._strategy.hand_over(lambda: False)
             return self._loop.leave(why)
-        with self._save_lock.open("w") as lock:
+        with open_lock_file(self._save_lock) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             newest = self._loop.store.latest()
             self._reporter.is_leader = newest is None or newest.step < self._progress.step
