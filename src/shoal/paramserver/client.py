@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shoal.collectives.transport.endpoint import connect_to_peer
+from shoal.collectives.transport.greeting import Caller, Greeting
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, attach
 from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
@@ -95,6 +96,7 @@ class ParameterServerClient:
         self._token = token
         self._tls_contexts = tls_contexts
         self._aborted = aborted
+        self._caller = Caller()
         self._newest_chunk_table: ChunkTable | None = None
         self._wakeup = Wakeup()
         self._servers: dict[int, ServerSession] = {}
@@ -254,14 +256,13 @@ class ParameterServerClient:
             sock = connect_to_peer(
                 chunk_table.addresses[seat],
                 self._token,
-                purpose="push",
-                seat=self.seat,
-                view=self._view,
+                Greeting(purpose="push", seat=self.seat, view=self._view),
+                caller=self._caller,
                 tls_contexts=self._tls_contexts,
             )
         except LinkError:
             return
-        self._servers[seat] = ServerSession(ServerConnection(sock, seat))
+        self._servers[seat] = ServerSession(ServerConnection(sock, seat, accepts=protocol.SERVER_KINDS))
         if self._entry is not None:
             self._send_enter(self._servers[seat])
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shoal.paramserver.server import ParameterServer
 
 _NO_GRADIENTS: RowGradients = {}
-_HOW_APPLIED_FLAGS = protocol.HALT | protocol.COUNTED | protocol.NORMS
 _UPDATE_COUNT_MASK = (1 << 32) - 1
 """The bits of a stamp's `seq` that count updates since the piece was set. The bits above have the view of that set."""
 
@@ -232,7 +231,7 @@ class UpdatePipeline:
             chunk_store.scale(
                 piece_state.piece.first_chunk, piece_state.piece.end_chunk, count=count, coefficient=coefficient
             )
-        record = ServerFrame(protocol.RECORD, step=push_round.step, flags=push_round.flags & _HOW_APPLIED_FLAGS)
+        record = ServerFrame(protocol.RECORD, step=push_round.step, flags=push_round.flags & protocol.HOW_APPLIED_FLAGS)
         if push_round.flags & (protocol.NORMS | protocol.COUNTED):
             record = record._replace(divisor=count or 0.0, coefficient=1.0 if coefficient is None else coefficient)
         gradients = {
@@ -293,7 +292,7 @@ class UpdatePipeline:
             if self._server.config.synchronous:
                 chunk_store.applied[first:last] = record.step + 1
                 chunk_store.how_applied[first:last] = (
-                    record.flags & _HOW_APPLIED_FLAGS,
+                    record.flags & protocol.HOW_APPLIED_FLAGS,
                     record.divisor,
                     record.coefficient,
                 )
