@@ -26,6 +26,7 @@ from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.chunk_store import ChunkStore, optimizer_class
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
+from shoal.paramserver.encoded_chunks import EncodedChunks
 from shoal.paramserver.piece_state import ClientSession, PieceState
 from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
 from shoal.paramserver.replication import ChainReplication, SharedSums
@@ -66,6 +67,8 @@ class ServerConfig:
     staleness_aware: bool = False
     codec: Mapping[str, Any] | None = None
     """The settings of the job's codec; pushes are then encoded lane by lane."""
+    cut_tensors: bool = True
+    """Whether chunks of encoded lanes may end inside a tensor."""
     checkpoint_path: str = ""
 
     @property
@@ -93,7 +96,7 @@ class ParameterServer:
         self.view = 0
         self.nodes: dict[int, list[Node]] = {}
         self.model: dict[str, Any] = {}
-        self.encoded_layout: EncodedLayout | None = None
+        self.encoded_chunks: EncodedChunks | None = None
         self.ignored_lanes: frozenset[int] = frozenset()
         self.replication = ChainReplication(self, connect_to=connect_to, on_filled=on_filled)
         self.sparse_handler = SparseTableHandler(
@@ -251,7 +254,7 @@ class ParameterServer:
             raise LinkError(f"enters view {view}, of which it is not a member")
         session.view, session.pending_enter = view, frame
         size = len(self.nodes[session.seat]) * self.chunk_store.layout.size_bytes
-        needs_memory = session.shared_memory is None or self.encoded_layout is not None
+        needs_memory = session.shared_memory is None or self.encoded_chunks is not None
         if needs_memory and (session.memory is None or len(session.memory.raw) < size):
             session.memory = ByteBuffer.private(size)
         if fields.get("lead") and not self._ready:
@@ -282,12 +285,15 @@ class ParameterServer:
         return {"groups": groups, "clip_value": clip}
 
     def _set_model(self, model: dict[str, Any]) -> None:
-        layout = FlatLayout.from_description(model["layout"])
+        layout, encoded_chunks = FlatLayout.from_description(model["layout"]), None
         if self.config.codec:
-            self.encoded_layout = EncodedLayout(layout, self.config.codec)
-            layout.chunk_offsets = self.encoded_layout.chunk_offsets
+            encoded_chunks = EncodedChunks(
+                EncodedLayout(layout, self.config.codec), cut_tensors=self.config.cut_tensors
+            )
+            layout.chunk_offsets = encoded_chunks.offsets
         if self.chunk_table is None or self.chunk_table.cuts != layout.chunk_offsets:
             raise ValueError("the chunk table is for another model")
+        self.encoded_chunks = encoded_chunks
         self._shared_parameters, self._shared_sums = SharedMemory(layout.size_bytes), SharedSums.create(layout)
         self._chunk_store = ChunkStore(
             layout,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.checkpoint import state_format
-from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.sparse.rows import scale_rows
 from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget
+from shoal.paramserver.encoded_chunks import EncodedChunks
 from shoal.paramserver.piece_state import ClientSession, PendingReply, PieceState, PushRound
 from shoal.paramserver.protocol import ServerFrame, decode_json
 from shoal.paramserver.sparse.handlers import RowsUnreadableError
@@ -62,10 +62,11 @@ class UpdatePipeline:
             piece_state.push_round.pushes.pop(session.seat, None)  # the client pushes again
         if frame.flags & (protocol.SHARED | protocol.EMPTY):
             return server.sparse_handler.buffers_with_rows(session.connection, frame, [])
-        if server.encoded_layout is not None:
-            return session.connection.allocate_payload(
-                len(partials) * server.encoded_layout.chunk_range(piece_state.piece.first_chunk)[1]
-            )
+        if server.encoded_chunks is not None:
+            max_bytes = len(partials) * server.encoded_chunks.max_bytes(piece_state.piece)
+            if frame.size > max_bytes:
+                raise LinkError(f"sent {frame.size} bytes of encoded values, and {max_bytes} is the most")
+            return session.connection.allocate_payload(frame.size)
         if session.memory is None:
             raise LinkError("sent a payload, but shares its memory")
         starts = [i * size for i in partials]
@@ -112,9 +113,9 @@ class UpdatePipeline:
             raise LinkError(f"sent a frame of kind {frame.kind}")
 
     def _handle_push(self, session: ClientSession, frame: ServerFrame) -> None:
-        encoded_layout, layout = self._server.encoded_layout, self._server.chunk_store.layout
+        encoded_chunks, layout = self._server.encoded_chunks, self._server.chunk_store.layout
         size = len(self._server.nodes[session.seat]) * (
-            encoded_layout.lane_bytes if encoded_layout else layout.size_bytes
+            encoded_chunks.encoded_layout.lane_bytes if encoded_chunks else layout.size_bytes
         )
         if frame.flags & protocol.SHARED and (session.shared_memory is None or len(session.shared_memory.raw) < size):
             raise LinkError("shares too little memory")
@@ -130,26 +131,27 @@ class UpdatePipeline:
             why = f"got step {frame.step}, but step {next_step} is missing"
             session.connection.send(ServerFrame(protocol.REFUSED, self._server.chunk_table_number), why.encode())
         else:
-            if encoded_layout is not None and not frame.flags & protocol.EMPTY:
-                self._decode(encoded_layout, session, frame, piece_state)
+            if encoded_chunks is not None and not frame.flags & protocol.EMPTY:
+                self._decode(encoded_chunks, session, frame, piece_state)
             (self._add_to_round if self._server.config.synchronous else self._apply_lane_push)(
                 session, frame, piece_state
             )
 
     def _decode(
-        self, encoded_layout: EncodedLayout, session: ClientSession, frame: ServerFrame, piece_state: PieceState
+        self, encoded_chunks: EncodedChunks, session: ClientSession, frame: ServerFrame, piece_state: PieceState
     ) -> None:
-        """Decode a push into the session's partial sums. With a codec, every piece is one chunk."""
-        offset, size = encoded_layout.chunk_range(piece_state.piece.first_chunk)
-        for position, i in enumerate(self._pushed_partials(session, frame)):
-            if frame.flags & protocol.SHARED:
-                assert session.shared_memory is not None
-                data = session.shared_memory.tensor[i * encoded_layout.lane_bytes + offset :][:size]
-            else:
-                data = torch.frombuffer(session.connection.payload, dtype=torch.uint8)[position * size :][:size]
-            encoded_layout.decode(
-                piece_state.piece.first_chunk, data, session.partial(i, encoded_layout.layout.size_bytes).tensor
-            )
+        """Decode a push into the session's partial sums."""
+        layout, pushed = encoded_chunks.encoded_layout, self._pushed_partials(session, frame)
+        if not pushed:
+            return
+        if frame.flags & protocol.SHARED:
+            assert session.shared_memory is not None
+            lanes = [session.shared_memory.tensor[i * layout.lane_bytes :][: layout.lane_bytes] for i in pushed]
+            data = torch.cat([part for lane in lanes for part in encoded_chunks.parts(piece_state.piece, lane)])
+        else:
+            data = torch.frombuffer(session.connection.payload, dtype=torch.uint8)
+        flat_buffers = [session.partial(i, layout.layout.size_bytes).tensor for i in pushed]
+        encoded_chunks.decode(piece_state.piece, data, flat_buffers)
 
     def _next_step(self, piece_state: PieceState, frame: ServerFrame) -> int:
         """The step that the piece waits for."""

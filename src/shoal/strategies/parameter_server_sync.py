@@ -139,7 +139,7 @@ class ParameterServerSync:
         memory = self._shared_memory.buffer
         if self._push_codec:
             self._encoded_lanes = list(torch.split(memory.tensor[: partials * size], size))
-            self._partials = CopiedPush(memory, layout, self._push_codec.encoded_layout)
+            self._partials = CopiedPush(memory, layout, self._push_codec.encoded_chunks)
         else:
             self._partials = ZeroCopyPush(layout, memory, partials)
 
