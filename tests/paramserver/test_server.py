@@ -18,7 +18,7 @@ from shoal.net.handshake import receive_exactly
 from shoal.paramserver import protocol
 from shoal.paramserver.chunk_state import chunk_state_from_replica, group_hyperparameters, param_group_indices
 from shoal.paramserver.event_loop import ServerLoop
-from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame, decode_json, unpack
+from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame, unpack
 from shoal.paramserver.server import ParameterServer, ServerConfig
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import Address
@@ -149,7 +149,7 @@ def test_who_enters_is_let_in_when_all_that_was_pushed_has_reached_the_end_of_th
     assert harness.worker.kinds() == [protocol.STATUS]
     harness.acknowledge()
     (answer,) = [content for frame, content in harness.worker.sent if frame.kind == protocol.ENTERED]
-    assert "clocks" in decode_json(answer)
+    assert "clocks" in json.loads(answer)
 
 
 def test_who_comes_again_in_the_same_view_is_let_in_at_once():

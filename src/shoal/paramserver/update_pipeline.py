@@ -15,8 +15,9 @@ from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget
 from shoal.paramserver.encoded_chunks import EncodedChunks
+from shoal.paramserver.messages import ApplyRequest, parse_message
 from shoal.paramserver.piece_state import ClientSession, PendingReply, PieceState, PushRound
-from shoal.paramserver.protocol import ServerFrame, decode_json
+from shoal.paramserver.protocol import ServerFrame
 from shoal.paramserver.sparse.handlers import RowsUnreadableError
 from shoal.paramserver.sparse.row_tables import RowGradients
 
@@ -58,6 +59,11 @@ class UpdatePipeline:
         if not piece_state.is_primary:
             raise LinkError(f"pushed piece {frame.piece} to a server that is not its primary")
         partials = self._pushed_partials(session, frame)
+        if frame.flags & protocol.EMPTY:
+            if server.config.synchronous:
+                raise LinkError("pushed nothing, although all lanes are updated together")
+        elif bool(frame.flags & protocol.SHARED) is (session.shared_memory is None):
+            raise LinkError("pushed otherwise than it shares its memory")
         if piece_state.push_round is not None:
             piece_state.push_round.pushes.pop(session.seat, None)  # the client pushes again
         if frame.flags & (protocol.SHARED | protocol.EMPTY):
@@ -100,7 +106,7 @@ class UpdatePipeline:
         elif frame.kind == protocol.PUSH:
             self._handle_push(session, frame)
         elif frame.kind == protocol.APPLY:
-            self._handle_apply(frame, decode_json(session.connection.payload))
+            self._handle_apply(frame, parse_message(ApplyRequest, session.connection.payload))
         elif frame.kind == protocol.SET:
             piece_state = server.piece_state(frame)
             try:
@@ -209,14 +215,13 @@ class UpdatePipeline:
         values = chunk_store.norms(piece.first_chunk, piece.end_chunk) if norms else []
         return torch.tensor(values, dtype=torch.float64).numpy().data.cast("B")
 
-    def _handle_apply(self, frame: ServerFrame, fields: dict[str, Any]) -> None:
+    def _handle_apply(self, frame: ServerFrame, request: ApplyRequest) -> None:
         """Apply with the total norm and count. The first client's message counts; all clients compute the same."""
-        count, coefficient = (parse_number(fields.get(name)) for name in ("count", "coefficient"))
         for piece_state in self._server.piece_states.values():
             push_round = piece_state.push_round
             if push_round and push_round.summed and push_round.pushes and push_round.step == frame.step:
                 sums = self._server.chunk_store.sums
-                self._apply_round(piece_state, push_round, sums, count=count, coefficient=coefficient)
+                self._apply_round(piece_state, push_round, sums, count=request.count, coefficient=request.coefficient)
 
     def _apply_round(
         self,
@@ -453,14 +458,3 @@ class UpdatePipeline:
 def options_from_json(group: dict[str, Any]) -> dict[str, Any]:
     """JSON has lists where torch needs tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-
-
-def parse_number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float):
-        raise LinkError("sent a value that is not a number")
-    try:
-        return float(value)
-    except OverflowError as failure:
-        raise LinkError("sent a number that is too large") from failure
