@@ -30,12 +30,16 @@ from tests.paramserver.workloads import Workload
 from tests.server.conftest import start  # noqa: F401
 
 WORKLOAD = Workload()
-EXAMPLES = settings(
-    max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
-)
 seeds = st.integers(0, (1 << 64) - 1)
-how_many = pytest.mark.parametrize("messages", [60, pytest.param(22_000, marks=pytest.mark.long)])
-"""Messages to each port in one of the two examples."""
+how_many = pytest.mark.parametrize(
+    ("examples", "messages"), [(1, 300), pytest.param(3, 15_000, marks=pytest.mark.long)], ids=["some", "many"]
+)
+"""Examples for each port, and messages in each."""
+
+
+def bounded(examples):
+    phases = [Phase.explicit, Phase.generate]
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
 
 
 @cache
@@ -67,10 +71,10 @@ def attack_servers(foe, frames, addresses, *, honest, messages):
 
 
 @how_many
-def test_servers_of_a_job(messages):
+def test_servers_of_a_job(examples, messages):
     """While workers train: the bits are those of one worker without servers."""
 
-    @EXAMPLES
+    @bounded(examples)
     @given(seeds)
     def attack(seed):
         replica, model = worker_words()
@@ -104,10 +108,10 @@ def test_servers_of_a_job(messages):
 
 
 @how_many
-def test_servers_for_other_frameworks(messages, start):  # noqa: F811
+def test_servers_for_other_frameworks(examples, messages, start):  # noqa: F811
     """While two clients push: each push counts once."""
 
-    @EXAMPLES
+    @bounded(examples)
     @given(seeds)
     def attack(seed):
         with start(workers=2, servers=2, backups=1) as servers:
@@ -156,10 +160,10 @@ def count_until(servers, worker, done, found):
 
 
 @how_many
-def test_workers(messages):
+def test_workers(examples, messages):
     """While two workers meet in view after view, and one fetches state and residuals from the other."""
 
-    @EXAMPLES
+    @bounded(examples)
     @given(seeds)
     def attack(seed):
         foe = Foe(seed, TOKEN)
