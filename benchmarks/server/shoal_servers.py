@@ -81,7 +81,7 @@ def _serve(pipe: Connection, enter_host: processes.EnterHost, seat: int, setting
 def _work(pipe: Connection, enter_host: processes.EnterHost, seat: int, setting: Setting) -> None:
     address = enter_host()
     replica = model.replica(setting)
-    endpoint = Endpoint(TOKEN, bind=address, serve=lambda sock, hello: None)
+    endpoint = Endpoint(TOKEN, bind=address)
     sync = ParameterServerSync(setting.workers, replica, group=ViewGroup(endpoint, TOKEN), token=TOKEN, staleness=0)
     pipe.send((endpoint.address, sync.chunk_offsets))
     table, view = pipe.recv()

@@ -2,7 +2,6 @@
 
 import array
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from shoal.collectives.transport import frames
 from shoal.collectives.transport.connection import PeerError, PeerLink
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
 from shoal.collectives.transport.frames import PeerFrame
+from shoal.collectives.transport.greeting import Greeting
 from shoal.collectives.transport.shared_memory import SharedMemory, attach
 from shoal.collectives.tree_reduce import TreeReduce
 from shoal.lanes.flat_layout import FlatLayout
@@ -33,7 +33,7 @@ from tests.collectives.worker_processes import TOKEN, RecordingReplica, WorkerPr
 
 @pytest.fixture
 def endpoint():
-    made = Endpoint(TOKEN, serve=lambda sock, hello: sock.sendall(json.dumps(hello).encode()))
+    made = Endpoint(TOKEN, services={"state": lambda sock, greeting: sock.sendall(greeting.encode())})
     yield made
     made.close()
 
@@ -45,20 +45,20 @@ def as_remote(address):
 @pytest.mark.parametrize("far", [False, True])
 def test_state_callers_are_served_in_a_thread_of_their_own(endpoint, far):
     address = as_remote(endpoint.address) if far else endpoint.address
-    with connect_to_peer(address, TOKEN, purpose="state", seat=4, view=9) as sock:
+    with connect_to_peer(address, TOKEN, Greeting(purpose="state", seat=4, view=9)) as sock:
         assert sock.family == (socket.AF_INET if far else socket.AF_UNIX)
-        hello = json.dumps({"purpose": "state", "seat": 4, "view": 9}).encode()
+        hello = Greeting(purpose="state", seat=4, view=9).encode()
         assert receive_exactly(sock, len(hello)) == hello
         assert sock.recv(1) == b""
 
 
 def test_callers_wait_for_their_view_and_late_ones_are_refused(endpoint):
-    early = connect_to_peer(endpoint.address, TOKEN, purpose="mesh", seat=2, view=5)
-    other = connect_to_peer(endpoint.address, TOKEN, purpose="mesh", seat=3, view=4)
+    early = connect_to_peer(endpoint.address, TOKEN, Greeting(purpose="mesh", seat=2, view=5))
+    other = connect_to_peer(endpoint.address, TOKEN, Greeting(purpose="mesh", seat=3, view=4))
     taken = endpoint.wait_for_peers(4, [3], given_up=lambda: False)
     assert list(taken) == [3]
     endpoint.drop_views_before(5)
-    late = connect_to_peer(endpoint.address, TOKEN, purpose="mesh", seat=3, view=4)
+    late = connect_to_peer(endpoint.address, TOKEN, Greeting(purpose="mesh", seat=3, view=4))
     assert late.recv(1) == b""
     assert endpoint.refused == 1
     found = endpoint.wait_for_peers(5, [2], given_up=lambda: False)
@@ -79,7 +79,7 @@ def test_greetings_that_say_nothing_are_refused(endpoint, hello):
 
 def test_strangers_are_refused(endpoint):
     with pytest.raises(LinkError):
-        connect_to_peer(endpoint.address, "another", purpose="mesh", seat=1, view=1)
+        connect_to_peer(endpoint.address, "another", Greeting(purpose="mesh", seat=1, view=1))
     endpoint.wait_for_peers(1, [1], given_up=lambda: True)
 
 
@@ -124,7 +124,7 @@ def setup(**changes):
 def against_malicious_peer(endpoint, says, *, far, fds=()):
     """A sync whose only peer says what is given, all of it before the sync listens."""
     address = as_remote(endpoint.address) if far else endpoint.address
-    with connect_to_peer(address, TOKEN, purpose="mesh", seat=1, view=VIEW) as liar:
+    with connect_to_peer(address, TOKEN, Greeting(purpose="mesh", seat=1, view=VIEW)) as liar:
         liar.sendall(frame(frames.HERE))
         for part in says[:1]:
             liar.sendmsg([part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
@@ -242,7 +242,7 @@ def test_whom_to_blame_is_passed_on(endpoint):
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.binary(max_size=200), max_size=3), st.booleans())
 def test_no_malformed_input_does_harm(noise, starts_well):
-    endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
+    endpoint = Endpoint(TOKEN)
     try:
         with against_malicious_peer(endpoint, [setup()] * starts_well + noise, far=True) as sync:
             assert isinstance(commit(sync), Discarded)

@@ -471,7 +471,7 @@ def _worker_main(cluster, seat, up, down):
         with saying:
             _send(up, words)
 
-    endpoint = Endpoint(TOKEN, serve=lambda sock, hello: None)
+    endpoint = Endpoint(TOKEN)
     replica = workload.replica()
     group = ViewGroup(endpoint, TOKEN)
     sync = ParameterServerSync(workload.lanes, replica, group=group, token=TOKEN, staleness=cluster.staleness)

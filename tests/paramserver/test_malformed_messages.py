@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint import state_format
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
+from shoal.collectives.transport.greeting import Greeting
 from shoal.collectives.transport.shared_memory import SharedMemory
 from shoal.net.errors import LinkError
 from shoal.net.handshake import receive_exactly
@@ -143,7 +144,7 @@ def descriptor(kind):
 
 def send_raw(address, seat, purpose, sayings, *, fd=None, cut=0, holds=False):
     """Say all that, perhaps not to the end, and wait until the server has had enough."""
-    sock = connect_to_peer(address, TOKEN, purpose=purpose, seat=seat, view=0)
+    sock = connect_to_peer(address, TOKEN, Greeting(purpose=purpose, seat=seat, view=0))
     raw = b"".join(frame.pack() + content for frame, content in sayings)
     raw = raw[: len(raw) - cut]
     with sock, contextlib.suppress(OSError):
@@ -263,7 +264,7 @@ def frame_sequences(meant, meaningless):
 
 def test_malformed_messages_from_a_member():
     """It may spoil what the server holds, and nothing else."""
-    other = Endpoint(TOKEN, serve=_answer_with_noise, keep_open=("chain",))
+    other = Endpoint(TOKEN, services={"chain": _answer_with_noise}, keep_open=("chain",))
     with Cluster(WORKLOAD, workers=0, servers=1, backups=0) as cluster, contextlib.closing(other):
         cluster.run_until(lambda: 100 in cluster.placement._servers)
         address = cluster.placement._servers[100]
@@ -304,7 +305,7 @@ def _answer_with_noise(sock, hello):
     """A successor that knows nothing of acknowledgements."""
     with sock, contextlib.suppress(OSError, LinkError):
         sock.settimeout(20)
-        head = unpack(receive_exactly(sock, HEADER_BYTES))
+        head = unpack(receive_exactly(sock, HEADER_BYTES), protocol.PREDECESSOR_KINDS)
         receive_exactly(sock, head.size)
         stamps = struct.pack("<q", -1) * 2 * (len(reference_model()[0].layout.chunk_offsets) - 1)
         sock.sendall(ServerFrame(protocol.STAMPS, 1, seat=901, size=len(stamps)).pack() + stamps)
@@ -347,7 +348,7 @@ def test_one_who_asks_and_never_reads_is_not_heard():
         table = cluster.placement.chunk_table
         mine = [piece.index for piece in build_pieces(table) if piece.primary == 100]
         asked = 100 * b"".join(ServerFrame(protocol.PULL, 1, piece, flags=protocol.WHOLE).pack() for piece in mine)
-        with connect_to_peer(table.addresses[100], TOKEN, purpose="push", seat=900, view=0) as sock:
+        with connect_to_peer(table.addresses[100], TOKEN, Greeting(purpose="push", seat=900, view=0)) as sock:
             sock.setblocking(False)
             rest, unsent, deaf = asked, 0, 0
             while deaf < 300:

@@ -1,22 +1,24 @@
 """What is hard to meet with real processes: orders of events that depend on who is slow."""
 
 import contextlib
+import itertools
 import json
 import os
+import socket
 import threading
-import time
 
 import pytest
 import torch
 
 from shoal.checkpoint import state_format
 from shoal.collectives.transport.endpoint import connect_to_peer
+from shoal.collectives.transport.greeting import Caller, Greeting
 from shoal.net.errors import LinkError
 from shoal.net.handshake import receive_exactly
 from shoal.paramserver import protocol
 from shoal.paramserver.chunk_state import chunk_state_from_replica, group_hyperparameters, param_group_indices
 from shoal.paramserver.event_loop import ServerLoop
-from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame, decode_json, unpack
+from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame, unpack
 from shoal.paramserver.server import ParameterServer, ServerConfig
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import Address
@@ -147,7 +149,7 @@ def test_who_enters_is_let_in_when_all_that_was_pushed_has_reached_the_end_of_th
     assert harness.worker.kinds() == [protocol.STATUS]
     harness.acknowledge()
     (answer,) = [content for frame, content in harness.worker.sent if frame.kind == protocol.ENTERED]
-    assert "clocks" in decode_json(answer)
+    assert "clocks" in json.loads(answer)
 
 
 def test_who_comes_again_in_the_same_view_is_let_in_at_once():
@@ -200,13 +202,6 @@ def test_a_late_caller_of_an_old_view_is_told_that_it_has_passed():
     assert (frame.kind, frame.view) == (protocol.REFUSED, 3)
 
 
-def wait_for_clients(host, count):
-    deadline = time.monotonic() + 60
-    while len(host.server._sessions) != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_second_connection_of_a_seat_replaces_the_first():
     """What still comes over the first must not be answered instead of what is asked over the second."""
     host = ServerLoop(100, "token", ServerConfig(1, 0.0), bind="127.0.0.1")
@@ -216,12 +211,13 @@ def test_a_second_connection_of_a_seat_replaces_the_first():
         stack.callback(thread.join)
         stack.callback(host.stop)
 
-        def call():
-            return stack.enter_context(connect_to_peer(host.endpoint.address, "token", purpose="push", seat=0, view=1))
+        caller = Caller()
 
-        first = call()
-        wait_for_clients(host, 1)  # the server's thread admits a client after the client's own handshake has ended
-        second = call()
+        def call():
+            greeting = Greeting(purpose="push", seat=0, view=1)
+            return stack.enter_context(connect_to_peer(host.endpoint.address, "token", greeting, caller=caller))
+
+        first, second = call(), call()  # the server's threads may end these handshakes in any order
         first.settimeout(60)
         second.settimeout(60)
         assert first.recv(1) == b""
@@ -229,7 +225,52 @@ def test_a_second_connection_of_a_seat_replaces_the_first():
         host.set_chunk_table(
             ChunkTable(number=1, cuts=[0, 1], chains=chains, filling=[[]], addresses={100: host.endpoint.address})
         )
-        assert unpack(receive_exactly(second, HEADER_BYTES)).kind == protocol.STALE
+        assert unpack(receive_exactly(second, HEADER_BYTES), protocol.SERVER_KINDS).kind == protocol.STALE
+
+
+@pytest.mark.parametrize("purpose", ["push", "chain"])
+def test_a_late_first_connection_does_not_replace_the_second(purpose):
+    """As when the thread with the first handshake is the slower one."""
+    host = ServerLoop(100, "token", ServerConfig(1, 0.0), bind="127.0.0.1")
+    caller = Caller()
+    first, second = (
+        Greeting(purpose=purpose, seat=0, view=1, caller=caller.name, connection=caller.next_connection())
+        for _ in range(2)
+    )
+    pairs = [socket.socketpair() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for one in itertools.chain(*pairs):
+            stack.enter_context(one)
+        stack.callback(host.endpoint.close)
+        host._admit(pairs[0][0], second)
+        host._admit(pairs[1][0], first)
+        assert pairs[1][1].recv(1) == b""
+        assert [one.greeting for one in host._connections.values()] == [second]
+        assert host.stats()["refused"] == 1
+        host._admit(pairs[2][0], first.model_copy(update={"caller": "another process"}))
+        assert pairs[0][1].recv(1) == b""
+        assert len(host._connections) == 1
+
+
+@pytest.mark.parametrize("purpose", ["mesh", "state", "follow", "memory", "pace"])
+def test_a_greeting_with_a_purpose_of_workers_is_refused(purpose):
+    host = ServerLoop(100, "token", ServerConfig(1, 0.0), bind="127.0.0.1")
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    asked = {"step": 1, "lanes": [0]} if purpose == "memory" else {}
+    try:
+        greeting = Greeting(purpose=purpose, seat=0, view=1, **asked)
+        with connect_to_peer(host.endpoint.address, "token", greeting) as sock:
+            assert sock.recv(1) == b""
+        assert host.stats()["refused"] == 1
+        client = Greeting(purpose="push", seat=0, view=1)
+        with connect_to_peer(host.endpoint.address, "token", client) as sock:
+            sock.sendall(ServerFrame(protocol.PULL, 0).pack())
+            assert sock.recv(1) == b""  # it refers to a piece that the server does not hold
+        assert thread.is_alive()
+    finally:
+        host.stop()
+        thread.join()
 
 
 class SameHostConnection(FakeConnection):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
+from shoal.codecs.codec import ScratchBuffers, aligned_parts, check_decode, check_encode, shares_memory
 
 PIECE = 1 << 18  # measured: with half of it, kernel launches cost more than the caches save
 ACCELERATOR_PIECE = 1 << 24  # accelerators are fastest with few large kernels
@@ -89,6 +89,42 @@ class BlockwiseCodec(ABC):
             decoded = self._float_buffer(piece)
             self._decode_piece(sections, start, decoded)
             piece.add_(decoded)
+
+    # ---- a range of the values ----
+
+    def cut(self, data: Tensor, count: int, start: int, stop: int) -> list[Tensor]:
+        first, last = self._whole_blocks(count, start, stop)
+        scales, body = self._scales_bytes(first), self._scales_bytes(count) + self._body_bytes(first)
+        return [
+            data[scales : self._scales_bytes(last)],
+            data[body : self._scales_bytes(count) + self._body_bytes(last)],
+        ]
+
+    def max_cut_bytes(self, count: int, start: int, stop: int) -> int:
+        first, last = self._whole_blocks(count, start, stop)
+        return self.size_bytes(last - first)
+
+    def decode_cut(self, data: Tensor, count: int, start: int, stop: int, out: Tensor) -> int:
+        first, last = self._whole_blocks(count, start, stop)
+        found = aligned_parts(data, self.size_bytes(last - first))
+        if (first, last) == (start, stop):
+            self.decode(found, out)
+        else:
+            room = torch.empty(last - first, dtype=torch.float32)
+            self.decode(found, room)
+            out.copy_(room[start - first : stop - first])
+        return found.numel()
+
+    def _whole_blocks(self, count: int, start: int, stop: int) -> tuple[int, int]:
+        """The smallest range around the values whose encoded bytes are those of a shorter sequence of values."""
+        return start // self.alignment * self.alignment, min(-(-stop // self.alignment) * self.alignment, count)
+
+    def _scales_bytes(self, count: int) -> int:
+        """Size of the section in front, with one scale per block."""
+        return 0
+
+    def _body_bytes(self, count: int) -> int:
+        return self.size_bytes(count) - self._scales_bytes(count)
 
     def _pieces(self, count: int, device: torch.device) -> Iterable[tuple[int, int]]:
         return pieces(count, self.alignment, device)

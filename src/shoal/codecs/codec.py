@@ -62,6 +62,16 @@ class Codec(Protocol):
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Write the values to `out`, or add them to it: the same bits as decoding first and adding afterwards."""
 
+    def cut(self, data: Tensor, count: int, start: int, stop: int) -> list[Tensor]:
+        """The parts of the encoded bytes of `count` values that `decode_cut` needs for the values [start, stop)."""
+
+    def max_cut_bytes(self, count: int, start: int, stop: int) -> int:
+        """The largest size of these parts together."""
+
+    def decode_cut(self, data: Tensor, count: int, start: int, stop: int, out: Tensor) -> int:
+        """Write the values [start, stop) to `out`: the same bits as `decode`. Returns how many bytes of `data` the
+        parts take. ValueError if `data` does not begin with such parts."""
+
 
 def check_encode(
     codec: Codec,
@@ -94,6 +104,14 @@ def check_decode(codec: Codec, data: Tensor, out: Tensor) -> int:
     count = _check_floats(out, "out")
     _check_bytes(data, codec.size_bytes(count))
     return count
+
+
+def aligned_parts(data: Tensor, size_bytes: int) -> Tensor:
+    """The first bytes of data that came from another process, aligned to 4 bytes."""
+    if data.numel() < size_bytes:
+        raise ValueError(f"{data.numel()} bytes of encoded values; expected {size_bytes}")
+    found = data[:size_bytes]
+    return found.clone() if found.data_ptr() % 4 else found
 
 
 def _check_floats(tensor: Tensor, name: str) -> int:

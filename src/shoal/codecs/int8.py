@@ -28,10 +28,13 @@ class Int8(BlockwiseCodec):
         self.alignment = block
 
     def size_bytes(self, count: int) -> int:
-        return FLOAT_BYTES * block_count(count, self.alignment) + count
+        return self._scales_bytes(count) + count
+
+    def _scales_bytes(self, count: int) -> int:
+        return FLOAT_BYTES * block_count(count, self.alignment)
 
     def _sections(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
-        end = FLOAT_BYTES * block_count(count, self.alignment)
+        end = self._scales_bytes(count)
         return data[:end].view(torch.float32), data[end:].view(torch.int8)
 
     def _encode_piece(self, values: Tensor, sections: tuple[Tensor, ...], start: int) -> None:

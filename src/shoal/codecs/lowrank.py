@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import pieces
-from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
+from shoal.codecs.codec import ScratchBuffers, aligned_parts, check_decode, check_encode, shares_memory
 from shoal.codecs.size import FLOAT_BYTES, MatrixSegment, Shape, matrix_segments
 
 ALIGNED_ROWS = 16  # this many rows of floats, of any length, end at a multiple of 64 bytes
@@ -38,6 +38,21 @@ class _Slot:
     def q(self, sent: Tensor) -> Tensor:
         after_p = self.sent_start + self.segment.rows * self.segment.rank
         return sent[after_p : self.sent_start + self.segment.sent_floats].view(self.segment.rank, -1)
+
+    def row_blocks(self, first: int, last: int) -> slice:
+        """The rows of the blocks in which P Q is computed that hold any of the matrix's values [first, last)."""
+        columns = self.segment.columns
+        blocks = pieces(self.segment.count, columns * ALIGNED_ROWS, torch.device("cpu"))
+        found = [(a, b) for a, b in blocks if a < last and first < b]
+        return slice(found[0][0] // columns, found[-1][1] // columns)
+
+    def cut_floats(self, first: int, last: int) -> int:
+        """Number of floats that a cut has of this segment."""
+        if not self.segment.rank:
+            return last - first
+        rows = self.row_blocks(first, last)
+        height: int = rows.stop - rows.start
+        return self.segment.rank * (height + self.segment.columns)
 
     def previous_q(self, residual: Tensor) -> Tensor:
         return residual[self.q_start : self.q_start + self.segment.columns * self.segment.rank].view(
@@ -127,13 +142,59 @@ class LowRank:
             else:
                 slot.matrix(out).copy_(slot.uncompressed(sent))
 
+    # ---- a range of the values: of a matrix all of Q, and P for the blocks of rows in which the values lie ----
+
+    def cut(self, data: Tensor, count: int, start: int, stop: int) -> list[Tensor]:
+        self._check_count(count)
+        sent, parts = data.view(torch.float32), []
+        for slot, first, last in self._slots_within(start, stop):
+            if slot.segment.rank:
+                parts += [slot.p(sent)[slot.row_blocks(first, last)].reshape(-1), slot.q(sent).reshape(-1)]
+            else:
+                parts.append(slot.uncompressed(sent).view(-1)[first:last])
+        return [part.view(torch.uint8) for part in parts]
+
+    def max_cut_bytes(self, count: int, start: int, stop: int) -> int:
+        self._check_count(count)
+        return FLOAT_BYTES * sum(slot.cut_floats(first, last) for slot, first, last in self._slots_within(start, stop))
+
+    def decode_cut(self, data: Tensor, count: int, start: int, stop: int, out: Tensor) -> int:
+        size_bytes = self.max_cut_bytes(count, start, stop)
+        sent, offset = aligned_parts(data, size_bytes).view(torch.float32), 0
+        for slot, first, last in self._slots_within(start, stop):
+            part = sent[offset : offset + slot.cut_floats(first, last)]
+            offset += part.numel()
+            into = out[slot.segment.start + first - start : slot.segment.start + last - start]
+            if not slot.segment.rank:
+                into.copy_(part)
+                continue
+            rows, columns = slot.row_blocks(first, last), slot.segment.columns
+            height = rows.stop - rows.start
+            p, q = part[: height * slot.segment.rank], part[height * slot.segment.rank :]
+            for block, product in self._block_products(p.view(height, -1), q.view(slot.segment.rank, -1)):
+                begin = (rows.start + block.start) * columns
+                a, b = max(first, begin), min(last, begin + product.numel())
+                if a < b:
+                    into[a - first : b - first].copy_(product.view(-1)[a - begin : b - begin])
+        return size_bytes
+
+    def _slots_within(self, start: int, stop: int) -> Iterator[tuple[_Slot, int, int]]:
+        """The slots that hold any of these values, and which of its values those are."""
+        for slot in self._slots:
+            first, last = max(start, slot.segment.start), min(stop, slot.segment.stop)
+            if first < last:
+                yield slot, first - slot.segment.start, last - slot.segment.start
+
     def _products(self, slot: _Slot, sent: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        return self._block_products(slot.p(sent), slot.q(sent))
+
+    def _block_products(self, p: Tensor, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """P Q, some rows at a time. Works in aligned scratch memory, because the bits must not depend on alignment."""
-        p, q = self._aligned_copy("p", slot.p(sent)), self._aligned_copy("q", slot.q(sent))
-        columns = slot.segment.columns
-        for start, stop in pieces(slot.segment.rows * columns, columns * ALIGNED_ROWS, sent.device):
+        p, q = self._aligned_copy("p", p), self._aligned_copy("q", q)
+        columns = q.shape[1]
+        for start, stop in pieces(len(p) * columns, columns * ALIGNED_ROWS, p.device):
             rows = slice(start // columns, stop // columns)
-            room = self._scratch.get("product", stop - start, torch.float32, sent.device).view(-1, columns)
+            room = self._scratch.get("product", stop - start, torch.float32, p.device).view(-1, columns)
             yield rows, torch.mm(p[rows], q, out=room)
 
     def _aligned_copy(self, name: str, matrix: Tensor) -> Tensor:

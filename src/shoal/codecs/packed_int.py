@@ -65,7 +65,7 @@ class PackedInt(BlockwiseCodec):
 
     def size_bytes(self, count: int) -> int:
         words = block_count(count, self._int_format.per_word)
-        return FLOAT_BYTES * block_count(count, self._block) + self._int_format.word.itemsize * words
+        return self._scales_bytes(count) + self._int_format.word.itemsize * words
 
     def _pieces(self, count: int, device: torch.device) -> Iterable[tuple[int, int]]:
         """Groups, on any device. A short rest joins the group before it, because a group starts two dozen kernels."""
@@ -74,8 +74,16 @@ class PackedInt(BlockwiseCodec):
             starts.pop()
         return itertools.pairwise([*starts, count])
 
+    def _whole_blocks(self, count: int, start: int, stop: int) -> tuple[int, int]:
+        """Whole groups: the digits of a word are those of values far apart."""
+        groups = [(a, b) for a, b in self._pieces(count, torch.device("cpu")) if a < stop and start < b]
+        return groups[0][0], groups[-1][1]
+
+    def _scales_bytes(self, count: int) -> int:
+        return FLOAT_BYTES * block_count(count, self._block)
+
     def _sections(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
-        end = FLOAT_BYTES * block_count(count, self._block)
+        end = self._scales_bytes(count)
         return data[:end].view(torch.float32), data[end:].view(self._int_format.word)
 
     def _encode_piece(self, values: Tensor, sections: tuple[Tensor, ...], start: int) -> None:

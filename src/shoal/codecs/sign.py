@@ -28,10 +28,13 @@ class SignBits(BlockwiseCodec):
         self._signs_of_byte: dict[torch.device, Tensor] = {}
 
     def size_bytes(self, count: int) -> int:
-        return FLOAT_BYTES * block_count(count, SIGN_BLOCK) + block_count(count, 8)
+        return self._scales_bytes(count) + block_count(count, 8)
+
+    def _scales_bytes(self, count: int) -> int:
+        return FLOAT_BYTES * block_count(count, SIGN_BLOCK)
 
     def _sections(self, data: Tensor, count: int) -> tuple[Tensor, ...]:
-        end = FLOAT_BYTES * block_count(count, SIGN_BLOCK)
+        end = self._scales_bytes(count)
         return data[:end].view(torch.float32), data[end:]
 
     def _encode_piece(self, values: Tensor, sections: tuple[Tensor, ...], start: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.blockwise import pieces
-from shoal.codecs.codec import ScratchBuffers, check_decode, check_encode, shares_memory
+from shoal.codecs.codec import ScratchBuffers, aligned_parts, check_decode, check_encode, shares_memory
 from shoal.codecs.size import FLOAT_BYTES, topk_count
 
 SAMPLES = 1 << 14
@@ -68,6 +68,29 @@ class TopK:
         if not add:
             out.zero_()
         out.index_add_(0, indices, picked)
+
+    # ---- a range of the values: the number of those that were sent, their indices, their values ----
+
+    def cut(self, data: Tensor, count: int, start: int, stop: int) -> list[Tensor]:
+        indices, picked = _indices_and_values(data)
+        first, last = torch.searchsorted(indices, torch.tensor([start, stop], dtype=torch.int32)).tolist()
+        head = torch.tensor([last - first], dtype=torch.int32)
+        return [part.view(torch.uint8) for part in (head, indices[first:last], picked[first:last])]
+
+    def max_cut_bytes(self, count: int, start: int, stop: int) -> int:
+        return FLOAT_BYTES + 2 * FLOAT_BYTES * min(topk_count(count, self._keep), stop - start)
+
+    def decode_cut(self, data: Tensor, count: int, start: int, stop: int, out: Tensor) -> int:
+        sent = int(aligned_parts(data, FLOAT_BYTES).view(torch.int32))
+        size_bytes = FLOAT_BYTES + 2 * FLOAT_BYTES * sent
+        if not sent >= 0 or size_bytes > self.max_cut_bytes(count, start, stop):
+            raise ValueError(f"{sent} of {stop - start} values")
+        indices, picked = _indices_and_values(aligned_parts(data, size_bytes)[FLOAT_BYTES:])
+        indices = indices - start
+        if sent and (int(indices[0]) < 0 or int(indices[-1]) >= stop - start or bool((indices.diff() <= 0).any())):
+            raise ValueError("indices of other values, or unsorted indices")
+        out.zero_().index_add_(0, indices, picked)
+        return size_bytes
 
     def _accumulate(self, values: Tensor, residual_in: Tensor | None, residual_out: Tensor) -> Tensor:
         """The residual plus these values; with momentum, the updated velocities follow."""

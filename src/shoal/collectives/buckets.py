@@ -142,24 +142,11 @@ class EncodedLayout:
         }
         return [slots[i].view_in(bank.view(torch.uint8)) for i in range(len(slots))]
 
-    def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Offset and size of a chunk in an encoded lane."""
-        if chunk == len(self.buckets):
-            return self.tail_offset, self.tail_bytes
-        return self.buckets[chunk].offset, self.buckets[chunk].size_bytes
-
     def encode(self, flat_buffer: Tensor, encoded_lane: Tensor, residual: ResidualBanks | None) -> None:
         """Encode a whole lane."""
         for bucket in self.buckets:
             bucket.encode(flat_buffer, encoded_lane, residual)
         self.write_tail(flat_buffer, encoded_lane)
-
-    def decode(self, chunk: int, data: Tensor, flat_buffer: Tensor) -> None:
-        """Decode one received chunk into its range of the flat buffer."""
-        if chunk == len(self.buckets):
-            flat_buffer[self.grads_bytes :].copy_(data)
-        else:
-            self.buckets[chunk].codec.decode(data, self.buckets[chunk].values(flat_buffer))
 
     def payload(self, encoded_lane: memoryview) -> list[memoryview]:
         """The parts of an encoded lane that are sent, in order: one per bucket, and the tail."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from shoal.checkpoint.state_format import receive_state, send_state
 from shoal.codecs.residual import Residual
 from shoal.collectives.outcome import Discarded
+from shoal.collectives.transport.greeting import Greeting
 from shoal.net.errors import LinkError
 from shoal.spec.view import View, step_of
 
@@ -147,11 +148,11 @@ class LaneResiduals:
             later = self._encoded if ahead else set()
             return {lane: self._residuals[lane].state(committed=lane not in later) for lane in sorted(chosen)}
 
-    def serve(self, sock: socket.socket, hello: Mapping[str, Any]) -> None:
-        """Answer a peer that asks for the residuals of some lanes at a step. LinkError if its request is malformed."""
-        step, lanes = hello.get("step"), hello.get("lanes")
-        if type(step) is not int or not isinstance(lanes, list) or not all(type(lane) is int for lane in lanes):
-            raise LinkError(f"asks for the residuals of lanes {lanes!r} at step {step!r}")
+    def serve(self, sock: socket.socket, greeting: Greeting) -> None:
+        """Answer a peer that asks for the residuals of some lanes at a step."""
+        step, lanes = greeting.step, greeting.lanes
+        if step is None:
+            raise LinkError("asks for residuals of no step")
         found, sent = self.at_step(step, lanes), set[int]()
         with self._changed:
             self._active_readers += 1

@@ -16,7 +16,8 @@ from shoal.collectives.outcome import Discarded
 from shoal.collectives.state_server import StateServer, fetch_state
 from shoal.collectives.state_stream import StatePublisher, StateSubscription
 from shoal.collectives.transport.bandwidth import LinkSpeed, answer_link_test, measure_link
-from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
+from shoal.collectives.transport.endpoint import Endpoint, Service, connect_to_peer
+from shoal.collectives.transport.greeting import Greeting, Purpose
 from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
 from shoal.spec.view import Address, View
@@ -33,28 +34,23 @@ class PeerServices:
         self.state_server = StateServer()
         self.state_publisher = StatePublisher()
         self.residuals = LaneResiduals()
-        self.endpoint = Endpoint(token, bind=bind, serve=self._serve, tls_contexts=tls_contexts)
+        services: dict[Purpose, Service] = {
+            "state": self.state_server.serve,
+            "follow": lambda sock, greeting: self.state_publisher.serve(sock),
+            "memory": self.residuals.serve,
+            "pace": lambda sock, greeting: answer_link_test(sock),
+        }
+        self.endpoint = Endpoint(token, bind=bind, services=services, tls_contexts=tls_contexts)
         self._connect_to_peer = partial(connect_to_peer, tls_contexts=tls_contexts)
         self._lock = threading.Lock()
         self._open_socket: socket.socket | None = None
         self._aborted = 0
 
-    def _serve(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        if hello["purpose"] == "follow":
-            self.state_publisher.serve(sock)
-        elif hello["purpose"] == "memory":
-            self.residuals.serve(sock, hello)
-        elif hello["purpose"] == "pace":
-            answer_link_test(sock)
-        else:
-            self.state_server.serve(sock, hello)
-
     def subscribe(self, address: Address, seat: int, *, view: int, max_bytes: int) -> StateSubscription | Discarded:
         """Subscribe to the state stream of a peer that continues to train."""
         try:
-            return StateSubscription(
-                self._connect_to_peer(address, self.token, purpose="follow", seat=seat, view=view), max_bytes=max_bytes
-            )
+            sock = self._connect_to_peer(address, self.token, Greeting(purpose="follow", seat=seat, view=view))
+            return StateSubscription(sock, max_bytes=max_bytes)
         except LinkError as failure:
             return Discarded(str(failure))
 
@@ -65,7 +61,8 @@ class PeerServices:
         if address.host_id == self.endpoint.address.host_id:
             return None
         try:
-            with self._connect_to_peer(address, self.token, purpose="pace", seat=seat, view=view.number) as sock:
+            greeting = Greeting(purpose="pace", seat=seat, view=view.number)
+            with self._connect_to_peer(address, self.token, greeting) as sock:
                 self._register_socket(sock, view.number)
                 sock.settimeout(MEASURE_TIMEOUT_S)
                 return measure_link(sock)
@@ -99,16 +96,9 @@ class PeerServices:
     ) -> ResidualStates | Discarded:
         """Fetch the residuals of these lanes at a step, as far as the peer has them."""
         wanted = sorted(lanes)
+        greeting = Greeting(purpose="memory", seat=seat, view=view.number, step=step, lanes=wanted)
         try:
-            with self._connect_to_peer(
-                view.addresses[source],
-                self.token,
-                purpose="memory",
-                seat=seat,
-                view=view.number,
-                step=step,
-                lanes=wanted,
-            ) as sock:
+            with self._connect_to_peer(view.addresses[source], self.token, greeting) as sock:
                 self._register_socket(sock, view.number)
                 return lane_residuals.receive_residuals(sock, step=step, lanes=wanted, floats=floats)
         except LinkError as failure:

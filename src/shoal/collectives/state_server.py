@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from shoal.checkpoint.state_format import receive_state, send_state
 from shoal.checkpoint.state_tree import State
+from shoal.collectives.transport.greeting import Greeting
 from shoal.net.errors import LinkError
 from shoal.spec.view import Address
 
@@ -20,7 +21,7 @@ MAX_WAIT_S = 10.0
 class Connect(Protocol):
     """Connects to a peer's endpoint and completes the handshake; LinkError if that fails."""
 
-    def __call__(self, address: Address, token: str, *, purpose: str, seat: int, view: int) -> socket.socket: ...
+    def __call__(self, address: Address, token: str, greeting: Greeting) -> socket.socket: ...
 
 
 class StateServer:
@@ -55,17 +56,13 @@ class StateServer:
                 _shut_down(sock)
             self._changed.wait_for(lambda: not self._readers)
 
-    def serve(self, sock: socket.socket, hello: Mapping[str, Any]) -> None:
+    def serve(self, sock: socket.socket, greeting: Greeting) -> None:
         """Wait until the server is open for the caller's view, send the state, close the socket.
 
-        A caller of an older view, or one that waited too long, gets a closed socket. LinkError if `hello` names no
-        view.
+        A caller of an older view, or one that waited too long, gets a closed socket.
         """
         with sock:
-            view = hello.get("view")
-            if type(view) is not int:
-                raise LinkError(f"a caller of view {view!r}")
-            state = self._admit(sock, view)
+            state = self._admit(sock, greeting.view)
             if state is None:
                 return
             try:
@@ -114,7 +111,7 @@ def fetch_state(
 
     `on_connect` gets the socket: another thread that shuts it down ends the wait at once.
     """
-    with connect(address, token, purpose="state", seat=seat, view=view) as sock:
+    with connect(address, token, Greeting(purpose="state", seat=seat, view=view)) as sock:
         if on_connect is not None:
             on_connect(sock)
         return receive_state(sock, max_bytes=max_bytes)

@@ -72,6 +72,8 @@ def rendezvous(group: ViewGroup, ranks: Mapping[int, int]) -> Iterator[Rendezvou
         ports = group.gather(Channel.RENDEZVOUS.label(view.number), port)
         if isinstance(ports, Discarded):
             raise LinkError(ports.why)
+        if len(ports[first]) != _PORT.size:
+            raise LinkError(f"seat {first} sent {len(ports[first])} bytes instead of its port")
         (port_there,) = _PORT.unpack(ports[first])
         yield Rendezvous(ranks[seat], len(ranks), view.addresses[first].host, port_there, host, listener)
     finally:

@@ -25,6 +25,7 @@ from shoal.lanes.flat_layout import FlatLayout, TensorRange
 from shoal.lanes.replica import optimizer_step
 from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.paramserver.optimizer_slices import OptimizerSlice, OptimizerState, copy_state, merge_slices, why_unfit
+from shoal.paramserver.protocol import HOW_APPLIED_FLAGS
 from shoal.paramserver.sparse.row_tables import RowTables
 from shoal.spec.job import ELEMENTWISE_OPTIMIZERS
 
@@ -315,7 +316,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def _is_valid_stamp(stamp: Tensor) -> bool:
     if not stamp.is_floating_point():
         return bool(((stamp >= 0) & (stamp < MAX_STAMP)).all())
-    return bool(((stamp[:, 0] >= 0) & (stamp[:, 0] < 256)).all())  # flags
+    return bool(((stamp[:, 0] >= 0) & (stamp[:, 0] <= HOW_APPLIED_FLAGS)).all())
 
 
 def _clip_slice(optimizer_slice: OptimizerSlice, start: int, stop: int) -> OptimizerSlice:

@@ -6,6 +6,7 @@ a reply is requested again from its new primary. Nothing here depends on tensors
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Callable, Mapping
@@ -13,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shoal.collectives.transport.endpoint import connect_to_peer
+from shoal.collectives.transport.greeting import Caller, Greeting
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, attach
 from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
-from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
+from shoal.paramserver.messages import Admission, ServerStatus, parse_message
+from shoal.paramserver.protocol import ServerFrame, encode_json
 from shoal.spec.chunk_table import ChunkTable, ParameterPiece, build_pieces
 
 RECONNECT_INTERVAL_S = 0.05
@@ -39,7 +42,7 @@ class ServerSession:
     """A client's connection to one server. `memory` has the server's parameters, if it shares them."""
 
     connection: ServerConnection
-    status: dict[str, Any] | None = None
+    status: ServerStatus | None = None
     clocks: list[int] | None = None
     memory: ByteBuffer | None = None
     entered_at: tuple[int, int] = (0, 0)
@@ -77,7 +80,7 @@ class ViewEntry:
     view: int
     hello: Mapping[str, Any]
     shared_memory: SharedMemory | None = None
-    plan_restore: Callable[[list[dict[str, Any]]], Request | None] | None = None
+    plan_restore: Callable[[list[ServerStatus]], Request | None] | None = None
     restore_done: bool = field(default=False, init=False)
     ready: bool = field(default=False, init=False)
 
@@ -95,6 +98,7 @@ class ParameterServerClient:
         self._token = token
         self._tls_contexts = tls_contexts
         self._aborted = aborted
+        self._caller = Caller()
         self._newest_chunk_table: ChunkTable | None = None
         self._wakeup = Wakeup()
         self._servers: dict[int, ServerSession] = {}
@@ -133,6 +137,8 @@ class ParameterServerClient:
             pass
         entry.ready = True
         clocks = [server.clocks for server in self._servers.values() if server.clocks]
+        if len(set(map(len, clocks))) > 1:
+            raise LinkError("the servers report clocks of different numbers of lanes")
         return [min(column) for column in zip(*clocks, strict=True)]
 
     def _enter_with_table(self, entry: ViewEntry, chunk_table_number: int) -> bool:
@@ -150,7 +156,7 @@ class ParameterServerClient:
         return self._chunk_table_number == chunk_table_number
 
     def _restore_and_mark_ready(
-        self, entry: ViewEntry, plan_restore: Callable[[list[dict[str, Any]]], Request | None]
+        self, entry: ViewEntry, plan_restore: Callable[[list[ServerStatus]], Request | None]
     ) -> None:
         request = plan_restore([server.status for server in self._servers.values() if server.status is not None])
         if request is not None:
@@ -254,14 +260,13 @@ class ParameterServerClient:
             sock = connect_to_peer(
                 chunk_table.addresses[seat],
                 self._token,
-                purpose="push",
-                seat=self.seat,
-                view=self._view,
+                Greeting(purpose="push", seat=self.seat, view=self._view),
+                caller=self._caller,
                 tls_contexts=self._tls_contexts,
             )
         except LinkError:
             return
-        self._servers[seat] = ServerSession(ServerConnection(sock, seat))
+        self._servers[seat] = ServerSession(ServerConnection(sock, seat, accepts=protocol.SERVER_KINDS))
         if self._entry is not None:
             self._send_enter(self._servers[seat])
 
@@ -335,7 +340,7 @@ class ParameterServerClient:
             passed = self._entry is not None and frame.view > self._entry.view
             raise (StaleViewError if passed else RefusedError)(bytes(connection.payload).decode(errors="replace"))
         elif frame.kind == protocol.STATUS:
-            server.status = decode_json(connection.payload)
+            server.status = parse_message(ServerStatus, connection.payload)
         elif frame.kind == protocol.ENTERED:
             self._handle_entered(server, frame)
         elif (piece := self._outstanding_piece(frame)) is not None and self._request is not None:
@@ -344,10 +349,15 @@ class ParameterServerClient:
                 self._done_chunks[piece.first_chunk : piece.end_chunk] = [True] * (piece.end_chunk - piece.first_chunk)
 
     def _handle_entered(self, server: ServerSession, frame: ServerFrame) -> None:
+        admission = parse_message(Admission, server.connection.payload)
         if server.connection.same_host:
-            server.memory = attach(server.connection.take_fd(), frame.number)
+            fd = server.connection.take_fd()
+            if self.chunk_table is None or frame.number < self.chunk_table.cuts[-1]:
+                os.close(fd)
+                raise LinkError(f"shares {frame.number} bytes, which are not all parameters")
+            server.memory = attach(fd, frame.number)
         if self._entry is not None and frame.view == self._entry.view:
-            server.clocks = [int(clock) for clock in decode_json(server.connection.payload).get("clocks", [])]
+            server.clocks = admission.clocks
 
     # ---- bytes, closing ----
 

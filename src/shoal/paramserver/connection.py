@@ -8,9 +8,10 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
+from shoal.collectives.transport.greeting import Greeting
 from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame
@@ -38,12 +39,23 @@ class FrameHandler(Protocol):
 
 
 class ServerConnection:
-    """`peer` is the seat of the other end. Buffers must not change until they are sent. With `backpressure`, requests
-    are not read while the peer does not read its replies."""
+    """`peer` is the seat of the other end, which sent the `greeting` if it is the caller; it may send frames of the
+    kinds that this end `accepts`. Buffers must not change until they are sent. With `backpressure`, requests are not
+    read while the peer does not read its replies."""
 
-    def __init__(self, sock: socket.socket, peer: int, *, backpressure: bool = False) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: int,
+        *,
+        accepts: Collection[int],
+        backpressure: bool = False,
+        greeting: Greeting | None = None,
+    ) -> None:
         sock.setblocking(False)
         self.peer = peer
+        self.greeting = greeting
+        self._accepts = accepts
         self.backpressure = backpressure
         self.same_host = sock.family == socket.AF_UNIX
         if not self.same_host:
@@ -137,7 +149,7 @@ class ServerConnection:
             if self._frame is None:
                 if self._replies_unread or not self._fill_buffers():
                     return
-                self._frame, self._has_target = protocol.unpack(self._header), False
+                self._frame, self._has_target = protocol.unpack(self._header, self._accepts), False
             if not self._has_target and not self._prepare_buffers(handler, self._frame):
                 return
             if not self._fill_buffers():

@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any
 
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
+from shoal.collectives.transport.greeting import Caller, Greeting
 from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
+from shoal.paramserver import protocol
 from shoal.paramserver.connection import ServerConnection
 from shoal.paramserver.server import ParameterServer, ServerConfig
 from shoal.spec.chunk_table import ChunkTable
@@ -24,6 +26,9 @@ RECONNECT_INTERVAL_S = 0.05
 FRAMES_PER_RECEIVE = 4
 """Frames read from one connection before the others get their turn and replies are sent: a worker receives replies
 while it still pushes."""
+
+
+MAX_CONNECTIONS = 1024
 
 
 class ServerLoop:
@@ -44,6 +49,7 @@ class ServerLoop:
             seat, config, connect_to=self._connect_in_thread, on_filled=on_filled, run_in_thread=self._run_in_thread
         )
         self._token = token
+        self._caller = Caller()
         self._wakeup = Wakeup()
         self._callbacks: deque[Callable[[], None]] = deque()
         self._stopped = threading.Event()
@@ -52,8 +58,14 @@ class ServerLoop:
         self.bytes_in = 0
         self.bytes_out = 0
         self.failures = 0
+        self.refused = 0
         self.endpoint = Endpoint(
-            token, bind=bind, serve=self._accept, keep_open=("push", "chain"), tls_contexts=tls_contexts
+            token,
+            bind=bind,
+            services={"push": self._accept, "chain": self._accept},
+            keep_open=("push", "chain"),
+            joins_views=False,
+            tls_contexts=tls_contexts,
         )
 
     # ---- from other threads ----
@@ -81,6 +93,7 @@ class ServerLoop:
             "staleness_mean": updates.staleness_sum / updates.records if updates.records else 0.0,
             "staleness_max": updates.staleness_max,
             "failures": self.failures,
+            "refused": self.refused + self.endpoint.refused,
             **self.server.sparse_handler.stats(),
         }
 
@@ -100,17 +113,8 @@ class ServerLoop:
         self._callbacks.append(act)
         self._wakeup.notify()
 
-    def _accept(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        is_client = hello["purpose"] == "push"
-        connection = ServerConnection(sock, hello["seat"], backpressure=is_client)
-        admit = self.server.add_client if is_client else self.server.replication.add_predecessor
-
-        def enter() -> None:
-            for old in admit(connection):
-                self._disconnect(old)
-            self._register(connection)
-
-        self._call_soon(enter)
+    def _accept(self, sock: socket.socket, greeting: Greeting) -> None:
+        self._call_soon(lambda: self._admit(sock, greeting))
 
     def _connect_in_thread(self, seat: int, chunk_table: ChunkTable) -> None:
         """Connect in its own thread, which retries until it succeeds or the table changes."""
@@ -123,15 +127,15 @@ class ServerLoop:
                 sock = connect_to_peer(
                     chunk_table.addresses[seat],
                     self._token,
-                    purpose="chain",
-                    seat=me,
-                    view=number,
+                    Greeting(purpose="chain", seat=me, view=number),
+                    caller=self._caller,
                     tls_contexts=self.endpoint.tls_contexts,
                 )
             except LinkError:
                 self._stopped.wait(RECONNECT_INTERVAL_S)
             else:
-                self._call_soon(partial(self._add_successor, seat, ServerConnection(sock, seat), number))
+                connection = ServerConnection(sock, seat, accepts=protocol.SUCCESSOR_KINDS)
+                self._call_soon(partial(self._add_successor, seat, connection, number))
                 return
 
     # ---- the server's thread ----
@@ -179,6 +183,24 @@ class ServerLoop:
             except (LinkError, OSError, ValueError):
                 self._disconnect(connection)
 
+    def _admit(self, sock: socket.socket, greeting: Greeting) -> None:
+        """Register a caller's connection in place of its older one. Handshakes end in any order, so an older connection
+        may come late; it is refused."""
+        same_seat = [
+            one for one in self._connections.values() if one.greeting and _seat_key(one.greeting) == _seat_key(greeting)
+        ]
+        late = any(one.greeting and greeting.is_older_than(one.greeting) for one in same_seat)
+        if late or (not same_seat and len(self._connections) >= MAX_CONNECTIONS):
+            self.refused += 1
+            sock.close()
+            return
+        is_client = greeting.purpose == "push"
+        accepts = protocol.CLIENT_KINDS if is_client else protocol.PREDECESSOR_KINDS
+        connection = ServerConnection(sock, greeting.seat, accepts=accepts, backpressure=is_client, greeting=greeting)
+        for old in (self.server.add_client if is_client else self.server.replication.add_predecessor)(connection):
+            self._disconnect(old)
+        self._register(connection)
+
     def _set_chunk_table(self, chunk_table: ChunkTable) -> None:
         self.server.set_chunk_table(chunk_table)
         for connection in list(self._connections.values()):
@@ -211,3 +233,8 @@ class ServerLoop:
                     self._poll.unregister(fd)
                 self.bytes_in += connection.bytes_in
                 self.bytes_out += connection.bytes_out
+
+
+def _seat_key(greeting: Greeting) -> tuple[str, int]:
+    """Equal for connections of which the server keeps only the newest."""
+    return greeting.purpose, greeting.seat

@@ -99,7 +99,12 @@ def server_config(job: Job, paths: RunPaths) -> ServerConfig:
     codec = job.codec.model_dump() if job.codec.kind != "none" else None
     aware, store = job.sync.staleness_aware, paths.store(job.checkpoint.path)
     return ServerConfig(
-        job.lane_count, job.sync.staleness_bound, staleness_aware=aware, codec=codec, checkpoint_path=store
+        job.lane_count,
+        job.sync.staleness_bound,
+        staleness_aware=aware,
+        codec=codec,
+        cut_tensors=not job.clips_by_norm,
+        checkpoint_path=store,
     )
 
 

@@ -127,6 +127,13 @@ class PieceState:
         self.pending_replies.clear()
         self.reductions.clear()
 
+    def drop_pushes_of(self, session: ClientSession) -> None:
+        """The memory of its partial sums is no longer what it was when they were pushed."""
+        self.reductions.clear()
+        if self.push_round is not None and not self.push_round.summed:
+            kept = {seat: push for seat, push in self.push_round.pushes.items() if push[0] is not session}
+            self.push_round.pushes = kept
+
     def single_partial(self, nodes: Mapping[int, Sequence[Node]], size_bytes: int) -> ByteBuffer | None:
         """The only pushed partial sum, if there is one and no successor: it can be applied without a copy."""
         assert self.push_round is not None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Collection
+from math import isfinite
 from typing import Any, NamedTuple
 
 from shoal.net.errors import LinkError
@@ -25,6 +27,27 @@ ROWS = 44
 HALT, COUNTED, NORMS, WHOLE, SHARED, EMPTY = 1, 2, 4, 8, 16, 32
 """Flags: a worker must stop; losses have a divisor; norms are requested; a pull of the whole state, not only of values;
 the payload is in shared memory; the lane had no samples, so there is nothing to apply."""
+
+HOW_APPLIED_FLAGS = HALT | COUNTED | NORMS
+"""The flags of a step that servers keep with it."""
+ALLOWED_FLAGS = {
+    PUSH: HALT | COUNTED | NORMS | SHARED | EMPTY,
+    PULL: WHOLE,
+    SNAPSHOT_ROWS: WHOLE,
+    RECORD: HALT | COUNTED | NORMS | SHARED | EMPTY,
+    SUMMED: HALT | COUNTED | NORMS | SHARED | EMPTY,
+    VALUES: HOW_APPLIED_FLAGS | SHARED,
+    STATE: HOW_APPLIED_FLAGS,
+    DONE: HOW_APPLIED_FLAGS,
+    ROWS_SNAPSHOT: WHOLE,
+}
+"""By kind; the other kinds have none."""
+CLIENT_KINDS = frozenset({ENTER, READY, HYPER, SHARE_MEMORY, PUSH, APPLY, PULL, LOOKUP_ROWS, SNAPSHOT_ROWS, SET})
+SERVER_KINDS = frozenset({STATUS, ENTERED, SUMMED, VALUES, STATE, DONE, STALE, REFUSED, ROWS_FOUND, ROWS_SNAPSHOT})
+PREDECESSOR_KINDS = frozenset({JOIN, HYPER, RECORD, SET, ROWS})
+SUCCESSOR_KINDS = frozenset({STAMPS, ACK})
+"""The kinds that a server may get from a client, a client from a server, and a server from its neighbours in a
+chain."""
 
 MAX_JSON_BYTES = 16 << 20
 MAX_STEP = 1 << 62
@@ -57,11 +80,15 @@ class ServerFrame(NamedTuple):
         return _HEADER.pack(_MAGIC, kind, flags, table, piece, view, seat, step, *rest)
 
 
-def unpack(raw: bytes | bytearray | memoryview) -> ServerFrame:
+def unpack(raw: bytes | bytearray | memoryview, kinds: Collection[int]) -> ServerFrame:
+    """A frame of one of these kinds. LinkError for anything else."""
     magic, kind, flags, table, piece, view, seat, step, *rest = _HEADER.unpack(raw)
-    if magic != _MAGIC or step > MAX_STEP:
+    frame = ServerFrame(kind, table, piece, view, seat, step, flags, *rest)
+    if magic != _MAGIC or step > MAX_STEP or not isfinite(frame.scale):
         raise LinkError("sent bytes that are no frame")
-    return ServerFrame(kind, table, piece, view, seat, step, flags, *rest)
+    if kind not in kinds or flags & ~ALLOWED_FLAGS.get(kind, 0):
+        raise LinkError(f"sent a frame of kind {kind} with flags {flags}, which it may not send")
+    return frame
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
@@ -71,14 +98,9 @@ def encode_json(value: dict[str, Any]) -> bytes:
     return raw
 
 
-def decode_json(raw: bytes | bytearray | memoryview) -> dict[str, Any]:
+def check_json(raw: bytes | bytearray | memoryview) -> bytes:
+    """The bytes, unless parsing them would take far more memory than they do."""
     raw = bytes(raw)
     if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
         raise LinkError("sent JSON with too many lists and objects")
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as failure:
-        raise LinkError("sent something that is not JSON") from failure
-    if not isinstance(value, dict):
-        raise LinkError("sent JSON that is not an object")
-    return value
+    return raw

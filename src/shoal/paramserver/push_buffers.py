@@ -17,6 +17,7 @@ from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.flat_layout import FlatLayout, TensorRange, write_lane_sum
 from shoal.lanes.lane_sum import LaneSum
 from shoal.lanes.replica import Replica
+from shoal.paramserver.encoded_chunks import EncodedChunks
 from shoal.spec.chunk_table import ParameterPiece
 from shoal.spec.view import View
 
@@ -97,7 +98,7 @@ def _small_tensors(tensors: Sequence[Tensor], large: Sequence[bool]) -> list[Ten
 
 
 class PushCodec:
-    """Encodes pushes lane by lane, with error feedback. Every bucket of the encoded layout is a chunk.
+    """Encodes pushes lane by lane, with error feedback. See `EncodedChunks` for `cut_tensors`.
 
     With `synchronous` pushes residuals move with their lanes. Otherwise a lane that moves to another worker starts
     without one.
@@ -111,9 +112,13 @@ class PushCodec:
         report: Report | None,
         *,
         synchronous: bool,
+        cut_tensors: bool,
     ) -> None:
-        replica.set_chunking(lambda layout: EncodedLayout(layout, settings).chunk_offsets)
+        replica.set_chunking(
+            lambda layout: EncodedChunks(EncodedLayout(layout, settings), cut_tensors=cut_tensors).offsets
+        )
         self._settings = settings
+        self._cut_tensors = cut_tensors
         self._replica = replica
         self._peers = peers
         self._encoded_layout = EncodedLayout(replica.layout, settings)
@@ -128,6 +133,10 @@ class PushCodec:
         if self._encoded_layout.layout is not self._replica.layout:
             self._encoded_layout = EncodedLayout(self._replica.layout, self._settings)
         return self._encoded_layout
+
+    @property
+    def encoded_chunks(self) -> EncodedChunks:
+        return EncodedChunks(self.encoded_layout, cut_tensors=self._cut_tensors)
 
     def enter_view(self, view: View, seat: int) -> Discarded | None:
         """Discarded if the view cannot begin."""

@@ -18,8 +18,9 @@ from shoal.lanes.sparse.rows import RowBundle, pack_rows
 from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
+from shoal.paramserver.messages import JoinRequest, parse_message
 from shoal.paramserver.piece_state import PendingAck, PieceState
-from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
+from shoal.paramserver.protocol import ServerFrame, encode_json
 from shoal.paramserver.sparse.row_tables import RowGradients
 from shoal.spec.chunk_table import ChunkTable
 
@@ -224,7 +225,7 @@ class ChainReplication:
         if frame.kind == protocol.JOIN:
             self._handle_join(connection, frame)
         elif frame.kind == protocol.HYPER:
-            self._predecessors[connection].hyper = decode_json(connection.payload)
+            self._predecessors[connection].hyper = server.parse_hyperparameters(connection.payload)
         elif frame.kind == protocol.ROWS:
             server.sparse_handler.stage_rows(server.piece_state(frame), connection)
         else:
@@ -257,7 +258,7 @@ class ChainReplication:
     def _handle_join(self, connection: ServerConnection, frame: ServerFrame) -> None:
         """A predecessor asks which state this server has: answer with the stamps of its chunks."""
         server = self._server
-        server.check_model(decode_json(connection.payload).get("model"))
+        server.check_model(parse_message(JoinRequest, connection.payload).model)
         if frame.number:
             self._predecessors[connection].shared_sums = SharedSums.attach(
                 connection.take_fd(), server.chunk_store.layout

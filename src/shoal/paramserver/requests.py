@@ -16,8 +16,8 @@ from shoal.paramserver.protocol import ServerFrame, encode_json
 from shoal.spec.chunk_table import ParameterPiece
 
 if TYPE_CHECKING:
-    from shoal.collectives.buckets import EncodedLayout
     from shoal.lanes.flat_layout import FlatLayout
+    from shoal.paramserver.encoded_chunks import EncodedChunks
 
 MAX_STATE_TO_PIECE_RATIO = 12
 STATE_OVERHEAD_BYTES = 1 << 22
@@ -47,15 +47,15 @@ class CopiedPush:
 
     memory: ByteBuffer
     layout: SizedLayout
-    encoded_layout: EncodedLayout | None = None
+    encoded_chunks: EncodedChunks | None = None
 
     def buffers(self, index: int, piece: ParameterPiece) -> list[memoryview]:
-        if self.encoded_layout is None:
+        if self.encoded_chunks is None:
             start = index * self.layout.size_bytes
             return [self.memory.raw[start + piece.start : start + piece.stop]]
-        offset, size = self.encoded_layout.chunk_range(piece.first_chunk)
-        start = index * self.encoded_layout.lane_bytes + offset
-        return [self.memory.raw[start : start + size]]
+        size = self.encoded_chunks.encoded_layout.lane_bytes
+        parts = self.encoded_chunks.parts(piece, self.memory.tensor[index * size : (index + 1) * size])
+        return [part.numpy().data for part in parts if part.numel()]
 
     def copy_to_shared_memory(self, index: int, piece: ParameterPiece) -> None:
         pass

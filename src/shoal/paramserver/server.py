@@ -9,7 +9,7 @@ Rules that apply every update exactly once, whichever process dies:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -26,11 +26,13 @@ from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.chunk_store import ChunkStore, optimizer_class
 from shoal.paramserver.connection import PayloadTarget, ServerConnection
+from shoal.paramserver.encoded_chunks import EncodedChunks
+from shoal.paramserver.messages import EnterRequest, HyperparameterUpdate, parse_message, with_changed_numbers
 from shoal.paramserver.piece_state import ClientSession, PieceState
-from shoal.paramserver.protocol import ServerFrame, decode_json, encode_json
+from shoal.paramserver.protocol import ServerFrame, encode_json
 from shoal.paramserver.replication import ChainReplication, SharedSums
 from shoal.paramserver.sparse.handlers import MAX_KEYS_BYTES, RunInThread, SparseTableHandler
-from shoal.paramserver.update_pipeline import UpdatePipeline, options_from_json, parse_number
+from shoal.paramserver.update_pipeline import UpdatePipeline, options_from_json
 from shoal.spec.chunk_table import ChunkTable, build_pieces
 
 MAX_STATE_TO_PIECE_RATIO = 12
@@ -66,7 +68,11 @@ class ServerConfig:
     staleness_aware: bool = False
     codec: Mapping[str, Any] | None = None
     """The settings of the job's codec; pushes are then encoded lane by lane."""
+    cut_tensors: bool = True
+    """Whether chunks of encoded lanes may end inside a tensor."""
     checkpoint_path: str = ""
+    views: Mapping[int, Mapping[int, Sequence[int]]] | None = None
+    """The lanes of each seat in each view, if all views are known before."""
 
     @property
     def synchronous(self) -> bool:
@@ -93,7 +99,7 @@ class ParameterServer:
         self.view = 0
         self.nodes: dict[int, list[Node]] = {}
         self.model: dict[str, Any] = {}
-        self.encoded_layout: EncodedLayout | None = None
+        self.encoded_chunks: EncodedChunks | None = None
         self.ignored_lanes: frozenset[int] = frozenset()
         self.replication = ChainReplication(self, connect_to=connect_to, on_filled=on_filled)
         self.sparse_handler = SparseTableHandler(
@@ -224,7 +230,7 @@ class ParameterServer:
         elif frame.kind == protocol.READY:
             self._handle_ready(session, frame.view)
         elif frame.kind == protocol.HYPER:
-            session.hyper = self.parse_hyperparameters(decode_json(connection.payload))
+            session.hyper = self.parse_hyperparameters(connection.payload)
         elif frame.kind == protocol.SHARE_MEMORY:
             self._attach_shared_memory(session, frame)
         elif frame.kind == protocol.LOOKUP_ROWS:
@@ -237,31 +243,35 @@ class ParameterServer:
     # ---- entering a view ----
 
     def _handle_enter(self, session: ClientSession, frame: ServerFrame) -> None:
-        fields, view = decode_json(session.connection.payload), frame.view
+        request, view = parse_message(EnterRequest, session.connection.payload), frame.view
         if view < self.view:
             passed = f"view {view} has passed".encode()
             session.connection.send(ServerFrame(protocol.REFUSED, self.chunk_table_number, view=self.view), passed)
             return
-        self.check_model(fields.get("model"))
+        self.check_model(request.model)
         if view > self.view:
-            self._begin_view(
-                view, parse_assignment(fields.get("carries"), sender=session.seat, lanes=self.config.lanes)
-            )
+            self._begin_view(view, self._parse_assignment(request, session.seat, view))
         if session.seat not in self.nodes:
             raise LinkError(f"enters view {view}, of which it is not a member")
         session.view, session.pending_enter = view, frame
         size = len(self.nodes[session.seat]) * self.chunk_store.layout.size_bytes
-        needs_memory = session.shared_memory is None or self.encoded_layout is not None
+        needs_memory = session.shared_memory is None or self.encoded_chunks is not None
         if needs_memory and (session.memory is None or len(session.memory.raw) < size):
             session.memory = ByteBuffer.private(size)
-        if fields.get("lead") and not self._ready:
+        if request.lead and not self._ready:
             session.connection.send(
                 ServerFrame(protocol.STATUS, frame.chunk_table_number, view=view), encode_json(self._status())
             )
-        elif fields.get("ready"):
+        elif request.ready:
             self._ready = True
             self._admit(session)  # again, after it reconnected or the table changed
         self.admit_entering_clients()
+
+    def _parse_assignment(self, request: EnterRequest, sender: int, view: int) -> dict[int, list[int]]:
+        assignment = parse_assignment(request.carries, sender=sender, lanes=self.config.lanes)
+        if self.config.views is not None and self.config.views.get(view) != assignment:
+            raise LinkError(f"enters view {view}, which does not exist")
+        return assignment
 
     def check_model(self, model: Any) -> None:
         """Check the model's layout, which the first client sets for the whole run."""
@@ -273,21 +283,25 @@ class ParameterServer:
         except Exception as failure:  # the description names an optimizer and its options, which may raise anything
             raise LinkError(f"describes an impossible model: {failure!r:.200}") from failure
 
-    def parse_hyperparameters(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Options for each of the optimizer's groups. LinkError for anything else."""
-        groups, clip = fields.get("groups"), parse_number(fields.get("clip_value"))
-        complete = isinstance(groups, list) and len(groups) == len(self.model.get("hyper", ()))
-        if not complete or not all(isinstance(group, dict) for group in groups or ()):
+    def parse_hyperparameters(self, payload: bytearray) -> dict[str, Any]:
+        """Options that the optimizer of each group takes. LinkError for anything else."""
+        update, initial = parse_message(HyperparameterUpdate, payload), self.model.get("hyper", ())
+        if len(update.groups) != len(initial):
             raise LinkError("sent options for other groups than the optimizer has")
-        return {"groups": groups, "clip_value": clip}
+        if not all(map(with_changed_numbers, update.groups, initial)):
+            raise LinkError("sent options that the optimizer does not take")
+        return update.model_dump()
 
     def _set_model(self, model: dict[str, Any]) -> None:
-        layout = FlatLayout.from_description(model["layout"])
+        layout, encoded_chunks = FlatLayout.from_description(model["layout"]), None
         if self.config.codec:
-            self.encoded_layout = EncodedLayout(layout, self.config.codec)
-            layout.chunk_offsets = self.encoded_layout.chunk_offsets
+            encoded_chunks = EncodedChunks(
+                EncodedLayout(layout, self.config.codec), cut_tensors=self.config.cut_tensors
+            )
+            layout.chunk_offsets = encoded_chunks.offsets
         if self.chunk_table is None or self.chunk_table.cuts != layout.chunk_offsets:
             raise ValueError("the chunk table is for another model")
+        self.encoded_chunks = encoded_chunks
         self._shared_parameters, self._shared_sums = SharedMemory(layout.size_bytes), SharedSums.create(layout)
         self._chunk_store = ChunkStore(
             layout,
@@ -370,7 +384,7 @@ class ParameterServer:
         session.shared_memory = attach(session.connection.take_fd(), frame.number)
         session.encoded = self.config.codec is not None
         for piece_state in self.piece_states.values():
-            piece_state.reductions.clear()
+            piece_state.drop_pushes_of(session)
 
 
 def parse_table_specs(descriptions: Any) -> list[TableSpec]:
@@ -381,7 +395,7 @@ def parse_table_specs(descriptions: Any) -> list[TableSpec]:
     return tables
 
 
-def parse_assignment(fields: Any, *, sender: int, lanes: int) -> dict[int, list[int]]:
+def parse_assignment(fields: Mapping[str, Sequence[int]], *, sender: int, lanes: int) -> dict[int, list[int]]:
     """The lanes of each seat. LinkError unless each lane is carried once, and `sender` is a member."""
     try:
         assignment = {int(seat): sorted(int(lane) for lane in carries) for seat, carries in fields.items()}

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.checkpoint import state_format
-from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.transport.shared_memory import ByteBuffer
 from shoal.lanes.sparse.rows import scale_rows
 from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.connection import PayloadTarget
+from shoal.paramserver.encoded_chunks import EncodedChunks
+from shoal.paramserver.messages import ApplyRequest, parse_message
 from shoal.paramserver.piece_state import ClientSession, PendingReply, PieceState, PushRound
-from shoal.paramserver.protocol import ServerFrame, decode_json
+from shoal.paramserver.protocol import ServerFrame
 from shoal.paramserver.sparse.handlers import RowsUnreadableError
 from shoal.paramserver.sparse.row_tables import RowGradients
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from shoal.paramserver.server import ParameterServer
 
 _NO_GRADIENTS: RowGradients = {}
-_HOW_APPLIED_FLAGS = protocol.HALT | protocol.COUNTED | protocol.NORMS
 _UPDATE_COUNT_MASK = (1 << 32) - 1
 """The bits of a stamp's `seq` that count updates since the piece was set. The bits above have the view of that set."""
 
@@ -59,14 +59,20 @@ class UpdatePipeline:
         if not piece_state.is_primary:
             raise LinkError(f"pushed piece {frame.piece} to a server that is not its primary")
         partials = self._pushed_partials(session, frame)
+        if frame.flags & protocol.EMPTY:
+            if server.config.synchronous:
+                raise LinkError("pushed nothing, although all lanes are updated together")
+        elif bool(frame.flags & protocol.SHARED) is (session.shared_memory is None):
+            raise LinkError("pushed otherwise than it shares its memory")
         if piece_state.push_round is not None:
             piece_state.push_round.pushes.pop(session.seat, None)  # the client pushes again
         if frame.flags & (protocol.SHARED | protocol.EMPTY):
             return server.sparse_handler.buffers_with_rows(session.connection, frame, [])
-        if server.encoded_layout is not None:
-            return session.connection.allocate_payload(
-                len(partials) * server.encoded_layout.chunk_range(piece_state.piece.first_chunk)[1]
-            )
+        if server.encoded_chunks is not None:
+            max_bytes = len(partials) * server.encoded_chunks.max_bytes(piece_state.piece)
+            if frame.size > max_bytes:
+                raise LinkError(f"sent {frame.size} bytes of encoded values, and {max_bytes} is the most")
+            return session.connection.allocate_payload(frame.size)
         if session.memory is None:
             raise LinkError("sent a payload, but shares its memory")
         starts = [i * size for i in partials]
@@ -100,7 +106,7 @@ class UpdatePipeline:
         elif frame.kind == protocol.PUSH:
             self._handle_push(session, frame)
         elif frame.kind == protocol.APPLY:
-            self._handle_apply(frame, decode_json(session.connection.payload))
+            self._handle_apply(frame, parse_message(ApplyRequest, session.connection.payload))
         elif frame.kind == protocol.SET:
             piece_state = server.piece_state(frame)
             try:
@@ -113,9 +119,9 @@ class UpdatePipeline:
             raise LinkError(f"sent a frame of kind {frame.kind}")
 
     def _handle_push(self, session: ClientSession, frame: ServerFrame) -> None:
-        encoded_layout, layout = self._server.encoded_layout, self._server.chunk_store.layout
+        encoded_chunks, layout = self._server.encoded_chunks, self._server.chunk_store.layout
         size = len(self._server.nodes[session.seat]) * (
-            encoded_layout.lane_bytes if encoded_layout else layout.size_bytes
+            encoded_chunks.encoded_layout.lane_bytes if encoded_chunks else layout.size_bytes
         )
         if frame.flags & protocol.SHARED and (session.shared_memory is None or len(session.shared_memory.raw) < size):
             raise LinkError("shares too little memory")
@@ -131,26 +137,27 @@ class UpdatePipeline:
             why = f"got step {frame.step}, but step {next_step} is missing"
             session.connection.send(ServerFrame(protocol.REFUSED, self._server.chunk_table_number), why.encode())
         else:
-            if encoded_layout is not None and not frame.flags & protocol.EMPTY:
-                self._decode(encoded_layout, session, frame, piece_state)
+            if encoded_chunks is not None and not frame.flags & protocol.EMPTY:
+                self._decode(encoded_chunks, session, frame, piece_state)
             (self._add_to_round if self._server.config.synchronous else self._apply_lane_push)(
                 session, frame, piece_state
             )
 
     def _decode(
-        self, encoded_layout: EncodedLayout, session: ClientSession, frame: ServerFrame, piece_state: PieceState
+        self, encoded_chunks: EncodedChunks, session: ClientSession, frame: ServerFrame, piece_state: PieceState
     ) -> None:
-        """Decode a push into the session's partial sums. With a codec, every piece is one chunk."""
-        offset, size = encoded_layout.chunk_range(piece_state.piece.first_chunk)
-        for position, i in enumerate(self._pushed_partials(session, frame)):
-            if frame.flags & protocol.SHARED:
-                assert session.shared_memory is not None
-                data = session.shared_memory.tensor[i * encoded_layout.lane_bytes + offset :][:size]
-            else:
-                data = torch.frombuffer(session.connection.payload, dtype=torch.uint8)[position * size :][:size]
-            encoded_layout.decode(
-                piece_state.piece.first_chunk, data, session.partial(i, encoded_layout.layout.size_bytes).tensor
-            )
+        """Decode a push into the session's partial sums."""
+        layout, pushed = encoded_chunks.encoded_layout, self._pushed_partials(session, frame)
+        if not pushed:
+            return
+        if frame.flags & protocol.SHARED:
+            assert session.shared_memory is not None
+            lanes = [session.shared_memory.tensor[i * layout.lane_bytes :][: layout.lane_bytes] for i in pushed]
+            data = torch.cat([part for lane in lanes for part in encoded_chunks.parts(piece_state.piece, lane)])
+        else:
+            data = torch.frombuffer(session.connection.payload, dtype=torch.uint8)
+        flat_buffers = [session.partial(i, layout.layout.size_bytes).tensor for i in pushed]
+        encoded_chunks.decode(piece_state.piece, data, flat_buffers)
 
     def _next_step(self, piece_state: PieceState, frame: ServerFrame) -> int:
         """The step that the piece waits for."""
@@ -208,14 +215,13 @@ class UpdatePipeline:
         values = chunk_store.norms(piece.first_chunk, piece.end_chunk) if norms else []
         return torch.tensor(values, dtype=torch.float64).numpy().data.cast("B")
 
-    def _handle_apply(self, frame: ServerFrame, fields: dict[str, Any]) -> None:
+    def _handle_apply(self, frame: ServerFrame, request: ApplyRequest) -> None:
         """Apply with the total norm and count. The first client's message counts; all clients compute the same."""
-        count, coefficient = (parse_number(fields.get(name)) for name in ("count", "coefficient"))
         for piece_state in self._server.piece_states.values():
             push_round = piece_state.push_round
             if push_round and push_round.summed and push_round.pushes and push_round.step == frame.step:
                 sums = self._server.chunk_store.sums
-                self._apply_round(piece_state, push_round, sums, count=count, coefficient=coefficient)
+                self._apply_round(piece_state, push_round, sums, count=request.count, coefficient=request.coefficient)
 
     def _apply_round(
         self,
@@ -232,7 +238,7 @@ class UpdatePipeline:
             chunk_store.scale(
                 piece_state.piece.first_chunk, piece_state.piece.end_chunk, count=count, coefficient=coefficient
             )
-        record = ServerFrame(protocol.RECORD, step=push_round.step, flags=push_round.flags & _HOW_APPLIED_FLAGS)
+        record = ServerFrame(protocol.RECORD, step=push_round.step, flags=push_round.flags & protocol.HOW_APPLIED_FLAGS)
         if push_round.flags & (protocol.NORMS | protocol.COUNTED):
             record = record._replace(divisor=count or 0.0, coefficient=1.0 if coefficient is None else coefficient)
         gradients = {
@@ -293,7 +299,7 @@ class UpdatePipeline:
             if self._server.config.synchronous:
                 chunk_store.applied[first:last] = record.step + 1
                 chunk_store.how_applied[first:last] = (
-                    record.flags & _HOW_APPLIED_FLAGS,
+                    record.flags & protocol.HOW_APPLIED_FLAGS,
                     record.divisor,
                     record.coefficient,
                 )
@@ -452,14 +458,3 @@ class UpdatePipeline:
 def options_from_json(group: dict[str, Any]) -> dict[str, Any]:
     """JSON has lists where torch needs tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-
-
-def parse_number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float):
-        raise LinkError("sent a value that is not a number")
-    try:
-        return float(value)
-    except OverflowError as failure:
-        raise LinkError("sent a number that is too large") from failure

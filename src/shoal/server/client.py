@@ -197,8 +197,7 @@ class Client:
         resumes at the slowest client's step."""
         self._server_client.disconnect_all()
         rejoining, self._rejoining = self._rejoining, False
-        hello = {"carries": self._config.carries, "model": self._config.model}
-        entry = ViewEntry(TRAINING_VIEW, hello, self._push_memory)
+        entry = ViewEntry(TRAINING_VIEW, self._config.enter_fields(TRAINING_VIEW), self._push_memory)
         entry.ready = True  # the process that started the servers has set their state
         with self._translate_errors():
             clocks = self._server_client.enter(entry)

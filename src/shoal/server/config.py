@@ -60,8 +60,14 @@ class StandaloneServerConfig(Spec):
         return json.dumps({"groups": [args], "clip_value": None}).encode()
 
     @property
-    def carries(self) -> dict[str, list[int]]:
-        return {str(worker): [worker] for worker in range(self.workers)}
+    def views(self) -> dict[int, dict[int, list[int]]]:
+        """The lanes of each seat, in the two views that there are."""
+        lanes = list(range(self.workers))
+        return {LOADING_VIEW: {self.workers: lanes}, TRAINING_VIEW: {worker: [worker] for worker in lanes}}
+
+    def enter_fields(self, view: int) -> dict[str, Any]:
+        """What a client says when it enters this view."""
+        return {"carries": {str(seat): lanes for seat, lanes in self.views[view].items()}, "model": self.model}
 
     def write(self, root: Path) -> None:
         write_atomically(root / "servers.json", self.model_dump_json())

@@ -35,7 +35,10 @@ def serve(paths: RunPaths, seat: int) -> None:
     config = StandaloneServerConfig.read(paths.root)
     check_optimizer(config)
     server_config = ServerConfig(
-        config.workers, config.sync.staleness_bound, staleness_aware=config.sync.staleness_aware
+        config.workers,
+        config.sync.staleness_bound,
+        staleness_aware=config.sync.staleness_aware,
+        views=config.views,
     )
     run_server(paths, seat, server_config, patience_s=PATIENCE_S, on_view=ignore_lost_workers)
 

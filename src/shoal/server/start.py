@@ -193,7 +193,7 @@ class Servers:
     def _load_snapshot(self, initial: ServerSnapshot) -> None:
         """Set the servers' state, before any worker can push."""
         lanes = self._config.workers
-        hello = {"carries": {str(lanes): list(range(lanes))}, "model": self._config.model}
+        hello = self._config.enter_fields(LOADING_VIEW)
         request = SetState(lambda first, last: initial.chunk_state(self._layout, first, last, lanes=lanes))
         client = self._new_client(seat=lanes)
         try:

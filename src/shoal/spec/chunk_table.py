@@ -119,13 +119,13 @@ def chunk_boundaries(tensor_extents: Sequence[tuple[int, int]], size_bytes: int,
     count = min(max(end // (MIN_CHUNK_BYTES + 2 * BOUNDARY_ALIGN_BYTES), least_chunks, 1), MAX_CHUNKS)
     starts = [start for start, _ in tensor_extents]
     inner = {
-        _allowed_boundary(end * i // count, tensor_extents[bisect_right(starts, end * i // count) - 1])
+        allowed_boundary(end * i // count, tensor_extents[bisect_right(starts, end * i // count) - 1])
         for i in range(1, count)
     }
     return sorted({0, *inner, end, size_bytes})
 
 
-def _allowed_boundary(point: int, tensor_extent: tuple[int, int]) -> int:
+def allowed_boundary(point: int, tensor_extent: tuple[int, int]) -> int:
     """The last allowed boundary at or before the point, inside the tensor at that point."""
     start, size = tensor_extent
     return start + min(point - start, size) // BOUNDARY_ALIGN_BYTES * BOUNDARY_ALIGN_BYTES

@@ -429,6 +429,10 @@ class Job(Spec):
         return self.lanes or self.workers.most
 
     @property
+    def clips_by_norm(self) -> bool:
+        return self.clip is not None and self.clip.norm is not None
+
+    @property
     def workers_per_replica(self) -> int:
         """Number of workers over which one replica of the model is sharded."""
         return 1 if isinstance(self.shard, NoShardingConfig) else self.shard.size or self.workers.most

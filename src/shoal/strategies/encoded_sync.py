@@ -43,7 +43,9 @@ class EncodedAllReduceSync(OrderedAllReduceSync):
         on_total: OnTotal | None = None,
     ) -> None:
         super().__init__(lanes, group, on_total=on_total)
-        replica.set_chunking(lambda layout: EncodedLayout(layout, settings).chunk_offsets)  # as on servers
+        replica.set_chunking(
+            lambda layout: EncodedLayout(layout, settings).chunk_offsets
+        )  # norms of whole tensors, as on servers
         self._settings = settings
         self._replica = replica
         self._peer_services = peers

@@ -214,7 +214,16 @@ def _server_sync(
     job: Job, config: ServerSyncConfig, replica: Replica, group: ViewGroup, context: StepContext
 ) -> ParameterServerSync:
     codec, staleness = _codec_of(job), config.staleness_bound
-    push_codec = PushCodec(replica, codec, context.peers, context.report, synchronous=staleness == 0) if codec else None
+    push_codec = None
+    if codec:
+        push_codec = PushCodec(
+            replica,
+            codec,
+            context.peers,
+            context.report,
+            synchronous=staleness == 0,
+            cut_tensors=not job.clips_by_norm,
+        )
     return ParameterServerSync(
         job.lane_count, replica, group=group, token=context.peers.token, staleness=staleness, push_codec=push_codec
     )

@@ -33,6 +33,7 @@ from shoal.paramserver.chunk_state import (
     param_group_indices,
 )
 from shoal.paramserver.client import ParameterServerClient, RefusedError, Request, ViewEntry
+from shoal.paramserver.messages import ServerStatus
 from shoal.paramserver.push_buffers import PushCodec, ZeroCopyPush
 from shoal.paramserver.requests import CopiedPush, LanePush, Pull, PullState, Push, SetState
 from shoal.paramserver.sparse.checkpoint import RowBlob
@@ -140,7 +141,7 @@ class ParameterServerSync:
         memory = self._shared_memory.buffer
         if self._push_codec:
             self._encoded_lanes = list(torch.split(memory.tensor[: partials * size], size))
-            self._partials = CopiedPush(memory, layout, self._push_codec.encoded_layout)
+            self._partials = CopiedPush(memory, layout, self._push_codec.encoded_chunks)
         else:
             self._partials = ZeroCopyPush(layout, memory, partials)
 
@@ -169,11 +170,12 @@ class ParameterServerSync:
             "tables": self._sparse_client.describe(),
         }
 
-    def _plan_restore(self, found: list[dict[str, Any]], step: int) -> Request | None:
+    def _plan_restore(self, found: list[ServerStatus], step: int) -> Request | None:
         """Do the servers hold the state that this view starts from? If not, returns the request that sets it."""
-        good = all(status.get("set") for status in found)
+        good = all(status.set for status in found)
         if self.exact:
-            good = good and all(s.get("low", step) >= step and s.get("high", step) <= step + 1 for s in found)
+            low, high = [s.low for s in found if s.low is not None], [s.high for s in found if s.high is not None]
+            good = good and min(low, default=step) >= step and max(high, default=step) <= step + 1
         elif self._loaded_step == step:
             good = False  # servers may be ahead of the checkpoint that was loaded
         if good:

@@ -64,7 +64,7 @@ def _train(
     replica: Replica, batch: Batch, *, seat: int, token: str, other: socket.socket, budget_s: float
 ) -> list[tuple[float, float]]:
     """CPU seconds of the lane and seconds of the exchange, per step. Ends early if the other worker is gone."""
-    endpoint = Endpoint(token, serve=lambda sock, said: None)
+    endpoint = Endpoint(token)
     group = ViewGroup(endpoint, token)
     sync = OrderedAllReduceSync(2, group)
     found: list[tuple[float, float]] = []

@@ -15,6 +15,7 @@ from shoal.collectives.transport import frames
 from shoal.collectives.transport.connection import BuffersFor, PeerError, PeerLink
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
 from shoal.collectives.transport.frames import PeerFrame
+from shoal.collectives.transport.greeting import Caller, Greeting
 from shoal.net.errors import LinkError
 from shoal.spec.view import Address, View
 
@@ -63,15 +64,11 @@ class Mesh:
     def _connect_to(self, peer: int, address: Address) -> None:
         """Runs in its own thread: connecting may take seconds, and an abort does not wait for it."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        caller, greeting = Caller(), Greeting(purpose="mesh", seat=self.seat, view=self.view)
         while True:
             try:
                 sock = connect_to_peer(
-                    address,
-                    self._token,
-                    purpose="mesh",
-                    seat=self.seat,
-                    view=self.view,
-                    tls_contexts=self._endpoint.tls_contexts,
+                    address, self._token, greeting, caller=caller, tls_contexts=self._endpoint.tls_contexts
                 )
                 break
             except LinkError as failure:

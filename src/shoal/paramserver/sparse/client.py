@@ -15,6 +15,7 @@ from shoal.lanes.sparse.rows import RowBundle, pack_rows
 from shoal.lanes.sparse.table_spec import TableSpec
 from shoal.net.errors import LinkError
 from shoal.paramserver.client import ParameterServerClient, RefusedError
+from shoal.paramserver.messages import RowsSnapshot
 from shoal.paramserver.sparse.checkpoint import RowBlob
 from shoal.paramserver.sparse.requests import LookupRows, SnapshotRows
 from shoal.spec.chunk_table import ParameterPiece
@@ -84,7 +85,7 @@ class SparseClient:
     def save(self) -> list[dict[str, Any]]:
         """Have servers write their rows beside the checkpoint. LinkError if that fails."""
         if self._tables:
-            self.saved = [RowBlob.from_description(found["saved"]) for _, found in self._save_or_hash_rows(saves=True)]
+            self.saved = [RowBlob.from_description(found.saved) for _, found in self._save_or_hash_rows(saves=True)]
         return [one.describe() for one in self.saved]
 
     def blobs(self) -> dict[str, int]:
@@ -98,10 +99,10 @@ class SparseClient:
         """The digest of all rows of all tables; '' without tables."""
         if not self._tables:
             return ""
-        digests = [digest for _, reply in self._save_or_hash_rows(saves=False) for digest in reply["digests"]]
+        digests = [digest for _, reply in self._save_or_hash_rows(saves=False) for digest in reply.digests]
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
-    def _save_or_hash_rows(self, *, saves: bool) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+    def _save_or_hash_rows(self, *, saves: bool) -> list[tuple[tuple[int, int], RowsSnapshot]]:
         request = SnapshotRows(self.step, saves)
         while not request.is_complete(self._chunks):  # replies overlap if the table changed meanwhile
             request = SnapshotRows(self.step, saves)

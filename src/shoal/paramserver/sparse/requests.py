@@ -12,7 +12,8 @@ from shoal.net.errors import LinkError
 from shoal.paramserver import protocol
 from shoal.paramserver.client import ServerSession
 from shoal.paramserver.connection import PayloadTarget
-from shoal.paramserver.protocol import ServerFrame, decode_json
+from shoal.paramserver.messages import RowsSnapshot, parse_message
+from shoal.paramserver.protocol import ServerFrame
 from shoal.paramserver.requests import GatherAll, SingleReply
 from shoal.spec.chunk_table import ParameterPiece
 
@@ -67,5 +68,5 @@ class SnapshotRows(GatherAll):
         return server.connection.allocate_payload(frame.size)
 
     def handle_reply(self, server: ServerSession, piece: ParameterPiece, frame: ServerFrame) -> bool:
-        self.replies[piece.first_chunk, piece.end_chunk] = decode_json(server.connection.payload)
+        self.replies[piece.first_chunk, piece.end_chunk] = parse_message(RowsSnapshot, server.connection.payload)
         return True
