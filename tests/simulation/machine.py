@@ -27,7 +27,8 @@ class Machine:
     def __init__(self, start: Callable[[Launch], SimulatedWorker]) -> None:
         self.start = start
         self.processes: dict[int, SimulatedWorker] = {}
-        self.seats_used: set[int] = set()
+        self.known_seats: set[int] = set()
+        """Seats whose workers have trained, or have told the run of themselves."""
         self.deaths = 0
 
 
@@ -38,6 +39,7 @@ class SimulatedEngine:
         self._machine = machine
         self._watched: dict[int, SimulatedWorker] = {}
         self._on_exit = on_exit
+        self._closed = False
 
     def capacity(self) -> list[Node]:
         return [Node("simulated", CORES, 1 << 34, gpus=0, shares_run_dir=True)]
@@ -45,7 +47,7 @@ class SimulatedEngine:
     def start(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
             seat = launch.seat.number
-            require(seat not in self._machine.seats_used, f"seat {seat} is used again")
+            require(seat not in self._machine.known_seats, f"seat {seat} is used again")
             process = self._machine.start(launch)
             self._machine.processes[seat] = process
             self._watch(seat, process)
@@ -60,7 +62,7 @@ class SimulatedEngine:
         for seat in ended:
             process = self._watched.pop(seat)
             del self._machine.processes[seat]
-            self._machine.deaths += process.exit_code != 0
+            self._machine.deaths += process.exit_code != 0 and not self._closed
             found.append(Exit.with_code(seat, process.exit_code))
         return found
 
@@ -84,6 +86,7 @@ class SimulatedEngine:
         return [Seat(number=seat) for seat in self.running()]
 
     def close(self) -> None:
+        self._closed = True
         self.stop(self.running())
         self.poll(0)
 
@@ -94,6 +97,7 @@ class EventLog:
     def __init__(self, world: World) -> None:
         self.world = world
         self.events: list[Event] = []
+        self.evicted_at_s: dict[str, float] = {}
 
 
 class SimulatedStream:
@@ -112,6 +116,8 @@ class SimulatedStream:
 
     def append(self, event: Event) -> None:
         self._log.events.append(event)
+        if event.kind == "evicted":
+            self._log.evicted_at_s[event.get("worker", "")] = self._log.world.now_s
         if event.kind != "step":
             self._log.world.log(f"{event.who} {event.kind}", event.fields.get("why") or event.step)
 

@@ -34,6 +34,7 @@ class Network:
         self.world = world
         self.cut: set[tuple[Process, Process]] = set()
         self.duplicates = 0.0
+        self.connections = 0
         self._last: dict[tuple[object, Process, Process], float] = {}
         self._waiting: list[tuple[object, Process, Process, Callable[..., object], tuple[Any, ...]]] = []
 
@@ -249,6 +250,7 @@ class SimulatedControlClient(ControlClient):
             ident=None, start=self._begin, is_alive=lambda: False, join=lambda timeout: None
         )
         self._link: Link | None = None
+        self.connections = 0
         self._pause_s = control_client.MIN_BACKOFF_S
         self._beat_at_s = 0.0
 
@@ -267,8 +269,9 @@ class SimulatedControlClient(ControlClient):
         if self.network.is_cut(self.process, server.process):
             self.process.at(CONNECT_TIMEOUT_S, self._lost, "timed out")
             return
-        number = self.network.connections = getattr(self.network, "connections", 0) + 1
-        self._link = link = Link(number, self, server)
+        self.connections += 1
+        self.network.connections += 1
+        self._link = link = Link(self.network.connections, self, server)
         self._clock.tick()
         self._last_heard_s = self._clock.now_s
         hello = json.dumps(self._hello(), default=str).encode()

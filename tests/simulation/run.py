@@ -22,6 +22,8 @@ from tests.simulation.world import Process, World, require
 TICK_S = 0.25
 SOON_S = 0.01
 RESUME_S = 1.0
+LEASE_S = 10.0
+"""Seconds after its eviction in which a worker that nobody can kill must have stopped."""
 
 
 @lru_cache
@@ -105,8 +107,6 @@ class SimulatedRun:
         self.results: list[RunResult] = []
         self.views: dict[int, View] = {}
         self._drivers = 0
-        self.joined_lost = 0
-        self.commits: dict[int, int] = {}
 
     # ---- parts ----
 
@@ -130,7 +130,6 @@ class SimulatedRun:
         return self.driver.control if self.driver is not None else None
 
     def _launch(self, launch: Launch) -> SimulatedWorker:
-        self.machine.seats_used.add(launch.seat.number)
         return self._new_worker(launch.seat.number)
 
     def join(self) -> SimulatedWorker:
@@ -197,8 +196,15 @@ class SimulatedRun:
         require(held, f"the source of view {view.number} does not hold its position")
 
     def check_commit(self, worker: SimulatedWorker, step: int, link: int) -> None:
-        require(link == self.chain[step + 1], f"{worker.name} committed step {step} with other weights")
-        self.commits[step] = self.commits.get(step, 0) + 1
+        """A worker has applied a step: its own commit, or one that it follows."""
+        require(link == self.chain[step + 1], f"{worker.name} has other weights after step {step}")
+        view = worker.group.view
+        if view is None:
+            return
+        leaders = [one.name for one in self.alive_workers() if one.group.view is not None and one.leads_in(view.number)]
+        require(len(leaders) <= 1, f"{leaders} save in view {view.number}")
+        evicted_s = self.world.now_s - self.log.evicted_at_s.get(f"worker-{worker.group.seat}", self.world.now_s)
+        require(evicted_s <= LEASE_S, f"{worker.name} trains {evicted_s:.1f} s after its eviction")
 
     def check_end(self) -> None:
         """After the run has finished."""
@@ -209,8 +215,9 @@ class SimulatedRun:
         require(receipt.steps == self.steps, f"the receipt has {receipt.steps} of {self.steps} steps")
         require(receipt.exact, "the receipt says that the run is not exact")
         managed = self.machine.deaths
+        most = managed + sum(worker.control.connections for worker in self.workers if not worker.managed)
         require(
-            managed <= receipt.deaths_survived <= managed + self.joined_lost,
+            managed <= receipt.deaths_survived <= most,
             f"the receipt has {receipt.deaths_survived} deaths, and there were {managed}",
         )
         require(self.disk.complete_steps()[:1] == [self.steps], "the last step is not on disk")

@@ -381,12 +381,16 @@ class SimulatedWorker(Process):
         self.replica = ChainReplica(self)
         self.progress: Progress | None = None
         self.elastic: ElasticLoop | None = None
-        self.evicted_at_s: float | None = None
         self.start(self._main)
 
     @property
     def position(self) -> int | None:
         return self.progress.position if self.progress is not None else None
+
+    def leads_in(self, view: int) -> bool:
+        """Would it save in this view?"""
+        leads = self.progress is not None and self.progress.reporter.is_leader
+        return leads and self.group.view is not None and self.group.view.number == view
 
     # ---- peers ----
 
@@ -426,6 +430,7 @@ class SimulatedWorker(Process):
         stream: Any = SimulatedStream(self.run.log, who)
         if not self.managed:
             stream = EventWriter.to_callback(lambda row: self.control.send("event", row=row.decode()), who)
+        self.run.machine.known_seats.add(session.seat)
         stream.emit("worker_started", pid=self.address.port, host=self.name, threads=1, torch="")
         best = BestMetric(job.best)
         reporter = Reporter(stream, [best])

@@ -201,7 +201,7 @@ class RunDriver:
             return None
         if self.server_group:
             self.server_group.flush_stats()
-            self._read_events()
+        self._read_events()  # the receipt also counts a worker whose exit was reported in this tick
         return RunResult(self.paths, "finished", receipt=make_receipt(self.job, self.state, run=self.paths.name))
 
     def _write_end(self, result: RunResult) -> RunResult:

@@ -169,6 +169,8 @@ class WorkerGroup:
         self.membership.arrived(seat, attachment, address=address, view=view, training=training and not known)
         job = {"job": self._job.dump()} if attachment.needs_job else {}
         self._control.send(message.connection, "welcome", seat=seat, run=self._paths.name, **job)
+        if self._final_view and self._final_view.number <= view:  # the worker ignores a number below its newest
+            self._final_view = self._final_view.model_copy(update={"number": view + 1})
         if newest := self._final_view or self._latest_views.get(seat):
             self._control.publish_view(newest, [message.connection])
         if self._server_group:
