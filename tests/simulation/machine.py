@@ -24,11 +24,9 @@ SIGKILL = -9
 class Machine:
     """The processes of the run, which outlive an engine."""
 
-    def __init__(self, start: Callable[[Launch], SimulatedWorker]) -> None:
-        self.start = start
+    def __init__(self, start: Callable[[Launch], SimulatedWorker], log: EventLog) -> None:
+        self.start, self.log = start, log
         self.processes: dict[int, SimulatedWorker] = {}
-        self.known_seats: set[int] = set()
-        """Seats whose workers have trained, or have told the run of themselves."""
         self.deaths = 0
 
 
@@ -47,7 +45,7 @@ class SimulatedEngine:
     def start(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
             seat = launch.seat.number
-            require(seat not in self._machine.known_seats, f"seat {seat} is used again")
+            require(launch.seat.name not in self._machine.log.names, f"{launch.seat.name} was there before")
             process = self._machine.start(launch)
             self._machine.processes[seat] = process
             self._watch(seat, process)
@@ -97,6 +95,7 @@ class EventLog:
     def __init__(self, world: World) -> None:
         self.world = world
         self.events: list[Event] = []
+        self.names: set[str] = set()
         self.evicted_at_s: dict[str, float] = {}
 
 
@@ -116,6 +115,7 @@ class SimulatedStream:
 
     def append(self, event: Event) -> None:
         self._log.events.append(event)
+        self._log.names.add(event.who)
         if event.kind == "evicted":
             self._log.evicted_at_s[event.get("worker", "")] = self._log.world.now_s
         if event.kind != "step":

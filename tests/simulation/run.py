@@ -97,10 +97,10 @@ class SimulatedRun:
         self.lane_s = 0.1 / lanes
         self.world = World(seed)
         self.network = Network(self.world)
-        self.machine = Machine(self._launch)
+        self.log = EventLog(self.world)
+        self.machine = Machine(self._launch, self.log)
         self.chain = undisturbed_chain(steps, lanes)
         self.disk = Disk(self.world, self.chain)
-        self.log = EventLog(self.world)
         self.save_lock = SaveLock()
         self.workers: list[SimulatedWorker] = []
         self.driver: DriverProcess | None = None

@@ -430,7 +430,6 @@ class SimulatedWorker(Process):
         stream: Any = SimulatedStream(self.run.log, who)
         if not self.managed:
             stream = EventWriter.to_callback(lambda row: self.control.send("event", row=row.decode()), who)
-        self.run.machine.known_seats.add(session.seat)
         stream.emit("worker_started", pid=self.address.port, host=self.name, threads=1, torch="")
         best = BestMetric(job.best)
         reporter = Reporter(stream, [best])

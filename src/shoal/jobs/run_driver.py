@@ -175,10 +175,9 @@ class RunDriver:
         exits = self.engine.poll(0)
         self._receive()
         self._read_events()
-        for one in exits:
-            result = self._handle_exit(one)
-            if result is not None:
-                return result
+        results = [self._handle_exit(one) for one in exits]  # all of them: each death is reported
+        if ended := next(filter(None, results), None):
+            return ended
         if self.state.result:
             return self._shut_down()
         self.worker_group.tick()
