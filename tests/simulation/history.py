@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tests.simulation.run import DriverProcess, SimulatedRun
 from tests.simulation.standins import happening
 from tests.simulation.worker import SimulatedWorker
-from tests.simulation.world import START_S, Process, require
+from tests.simulation.world import START_S, InvariantViolation, Process, require
 
 CALM_S = 150.0
 """Virtual seconds in which a run must finish after the last fault."""
@@ -42,7 +42,7 @@ class History:
 
     @property
     def calm_from_s(self) -> float:
-        return max((fault.at_s + fault.duration_s for fault in self.faults), default=0.0)
+        return max((fault.at_s + 3 * fault.duration_s for fault in self.faults), default=0.0)
 
     def without(self, index: int) -> History:
         return replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
@@ -95,7 +95,7 @@ def run_history(history: History) -> SimulatedRun:
 def fails(history: History) -> BaseException | None:
     try:
         run_history(history)
-    except Exception as failure:
+    except (Exception, InvariantViolation) as failure:
         return failure
     return None
 
@@ -166,6 +166,11 @@ def freeze(run: SimulatedRun, fault: Fault) -> None:
         _freeze(run, worker, fault.duration_s)
 
 
+def freeze_for_good(run: SimulatedRun, fault: Fault) -> None:
+    if worker := _chosen(run, fault):
+        worker.freeze()
+
+
 def freeze_driver(run: SimulatedRun, fault: Fault) -> None:
     if driver := _living_driver(run):
         _freeze(run, driver, fault.duration_s)
@@ -229,6 +234,12 @@ def duplicate(run: SimulatedRun, fault: Fault) -> None:
     run.world.at(fault.duration_s, setattr, run.network, "duplicates", 0.0)
 
 
+def slow_down(run: SimulatedRun, fault: Fault) -> None:
+    """Messages are late for a while."""
+    run.world.slowness = 100.0
+    run.world.at(fault.duration_s, setattr, run.world, "slowness", 1.0)
+
+
 def join(run: SimulatedRun, fault: Fault) -> None:
     if len(run.alive_workers()) < MAX_WORKERS:
         run.join()
@@ -242,7 +253,7 @@ def terminate(run: SimulatedRun, fault: Fault) -> None:
 def crash_driver(run: SimulatedRun, fault: Fault) -> None:
     if driver := _living_driver(run):
         driver.crash()
-        run.world.at(fault.duration_s, run.new_driver)
+        run.world.at(3 * fault.duration_s, run.new_driver)  # sometimes longer than workers are patient
 
 
 def scale(run: SimulatedRun, fault: Fault) -> None:
@@ -274,12 +285,14 @@ FAULTS: dict[str, Callable[[SimulatedRun, Fault], None]] = {
         kill,
         kill_all,
         freeze,
+        freeze_for_good,
         freeze_driver,
         cut_one_way,
         cut,
         isolate,
         break_connection,
         duplicate,
+        slow_down,
         join,
         terminate,
         crash_driver,

@@ -150,17 +150,15 @@ class SimulatedReader:
 
 
 class Disk:
-    """The files of all checkpoints. A file is there completely or not at all; temporary files may be left over.
+    """The files of all checkpoints. A file is there completely or not at all; temporary files may be left over."""
 
-    `chain` is the undisturbed chain of commits.
-    """
-
-    def __init__(self, world: World, chain: Sequence[int]) -> None:
-        self.world, self.chain = world, chain
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.files: dict[str, bytes] = {}
         self.readers: list[Process] = []
         self.saves: dict[Process, str] = {}
         self.newest_complete = -1
+        self._blobs: dict[bytes, dict[str, int]] = {}
 
     def complete_steps(self) -> list[int]:
         found = []
@@ -168,10 +166,15 @@ class Disk:
             step = step_from_path(path)
             if step is None:
                 continue
-            manifest = parse_manifest(self.files[path])
-            if all(len(self.files.get(blob_path(digest), b"")) == size for digest, size in manifest.blobs.items()):
+            if all(len(self.files.get(blob, b"")) == size for blob, size in self._blobs_of(path).items()):
                 found.append(step)
         return found
+
+    def _blobs_of(self, path: str) -> dict[str, int]:
+        raw = self.files[path]
+        if raw not in self._blobs:
+            self._blobs[raw] = {blob_path(digest): size for digest, size in parse_manifest(raw).blobs.items()}
+        return self._blobs[raw]
 
     def check(self, path: str) -> None:
         """After each change: a checkpoint that was complete stays until a newer one is complete."""

@@ -11,7 +11,7 @@ from shoal.jobs.run_driver import RunDriver
 from shoal.jobs.run_result import RunResult
 from shoal.spec.job import Job
 from shoal.spec.load import make_job
-from shoal.spec.view import Address, View
+from shoal.spec.view import Address, View, step_of
 from tests.conftest import FIXTURES, MLP
 from tests.simulation.machine import Disk, EventLog, Machine, SimulatedEngine
 from tests.simulation.network import Network, SimulatedControlServer
@@ -26,7 +26,7 @@ LEASE_S = 10.0
 """Seconds after its eviction in which a worker that nobody can kill must have stopped."""
 
 
-@lru_cache
+@lru_cache(maxsize=None)
 def make_simulated_job(workers: int, lanes: int, steps: int, save_every: int) -> Job:
     return make_job(
         MLP
@@ -100,7 +100,7 @@ class SimulatedRun:
         self.log = EventLog(self.world)
         self.machine = Machine(self._launch, self.log)
         self.chain = undisturbed_chain(steps, lanes)
-        self.disk = Disk(self.world, self.chain)
+        self.disk = Disk(self.world)
         self.save_lock = SaveLock()
         self.workers: list[SimulatedWorker] = []
         self.driver: DriverProcess | None = None
@@ -191,6 +191,10 @@ class SimulatedRun:
         for seat, worker in members.items():
             if worker.alive and not group.roster.is_evicted(seat) and worker.activity.phase != "following":
                 require((worker.position or 0) <= view.position, f"view {view.number} loses steps of {worker.name}")
+        for worker in self.workers:
+            if worker.managed and worker.exit_code == 0 and worker.progress is not None:
+                kept = worker.progress.step <= step_of(view.position)
+                require(kept, f"view {view.number} loses steps of {worker.name}, which has left")
         source = members.get(-1 if view.source is None else view.source)
         held = source is None or not source.alive or (source.position or 0) >= view.position
         require(held, f"the source of view {view.number} does not hold its position")

@@ -17,8 +17,8 @@ START_S = 1000.0
 EPOCH_S = 1_700_000_000.0
 
 
-class InvariantViolation(AssertionError):
-    """Something happened that must never happen."""
+class InvariantViolation(BaseException):
+    """Something happened that must never happen. No Exception: real code must not catch it."""
 
 
 class ProcessEnded(BaseException):
@@ -36,6 +36,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.now_s = START_S
         self.rng = random.Random(seed)
+        self.slowness = 1.0
         self.current: Fiber | None = None
         self.trace: list[tuple[float, str, Any]] = []
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
@@ -62,7 +63,7 @@ class World:
     def latency_s(self) -> float:
         """Mostly a millisecond, sometimes long."""
         draw = self.rng.random()
-        return 0.0002 + 0.004 * draw if draw < 0.95 else (draw - 0.95) * 8.0
+        return self.slowness * (0.0002 + 0.004 * draw if draw < 0.95 else (draw - 0.95) * 8.0)
 
     def fiber(self, process: Process, body: Callable[[], object]) -> Fiber:
         made = Fiber(self, process, body)

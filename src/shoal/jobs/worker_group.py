@@ -267,17 +267,19 @@ class WorkerGroup:
     def _check_liveness(self, now_s: float) -> None:
         members = [m for m in self.membership.members.values() if self._expects_heartbeat(m.seat)]
         training = [m.seat for m in members if m.training]
-        idle = [m.seat for m in members if not m.training and not m.leaving]
+        idle = [m.seat for m in members if not m.training]
         for failure in self._liveness.find_failures(now_s, training=training, idle=idle):
             self.evict(failure.seat, failure.why)
         if self._liveness.stalled:
             self.membership.exchange_stalled()
 
     def _expects_heartbeat(self, seat: int) -> bool:
-        """While the run is stopping, a closed connection is normal. A silent open one is not: a frozen worker would
-        keep all others from leaving."""
+        """When a worker was told to leave, or the run is stopping, a closed connection is normal. A silent open one is
+        not: a frozen worker would keep all others waiting."""
         peer = self.roster.get(seat)
-        return peer is not None and not (self.membership.stop_reason and peer.disconnected_at_s is not None)
+        newest = self._latest_views.get(seat)
+        is_ending = bool(self.membership.stop_reason) or (newest is not None and seat in newest.leave)
+        return peer is not None and not (is_ending and peer.disconnected_at_s is not None)
 
     def _drop_remote_worker(self, seat: int) -> None:
         """Remove the worker. It cannot return to its seat."""
