@@ -11,7 +11,7 @@ from tests.simulation.standins import happening
 from tests.simulation.worker import SimulatedWorker
 from tests.simulation.world import START_S, InvariantViolation, Process, require
 
-CALM_S = 150.0
+CALM_S = 500.0
 """Virtual seconds in which a run must finish after the last fault."""
 MAX_WORKERS = 7
 LONGEST_TRACE = 80

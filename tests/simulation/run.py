@@ -191,10 +191,11 @@ class SimulatedRun:
         for seat, worker in members.items():
             if worker.alive and not group.roster.is_evicted(seat) and worker.activity.phase != "following":
                 require((worker.position or 0) <= view.position, f"view {view.number} loses steps of {worker.name}")
+        lost = [one.progress.step for one in self.workers if one.exit_code and one.progress is not None]
+        kept = max([step_of(view.position), *lost])
         for worker in self.workers:
             if worker.managed and worker.exit_code == 0 and worker.progress is not None:
-                kept = worker.progress.step <= step_of(view.position)
-                require(kept, f"view {view.number} loses steps of {worker.name}, which has left")
+                require(worker.progress.step <= kept, f"{worker.name} has left with steps that view {view.number} lacks")
         source = members.get(-1 if view.source is None else view.source)
         held = source is None or not source.alive or (source.position or 0) >= view.position
         require(held, f"the source of view {view.number} does not hold its position")

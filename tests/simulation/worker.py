@@ -238,7 +238,7 @@ class SimulatedSubscription:
     def ready(self, timeout_s: float) -> bool:
         fiber = self.worker.world.current
         assert fiber is not None
-        return fiber.block(lambda: self.queue or self.closed, timeout_s)
+        return fiber.block(lambda: self.queue or self.closed or not self.source.alive, timeout_s)
 
     def receive(self) -> dict[str, Any]:
         if not self.queue:
@@ -409,13 +409,14 @@ class SimulatedWorker(Process):
     # ---- its life ----
 
     def _main(self) -> None:
+        fiber = self.world.current
+        assert fiber is not None
+        fiber.sleep(0.1 * self.world.rng.random())
         try:
             self.control.connect(WELCOME_TIMEOUT_S)
         except ShoalError:
             self.end(1)
             return
-        fiber = self.world.current
-        assert fiber is not None
         fiber.sleep(0.05 + 0.3 * self.world.rng.random())
         result = self._train()
         if not self.managed:
