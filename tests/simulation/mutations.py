@@ -19,7 +19,6 @@ from shoal.plan.membership_policy import MembershipPolicy
 from shoal.spec.view import View
 from shoal.strategies.catch_up import CatchUp
 from shoal.strategies.replicated import ReplicatedStrategy
-from shoal.train import elastic
 from shoal.train.loop import Loop
 
 
@@ -85,13 +84,14 @@ def stale_reports_count() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_holder_leaves() -> Iterator[None]:
-    """A leaving worker may go although nobody else has its state."""
+def hand_over_without_saving() -> Iterator[None]:
+    """The only holder of the state leaves, and does not save it."""
+    release = MembershipPolicy._release
 
-    def wrong(self: MembershipPolicy) -> list[int]:
-        return [m.seat for m in self.members.values() if m.leaving and m.stopped]
+    def wrong(self: MembershipPolicy, seats: list[int], *, saver: int | None = None) -> Any:
+        return release(self, seats)
 
-    with mock.patch.object(MembershipPolicy, "_releasable_seats", wrong):
+    with mock.patch.object(MembershipPolicy, "_release", wrong):
         yield
 
 
@@ -226,12 +226,6 @@ def final_view_is_old() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def leaving_without_the_lock() -> Iterator[None]:
-    """Workers that leave without a driver all save at once."""
-    with mock.patch.object(elastic, "fcntl", SimpleNamespace(flock=lambda lock, mode: None, LOCK_EX=2)):
-        yield
-
 
 MUTATIONS = {
     one.__name__: one
@@ -241,7 +235,7 @@ MUTATIONS = {
         views_without_waiting,
         lowest_position,
         stale_reports_count,
-        only_holder_leaves,
+        hand_over_without_saving,
         frozen_workers_stay,
         seats_are_reused,
         same_seat_twice,
@@ -251,6 +245,5 @@ MUTATIONS = {
         steps_of_the_stream_are_skipped,
         restore_nothing,
         final_view_is_old,
-        leaving_without_the_lock,
     )
 }
