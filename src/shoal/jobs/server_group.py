@@ -11,7 +11,7 @@ from typing import Any
 from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.engine import Engine, Exit, Launch
-from shoal.fleet.roster import RECONNECT_TIMEOUT_S, Peer, Roster, SeatNumbers
+from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
 from shoal.net.host_id import host_id
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
@@ -228,6 +228,7 @@ class ServerGroup:
         seats = [Seat(number=self._seat_numbers.take(), role="server") for _ in range(number)]
         for seat in seats:
             self._expect(seat.number)
+            self._roster.expect_start(seat.number, until_s=time.monotonic() + START_TIMEOUT_S)
         self._engine.start([Launch(seat, self._entry, ("--run", str(self._paths.root))) for seat in seats])
 
     def _release(self, seats: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from shoal.events import Event, EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.engine import Engine, Exit, Launch, Node
-from shoal.fleet.roster import RECONNECT_TIMEOUT_S, Peer, Roster, SeatNumbers
+from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.host_id import host_id
@@ -25,6 +25,8 @@ from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Address, Attachment, Seat, View
 
 WORKER_MODULE = "shoal.train.worker"
+EXIT_TIMEOUT_S = 10.0
+"""Seconds that a worker has to exit after its connection was closed, if it was told to leave."""
 
 
 class WorkerGroup:
@@ -169,6 +171,8 @@ class WorkerGroup:
         self.membership.arrived(seat, attachment, address=address, view=view, training=training and not known)
         job = {"job": self._job.dump()} if attachment.needs_job else {}
         self._control.send(message.connection, "welcome", seat=seat, run=self._paths.name, **job)
+        if self._final_view and self._final_view.number <= view:  # the worker ignores a number below its newest
+            self._final_view = self._final_view.model_copy(update={"number": view + 1})
         if newest := self._final_view or self._latest_views.get(seat):
             self._control.publish_view(newest, [message.connection])
         if self._server_group:
@@ -250,6 +254,7 @@ class WorkerGroup:
         seats = [self._seat_numbers.take() for _ in range(count)]
         for seat in seats:
             self.membership.expect(seat)
+            self.roster.expect_start(seat, until_s=time.monotonic() + START_TIMEOUT_S)
         self._engine.start([Launch(Seat(number=seat), WORKER_MODULE, self._arguments) for seat in seats])
 
     def _publish(self, action: PublishView) -> None:
@@ -265,17 +270,22 @@ class WorkerGroup:
     def _check_liveness(self, now_s: float) -> None:
         members = [m for m in self.membership.members.values() if self._expects_heartbeat(m.seat)]
         training = [m.seat for m in members if m.training]
-        idle = [m.seat for m in members if not m.training and not m.leaving]
+        idle = [m.seat for m in members if not m.training]
         for failure in self._liveness.find_failures(now_s, training=training, idle=idle):
             self.evict(failure.seat, failure.why)
         if self._liveness.stalled:
             self.membership.exchange_stalled()
 
     def _expects_heartbeat(self, seat: int) -> bool:
-        """While the run is stopping, a closed connection is normal. A silent open one is not: a frozen worker would
-        keep all others from leaving."""
+        """When a worker was told to leave, or the run is stopping, a closed connection is normal for a while. A silent
+        open one is not: a frozen worker would keep all others waiting."""
         peer = self.roster.get(seat)
-        return peer is not None and not (self.membership.stop_reason and peer.disconnected_at_s is not None)
+        if peer is None:
+            return False
+        newest = self._latest_views.get(seat)
+        is_ending = bool(self.membership.stop_reason) or (newest is not None and seat in newest.leave)
+        is_closed = peer.disconnected_at_s is not None
+        return not (is_ending and is_closed and self.roster.silence_s(seat) < EXIT_TIMEOUT_S)
 
     def _drop_remote_worker(self, seat: int) -> None:
         """Remove the worker. It cannot return to its seat."""
