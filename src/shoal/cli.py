@@ -150,7 +150,7 @@ def split(
     export: Annotated[Path | None, typer.Option(help="Write the split to Parquet in this directory.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What the split looks like: sizes, balance, leaks."""
+    """What the split looks like: sizes, balance, leaks, and what was checked for them."""
     from shoal.jobs.probes import run_probe
     from shoal.terminal import splits
 
