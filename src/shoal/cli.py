@@ -94,13 +94,15 @@ def check(job: JobFile, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: A
     """Is the job right? Reads the file, opens the data, makes one step on one batch."""
     from shoal.jobs import run_dir
     from shoal.jobs.probes import run_probe
-    from shoal.terminal import reports
+    from shoal.terminal import notes, reports
 
     checked = run_dir.resolve_init_from(_load(job, sets), runs)
-    answer = run_probe("check", checked)
+    said: list[str] = []
+    answer = run_probe("check", checked, on_event=lambda event: said.append(notes.describe_event(event)))
     if as_json:
         print(json.dumps(answer))
         return
+    reports.print_lines(_console(), *filter(None, said))
     reports.print_check(_console(), answer)
     _console().print("[green]The job is right.[/green]")
 

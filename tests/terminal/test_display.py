@@ -173,3 +173,6 @@ def test_what_every_worker_says_is_shown_once():
     notes = [("worker-0", "agree"), ("worker-1", "other"), ("worker-1", "agree"), ("worker-2", "agree")]
     shown = remarks(make_events(*((who, "note", None, {"message": text}) for who, text in notes)))
     assert shown == ["agree", "other"]
+    loaded = {"path": "a-1", "loaded": 4, "tensors": 4}
+    shown = remarks(make_events(*((f"worker-{n}", "weights_loaded", None, loaded) for n in range(3))))
+    assert shown == ["initialised from a-1: 4 of 4 tensors"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import ConfigDict, Field
 
@@ -19,6 +20,41 @@ class WorkerContribution(Spec):
     steps: int = 0
     samples: int = 0
     work_s: float = 0.0
+
+
+class InitialWeights(Spec):
+    """What the run took from `init_from`; see the event `weights_loaded`."""
+
+    path: str
+    loaded: int
+    tensors: int
+    missing: list[str] = Field(default_factory=list)
+    missing_count: int = 0
+    left_over: list[str] = Field(default_factory=list)
+    left_over_count: int = 0
+    mismatched: list[str] = Field(default_factory=list)
+    mismatched_count: int = 0
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> InitialWeights:
+        """From the fields of an event, which may have further ones."""
+        return cls.model_validate({name: value for name, value in fields.items() if name in cls.model_fields})
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.loaded} of {self.tensors} tensors"
+
+    def left_out(self, *, shown: int) -> list[str]:
+        """A sentence for each kind of tensor that was not loaded, with at most this many names."""
+        kinds = {
+            "not in the file": (self.missing, self.missing_count),
+            "not in the model": (self.left_over, self.left_over_count),
+            "of another shape": (self.mismatched, self.mismatched_count),
+        }
+        return [
+            f"{count} {what}: {', '.join(names[:shown])}{f' and {count - shown} more' if count > shown else ''}"
+            for what, (names, count) in kinds.items()
+            if count
+        ]
 
 
 class Receipt(Spec):
@@ -43,6 +79,7 @@ class Receipt(Spec):
     epochs: float
     samples_seen: int
     parameters: int
+    init_from: InitialWeights | None = None
     workers: int
     lanes: int
     starts: int = 1

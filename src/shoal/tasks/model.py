@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from shoal.spec.base import Ref
 from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig, OptimizerConfig
 from shoal.spec.names import DEFAULT_MODULES
 from shoal.spec.resolve import build_ref, import_ref
+from shoal.tasks.initial_weights import WeightMatch, first_names, match_weights
 from shoal.tasks.metrics import build_metrics
 from shoal.tasks.task import PlainTask, Task
 
@@ -71,11 +72,11 @@ def _build_loss(ref: Ref, base_dir: str) -> Any:
 
 
 def load_initial_weights(model: nn.Module, init: InitFromConfig, *, base_dir: str) -> dict[str, Any]:
-    """Load, freeze, unfreeze, in this order. Returns the fields for the event."""
+    """Load, freeze, unfreeze, in this order. Returns the fields of the event `weights_loaded`, none without a file."""
     facts: dict[str, Any] = {}
     if init.path is not None:
         path = init.path if "://" in init.path else str(Path(base_dir) / init.path)
-        facts = _load_matching(model, load_weights(path), init)
+        facts = _load_matching(model, load_weights(path), init).event_fields(init.path)
     set_trainable(model, init)
     return facts
 
@@ -89,29 +90,12 @@ def set_trainable(model: nn.Module, init: InitFromConfig) -> None:
                 model.get_parameter(name).requires_grad_(trains)
 
 
-def _load_matching(model: nn.Module, weights: dict[str, torch.Tensor], init: InitFromConfig) -> dict[str, Any]:
-    own = model.state_dict()
-    theirs = {rename_prefix(name, init.rename): tensor for name, tensor in weights.items()}
-    fits = {n: t for n, t in theirs.items() if n in own and own[n].shape == t.shape}
-    missing, left = sorted(set(own) - set(fits)), sorted(set(theirs) - set(fits))
-    if init.strict and (missing or left):
-        name = (missing or left)[0]
-        if name in own and name in theirs:
-            what = f"'{name}' is {list(theirs[name].shape)} in the file and {list(own[name].shape)} in the model"
-        else:
-            what = f"the {'file' if missing else 'model'} has no '{name}'"
-        raise error("SH406", f"{what} ({len(missing)} missing, {len(left)} left over)", where=f"init_from {init.path}")
-    if not fits:
-        raise error("SH406", "none of the file's tensors fits the model", where=f"init_from {init.path}")
-    model.load_state_dict(fits, strict=False)
-    return {"loaded": len(fits), "missing": missing[:20], "left": left[:20]}
-
-
-def rename_prefix(name: str, prefixes: dict[str, str]) -> str:
-    for old, new in prefixes.items():
-        if name.startswith(old):
-            return new + name[len(old) :]
-    return name
+def _load_matching(model: nn.Module, weights: Mapping[str, torch.Tensor], init: InitFromConfig) -> WeightMatch:
+    own, fits = model.state_dict(keep_vars=True), dict[str, torch.Tensor]()
+    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in own.items()}
+    found = match_weights(shapes, first_names(model), weights, init, place=fits.__setitem__)
+    model.load_state_dict({name: fits[name] for name, _ in found.taken.values()}, strict=False)
+    return found
 
 
 def match_names(names: Iterable[str], pattern: str, *, where: str) -> list[str]:

@@ -31,6 +31,9 @@ def print_receipt(console: Console, r: Receipt) -> None:
     table.add_row(
         "trained", f"{r.epochs:g} epochs, " + ", ".join(f"{formatting.count(n)} {w}" for w, n in trained.items())
     )
+    if r.init_from is not None:
+        left_out = r.init_from.left_out(shown=notes.MAX_TENSOR_NAMES)
+        table.add_row("initialised", "; ".join([f"from {r.init_from}", *left_out]))
     carried = [plural(r.workers, "worker"), plural(r.lanes, "lane"), plural(r.starts, "start")]
     table.add_row("carried by", f"{', '.join(carried)}, {plural(r.deaths_survived, 'death')} survived")
     if len(r.carried) > 1:
