@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.column_hints import find_column_hints
-from shoal.data.leaks import find_leaks, group_column, time_column
+from shoal.data.leaks import find_leaks, group_column, sides_of, time_column
 from shoal.data.permutation import Ids
 from shoal.data.sample_hash import category_codes, hash_samples
 from shoal.data.source import BUILTIN_COLUMNS, DataSource
@@ -46,7 +46,7 @@ def split_report(
         }
         for fold, parts in splits_by_fold.items()
     ]
-    compared = any(len(fold["parts"]) > 1 for fold in folds)
+    compared = any(len(sides_of(parts)) > 1 for parts in splits_by_fold.values())
     hints = find_column_hints(source, splits_by_fold, spec)
     return {
         "kind": spec.kind,

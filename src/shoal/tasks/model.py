@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,35 +22,35 @@ from shoal.tasks.initial_weights import WeightMatch, first_names, match_weights
 from shoal.tasks.metrics import build_metrics
 from shoal.tasks.task import PlainTask, Task
 
+Made = TypeVar("Made")
 FUSED_OPTIMIZERS = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 
 def build_task(job: Job) -> Task:
     """The user's own task, or a PlainTask from the job's model, loss and metrics."""
     if job.task is not None:
-        task = build_ref(job.task, base_dir=job.base_dir)
-        if not isinstance(task, Task):
-            raise error(
-                "SH206",
-                f"'{job.task.name}' is not a shoal.Task",
-                where="task",
-                fix="Derive the class from shoal.Task.",
-            )
-        return task
+        return _build_instance(job.task, Task, "shoal.Task", field="task", base_dir=job.base_dir)
     return build_plain_task(job, build_model(job))
 
 
 def build_model(job: Job) -> nn.Module:
     """The model of a job that names one."""
     assert job.model is not None  # the job's rules check it
-    model = build_ref(job.model, base_dir=job.base_dir)
-    if not isinstance(model, nn.Module):
-        raise error(
-            "SH206",
-            f"'{job.model.name}' gives a {type(model).__name__}, not a torch.nn.Module",
-            where="model",
-        )
-    return model
+    return _build_instance(job.model, nn.Module, "torch.nn.Module", field="model", base_dir=job.base_dir)
+
+
+def _build_instance(ref: Ref, kind: type[Made], kind_name: str, *leading: Any, field: str, base_dir: str) -> Made:
+    """What a name of the job makes. SH206 if it is not of the kind; a class of another kind is not even called."""
+    modules = DEFAULT_MODULES.get(field, ())
+    named = import_ref(ref, base_dir=base_dir, default_modules=modules)
+    fix = f"Derive the class from {kind_name}, or name a function that returns one."
+    if inspect.isclass(named) and not issubclass(named, kind):
+        raise error("SH206", f"the class '{ref.name}' is not a {kind_name}", where=field, fix=fix)
+    made = build_ref(ref, *leading, base_dir=base_dir, default_modules=modules)
+    if not isinstance(made, kind):
+        message = f"'{ref.name}' returns a {type(made).__name__}, not a {kind_name}"
+        raise error("SH206", message, where=field, fix=fix)
+    return made
 
 
 def build_plain_task(job: Job, model: nn.Module) -> Task:
@@ -123,10 +123,8 @@ def build_optimizer(spec: OptimizerConfig, model: nn.Module, *, base_dir: str) -
     if short in FUSED_OPTIMIZERS and not {"fused", "foreach", "differentiable"} & set(args):
         args["fused"] = all(p.is_floating_point() for p in trainable.values())
     ref = Ref(name=spec.name, args=args)
-    made = build_ref(ref, groups, base_dir=base_dir, default_modules=DEFAULT_MODULES["optimizer"])
-    if not isinstance(made, torch.optim.Optimizer):
-        raise error("SH206", f"'{spec.name}' is not a torch optimizer", where="optimizer")
-    return made
+    kind = torch.optim.Optimizer
+    return _build_instance(ref, kind, "torch.optim.Optimizer", groups, field="optimizer", base_dir=base_dir)
 
 
 def _param_groups(spec: OptimizerConfig, everything: Sequence[str]) -> list[tuple[list[str], dict[str, Any]]]:

@@ -55,7 +55,8 @@ def join_hint(run: str, address: str, *, tls: bool = False) -> str:
     host = address.rpartition(":")[0].strip("[]")
     if not host or host == "localhost" or _is_loopback(host):
         return ""
-    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}" + (" --tls DIR" if tls else "")
+    tls_option = " --tls DIR" if tls else ""
+    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}{tls_option} --trust-code"
 
 
 def _is_loopback(host: str) -> bool:

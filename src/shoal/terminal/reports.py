@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.text import Text
 
 from shoal.errors import ShoalError, single_errors
 from shoal.events import RunState
+from shoal.spec.job import Job
+from shoal.spec.names import iter_refs
 from shoal.spec.receipt import Receipt, metrics_mean_and_std
 from shoal.terminal import formatting, notes, plan_lines, servers
 from shoal.terminal.curve import draw
@@ -217,3 +220,14 @@ def print_check(console: Console, c: Mapping[str, Any]) -> None:
         "first step": f"{formatting.seconds(c['step_s'])}, loss {formatting.number(c['loss'])}",
     }
     print_fields(console, rows | ({"metrics": formatting.metrics(c["metrics"])} if c["metrics"] else {}))
+
+
+def print_static_check(console: Console, job: Job, *, as_json: bool) -> None:
+    """Print the result of `shoal check --static`: the names of the job, which were found and not executed."""
+    names = {place: ref.name for place, _, ref in iter_refs(job)}
+    if as_json:
+        print(json.dumps({"static": True, "names": names}))
+        return
+    print_fields(console, {"found": "", **names} if names else {})
+    print_lines(console, "Fields, rules, files and names are right. Nothing was executed: whether the code runs, and")
+    print_lines(console, "what is in the data, is not known. `shoal check` without --static tries it.")
