@@ -302,14 +302,14 @@ def test_a_call_that_fails_is_told_at_the_users_line(folder: Path) -> None:
 
 
 def test_code_without_a_signature_is_called_all_the_same() -> None:
-    assert build_ref(Ref(name="numpy:zeros", args={"shape": 2}), base_dir=".").tolist() == [0, 0]
-    assert failure(build_ref, Ref(name="numpy:zeros", args={"a": 1}), base_dir=".").code == "SH208"
+    assert build_ref(Ref(name="torch:zeros", args={"size": [2]}), base_dir=".").tolist() == [0, 0]
+    assert failure(build_ref, Ref(name="torch:zeros", args={"a": 1}), base_dir=".").code == "SH208"
 
 
 @pytest.mark.parametrize(
     "name",
-    ["os:system", "subprocess:Popen", "builtins:exec", "shutil:rmtree", "net.py:os.system", "net.py:deque", "os:path.join",
-     "taken:run", "taken:call"],
+    ["os:system", "subprocess:Popen", "builtins:exec", "shutil:rmtree", "net.py:os.system", "net.py:deque",
+     "os:path.join", "taken:run", "taken:call"],
 )  # fmt: skip
 def test_what_comes_with_python_is_never_called(folder: Path, name: str) -> None:
     write(folder, "taken.py", "from subprocess import run\nimport os as here\ncall = here.system\n")

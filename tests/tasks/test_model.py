@@ -62,7 +62,7 @@ def test_a_job_with_a_task_of_its_own_gets_it(task):
     [
         ({"model": {"name": "models.py:StepRecorder", "args": {"path": "x"}}}, "model", "is not a torch.nn.Module"),
         ({"task": "models.py:UnusedParameter"}, "task", "is not a shoal.Task"),
-        ({"model": {"name": "models.py:as_image", "args": {"batch": 7}}}, "model", "calling models.py:as_image failed"),
+        ({"model": {"name": "numpy:zeros", "args": {"shape": 2}}}, "model", "returns a ndarray, not a torch.nn.Module"),
     ],
 )
 def test_a_name_of_the_wrong_kind_is_refused(task, changes, where, words):
