@@ -228,6 +228,6 @@ def print_static_check(console: Console, job: Job, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"static": True, "names": names}))
         return
-    print_fields(console, {"found": "", **names} if names else {})
+    print_fields(console, names)
     print_lines(console, "Fields, rules, files and names are right. Nothing was executed: whether the code runs, and")
     print_lines(console, "what is in the data, is not known. `shoal check` without --static tries it.")
