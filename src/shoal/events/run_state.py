@@ -109,7 +109,7 @@ class RunState:
     deaths: int = 0
     redone: int = 0
     last_note_is_repeat: bool = False
-    """Whether the newest `note` or `weights_loaded` event repeats an earlier one: every worker reports it."""
+    """Whether the newest `note`, `weights_loaded` or `view` event says what an earlier one said: it is shown once."""
     nobody_left: bool = False
     """Whether no worker that has trained is left: unsaved steps are lost."""
     layout: dict[str, Any] = field(default_factory=dict)
@@ -289,7 +289,10 @@ def _view(state: RunState, event: Event, view: schema.ViewEvent) -> None:
     for worker in state.training_workers:
         if worker.name not in view.carries:
             worker.state, worker.samples_per_s = "standing", 0.0
-    if view.why:
+    state.last_note_is_repeat = view.why == schema.LANES_MOVE and any(
+        one.get("why") == schema.LANES_MOVE for one in state.notes
+    )
+    if view.why and not state.last_note_is_repeat:
         state.note(event)
 
 

@@ -31,6 +31,9 @@ FORMER_FIELDS: Mapping[str, Mapping[str, str]] = {
 MAX_TIME_S = 1e11
 """Timestamps after the year 5000 count as damage."""
 
+LANES_MOVE = "lanes move to faster workers"
+"""The reason in a `view` that asks workers to stop because the driver gives them other lanes."""
+
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 KindClass = TypeVar("KindClass", bound=type)
 

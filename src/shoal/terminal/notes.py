@@ -17,7 +17,7 @@ _PLAN_KINDS = ("plan", "replan")
 def event_line(event: Event, state: RunState) -> str:
     """The line for an event that has just been applied to the state; '' if none is shown."""
     repeats_another_worker = (event.kind == "built" and event.who != state.built_by) or (
-        event.kind in ("note", "weights_loaded") and state.last_note_is_repeat
+        event.kind in ("note", "weights_loaded", "view") and state.last_note_is_repeat
     )
     return "" if repeats_another_worker or event.get("again") else describe_event(event)
 
