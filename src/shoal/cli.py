@@ -96,17 +96,30 @@ def resume(
 
 
 @app.command()
-def check(job: JobFile, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: AsJson = False) -> None:
-    """Is the job right? Reads the file, opens the data, makes one step on one batch."""
+def check(
+    job: JobFile,
+    sets: Sets = NO_OVERRIDES,
+    static: Annotated[
+        bool, typer.Option("--static", help="Execute nothing: read the job and the source only.")
+    ] = False,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """Is the job right? Reads the file, opens the data, makes one step on one batch: it executes the job's code."""
     from shoal.jobs import run_dir
     from shoal.jobs.probes import run_probe
-    from shoal.terminal import reports
+    from shoal.terminal import notes, reports
 
     checked = run_dir.resolve_init_from(_load(job, sets), runs)
-    answer = run_probe("check", checked)
+    if static:
+        reports.print_static_check(_console(), checked, as_json=as_json)
+        return
+    said: list[str] = []
+    answer = run_probe("check", checked, on_event=lambda event: said.append(notes.describe_event(event)))
     if as_json:
         _print_json(answer)
         return
+    reports.print_lines(_console(), *filter(None, said))
     reports.print_check(_console(), answer)
     _console().print("The job is right.", style="green")
 
@@ -156,7 +169,7 @@ def split(
     export: Annotated[Path | None, typer.Option(help="Write the split to Parquet in this directory.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What the split looks like: sizes, balance, leaks."""
+    """What the split looks like: sizes, balance, leaks, and what was checked for them."""
     from shoal.jobs.probes import run_probe
     from shoal.terminal import splits
 
@@ -322,14 +335,21 @@ def join(
     directory: Annotated[Path, typer.Option("--dir", help="Where the job's code and data lie here.")] = Path("."),
     workers: Annotated[int, typer.Option(help="How many workers this machine gives.")] = 1,
     tls: Annotated[Path | None, typer.Option(help="cert.pem, key.pem and ca.pem, if the job has network.tls.")] = None,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", envvar="SHOAL_TRUST_CODE", help="Execute any code that the run names.")
+    ] = False,
+    allow: Annotated[
+        str, typer.Option(envvar="SHOAL_ALLOW", help="Only code of these: model.py,package.module", show_default=False)
+    ] = "",
 ) -> None:
-    """Work for a run that another machine drives."""
+    """Work for a run that another machine drives. Its job names code that runs here, with your rights."""
     from shoal.jobs.join import join
+    from shoal.spec.trust import CodeTrust
     from shoal.terminal import reports
 
-    console = _console()
-    show = partial(reports.print_lines, console)
-    code = join(where, token, base_dir=directory, workers=workers, tls_dir=tls, show=show)
+    trust = CodeTrust.from_text(allow, everything=trust_code)
+    show = partial(reports.print_lines, _console())
+    code = join(where, token, base_dir=directory, workers=workers, tls_dir=tls, trust=trust, show=show)
     sys.exit(code)
 
 

@@ -55,6 +55,9 @@ CATALOGUE: dict[str, Entry] = {
     "SH206": Entry("the name is not of the right kind", "Refer to an object of the kind shown."),
     "SH207": Entry("an optional package is not installed", "Install the extra shown."),
     "SH208": Entry("calling the name failed", "Fix the error in the called code, or change `args`."),
+    "SH209": Entry("a remote job names code that this machine does not trust",
+                   "Allow the module with shoal join --allow, or all of the job's code with --trust-code."),
+    "SH210": Entry("the name is part of Python's standard library", "Name your own code, or a package's."),
     # 3xx: data
     "SH301": Entry("a data file is not found", "Check the path; relative paths start at the job file's directory."),
     "SH302": Entry("a data file is empty", "Give a file with at least one sample."),

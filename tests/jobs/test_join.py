@@ -13,12 +13,14 @@ from shoal.events import read_events
 from shoal.jobs import commands
 from shoal.jobs import join as joining
 from shoal.spec.load import make_job
+from shoal.spec.trust import CodeTrust
 from shoal.terminal.notes import note_lines
 from tests.conftest import MLP
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import reference_receipt
 
 LONG = {"steps": 600, "evaluate": {"every_steps": 200}}
+TRUST = CodeTrust(everything=True)
 ENDLESS = {"steps": 10**6, "evaluate": {"every_steps": 10**6}}
 
 
@@ -32,7 +34,17 @@ def test_a_process_joins_and_leaves_and_nothing_changes(run, job_dir, copied_job
     watchers = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
     with background_run(run, MLP, watchers=watchers, **LONG) as it:
         it.wait_for_workers(1)
-        command = [sys.executable, "-c", "from shoal.cli import main; main()", "join", it.address, "--dir", "."]
+        command = [
+            sys.executable,
+            "-c",
+            "from shoal.cli import main; main()",
+            "join",
+            it.address,
+            "--dir",
+            ".",
+            "--allow",
+            "models.py,delays.py",
+        ]
         token = commands.read_token(it.paths)
         environment = os.environ | {"SHOAL_TOKEN": token}
         with subprocess.Popen(
@@ -71,6 +83,7 @@ def test_two_workers_stay_until_the_run_is_finished(run, job_dir, copied_job_dir
             commands.read_token(it.paths),
             base_dir=copied_job_dir,
             workers=2,
+            trust=TRUST,
             show=show,
             fork_server=second_fork_server,
         )
@@ -90,7 +103,12 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
     with background_run(run, MLP, **ENDLESS) as it:
         it.wait_for_workers(1)
         code = joining.join(
-            it.address, commands.read_token(it.paths), base_dir=empty, show=said.append, fork_server=second_fork_server
+            it.address,
+            commands.read_token(it.paths),
+            base_dir=empty,
+            trust=TRUST,
+            show=said.append,
+            fork_server=second_fork_server,
         )
         it.wait_until(lambda run_state: any("SH201" in note or "models.py" in note for note in note_lines(run_state)))
         assert commands.stop(it.paths).status == "stopped"
@@ -101,13 +119,33 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
     assert it.outcome.result().error is None
 
 
+def test_a_machine_that_trusts_nothing_executes_nothing(run, copied_job_dir, second_fork_server):
+    """The refusal names what was asked for and what to write; the run goes on."""
+    (copied_job_dir / "models.py").write_text(f"open({str(copied_job_dir / 'executed')!r}, 'w')\n")
+    said = []
+    with background_run(run, MLP, **ENDLESS) as it:
+        it.wait_for_workers(1)
+        token = commands.read_token(it.paths)
+        there = {"base_dir": copied_job_dir, "show": said.append, "fork_server": second_fork_server}
+        code = joining.join(it.address, token, trust=CodeTrust(modules=("other",)), **there)
+        it.wait_until(lambda run_state: any("models.py is not allowed" in note for note in note_lines(run_state)))
+        assert commands.stop(it.paths).status == "stopped"
+    assert code == 2
+    text = "\n".join(said)
+    assert "SH209 model: the run asks this machine to execute 'models.py:" in text
+    assert "--allow models.py" in text
+    assert "Traceback" not in text
+    assert not (copied_job_dir / "executed").exists()
+    assert it.outcome.result().error is None
+
+
 def test_a_stop_sends_those_home_who_came_from_elsewhere(run, copied_job_dir, second_fork_server):
     """At once: they do not wait for a driver that will not come back."""
     said = []
     with background_run(run, MLP, **ENDLESS) as it, ThreadPoolExecutor() as pool:
         it.wait_for_workers(1)
         token = commands.read_token(it.paths)
-        there = {"base_dir": copied_job_dir, "show": said.append, "fork_server": second_fork_server}
+        there = {"base_dir": copied_job_dir, "trust": TRUST, "show": said.append, "fork_server": second_fork_server}
         code = pool.submit(joining.join, it.address, token, **there)
         it.wait_until(joined)
         commands.stop(it.paths)
@@ -120,7 +158,7 @@ def test_the_driver_learns_which_signal_ended_a_joined_worker(run, copied_job_di
     with background_run(run, MLP, **ENDLESS) as it, ThreadPoolExecutor() as pool:
         it.wait_for_workers(1)
         token = commands.read_token(it.paths)
-        there = {"base_dir": copied_job_dir, "show": said.append, "fork_server": second_fork_server}
+        there = {"base_dir": copied_job_dir, "trust": TRUST, "show": said.append, "fork_server": second_fork_server}
         code = pool.submit(joining.join, it.address, token, **there)
         it.wait_until(joined)
         pid = next(e["pid"] for e in read_events(it.paths.events) if (e.kind, e.who) == ("worker_started", "worker-1"))

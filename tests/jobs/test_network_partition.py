@@ -45,7 +45,15 @@ class MultiHostRun:
         known = json.loads(self.paths.driver_address.read_text())
         scratch = self.job_dir / f"agent-{host.name}"
         scratch.mkdir()
-        words = ["-m", "shoal.train.worker", "--join", f"{known['host']}:{known['port']}", "--dir", str(self.job_dir)]
+        words = [
+            "-m",
+            "shoal.train.worker",
+            "--join",
+            f"{known['host']}:{known['port']}",
+            "--dir",
+            str(self.job_dir),
+            "--trust-code",
+        ]
         environment = os.environ | {"SHOAL_TOKEN": known["token"]}
         return host.python(*words, "--run", str(scratch), log=scratch / "log", env=environment)
 

@@ -1,14 +1,17 @@
 """The receipt as a table: a job and the state of a run in, the numbers out."""
 
 import copy
+import io
 
 import pytest
+from rich.console import Console
 
 from shoal.events import Event, RunState, replay
 from shoal.events.run_state import LostResidual
 from shoal.jobs.receipt import exactness_reason, make_receipt
 from shoal.spec.load import make_job
-from shoal.spec.receipt import describe_lost_residual
+from shoal.spec.receipt import Receipt, describe_lost_residual
+from shoal.terminal.reports import print_receipt
 from tests.conftest import MLP
 
 FINISHED = {
@@ -116,3 +119,19 @@ def test_whether_a_run_is_exact_and_why_not(job_dir, changes, lost, reported, ex
         assert receipt.why == why
     else:
         assert (reported or made.inexact_reason) in receipt.why
+
+
+def test_the_receipt_says_what_init_from_gave(job_dir):
+    """Of the first worker: later ones get the state of the others, whatever their own file has."""
+    first = {"path": "first-1", "loaded": 3, "tensors": 4, "missing": ["head"], "missing_count": 1, "unknown": 7}
+    other = first | {"loaded": 4, "missing": [], "missing_count": 0}
+    loaded = [Event("weights_loaded", 102.0, f"worker-{n}", None, dict(one)) for n, one in enumerate((first, other))]
+    receipt = make_receipt(job(job_dir), replay([*loaded, *run_of_two_workers()]), run="mlp-1")
+    assert receipt.init_from is not None
+    assert str(receipt.init_from) == "first-1: 3 of 4 tensors"
+    assert receipt.init_from.missing == ["head"]
+    assert Receipt.model_validate_json(receipt.model_dump_json()) == receipt
+    console = Console(file=io.StringIO(), width=120)
+    print_receipt(console, receipt)
+    assert "initialised  from first-1: 3 of 4 tensors; 1 not in the file: head" in console.file.getvalue()
+    assert make_receipt(job(job_dir), replay(run_of_two_workers()), run="mlp-1").init_from is None

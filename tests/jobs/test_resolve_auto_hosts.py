@@ -39,7 +39,15 @@ class PlannedRun:
     def join(self, host):
         known = json.loads(self.paths.driver_address.read_text())
         (scratch := self.job_dir / "agent").mkdir()
-        words = ["-m", "shoal.train.worker", "--join", f"{known['host']}:{known['port']}", "--dir", str(self.job_dir)]
+        words = [
+            "-m",
+            "shoal.train.worker",
+            "--join",
+            f"{known['host']}:{known['port']}",
+            "--dir",
+            str(self.job_dir),
+            "--trust-code",
+        ]
         environment = os.environ | {"SHOAL_TOKEN": known["token"]}
         return host.python(*words, "--run", str(scratch), log=scratch / "log", env=environment)
 

@@ -12,6 +12,7 @@ from shoal.jobs import join as joining
 from shoal.net import handshake
 from shoal.net.errors import TlsError
 from shoal.net.listener import connect_host
+from shoal.spec.trust import CodeTrust
 from shoal.spec.view import Address
 from tests.conftest import MLP
 from tests.jobs.background_run import background_run
@@ -117,7 +118,13 @@ def test_users_and_joiners_come_in_with_certificates_alone(
 
         token = commands.read_token(it.paths)
         return joining.join(
-            it.address, token, base_dir=copied_job_dir, tls_dir=directory, show=show, fork_server=second_fork_server
+            it.address,
+            token,
+            base_dir=copied_job_dir,
+            tls_dir=directory,
+            trust=CodeTrust(everything=True),
+            show=show,
+            fork_server=second_fork_server,
         )
 
     with background_run(run, MLP, watchers=watchers, network={"tls": str(certificates)}, **LONG) as it:

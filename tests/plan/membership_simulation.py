@@ -318,10 +318,13 @@ class MembershipSimulation:
                 wire.worker.connection = None
 
     def measure(self):
+        """For a while every worker has a speed of its own."""
         if self.driver and self.driver.policy.members:
-            self.driver.policy.record_lane_time(
-                self.rng.choice(list(self.driver.policy.members)), self.rng.choice((0.1, 0.2, 1.0))
-            )
+            policy = self.driver.policy
+            paces = {seat: self.rng.choice((0.1, 0.2, 1.0)) for seat in policy.members}
+            for second in range(1, 9):
+                for seat, pace in paces.items():
+                    policy.observe_lanes(seat, self.now_s + 2.0 * second, count=second, total_s=second * pace)
 
     def break_deadlock(self):
         if self.driver:
@@ -351,7 +354,8 @@ class MembershipSimulation:
         carriers = [connections[seat].worker if seat in connections else None for seat in policy.view.carries]
         if not all(worker and worker.stage == "training" and worker.group.view is policy.view for worker in carriers):
             return False
-        fair = lane_assignment.assign_by_speed(self.lanes, {seat: m.lane_s for seat, m in policy.members.items()})
+        paces = {seat: policy.balance.paces.get(seat) for seat in policy.members}
+        fair = lane_assignment.assign_by_speed(self.lanes, paces)
         idle = [seat for seat in policy.members if seat not in policy.view.carries and fair[seat]]
         return not idle or len(policy.view.carries) == self.lanes
 

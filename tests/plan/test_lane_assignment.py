@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.lanes.reduction_tree import partial_nodes
-from shoal.plan.lane_assignment import assign_by_speed, assign_evenly, better_assignment, partial_sum_count, step_s
+from shoal.plan.lane_assignment import assign_by_speed, assign_evenly, partial_sum_count, step_s
 
 paces = st.floats(0.001, 1000, allow_nan=False)
 crews = st.dictionaries(st.integers(0, 99), st.none() | paces, min_size=1, max_size=6)
@@ -139,62 +138,3 @@ def test_the_order_is_changed_where_that_saves_partials():
     carries = assign_by_speed(8, pace)
     assert [len(carries[seat]) for seat in range(4)] == [1, 4, 2, 1]
     assert all_partials(carries, 8) == 4
-
-
-# ---- worth_moving ----
-
-
-@given(st.integers(1, 40), crews, st.floats(1.05, 2))
-@settings(deadline=None)
-def test_a_move_is_never_followed_by_another(lanes, lane_s, gain):
-    moved = better_assignment(assign_evenly(lanes, list(lane_s)), lane_s, gain=gain)
-    assert better_assignment(moved or assign_by_speed(lanes, lane_s), lane_s, gain=gain) is None
-
-
-def test_lanes_move_only_for_a_gain():
-    current = {0: list(range(10)), 1: list(range(10, 20))}
-    assert better_assignment(current, {0: 1.0, 1: 1.1}) is None
-    moved = better_assignment(current, {0: 1.0, 1: 2.0})
-    assert moved is not None
-    assert [len(moved[0]), len(moved[1])] == [14, 6]
-    assert better_assignment(current, {0: 1.0, 1: 2.0}, gain=2.0) is None
-
-
-def test_nothing_moves_without_a_measurement():
-    assert better_assignment(assign_evenly(8, [0, 1, 2]), {}) is None
-    assert better_assignment({}, {}) is None
-
-
-def test_the_old_measurement_of_one_left_out_keeps_it_out():
-    lane_s = {0: 1.0, 1: 1.0, 2: 9.0}
-    moved = better_assignment(assign_evenly(8, [0, 1, 2]), lane_s)
-    assert moved is not None
-    assert moved[2] == []
-    assert better_assignment(moved, lane_s) is None
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_noisy_measurements_converge(seed):
-    """Workers of fixed speeds, each measurement 10 % off, smoothed as over ten steps: few moves, then none."""
-    rng = random.Random(seed)
-    truth = {seat: rng.choice([1.0, 1.0, 1.0, 1.5, 2.0, 4.0]) for seat in range(rng.randint(2, 8))}
-    lanes = rng.choice([8, 16, 32, 64])
-    carries = assign_evenly(lanes, list(truth))
-    moves = []
-    measured = dict(truth)
-    for look in range(300):
-        measured = {seat: 0.9 * measured[seat] + 0.1 * truth[seat] * rng.lognormvariate(0, 0.1) for seat in truth}
-        if better := better_assignment(carries, measured):
-            carries = better
-            moves.append(look)
-    assert len(moves) <= 2
-    assert not [look for look in moves if look >= 150]
-    assert step_s(carries, truth) <= 1.2 * step_s(assign_by_speed(lanes, truth), truth)
-
-
-def test_a_worker_that_becomes_slow_is_relieved_and_loaded_again():
-    carries = assign_evenly(16, [0, 1])
-    carries = better_assignment(carries, {0: 1.0, 1: 3.0}) or carries
-    assert len(carries[1]) == 4
-    carries = better_assignment(carries, {0: 1.0, 1: 1.0}) or carries
-    assert len(carries[1]) == 8

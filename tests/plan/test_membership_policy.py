@@ -78,6 +78,7 @@ class PolicyHarness:
         self.policy = MembershipPolicy(lanes=lanes, wanted_workers=wanted)
         self.now_s = 0.0
         self.orders = []
+        self.timed = {}
         self.started = 0
         self.decide()
 
@@ -105,6 +106,15 @@ class PolicyHarness:
         for seat, position in positions.items():
             self.policy.stopped_at(seat, self.now_s, view=self.policy.members[seat].last_view_sent, position=position)
         self.decide()
+
+    def measure(self, lane_s):
+        """Twelve seconds in which every lane takes as long as is said here."""
+        for _ in range(12):
+            for seat, seconds in lane_s.items():
+                count, total_s = self.timed.get(seat, (0, 0.0))
+                self.timed[seat] = (count + 10, total_s + 10 * seconds)
+                self.policy.observe_lanes(seat, self.now_s, count=count + 10, total_s=total_s + 10 * seconds)
+            self.decide(1.0)
 
     def train(self, positions):
         """All of them in a view at a position, the first as the one that loads."""
@@ -185,10 +195,7 @@ def test_a_newcomer_follows_then_enters_at_a_boundary():
 def test_a_newcomer_that_is_much_too_slow_is_left_in_peace():
     """Else it would be let in, left out and let in again, for ever."""
     harness = PolicyHarness(wanted=2).train({0: 4, 1: 4})
-    harness.policy.record_lane_time(0, 0.01)
-    harness.policy.record_lane_time(1, 1.0)
-    harness.decide(2.0)
-    harness.decide(2.0)
+    harness.measure({0: 0.01, 1: 1.0})
     assert harness.orders[-1].why == "lanes move to faster workers"
     harness.stop_at({0: 6, 1: 6})
     assert harness.last.carries == {0: [0, 1, 2, 3]}
@@ -355,15 +362,12 @@ def test_after_everybody_was_dismissed_nothing_is_ordered():
 def test_lanes_do_not_move_to_and_fro_because_the_one_that_saves_is_slow():
     """It cannot be left out: what there is to gain is counted with it."""
     harness = PolicyHarness().train({0: 4, 1: 4})
-    harness.policy.record_lane_time(0, 1.0)
-    harness.policy.record_lane_time(1, 0.01)
-    harness.decide(2.0)
-    harness.decide(2.0)
+    harness.measure({0: 1.0, 1: 0.01})
     harness.stop_at({0: 6, 1: 6})
     assert harness.last.carries == {0: [0], 1: [1, 2, 3]}
     views = len(harness.orders)
     for _ in range(20):
-        harness.decide(10.0)
+        harness.measure({0: 1.0, 1: 0.01})
     assert len(harness.orders) == views
 
 

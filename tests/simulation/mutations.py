@@ -226,7 +226,6 @@ def final_view_is_old() -> Iterator[None]:
         yield
 
 
-
 MUTATIONS = {
     one.__name__: one
     for one in (

@@ -38,9 +38,7 @@ class Network:
         self._last: dict[tuple[object, Process, Process], float] = {}
         self._waiting: list[tuple[object, Process, Process, Callable[..., object], tuple[Any, ...]]] = []
 
-    def send(
-        self, link: object, source: Process, target: Process, call: Callable[..., object], *args: Any
-    ) -> None:
+    def send(self, link: object, source: Process, target: Process, call: Callable[..., object], *args: Any) -> None:
         """Call it in the target once the message has arrived. Messages of one `link` keep their order."""
         if (source, target) in self.cut:
             self._waiting.append((link, source, target, call, args))

@@ -398,6 +398,5 @@ def _break_connection(run: ServerRun, fault: Fault) -> None:
 
 
 SERVER_FAULTS: dict[str, Callable[[ServerRun, Fault], None]] = {
-    one.__name__.lstrip("_"): one
-    for one in (_kill, _freeze, _cut, _scale, _drain, _crash_driver, _break_connection)
+    one.__name__.lstrip("_"): one for one in (_kill, _freeze, _cut, _scale, _drain, _crash_driver, _break_connection)
 }

@@ -213,7 +213,7 @@ def test_siblings_may_be_imported_either_way_and_are_the_same_module(folder: Pat
 
 
 def test_short_names_are_looked_up_in_all_default_modules() -> None:
-    assert import_ref("sqrt", base_dir=".", default_modules=["json", "math"])(4) == 2
+    assert import_ref("sqrt", base_dir=".", default_modules=["numpy.linalg", "numpy"])(4) == 2
 
 
 @pytest.mark.parametrize(
@@ -302,8 +302,30 @@ def test_a_call_that_fails_is_told_at_the_users_line(folder: Path) -> None:
 
 
 def test_code_without_a_signature_is_called_all_the_same() -> None:
-    assert build_ref(Ref(name="builtins:dict", args={"a": 1}), base_dir=".") == {"a": 1}
-    assert failure(build_ref, Ref(name="builtins:int", args={"a": 1}), base_dir=".").code == "SH208"
+    assert build_ref(Ref(name="torch:zeros", args={"size": [2]}), base_dir=".").tolist() == [0, 0]
+    assert failure(build_ref, Ref(name="torch:zeros", args={"a": 1}), base_dir=".").code == "SH208"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os:system", "subprocess:Popen", "builtins:exec", "shutil:rmtree", "net.py:os.system", "net.py:deque",
+     "os:path.join", "taken:run", "taken:call"],
+)  # fmt: skip
+def test_what_comes_with_python_is_never_called(folder: Path, name: str) -> None:
+    write(folder, "taken.py", "from subprocess import run\nimport os as here\ncall = here.system\n")
+    problem = failure(build_ref, Ref(name=name, args={"command": f"touch {folder}/executed"}), base_dir=folder)
+    assert problem.code == "SH210"
+    assert not (folder / "executed").exists()
+
+
+def test_the_users_own_code_may_be_made_with_pythons(folder: Path) -> None:
+    """A partial, a cached function and a module with the name of one of Python's."""
+    write(folder, "own.py", "import functools\ndef f(a=1): return a\ng = functools.partial(f, 2)\n"
+                            "h = functools.lru_cache(f)\nclass K(dict): ...\n")  # fmt: skip
+    write(folder, "antigravity.py", "def f(): return 'mine'\n")
+    assert [build(folder, f"own.py:{name}") for name in "fgh"] == [1, 2, 1]
+    assert build(folder, "own.py:K") == {}
+    assert build(folder, "antigravity:f") == "mine"
 
 
 # ---- aliases ----

@@ -10,12 +10,12 @@ from torch import nn
 from shoal.errors import ShoalError
 from shoal.spec.job import InitFromConfig, LRScheduleConfig
 from shoal.spec.load import make_job
+from shoal.tasks.initial_weights import rename_prefix
 from shoal.tasks.model import (
     build_lr_schedule,
     build_task,
     load_initial_weights,
     match_names,
-    rename_prefix,
     set_trainable,
 )
 from shoal.tasks.task import PlainTask
@@ -54,8 +54,9 @@ def test_a_job_with_a_task_of_its_own_gets_it(task):
 @pytest.mark.parametrize(
     ("changes", "where", "words"),
     [
-        ({"model": {"name": "models.py:StepRecorder", "args": {"path": "x"}}}, "model", "StepRecorder, not a torch"),
+        ({"model": {"name": "models.py:StepRecorder", "args": {"path": "x"}}}, "model", "is not a torch.nn.Module"),
         ({"task": "models.py:UnusedParameter"}, "task", "is not a shoal.Task"),
+        ({"model": {"name": "numpy:zeros", "args": {"shape": 2}}}, "model", "returns a ndarray, not a torch.nn.Module"),
     ],
 )
 def test_a_name_of_the_wrong_kind_is_refused(task, changes, where, words):
@@ -135,15 +136,16 @@ def saved(tmp_path):
 
 def test_weights_that_fit_are_loaded(saved):
     facts, model = saved()
-    assert facts == {"loaded": 9, "missing": [], "left": []}
+    assert (facts["path"], facts["loaded"], facts["tensors"]) == ("w.safetensors", 9, 9)
+    assert [facts[f"{kind}_count"] for kind in ("missing", "left_over", "mismatched")] == [0, 0, 0]
     assert all(bool((value == 1).all()) for value in model.state_dict().values())
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"leave": ["head.bias"]}, r"the file has no 'head.bias' \(1 missing, 0 left over\)"),
-        ({"changes": {"tail": torch.ones(1)}}, r"the model has no 'tail' \(0 missing, 1 left over\)"),
+        ({"leave": ["head.bias"]}, r"the file has no 'head.bias' \(1 missing, 0 left over, 0 of another shape\)"),
+        ({"changes": {"tail": torch.ones(1)}}, r"the model has no 'tail' \(0 missing, 1 left over, 0 of"),
         ({"changes": {"head.bias": torch.ones(5)}}, r"'head.bias' is \[5\] in the file and \[2\] in the model"),
         ({"width": 5, "leave": ["head.bias", "body.1.num_batches_tracked"], "strict": False}, "none of the file's"),
     ],
@@ -156,7 +158,9 @@ def test_weights_that_do_not_fit_are_refused(saved, given, words):
 
 def test_without_strict_the_rest_is_reported(saved):
     facts, model = saved({"head.bias": torch.ones(5), "tail": torch.ones(1)}, leave=["head.weight"], strict=False)
-    assert facts == {"loaded": 7, "missing": ["head.bias", "head.weight"], "left": ["head.bias", "tail"]}
+    assert (facts["loaded"], facts["tensors"]) == (7, 9)
+    assert (facts["missing"], facts["left_over"]) == (["head.weight"], ["tail"])
+    assert facts["mismatched"] == ["'head.bias' is [5] in the file and [2] in the model"]
     assert bool((model["body"][0].weight == 1).all())
     assert not bool((model["head"].bias == 1).all())
 
@@ -165,6 +169,60 @@ def test_names_of_the_file_are_renamed_before_they_are_compared(saved):
     there = {"old.weight": torch.ones(2, 4), "old.bias": torch.ones(2)}
     facts, _ = saved(there, leave=["head.weight", "head.bias"], rename={"old.": "head."})
     assert facts["loaded"] == 9
+
+
+def test_two_names_of_the_file_must_not_become_one(saved):
+    with pytest.raises(ShoalError, match=r"'head.bias' and 'old.bias' of the file are both 'head.bias'") as caught:
+        saved({"old.bias": torch.ones(2)}, rename={"old.": "head."}, strict=False)
+    assert caught.value.fix == "Correct `init_from.rename`."
+
+
+def test_a_long_list_is_cut_but_counted(saved, monkeypatch):
+    monkeypatch.setattr("shoal.tasks.initial_weights.MAX_NAMES", 2)
+    facts, _ = saved({f"tail{i}": torch.ones(1) for i in range(5)}, strict=False)
+    assert (facts["left_over"], facts["left_over_count"]) == (["tail0", "tail1"], 5)
+
+
+class TiedModel(torch.nn.Module):
+    """As language models are: the output layer has the weights of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.body = torch.nn.Linear(3, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+BODY = {"body.weight": torch.ones(3, 3), "body.bias": torch.ones(3)}
+
+
+@pytest.mark.parametrize("names", [["embed.weight"], ["head.weight"], ["embed.weight", "head.weight"]])
+def test_any_name_of_a_tied_tensor_completes_it(tmp_path, names):
+    save_file(BODY | {name: torch.full((5, 3), 2.0) for name in names}, tmp_path / "w.safetensors")
+    model = TiedModel()
+    facts = load_initial_weights(model, InitFromConfig(path="w.safetensors"), base_dir=str(tmp_path))
+    assert (facts["loaded"], facts["tensors"], facts["missing"], facts["left_over"]) == (3, 3, [], [])
+    assert model.head.weight is model.embed.weight
+    assert bool((model.head.weight == 2).all())
+
+
+def test_a_tied_tensor_that_is_nowhere_is_missing_once(tmp_path):
+    save_file(BODY, tmp_path / "w.safetensors")
+    with pytest.raises(ShoalError, match=r"the file has no 'embed.weight' \(1 missing, 0 left over"):
+        load_initial_weights(TiedModel(), InitFromConfig(path="w.safetensors"), base_dir=str(tmp_path))
+
+
+def test_a_file_of_an_untied_model_does_not_fit_a_tied_one(tmp_path):
+    """One of the two would be lost: that is said, and the last in the model counts, as it always did."""
+    there = {"head.weight": torch.full((5, 3), 7.0), "embed.weight": torch.full((5, 3), 2.0)}
+    save_file(BODY | there, tmp_path / "w.safetensors")
+    with pytest.raises(ShoalError, match="1 left over"):
+        load_initial_weights(TiedModel(), InitFromConfig(path="w.safetensors"), base_dir=str(tmp_path))
+    model = TiedModel()
+    facts = load_initial_weights(model, InitFromConfig(path="w.safetensors", strict=False), base_dir=str(tmp_path))
+    assert (facts["loaded"], facts["left_over"]) == (3, ["embed.weight"])
+    assert bool((model.head.weight == 7).all())
 
 
 def test_what_is_frozen_may_be_unfrozen_again():

@@ -79,10 +79,10 @@ def test_views_without_a_reason_are_not_shown():
 
 
 def test_how_to_join_is_shown_where_others_can():
-    line = "join with: SHOAL_TOKEN=$(shoal token mlp-1) shoal join 10.0.0.5:4000"
+    line = "join with: SHOAL_TOKEN=$(shoal token mlp-1) shoal join 10.0.0.5:4000 --trust-code"
     assert remarks(EVENTS)[0] == line == join_hint("mlp-1", "10.0.0.5:4000")
-    assert join_hint("a-1", "[fe80::1]:4000").endswith("shoal join [fe80::1]:4000")
-    assert join_hint("mlp-1", "10.0.0.5:4000", tls=True) == line + " --tls DIR"
+    assert join_hint("a-1", "[fe80::1]:4000").endswith("shoal join [fe80::1]:4000 --trust-code")
+    assert join_hint("mlp-1", "10.0.0.5:4000", tls=True) == line.replace(" --trust", " --tls DIR --trust")
     for near in ("127.0.0.1:4000", "127.0.0.2:1", "[::1]:4000", ""):
         assert join_hint("a-1", near) == ""
 
@@ -172,3 +172,6 @@ def test_what_every_worker_says_is_shown_once():
     notes = [("worker-0", "agree"), ("worker-1", "other"), ("worker-1", "agree"), ("worker-2", "agree")]
     shown = remarks(make_events(*((who, "note", None, {"message": text}) for who, text in notes)))
     assert shown == ["agree", "other"]
+    loaded = {"path": "a-1", "loaded": 4, "tensors": 4}
+    shown = remarks(make_events(*((f"worker-{n}", "weights_loaded", None, loaded) for n in range(3))))
+    assert shown == ["initialised from a-1: 4 of 4 tensors"]

@@ -28,6 +28,12 @@ LINES = [
     ("cleanup_failed", {"reason": "denied"}, "old checkpoints could not be removed: denied"),
     ("export_skipped", {"what": "model.pt2", "reason": "a loop"}, "model.pt2 was not exported: a loop"),
     ("note", {"message": "anything"}, "anything"),
+    ("weights_loaded", {"path": "a-1", "loaded": 4, "tensors": 4}, "initialised from a-1: 4 of 4 tensors"),
+    ("weights_loaded", {"path": "w", "loaded": 3, "tensors": 12, "missing": list("abcdefg"), "missing_count": 8,
+                        "left_over": ["old"], "left_over_count": 1, "mismatched": ["'x' is [1]"],
+                        "mismatched_count": 1},
+     "initialised from w: 3 of 12 tensors; 8 not in the file: a, b, c, d, e and 3 more; 1 not in the model: old; "
+     "1 of another shape: 'x' is [1]"),
     ("evicted", {"worker": "worker-1", "host": "there", "reason": "frozen"}, "worker-1 on there was evicted: frozen"),
     ("evicted", {"server": "server-3", "reason": "frozen"}, "server-3 was evicted: frozen"),
     ("worker_died", {"worker": "worker-1", "reason": "SIGKILL"}, "worker-1 died: SIGKILL"),

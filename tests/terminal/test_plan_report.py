@@ -46,7 +46,7 @@ def test_two_hosts_name_the_way_there():
     command = (
         'shoal run job.yaml --workers 1 --set "sync={kind: local, every: 128, rounds_per_sync: 8}" --listen ADDRESS'
     )
-    assert f"  {command}    # and elsewhere: shoal join HOST:PORT --workers 1\n" in text
+    assert f"  {command}    # and elsewhere: shoal join HOST:PORT --workers 1 --trust-code\n" in text
 
 
 def test_hosts_that_are_not_alike_have_other_numbers():
@@ -56,7 +56,7 @@ def test_hosts_that_are_not_alike_have_other_numbers():
         row.prediction.choice for row in made.plan.candidates if row.prediction.choice == RunChoice(workers=4, hosts=2)
     )
     assert plan_report._command_line(two, made, "shoal run job.yaml").endswith(
-        "--workers 3 --listen ADDRESS    # and elsewhere: shoal join HOST:PORT --workers 1"
+        "--workers 3 --listen ADDRESS    # and elsewhere: shoal join HOST:PORT --workers 1 --trust-code"
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.data.permutation import Ids
 from shoal.data.sample_hash import Hashes, category_codes, hash_samples
@@ -48,7 +49,12 @@ class Leak:
     def __str__(self) -> str:
         shown = ", ".join(f"{right} (like {left})" for left, right in self.pairs[:SHOWN])
         more = ", …" if self.count > SHOWN else ""
-        return f"{self.count} samples of {self.right} {self.what} {self.left}: {shown}{more}"
+        return f"{self.summary}: {shown}{more}"
+
+    @property
+    def summary(self) -> str:
+        """The leak without examples."""
+        return f"{self.count:,} samples of {self.right} {self.what} {self.left}"
 
 
 def find_leaks(
@@ -63,17 +69,23 @@ def find_leaks(
 
     `hashes` of all samples (`hash_samples`) may be given, so that the data is read once for several folds.
     """
-    sides = {name: np.unique(ids) for name, ids in split_ids.by_name().items() if len(ids)}
+    sides = sides_of(split_ids)
     if len(sides) < 2:
         return []
     if hashes is None:
         hashes = _hash_sides(sides, source)
-    leaks = _find_shared(sides, hashes, "rows", "are identical to samples of", max_pairs)
-    by = group_column(spec)
-    if by is not None:
+    leaks = find_shared(sides, hashes, "rows", "are identical to samples of", max_pairs)
+    if by := group_column(spec):
         groups = category_codes(split_column(source, by, field="by"))[1]
-        leaks += _find_shared(sides, groups.view(np.uint64), "group", f"have a '{by}' that is also in", max_pairs)
-    return leaks + _find_lookahead(sides, source, spec, max_pairs)
+        leaks += find_shared(sides, groups.view(np.uint64), "group", f"have a '{by}' that is also in", max_pairs)
+    if by := time_column(spec):
+        leaks += find_lookahead(sides, parse_times(split_column(source, by, field="by"), by), by, max_pairs)
+    return leaks
+
+
+def sides_of(split_ids: SplitIds) -> dict[str, Ids]:
+    """The parts that have samples, each sample once."""
+    return {name: np.unique(ids) for name, ids in split_ids.by_name().items() if len(ids)}
 
 
 def group_column(spec: spec_of.SplitConfig) -> str | None:
@@ -97,8 +109,8 @@ def _hash_sides(sides: dict[str, Ids], source: DataSource) -> Hashes:
     return digests
 
 
-def _find_shared(
-    sides: dict[str, Ids], keys: Hashes, kind: Literal["rows", "group"], what: str, max_pairs: int
+def find_shared(
+    sides: dict[str, Ids], keys: Hashes, kind: Literal["rows", "group"], what: str, max_pairs: int = 0
 ) -> list[Leak]:
     """A leak for each pair of parts that share a key."""
     leaks = []
@@ -127,16 +139,16 @@ def find_duplicates(left: SplitLike, right: SplitLike, *, max_pairs: int = 10) -
     return [Leak("rows", left.name, right.name, "are identical to samples of", count, pairs)] if count else []
 
 
-def _find_lookahead(sides: dict[str, Ids], source: DataSource, spec: spec_of.SplitConfig, max_pairs: int) -> list[Leak]:
-    by = time_column(spec)
-    if by is None or not {"train", "validation"} <= sides.keys():
+def find_lookahead(sides: dict[str, Ids], times: NDArray[Any], by: str, max_pairs: int = 0) -> list[Leak]:
+    """A leak for each held-out part with samples that are not later than all of train; `times`: one per sample."""
+    train = sides.get("train")
+    if train is None:
         return []
-    times = parse_times(split_column(source, by, field="by"), by)
-    train, validation = sides["train"], sides["validation"]
+    leaks = []
     latest = train[times[train].argmax()]
-    early = validation[times[validation] <= times[latest]]
-    if not early.size:
-        return []
-    pairs = tuple((int(latest), int(row)) for row in early[:max_pairs])
-    what = f"are not later in '{by}' than all of"
-    return [Leak("time", "train", "validation", what, len(early), pairs)]
+    for name, held_out in sides.items():
+        early = held_out[times[held_out] <= times[latest]] if name != "train" else held_out[:0]
+        if early.size:
+            pairs = tuple((int(latest), int(row)) for row in early[:max_pairs])
+            leaks.append(Leak("time", "train", name, f"are not later in '{by}' than all of", len(early), pairs))
+    return leaks

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.leaks import find_leaks, group_column, time_column
+from shoal.data.column_hints import find_column_hints
+from shoal.data.leaks import find_leaks, group_column, sides_of, time_column
 from shoal.data.permutation import Ids
 from shoal.data.sample_hash import category_codes, hash_samples
 from shoal.data.source import BUILTIN_COLUMNS, DataSource
@@ -33,7 +34,8 @@ _RESERVED_COLUMNS = ("fold", "part", "id")
 def split_report(
     source: DataSource, splits_by_fold: Mapping[int, SplitIds], spec: spec_of.SplitConfig
 ) -> dict[str, Any]:
-    """Per fold and part: sizes, class balance or statistics of the target, times and groups; and the leaks."""
+    """Per fold and part: sizes, class balance or statistics of the target, times and groups; the leaks; what was looked
+    at to find them; and the columns that look like groups or times but are not used."""
     digests = hash_samples(source, np.arange(len(source)))
     statistics = _SplitStatistics(source, spec)
     folds = [
@@ -44,7 +46,43 @@ def split_report(
         }
         for fold, parts in splits_by_fold.items()
     ]
-    return {"kind": spec.kind, "samples": len(source), "folds": folds}
+    compared = any(len(sides_of(parts)) > 1 for parts in splits_by_fold.values())
+    hints = find_column_hints(source, splits_by_fold, spec)
+    return {
+        "kind": spec.kind,
+        "samples": len(source),
+        "folds": folds,
+        "checks": [asdict(check) for check in _split_checks(spec, compared=compared)],
+        "hints": [asdict(hint) for hint in hints],
+    }
+
+
+@dataclass(frozen=True)
+class SplitCheck:
+    """One kind of leak: whether it was looked for, and how, or why not."""
+
+    what: Literal["duplicates", "groups", "time order"]
+    checked: bool
+    how: str
+
+
+def _split_checks(spec: spec_of.SplitConfig, *, compared: bool) -> list[SplitCheck]:
+    if not compared:
+        why = "all samples are in one part"
+        return [
+            SplitCheck("duplicates", False, why),
+            SplitCheck("groups", False, why),
+            SplitCheck("time order", False, why),
+        ]
+    group, time = group_column(spec), time_column(spec)
+    by_time = "by the order of rows, which the split takes for time" if time == "id" else f"by column '{time}'"
+    return [
+        SplitCheck("duplicates", True, "by a hash of inputs and target"),
+        SplitCheck(
+            "groups", group is not None, f"by column '{group}'" if group else "the split names no column of groups"
+        ),
+        SplitCheck("time order", time is not None, by_time if time else "the split names no column of times"),
+    ]
 
 
 class _SplitStatistics:

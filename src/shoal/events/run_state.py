@@ -116,11 +116,13 @@ class RunState:
     deaths: int = 0
     redone: int = 0
     last_note_is_repeat: bool = False
-    """Whether the newest `note` event repeats an earlier one: every worker reports it."""
+    """Whether the newest `note`, `weights_loaded` or `view` event says what an earlier one said: it is shown once."""
     nobody_left: bool = False
     """Whether no worker that has trained is left: unsaved steps are lost."""
     layout: dict[str, Any] = field(default_factory=dict)
     """The fields of the newest `layout` event."""
+    weights_loaded: dict[str, Any] = field(default_factory=dict)
+    """The fields of the first `weights_loaded` event."""
     inexact: str = ""
     """Why the layout gives a different result than one process, as reported by the workers."""
     views: int = 0
@@ -305,7 +307,10 @@ def _view(state: RunState, event: Event, view: schema.ViewEvent) -> None:
     for worker in state.training_workers:
         if worker.name not in view.carries:
             worker.state, worker.samples_per_s = "standing", 0.0
-    if view.why:
+    state.last_note_is_repeat = view.why == schema.LANES_MOVE and any(
+        one.get("why") == schema.LANES_MOVE for one in state.notes
+    )
+    if view.why and not state.last_note_is_repeat:
         state.note(event)
 
 
@@ -372,6 +377,15 @@ def _saved(state: RunState, event: Event, saved: schema.SavedEvent) -> None:
 def _note(state: RunState, event: Event, note: schema.NoteEvent) -> None:
     state.last_note_is_repeat = any(one.kind == "note" and one["message"] == note.message for one in state.notes)
     if not state.last_note_is_repeat:
+        state.note(event)
+
+
+@_folds(schema.WeightsLoadedEvent)
+def _weights_loaded(state: RunState, event: Event, loaded: schema.WeightsLoadedEvent) -> None:
+    state.last_note_is_repeat = state.weights_loaded == event.fields
+    if not state.last_note_is_repeat:
+        # The first counts: workers that come later get the state of the others, whatever their own file has.
+        state.weights_loaded = state.weights_loaded or dict(event.fields)
         state.note(event)
 
 

@@ -31,6 +31,9 @@ FORMER_FIELDS: Mapping[str, Mapping[str, str]] = {
 MAX_TIME_S = 1e11
 """Timestamps after the year 5000 count as damage."""
 
+LANES_MOVE = "lanes move to faster workers"
+"""The reason in a `view` that asks workers to stop because the driver gives them other lanes."""
+
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 KindClass = TypeVar("KindClass", bound=type)
 
@@ -308,12 +311,24 @@ class ExportSkippedEvent(NamedTuple):
 
 @_kind
 class NoteEvent(NamedTuple):
-    """Anything worth a line: leaks, weights that were loaded, files that are being copied."""
+    """Anything worth a line: leaks, files that are being copied."""
 
     message: str
-    loaded: Annotated[Count | None, "tensors of `init_from` that fit"] = None
+
+
+@_kind
+class WeightsLoadedEvent(NamedTuple):
+    """The weights of `init_from` were loaded; every worker reports it. A list has at most 2,000 names, a count all."""
+
+    path: str
+    loaded: Annotated[Count, "tensors that fit"]
+    tensors: Annotated[Count, "tensors of the model; tied parameters are one"]
     missing: Annotated[Sequence[str], "tensors that the file lacks"] = ()
-    left: Annotated[Sequence[str], "tensors that the model lacks"] = ()
+    missing_count: Count = 0
+    left_over: Annotated[Sequence[str], "tensors that the model lacks"] = ()
+    left_over_count: Count = 0
+    mismatched: Annotated[Sequence[str], "tensors of another shape"] = ()
+    mismatched_count: Count = 0
 
 
 @_kind

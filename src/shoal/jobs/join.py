@@ -26,11 +26,13 @@ from shoal.net.address import parse_address
 from shoal.spec.certificates import TlsContexts, load_tls_contexts
 from shoal.spec.job import MAX_WORKERS
 from shoal.spec.run_paths import RunPaths
+from shoal.spec.trust import CodeTrust
 from shoal.spec.view import Seat
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 POLL_S = 0.1
 SIGNAL_INTERVAL_S = 1.0
+NO_TRUST = CodeTrust()
 
 
 def join(
@@ -40,13 +42,14 @@ def join(
     base_dir: Path,
     workers: int = 1,
     tls_dir: Path | None = None,
+    trust: CodeTrust = NO_TRUST,
     show: Callable[[str], None],
     fork_server: ForkServer | None = None,
 ) -> int:
     """Run workers for the run at `where` (HOST:PORT) until it ends or the user stops it. Returns the exit code.
 
-    `base_dir` has the job's code and data on this machine, `tls_dir` the certificates for a run that uses TLS. `show`
-    gets a line for everything that happens.
+    `base_dir` has the job's code and data on this machine, `tls_dir` the certificates for a run that uses TLS. Workers
+    refuse a job that names code outside of `trust`. `show` gets a line for everything that happens.
     """
     contact = _parse_address(where, token)
     if not 1 <= workers <= MAX_WORKERS:
@@ -65,8 +68,12 @@ def join(
                 JoinedWorkers(RunPaths.at(scratch), mine, environment=environment, control=control, show=show)
             ) as joined,
         ):
-            joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured])
+            joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured, *_trust_options(trust)])
             return joined.supervise()
+
+
+def _trust_options(trust: CodeTrust) -> list[str]:
+    return ["--trust-code"] if trust.everything else [f"--allow={','.join(trust.modules)}"]
 
 
 def _parse_address(where: str, token: str) -> DriverAddress:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.events import RunState
 from shoal.events.run_state import LostResidual, WorkerSummary
 from shoal.spec.job import Job
-from shoal.spec.receipt import Receipt, WorkerContribution, describe_lost_residual
+from shoal.spec.receipt import InitialWeights, Receipt, WorkerContribution, describe_lost_residual
 
 WORK_TIMES = ("compute_s", "data_s", "exchange_s", "waiting_s")
 
@@ -28,6 +28,7 @@ def make_receipt(job: Job, state: RunState, *, run: str) -> Receipt:
         epochs=round(state.epoch, 4),
         samples_seen=result["samples_seen"],
         parameters=state.facts.get("parameters", 0),
+        init_from=InitialWeights.from_fields(state.weights_loaded) if state.weights_loaded else None,
         workers=max(state.peak_workers, 1),
         lanes=job.lane_count,
         starts=state.starts,

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.events import Event, EventWriter
+from shoal.events.checks import is_count, is_finite
 from shoal.events.stream import parse_event
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.engine import Engine, Exit, Launch, Node
@@ -234,6 +235,11 @@ class WorkerGroup:
         self._refused_by_seat[seat] = max(self._refused_by_seat.get(seat, 0), int(fields.get("refused", 0)))
         if fields.get("lane_s"):
             self.membership.record_lane_time(seat, float(fields["lane_s"]))
+        if fields.get("lanes_timed"):
+            count, total_s = fields["lanes_timed"]
+            if not (is_count(count) and is_finite(total_s)):
+                raise ValueError(f"{count} lanes in {total_s} s")
+            self.membership.observe_lanes(seat, time.monotonic(), count=count, total_s=float(total_s))
         if fields.get("leaving"):
             self.membership.drain(seat, "terminated", replace=True)
 

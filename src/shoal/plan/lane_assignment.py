@@ -42,24 +42,6 @@ def assign_by_speed(lanes: int, lane_s: Mapping[int, float | None], *, needed: C
     return _assign_blocks(list(pace), zip(best, (counts[seat] for seat in best), strict=True))
 
 
-def better_assignment(
-    current: Mapping[int, Sequence[int]],
-    lane_s: Mapping[int, float | None],
-    *,
-    gain: float = 1.15,
-    needed: Collection[int] = (),
-) -> LaneAssignment | None:
-    """An assignment that makes a step `gain` times as fast; None if lanes should stay.
-
-    Pass measurements that are smoothed over some steps, and keep the last measurement of a seat without lanes: without
-    it the seat counts as average and is tried again.
-    """
-    known = {seat: lane_s.get(seat) for seat in current}
-    better = assign_by_speed(sum(map(len, current.values())), known, needed=needed)
-    pace = _seconds_per_lane(known)
-    return better if step_s(current, pace) >= gain * step_s(better, pace) > 0 else None
-
-
 def step_s(carries: Mapping[int, Sequence[int]], pace: Mapping[int, float]) -> float:
     """Time of the slowest worker, from each seat's seconds per lane."""
     return max((len(mine) * pace[seat] for seat, mine in carries.items()), default=0.0)

@@ -14,13 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shoal.events.schema import LANES_MOVE
 from shoal.plan import lane_assignment
+from shoal.plan.lane_balance import LaneBalance
 from shoal.spec.view import Address, Attachment, View
 
-REBALANCE_DELAY_S, LONGEST_REBALANCE_DELAY_S = 1.0, 30.0
-"""Seconds for which another assignment must look faster without interruption before lanes move. The delay doubles with
-every move, so that noise does not move lanes back and forth; for a large gain it stays short."""
-LARGE_GAIN = 1.5
 JOIN_WAIT_S = 5.0
 """Seconds that a ready worker waits for workers that are being started, so that they enter together."""
 
@@ -86,6 +84,7 @@ class MembershipPolicy:
     lanes: int
     wanted_workers: int = 1
     balance_lanes: bool = True
+    balance: LaneBalance = field(default_factory=LaneBalance)
     view_number: int = 0
     members: dict[int, Member] = field(default_factory=dict)
     view: View | None = None
@@ -98,8 +97,6 @@ class MembershipPolicy:
     _halt_requested: HaltUrgency = ""
     _halt_requested_at_s: float = 0.0
     _loading_seat: int | None = None
-    _imbalanced_since_s: float | None = None
-    _rebalance_delay_s: float = REBALANCE_DELAY_S
     _stalled: bool = False
     _view_entered_s: float = -math.inf
 
@@ -152,6 +149,7 @@ class MembershipPolicy:
         self._final_state_saved = self._final_state_saved or (left_cleanly and seat == self._final_saver)
         member = self.members.pop(seat, None)
         self._expected.discard(seat)
+        self.balance.forget(seat)
         if member and not member.managed and not member.leaving:
             self.wanted_workers = max(self.wanted_workers - 1, 1)  # the engine did not start it, and cannot replace it
 
@@ -166,6 +164,11 @@ class MembershipPolicy:
     def record_lane_time(self, seat: int, lane_s: float) -> None:
         if seat in self.members:
             self.members[seat].lane_s = lane_s
+
+    def observe_lanes(self, seat: int, now_s: float, *, count: int, total_s: float) -> None:
+        """The worker has computed `count` lanes in `total_s`, both since it started."""
+        if seat in self.members:
+            self.balance.observe(seat, now_s, count=count, total_s=total_s)
 
     def exchange_stalled(self) -> None:
         """All workers wait for each other."""
@@ -298,7 +301,7 @@ class MembershipPolicy:
         if new and (not self._expected or any(now_s - m.ready_since_s > JOIN_WAIT_S for m in new)):
             return "boundary", f"{_worker_names(m.seat for m in new)} joins"
         if self._should_rebalance(now_s):
-            return "boundary", "lanes move to faster workers"
+            return "boundary", LANES_MOVE
         return "", ""
 
     def _never_trained(self, stopped: Iterable[int]) -> bool:
@@ -342,22 +345,11 @@ class MembershipPolicy:
         return [m for _, m in sorted(self.members.items()) if (m.stopped or m.training) and not m.leaving]
 
     def _should_rebalance(self, now_s: float) -> bool:
-        """Whether another assignment would be faster, and has looked faster for long enough."""
         assert self.view is not None
-        if not self.balance_lanes:
+        if not self.balance_lanes or self._halt_requested:
             return False
-        times = {seat: self.members[seat].lane_s for seat in self.view.carries}
-        needed = [seat for seat in times if seat == self.view.saver]
-        if None in times.values() or lane_assignment.better_assignment(self.view.carries, times, needed=needed) is None:
-            self._imbalanced_since_s = None
-            return False
-        if self._imbalanced_since_s is None:
-            self._imbalanced_since_s = now_s
-        much = lane_assignment.better_assignment(self.view.carries, times, gain=LARGE_GAIN, needed=needed) is not None
-        if now_s - self._imbalanced_since_s < (REBALANCE_DELAY_S if much else self._rebalance_delay_s):
-            return False
-        self._rebalance_delay_s = min(2 * self._rebalance_delay_s, LONGEST_REBALANCE_DELAY_S)
-        return True
+        needed = [seat for seat in self.view.carries if seat == self.view.saver]
+        return self.balance.should_move(self.view.carries, now_s, needed=needed)
 
     def _next_view(self, now_s: float) -> PublishView | None:
         """The next training view, once all workers have stopped."""
@@ -378,6 +370,7 @@ class MembershipPolicy:
         if best is None or (best == 0 and self._loading_seat not in self.members):
             return self._load_checkpoint(savers[0])
         self._view_entered_s = now_s
+        self.balance.moved(now_s)
         return self._enter_view(team, savers, best)
 
     def _load_checkpoint(self, member: Member) -> PublishView:
@@ -406,7 +399,7 @@ class MembershipPolicy:
             source=holder.seat if behind else None,
             saver=saver.seat,
         )
-        self.view, self._halt_requested, self._imbalanced_since_s, self._stalled = view, "", None, False
+        self.view, self._halt_requested, self._stalled = view, "", False
         for seat in carries:
             member = self.members[seat]
             member.training, member.stopped, member.halt_sent, member.catch_up_attempted = True, False, "", False
@@ -414,8 +407,9 @@ class MembershipPolicy:
 
     def _assign_lanes(self, team: list[Member], needed: list[Member]) -> lane_assignment.LaneAssignment:
         """The lanes of each worker of the team; `needed` workers always get a lane."""
-        chosen = _at_most_one_per_lane({m.seat: m for m in needed}, team, self.lanes)
-        times = {m.seat: m.lane_s if self.balance_lanes else None for m in chosen}
+        paces = self.balance.paces if self.balance_lanes else {}
+        chosen = _at_most_one_per_lane({m.seat: m for m in needed}, team, self.lanes, paces)
+        times = {m.seat: paces.get(m.seat) for m in chosen}
         dealt = lane_assignment.assign_by_speed(self.lanes, times, needed=[m.seat for m in needed])
         return {seat: lanes for seat, lanes in dealt.items() if lanes}
 
@@ -424,9 +418,12 @@ class MembershipPolicy:
         return not (self.view and self.view.saver == member.seat)
 
 
-def _at_most_one_per_lane(needed: dict[int, Member], team: Sequence[Member], lanes: int) -> list[Member]:
+def _at_most_one_per_lane(
+    needed: dict[int, Member], team: Sequence[Member], lanes: int, paces: Mapping[int, float]
+) -> list[Member]:
     """At most one worker per lane: the needed workers first, then the fastest."""
-    rest = sorted((m for m in team if m.seat not in needed), key=lambda m: (bool(m.leaving), m.lane_s or 0.0, m.seat))
+    others = (m for m in team if m.seat not in needed)
+    rest = sorted(others, key=lambda m: (bool(m.leaving), paces.get(m.seat, 0.0), m.seat))
     return sorted([*needed.values(), *rest][: max(lanes, len(needed))], key=lambda m: m.seat)
 
 

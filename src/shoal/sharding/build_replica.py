@@ -31,12 +31,12 @@ from shoal.sharding.sharded_model import ShardedModel
 from shoal.spec import seeds
 from shoal.spec.job import InitFromConfig, Job
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
+from shoal.tasks.initial_weights import WeightMatch, match_weights
 from shoal.tasks.model import (
     build_lr_schedule,
     build_model,
     build_plain_task,
     build_task,
-    rename_prefix,
     set_trainable,
 )
 from shoal.tasks.optimizer import make_optimizer
@@ -129,12 +129,13 @@ class ShardedReplicaBuilder:
         return {"shard": self.job.shard.kind, "ways": self.job.workers_per_replica, "cuts": cuts}
 
     def load_initial_weights(self, replica: ShardedReplica) -> dict[str, Any]:
-        """Load the weights that the job starts from, tensor by tensor. Returns what to report about it."""
+        """Load the weights that the job starts from, tensor by tensor. Returns the fields of `weights_loaded`."""
         init = self.job.init_from
         if init is None or init.path is None:
             return {}
         path = init.path if "://" in init.path else str(Path(self.job.base_dir) / init.path)
-        return load_initial_shards(replica.local_state, replica.state_dict_names(), open_weights(path), init)
+        found = load_initial_shards(replica.local_state, replica.state_dict_names(), open_weights(path), init)
+        return found.event_fields(init.path)
 
 
 def make_replica_builder(job: Job, example: Batch, *, steps: int, steps_per_epoch: int) -> ShardedReplicaBuilder:
@@ -156,21 +157,12 @@ def unsharded_job(job: Job) -> Job:
 @torch.no_grad()
 def load_initial_shards(
     local_state: LocalState, names: Mapping[str, str], weights: Mapping[str, Tensor], init: InitFromConfig
-) -> dict[str, Any]:
+) -> WeightMatch:
     """Load the tensors that fit the model, by the rules of `init_from`. SH406 if one that must fit does not."""
-    shapes = {name: local_state.model.state_dict(keep_vars=True)[name].shape for name in names}
-    fits, left = [], []
-    for name in weights:
-        new, values = rename_prefix(name, init.rename), weights[name]
-        if shapes.get(new) != values.shape:
-            left.append(new)
-            continue
-        fits.append(new)
-        if part := local_state.shards.get(names[new]):
+    own = local_state.model.state_dict(keep_vars=True)
+
+    def place(name: str, values: Tensor) -> None:
+        if part := local_state.shards.get(names[name]):
             part.local_tensor.copy_(part.tensor_slice.view_of(values))
-    missing = sorted(set(names) - set(fits))
-    if (init.strict and (missing or left)) or not fits:
-        which = f"; first: '{(missing or sorted(left))[0]}'"
-        message = f"{len(missing)} tensors of the model are missing there, {len(left)} are left over{which}"
-        raise error("SH406", message, where=f"init_from {init.path}")
-    return {"loaded": len(fits), "missing": missing[:20], "left": sorted(left)[:20]}
+
+    return match_weights({name: own[name].shape for name in names}, names, weights, init, place=place)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.base import Ref, Spec
+from shoal.spec.definitions import Definition, definitions_in_file, definitions_in_module
 from shoal.spec.job import Job
-from shoal.spec.resolve import check_ref
+from shoal.spec.resolve import FIX_NOT_CALLABLE, check_ref, parse_ref, standard_library_error
 
 DEFAULT_MODULES: Mapping[str, Sequence[str]] = {
     "optimizer": ("torch.optim",),
@@ -77,15 +79,38 @@ def _iter_refs(value: Any, place: str, field: str) -> Iterator[tuple[str, str, R
 
 
 def check_names(job: Job) -> list[ShoalError]:
-    """An error for each name that cannot be found; nothing is imported. `where` of each error is the field."""
+    """An error for each name that cannot be found, or that leads to something that its field cannot use; nothing is
+    imported. `where` of each error is the field."""
     found = []
     for place, field, ref in iter_refs(job):
-        modules = DEFAULT_MODULES.get(field, ())
+        full = expand_alias(ref, field=field)
         try:
-            check_ref(expand_alias(ref, field=field), base_dir=job.base_dir, default_modules=modules)
+            check_ref(full, base_dir=job.base_dir, default_modules=DEFAULT_MODULES.get(field, ()))
+            _check_kind(full, find_definitions(full, field=field, base_dir=job.base_dir), field=field)
         except ShoalError as problem:
             found.append(_located_in_job(problem, place, field, ref))
     return found
+
+
+def find_definitions(ref: Ref, *, field: str, base_dir: str) -> list[Definition]:
+    """Where the code of a name is, as far as source code tells; several if that depends on what is installed."""
+    name, base = parse_ref(ref), str(Path(base_dir).resolve())
+    if name.file:
+        return definitions_in_file(Path(base, name.file), name.attrs, base=base)
+    modules = (name.module,) if name.module else DEFAULT_MODULES.get(field, ())
+    in_each = (definitions_in_module(module, name.attrs, base=base) for module in modules)
+    return next((found for found in in_each if found), [])
+
+
+def _check_kind(ref: Ref, definitions: Sequence[Definition], *, field: str) -> None:
+    """Refuse what the field cannot use, before anybody calls it."""
+    kinds = {one.kind for one in definitions}
+    if kinds == {"module"}:
+        raise error("SH206", f"'{ref.name}' is a module", fix="Name a class or a function in it, after the colon.")
+    if kinds == {"value"} and field != "factory":  # a list of samples is a dataset
+        raise error("SH206", f"'{ref.name}' is a plain value, which cannot be called", fix=FIX_NOT_CALLABLE)
+    if definitions and all(one.is_standard_library for one in definitions):
+        raise standard_library_error(ref.name, definitions[0].place)
 
 
 def _located_in_job(problem: ShoalError, place: str, field: str, ref: Ref) -> ShoalError:

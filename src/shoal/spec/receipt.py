@@ -6,9 +6,9 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -33,6 +33,41 @@ class WorkerContribution(Spec):
     work_s: float = 0.0
 
 
+class InitialWeights(Spec):
+    """What the run took from `init_from`; see the event `weights_loaded`."""
+
+    path: str
+    loaded: int
+    tensors: int
+    missing: list[str] = Field(default_factory=list)
+    missing_count: int = 0
+    left_over: list[str] = Field(default_factory=list)
+    left_over_count: int = 0
+    mismatched: list[str] = Field(default_factory=list)
+    mismatched_count: int = 0
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> InitialWeights:
+        """From the fields of an event, which may have further ones."""
+        return cls.model_validate({name: value for name, value in fields.items() if name in cls.model_fields})
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.loaded} of {self.tensors} tensors"
+
+    def left_out(self, *, shown: int) -> list[str]:
+        """A sentence for each kind of tensor that was not loaded, with at most this many names."""
+        kinds = {
+            "not in the file": (self.missing, self.missing_count),
+            "not in the model": (self.left_over, self.left_over_count),
+            "of another shape": (self.mismatched, self.mismatched_count),
+        }
+        return [
+            f"{count} {what}: {', '.join(names[:shown])}{f' and {count - shown} more' if count > shown else ''}"
+            for what, (names, count) in kinds.items()
+            if count
+        ]
+
+
 class Receipt(Spec):
     """Result of a run. Times are seconds, summed over all workers and starts; `total_s` is wall time from first start
     to end. `workers` is the maximum that worked at the same time; `carried` has the work of each worker. `servers` is
@@ -55,6 +90,7 @@ class Receipt(Spec):
     epochs: float
     samples_seen: Whole
     parameters: Whole
+    init_from: InitialWeights | None = None
     workers: Whole
     lanes: Whole
     starts: Whole = 1

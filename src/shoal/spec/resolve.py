@@ -25,9 +25,11 @@ from typing import Any
 from shoal.errors import ShoalError, closest_name, did_you_mean, error, suggest_path
 from shoal.spec import static_names
 from shoal.spec.base import Ref
+from shoal.spec.definitions import is_standard_library
 
 USER_PACKAGE = "shoal_user"
 MAX_NAMES = 30
+FIX_NOT_CALLABLE = "Refer to a class or a function."
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 
 
@@ -162,18 +164,35 @@ def _missing_name_error(word: str, names: Sequence[str], *, place: str) -> Shoal
 def import_ref(ref: Ref | str, *, base_dir: str | Path, default_modules: Sequence[str] = ()) -> Any:
     """Import the object of a name. Puts `base_dir` on sys.path, because the user's files may import each other.
 
-    A file becomes one module, however often it is named. Raises SH201 to SH204; `where` is the user's line.
+    A file becomes one module, however often it is named. Raises SH201 to SH204; `where` is the user's line. SH210 if
+    the object belongs to Python's standard library: such a name is a mistake or an attack (`os:system`).
     """
     name, base = parse_ref(ref), str(Path(base_dir).resolve())
     if base not in sys.path:
         sys.path.insert(0, base)
     if name.file:
-        return _attribute(_load_file(_user_file(name, base)), name)
-    if name.module:
-        return _attribute(_load_module(name.module, base), name)
-    modules = [_load_module(m, base) for m in _modules_of_short_name(name, default_modules)]
-    home = next((m for m in modules if hasattr(m, name.text)), modules[0])
-    return _attribute(home, name)
+        home = _load_file(_user_file(name, base))
+    elif name.module:
+        home = _load_module(name.module, base)
+    else:
+        modules = [_load_module(m, base) for m in _modules_of_short_name(name, default_modules)]
+        home = next((m for m in modules if hasattr(m, name.text)), modules[0])
+    found = _attribute(home, name)
+    _refuse_standard_library(name, found)
+    return found
+
+
+def _refuse_standard_library(name: ParsedRef, found: Any) -> None:
+    """Only classes, functions and methods tell where they are from."""
+    if inspect.isclass(found) or inspect.isroutine(found):
+        module = sys.modules.get(getattr(found, "__module__", None) or "")
+        path = getattr(module, "__file__", None) or ""
+        if module is not None and is_standard_library(module.__name__, path):
+            raise standard_library_error(name.text, module.__name__)
+
+
+def standard_library_error(name: str, module: str) -> ShoalError:
+    return error("SH210", f"'{name}' is of {module}, which is part of Python and has nothing that a job could name")
 
 
 def _attribute(module: types.ModuleType, name: ParsedRef) -> Any:
@@ -267,7 +286,7 @@ def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Se
     arguments = {**ref.args, **extra}
     if not callable(made):
         raise error("SH206", f"'{ref.name}' is {_article(type(made).__name__)}, which cannot be called",
-                    fix="Refer to a class or a function.")  # fmt: skip
+                    fix=FIX_NOT_CALLABLE)  # fmt: skip
     _check_arguments(ref.name, made, len(leading), arguments)
     try:
         return made(*leading, **arguments)

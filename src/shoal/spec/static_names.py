@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Literal
 
 MAX_STARS = 6
+
+
+BindingKind = Literal["class", "function", "value", "import", "other"]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How a statement binds a name. Of an import: `module` and `level` as written, and the `name` in it ('': the module
+    itself)."""
+
+    kind: BindingKind
+    module: str = ""
+    level: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -21,6 +36,7 @@ class ModuleNames:
     exported: tuple[str, ...] = ()
     star_imports: tuple[tuple[int, str], ...] = ()
     is_dynamic: bool = False
+    bindings: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
 
 
 def find_module(name: str, *, first: str = "") -> ModuleSpec | None:
@@ -88,7 +104,7 @@ def names_in_file(path: Path, *, package: str = "", first: str = "", depth: int 
     """The same for a source file, inside or outside a package."""
     own = parse_names(path)
     for level, module in own.star_imports:
-        own = _with_star_import(own, _absolute(package, level, module), first=first, depth=depth)
+        own = _with_star_import(own, absolute_module(package, level, module), first=first, depth=depth)
     return own
 
 
@@ -102,7 +118,7 @@ def _with_star_import(own: ModuleNames, module: str, *, first: str, depth: int) 
     )
 
 
-def _absolute(package: str, level: int, module: str) -> str:
+def absolute_module(package: str, level: int, module: str) -> str:
     """`from ..x import *` in package a.b is a.x."""
     if level == 0:
         return module
@@ -119,18 +135,19 @@ def parse_names(path: Path) -> ModuleNames:
 @lru_cache(maxsize=256)
 def _parse_names(path: str, mtime_ns: int, size: int) -> ModuleNames:
     tree = ast.parse(Path(path).read_bytes(), filename=path)
-    names: set[str] = set()
+    bindings: dict[str, tuple[Binding, ...]] = {}
     exported: list[str] = []
     stars: list[tuple[int, str]] = []
     is_open = False
     for node in _top_level(tree.body):
-        names.update(_bound_names(node))
+        for name, binding in _bindings(node):
+            bindings[name] = (*bindings.get(name, ()), binding)
         exported += _exported_names(node)
         stars += _star_imports(node)
         is_open = is_open or _defines_dynamic_names(node)
-    names.update(exported)
+    names = frozenset([*bindings, *exported])
     shown = exported or sorted(n for n in names if not n.startswith("_"))
-    return ModuleNames(frozenset(names), tuple(shown), tuple(stars), is_open or "__getattr__" in names)
+    return ModuleNames(names, tuple(shown), tuple(stars), is_open or "__getattr__" in names, bindings)
 
 
 def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -145,19 +162,33 @@ def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _top_level(handler.body)
 
 
-def _bound_names(node: ast.stmt) -> Iterator[str]:
+def _bindings(node: ast.stmt) -> Iterator[tuple[str, Binding]]:
     """The names that a statement binds."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name
+    if isinstance(node, ast.ClassDef):
+        yield node.name, Binding("class")
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node.name, Binding("function")
     elif isinstance(node, ast.Import):
-        yield from (a.asname or a.name.partition(".")[0] for a in node.names)
+        for a in node.names:
+            top = a.name.partition(".")[0]
+            yield a.asname or top, Binding("import", a.name if a.asname else top)
     elif isinstance(node, ast.ImportFrom):
-        yield from (a.asname or a.name for a in node.names if a.name != "*")
+        for a in node.names:
+            if a.name != "*":
+                yield a.asname or a.name, Binding("import", node.module or "", node.level, a.name)
     else:
         targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
         targets += [item.optional_vars for item in getattr(node, "items", ())]
         inside = (n for target in filter(None, targets) for n in ast.walk(target))
-        yield from (n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        kind: BindingKind = "value" if _is_literal(node) else "other"
+        yield from ((n.id, Binding(kind)) for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _is_literal(node: ast.stmt) -> bool:
+    """Whether a statement assigns a number, a text or a collection, which nobody can call."""
+    literals = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
+    plain_targets = all(isinstance(target, ast.Name) for target in getattr(node, "targets", ()))
+    return isinstance(node, ast.Assign | ast.AnnAssign) and plain_targets and isinstance(node.value, literals)
 
 
 def _exported_names(node: ast.stmt) -> list[str]:

@@ -177,7 +177,7 @@ def build_replica(
     if job.init_from is not None:
         facts = load_initial_weights(model, job.init_from, base_dir=job.base_dir)
         if facts:
-            report("note", message=f"weights from {job.init_from.path}: {facts['loaded']} tensors", **facts)
+            report("weights_loaded", **facts)
     check_layers(model)
     optimizer = make_optimizer(job, task, model)
     epochs = -(-steps // steps_per_epoch)

@@ -244,8 +244,7 @@ class ShardedStrategy:
         replica = self._build_replica(None)
         facts = self._builder.load_initial_weights(replica)
         if facts and replica.sharded_model.mesh.replica_rank == replica.sharded_model.mesh.shard_rank == 0:
-            path = self._builder.job.init_from.path if self._builder.job.init_from else ""
-            self._context.report("note", message=f"weights from {path}: {facts['loaded']} tensors", **facts)
+            self._context.report("weights_loaded", **facts)
         self._held = replica
         self._progress.load_state(copy.deepcopy(self._initial_progress))
 

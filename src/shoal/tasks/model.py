@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,39 +17,41 @@ from shoal.errors import did_you_mean, error
 from shoal.spec.base import Ref
 from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig
 from shoal.spec.names import DEFAULT_MODULES
-from shoal.spec.resolve import build_ref
+from shoal.spec.resolve import build_ref, import_ref
 from shoal.spec.sharding import PipelineParallelConfig
+from shoal.tasks.initial_weights import WeightMatch, first_names, match_weights
 from shoal.tasks.losses import build_loss
 from shoal.tasks.metrics import build_metrics
 from shoal.tasks.task import PlainTask, Task
+
+Made = TypeVar("Made")
 
 
 def build_task(job: Job) -> Task:
     """The user's own task, or a PlainTask from the job's model, loss and metrics."""
     if job.task is not None:
-        task = build_ref(job.task, base_dir=job.base_dir)
-        if not isinstance(task, Task):
-            raise error(
-                "SH206",
-                f"'{job.task.name}' is not a shoal.Task",
-                where="task",
-                fix="Derive the class from shoal.Task.",
-            )
-        return task
+        return build_instance(job.task, Task, "shoal.Task", field="task", base_dir=job.base_dir)
     return build_plain_task(job, build_model(job))
 
 
 def build_model(job: Job) -> nn.Module:
     """The model of a job that names one."""
     assert job.model is not None  # the job's rules check it
-    model = build_ref(job.model, base_dir=job.base_dir)
-    if not isinstance(model, nn.Module):
-        raise error(
-            "SH206",
-            f"'{job.model.name}' gives a {type(model).__name__}, not a torch.nn.Module",
-            where="model",
-        )
-    return model
+    return build_instance(job.model, nn.Module, "torch.nn.Module", field="model", base_dir=job.base_dir)
+
+
+def build_instance(ref: Ref, kind: type[Made], kind_name: str, *leading: Any, field: str, base_dir: str) -> Made:
+    """What a name of the job makes. SH206 if it is not of the kind; a class of another kind is not even called."""
+    modules = DEFAULT_MODULES.get(field, ())
+    named = import_ref(ref, base_dir=base_dir, default_modules=modules)
+    fix = f"Derive the class from {kind_name}, or name a function that returns one."
+    if inspect.isclass(named) and not issubclass(named, kind):
+        raise error("SH206", f"the class '{ref.name}' is not a {kind_name}", where=field, fix=fix)
+    made = build_ref(ref, *leading, base_dir=base_dir, default_modules=modules)
+    if not isinstance(made, kind):
+        message = f"'{ref.name}' returns a {type(made).__name__}, not a {kind_name}"
+        raise error("SH206", message, where=field, fix=fix)
+    return made
 
 
 def build_plain_task(job: Job, model: nn.Module) -> Task:
@@ -64,11 +67,11 @@ def build_plain_task(job: Job, model: nn.Module) -> Task:
 
 
 def load_initial_weights(model: nn.Module, init: InitFromConfig, *, base_dir: str) -> dict[str, Any]:
-    """Load, freeze, unfreeze, in this order. Returns the fields for the event."""
+    """Load, freeze, unfreeze, in this order. Returns the fields of the event `weights_loaded`, none without a file."""
     facts: dict[str, Any] = {}
     if init.path is not None:
         path = init.path if "://" in init.path else str(Path(base_dir) / init.path)
-        facts = _load_matching(model, load_weights(path), init)
+        facts = _load_matching(model, load_weights(path), init).event_fields(init.path)
     set_trainable(model, init)
     return facts
 
@@ -82,29 +85,12 @@ def set_trainable(model: nn.Module, init: InitFromConfig) -> None:
                 model.get_parameter(name).requires_grad_(trains)
 
 
-def _load_matching(model: nn.Module, weights: dict[str, torch.Tensor], init: InitFromConfig) -> dict[str, Any]:
-    own = model.state_dict()
-    theirs = {rename_prefix(name, init.rename): tensor for name, tensor in weights.items()}
-    fits = {n: t for n, t in theirs.items() if n in own and own[n].shape == t.shape}
-    missing, left = sorted(set(own) - set(fits)), sorted(set(theirs) - set(fits))
-    if init.strict and (missing or left):
-        name = (missing or left)[0]
-        if name in own and name in theirs:
-            what = f"'{name}' is {list(theirs[name].shape)} in the file and {list(own[name].shape)} in the model"
-        else:
-            what = f"the {'file' if missing else 'model'} has no '{name}'"
-        raise error("SH406", f"{what} ({len(missing)} missing, {len(left)} left over)", where=f"init_from {init.path}")
-    if not fits:
-        raise error("SH406", "none of the file's tensors fits the model", where=f"init_from {init.path}")
-    model.load_state_dict(fits, strict=False)
-    return {"loaded": len(fits), "missing": missing[:20], "left": left[:20]}
-
-
-def rename_prefix(name: str, prefixes: dict[str, str]) -> str:
-    for old, new in prefixes.items():
-        if name.startswith(old):
-            return new + name[len(old) :]
-    return name
+def _load_matching(model: nn.Module, weights: Mapping[str, torch.Tensor], init: InitFromConfig) -> WeightMatch:
+    own, fits = model.state_dict(keep_vars=True), dict[str, torch.Tensor]()
+    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in own.items()}
+    found = match_weights(shapes, first_names(model), weights, init, place=fits.__setitem__)
+    model.load_state_dict({name: fits[name] for name, _ in found.taken.values()}, strict=False)
+    return found
 
 
 def match_names(names: Iterable[str], pattern: str, *, where: str) -> list[str]:

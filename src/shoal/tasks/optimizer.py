@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 from shoal.errors import error
 from shoal.spec.base import Ref
 from shoal.spec.job import Job, OptimizerConfig
-from shoal.spec.names import DEFAULT_MODULES
-from shoal.spec.resolve import build_ref
 from shoal.spec.rules import UNUSABLE_OPTIMIZERS
-from shoal.tasks.model import match_names
+from shoal.tasks.model import build_instance, match_names
 from shoal.tasks.task import Task
 
 _FULL = frozenset({torch.float64, torch.float32})
@@ -46,10 +44,7 @@ def build_optimizer(spec: OptimizerConfig, model: nn.Module, *, base_dir: str) -
     if is_torchs and short in FUSED_CPU_DTYPES and not {"fused", "foreach", "differentiable"} & set(args):
         args["fused"] = not wrong_fused_dtypes(short, trainable.values())
     ref = Ref(name=spec.name, args=args)
-    made = build_ref(ref, groups, base_dir=base_dir, default_modules=DEFAULT_MODULES["optimizer"])
-    if not isinstance(made, Optimizer):
-        raise error("SH206", f"'{spec.name}' is not a torch optimizer", where="optimizer")
-    return made
+    return build_instance(ref, Optimizer, "torch.optim.Optimizer", groups, field="optimizer", base_dir=base_dir)
 
 
 def wrong_fused_dtypes(optimizer: str, parameters: Iterable[Tensor]) -> list[str]:

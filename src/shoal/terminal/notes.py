@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.events import Event, RunState
-from shoal.spec.receipt import describe_lost_residual
+from shoal.spec.receipt import InitialWeights, describe_lost_residual
 from shoal.terminal import formatting
 
+MAX_TENSOR_NAMES = 5
 _PLAN_KINDS = ("plan", "replan")
 
 
 def event_line(event: Event, state: RunState) -> str:
     """The line for an event that has just been applied to the state; '' if none is shown."""
     repeats_another_worker = (event.kind == "built" and event.who != state.built_by) or (
-        event.kind == "note" and state.last_note_is_repeat
+        event.kind in ("note", "weights_loaded", "view") and state.last_note_is_repeat
     )
     return "" if repeats_another_worker or event.get("again") else describe_event(event)
 
@@ -54,7 +55,8 @@ def join_hint(run: str, address: str, *, tls: bool = False) -> str:
     host = address.rpartition(":")[0].strip("[]")
     if not host or host == "localhost" or _is_loopback(host):
         return ""
-    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}" + (" --tls DIR" if tls else "")
+    tls_option = " --tls DIR" if tls else ""
+    return f"join with: SHOAL_TOKEN=$(shoal token {run}) shoal join {address}{tls_option} --trust-code"
 
 
 def _is_loopback(host: str) -> bool:
@@ -112,6 +114,11 @@ def _evicted(event: Event) -> str:
     return f"{event.get('worker') or event.get('server', '')}{host} was evicted: {event['reason']}"
 
 
+def _weights_loaded(event: Event) -> str:
+    loaded = InitialWeights.from_fields(event.fields)
+    return "; ".join([f"initialised from {loaded}", *loaded.left_out(shown=MAX_TENSOR_NAMES)])
+
+
 def _servers_wanted(event: Event) -> str:
     return f"the run wants {event['number']} servers: {event['why']}" if event.get("why") else ""
 
@@ -136,6 +143,7 @@ _LINES: Mapping[str, Callable[[Event], str]] = {
     "cleanup_failed": lambda e: f"old checkpoints could not be removed: {e['reason']}",
     "export_skipped": lambda e: f"{e['what']} was not exported: {e['reason']}",
     "note": lambda e: str(e["message"]),
+    "weights_loaded": _weights_loaded,
     "evicted": _evicted,
     "worker_died": lambda e: f"{e['worker']} died: {e['reason']}",
     "servers_wanted": _servers_wanted,

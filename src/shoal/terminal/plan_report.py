@@ -151,7 +151,7 @@ def _command_line(it: RunChoice, result: PlanResult, command: str) -> str:
     if it.hosts == 1:
         return line
     elsewhere = f"{there[0]}" if len(set(there)) == 1 else f"N ({', '.join(map(str, there))})"
-    return f"{line} --listen ADDRESS    # and elsewhere: shoal join HOST:PORT --workers {elsewhere}"
+    return f"{line} --listen ADDRESS    # and elsewhere: shoal join HOST:PORT --workers {elsewhere} --trust-code"
 
 
 def _yaml(value: Any) -> str:

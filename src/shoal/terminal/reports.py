@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.text import Text
 
 from shoal.errors import ShoalError, single_errors
 from shoal.events import RunState, describe_damage
+from shoal.spec.job import Job
+from shoal.spec.names import iter_refs
 from shoal.spec.receipt import Receipt, metrics_mean_and_std
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, notes, plan_lines, servers
@@ -33,6 +36,9 @@ def print_receipt(console: Console, r: Receipt) -> None:
     table.add_row(
         "trained", f"{r.epochs:g} epochs, " + ", ".join(f"{formatting.count(n)} {w}" for w, n in trained.items())
     )
+    if r.init_from is not None:
+        left_out = r.init_from.left_out(shown=notes.MAX_TENSOR_NAMES)
+        table.add_row("initialised", "; ".join([f"from {r.init_from}", *left_out]))
     carried = [plural(r.workers, "worker"), plural(r.lanes, "lane"), plural(r.starts, "start")]
     table.add_row("carried by", f"{', '.join(carried)}, {plural(r.deaths_survived, 'death')} survived")
     if len(r.carried) > 1:
@@ -228,3 +234,14 @@ def print_check(console: Console, c: Mapping[str, Any]) -> None:
     print_fields(console, rows)
     for note in c["notes"]:
         console.print(f"note: {note}", markup=False)
+
+
+def print_static_check(console: Console, job: Job, *, as_json: bool) -> None:
+    """Print the result of `shoal check --static`: the names of the job, which were found and not executed."""
+    names = {place: ref.name for place, _, ref in iter_refs(job)}
+    if as_json:
+        print(json.dumps({"static": True, "names": names}))
+        return
+    print_fields(console, names)
+    print_lines(console, "Fields, rules, files and names are right. Nothing was executed: whether the code runs, and")
+    print_lines(console, "what is in the data, is not known. `shoal check` without --static tries it.")

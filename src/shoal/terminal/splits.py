@@ -1,8 +1,8 @@
-"""Prints a split: sizes, balance, times, leaks."""
+"""Prints a split: sizes, balance, times, leaks, and what was looked at to find them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -27,16 +27,33 @@ def print_split(console: Console, answer: Mapping[str, Any]) -> None:
         table.add_row("", name, formatting.count(part["size"]), "", "a source of its own")
     console.print(table)
     leaks = [f"fold {f['fold']}: {leak['text']}" for f in report["folds"] for leak in f["leaks"]]
-    _print_leaks(console, leaks + list(answer["leaks_between_sources"]))
+    for leak in [*leaks, *answer["leaks_between_sources"]]:
+        console.print(Text(f"leak: {leak}", style="yellow"), soft_wrap=True)
+    _print_checks(console, report["checks"], own_sources=list(answer["own_sources"]))
+    _print_hints(console, report["hints"])
     if answer["exported"]:
         console.print(f"written to {answer['exported']}", highlight=False, soft_wrap=True)
 
 
-def _print_leaks(console: Console, leaks: list[str]) -> None:
-    for leak in leaks:
-        console.print(Text(f"leak: {leak}", style="yellow"), soft_wrap=True)
-    if not leaks:
-        console.print("no leaks: no row, group or time stands on both sides")
+def _print_checks(console: Console, checks: Sequence[Mapping[str, Any]], *, own_sources: Sequence[str]) -> None:
+    """A line for each kind of leak. A kind that was not looked for says so: silence would read as "no leak"."""
+    table = Table("looked for", "", box=None, pad_edge=False)
+    for check in checks:
+        table.add_row(check["what"], Text(f"{'checked' if check['checked'] else 'NOT checked:'} {check['how']}"))
+    if own_sources:
+        names = " and ".join(own_sources)
+        table.add_row("", Text(f"train against the own source of {names}: duplicates checked, groups and times NOT"))
+    console.print(table)
+
+
+def _print_hints(console: Console, hints: Sequence[Mapping[str, Any]]) -> None:
+    for hint in hints:
+        line = f"column '{hint['column']}' looks like {hint['role']} ({hint['reason']})"
+        if hint["separated"] is None:
+            console.print(Text(f"{line}: this split does not mix them"), soft_wrap=True)
+            continue
+        console.print(Text(f"{line}: {hint['separated']}", style="yellow"), soft_wrap=True)
+        console.print(Text(f"    if so, write under data:  {hint['job_line']}"), soft_wrap=True)
 
 
 def _describe(part: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ class Activity:
         self._units_by_phase: Counter[str] = Counter()
         self._current = ("building", 0, 0, time.monotonic())
         self._lane_s: deque[float] = deque(maxlen=RECENT_LANES)
+        self._lanes_timed = (0, 0.0)
         self.moved_bytes: Callable[[], int] = lambda: 0
 
     def begin(self, phase: str, step: int) -> None:
@@ -36,6 +37,8 @@ class Activity:
     def record_lane_time(self, seconds: float) -> None:
         """Record how long this worker computed one lane of the last step."""
         self._lane_s.append(seconds)
+        count, total_s = self._lanes_timed
+        self._lanes_timed = (count + 1, total_s + seconds)  # one assignment: the heartbeat never sees half of it
 
     @property
     def phase(self) -> str:
@@ -51,6 +54,7 @@ class Activity:
             "units_in_phase": self._units_by_phase[phase],
             "since_s": since_s,
             "moved_bytes": self.moved_bytes(),
+            "lanes_timed": self._lanes_timed,
             "lane_s": statistics.median(recent) if len(recent := list(self._lane_s)) == RECENT_LANES else None,
         }
         return row | {"line": self.current_line()} if since_s > 1 else row

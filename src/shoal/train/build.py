@@ -276,6 +276,8 @@ def _make_watcher(ref: Any, paths: RunPaths, job: Job) -> Any:
     kind = import_ref(expand_alias(ref, field="watchers"), base_dir=job.base_dir)
     if not callable(kind):
         return kind
+    if inspect.isclass(kind) and not hasattr(kind, "watch"):
+        raise error("SH206", f"the class '{ref.name}' has no method watch(event)", where="watchers")
     args = dict(ref.args)
     if "directory" in inspect.signature(kind).parameters:
         args.setdefault("directory", str(paths.root / "tensorboard"))

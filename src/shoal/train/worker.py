@@ -35,6 +35,7 @@ from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job, save_job
 from shoal.spec.run_paths import RunPaths, cache_directory
+from shoal.spec.trust import CodeTrust, require_trust
 from shoal.spec.view import Attachment, View
 from shoal.train.activity import Activity
 from shoal.train.build import TrainingSession, build, build_loop
@@ -53,12 +54,15 @@ def main() -> None:
     parser.add_argument("--join", default="")
     parser.add_argument("--dir", default=".")
     parser.add_argument("--tls", type=Path)
+    parser.add_argument("--trust-code", action="store_true")
+    parser.add_argument("--allow", default="")
     parser.add_argument("--trace", action="store_true")
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
     if arguments.join:
         contexts = load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None
-        sys.exit(run_remote_worker(paths, arguments.join, arguments.dir, tls_contexts=contexts))
+        trust = CodeTrust.from_text(arguments.allow, everything=arguments.trust_code)
+        sys.exit(run_remote_worker(paths, arguments.join, arguments.dir, trust=trust, tls_contexts=contexts))
     who = f"worker-{arguments.seat}"
     sys.exit(
         run_reporting_errors(
@@ -137,8 +141,11 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
         train(job, paths, session, control, stream, trace=trace)
 
 
-def run_remote_worker(paths: RunPaths, driver: str, base_dir: str, *, tls_contexts: TlsContexts | None = None) -> int:
-    """Run a worker that joins from another machine. It also keeps its events in its own directory, for its user."""
+def run_remote_worker(
+    paths: RunPaths, driver: str, base_dir: str, *, trust: CodeTrust, tls_contexts: TlsContexts | None = None
+) -> int:
+    """Run a worker that joins from another machine. It also keeps its events in its own directory, for its user. It
+    leaves at once if the job names code that is not trusted here."""
     driver_address = DriverAddress(*parse_address(driver), os.environ.pop(TOKEN_VARIABLE, ""))
     own_stream = EventWriter(paths.events, "worker")
     with open_session(driver_address, lambda: driver_address, JOINED, seat=None, tls_contexts=tls_contexts) as (
@@ -154,8 +161,13 @@ def run_remote_worker(paths: RunPaths, driver: str, base_dir: str, *, tls_contex
         stream = EventWriter.to_callback(lambda row: emit_to_both(control, own_stream, row), f"worker-{session.seat}")
         job = Job.model_validate(welcome["job"]).model_copy(update={"base_dir": str(Path(base_dir).resolve())})
         save_job(job, paths.job)
-        print(f"joined run {welcome['run']} as worker-{session.seat}", flush=True)
-        code = run_reporting_errors(stream, lambda stream: train(job, paths, session, control, stream))
+
+        def work(stream: EventWriter) -> None:
+            require_trust(job, trust)
+            print(f"joined run {welcome['run']} as worker-{session.seat}", flush=True)
+            train(job, paths, session, control, stream)
+
+        code = run_reporting_errors(stream, work)
         control.send("bye")  # without it the driver would count this worker as dead
         return code
 
