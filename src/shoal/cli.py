@@ -424,7 +424,7 @@ def _print_and_exit(result: RunResult, *, as_json: bool) -> NoReturn:
 
 def main() -> NoReturn:
     """User errors are printed without a traceback; any other exception is a bug and shows one."""
-    from shoal.errors import EXIT_INTERRUPTED, ShoalError
+    from shoal.errors import EXIT_INTERRUPTED, ShoalError, from_os_error
 
     try:
         app()
@@ -437,4 +437,10 @@ def main() -> NoReturn:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
+    except OSError as failure:
+        known = from_os_error(failure)
+        if known is None:
+            raise
+        _console(True).print(str(known), markup=False, highlight=False)
+        sys.exit(known.exit_code)
     sys.exit(0)

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.errors import ShoalError, error
+from shoal.errors import describe_exception, error
 from shoal.events import Event, EventWriter
 from shoal.events.run_state import TIME_FIELDS
+from shoal.spec.resolve import is_users_failure, user_line
 
 EMIT_EVERY_S = 0.05
 
@@ -48,13 +49,12 @@ class Reporter:
                 continue
             try:
                 reason = watcher.watch(event)
-            except ShoalError:
-                raise
-            except Exception as failure:
+            except BaseException as failure:
+                if not is_users_failure(failure):
+                    raise
                 name = type(watcher).__name__
-                raise error(
-                    "SH410", f"{name}: {type(failure).__name__}: {failure}", where=f"watcher {name}"
-                ) from failure
+                message, where = f"{name}: {describe_exception(failure)}", user_line(failure) or f"watcher {name}"
+                raise error("SH410", message, where=where) from failure
             if reason and not self.stop_reason:
                 self.stop_reason = str(reason)
 
