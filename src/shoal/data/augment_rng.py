@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from shoal.data.batch import Batch
-from shoal.errors import describe_exception, error
-from shoal.spec.resolve import is_users_failure, user_line
+from shoal.errors import error
+from shoal.spec.resolve import is_users_failure, user_error
 
 
 @contextmanager
@@ -75,8 +75,7 @@ def apply_user_function(function: Callable[[Batch], Any], batch: Batch, role: st
     except BaseException as failure:
         if not is_users_failure(failure):
             raise
-        message = f"{role}: {describe_exception(failure)}"
-        raise error("SH311", message, where=user_line(failure)) from failure
+        raise user_error("SH311", failure, role) from failure
     if not isinstance(made, Batch):
         raise error("SH311", f"{role} returned a {type(made).__name__}", fix="Return a shoal.data.batch.Batch.")
     return made

@@ -24,6 +24,8 @@ from shoal.events.schema import KINDS, SCHEMA_VERSION, from_row, to_row
 MAX_LINE_BYTES = 1 << 22
 MAX_PENDING_BYTES = 1 << 20
 """Bytes of rows that a writer keeps while they cannot be written, as on a full disk."""
+RETRY_S = 0.5
+"""Seconds after which a writer tries a full disk again."""
 MAX_TEXT = 10_000
 """Characters to which a text is truncated in a row that would be too long."""
 STRICT_VARIABLE = "SHOAL_STRICT_EVENTS"
@@ -99,6 +101,7 @@ class EventWriter:
         self._close = close
         self._pending: list[bytes] = []
         self._dropped_rows = 0
+        self._retry_at = 0.0
         self._flushed_at = time.monotonic()
 
     def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> Event:
@@ -123,14 +126,21 @@ class EventWriter:
         self.flush()
 
     def flush(self) -> None:
-        if self._pending:
-            note = self._note_of_dropped_rows()
-            written = self._write([*note, *self._pending])
-            if written:
-                self._dropped_rows = 0
-                del self._pending[: written - len(note)]
-            self._drop_rows()
         self._flushed_at = time.monotonic()
+        if self._flushed_at >= self._retry_at:
+            self._write_pending()
+        self._drop_rows()
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        note = self._note_of_dropped_rows()
+        written = self._write([*note, *self._pending])
+        if written:
+            self._dropped_rows = 0
+            del self._pending[: written - len(note)]
+        if self._pending:
+            self._retry_at = time.monotonic() + RETRY_S
 
     @property
     def unwritten_rows(self) -> int:
@@ -145,6 +155,8 @@ class EventWriter:
 
     def _drop_rows(self) -> None:
         """Drop the oldest rows beyond the limit; rows of steps, of which there are most, go first."""
+        if not self._pending:
+            return
         size_bytes = sum(map(len, self._pending))
         while size_bytes > MAX_PENDING_BYTES:
             oldest = next((i for i, row in enumerate(self._pending) if _STEP_MARK in row), 0)
@@ -152,7 +164,7 @@ class EventWriter:
             self._dropped_rows += 1
 
     def close(self) -> None:
-        self.flush()
+        self._write_pending()
         self._close()
 
 

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError, closest_name, describe_exception, did_you_mean, error, suggest_path
+from shoal.errors import (
+    ShoalError,
+    closest_name,
+    describe_exception,
+    did_you_mean,
+    error,
+    from_os_error,
+    suggest_path,
+)
 from shoal.spec import static_names
 from shoal.spec.base import Ref
 
@@ -230,8 +238,16 @@ def _package_of(folder: Path) -> str:
     return name
 
 
+def user_error(code: str, failure: BaseException, doing: str, *, place: str = "", fix: str = "") -> ShoalError:
+    """The error for an exception that comes out of the user's code: its message, at its line. A full disk or an
+    exhausted limit is not the code's fault, and keeps its own code."""
+    where = user_line(failure) or place
+    limit = from_os_error(failure, doing=doing, where=where)
+    return limit or error(code, f"{doing}: {describe_exception(failure)}", where=where, fix=fix)
+
+
 def _user_code_error(code: str, failure: BaseException, doing: str, *, place: str = "") -> ShoalError:
-    """The error for an exception of the user's code: its message, at its line."""
+    """The error for an exception of an import or a call."""
     if isinstance(failure, SyntaxError):
         return _source_error(failure, Path(failure.filename or place))
     fix = ""
@@ -239,8 +255,7 @@ def _user_code_error(code: str, failure: BaseException, doing: str, *, place: st
         fix = f"Install the package {failure.name}, or fix the import."
     elif isinstance(failure, SystemExit) and code == "SH204":
         fix = "Put what the script does under `if __name__ == '__main__':`."
-    message = f"{doing} failed: {describe_exception(failure)}"
-    return error(code, message, where=user_line(failure) or place, fix=fix)
+    return user_error(code, failure, f"{doing} failed", place=place, fix=fix)
 
 
 def is_users_failure(failure: BaseException) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from shoal.errors import ShoalError, describe_exception, error, from_os_error
+from shoal.errors import ShoalError, describe_exception
 from shoal.net.errors import LinkError
-from shoal.spec.resolve import is_users_failure, user_line
+from shoal.spec.resolve import is_users_failure, user_error
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
@@ -31,6 +31,4 @@ def as_shoal_error(failure: BaseException, code: str, doing: str) -> ShoalError:
         code = "SH407"
     elif "Expected more than 1 value per channel" in text:
         code = "SH412"
-    elif limit := from_os_error(failure, doing=doing, where=user_line(failure)):
-        return limit
-    return error(code, f"{doing}: {text}", where=user_line(failure))
+    return user_error(code, failure, doing)

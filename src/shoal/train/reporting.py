@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.errors import describe_exception, error
 from shoal.events import Event, EventWriter
 from shoal.events.run_state import TIME_FIELDS
-from shoal.spec.resolve import is_users_failure, user_line
+from shoal.spec.resolve import is_users_failure, user_error
 
 EMIT_EVERY_S = 0.05
 
@@ -53,8 +52,7 @@ class Reporter:
                 if not is_users_failure(failure):
                     raise
                 name = type(watcher).__name__
-                message, where = f"{name}: {describe_exception(failure)}", user_line(failure) or f"watcher {name}"
-                raise error("SH410", message, where=where) from failure
+                raise user_error("SH410", failure, name, place=f"watcher {name}") from failure
             if reason and not self.stop_reason:
                 self.stop_reason = str(reason)
 

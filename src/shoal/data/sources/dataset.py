@@ -14,7 +14,7 @@ from shoal.data.source import Array, DataSource, Ids, SourceOptions, format_ids
 from shoal.errors import describe_exception, error
 from shoal.spec.base import Ref
 from shoal.spec.data import PythonSourceConfig
-from shoal.spec.resolve import build_ref, import_ref, is_users_failure, user_line
+from shoal.spec.resolve import build_ref, import_ref, is_users_failure, user_error
 
 
 def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
@@ -138,8 +138,7 @@ class PythonDatasetSource(DataSource):
 def _raise_sample_error(failure: BaseException, which: str) -> NoReturn:
     if not is_users_failure(failure):
         raise failure
-    message = f"sample {which}: {describe_exception(failure)}"
-    raise error("SH309", message, where=user_line(failure)) from failure
+    raise user_error("SH309", failure, f"sample {which}") from failure
 
 
 def _split_target(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
