@@ -8,6 +8,7 @@ and an undisturbed run of as many steps must have the same weights. `all` divide
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -49,16 +50,17 @@ def main() -> None:
 
 def soak(kind: SoakKind, scratch: Path, *, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
     one = Soak(kind, scratch, seed=seed)
-    wait_for_training(one)
-    until, samples = time.monotonic() + 60 * minutes, []
-    while time.monotonic() < until and one.alive:
-        time.sleep(every_s)
-        samples.append(one.counts())
-        print(f"step {one.state.step}, {samples[-1]['processes']:.0f} processes: {one.disturb()}", flush=True)
-    survived = one.alive
-    if survived:
+    with contextlib.closing(one):
         wait_for_training(one)
-        one.stop()
+        until, samples = time.monotonic() + 60 * minutes, []
+        while time.monotonic() < until and one.alive:
+            time.sleep(every_s)
+            samples.append(one.counts())
+            print(f"step {one.state.step}, {samples[-1]['processes']:.0f} processes: {one.disturb()}", flush=True)
+        survived = one.alive
+        if survived:
+            wait_for_training(one)
+            one.stop()
     step, weights = saved_weights(one.paths)
     runs = one.paths.root.parent
     reference = reference_weights(one.job, steps=step, runs=runs, workers=kind.reference_workers)
@@ -75,8 +77,7 @@ def soak(kind: SoakKind, scratch: Path, *, minutes: float, every_s: float, seed:
 def wait_for_training(one: Soak) -> None:
     """Wait until a driver drives the run and workers train: the last fault may have killed them."""
     until = time.monotonic() + START_TIMEOUT_S
-    started, step = one.state.starts, one.state.step
-    while not (one.state.training_workers and one.state.starts >= max(started, 1) and one.state.step > step):
+    while not one.trains:
         if not one.alive or time.monotonic() > until:
             raise RuntimeError(f"the run does not train; {one.log}:\n{one.log.read_text()}")
         time.sleep(0.2)

@@ -42,6 +42,7 @@ class Soak:
         self._reader = EventReader(self.paths.events)
         self._rng = random.Random(seed)
         self._workers = kind.workers
+        self._driving_pid = 0
         self.driver = self._drive("run", str(self.job), "--workers", str(kind.workers))
 
     def _drive(self, *words: str) -> psutil.Popen:
@@ -58,12 +59,25 @@ class Soak:
         for event in self._reader.read_new():
             self.state.apply(event)
             self.events[event.kind] += 1
+            if event.kind == "run_started":
+                self._driving_pid = event.get("pid", 0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the present driver drives workers that train. After a `kill driver` that takes some seconds."""
+        return self._driving_pid == self.driver.pid and bool(self.state.training_workers)
 
     def stop(self) -> None:
         """Let the workers save, and wait for the end."""
         commands.stop(self.paths)
         self.driver.wait()
         self.poll_events()
+
+    def close(self) -> None:
+        """Leave no process behind, however the soak ended."""
+        if self.alive:
+            self.driver.terminate()
+            self.driver.wait()
 
     # ---- faults ----
 
