@@ -79,6 +79,15 @@ def test_killed_loaders_change_no_bit(run):
     assert "worker_died" not in kinds
 
 
+def test_a_sample_that_kills_every_loader_is_told_with_its_worker(run):
+    data = DIGITS | {"source": {"kind": "python", "factory": "hostile.py:Deadly"}, "split": {"kind": "none"}}
+    job = {name: value for name, value in MLP.items() if name not in ("evaluate", "metrics")}
+    outcome = run(job, data=data)
+    assert (outcome.error.code, outcome.error.where) == ("SH312", "worker-0")
+    assert "sample 17: 3 loader processes died while they built it, the last one of SIGSEGV" in outcome.error.message
+    assert sum(1 for event in read_events(outcome.paths.events) if event.kind == "loader_restarted") >= 2
+
+
 # ---- the environment of workers ----
 
 
@@ -104,7 +113,7 @@ def test_a_worker_that_cannot_be_imported_is_told_at_once(job_dir):
 def test_a_deleted_run_directory_ends_the_run(run):
     children = set(psutil.Process().children(recursive=True))
     watcher = {"name": "faults.py:DeleteRun", "args": {"step": 5}}
-    outcome = run(MLP, steps=10**6, workers=2, watchers=[watcher])
+    outcome = run(MLP, steps=10**6, workers=2, checkpoint={"every": "1 steps"}, watchers=[watcher])
     assert outcome.status == "failed"
     assert (outcome.error.code, outcome.error.where) == ("SH627", str(outcome.paths.root))
     left = [child for child in psutil.Process().children(recursive=True) if child not in children]

@@ -12,7 +12,7 @@ FIRST_SAVE_S = 2.0
 MIN_INTERVAL_S = 10.0
 """Minimum seconds between two saves of `auto`."""
 RETRY_S = 10.0
-"""Seconds after which a save that failed is tried again, however long the interval is."""
+"""Seconds after which a save that failed is tried again, however long the interval is. Ten times its cost, if more."""
 TIME_BUDGET = 0.03
 """Share of the wall time that `auto` may spend on saving."""
 
@@ -41,7 +41,7 @@ def decide_save(interval: SaveInterval, timing: SaveTiming) -> Literal["save", "
     unit, number = interval
     if unit == "never":
         return "wait"
-    if timing.failed and not timing.busy and timing.since_s >= RETRY_S:
+    if timing.failed and not timing.busy and timing.since_s >= max(RETRY_S, 10 * (timing.cost_s or 0)):
         return "save"
     if unit == "auto":
         return "save" if not timing.busy and _affordable(timing) else "wait"
