@@ -428,19 +428,16 @@ def main() -> NoReturn:
 
     try:
         app()
-    except ShoalError as failure:
-        from shoal.terminal import reports
-
-        reports.print_error(_console(True), failure)
-        sys.exit(failure.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
-    except OSError as failure:
-        known = from_os_error(failure)
+    except (ShoalError, OSError) as failure:
+        known = failure if isinstance(failure, ShoalError) else from_os_error(failure)
         if known is None:
             raise
-        _console(True).print(str(known), markup=False, highlight=False)
+        from shoal.terminal import reports
+
+        reports.print_error(_console(True), known)
         sys.exit(known.exit_code)
     sys.exit(0)
