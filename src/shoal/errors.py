@@ -283,8 +283,12 @@ def from_os_error(failure: BaseException, *, doing: str = "", where: str = "") -
     place = where or (str(failure.filename) if isinstance(failure, OSError) and failure.filename else "")
     prefix = f"{doing}: " if doing else ""
     if number is not None and is_disk_full(failure):
-        return error("SH510", f"{prefix}{os.strerror(number)}", where=place)
-    if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in describe_exception(failure):
+        fix = "Raise the limit of a file's size: ulimit -f unlimited." if number == errno.EFBIG else ""
+        return error("SH510", f"{prefix}{os.strerror(number)}", where=place, fix=fix)
+    if number == errno.ENFILE:
+        message = f"{prefix}the machine has no file descriptor left"
+        return error("SH628", message, where=where, fix="End other programs, or raise the limit: sysctl fs.file-max.")
+    if number == errno.EMFILE or "Too many open files" in describe_exception(failure):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         message = f"{prefix}the process has no file descriptor left, of {limit:,}"
         fix = f"Raise the limit: ulimit -n {max(4 * limit, 4096)}. Or use fewer workers."

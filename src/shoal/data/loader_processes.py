@@ -25,7 +25,15 @@ import torch
 
 from shoal.data.batch import Batch
 from shoal.data.source import Ids, format_ids
-from shoal.errors import ShoalError, describe_exception, error, error_from_fields, fork_error, traceback_text
+from shoal.errors import (
+    ShoalError,
+    describe_exception,
+    error,
+    error_from_fields,
+    fork_error,
+    from_os_error,
+    traceback_text,
+)
 from shoal.spec.resolve import user_line
 
 BatchKey = tuple[int, ...]
@@ -74,7 +82,8 @@ class LoaderPool:
 
     @property
     def pids(self) -> list[int]:
-        return [slot.process.pid for slot in self._slots if slot.process is not None]
+        processes = [slot.process for slot in self._slots]  # a side thread may notice a death meanwhile
+        return [process.pid for process in processes if process is not None]
 
     def __call__(self, key: BatchKey, ids: Ids) -> Batch:
         slot = self._idle.get()
@@ -121,12 +130,11 @@ class LoaderPool:
 
     def close(self) -> None:
         """Kill the processes: they hold no state that must be saved."""
-        for slot in self._slots:
-            if slot.process is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(slot.process.pid, signal.SIGKILL)
-                with suppress(ChildProcessError):
-                    os.waitpid(slot.process.pid, 0)
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):  # a thread that waited for its answer has noticed its end
+                os.waitpid(pid, 0)
         self._slots.clear()
 
 
@@ -137,7 +145,9 @@ def _reap(dead: LoaderProcess) -> str:
         code = os.waitstatus_to_exitcode(os.waitpid(dead.pid, 0)[1])
     except ChildProcessError:  # the user's code waits for all children of the process
         return "of an unknown cause"
-    return f"with exit code {code}" if code >= 0 else f"of {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"with exit code {code}"
+    return f"of {signal.Signals(-code).name}" if -code in list(signal.Signals) else f"of signal {-code}"
 
 
 # ---- in the loader process ----
@@ -210,7 +220,8 @@ def _build_or_error(build: BuildBatch, key: BatchKey, ids: Ids) -> Any:
     except ShoalError as failure:
         return failure.to_fields()
     except BaseException as failure:
-        return traceback_text(failure)
+        limit = from_os_error(failure)
+        return limit.to_fields() if limit else traceback_text(failure)
 
 
 # ---- batches through a pipe ----

@@ -165,8 +165,8 @@ class ForkServer:
                 self.adopt(key, pid)
 
     def _startup_error(self, code: int) -> ShoalError:
-        message = f"{self._python} ended with exit code {code} before it had loaded Shoal; it printed the reason"
-        return error("SH629", message, fix="Use a Python in which Shoal and torch are installed.")
+        message = f"{self._python} ended with exit code {code} before it had loaded Shoal"
+        return error("SH629", message, fix=f"Try: {self._python} -c 'import shoal, torch'.")
 
     def pop_start_error(self, key: str) -> ShoalError | None:
         """Why the process of an exit could not be started; None if it was."""

@@ -293,9 +293,7 @@ class RunDriver:
         if self.state.error:
             return self._failed(self._reported_error())
         if is_server:
-            where = str(self.paths.error_log(one.seat, "server"))
-            lost = one.start_error or find_damage(self.paths) or error("SH618", why, where=where)
-            return self._failed(lost) if why else None
+            return self._failed(self._lost_servers_error(one, why)) if why else None
         return self._after_worker_exit(one, died=bool(why), was_ready=was_ready)
 
     def _after_worker_exit(self, one: Exit, *, died: bool, was_ready: bool) -> RunResult | None:
@@ -334,6 +332,10 @@ class RunDriver:
         row = self.state.error or {}
         traceback = row["where"] if row.get("code") == "BUG" else ""
         return RunResult(self.paths, "failed", error=failure, traceback=traceback)
+
+    def _lost_servers_error(self, one: Exit, why: str) -> ShoalError:
+        where = str(self.paths.error_log(one.seat, "server"))
+        return one.start_error or find_damage(self.paths) or error("SH618", why, where=where)
 
     def _death_error(self, one: Exit, why: str) -> ShoalError:
         log = self.paths.error_log(one.seat)

@@ -22,8 +22,10 @@ def find_damage(paths: RunPaths) -> ShoalError | None:
         free = os.statvfs(paths.root)
     except OSError:
         return None
-    if free.f_bavail * free.f_frsize < MIN_FREE_BYTES:
-        return error("SH510", "the processes of the run cannot write", where=str(paths.root))
+    free_bytes = free.f_bavail * free.f_frsize
+    if free_bytes < MIN_FREE_BYTES:
+        message = f"{free_bytes:,} bytes are free, too few for the processes of the run to go on"
+        return error("SH510", message, where=str(paths.root))
     return None
 
 
