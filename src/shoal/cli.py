@@ -460,17 +460,20 @@ def _print_and_exit(result: RunResult, *, as_json: bool) -> NoReturn:
 
 def main() -> NoReturn:
     """User errors are printed without a traceback; any other exception is a bug and shows one."""
-    from shoal.errors import EXIT_INTERRUPTED, ShoalError
+    from shoal.errors import EXIT_INTERRUPTED, ShoalError, from_os_error
 
     try:
         app()
-    except ShoalError as failure:
-        from shoal.terminal import reports
-
-        reports.print_error(_console(True), failure)
-        sys.exit(failure.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
+    except (ShoalError, OSError) as failure:
+        known = failure if isinstance(failure, ShoalError) else from_os_error(failure)
+        if known is None:
+            raise
+        from shoal.terminal import reports
+
+        reports.print_error(_console(True), known)
+        sys.exit(known.exit_code)
     sys.exit(0)

@@ -8,6 +8,10 @@ test compares the two.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import resource
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +27,9 @@ EXIT_RUN = 6
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 MAX_SUGGESTED_FILES = 10
+MAX_MESSAGE = 2_000
+MAX_TRACEBACK = 20_000
+"""Characters of an exception's message and traceback that are kept."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ CATALOGUE: dict[str, Entry] = {
     "SH309": Entry("the dataset failed to return a sample", "Fix the dataset's code."),
     "SH310": Entry("wrong value type in the data", "Convert the column, or leave it out of the inputs."),
     "SH311": Entry("augment or transform failed", "Fix the function; the message is its own."),
-    "SH312": Entry("a loader process died", "Set data.loader.workers: 0 to see the error itself, or free memory."),
+    "SH312": Entry("loader processes die of the same samples",
+                   "Set data.loader.workers: 0 to see the error itself, or free memory."),
     "SH313": Entry("the data cache cannot be written", "Free some disk space, or give another cache directory."),
     # 35x: splits and dealing
     "SH351": Entry("too few samples for the split", "Use fewer folds or more data."),
@@ -104,6 +112,9 @@ CATALOGUE: dict[str, Entry] = {
     "SH421": Entry("the loss would depend on the number of lanes", "Use a mean over samples, or return (sum, weight)."),
     "SH422": Entry("lanes return losses of different kinds", "Return (sum, weight) for every batch, or for none."),
     "SH423": Entry("torch's fused optimizer is wrong for these parameters", "Leave `fused` out, or set it to false."),
+    "SH428": Entry("the job's code ended its process",
+                   "Raise an exception, or let a watcher return a reason: that stops the run and saves it."),
+    "SH429": Entry("the job's code failed", "Fix the code at the line shown; the message is its own."),
     # 5xx: checkpoints
     "SH501": Entry("no valid checkpoint", "Start again with shoal run."),
     "SH502": Entry("a checkpoint is damaged", "An older valid one is used where there is one."),
@@ -113,6 +124,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH506": Entry("the state holds something that cannot be saved",
                    "Keep to tensors, numbers, text, None, and lists, tuples and dicts of them."),
     "SH507": Entry("the checkpoint was written by a newer version", "Update Shoal."),
+    "SH510": Entry("the disk is full", "Free some space, then `shoal resume` goes on from the last checkpoint."),
     # 6xx: runs and processes
     "SH601": Entry("no such run", "`shoal runs` lists the runs."),
     "SH602": Entry("the run is in use", "Wait for it, or end the process shown."),
@@ -146,6 +158,9 @@ CATALOGUE: dict[str, Entry] = {
                    "Give a local directory with --runs. Checkpoints may go to a URL: checkpoint.path: s3://BUCKET/DIR."),
     "SH626": Entry("a private file of the run is damaged, or other users can change or read it",
                    "Remove the file, then run `shoal resume RUN`: the driver writes a new one that only you can read."),
+    "SH627": Entry("the run directory is gone", "Start a new run; leave the directory in place while it runs."),
+    "SH628": Entry("the operating system allows no more files or processes", "Raise the limit, or use fewer workers."),
+    "SH629": Entry("workers cannot be started in this environment", "Mend the installation."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
     "SH702": Entry("the arrays do not match those of the servers",
@@ -249,6 +264,59 @@ def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
 def single_errors(failure: ShoalError) -> list[ShoalError]:
     """The errors of a group, or the error itself."""
     return failure.errors if isinstance(failure, ErrorGroup) else [failure]
+
+
+def describe_exception(failure: BaseException) -> str:
+    """Type and first line of any exception: also of one whose message is huge or cannot be made."""
+    name = type(failure).__name__
+    try:
+        text = str(failure).strip()
+    except BaseException as unprintable:
+        return f"{name} (its message cannot be made: {type(unprintable).__name__})"
+    line = text[: MAX_MESSAGE + 1].splitlines()[0] if text else ""
+    return f"{name}: {_shorten(line, MAX_MESSAGE)}" if line else name
+
+
+def traceback_text(failure: BaseException) -> str:
+    """The traceback of any exception. A long one keeps its beginning and its end, which has the error."""
+    return _shorten("".join(traceback.format_exception(failure)), MAX_TRACEBACK)
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+def is_disk_full(failure: BaseException) -> bool:
+    """Whether a write failed for want of space: of the disk, of the user's quota, or by the limit of a file's size."""
+    return isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def from_os_error(failure: BaseException, *, doing: str = "", where: str = "") -> ShoalError | None:
+    """The error for a full disk or an exhausted limit of the operating system; None for any other failure."""
+    number = failure.errno if isinstance(failure, OSError) else None
+    place = where or (str(failure.filename) if isinstance(failure, OSError) and failure.filename else "")
+    prefix = f"{doing}: " if doing else ""
+    if number is not None and is_disk_full(failure):
+        fix = "Raise the limit of a file's size: ulimit -f unlimited." if number == errno.EFBIG else ""
+        return error("SH510", f"{prefix}{os.strerror(number)}", where=place, fix=fix)
+    if number == errno.ENFILE:
+        message = f"{prefix}the machine has no file descriptor left"
+        return error("SH628", message, where=where, fix="End other programs, or raise the limit: sysctl fs.file-max.")
+    if number == errno.EMFILE or "Too many open files" in describe_exception(failure):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        message = f"{prefix}the process has no file descriptor left, of {limit:,}"
+        fix = f"Raise the limit: ulimit -n {max(4 * limit, 4096)}. Or use fewer workers."
+        return error("SH628", message, where=where, fix=fix)
+    return None
+
+
+def fork_error(failure: OSError) -> ShoalError:
+    """The error for a process that cannot be started: the operating system has no process, memory or descriptor."""
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    shown = "" if limit == resource.RLIM_INFINITY else f"; this user may have {limit:,} processes and threads"
+    message = f"a process could not be started: {os.strerror(failure.errno or errno.EAGAIN)}{shown}"
+    fix = "Raise the limit (ulimit -u, or the container's pids limit), free memory, or use fewer workers."
+    return from_os_error(failure) or error("SH628", message, fix=fix)
 
 
 def closest_name(word: str, allowed: Iterable[str]) -> str:

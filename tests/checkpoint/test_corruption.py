@@ -146,7 +146,7 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path, recorder):
         assert store.maybe_save(3, lambda: training_state(3), force=True)
         with pytest.raises(CheckpointError, match=os.strerror(errno.EFBIG)) as caught:
             store.wait()
-    assert caught.value.code == "SH503"
+    assert caught.value.code == "SH510"
     assert [row["step"] for row in recorder.of_kind("save_failed")] == [2, 3]
     assert {path: (tmp_path / path).read_bytes() for path in open_files(tmp_path).sizes()} == before
     assert store.maybe_save(3, lambda: training_state(3), force=True)

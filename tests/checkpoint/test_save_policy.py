@@ -30,6 +30,13 @@ def at(**changes) -> SaveTiming:
         (("auto", 0), at(cost_s=1.0, spent_s=2.1), "wait"),
         (("auto", 0), at(cost_s=0.001, spent_s=0.001, since_s=9.9), "wait"),
         (("auto", 0), at(cost_s=0.001, spent_s=0.001, since_s=10.0), "save"),
+        (("steps", 1000), at(failed=True, since_s=9.9), "wait"),
+        (("steps", 1000), at(failed=True, since_s=10.0), "save"),
+        (("steps", 1000), at(failed=True, since_s=10.0, busy=True), "wait"),
+        (("steps", 10), at(failed=True, since_s=0.0), "save"),
+        (("auto", 0), at(failed=True, cost_s=1.0, spent_s=9.0), "save"),
+        (("auto", 0), at(failed=True, cost_s=1.1, spent_s=9.0), "wait"),
+        (("never", 0), at(failed=True), "wait"),
     ],
 )
 def test_when_to_save(every, moment, decision):

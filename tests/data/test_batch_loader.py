@@ -237,7 +237,7 @@ def test_auto_chooses_by_source(held, mapped, monkeypatch):
         ahead = make_prefetcher(BatchBuilder(source, 0, 0), LoaderConfig(workers=workers))
         if ahead is None:
             return "inline"
-        found = f"{len(ahead._loader_pool._processes)} processes" if ahead._loader_pool else "thread"
+        found = f"{len(ahead._loader_pool.pids)} processes" if ahead._loader_pool else "thread"
         ahead.close()
         return found
 
@@ -264,6 +264,15 @@ def divide():
     return 1 / 0
 
 
+def fail(failure):
+    raise failure
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise self
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_failing_dataset_tells_sample_and_line(workers):
     with pytest.raises(ShoalError, match="sample 21: ZeroDivisionError") as caught:
@@ -277,10 +286,105 @@ def test_a_failing_dataset_tells_sample_and_line(workers):
     [(lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda: os._exit(7), "exit code 7")],
 )
 def test_a_loader_that_dies_is_reported_with_its_samples(how, says):
-    with pytest.raises(ShoalError, match=r"21") as caught:
+    with pytest.raises(ShoalError, match=r"sample 21: 3 loader processes died") as caught:
         load_batches(PythonDatasetSource(Failing(how)), workers=2)
     assert caught.value.code == "SH312"
     assert says in caught.value.message
+
+
+class FailingInCompany(Noisy):
+    def __getitems__(self, ids):
+        if len(ids) > 1:
+            os._exit(7)
+        return [self[i] for i in ids]
+
+
+def test_samples_that_kill_only_together_are_told_together():
+    class Two:
+        def ids(self, step, lane):
+            return np.array([14, 21])
+
+    loader = LoaderConfig(workers=1)
+    batch_loader = BatchLoader(PythonDatasetSource(FailingInCompany()), Two(), seed=0, lanes=1, loader=loader)
+    with closing(batch_loader), pytest.raises(ShoalError, match=r"samples \[14, 21\] together"):
+        batch_loader.get(0, 0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_loaders_are_started_again_and_their_batches_built_again(workers):
+    source, events = PythonDatasetSource(Noisy()), []
+    undisturbed = load_batches(source, workers=0)
+    batch_loader = BatchLoader(
+        source,
+        StubSampler(),
+        seed=3,
+        lanes=LANES,
+        transform=doubled,
+        loader=LoaderConfig(workers=workers),
+        report=lambda kind, **fields: events.append((kind, fields)),
+    )
+    with closing(batch_loader):
+        batch_loader.set_lanes(range(LANES), 0)
+        found = {}
+        for step in range(6):
+            for pid in batch_loader._prefetcher._loader_pool.pids:
+                os.kill(pid, signal.SIGKILL)
+            for lane in range(LANES):
+                found[step, lane] = plain(batch_loader.get(step, lane))
+        assert len(batch_loader._prefetcher._loader_pool.pids) == workers
+    assert found == undisturbed
+    assert events
+    assert all(kind == "loader_restarted" and "SIGKILL" in fields["reason"] for kind, fields in events)
+
+
+def test_loaders_killed_in_an_evaluation_are_started_again(held):
+    chunks = {"chunk_size": 8, "chunks": range(7), "transform": doubled}
+    ids, events = np.arange(56), []
+    undisturbed = [
+        (c, plain(batch)) for c, batch in evaluation_batches(held, ids, loader=LoaderConfig(workers=0), **chunks)
+    ]
+    mine, found = psutil.Process(), []
+    others = mine.children()
+    report = lambda kind, **fields: events.append(kind)  # noqa: E731
+    for c, batch in evaluation_batches(held, ids, loader=LoaderConfig(workers=1), report=report, **chunks):
+        found.append((c, plain(batch)))
+        for child in mine.children():
+            if child not in others:
+                child.kill()
+    assert found == undisturbed
+    assert "loader_restarted" in events
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("how", [sys.exit, lambda: fail(KeyboardInterrupt()), lambda: fail(Unprintable())])
+def test_a_dataset_that_wants_to_leave_is_an_error_of_its_line(workers, how):
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a worker
+    try:
+        with pytest.raises(ShoalError, match="sample 21: ") as caught:
+            load_batches(PythonDatasetSource(Failing(how)), workers=workers)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert caught.value.code == "SH309"
+    assert "test_batch_loader.py:" in caught.value.where
+
+
+def test_a_sample_that_cannot_be_pickled_is_an_error_that_says_so():
+    class Unpicklable(Noisy):
+        def __getitem__(self, i):
+            return {"lock": threading.Lock()}
+
+    class One:
+        def ids(self, step, lane):
+            return np.array([4])
+
+    class Raw(PythonDatasetSource):
+        def take(self, ids):
+            return Batch(tuple(self._samples([int(i) for i in ids])), None, len(ids))
+
+    batch_loader = BatchLoader(Raw(Unpicklable()), One(), seed=0, lanes=1, loader=LoaderConfig(workers=1))
+    with closing(batch_loader), pytest.raises(ShoalError, match=r"samples \[4\] cannot be sent .* pickle") as caught:
+        batch_loader.get(0, 0)
+    assert caught.value.code == "SH309"
 
 
 def test_failing_functions_of_the_user(held):
@@ -332,7 +436,7 @@ class StubSampler:
 batch_loader = BatchLoader(PythonDatasetSource(Slow()), StubSampler(), seed=0, lanes=1, loader=LoaderConfig(workers=2))
 batch_loader.set_lanes([0], 0)
 batch_loader.get(0, 0)
-print(*[process.pid for process in batch_loader._prefetcher._loader_pool._processes], flush=True)
+print(*batch_loader._prefetcher._loader_pool.pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

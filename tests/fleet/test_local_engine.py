@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 
 import psutil
@@ -67,12 +68,42 @@ class TestLocalEngine(EngineContract):
             fork_server.close()
 
 
-def test_a_fork_server_that_cannot_start_is_an_exit(tmp_path, capfd):
-    with ForkServer(os.environ, ["no_such_module"]) as broken:
+def test_an_entry_that_cannot_be_imported_is_told_with_its_line_and_its_log(environment, tmp_path):
+    (tmp_path / "broken_entry.py").write_text("import os\nimport no_such_package\n")
+    with ForkServer(environment, ["broken_entry", "seat_entry"]) as fork_server:
+        engine = LocalEngine(fork_server, RunPaths(tmp_path))
+        engine.start([Launch(Seat(number=0), "broken_entry"), launch(1, "0")])
+        exits = {one.seat: one for one in wait_exits(engine, 2)}
+    told = exits[0].start_error
+    assert (told.code, told.where) == ("SH629", f"{tmp_path / 'broken_entry.py'}:2")
+    assert "no_such_package" in told.message
+    assert told.fix == f"Install the package no_such_package for {sys.executable}."
+    assert "import no_such_package" in (tmp_path / "logs" / "worker-0.err").read_text()
+    assert (exits[1].code, exits[1].start_error) == (0, None), "the others are started"
+
+
+def test_an_interpreter_without_shoal_is_told(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    with ForkServer(os.environ, [], python=str(python)) as broken:
         engine = LocalEngine(broken, RunPaths(tmp_path))
         engine.start([launch(0, "0")])
-        assert collect_exits(engine, 1) == {0: 1}
-    assert "no_such_module" in capfd.readouterr().err
+        (gone,) = wait_exits(engine, 1)
+    assert gone.start_error.code == "SH629"
+    assert f"{python} ended with exit code 3" in gone.start_error.message
+
+
+def test_a_process_that_cannot_be_forked_is_told(environment, tmp_path):
+    limited = "import os, resource\nresource.setrlimit(resource.RLIMIT_NPROC, (0, 0))\n"
+    nobody = "if os.geteuid() == 0: os.setuid(65534)\n"  # no limit holds for root
+    (tmp_path / "limited_entry.py").write_text(limited + nobody)
+    with ForkServer(environment, ["seat_entry", "limited_entry"]) as fork_server:
+        engine = LocalEngine(fork_server, RunPaths(tmp_path))
+        engine.start([launch(0, "0")])
+        (gone,) = wait_exits(engine, 1)
+    assert gone.start_error.code == "SH628"
+    assert "ulimit -u" in gone.start_error.fix
 
 
 def test_files_in_the_users_directory_stand_in_for_no_module(tmp_path, monkeypatch):

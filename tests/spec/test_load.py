@@ -189,7 +189,7 @@ def test_one_of_two_lengths_is_removed_by_null(folder: Path) -> None:
         ("steps=5", "SH107", "--set steps", "epochs=null"),
         ("model=net.py:Nett", "SH202", "--set model", "Did you mean 'Net'?"),
         ("data.source.path=row.csv", "SH301", "--set data.source.path", "Did you mean 'rows.csv'?"),
-        ("epochs=[1", "SH102", "--set epochs:1:3", "Close it"),
+        ("epochs=[1", "SH102", "--set epochs:1:1", "missing ']'"),
     ],
 )
 def test_bad_overrides(folder: Path, override: str, code: str, where: str, fix: str) -> None:

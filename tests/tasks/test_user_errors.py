@@ -1,16 +1,18 @@
 """What a user reads when the user's own code fails."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.errors import ShoalError, error
+from shoal.errors import MAX_MESSAGE, ShoalError, describe_exception, error, traceback_text
 from shoal.net.errors import LinkError, TokenError
 from shoal.spec.base import Ref
 from shoal.spec.resolve import import_ref
-from shoal.tasks.user_errors import as_shoal_error, first_line, wrap_user_errors
+from shoal.tasks.user_errors import as_shoal_error, wrap_user_errors
 
 BROKEN = """\
 import torch
@@ -42,12 +44,12 @@ def fail(failure):
     ],
 )
 def test_an_error_is_shown_as_its_kind_and_its_first_line(failure, line):
-    assert first_line(failure) == line
+    assert describe_exception(failure) == line
 
 
 @given(st.text())
 def test_whatever_an_error_says_it_is_shown_on_one_line(text):
-    line = first_line(RuntimeError(text))
+    line = describe_exception(RuntimeError(text))
     assert len(line.splitlines()) == 1
     assert line.startswith("RuntimeError")
     assert line.removeprefix("RuntimeError").removeprefix(": ") in text
@@ -95,10 +97,55 @@ def test_errors_of_shoal_pass_unchanged(failure):
     assert caught.value is failure
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_error_of_the_user(failure):
-    with pytest.raises(failure), wrap_user_errors("SH401", "one step"):
-        raise failure
+def test_ctrl_c_is_no_error_of_the_user():
+    with pytest.raises(KeyboardInterrupt), wrap_user_errors("SH401", "one step"):
+        raise KeyboardInterrupt
+
+
+class Unheard(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("failure", [SystemExit(3), Unheard("mine")], ids=repr)
+def test_the_users_code_cannot_end_the_process(failure):
+    told = raised(lambda: fail(failure))
+    assert told.code == "SH428"
+    assert told.where.rpartition(":")[0] == __file__
+
+
+def test_an_interrupt_is_the_users_where_its_signal_is_ignored(monkeypatch):
+    """As in a worker."""
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert raised(lambda: fail(KeyboardInterrupt())).code == "SH428"
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise self
+
+    __repr__ = __str__
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize("failure", [Unprintable(), Silent()], ids=["raises", "exits"])
+def test_an_error_that_cannot_be_printed_is_told_with_its_kind(failure):
+    told = raised(lambda: fail(failure))
+    assert type(failure).__name__ in told.message
+    assert told.where.rpartition(":")[0] == __file__
+    assert type(failure).__name__ in traceback_text(told.__cause__)
+
+
+def test_a_huge_message_is_shortened():
+    told = raised(lambda: fail(ValueError("x" * 100_000_000)))
+    assert len(told.message) < MAX_MESSAGE + 100
+    assert len(traceback_text(told.__cause__)) < 30_000
 
 
 def test_a_block_without_errors_is_left_alone():

@@ -26,7 +26,7 @@ from shoal.checkpoint.sharded_files import NAMES_SECTION, PIECES_SECTION, Assemb
 from shoal.checkpoint.state_tree import State
 from shoal.checkpoint.store import CheckpointStore, EmitEvent
 from shoal.checkpoint.tensor_bytes import bytes_of, unsaveable_reason
-from shoal.errors import error
+from shoal.errors import ShoalError, error, from_os_error
 
 WEIGHTS = "model.safetensors"
 PROGRAM = "model.pt2"
@@ -63,7 +63,7 @@ def export_model(
             emit("export_skipped", what=WEIGHTS, reason=f"not plain tensors: {', '.join(left_out)}")
         _write(target / MODEL_INFO, [json.dumps(content, indent=2, default=str).encode()])
     except OSError as problem:
-        raise error("SH503", f"the model could not be written: {problem}", where=str(target)) from problem
+        raise _write_error(problem, target) from problem
     return content
 
 
@@ -88,7 +88,7 @@ def export_sharded_model(
         content = {**info, **_description(weights), "program": None}
         _write(target / MODEL_INFO, [json.dumps(content, indent=2, default=str).encode()])
     except OSError as problem:
-        raise error("SH503", f"the model could not be written: {problem}", where=str(target)) from problem
+        raise _write_error(problem, target) from problem
     return content
 
 
@@ -129,6 +129,12 @@ def _plain_weights(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
     state = model.state_dict()
     weights = {n: t for n, t in state.items() if isinstance(t, Tensor) and not unsaveable_reason(t)}
     return weights, [name for name in state if name not in weights]
+
+
+def _write_error(problem: OSError, target: Path) -> ShoalError:
+    doing = "the model could not be written"
+    full = from_os_error(problem, doing=doing, where=str(target))
+    return full or error("SH503", f"{doing}: {problem}", where=str(target))
 
 
 def _write(target: Path, chunks: Iterable[memoryview | bytes]) -> None:

@@ -11,6 +11,8 @@ FIRST_SAVE_S = 2.0
 """Seconds before the first save of `auto`, which measures what a save costs."""
 MIN_INTERVAL_S = 10.0
 """Minimum seconds between two saves of `auto`."""
+RETRY_S = 10.0
+"""Seconds after which a save that failed is tried again, however long the interval is. Ten times its cost, if more."""
 TIME_BUDGET = 0.03
 """Share of the wall time that `auto` may spend on saving."""
 
@@ -21,7 +23,7 @@ class SaveTiming:
 
     `cost_s` is the cost of the last save (None before the first) and `spent_s` the cost of all saves: the time for
     which training was blocked, plus the processor time that the background thread took from it. `busy`: a save is
-    still being written.
+    still being written. `failed`: the last save failed.
     """
 
     step: int
@@ -31,6 +33,7 @@ class SaveTiming:
     cost_s: float | None = None
     spent_s: float = 0.0
     busy: bool = False
+    failed: bool = False
 
 
 def decide_save(interval: SaveInterval, timing: SaveTiming) -> Literal["save", "wait", "skip"]:
@@ -38,6 +41,8 @@ def decide_save(interval: SaveInterval, timing: SaveTiming) -> Literal["save", "
     unit, number = interval
     if unit == "never":
         return "wait"
+    if timing.failed and not timing.busy and timing.since_s >= max(RETRY_S, 10 * (timing.cost_s or 0)):
+        return "save"
     if unit == "auto":
         return "save" if not timing.busy and _affordable(timing) else "wait"
     if unit == "steps":

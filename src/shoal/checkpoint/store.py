@@ -17,7 +17,7 @@ from shoal.checkpoint.reader import missing_blob_reason, read_state
 from shoal.checkpoint.save_policy import SaveInterval, SaveTiming, decide_save
 from shoal.checkpoint.snapshot import HostBuffers, Snapshot
 from shoal.checkpoint.state_tree import State, flatten
-from shoal.checkpoint.writer import CheckpointWriter, RetentionPolicy, SaveResult
+from shoal.checkpoint.writer import CheckpointWriter, RetentionPolicy, SaveResult, failed_save
 from shoal.errors import CheckpointError, ShoalError, error
 
 
@@ -137,7 +137,7 @@ class CheckpointStore:
         self._save(step, lambda: state, metric=metric, info=info)
 
     def wait(self) -> None:
-        """Wait until nothing is being written. SH503 if the last save failed."""
+        """Wait until nothing is being written. SH503 if the last save failed, SH510 if the disk is full."""
         self._wait_for_save()
         if self._failure is not None:
             raise self._failure
@@ -158,6 +158,7 @@ class CheckpointStore:
     ) -> None:
         self._wait_for_save()
         begun_s = self._clock()
+        self._last_save_step, self._last_save_s = step, begun_s
         plain_info = _json_copy(info)
         try:
             with ExitStack() as stack:
@@ -169,10 +170,9 @@ class CheckpointStore:
         except (OSError, CheckpointError) as problem:
             if isinstance(problem, CheckpointError) and problem.code != "SH503":
                 raise
-            self._record_result(SaveResult(step, metric, reason=_reason(problem)))
+            self._record_result(failed_save(SaveResult(step, metric), problem))
             return
         self._last_saved = (step, metric)
-        self._last_save_step, self._last_save_s = step, begun_s
         try:
             copies = self._buffers.fill(tensors)
         except (RuntimeError, MemoryError, OSError) as problem:
@@ -200,6 +200,7 @@ class CheckpointStore:
             cost_s=self._last_cost_s,
             spent_s=self._total_cost_s,
             busy=self._pending is not None,
+            failed=self._failure is not None,
         )
 
     def _wait_for_save(self) -> None:
@@ -217,13 +218,15 @@ class CheckpointStore:
         self._total_cost_s += self._last_cost_s
         if result.reason:
             self._last_saved = None
-            self._failure = error("SH503", f"step {result.step}: {result.reason}", where=self._files.where)
+            code = "SH510" if result.disk_full else "SH503"
+            self._failure = error(code, f"step {result.step}: {result.reason}", where=self._files.where)
             self._emit("save_failed", step=result.step, reason=result.reason)
         else:
-            self._failure = None
+            recovered, self._failure = self._failure is not None, None
             self._emit(
                 "saved",
                 step=result.step,
+                recovered=recovered,
                 size_bytes=result.size_bytes,
                 written_bytes=result.written_bytes,
                 stall_s=result.stall_s,
@@ -303,10 +306,6 @@ class CheckpointStore:
 
 def _write_snapshot(writer: CheckpointWriter, snapshot: Snapshot, stall_s: float, save_lock: ExitStack) -> SaveResult:
     return replace(writer.write(snapshot, on_written=save_lock.close), stall_s=stall_s)
-
-
-def _reason(problem: Exception) -> str:
-    return problem.message if isinstance(problem, CheckpointError) else str(problem)
 
 
 def _json_copy(info: Mapping[str, Any] | None) -> dict[str, Any]:

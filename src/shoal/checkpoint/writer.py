@@ -19,12 +19,13 @@ from shoal.checkpoint.manifest import (
     steps_to_delete,
 )
 from shoal.checkpoint.snapshot import Snapshot
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ShoalError, is_disk_full
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The outcome of a save. `reason`: why it failed. `cleanup_error`: why old files could not be removed."""
+    """The outcome of a save. `reason`: why it failed. `disk_full`: for want of space. `cleanup_error`: why old
+    files could not be removed."""
 
     step: int
     metric: float | None
@@ -34,6 +35,7 @@ class SaveResult:
     write_s: float = 0.0
     cpu_s: float = 0.0
     reason: str = ""
+    disk_full: bool = False
     cleanup_error: str = ""
 
 
@@ -69,13 +71,13 @@ class CheckpointWriter:
         try:
             result = self._write(snapshot, result)
         except Exception as problem:
-            result = replace(result, reason=_reason(problem))
+            result = failed_save(result, problem)
             self._needs_sweep = True
         on_written()
         try:
             self._clean_up(snapshot.step, saved=not result.reason)
         except Exception as problem:
-            result = replace(result, cleanup_error=_reason(problem))
+            result = replace(result, cleanup_error=failed_save(result, problem).reason)
         took_s, took_cpu_s = time.perf_counter() - begun_s, time.thread_time() - begun_cpu_s
         return replace(result, write_s=took_s, cpu_s=took_cpu_s)
 
@@ -185,5 +187,7 @@ def _referenced_blobs(files: CheckpointFiles, present: dict[str, int]) -> set[st
     return needed
 
 
-def _reason(problem: Exception) -> str:
-    return str(problem) or type(problem).__name__
+def failed_save(result: SaveResult, problem: Exception) -> SaveResult:
+    """The result of a save that raised this."""
+    reason = problem.message if isinstance(problem, ShoalError) else str(problem) or type(problem).__name__
+    return replace(result, reason=reason, disk_full=is_disk_full(problem))

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from shoal.data.batch import Batch
-from shoal.errors import ShoalError, error
-from shoal.spec.resolve import user_line
+from shoal.errors import error
+from shoal.spec.resolve import is_users_failure, user_error
 
 
 @contextmanager
@@ -72,11 +72,10 @@ def apply_user_function(function: Callable[[Batch], Any], batch: Batch, role: st
     """The batch that the user's function returns. Its failures become errors that name its line."""
     try:
         made = function(batch)
-    except ShoalError:
-        raise
-    except Exception as failure:
-        message = f"{role}: {type(failure).__name__}: {failure}"
-        raise error("SH311", message, where=user_line(failure)) from failure
+    except BaseException as failure:
+        if not is_users_failure(failure):
+            raise
+        raise user_error("SH311", failure, role) from failure
     if not isinstance(made, Batch):
         raise error("SH311", f"{role} returned a {type(made).__name__}", fix="Return a shoal.data.batch.Batch.")
     return made

@@ -12,7 +12,7 @@ from contextlib import closing
 
 from shoal.data.augment_rng import Augment
 from shoal.data.batch import Batch
-from shoal.data.prefetch import BatchBuilder, BlockPrefetcher, Prefetcher, Sampler, make_prefetcher
+from shoal.data.prefetch import BatchBuilder, BlockPrefetcher, Prefetcher, Report, Sampler, make_prefetcher, no_report
 from shoal.data.source import DataSource, Ids
 from shoal.spec.data import LoaderConfig
 from shoal.spec.seeds import AUGMENT, EVALUATION
@@ -31,12 +31,13 @@ class BatchLoader:
         augment: Callable[..., Batch] | None = None,
         transform: Callable[[Batch], Batch] | None = None,
         loader: LoaderConfig | None = None,
+        report: Report = no_report,
     ) -> None:
         loader = loader or LoaderConfig()
         builder = BatchBuilder(source, seed, AUGMENT, transform, Augment.of(augment) if augment else None)
         self._build = builder.build
         self._sampler = sampler
-        self._prefetcher = make_prefetcher(builder, loader)
+        self._prefetcher = make_prefetcher(builder, loader, report=report)
         blocks = source.blocks is not None and sampler.window_steps > 0 and self._prefetcher is None
         self._block_prefetcher = BlockPrefetcher(source, sampler) if blocks and loader.workers == "auto" else None
         self._prefetch_steps = loader.prefetch
@@ -97,11 +98,12 @@ def evaluation_batches(
     transform: Callable[[Batch], Batch] | None = None,
     loader: LoaderConfig | None = None,
     seed: int = 0,
+    report: Report = no_report,
 ) -> Iterator[tuple[int, Batch]]:
     """The requested chunks with their numbers. Chunk c is ids[c * chunk_size : (c + 1) * chunk_size]."""
     loader = loader or LoaderConfig()
     builder = BatchBuilder(source, seed, EVALUATION, transform)
-    prefetcher = make_prefetcher(builder, loader)
+    prefetcher = make_prefetcher(builder, loader, report=report)
     wanted = ((c, ids[c * chunk_size : (c + 1) * chunk_size]) for c in chunks if c * chunk_size < len(ids))
     if prefetcher is None:
         yield from ((c, builder.build((c,), part)) for c, part in wanted)

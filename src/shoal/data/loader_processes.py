@@ -14,7 +14,6 @@ import queue
 import signal
 import stat
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +24,23 @@ from typing import Any
 import torch
 
 from shoal.data.batch import Batch
-from shoal.data.source import Ids
-from shoal.errors import ShoalError, error, error_from_fields
+from shoal.data.source import Ids, format_ids
+from shoal.errors import (
+    ShoalError,
+    describe_exception,
+    error,
+    error_from_fields,
+    fork_error,
+    from_os_error,
+    traceback_text,
+)
+from shoal.spec.resolve import user_line
 
 BatchKey = tuple[int, ...]
 BuildBatch = Callable[[BatchKey, Ids], Batch]
 
 _PR_SET_PDEATHSIG = 1
+_UNPICKLABLE_FIX = "Return tensors, numbers, text, and lists, tuples and dicts of them; or set data.loader.workers: 0."
 
 
 @dataclass(frozen=True)
@@ -42,64 +51,117 @@ class LoaderProcess:
     pipe: Connection
 
 
+@dataclass
+class LoaderSlot:
+    """A place for a loader process. `process` is None after a death, until `LoaderPool.restart`."""
+
+    process: LoaderProcess | None
+
+
+class LoaderDeath(Exception):  # noqa: N818 - the pool starts the process again
+    """A loader process is dead. `how` is empty for a batch that another batch's death kept waiting."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
 class LoaderPool:
-    """Processes that run `build`. A call waits for a free process. Any thread may call."""
+    """Processes that run `build`. A call waits for a free process. Any thread may call.
+
+    A call raises LoaderDeath if its process dies. Then `restart` must be called before the next call.
+    """
 
     def __init__(self, count: int, build: BuildBatch) -> None:
-        self._processes: list[LoaderProcess] = []
-        self._idle: queue.SimpleQueue[LoaderProcess] = queue.SimpleQueue()
+        self._build = build
+        self._slots: list[LoaderSlot] = []
+        self._idle: queue.SimpleQueue[LoaderSlot] = queue.SimpleQueue()
         for _ in range(count):
-            loader = _fork(build)
-            self._processes.append(loader)
-            self._idle.put(loader)
+            self._slots.append(LoaderSlot(_fork(build)))
+            self._idle.put(self._slots[-1])
+
+    @property
+    def pids(self) -> list[int]:
+        processes = [slot.process for slot in self._slots]  # a side thread may notice a death meanwhile
+        return [process.pid for process in processes if process is not None]
 
     def __call__(self, key: BatchKey, ids: Ids) -> Batch:
-        loader = self._idle.get()
+        slot = self._idle.get()
         try:
-            loader.pipe.send((key, ids))
-            answer = _receive(loader.pipe)
-        except (EOFError, OSError) as failure:
-            raise _death_error(loader, ids) from failure
+            if slot.process is None:
+                raise LoaderDeath("")
+            try:
+                slot.process.pipe.send((key, ids))
+                answer = _receive(slot.process.pipe)
+            except (EOFError, OSError) as failure:
+                dead, slot.process = slot.process, None
+                raise LoaderDeath(_reap(dead)) from failure
         finally:
-            self._idle.put(loader)
+            self._idle.put(slot)
         if isinstance(answer, Batch):
             return answer
         if isinstance(answer, dict):
             raise error_from_fields(answer)
         raise RuntimeError(f"in a loader process:\n{answer}")
 
+    def restart(self) -> None:
+        """Start a process in the place of each dead one. Only for the thread that trains: a fork in another thread
+        could copy a lock of torch while the training thread holds it."""
+        for slot in self._slots:
+            if slot.process is None:
+                slot.process = _fork(self._build)
+
+    def find_killer(self, key: BatchKey, ids: Ids) -> int | None:
+        """The first sample that ends a loader process by itself; None if it takes several of them."""
+        return next((int(ids[i]) for i in range(len(ids)) if self._kills(key, ids[i : i + 1])), None)
+
+    def _kills(self, key: BatchKey, ids: Ids) -> bool:
+        while True:
+            self.restart()
+            try:
+                self(key, ids)
+            except LoaderDeath as death:
+                if death.how:
+                    return True
+            except (ShoalError, RuntimeError):
+                return False
+            else:
+                return False
+
     def close(self) -> None:
         """Kill the processes: they hold no state that must be saved."""
-        for loader in self._processes:
+        for pid in self.pids:
             with suppress(ProcessLookupError):
-                os.kill(loader.pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(loader.pid, 0)
-        self._processes.clear()
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):  # a thread that waited for its answer has noticed its end
+                os.waitpid(pid, 0)
+        self._slots.clear()
 
 
-def _death_error(loader: LoaderProcess, ids: Ids) -> ShoalError:
-    how = ""
-    with suppress(ChildProcessError):
-        # `close` reaps the dead process: until then no other process gets its pid.
-        end = os.waitid(os.P_PID, loader.pid, os.WEXITED | os.WNOWAIT)
-        if end is not None and end.si_code == os.CLD_EXITED:
-            how = f" with exit code {end.si_status}"
-        elif end is not None:
-            how = f" of {signal.Signals(end.si_status).name}"
-    shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
-    return error("SH312", f"a loader process died{how} while it built samples [{shown}]")
+def _reap(dead: LoaderProcess) -> str:
+    """How the process ended: "of SIGKILL" or "with exit code 7"."""
+    dead.pipe.close()
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(dead.pid, 0)[1])
+    except ChildProcessError:  # the user's code waits for all children of the process
+        return "of an unknown cause"
+    if code >= 0:
+        return f"with exit code {code}"
+    return f"of {signal.Signals(-code).name}" if -code in list(signal.Signals) else f"of signal {-code}"
 
 
 # ---- in the loader process ----
 
 
 def _fork(build: BuildBatch) -> LoaderProcess:
-    ours, theirs = Pipe()
     parent = os.getpid()
     sys.stdout.flush()  # otherwise the child would write the buffered text again
     sys.stderr.flush()
-    pid = os.fork()
+    try:
+        ours, theirs = Pipe()
+        pid = os.fork()
+    except OSError as failure:
+        raise fork_error(failure) from failure
     if pid:
         theirs.close()
         return LoaderProcess(pid, ours)
@@ -143,7 +205,13 @@ def _serve(pipe: Connection, build: BuildBatch) -> None:
         answer = _build_or_error(build, key, ids)
         sys.stdout.flush()
         sys.stderr.flush()
-        _send(pipe, answer)
+        try:
+            _send(pipe, answer)
+        except OSError:
+            return
+        except BaseException as failure:
+            what = f"samples {format_ids(ids)} cannot be sent from a loader process: {describe_exception(failure)}"
+            _send(pipe, error("SH309", what, where=user_line(failure), fix=_UNPICKLABLE_FIX).to_fields())
 
 
 def _build_or_error(build: BuildBatch, key: BatchKey, ids: Ids) -> Any:
@@ -151,8 +219,9 @@ def _build_or_error(build: BuildBatch, key: BatchKey, ids: Ids) -> Any:
         return build(key, ids)
     except ShoalError as failure:
         return failure.to_fields()
-    except Exception:
-        return traceback.format_exc()
+    except BaseException as failure:
+        limit = from_os_error(failure)
+        return limit.to_fields() if limit else traceback_text(failure)
 
 
 # ---- batches through a pipe ----

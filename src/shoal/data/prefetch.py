@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.data.augment_rng import Augment, apply_user_function, seeded_rng, single_threaded
 from shoal.data.batch import Batch
-from shoal.data.loader_processes import BatchKey, BuildBatch, LoaderPool
-from shoal.data.source import DataSource, Ids
+from shoal.data.loader_processes import BatchKey, BuildBatch, LoaderDeath, LoaderPool
+from shoal.data.source import DataSource, Ids, format_ids
+from shoal.errors import ShoalError, error
 from shoal.spec.data import LoaderConfig
 from shoal.spec.seeds import derive_seed
 
@@ -60,10 +61,38 @@ class BatchBuilder:
         return batch
 
 
+MAX_LOADER_DEATHS = 3
+"""How many loader processes may die while they build the same batch."""
+
+
+class Report(Protocol):
+    """Receives events, on the thread that requests batches."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> object: ...
+
+
+def no_report(kind: str, /, **fields: Any) -> None:
+    """Discard the event."""
+
+
+@dataclass
+class _Request:
+    """A batch that is being built."""
+
+    ids: Ids
+    future: Future[Batch]
+    deaths: int = 0
+
+    def loader_death(self) -> LoaderDeath | None:
+        failure = self.future.exception() if self.future.done() else None
+        return failure if isinstance(failure, LoaderDeath) else None
+
+
 class Prefetcher:
     """Batches that are requested before they are needed. Belongs to the thread that requests them.
 
-    `load` runs in side threads (`workers` calls at once), `finish` in the requesting thread.
+    `load` runs in side threads (`workers` calls at once), `finish` in the requesting thread. A loader process that dies
+    is started again, and the batches that it owed are built again.
     """
 
     def __init__(
@@ -73,28 +102,58 @@ class Prefetcher:
         *,
         workers: int,
         loader_pool: LoaderPool | None,
+        report: Report = no_report,
     ) -> None:
         self._load = load
         self._finish = finish
         self._loader_pool = loader_pool
+        self._report = report
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="load")
-        self._pending: dict[BatchKey, Future[Batch]] = {}
+        self._pending: dict[BatchKey, _Request] = {}
 
     def submit(self, key: BatchKey, ids: Ids) -> None:
-        self._pending[key] = self._threads.submit(self._load, key, ids)
+        self._pending[key] = _Request(ids, self._threads.submit(self._load, key, ids))
 
     def result(self, key: BatchKey) -> Batch | None:
-        """The batch; None if it was not submitted."""
-        future = self._pending.pop(key, None)
-        if future is None:
+        """The batch; None if it was not submitted. SH312 if every loader process dies of it."""
+        request = self._pending.pop(key, None)
+        if request is None:
             return None
-        batch = future.result()
-        return batch if self._finish is None else self._finish(key, batch)
+        while True:
+            try:
+                batch = request.future.result()
+            except LoaderDeath:
+                self._replace_dead_loaders(key, request)
+            else:
+                return batch if self._finish is None else self._finish(key, batch)
+
+    def _replace_dead_loaders(self, key: BatchKey, request: _Request) -> None:
+        """Start the dead processes again, and request every batch again that failed with them."""
+        assert self._loader_pool
+        self._loader_pool.restart()
+        for owed_key, owed in [(key, request), *self._pending.items()]:
+            death = owed.loader_death()
+            if death is None:
+                continue
+            if death.how:
+                owed.deaths += 1
+                if owed.deaths == MAX_LOADER_DEATHS:
+                    raise self._deaths_error(owed_key, owed.ids, death.how)
+                self._report("loader_restarted", samples=[int(i) for i in owed.ids[:8]], reason=f"died {death.how}")
+            owed.future = self._threads.submit(self._load, owed_key, owed.ids)
+
+    def _deaths_error(self, key: BatchKey, ids: Ids, how: str) -> ShoalError:
+        assert self._loader_pool
+        self.cancel()
+        killer = self._loader_pool.find_killer(key, ids)
+        which = f"sample {killer}" if killer is not None else f"samples {format_ids(ids)} together"
+        message = f"{which}: {MAX_LOADER_DEATHS} loader processes died while they built it, the last one {how}"
+        return error("SH312", message)
 
     def cancel(self, lane: int | None = None, *, before: int = 0) -> None:
         """Drop batches that are no longer needed: all, or those of `lane` for steps before `before`."""
         for key in [key for key in self._pending if lane is None or (key[0] < before and key[1] == lane)]:
-            self._pending.pop(key).cancel()
+            self._pending.pop(key).future.cancel()
 
     def close(self) -> None:
         self.cancel()
@@ -133,12 +192,12 @@ class BlockPrefetcher:
         self._thread.shutdown()
 
 
-def make_prefetcher(builder: BatchBuilder, loader: LoaderConfig) -> Prefetcher | None:
+def make_prefetcher(builder: BatchBuilder, loader: LoaderConfig, *, report: Report = no_report) -> Prefetcher | None:
     """None if building batches on demand is fastest."""
     processes = _process_count(builder.source, loader)
     if processes:
         loader_pool = LoaderPool(processes, builder.build)
-        return Prefetcher(loader_pool, None, workers=processes, loader_pool=loader_pool)
+        return Prefetcher(loader_pool, None, workers=processes, loader_pool=loader_pool, report=report)
     source = builder.source
     if loader.workers == "auto" and not source.in_memory and not source.per_sample and source.blocks is None:
         # Reading and decoding release the GIL. The user's functions stay in the requesting thread: they may use the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,6 +19,12 @@ Ids = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 Notify = Callable[[str], object]
 BUILTIN_COLUMNS = ("id", "size", "target")
+
+
+def format_ids(ids: Sequence[int] | Ids) -> str:
+    """The first ids, for messages."""
+    shown = ", ".join(str(int(i)) for i in ids[:8])
+    return f"[{shown}, …]" if len(ids) > 8 else f"[{shown}]"
 
 
 class DataSource(Protocol):

@@ -217,7 +217,7 @@ def replay(events: Iterable[Event]) -> RunState:
 Fields = TypeVar("Fields")
 _HANDLERS: dict[str, Callable[[RunState, Event, Any], None]] = {}
 _NOTED_KINDS = ("save_failed", "save_skipped", "checkpoint_invalid", "cleanup_failed", "export_skipped", "evicted",
-                "caught_up")  # fmt: skip
+                "caught_up", "loader_restarted")  # fmt: skip
 """Kinds that do not change the state but are shown as lines."""
 
 
@@ -371,6 +371,8 @@ def _saved(state: RunState, event: Event, saved: schema.SavedEvent) -> None:
     state.saves, state.saved_step = state.saves + 1, event.step
     state.bytes_saved += saved.written_bytes
     state.times["saving_s"] += saved.stall_s
+    if saved.recovered:
+        state.note(event)
 
 
 @_folds(schema.NoteEvent)

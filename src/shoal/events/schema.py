@@ -273,6 +273,7 @@ class SavedEvent(NamedTuple):
     written_bytes: Annotated[Count, "what earlier checkpoints did not hold already"] = 0
     stall_s: Annotated[float, "how long training stood still for it"] = 0.0
     write_s: float = 0.0
+    recovered: Annotated[bool, "the save before it failed"] = False
 
 
 @_kind
@@ -307,6 +308,14 @@ class ExportSkippedEvent(NamedTuple):
 
     what: str
     reason: str
+
+
+@_kind
+class LoaderRestartedEvent(NamedTuple):
+    """A worker's loader process died; another one builds its batch again."""
+
+    reason: str
+    samples: Annotated[Sequence[Count], "the first samples of the batch"] = ()
 
 
 @_kind

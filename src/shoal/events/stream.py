@@ -12,19 +12,26 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import is_disk_full
 from shoal.events.checks import is_count
 from shoal.events.event import Event
 from shoal.events.schema import KINDS, SCHEMA_VERSION, from_row, to_row
 
 MAX_LINE_BYTES = 1 << 22
+MAX_PENDING_BYTES = 1 << 20
+"""Bytes of rows that a writer keeps while they cannot be written, as on a full disk."""
+RETRY_S = 0.5
+"""Seconds after which a writer tries a full disk again."""
 MAX_TEXT = 10_000
 """Characters to which a text is truncated in a row that would be too long."""
 STRICT_VARIABLE = "SHOAL_STRICT_EVENTS"
 """Environment variable that tests set, also for the workers: an event that breaks the schema is then an error."""
 
+_STEP_MARK = b'"kind":"step"'
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
@@ -61,12 +68,12 @@ class EventWriter:
 
     Owned by one process; not safe for several threads. Every row is checked against the schema. In tests an invalid row
     is an error. Otherwise it never stops a run: it is written without the fields of a wrong type, and counted in
-    `invalid_rows`.
+    `invalid_rows`. On a full disk rows wait in memory, the oldest are dropped, and a `note` says so when there is room.
     """
 
     def __init__(self, path: Path, who: str, *, flush_s: float = 0.1) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._initialise(who, flush_s, lambda rows: os.write(fd, b"".join(rows)), close=lambda: os.close(fd))
+        self._initialise(who, flush_s, lambda rows: _append_rows(fd, rows), close=lambda: os.close(fd))
         if _ends_mid_line(fd):
             self._pending.append(b"\n")
 
@@ -74,16 +81,17 @@ class EventWriter:
     def to_callback(cls, write: Callable[[bytes], object], who: str, *, flush_s: float = 0.1) -> EventWriter:
         """A writer that passes its lines to a function, one at a time, for a process that cannot reach the file."""
 
-        def write_each(rows: list[bytes]) -> None:
+        def write_each(rows: list[bytes]) -> int:
             for row in rows:
                 write(row)
+            return len(rows)
 
         stream = cls.__new__(cls)
         stream._initialise(who, flush_s, write_each, close=lambda: None)
         return stream
 
     def _initialise(
-        self, who: str, flush_s: float, write: Callable[[list[bytes]], object], *, close: Callable[[], None]
+        self, who: str, flush_s: float, write: Callable[[list[bytes]], int], *, close: Callable[[], None]
     ) -> None:
         self.who = who
         self.invalid_rows = 0
@@ -92,6 +100,8 @@ class EventWriter:
         self._write = write
         self._close = close
         self._pending: list[bytes] = []
+        self._dropped_rows = 0
+        self._retry_at = 0.0
         self._flushed_at = time.monotonic()
 
     def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> Event:
@@ -116,13 +126,45 @@ class EventWriter:
         self.flush()
 
     def flush(self) -> None:
-        if self._pending:
-            self._write(self._pending)
-            self._pending.clear()
         self._flushed_at = time.monotonic()
+        if self._flushed_at >= self._retry_at:
+            self._write_pending()
+        self._drop_rows()
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        note = self._note_of_dropped_rows()
+        written = self._write([*note, *self._pending])
+        if written:
+            self._dropped_rows = 0
+            del self._pending[: written - len(note)]
+        if self._pending:
+            self._retry_at = time.monotonic() + RETRY_S
+
+    @property
+    def unwritten_rows(self) -> int:
+        """Rows that a full disk has kept from being written."""
+        return len(self._pending) + self._dropped_rows
+
+    def _note_of_dropped_rows(self) -> list[bytes]:
+        if not self._dropped_rows:
+            return []
+        message = f"the disk was full: {self._dropped_rows} events of {self.who} were dropped"
+        return [format_event(Event("note", time.time(), self.who, None, {"message": message}))]
+
+    def _drop_rows(self) -> None:
+        """Drop the oldest rows beyond the limit; rows of steps, of which there are most, go first."""
+        if not self._pending:
+            return
+        size_bytes = sum(map(len, self._pending))
+        while size_bytes > MAX_PENDING_BYTES:
+            oldest = next((i for i, row in enumerate(self._pending) if _STEP_MARK in row), 0)
+            size_bytes -= len(self._pending.pop(oldest))
+            self._dropped_rows += 1
 
     def close(self) -> None:
-        self.flush()
+        self._write_pending()
         self._close()
 
 
@@ -147,6 +189,24 @@ def _plain(value: Any) -> Any:
     if getattr(value, "shape", None) == ():
         return value.item()
     return value
+
+
+def _append_rows(fd: int, rows: list[bytes]) -> int:
+    """Append rows, and return how many are written. A full disk ends it: the beginning of a row is then removed."""
+    content = b"".join(rows)
+    try:
+        size = os.write(fd, content)
+    except OSError as failure:
+        if not is_disk_full(failure):
+            raise
+        return 0
+    if size == len(content):
+        return len(rows)
+    ends = [end for end in accumulate(map(len, rows)) if end <= size]
+    end = os.lseek(fd, 0, os.SEEK_CUR)
+    if os.fstat(fd).st_size == end:  # else another process has appended rows
+        os.ftruncate(fd, end - size + (ends[-1] if ends else 0))
+    return len(ends)
 
 
 def _ends_mid_line(fd: int) -> bool:

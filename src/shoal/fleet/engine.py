@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.errors import ShoalError
 from shoal.spec.view import Seat
 
 UNSEEN_END = "an unknown cause"
@@ -39,15 +40,16 @@ class Launch:
 @dataclass(frozen=True)
 class Exit:
     """The process of a seat has ended. A negative `code` is the signal that ended it; None means that the exit could
-    not be observed. `reason` completes the sentence "it ended by …"."""
+    not be observed. `reason` completes the sentence "it ended by …". `start_error`: why it could not be started."""
 
     seat: int
     code: int | None
     reason: str
+    start_error: ShoalError | None = None
 
     @classmethod
-    def with_code(cls, seat: int, code: int | None) -> Exit:
-        return cls(seat, code, _reason(code))
+    def with_code(cls, seat: int, code: int | None, *, start_error: ShoalError | None = None) -> Exit:
+        return cls(seat, code, _reason(code), start_error)
 
 
 def _reason(code: int | None) -> str:

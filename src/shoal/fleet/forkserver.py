@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from shoal.errors import ShoalError, error, error_from_fields, fork_error
+
 
 class ForkServer:
     """Shared by the engines of one process, also by engines in other threads. Its creator closes it.
@@ -31,6 +33,7 @@ class ForkServer:
         self._selector = selectors.DefaultSelector()
         self._pids: dict[str, int | None] = {}
         self._exit_codes: dict[str, int | None] = {}
+        self._start_errors: dict[str, ShoalError] = {}
         self._watched: dict[int, str] = {}  # pidfds of processes that are not children of the fork server
         self._lock = threading.RLock()
         self._spawn()
@@ -40,14 +43,19 @@ class ForkServer:
         with theirs:
             # -P: files in the user's directory must not shadow modules that torch imports.
             command = [self._python, "-P", "-m", "shoal.fleet.forkserver_main", str(theirs.fileno()), *self._modules]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env=self.environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    env=self.environment,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as failure:
+                ours.close()
+                raise fork_error(failure) from failure
         self._control: socket.socket | None = ours
+        self._ready = False
         self._selector.register(ours, selectors.EVENT_READ)
         self._partial = b""
 
@@ -122,9 +130,13 @@ class ForkServer:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
         for row in map(json.loads, lines):
-            if "born" in row:
+            if "ready" in row:
+                self._ready = True
+            elif "born" in row:
                 self._pids[row["born"]] = row["pid"]
             else:
+                if "error" in row:
+                    self._start_errors[row["gone"]] = error_from_fields(row["error"])
                 self._record_exit(row["gone"], row["code"])
 
     def _record_exit(self, key: str, code: int | None) -> None:
@@ -146,9 +158,19 @@ class ForkServer:
         code = self._process.wait()
         for key, pid in list(self._pids.items()):
             if pid is None:
+                if not self._ready and code > 0:
+                    self._start_errors[key] = self._startup_error(code)
                 self._record_exit(key, code or None)
             elif key not in self._watched.values():
                 self.adopt(key, pid)
+
+    def _startup_error(self, code: int) -> ShoalError:
+        message = f"{self._python} ended with exit code {code} before it had loaded Shoal"
+        return error("SH629", message, fix=f"Try: {self._python} -c 'import shoal, torch'.")
+
+    def pop_start_error(self, key: str) -> ShoalError | None:
+        """Why the process of an exit could not be started; None if it was."""
+        return self._start_errors.pop(key, None)
 
     def pop_exit_codes(self, keys: Sequence[str]) -> dict[str, int | None]:
         """Exit codes of the processes among `keys` that ended since the last call."""

@@ -1,14 +1,15 @@
 """The fork server: one process that has all heavy modules imported and forks a worker in milliseconds.
 
 It is started as `python -m shoal.fleet.forkserver_main FD MODULE...` and exchanges lines of JSON over the inherited
-socket: it receives `start` and `kill`, and sends `born` and `gone`. It never runs worker code itself, so it stays
-single-threaded and safe to fork. It exits when its driver is gone; workers notice that their parent has changed.
+socket: it receives `start` and `kill`, and sends `ready`, `born` and `gone`. It never runs worker code itself, so it
+stays single-threaded and safe to fork. It exits when its driver is gone; workers notice that their parent has changed.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -21,18 +22,32 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
+from shoal.errors import describe_exception, error, fork_error, traceback_text
+
 
 def main() -> NoReturn:
     control = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
+    failures = _import_modules(sys.argv[2:])
     gc.collect()
     gc.freeze()  # keep pages shared: a child's garbage collector does not touch them
-    serve(control)
+    _send(control, {"ready": True})
+    serve(control, failures)
     os._exit(0)
 
 
-def serve(control: socket.socket) -> None:
+def _import_modules(modules: list[str]) -> dict[str, BaseException]:
+    """Import the modules, and return the failures by module: only a process whose entry failed cannot be started. The
+    others import what they need themselves, and report what they lack."""
+    failures: dict[str, BaseException] = {}
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except BaseException as failure:
+            failures[module] = failure
+    return failures
+
+
+def serve(control: socket.socket, failures: dict[str, BaseException]) -> None:
     """Serve until the driver closes its end of the socket."""
     wake_in, wake_out = os.pipe()
     os.set_blocking(wake_out, False)
@@ -59,20 +74,47 @@ def serve(control: socket.socket) -> None:
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                _handle(json.loads(line), control, children)
+                _handle(json.loads(line), control, children, failures)
 
 
-def _handle(command: dict[str, Any], control: socket.socket, children: dict[int, str]) -> None:
+def _handle(
+    command: dict[str, Any], control: socket.socket, children: dict[int, str], failures: dict[str, BaseException]
+) -> None:
     if "start" in command:
-        pid = os.fork()
-        if pid == 0:
-            _run_child(command, control)
-        children[pid] = command["start"]
-        _send(control, {"born": command["start"], "pid": pid})
+        failure = failures.get(command["entry"])
+        if failure is None:
+            _start(command, control, children)
+        else:
+            _report_failed_import(command, control, failure)
     elif "kill" in command:
         for pid, key in children.items():
             if key == command["kill"]:
                 os.kill(pid, signal.SIGKILL)
+
+
+def _start(command: dict[str, Any], control: socket.socket, children: dict[int, str]) -> None:
+    try:
+        pid = os.fork()
+    except OSError as failure:
+        _send(control, {"gone": command["start"], "code": 1, "error": fork_error(failure).to_fields()})
+        return
+    if pid == 0:
+        _run_child(command, control)
+    children[pid] = command["start"]
+    _send(control, {"born": command["start"], "pid": pid})
+
+
+def _report_failed_import(command: dict[str, Any], control: socket.socket, failure: BaseException) -> None:
+    """Tell the driver, and write the traceback to the log that the process would have had."""
+    with contextlib.suppress(OSError), open(command["errors"], "a", encoding="utf-8") as log:
+        log.write(traceback_text(failure))
+    frames = traceback.extract_tb(failure.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    package = failure.name if isinstance(failure, ModuleNotFoundError) else None
+    fix = f"Install the package {package} for {sys.executable}." if package else ""
+    message = f"importing {command['entry']} failed: {describe_exception(failure)}"
+    told = error("SH629", message, where=where, fix=fix)
+    _send(control, {"gone": command["start"], "code": 1, "error": told.to_fields()})
 
 
 def _reap(control: socket.socket, children: dict[int, str]) -> None:
@@ -99,6 +141,7 @@ def _run_child(command: dict[str, Any], control: socket.socket) -> NoReturn:
         os.setsid()
         for descriptor, file in ((1, command["output"]), (2, command["errors"])):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+        faulthandler.enable()  # a crash in C code leaves the Python line in the log
         os.environ.clear()
         os.environ.update(command["environment"])
         os.chdir(command["directory"])

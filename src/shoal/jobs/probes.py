@@ -65,6 +65,8 @@ def probe_steps(
                 elif on_event:
                     on_event(event)
             if exits:
+                if exits[0].start_error:
+                    raise exits[0].start_error
                 return _result(answer, errors, paths.error_log(0), exits[0].reason)
             yield [engine.fileno()]
 

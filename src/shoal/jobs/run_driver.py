@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import wait
 
-from shoal.errors import ShoalError, error, error_from_fields
+from shoal.errors import ShoalError, error, error_from_fields, from_os_error
 from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader, describe_damage
 from shoal.fleet.agent_reports import AgentReports
 from shoal.fleet.control_server import ControlMessage, ControlServer
@@ -24,9 +24,10 @@ from shoal.jobs.coroutines import BackgroundCall
 from shoal.jobs.plan_file import read_plan_file
 from shoal.jobs.receipt import make_receipt
 from shoal.jobs.replanner import Replanner
+from shoal.jobs.run_health import ensure_descriptors, find_damage
 from shoal.jobs.run_result import RunResult
 from shoal.jobs.server_group import ServerGroup
-from shoal.jobs.worker_group import WorkerGroup
+from shoal.jobs.worker_group import WorkerGroup, initial_workers
 from shoal.net.handshake import new_token
 from shoal.plan.membership_policy import decide_restart
 from shoal.spec.certificates import tls_contexts_for
@@ -76,6 +77,8 @@ class RunDriver:
 
     def start(self) -> None:
         """Start the run, or take it over from an earlier driver."""
+        servers = self.job.sync.servers if self.job.sync.kind == "server" else 0
+        ensure_descriptors(initial_workers(self.job, self.engine.capacity()) + servers)
         self._reader.catch_up()  # events that an earlier driver has shown are not shown again
         if damage := describe_damage(self.state.skipped_rows):
             self._stream.emit("note", message=damage)
@@ -182,6 +185,8 @@ class RunDriver:
             return ended
         if self.state.result:
             return self._shut_down()
+        if not self.paths.events.exists() and (gone := find_damage(self.paths)):
+            return self._failed(gone)
         self.worker_group.tick()
         if self.stop_reason and not self.worker_group.seats:
             return RunResult(self.paths, self.stop_reason)
@@ -207,7 +212,12 @@ class RunDriver:
 
     def _write_end(self, result: RunResult) -> RunResult:
         if result.receipt:
-            write_atomically(self.paths.receipt, result.receipt.model_dump_json(indent=2) + "\n")
+            try:
+                write_atomically(self.paths.receipt, result.receipt.model_dump_json(indent=2) + "\n")
+            except OSError as failure:
+                where = str(self.paths.receipt)
+                unwritten = from_os_error(failure, where=where) or error("SH605", str(failure), where=where)
+                result = self._failed(unwritten)
         self.worker_group.dismiss(f"the run is {result.status}")  # else remote workers wait for another driver
         self._stream.emit("run_ended", status=result.status, refused=self.control.refused + self.worker_group.refused)
         self._read_events()
@@ -284,8 +294,7 @@ class RunDriver:
         if self.state.error:
             return self._failed(self._reported_error())
         if is_server:
-            where = str(self.paths.error_log(one.seat, "server"))
-            return self._failed(error("SH618", why, where=where)) if why else None
+            return self._failed(self._lost_servers_error(one, why)) if why else None
         return self._after_worker_exit(one, died=bool(why), was_ready=was_ready)
 
     def _after_worker_exit(self, one: Exit, *, died: bool, was_ready: bool) -> RunResult | None:
@@ -298,6 +307,8 @@ class RunDriver:
             return RunResult(self.paths, "stopped") if all_left else None
         if was_ready and self.worker_group.has_live_state:
             return None  # the other workers continue, and a new one is started
+        if damage := one.start_error or find_damage(self.paths):
+            return self._failed(damage)  # another worker would fail likewise
         why = self._use_restart(ready=was_ready)
         return self._failed(self._death_error(one, why)) if why else None
 
@@ -323,10 +334,15 @@ class RunDriver:
         traceback = row["where"] if row.get("code") == "BUG" else ""
         return RunResult(self.paths, "failed", error=failure, traceback=traceback)
 
+    def _lost_servers_error(self, one: Exit, why: str) -> ShoalError:
+        where = str(self.paths.error_log(one.seat, "server"))
+        return one.start_error or find_damage(self.paths) or error("SH618", why, where=where)
+
     def _death_error(self, one: Exit, why: str) -> ShoalError:
         log = self.paths.error_log(one.seat)
         hint = " (out of memory?)" if one.reason == "SIGKILL" else ""
-        return error("SH603", f"worker-{one.seat} ended by {one.reason}{hint}; {why}", where=str(log))
+        where = str(log if log.exists() else self.paths.root)
+        return error("SH603", f"worker-{one.seat} ended by {one.reason}{hint}; {why}", where=where)
 
     def _reported_error(self) -> ShoalError:
         row = self.state.error or {}

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import os
 import re
+import signal
 import sys
 import sysconfig
 import traceback
@@ -22,7 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError, closest_name, did_you_mean, error, suggest_path
+from shoal.errors import (
+    ShoalError,
+    closest_name,
+    describe_exception,
+    did_you_mean,
+    error,
+    from_os_error,
+    suggest_path,
+)
 from shoal.spec import static_names
 from shoal.spec.base import Ref
 from shoal.spec.definitions import is_standard_library
@@ -212,7 +221,9 @@ def _load_module(module: str, base: str) -> types.ModuleType:
         if failure.name and f"{module}.".startswith(f"{failure.name}."):
             raise _missing_module_error(module, base) from None
         raise _user_code_error("SH204", failure, f"importing {module}") from failure
-    except (Exception, SystemExit) as failure:
+    except BaseException as failure:
+        if not is_users_failure(failure):
+            raise
         raise _user_code_error("SH204", failure, f"importing {module}") from failure
 
 
@@ -230,7 +241,7 @@ def _load_file(path: Path) -> types.ModuleType:
         spec.loader.exec_module(module)
     except BaseException as failure:
         del sys.modules[full]
-        if not isinstance(failure, Exception | SystemExit):
+        if not is_users_failure(failure):
             raise
         raise _user_code_error("SH204", failure, f"importing {path.name}", place=str(path)) from failure
     return module
@@ -246,22 +257,46 @@ def _package_of(folder: Path) -> str:
     return name
 
 
+def user_error(code: str, failure: BaseException, doing: str, *, place: str = "", fix: str = "") -> ShoalError:
+    """The error for an exception that comes out of the user's code: its message, at its line. A full disk or an
+    exhausted limit is not the code's fault, and keeps its own code."""
+    where = user_line(failure) or place
+    limit = from_os_error(failure, doing=doing, where=where)
+    return limit or error(code, f"{doing}: {describe_exception(failure)}", where=where, fix=fix)
+
+
 def _user_code_error(code: str, failure: BaseException, doing: str, *, place: str = "") -> ShoalError:
-    """The error for an exception of the user's code: its message, at its line."""
+    """The error for an exception of an import or a call."""
     if isinstance(failure, SyntaxError):
         return _source_error(failure, Path(failure.filename or place))
     fix = ""
     if isinstance(failure, ModuleNotFoundError) and USER_PACKAGE not in str(failure):
         fix = f"Install the package {failure.name}, or fix the import."
-    elif isinstance(failure, SystemExit):
+    elif isinstance(failure, SystemExit) and code == "SH204":
         fix = "Put what the script does under `if __name__ == '__main__':`."
-    message = f"{doing} failed: {type(failure).__name__}: {failure}".rstrip(": ")
-    return error(code, message, where=user_line(failure) or place, fix=fix)
+    return user_error(code, failure, f"{doing} failed", place=place, fix=fix)
+
+
+def is_users_failure(failure: BaseException) -> bool:
+    """Whether an exception that comes out of the user's code is the user's error, `sys.exit` included. Errors of Shoal
+    are not, nor is Ctrl-C: workers ignore its signal, so that there only the user's code raises KeyboardInterrupt."""
+    if isinstance(failure, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    return not isinstance(failure, ShoalError | GeneratorExit)
 
 
 def user_line(failure: BaseException) -> str:
     """`file:line` of the innermost frame in the user's own code, or ''."""
-    for frame in reversed(traceback.extract_tb(failure.__traceback__)):
+    return _innermost_user_line(traceback.extract_tb(failure.__traceback__))
+
+
+def calling_user_line() -> str:
+    """`file:line` of the user's code that has called the function that asks, or ''."""
+    return _innermost_user_line(traceback.extract_stack())
+
+
+def _innermost_user_line(frames: traceback.StackSummary) -> str:
+    for frame in reversed(frames):
         if not frame.filename.startswith(("<", *_library_paths())):
             return f"{frame.filename}:{frame.lineno}"
     return ""
@@ -290,9 +325,9 @@ def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Se
     _check_arguments(ref.name, made, len(leading), arguments)
     try:
         return made(*leading, **arguments)
-    except ShoalError:
-        raise
-    except Exception as failure:
+    except BaseException as failure:
+        if not is_users_failure(failure):
+            raise
         raise _user_code_error("SH208", failure, f"calling {ref.name}") from failure
 
 

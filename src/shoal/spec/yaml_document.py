@@ -63,6 +63,9 @@ def read_document(path: str | Path) -> YamlDocument:
 def parse_document(text: str, *, name: str) -> YamlDocument:
     """Parse a YAML text whose top level is a mapping."""
     data, lines = _parse(text, name)
+    for number, line in enumerate(text.splitlines() if isinstance(data, str) else (), 1):
+        if no_space := _no_space_error(line, f"{name}:{number}"):
+            raise no_space
     if not isinstance(data, dict):
         found = "the file is empty" if data is None else "the file is not made of `field: value` lines"
         raise error("SH105", found, where=name, fix="Write fields: data:, model:, loss:, epochs: …")
@@ -152,19 +155,19 @@ _SCALAR_PARSERS: dict[str, Callable[[str], Any]] = {
 
 # Messages of the YAML parser, and their meaning in plain words.
 _PLAIN_MESSAGES = (
-    (r"character '\\t' that cannot start", "a tab is used to indent", "Indent with spaces."),
     (r"character '(.)' that cannot start", r"the value starts with '\1'", r"Put the value in quotes."),
     (r"mapping values are not allowed", "a ':' is in the wrong place",
      "Check the indentation of this line and the one above; put a value that contains ': ' in quotes."),
     (r"could not find expected ':'", "this line has no ':' after the field", "Write `field: value`."),
-    (r"end of stream", "a quote or bracket is opened and never closed", "Close it."),
-    (r"expected ',' or", "a bracket is opened and never closed", "Close it, or add the missing comma."),
+    (r"found '([]}])'", r"a '\1' that nothing opened", "Remove it, or open the bracket."),
     (r"expected <block end>", "this line is not indented like its neighbours", "Line it up with them."),
-    (r"duplicate anchor", "an anchor (&name) is defined twice", "Rename one of them."),
     (r"undefined alias|scanning an alias", "an alias (*name) without its anchor (&name)",
      "Put a value that starts with '*' in quotes, or add the anchor."),
     (r"but found another document", "the file holds several documents", "Keep one; remove the line `---`."),
 )  # fmt: skip
+_NO_SPACE = re.compile(r"\s*(?:- +)?([A-Za-z_][\w.-]*):(?!//)[^\s:]")
+_BRACKETS = {"{": "}", "[": "]"}
+_BRACKET_TOKENS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|[ \n]#[^\n]*|\n(?=\w+: )|[][{}]""")
 
 
 def _parse(text: str, name: str) -> tuple[Any, dict[str, int | str]]:
@@ -173,7 +176,7 @@ def _parse(text: str, name: str) -> tuple[Any, dict[str, int | str]]:
         node = yaml.compose(text, Loader=_Yaml12Loader)
         value = None if node is None else walk.convert(node, "")
     except yaml.MarkedYAMLError as failure:
-        raise _yaml_error(failure, name) from None
+        raise _yaml_error(failure, text, name) from None
     except yaml.reader.ReaderError as failure:
         where = f"{name}:{text[: failure.position].count(chr(10)) + 1}"
         message = f"the character {chr(int(failure.character))!r} is not allowed"
@@ -185,14 +188,123 @@ def _parse(text: str, name: str) -> tuple[Any, dict[str, int | str]]:
     return value, walk.lines
 
 
-def _yaml_error(failure: yaml.MarkedYAMLError, name: str) -> ShoalError:
-    mark = failure.problem_mark or failure.context_mark
-    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+def _yaml_error(failure: yaml.MarkedYAMLError, text: str, name: str) -> ShoalError:
+    """The error at the place where the mistake is, which may be far above the line at which the parser noticed it."""
+    noticed = failure.problem_mark or failure.context_mark
     problem = f"{failure.problem or ''} {failure.context or ''}".strip()
+    if noticed is None:
+        return error("SH102", problem, where=name)
+    lines = text.splitlines()
+    begun = failure.context_mark or noticed
+    for found in (
+        _bracket_error(problem, text, begun, noticed, name),
+        _quote_error(problem, lines, begun, name),
+        _tab_error(problem, lines, noticed, name),
+        _missing_space_error(problem, lines, begun, noticed, name),
+        _anchor_error(problem, begun, noticed, name),
+    ):
+        if found is not None:
+            return found
     for pattern, message, fix in _PLAIN_MESSAGES:
         if match := re.search(pattern, problem):
-            return error("SH102", match.expand(message), where=where, fix=fix)
-    return error("SH102", problem, where=where)
+            return error("SH102", match.expand(message), where=_place(name, noticed), fix=fix)
+    return error("SH102", problem, where=_place(name, noticed))
+
+
+def _place(name: str, mark: yaml.Mark) -> str:
+    return f"{name}:{mark.line + 1}:{mark.column + 1}"
+
+
+def _bracket_error(problem: str, text: str, begun: yaml.Mark, noticed: yaml.Mark, name: str) -> ShoalError | None:
+    if not re.search(r"expected ',' or|expected the node content", problem):
+        return None
+    start = begun.index if text[begun.index : begun.index + 1] in _BRACKETS else _open_bracket(text[: noticed.index])
+    if start is None:
+        return None
+    line, column = text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
+    opened, closed = text[start], _closing_bracket(text, start)
+    if not closed:
+        message = f"the '{opened}' is never closed"
+        return error("SH102", message, where=f"{name}:{line}:{column}", fix=f"Add the missing '{_BRACKETS[opened]}'.")
+    if closed != _BRACKETS[opened]:
+        message = f"the '{opened}' of line {line} is closed by '{closed}'"
+        return error("SH102", message, where=_place(name, noticed), fix=f"Close it by '{_BRACKETS[opened]}'.")
+    message = f"a ',' or a value is missing between the brackets of line {line}"
+    return error("SH102", message, where=_place(name, noticed), fix="Separate the values by single commas.")
+
+
+def _open_bracket(text: str) -> int | None:
+    """The position of the innermost bracket that the text opens and does not close."""
+    opened: list[int] = []
+    for token in _BRACKET_TOKENS.finditer(text):
+        if token[0] in _BRACKETS:
+            opened.append(token.start())
+        elif token[0] in _BRACKETS.values():
+            del opened[-1:]
+    return opened[-1] if opened else None
+
+
+def _closing_bracket(text: str, start: int) -> str:
+    """The character that closes the bracket at `start`; '' if there is none. A line that starts a field in the first
+    column ends the search: what follows belongs to the next field."""
+    depth = 0
+    for token in _BRACKET_TOKENS.finditer(text, start):
+        if token[0] == "\n":
+            return ""
+        if token[0] in _BRACKETS:
+            depth += 1
+        elif token[0] in _BRACKETS.values():
+            depth -= 1
+            if depth == 0:
+                return token[0]
+    return ""
+
+
+def _quote_error(problem: str, lines: list[str], begun: yaml.Mark, name: str) -> ShoalError | None:
+    if "scanning a quoted scalar" not in problem or "end of stream" not in problem:
+        return None
+    quote = lines[begun.line][begun.column]
+    return error("SH102", f"the {quote} is never closed", where=_place(name, begun), fix=f"Add the missing {quote}.")
+
+
+def _tab_error(problem: str, lines: list[str], noticed: yaml.Mark, name: str) -> ShoalError | None:
+    if r"character '\t' that cannot start" not in problem:
+        return None
+    if lines[noticed.line][: noticed.column].strip():
+        message, fix = "a tab stands before the value", "Write a space instead of the tab."
+    else:
+        message, fix = "a tab is used to indent", "Indent with spaces."
+    return error("SH102", message, where=_place(name, noticed), fix=fix)
+
+
+def _missing_space_error(
+    problem: str, lines: list[str], begun: yaml.Mark, noticed: yaml.Mark, name: str
+) -> ShoalError | None:
+    """The error for `field:value`, which YAML reads as one word."""
+    if "mapping values are not allowed" in problem:
+        above = [i for i in range(noticed.line) if lines[i].strip() and not lines[i].lstrip().startswith("#")]
+        number = above[-1] if above else noticed.line
+    elif "could not find expected ':'" in problem:
+        number = begun.line
+    else:
+        return None
+    return _no_space_error(lines[number], f"{name}:{number + 1}")
+
+
+def _no_space_error(line: str, where: str) -> ShoalError | None:
+    match = _NO_SPACE.match(line)
+    if match is None:
+        return None
+    message = f"a space is missing after '{match[1]}:'"
+    return error("SH102", message, where=where, fix=f"Write `{match[1]}: value`.")
+
+
+def _anchor_error(problem: str, begun: yaml.Mark, noticed: yaml.Mark, name: str) -> ShoalError | None:
+    match = re.search(r"duplicate anchor '(.*?)'", problem)
+    if match is None:
+        return None
+    message = f"the anchor &{match[1]} is defined here and on line {begun.line + 1}"
+    return error("SH102", message, where=_place(name, noticed), fix="Rename one of them.")
 
 
 class _NodeConverter:
@@ -240,6 +352,8 @@ class _NodeConverter:
             self._merged.add(id(node))
         found = {}
         for key, child in node.value:
+            if node.flow_style and child.value == "" and (no_space := _no_space_error(key.value, self._where(key))):
+                raise no_space
             inner = _child_path(place, self._key(key))
             self.lines[inner] = key.start_mark.line + 1
             found[key.value] = self.convert(child, inner)
@@ -261,8 +375,10 @@ class _NodeConverter:
         return str(key.value)
 
     def _error_at(self, node: yaml.Node, message: str) -> ShoalError:
-        mark = node.start_mark
-        return error("SH102", message, where=f"{self._name}:{mark.line + 1}:{mark.column + 1}")
+        return error("SH102", message, where=self._where(node))
+
+    def _where(self, node: yaml.Node) -> str:
+        return _place(self._name, node.start_mark)
 
 
 def _child_path(place: str, key: str | int) -> str:

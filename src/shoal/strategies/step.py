@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from shoal.collectives.outcome import Committed, Discarded
-from shoal.errors import ShoalError
 from shoal.net.errors import LinkError
+from shoal.spec.resolve import is_users_failure
 from shoal.strategies.context import StepContext, StepRecorder
 from shoal.tasks.user_errors import as_shoal_error
 
@@ -43,9 +43,9 @@ def attempt_step(
         context.activity.begin("exchange", step)
         try:
             outcome = commit(halt)
-        except ShoalError:
-            raise
-        except Exception as failure:
+        except BaseException as failure:
+            if not is_users_failure(failure):
+                raise
             raise as_shoal_error(failure, "SH413", f"step {step}") from failure
         _record_times(context.stats, outcome, clock() - began)
     if isinstance(outcome, Discarded):

@@ -12,6 +12,7 @@ from shoal.collectives.outcome import Discarded
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import evaluation_batches
 from shoal.data.datasets import DatasetSplit
+from shoal.data.prefetch import Report, no_report
 from shoal.lanes.loss import Loss
 from shoal.lanes.replica import Replica
 from shoal.spec import seeds
@@ -34,13 +35,21 @@ class Evaluator:
     """
 
     def __init__(
-        self, task: Task, *, lanes: int, chunk_size: int, seed: int, loader: LoaderConfig | None = None
+        self,
+        task: Task,
+        *,
+        lanes: int,
+        chunk_size: int,
+        seed: int,
+        loader: LoaderConfig | None = None,
+        report: Report = no_report,
     ) -> None:
         self._task = task
         self._lanes = lanes
         self._chunk_size = chunk_size
         self._seed = seed
         self._loader = loader
+        self._report = report
         self._metrics: dict[str, Any] | None = None
 
     def evaluate(self, replica: Replica, split: DatasetSplit) -> dict[str, float]:
@@ -169,6 +178,7 @@ class Evaluator:
             transform=split.transform,
             loader=self._loader,
             seed=self._seed,
+            report=self._report,
         )
 
     def _new_accumulator(self, output: Any, target: Any, device: torch.device, logits: bool) -> MetricAccumulator:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.errors import error
+from shoal.errors import describe_exception, error
 from shoal.spec.base import Ref
 from shoal.spec.names import DEFAULT_MODULES
 from shoal.spec.resolve import build_ref, import_ref
-from shoal.tasks.user_errors import first_line, is_out_of_memory
+from shoal.tasks.user_errors import is_out_of_memory
 
 ClassLoss = nn.CrossEntropyLoss | nn.NLLLoss
 """The losses that divide by the weights of the targets."""
@@ -164,7 +164,7 @@ def explain_errors(loss: Any, output: Any, target: Any) -> Iterator[None]:
     except Exception as failure:
         if is_out_of_memory(failure) or (isinstance(output, Tensor) and output.is_meta):
             raise
-        message = f"{_call(loss, output, target)}: {first_line(failure)}"
+        message = f"{_call(loss, output, target)}: {describe_exception(failure)}"
         raise error("SH402", message, where="loss", fix=_fix(loss, output, target)) from failure
 
 

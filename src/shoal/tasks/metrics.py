@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import ShoalError, error
+from shoal.errors import ShoalError, describe_exception, error
 from shoal.spec.base import Ref
 from shoal.spec.names import DEFAULT_MODULES, expand_alias, metric_names
 from shoal.spec.resolve import build_ref
 from shoal.tasks.task import align_shapes
-from shoal.tasks.user_errors import first_line
 
 CLASSIFICATION_METRICS = {
     "accuracy",
@@ -120,7 +119,7 @@ class MetricAccumulator:
             try:
                 metric.update(_prediction_for(metric, raw, probabilities), target)
             except (ValueError, RuntimeError, TypeError, IndexError) as failure:
-                raise error("SH408", f"{name}: {first_line(failure)}", where="metrics") from failure
+                raise error("SH408", f"{name}: {describe_exception(failure)}", where="metrics") from failure
 
 
 def _to_device(device: torch.device, value: Any) -> Any:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from shoal.errors import ShoalError, error
+from shoal.errors import ShoalError, describe_exception
 from shoal.net.errors import LinkError
-from shoal.spec.resolve import user_line
+from shoal.spec.resolve import is_users_failure, user_error
 
-
-def first_line(failure: BaseException) -> str:
-    text = str(failure).strip()
-    return f"{type(failure).__name__}: {text.splitlines()[0]}" if text else type(failure).__name__
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
 @contextlib.contextmanager
@@ -20,20 +17,22 @@ def wrap_user_errors(code: str, doing: str) -> Iterator[None]:
     """Raise errors of the block as `code`, located at the user's line."""
     try:
         yield
-    except (ShoalError, LinkError):  # LinkError: a peer was lost meanwhile
-        raise
-    except Exception as failure:
+    except BaseException as failure:
+        if isinstance(failure, LinkError) or not is_users_failure(failure):  # LinkError: a peer was lost meanwhile
+            raise
         raise as_shoal_error(failure, code, doing) from failure
 
 
-def as_shoal_error(failure: Exception, code: str, doing: str) -> ShoalError:
-    if is_out_of_memory(failure):
+def as_shoal_error(failure: BaseException, code: str, doing: str) -> ShoalError:
+    if not isinstance(failure, Exception):
+        code = "SH428"
+    elif is_out_of_memory(failure):
         code = "SH407"
-    elif "Expected more than 1 value per channel" in str(failure):
+    elif "Expected more than 1 value per channel" in describe_exception(failure):
         code = "SH412"
-    return error(code, f"{doing}: {first_line(failure)}", where=user_line(failure))
+    return user_error(code, failure, doing)
 
 
-def is_out_of_memory(failure: Exception) -> bool:
-    text = str(failure)
-    return isinstance(failure, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+def is_out_of_memory(failure: BaseException) -> bool:
+    text = describe_exception(failure)
+    return isinstance(failure, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)

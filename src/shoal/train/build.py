@@ -17,6 +17,7 @@ from shoal.collectives.peer_services import PeerServices
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import BatchLoader
 from shoal.data.datasets import Datasets, open_datasets
+from shoal.data.prefetch import Report, no_report
 from shoal.data.samplers import LaneSampler, make_sampler
 from shoal.errors import error
 from shoal.events import EventWriter
@@ -112,7 +113,9 @@ def build(
     )
     _note_late_evaluations(schedule, data, report)
     chunk = job.evaluate.batch_size or job.batch_size
-    evaluator = Evaluator(model.task, lanes=job.lane_count, chunk_size=chunk, seed=job.seed, loader=job.data.loader)
+    evaluator = Evaluator(
+        model.task, lanes=job.lane_count, chunk_size=chunk, seed=job.seed, loader=job.data.loader, report=report
+    )
     report(
         "built",
         steps=steps,
@@ -181,7 +184,7 @@ def build_loop(
     )
     context = StepContext(
         sampler=built.sampler,
-        batches=make_batch_loader(built),
+        batches=make_batch_loader(built, report=reporter.report),
         task=built.task,
         evaluator=built.evaluator,
         store=open_store(job, paths, report=reporter.report),
@@ -246,7 +249,7 @@ def conclude_run(
     )
 
 
-def make_batch_loader(built: BuiltJob) -> BatchLoader:
+def make_batch_loader(built: BuiltJob, *, report: Report = no_report) -> BatchLoader:
     job = built.job
     return BatchLoader(
         built.data.train.source,
@@ -256,6 +259,7 @@ def make_batch_loader(built: BuiltJob) -> BatchLoader:
         augment=built.data.augment,
         transform=built.data.train.transform,
         loader=job.data.loader,
+        report=report,
     )
 
 

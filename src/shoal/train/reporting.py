@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.errors import ShoalError, error
 from shoal.events import Event, EventWriter
 from shoal.events.run_state import TIME_FIELDS
+from shoal.spec.resolve import is_users_failure, user_error
 
 EMIT_EVERY_S = 0.05
 
@@ -48,13 +48,11 @@ class Reporter:
                 continue
             try:
                 reason = watcher.watch(event)
-            except ShoalError:
-                raise
-            except Exception as failure:
+            except BaseException as failure:
+                if not is_users_failure(failure):
+                    raise
                 name = type(watcher).__name__
-                raise error(
-                    "SH410", f"{name}: {type(failure).__name__}: {failure}", where=f"watcher {name}"
-                ) from failure
+                raise user_error("SH410", failure, name, place=f"watcher {name}") from failure
             if reason and not self.stop_reason:
                 self.stop_reason = str(reason)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.batch import Batch
-from shoal.data.source import Array, DataSource, Ids, SourceOptions
-from shoal.errors import ShoalError, error
+from shoal.data.source import Array, DataSource, Ids, SourceOptions, format_ids
+from shoal.errors import describe_exception, error
 from shoal.spec.base import Ref
 from shoal.spec.data import PythonSourceConfig
-from shoal.spec.resolve import build_ref, import_ref, user_line
+from shoal.spec.resolve import build_ref, import_ref, is_users_failure, user_error
 
 
 def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
@@ -77,7 +77,7 @@ class PythonDatasetSource(DataSource):
         try:
             collated = default_collate(samples)
         except Exception as failure:  # torch raises TypeError and RuntimeError, types of the user anything
-            raise error("SH306", f"samples {_format_ids(ids)} do not make a batch: {failure}",
+            raise error("SH306", f"samples {format_ids(ids)} do not make a batch: {describe_exception(failure)}",
                         fix="Give samples of one type and shape.") from failure  # fmt: skip
         inputs, target = _split_target(collated, samples[0])
         return Batch(inputs, target, len(ids))
@@ -124,22 +124,21 @@ class PythonDatasetSource(DataSource):
         if many is not None:
             try:
                 return list(many(ids))
-            except Exception as failure:
-                _raise_sample_error(failure, _format_ids(ids))
+            except BaseException as failure:
+                _raise_sample_error(failure, format_ids(ids))
         return [self._sample(i) for i in ids]
 
     def _sample(self, i: int) -> Any:
         try:
             return self._dataset[i]
-        except Exception as failure:
+        except BaseException as failure:
             _raise_sample_error(failure, str(i))
 
 
-def _raise_sample_error(failure: Exception, which: str) -> NoReturn:
-    if isinstance(failure, ShoalError):
+def _raise_sample_error(failure: BaseException, which: str) -> NoReturn:
+    if not is_users_failure(failure):
         raise failure
-    message = f"sample {which}: {type(failure).__name__}: {failure}"
-    raise error("SH309", message, where=user_line(failure)) from failure
+    raise user_error("SH309", failure, f"sample {which}") from failure
 
 
 def _split_target(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
@@ -153,8 +152,3 @@ def _size_bytes(value: Any) -> int:
     if isinstance(value, Tensor | np.ndarray):
         return int(value.nbytes)
     return len(value) if hasattr(value, "__len__") else 1
-
-
-def _format_ids(ids: Any) -> str:
-    shown = ", ".join(str(int(i)) for i in ids[:8])
-    return f"[{shown}, …]" if len(ids) > 8 else f"[{shown}]"

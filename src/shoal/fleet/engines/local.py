@@ -51,7 +51,7 @@ class LocalEngine:
     def poll(self, timeout_s: float) -> list[Exit]:
         self._fork_server.poll(timeout_s)
         return [
-            Exit.with_code(self._seats.pop(key), code)
+            Exit.with_code(self._seats.pop(key), code, start_error=self._fork_server.pop_start_error(key))
             for key, code in self._fork_server.pop_exit_codes(list(self._seats)).items()
         ]
 
