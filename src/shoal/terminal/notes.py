@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.events import Event, RunState
+from shoal.events.run_state import describe_difference
 from shoal.spec.receipt import describe_lost_residual
 from shoal.terminal import formatting
 
@@ -92,6 +93,11 @@ def _evaluated(event: Event) -> str:
     return f"step {event.step}: evaluated{name}: {formatting.metrics(event['metrics'])}"
 
 
+def _self_checked(event: Event) -> str:
+    why = event.get("why", "")
+    return f"not exact: {describe_difference(why, event.get('objects', ()))}" if why else ""
+
+
 def _view(event: Event) -> str:
     why = str(event.get("why", ""))
     return "" if why == "finished" else why
@@ -130,6 +136,7 @@ _LINES: Mapping[str, Callable[[Event], str]] = {
     "view": _view,
     "caught_up": _caught_up,
     "evaluated": _evaluated,
+    "self_checked": _self_checked,
     "save_failed": lambda e: f"the checkpoint of step {e.step} could not be saved: {e['reason']}",
     "save_skipped": lambda e: f"no checkpoint at step {e.step}: the last one is still being written",
     "checkpoint_invalid": lambda e: f"the checkpoint of step {e.step} is invalid: {e['reason']}",
