@@ -102,7 +102,7 @@ def check(job: JobFile, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: A
         print(json.dumps(answer))
         return
     reports.print_check(_console(), answer)
-    _console().print("[green]The job is right.[/green]")
+    _console().print("[green]The job can run: one step on one batch worked.[/green]")
 
 
 @app.command()

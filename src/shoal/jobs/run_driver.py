@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import wait
+from typing import Any
 
 from shoal.errors import ShoalError, error, error_from_fields
 from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader
@@ -114,8 +115,8 @@ class RunDriver:
         for seat in ended:
             known = self.state.workers.get(seat.name) or self.state.servers.get(seat.name)
             if known is None or known.state not in ("dead", "left", "failed", "finished"):
-                fields = {seat.role: seat.name, "reason": "it ended while the run had no driver"}
-                self._stream.emit(f"{seat.role}_died", **fields)
+                died: dict[str, Any] = {seat.role: seat.name, "reason": "it ended while the run had no driver"}
+                self._stream.emit(f"{seat.role}_died", **died)
 
     def _make_server_group(self, seat_numbers: SeatNumbers) -> ServerGroup | None:
         sync = self.job.sync
