@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -41,18 +42,25 @@ COPIES_NEEDED = 3
 MAX_NAMES = 5
 
 
+class SharedObjectsError(Exception):
+    """What should be new is what the run trains."""
+
+
 class Recorder:
     """A LaneObserver that keeps digests of one lane of one step, and a copy of the total if `keep_total`."""
 
     def __init__(self, step: int, lane: int, *, keep_total: bool) -> None:
         self._step, self._lane = step, lane
         self._keep_total = keep_total
-        self.lane_sum = self.batch = ""
+        self.lane_sum = self.batch = self.failure = ""
         self.total: LaneSum | None = None
 
     def lane_computed(self, step: int, lane: int, batch: Any, result: LaneSum) -> None:
         if (step, lane) == (self._step, self._lane) and not self.lane_sum:
-            self.lane_sum, self.batch = lane_sum_sha256(result), batch_sha256(batch)
+            try:
+                self.lane_sum, self.batch = lane_sum_sha256(result), batch_sha256(batch)
+            except ShoalError as problem:
+                self.failure = f"a gradient has no digest: {problem.message}"
 
     def total_scaled(self, step: int, total: LaneSum) -> None:
         if self._keep_total:
@@ -68,10 +76,15 @@ class FreshObjects:
     def __init__(self, rebuild: Rebuild, own_task: Task, own: Replica, *, step: int) -> None:
         self._own_task, self._own, self._step = own_task, own, step
         self._changed_modules: list[str] = []
+        state, task_state = _copied(own.state()), _copied(own_task.state())
         with self._undisturbed():
             self.task, self.replica = rebuild()
-            self.replica.load_state(_copied(own.state()))
-            self.task.load_state(_copied(own_task.state()))
+            if self.task is own_task or _share_memory(own, self.replica):
+                own.load_state(state)  # building it has given it the initial weights
+                own_task.load_state(task_state)
+                raise SharedObjectsError("the job's code returns the same model or task each time")
+            self.replica.load_state(state)
+            self.task.load_state(task_state)
 
     def compute_twice(self, lane: int, batch: Batch, share: float) -> tuple[list[str], str]:
         """The digests of the lane's sum, computed twice in a row, and of its batch."""
@@ -102,6 +115,12 @@ class FreshObjects:
         names += differing_attributes(self._own_task, self.task, name="task", seen=seen)
         return list(dict.fromkeys(names))[:MAX_NAMES]
 
+    def release(self) -> None:
+        """Free the memory now. Optimizer and schedule refer to each other, and a garbage collection may be far away."""
+        self.replica.optimizer.state.clear()
+        for parameter in self.replica.trainable:
+            parameter.data = parameter.data.new_empty(0)
+
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Restore what the user's code shares between the training objects and these."""
@@ -114,6 +133,18 @@ class FreshObjects:
         finally:
             self._changed_modules += data.changed()
             data.restore()
+
+
+def _share_memory(one: Replica, other: Replica) -> bool:
+    ours = {p.untyped_storage().data_ptr() for p in one.trainable}
+    return any(p.untyped_storage().data_ptr() in ours for p in other.trainable)
+
+
+def uses_compiler() -> bool:
+    """Has torch.compile compiled anything in this process? It would compile again for new objects, which takes long and
+    may make it give up on the training objects."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"])
 
 
 def missing_memory(replica: Replica, *, workers: int) -> str:

@@ -20,7 +20,14 @@ from shoal.spec.view import View
 from shoal.strategies.base import Metrics, Strategy
 from shoal.strategies.context import StepContext
 from shoal.strategies.delegating import DelegatingStrategy
-from shoal.strategies.self_check.recompute import MAX_NAMES, FreshObjects, Rebuild, Recorder, missing_memory
+from shoal.strategies.self_check.recompute import (
+    MAX_NAMES,
+    FreshObjects,
+    Rebuild,
+    Recorder,
+    missing_memory,
+    uses_compiler,
+)
 from shoal.strategies.self_check.verdict import CheckReport, Verdict, judge, steps_until_next
 
 FIRST_STEPS = 2
@@ -104,6 +111,8 @@ class SelfCheck(DelegatingStrategy):
             report = self._compare(step, fresh, recorder)
             check_s = clock() - committed + prepared - began
             self._conclude(step, fresh, report, check_s)
+            if isinstance(fresh, FreshObjects):
+                fresh.release()
             self._all_checks_s += clock() - committed + prepared - began
             self._trained_s += committed - prepared
         return outcome
@@ -119,6 +128,8 @@ class SelfCheck(DelegatingStrategy):
         run goes on."""
         assert self._view is not None
         try:
+            if uses_compiler():
+                return "the model uses torch.compile"
             if why := missing_memory(self._job.replica, workers=len(self._view.carries)):
                 return why
             return FreshObjects(self._job.rebuild, self._context.task, self._job.replica, step=step)
@@ -141,7 +152,7 @@ class SelfCheck(DelegatingStrategy):
                     sums, batch_digest = fresh.compute_twice(lane, batch, share)
                 differs = fresh.differences_after_update(recorder.total) if recorder.total else []
             except Exception as problem:
-                failure = f"the step cannot be computed again ({type(problem).__name__}: {problem})"
+                sums, failure = [], f"the step cannot be computed again ({type(problem).__name__}: {problem})"
         return CheckReport(
             self._lane_of(self._seat, step),
             lane_sum=recorder.lane_sum,
@@ -151,7 +162,7 @@ class SelfCheck(DelegatingStrategy):
             checked_batch=batch_digest,
             weights=weights_sha256(self._job.replica.model.state_dict()),
             update_differs=differs,
-            failure=failure,
+            failure=recorder.failure or failure,
         )
 
     def _conclude(self, step: int, fresh: FreshObjects | str, report: CheckReport, check_s: float) -> None:
