@@ -14,6 +14,7 @@ from shoal.strategies.self_check.hidden_state import (
     differing_optimizer_attributes,
     saved_objects,
 )
+from shoal.strategies.self_check.recompute import fingerprint
 from shoal.strategies.self_check.verdict import CheckReport, judge, steps_until_next
 
 
@@ -126,6 +127,18 @@ def test_the_data_of_a_module_is_restored_in_place():
     assert module.rng.random() == expected
 
 
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_a_fingerprint_tells_one_bit(dtype, size):
+    tensor = torch.arange(size).to(dtype)
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    for at in {0, size // 2, size - 1} if size else ():
+        changed = tensor.clone()
+        changed.view(torch.uint8)[at * tensor.element_size()] ^= 1
+        assert fingerprint(changed) != before
+
+
 # ---- verdicts ----
 
 
@@ -170,7 +183,7 @@ def test_a_worker_that_cannot_check_leaves_the_others_lane_unchecked():
 def test_a_lane_without_samples_is_not_counted():
     empty = report(2, 2, lane_sum="", batch="", checked_sums=[], checked_batch="")
     verdict = judge(7, {3: empty})
-    assert (verdict.lanes, verdict.failure) == (0, "the checked lanes have no samples")
+    assert (verdict.lanes, verdict.why, verdict.failure) == (0, "", "")
 
 
 def test_a_report_survives_the_way_to_another_worker():

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from shoal.checkpoint.sha256 import weights_sha256
 from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
@@ -25,6 +27,7 @@ from shoal.strategies.self_check.recompute import (
     FreshObjects,
     Rebuild,
     Recorder,
+    fingerprint,
     missing_memory,
     uses_compiler,
 )
@@ -207,18 +210,19 @@ class SelfCheck(DelegatingStrategy):
     def evaluate(self, split: DatasetSplit) -> Metrics | Discarded:
         """Also look whether the evaluation changes parameters or buffers: a worker that joins later does not evaluate,
         and would go on with others."""
-        before = self._versions() if self._job.evaluates_alone else {}
+        if not self._job.evaluates_alone:
+            return super().evaluate(split)
+        before = self._fingerprints()
         outcome = super().evaluate(split)
-        changed = [name for name, version in self._versions().items() if before.get(name, version) != version]
+        changed = [name for name, found in self._fingerprints().items() if found != before[name]]
         if changed and self._leads and not self._told_of_evaluation:
             self._told_of_evaluation = True
             step = self._context.progress.step
-            why = f"the evaluation at step {step} changes the model"
-            names = [f"model.{name}" for name in changed[:MAX_NAMES]]
-            self._context.report("self_checked", step=step, lanes=0, why=why, objects=names)
+            why = f"the evaluation at step {step} changes {', '.join(changed[:MAX_NAMES])}"
+            self._context.report("self_checked", step=step, lanes=0, why=why)
         return outcome
 
-    def _versions(self) -> Mapping[str, int]:
-        """The numbers of in-place changes, which torch counts for every tensor."""
-        model = self._job.replica.model
-        return {name: tensor._version for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    def _fingerprints(self) -> Mapping[str, int]:
+        """A number for each tensor that a checkpoint holds."""
+        held = self._job.replica.model.state_dict().items()
+        return {f"model.{name}": fingerprint(value) for name, value in held if isinstance(value, Tensor)}

@@ -64,7 +64,7 @@ def judge(step: int, reports: Mapping[int, CheckReport]) -> Verdict:
     ]
     why = next(filter(None, differences), "")
     failure = next((report.failure for report in reports.values() if report.failure), "")
-    return Verdict(len(compared), why, "" if why or compared else failure or "the checked lanes have no samples")
+    return Verdict(len(compared), why, "" if why or compared else failure)
 
 
 def _update_difference(step: int, seat: int, report: CheckReport) -> str:
