@@ -121,7 +121,7 @@ def check(
         return
     reports.print_lines(_console(), *filter(None, said))
     reports.print_check(_console(), answer)
-    _console().print("The job is right.", style="green")
+    _console().print("The job can run: one step on one batch worked.", style="green")
 
 
 @app.command()

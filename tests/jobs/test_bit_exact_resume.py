@@ -180,6 +180,7 @@ def test_a_stopped_or_killed_driver_is_resumed_to_the_same_weights(number, long_
     assert receipt["weights_sha256"] == undisturbed.weights_sha256
     assert receipt["state_sha256"] == undisturbed.state_sha256
     assert receipt["starts"] == 2
+    assert receipt["deaths_survived"] == 0, "only the driver was killed"
     events = list(read_events(job_dir / "runs" / "mlp-2" / "events.jsonl"))
     steps = [e.step for e in events if e.kind == "resumed"]
     if number == signal.SIGKILL:  # its worker went on without it, and the next driver took it over

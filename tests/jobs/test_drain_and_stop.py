@@ -128,6 +128,8 @@ def test_workers_outlive_their_driver(killed, long_job, job_dir, run, resume):
     outcome = resume(paths)
     assert_same(outcome, reference_receipt(run, long_job))
     assert not events_of_kind(outcome, "resumed")
+    assert sorted(row["worker"] for row in events_of_kind(outcome, "worker_died")) == killed
+    assert outcome.receipt.deaths_survived == len(killed), "who left at the end did not die"
     again = [row for row in events_of_kind(outcome, "worker_started") if row["pid"] not in started.values()]
     assert len(again) <= len(killed), "who was alive was taken over"
     after = max(row.t for row in events_of_kind(outcome, "run_started"))

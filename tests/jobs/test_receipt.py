@@ -4,15 +4,17 @@ import copy
 import io
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from shoal.events import Event, RunState, replay
-from shoal.events.run_state import LostResidual
-from shoal.jobs.receipt import exactness_reason, make_receipt
+from shoal.events.run_state import WORKER_TIMES, LostResidual
+from shoal.jobs.receipt import make_receipt
 from shoal.spec.load import make_job
 from shoal.spec.receipt import Receipt, describe_lost_residual
 from shoal.terminal.reports import print_receipt
-from tests.conftest import MLP
+from tests.conftest import FIXTURES, MLP
 
 FINISHED = {
     "weights_sha256": "w" * 64,
@@ -57,10 +59,13 @@ def run_of_two_workers():
 
 
 EXPECTED = {
-    "run": "mlp-1", "exact": True, "why": "sync: lanes", "steps": 10, "epochs": 2.5, "samples_seen": 500,
+    "run": "mlp-1", "exact": None, "why": "sync: lanes: no lane was computed again",
+    "steps": 10, "epochs": 2.5, "samples_seen": 500,
     "parameters": 650, "workers": 2, "lanes": 4, "starts": 1, "deaths_survived": 1, "redone": 0, "servers": 0,
     "views": 1, "stopped": "", "compute_s": 2.0, "data_s": 1.0, "exchange_s": 0.5, "waiting_s": 0.5, "saving_s": 0.125,
-    "total_s": 10.5, "samples_per_s": 250.0, "bytes_sent": 2000, "bytes_plain": 8000, "bytes_saved": 77,
+    "startup_s": 4.0, "recovery_s": 0.0, "checking_s": 0.0, "other_s": 5.375, "worker_s": 13.5,
+    "total_s": 10.5, "training_after_s": 3.0,
+    "samples_per_s": 250.0, "bytes_sent": 2000, "bytes_plain": 8000, "bytes_saved": 77,
     "metrics": {"accuracy": 0.9}, "platform": {"machine": "x86_64"}, "weights_sha256": "w" * 64,
 }  # fmt: skip
 
@@ -100,8 +105,9 @@ LOST_REASON = describe_lost_residual(1, "worker-1", 4)
 @pytest.mark.parametrize(
     ("changes", "lost", "reported", "exact", "why"),
     [
-        ({}, [], "", True, "sync: lanes"),
-        ({"codec": "int8"}, [], "", True, "sync: lanes, codec: int8"),
+        ({}, [], "", None, "sync: lanes: no lane was computed again"),
+        ({"codec": "int8"}, [], "", None, "sync: lanes, codec: int8: no lane was computed again"),
+        ({"self_check": 0}, [], "", None, "sync: lanes: self_check is 0"),
         ({"codec": "int8"}, LOST[:1], "", False, f"sync: lanes, codec: int8: {LOST_REASON}"),
         ({"codec": "int8"}, LOST, "", False, f"sync: lanes, codec: int8: {LOST_REASON}, and 1 more times"),
         ({"sync": {"kind": "server", "staleness": 2}}, [], "", False, None),
@@ -112,8 +118,7 @@ LOST_REASON = describe_lost_residual(1, "worker-1", 4)
 def test_whether_a_run_is_exact_and_why_not(job_dir, changes, lost, reported, exact, why):
     made = job(job_dir, **changes)
     receipt = make_receipt(made, RunState(result=FINISHED, lost_residuals=lost, inexact=reported), run="one")
-    assert receipt.exact == exact
-    assert receipt.why == exactness_reason(made, lost, reported)
+    assert receipt.exact is exact
     assert receipt.why.startswith(f"sync: {made.sync.kind}")
     if why is not None:
         assert receipt.why == why
@@ -135,3 +140,75 @@ def test_the_receipt_says_what_init_from_gave(job_dir):
     print_receipt(console, receipt)
     assert "initialised  from first-1: 3 of 4 tensors; 1 not in the file: head" in console.file.getvalue()
     assert make_receipt(job(job_dir), replay(run_of_two_workers()), run="mlp-1").init_from is None
+
+
+def checked(*rows):
+    """The state after these rows of `self_checked`."""
+    return replay([Event("self_checked", 1.0, "worker-0", step, fields) for step, fields in enumerate(rows)])
+
+
+def test_a_run_is_exact_once_lanes_were_computed_again(job_dir):
+    state = checked({"lanes": 2}, {"lanes": 2}, {"lanes": 0, "failure": "too little memory"})
+    state.result = FINISHED
+    receipt = make_receipt(job(job_dir), state, run="one")
+    assert (receipt.exact, receipt.lanes_checked) == (True, 4)
+    assert receipt.why == "sync: lanes; lanes computed again: 4, all equal"
+
+
+def test_a_difference_counts_whatever_else_was_equal(job_dir):
+    found = {"lanes": 1, "why": "lane 0 of step 3 has other bits", "objects": ["task.seen"]}
+    state = checked({"lanes": 2}, found, {"lanes": 2})
+    state.result = FINISHED
+    receipt = make_receipt(job(job_dir), state, run="one")
+    assert receipt.exact is False
+    assert receipt.why == "sync: lanes: lane 0 of step 3 has other bits (not in a checkpoint, and different: task.seen)"
+
+
+def test_a_run_that_could_not_be_checked_says_why(job_dir):
+    state = checked({"lanes": 0, "failure": "it takes 9 MiB of memory, and 8 are free"})
+    state.result = FINISHED
+    receipt = make_receipt(job(job_dir), state, run="one")
+    assert (receipt.exact, receipt.why) == (None, "sync: lanes: it takes 9 MiB of memory, and 8 are free")
+
+
+SECONDS = st.floats(0, 100, allow_nan=False)
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(["worker_started", "joined", "step", "evaluated", "saved", "resumed", "self_checked", "died"]),
+        st.integers(0, 3),
+        SECONDS,
+        SECONDS,
+    ),
+    max_size=40,
+)
+FIELDS = {
+    "worker_started": lambda s: {},
+    "joined": lambda s: {"lanes": [0]},
+    "step": lambda s: {"wall_s": s, "compute_s": s / 2, "waiting_s": s / 4, "recovery_s": s / 8},
+    "evaluated": lambda s: {"split": "validation", "metrics": {}, "evaluation_s": s},
+    "saved": lambda s: {"stall_s": s},
+    "resumed": lambda s: {"recovery_s": s},
+    "self_checked": lambda s: {"lanes": 1, "checking_s": s},
+}
+
+
+@given(ROWS)
+def test_the_times_of_any_run_add_up(rows):
+    """The events of workers that may die, come back under another name, or report in any order."""
+    made, t, state = make_job(copy.deepcopy(MLP), base_dir=str(FIXTURES)), 100.0, RunState()
+    for kind, worker, later, seconds in rows:
+        t += later
+        who = f"worker-{worker}"
+        if kind == "died":
+            event = Event("worker_died", t, "driver", None, {"worker": who, "reason": "SIGKILL"})
+        else:
+            event = Event(kind, t, who, 1, FIELDS[kind](seconds))
+        state.apply(event)
+    state.result = FINISHED
+    receipt = make_receipt(made, state, run="any")
+    parts = [getattr(receipt, name) for name in (*WORKER_TIMES, "other_s")]
+    assert min(parts) >= 0
+    assert receipt.worker_s == pytest.approx(sum(parts), abs=1e-6)
+    lived_s = sum(worker.lifetime_s for worker in state.workers.values())
+    assert receipt.worker_s >= lived_s - 0.01
+    assert 0 <= receipt.training_after_s <= receipt.total_s

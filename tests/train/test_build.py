@@ -16,6 +16,7 @@ from shoal.strategies.fault_injection import FaultInjection, pauses_at
 from shoal.strategies.local_sgd.strategy import LocalSgdStrategy
 from shoal.strategies.parameter_server import ParameterServerStrategy
 from shoal.strategies.replicated import ReplicatedStrategy
+from shoal.strategies.self_check.strategy import SelfCheck
 from shoal.strategies.sharded import ShardedStrategy
 from shoal.train.activity import Activity
 from shoal.train.build import TrainingSession, build, build_loop
@@ -128,11 +129,28 @@ def test_sparse_tables_need_servers(make):
     ids=str,
 )
 def test_a_job_gets_the_strategy_that_it_asks_for(start, changes, kind):
-    loop, session, _, placed = start(**changes)
+    loop, session, _, placed = start(**changes, self_check=0)
     assert type(loop.strategy) is kind
     assert session.activity.moved_bytes() == 0
     assert len(placed) == (kind is ParameterServerStrategy)
     assert loop.progress.has_state is (kind is not ShardedStrategy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "checked"),
+    [
+        ({}, True),
+        ({"self_check": 0}, False),
+        ({"sync": {"kind": "local", "every": 5}}, True),
+        ({"sync": {"kind": "server", "servers": 1, "backups": 0}}, True),
+        ({"sync": {"kind": "server", "servers": 1, "backups": 0, "staleness": 2}}, False),
+        ({"sync": "ddp"}, False),
+    ],
+    ids=str,
+)
+def test_a_job_that_promises_the_same_bits_is_checked(start, changes, checked):
+    loop, *_ = start(**changes)
+    assert isinstance(loop.strategy, SelfCheck) is checked
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Channel(enum.IntEnum):
     SAVE_BEGIN = 13
     SAVE_PIECES = 14
     LEAVE_VIEW = 15
+    SELF_CHECK = 16
 
     def label(self, number: int) -> int:
         return self << _NUMBER_BITS | number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict, TypeVar
 
@@ -15,6 +15,9 @@ FOLD_VERSION = 2
 MAX_POINTS = 4096
 MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
+"""The times in the rows of steps."""
+WORKER_TIMES = ("startup_s", *TIME_FIELDS, "checking_s")
+"""What workers spend their time on. No second counts twice."""
 
 
 @dataclass
@@ -32,6 +35,21 @@ class WorkerSummary:
     work_s: float = 0.0
     samples_per_s: float = 0.0
     state: str = "starting"
+    first_t: float | None = None
+    last_t: float = 0.0
+    """The times of its first and last event."""
+    has_joined: bool = False
+    loading_s: float = 0.0
+    """How long it loaded a checkpoint before it joined."""
+
+    @property
+    def lifetime_s(self) -> float:
+        return 0.0 if self.first_t is None else self.last_t - self.first_t
+
+    def seen_at(self, t: float) -> None:
+        if self.first_t is None:
+            self.first_t = self.last_t = t
+        self.last_t = max(self.last_t, t)
 
 
 @dataclass
@@ -111,7 +129,12 @@ class RunState:
     curves: dict[str, Curve] = field(default_factory=dict)
     notes: list[Event] = field(default_factory=list)
     """The newest events that are shown as lines to users; see `terminal.notes`."""
-    times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_FIELDS, 0.0))
+    times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKER_TIMES, 0.0))
+    """Seconds, summed over all workers."""
+    training_wall_s: float = 0.0
+    """Wall time of the steps, as the worker that saves has measured it."""
+    joined_t: float | None = None
+    """When the first worker of the run began to train."""
     starts: int = 0
     deaths: int = 0
     redone: int = 0
@@ -125,6 +148,12 @@ class RunState:
     """The fields of the first `weights_loaded` event."""
     inexact: str = ""
     """Why the layout gives a different result than one process, as reported by the workers."""
+    lanes_checked: int = 0
+    """Lanes that workers computed again, with the same bits or not."""
+    check_difference: str = ""
+    """What the first check found that differed."""
+    check_failure: str = ""
+    """Why the last check could compare nothing."""
     views: int = 0
     peak_workers: int = 0
     saves: int = 0
@@ -162,6 +191,8 @@ class RunState:
         handler = _HANDLERS.get(event.kind)
         if handler:
             handler(self, event, schema.KINDS[event.kind].typed(event.fields))
+        if event.who in self.workers:
+            self.workers[event.who].seen_at(event.t)
 
     @property
     def training_workers(self) -> list[WorkerSummary]:
@@ -269,6 +300,7 @@ def _link_measured(state: RunState, event: Event, link: schema.LinkMeasuredEvent
 def _worker_started(state: RunState, event: Event, started: schema.WorkerStartedEvent) -> None:
     worker = state.worker(event.who)
     worker.host, worker.pid, worker.state = started.host, started.pid, "starting"
+    worker.seen_at(event.t)
     state.facts |= {name: event[name] for name in ("threads", "torch") if name in event.fields}
 
 
@@ -290,6 +322,11 @@ def _joined(state: RunState, event: Event, joined: schema.JoinedEvent) -> None:
     worker = state.worker(event.who)
     worker.lanes, worker.state, worker.step = list(joined.lanes), "training", event.step or 0
     worker.is_saver = joined.saves
+    worker.seen_at(event.t)
+    if not worker.has_joined:
+        worker.has_joined = True
+        state.times["startup_s"] += max(worker.lifetime_s - worker.loading_s, 0.0)
+    state.joined_t = event.t if state.joined_t is None else state.joined_t
     if state.nobody_left and state.step and not event.step:
         state.redone += state.step
         state.note(Event("steps_lost", event.t, event.who, 0, {"steps": state.step}))
@@ -340,6 +377,7 @@ def _step(state: RunState, event: Event, row: schema.StepEvent) -> None:
     if not worker.is_saver:
         return
     state.step, state.loss, state.lr, state.status = worker.step, row.loss, row.lr, "training"
+    state.training_wall_s += max(row.wall_s, 0.0)
     if row.wall_s > 0:
         state.facts["steps_per_s"] = row.steps / row.wall_s
     if row.loss is not None:
@@ -356,7 +394,22 @@ def _evaluated(state: RunState, event: Event, row: schema.EvaluatedEvent) -> Non
     for name, value in row.metrics.items():
         state.metrics[prefix + name] = value
         state.curve(f"{row.split}/{name}").add(step, value)
-    state.times["evaluation_s"] += row.evaluation_s
+    state.times["evaluation_s"] += row.evaluation_s * max(len(state.training_workers), 1)  # they evaluate together
+
+
+@_folds(schema.SelfCheckedEvent)
+def _self_checked(state: RunState, event: Event, checked: schema.SelfCheckedEvent) -> None:
+    state.lanes_checked += checked.lanes
+    state.check_failure = checked.failure
+    state.times["checking_s"] += checked.checking_s * max(len(state.training_workers), 1)  # they check together
+    if checked.why:
+        state.check_difference = state.check_difference or describe_difference(checked.why, checked.objects)
+        state.note(event)
+
+
+def describe_difference(why: str, objects: Sequence[str]) -> str:
+    """What a check found, and the objects that may be the cause."""
+    return f"{why} (not in a checkpoint, and different: {', '.join(objects)})" if objects else why
 
 
 @_folds(schema.BestEvent)
@@ -394,6 +447,8 @@ def _weights_loaded(state: RunState, event: Event, loaded: schema.WeightsLoadedE
 @_folds(schema.ResumedEvent)
 def _resumed(state: RunState, event: Event, resumed: schema.ResumedEvent) -> None:
     state.times["recovery_s"] += resumed.recovery_s
+    worker = state.worker(event.who)
+    worker.loading_s += 0.0 if worker.has_joined else resumed.recovery_s
     state.redone += max(state.step - (event.step or 0), resumed.redone, 0)
     state.nobody_left = False
     state.note(event)
@@ -488,6 +543,8 @@ def _left(state: RunState, event: Event, left: schema.LeftEvent) -> None:
 def _finished(state: RunState, event: Event, finished: schema.FinishedEvent) -> None:
     state.result, state.step = dict(event.fields), event.step or 0
     state.metrics |= finished.metrics
+    for worker in state.training_workers:
+        worker.seen_at(event.t)  # the others wait for the one that finishes
     state.worker(event.who).state = "finished"
 
 

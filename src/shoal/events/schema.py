@@ -247,6 +247,17 @@ class StepEvent(NamedTuple):
 
 
 @_kind
+class SelfCheckedEvent(NamedTuple):
+    """The workers have [computed lanes again](training.md#self-check) with new objects and compared the bits."""
+
+    lanes: Annotated[Count, "how many were compared"]
+    why: Annotated[str, "what differs, if anything does"] = ""
+    objects: Annotated[Sequence[str], "what no checkpoint holds and differs"] = ()
+    failure: Annotated[str, "why nothing could be compared"] = ""
+    checking_s: float = 0.0
+
+
+@_kind
 class EvaluatedEvent(NamedTuple):
     """The workers have measured a split: validation or test."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,12 +24,19 @@ class Orphan:
 
 def find_orphans(paths: RunPaths) -> list[Orphan]:
     """Live processes of the run, by seat number. Locks of dead processes are removed."""
-    found = []
-    for file in paths.root.glob(".seat-*.lock"):
-        named = _LOCK.fullmatch(file.name)
-        if named and (pid := _lock_holder(file)) is not None:
-            found.append(Orphan(Seat(number=int(named[1]), role=cast(Role, named[2])), pid))
+    found = [Orphan(seat, pid) for seat, file in _locks(paths) if (pid := _lock_holder(file)) is not None]
     return sorted(found, key=lambda one: one.seat.number)
+
+
+def locked_seats(paths: RunPaths) -> list[Seat]:
+    """The seats of processes that live, and of those that ended without leaving, by seat number."""
+    return sorted((seat for seat, _ in _locks(paths)), key=lambda seat: seat.number)
+
+
+def _locks(paths: RunPaths) -> Iterator[tuple[Seat, Path]]:
+    for file in list(paths.root.glob(".seat-*.lock")):
+        if named := _LOCK.fullmatch(file.name):
+            yield Seat(number=int(named[1]), role=cast(Role, named[2])), file
 
 
 def _lock_holder(lock: Path) -> int | None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shoal.events import RunState
-from shoal.events.run_state import LostResidual, WorkerSummary
+from shoal.events.run_state import WORKER_TIMES, WorkerSummary
 from shoal.spec.job import Job
 from shoal.spec.receipt import InitialWeights, Receipt, WorkerContribution, describe_lost_residual
-
-WORK_TIMES = ("compute_s", "data_s", "exchange_s", "waiting_s")
 
 
 def make_receipt(job: Job, state: RunState, *, run: str) -> Receipt:
     """The receipt of a finished run; `state.result` has the fields of its `finished` event."""
     result = state.result
-    work_s = sum(state.times[name] for name in WORK_TIMES) / max(state.peak_workers, 1)
     staleness_mean, staleness_max = state.staleness
+    exact, why = judge_exactness(job, state)
+    start_t = state.last_event_t if state.started_t is None else state.started_t
     return Receipt(
         run=run,
         job_sha256=job.sha256(),
-        exact=not (job.inexact_reason or state.lost_residuals),
-        why=exactness_reason(job, state.lost_residuals, state.inexact),
+        exact=exact,
+        why=why,
+        lanes_checked=state.lanes_checked,
         weights_sha256=result["weights_sha256"],
         state_sha256=result["state_sha256"],
         steps=state.step,
@@ -41,28 +39,50 @@ def make_receipt(job: Job, state: RunState, *, run: str) -> Receipt:
         views=state.views,
         carried={worker.name: _contribution(worker) for worker in state.workers.values() if worker.steps},
         stopped=result["stopped"],
-        total_s=round(state.last_event_t - (state.started_t or state.last_event_t), 3),
-        samples_per_s=round(state.samples_computed / work_s, 1) if work_s else 0.0,
+        total_s=round(state.last_event_t - start_t, 3),
+        training_after_s=round((state.joined_t or start_t) - start_t, 3),
+        samples_per_s=round(state.samples_computed / state.training_wall_s, 1) if state.training_wall_s else 0.0,
         bytes_sent=state.bytes_sent,
         bytes_plain=state.bytes_plain,
         bytes_saved=state.bytes_saved,
         metrics=state.metrics,
         best=state.best,
         platform=result["platform"],
-        **{name: round(value, 3) for name, value in state.times.items()},
+        **worker_times(state),
     )
 
 
-def exactness_reason(job: Job, lost_residuals: Sequence[LostResidual], reported: str = "") -> str:
-    """The run's sync, codec and sharding, and why its result is not exact, if so. `reported`: the workers' reason."""
+def judge_exactness(job: Job, state: RunState) -> tuple[bool | None, str]:
+    """Whether any number of workers gives these bits, and why. None: nothing speaks against it, and nothing was
+    checked."""
     codec = f", codec: {job.codec.kind}" if job.codec.kind != "none" else ""
     shard = f", shard: {job.shard.kind} over {job.workers_per_replica}" if job.shard.kind != "none" else ""
-    first = lost_residuals[0] if lost_residuals else None
-    lost = describe_lost_residual(first.lane, first.worker, first.step) if first else ""
-    reasons = [reported or job.inexact_reason or lost]
-    if len(lost_residuals) > 1:
-        reasons[0] += f", and {len(lost_residuals) - 1} more times"
-    return ": ".join(filter(None, [f"sync: {job.sync.kind}{codec}{shard}", *reasons]))
+    how = f"sync: {job.sync.kind}{codec}{shard}"
+    if against := _reason_against(job, state):
+        return False, f"{how}: {against}"
+    if state.lanes_checked:
+        return True, f"{how}; lanes computed again: {state.lanes_checked}, all equal"
+    if not job.self_check:
+        return None, f"{how}: self_check is 0"
+    return None, f"{how}: {state.check_failure or 'no lane was computed again'}"
+
+
+def _reason_against(job: Job, state: RunState) -> str:
+    if job.inexact_reason:
+        return state.inexact or job.inexact_reason
+    if state.lost_residuals:
+        first, others = state.lost_residuals[0], len(state.lost_residuals) - 1
+        more = f", and {others} more times" if others else ""
+        return describe_lost_residual(first.lane, first.worker, first.step) + more
+    return state.check_difference
+
+
+def worker_times(state: RunState) -> dict[str, float]:
+    """What the workers spent their time on, and the sum of it: `other_s` is what no event accounts for."""
+    times = {name: round(state.times[name], 3) for name in WORKER_TIMES}
+    lived_s = sum(worker.lifetime_s for worker in state.workers.values())
+    times["other_s"] = round(max(lived_s - sum(times.values()), 0.0), 3)
+    return times | {"worker_s": round(sum(times.values()), 3)}
 
 
 def _contribution(worker: WorkerSummary) -> WorkerContribution:

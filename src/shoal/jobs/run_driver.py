@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import wait
+from typing import Any
 
 from shoal.errors import ShoalError, error, error_from_fields, from_os_error
 from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader, describe_damage
@@ -18,6 +19,7 @@ from shoal.fleet.driver_address import DriverAddress, read_driver_address, write
 from shoal.fleet.engine import Exit
 from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.orphans import locked_seats
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.coroutines import BackgroundCall
@@ -83,7 +85,9 @@ class RunDriver:
         if damage := describe_damage(self.state.skipped_rows):
             self._stream.emit("note", message=damage)
         already_finished = bool(self.state.result)  # the workers finished it without a driver
+        locked = locked_seats(self.paths)
         reattached = self.engine.reattach()
+        self._report_unseen_deaths([seat for seat in locked if seat not in reattached])
         taken = [seat.name for seat in reattached]
         seat_numbers = SeatNumbers(first_free_seat([*self.state.workers, *self.state.servers, *taken]))
         self.control = self._exit.enter_context(contextlib.closing(open_control(self.job, self.paths)))
@@ -110,6 +114,14 @@ class RunDriver:
         self.worker_group.start(seat.number for seat in reattached if seat.role == "worker")
         if self.server_group:
             self.server_group.start(seat.number for seat in reattached if seat.role == "server")
+
+    def _report_unseen_deaths(self, ended: Iterable[Seat]) -> None:
+        """Report processes that were killed while the run had no driver. Others of them were reported before."""
+        for seat in ended:
+            known = self.state.workers.get(seat.name) or self.state.servers.get(seat.name)
+            if known is None or known.state not in ("dead", "left", "failed", "finished"):
+                died: dict[str, Any] = {seat.role: seat.name, "reason": "it ended while the run had no driver"}
+                self._stream.emit(f"{seat.role}_died", **died)
 
     def _make_server_group(self, seat_numbers: SeatNumbers) -> ServerGroup | None:
         sync = self.job.sync

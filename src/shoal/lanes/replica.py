@@ -32,6 +32,7 @@ from shoal.spec import seeds
 __all__ = [
     "Clipping",
     "GradientSink",
+    "LaneObserver",
     "LaneSum",
     "MovingBuffers",
     "Replica",
@@ -52,6 +53,16 @@ class GradientSink(Protocol):
 
     def invalidate(self, why: str) -> None:
         """The accepted gradients are not the lane's gradients after all."""
+
+
+class LaneObserver(Protocol):
+    """Sees what a step computes and changes nothing. It copies what it keeps: the step goes on with the tensors."""
+
+    def lane_computed(self, step: int, lane: int, batch: Any, result: LaneSum) -> None:
+        """The lane's sum is computed; its gradients are in `result`, unless a sink took them."""
+
+    def total_scaled(self, step: int, total: LaneSum) -> None:
+        """The optimizer is about to use this sum over all lanes."""
 
 
 class MovingBuffers:
@@ -139,6 +150,7 @@ class Replica:
         self._chunking: Callable[[FlatLayout], list[int]] | None = None
         self._autocast = autocast
         self._share_tensors: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.observer: LaneObserver | None = None
         self.tables = sparse_tables(model)
         for number, table in enumerate(self.tables):
             table.spec = replace(table.spec, number=number, seed=seed)
@@ -188,12 +200,14 @@ class Replica:
         """Compute the lane's sum; `share` is its fraction of the step's samples. A sink gets each gradient as soon as
         backward has finished it."""
         result = self._forward_backward_once(step, lane, batch, share, sink)
-        if not self.rng.drew_unseeded():
-            return result
-        if sink:
-            sink.invalidate("a generator was drawn from that was not seeded for this lane")
-            return result
-        return self._forward_backward_once(step, lane, batch, share)
+        if self.rng.drew_unseeded():
+            if sink:
+                sink.invalidate("a generator was drawn from that was not seeded for this lane")
+            else:
+                result = self._forward_backward_once(step, lane, batch, share)
+        if self.observer:
+            self.observer.lane_computed(step, lane, batch, result)
+        return result
 
     def _forward_backward_once(
         self, step: int, lane: int, batch: Any, share: float, sink: GradientSink | None = None
@@ -256,6 +270,8 @@ class Replica:
 
     def apply_gradient(self, step: int, total: LaneSum) -> Tensor:
         """Update the weights from a sum that `scale_sum` has already scaled."""
+        if self.observer:
+            self.observer.total_scaled(step, total)
         for parameter, grad in zip(self.trainable, total.grads, strict=True):
             parameter.grad = grad
         optimizer_step(self.optimizer)

@@ -336,6 +336,7 @@ _NOT_IN_IDENTITY = {
     "workers",
     "engine",
     "elastic",
+    "self_check",
     "network",
     "plan",
     "checkpoint",
@@ -386,6 +387,7 @@ class Job(Spec):
     shard: ShardingConfig = Field(default_factory=NoShardingConfig)
     engine: EngineConfig = Field(default_factory=LocalEngineConfig)
     elastic: ElasticConfig = Field(default_factory=ElasticConfig)
+    self_check: Annotated[float, Field(ge=0, le=1)] = 0.003
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
 

@@ -69,8 +69,14 @@ class InitialWeights(Spec):
 
 
 class Receipt(Spec):
-    """Result of a run. Times are seconds, summed over all workers and starts; `total_s` is wall time from first start
-    to end. `workers` is the maximum that worked at the same time; `carried` has the work of each worker. `servers` is
+    """Result of a run. `exact` is None if the job promises the same bits on any number of workers and nothing was
+    checked; `lanes_checked` counts the lanes that workers computed again.
+
+    `total_s` is wall time from first start to end, `training_after_s` the part of it before a worker trained.
+    `worker_s` is the time of all workers together, each from its start to its last report; the times of WORKER_TIMES
+    and `other_s` are its parts. `samples_per_s` is per second of wall time in which the run made steps.
+
+    `workers` is the maximum that worked at the same time; `carried` has the work of each worker. `servers` is
     the maximum that held parameters at the same time; staleness counts the steps by which pushes were late.
     `bytes_plain` is what would have been sent without a codec. `redone` counts steps that were repeated because their
     result was lost with workers.
@@ -82,8 +88,9 @@ class Receipt(Spec):
 
     run: str
     job_sha256: str
-    exact: bool
+    exact: bool | None
     why: str = ""
+    lanes_checked: int = 0
     weights_sha256: str
     state_sha256: str
     steps: Whole
@@ -103,6 +110,7 @@ class Receipt(Spec):
     views: Whole = 0
     carried: dict[str, WorkerContribution] = Field(default_factory=dict)
     stopped: str = ""
+    startup_s: float = 0.0
     compute_s: float = 0.0
     data_s: float = 0.0
     exchange_s: float = 0.0
@@ -110,7 +118,11 @@ class Receipt(Spec):
     saving_s: float = 0.0
     evaluation_s: float = 0.0
     recovery_s: float = 0.0
+    checking_s: float = 0.0
+    other_s: float = 0.0
+    worker_s: float = 0.0
     total_s: float = 0.0
+    training_after_s: float = 0.0
     samples_per_s: float = 0.0
     bytes_sent: Whole = 0
     bytes_plain: Whole = 0

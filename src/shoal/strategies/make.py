@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,8 @@ from shoal.strategies.ordered_sync import OrderedAllReduceSync
 from shoal.strategies.parameter_server import ParameterServerStrategy
 from shoal.strategies.parameter_server_sync import ParameterServerSync
 from shoal.strategies.replicated import ReplicatedStrategy
+from shoal.strategies.self_check.recompute import Rebuild
+from shoal.strategies.self_check.strategy import CheckedJob, SelfCheck
 from shoal.strategies.sharded import ShardedStrategy
 from shoal.strategies.sharded_commit import ShardedSync
 from shoal.strategies.torch_ddp import TorchDdpSync
@@ -78,7 +81,8 @@ def build_model(
     _check_tables(job, replica)
     with wrap_user_errors("SH401", "the first batch"):
         replica.probe(example.to(device))
-    return WholeJobModel(job, task, replica, steps)
+    rebuild = partial(build_replica, job, device, steps=steps, steps_per_epoch=steps_per_epoch, report=_report_nothing)
+    return WholeJobModel(job, task, replica, steps, rebuild)
 
 
 def sync_schedule_of(job: Job) -> SyncSchedule:
@@ -99,6 +103,7 @@ class WholeJobModel:
     task: Task
     replica: Replica
     steps: int
+    rebuild: Rebuild
 
     @property
     def parameter_counts(self) -> Mapping[str, int]:
@@ -110,10 +115,32 @@ class WholeJobModel:
 
     def make_strategy(self, context: StepContext) -> Strategy:
         context.peers.residuals.step_after = partial(sync_schedule_of(self.job).next_sync, steps=self.steps)
-        return with_faults(self.job, context, self._make_strategy(context))
+        group = _group_of(context)
+        return with_faults(self.job, context, self._with_check(context, group, self._make_strategy(context, group)))
 
-    def _make_strategy(self, context: StepContext) -> Strategy:
-        job, group = self.job, _group_of(context)
+    def _with_check(self, context: StepContext, group: ViewGroup, strategy: Strategy) -> Strategy:
+        """Check the lanes of a job that promises the same bits, unless their rows are on servers."""
+        job, kind = self.job, self.job.sync.kind
+        if job.inexact_reason or not job.self_check:
+            return strategy
+        if self.replica.tables:
+            context.report("self_checked", lanes=0, failure="the rows of sparse tables are on servers")
+            return strategy
+        checked = CheckedJob(
+            self.replica,
+            group,
+            self.rebuild,
+            steps=self.steps,
+            share=job.self_check,
+            lane_share=_whole_share if kind == "local" else operator.truediv,
+            next_commit=partial(sync_schedule_of(job).next_sync, steps=self.steps),
+            updates_here=kind == "lanes",
+            evaluates_alone=kind != "server",
+        )
+        return SelfCheck(strategy, context, checked)
+
+    def _make_strategy(self, context: StepContext, group: ViewGroup) -> Strategy:
+        job = self.job
         if isinstance(job.sync, ServerSyncConfig):
             server_sync = _server_sync(job, job.sync, self.replica, group, context)
             return ParameterServerStrategy(context, self.replica, group=group, server_sync=server_sync)
@@ -227,6 +254,15 @@ def _server_sync(
     return ParameterServerSync(
         job.lane_count, replica, group=group, token=context.peers.token, staleness=staleness, push_codec=push_codec
     )
+
+
+def _whole_share(size: int, total: int) -> float:
+    """The weight of a lane that trains by itself."""
+    return 1.0
+
+
+def _report_nothing(kind: str, /, **fields: object) -> None:
+    """The first build has reported everything."""
 
 
 def _codec_of(job: Job) -> dict[str, Any] | None:

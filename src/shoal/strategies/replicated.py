@@ -183,7 +183,7 @@ class ReplicatedStrategy:
             sink = None
             if batch is not None:
                 stats.add_samples(batch.size)
-                if lane == self._lanes[-1]:
+                if lane == self._lanes[-1] and self._replica.observer is None:  # an observer sees whole sums
                     sink = self._sync.gradient_sink(self._held, step, sums, lane, halt=halt)
             weight = self._lane_weight(lane, batch.size if batch else 0, total)
             sums.push_lane(lane, None if batch is None else self._forward_backward(lane, batch, weight, sink))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.events import Event, RunState
+from shoal.events.run_state import describe_difference
 from shoal.spec.receipt import InitialWeights, describe_lost_residual
 from shoal.terminal import formatting
 
@@ -94,6 +95,11 @@ def _evaluated(event: Event) -> str:
     return f"step {event.step}: evaluated{name}: {formatting.metrics(event['metrics'])}"
 
 
+def _self_checked(event: Event) -> str:
+    why = event.get("why", "")
+    return f"not exact: {describe_difference(why, event.get('objects', ()))}" if why else ""
+
+
 def _view(event: Event) -> str:
     why = str(event.get("why", ""))
     return "" if why == "finished" else why
@@ -139,6 +145,7 @@ _LINES: Mapping[str, Callable[[Event], str]] = {
     "evaluated": _evaluated,
     "save_failed": lambda e: f"the checkpoint of step {e.step} could not be saved: {e['reason']}; training goes on",
     "saved": lambda e: f"step {e.step}: saving works again" if e.get("recovered") else "",
+    "self_checked": _self_checked,
     "save_skipped": lambda e: f"no checkpoint at step {e.step}: the last one is still being written",
     "checkpoint_invalid": lambda e: f"the checkpoint of step {e.step} is invalid: {e['reason']}",
     "cleanup_failed": lambda e: f"old checkpoints could not be removed: {e['reason']}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +30,7 @@ def print_verify(console: Console, result: verify_jobs.VerifyResult, *, as_json:
         shas = r.weights_sha256[:12], r.state_sha256[:12]
         table.add_row(str(number), r.run, formatting.count(r.steps), *shas, formatting.seconds(r.total_s), mark)
     console.print(table)
-    _print_conclusion(console, first, same=result.same)
+    _print_conclusion(console, [receipt for _, receipt in result.receipts], same=result.same)
     if result.divergence is not None:
         console.print(Text(_describe_divergence(result.divergence)), soft_wrap=True)
 
@@ -37,8 +38,8 @@ def print_verify(console: Console, result: verify_jobs.VerifyResult, *, as_json:
 def _describe_divergence(divergence: verify_jobs.Divergence) -> str:
     if not divergence.step:
         return (
-            "Run again, the two gave the same at every step: the job does not depend on the number of workers, but on "
-            "something that changes from run to run (the time, a process's number, a file that somebody writes)."
+            "Run again, the two gave the same at every step: the difference comes and goes. Look for something that "
+            "changes from run to run (the time, a process's number, a file that somebody writes)."
         )
     shown = ", ".join(divergence.tensors[:MAX_NAMES]) + (", …" if len(divergence.tensors) > MAX_NAMES else "")
     one, other = divergence.runs
@@ -73,16 +74,22 @@ def print_chaos(console: Console, result: chaos_jobs.ChaosResult, *, as_json: bo
     happened = f"{result.injected} of {result.planned} faults happened"
     late = "; the run ended before the others (more steps leave more time)"
     console.print(happened + (late if result.injected < result.planned else ""), highlight=False)
-    _print_conclusion(console, found, same=result.same)
+    _print_conclusion(console, [calm, found], same=result.same)
+    if not result.injected:
+        console.print("No fault happened, so this says nothing about faults.")
 
 
-def _print_conclusion(console: Console, receipt: Receipt, *, same: bool) -> None:
+def _print_conclusion(console: Console, receipts: Sequence[Receipt], *, same: bool) -> None:
     if same:
         console.print(Text("The weights are the same, bit for bit.", "green"))
-    elif receipt.exact:
-        console.print(Text("The weights differ.", "bold red"))
+        return
+    weights = {receipt.weights_sha256 for receipt in receipts}
+    what = "The weights differ." if len(weights) > 1 else "The weights are the same, and the optimizer's state differs."
+    inexact = next((receipt for receipt in receipts if receipt.exact is False), None)
+    if inexact is None:
+        console.print(Text(what, "bold red"))
     else:
-        console.print(Text(f"The weights differ. The job does not promise that they are the same ({receipt.why})."))
+        console.print(Text(f"{what} {inexact.run} is not exact ({inexact.why})."), soft_wrap=True)
 
 
 def _receipt_data(receipt: Receipt) -> dict[str, Any]:

@@ -24,13 +24,19 @@ MAX_SHARES = 12
 MAX_NOTE_LINES = 8
 MAX_TABLE_ROWS = 500
 """Rows above which a table is printed without rich's layout, which takes half a millisecond per row."""
-_TIME_NAMES = ("compute", "data", "exchange", "waiting", "saving", "evaluation", "recovery")
+_TIME_NAMES = {
+    "startup_s": "start-up", "compute_s": "compute", "data_s": "data", "exchange_s": "exchange",
+    "waiting_s": "waiting", "saving_s": "saving", "evaluation_s": "evaluation", "recovery_s": "recovery",
+    "checking_s": "checking", "other_s": "other",
+}  # fmt: skip
+_EXACT = {True: "yes", False: "no", None: "not checked"}
 
 
 def print_receipt(console: Console, r: Receipt) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_row("run", Text(r.run, style="bold") + (f" (stopped: {r.stopped})" if r.stopped else ""))
-    table.add_row("exact", f"{'yes' if r.exact else 'no'} ({r.why})")
+    verdict = r.exact if r.lanes_checked or not r.exact else None  # receipts of earlier versions had no checks
+    table.add_row("exact", f"{_EXACT[verdict]} ({r.why})")
     table.add_row("sha256", r.weights_sha256)
     trained = {"steps": r.steps, "samples": r.samples_seen, "parameters": r.parameters}
     table.add_row(
@@ -45,13 +51,16 @@ def print_receipt(console: Console, r: Receipt) -> None:
         table.add_row("", _worker_shares(r))
     if r.servers:
         table.add_row("served by", _server_summary(r))
+    table.add_row(
+        "time", f"{formatting.seconds(r.total_s)}, training began after {formatting.seconds(r.training_after_s)}"
+    )
     spent = [
-        f"{name} {formatting.seconds(getattr(r, name + '_s'))}"
-        for name in _TIME_NAMES
-        if getattr(r, name + "_s") >= 0.0005
+        f"{name} {formatting.seconds(seconds)}"
+        for field, name in _TIME_NAMES.items()
+        if (seconds := getattr(r, field)) >= 0.0005
     ]
-    table.add_row("time", f"{formatting.seconds(r.total_s)}: {', '.join(spent)}")
-    table.add_row("speed", f"{formatting.count(r.samples_per_s)} samples/s")
+    table.add_row("worker time", f"{formatting.seconds(r.worker_s)}: {', '.join(spent)}")
+    table.add_row("speed", f"{formatting.count(r.samples_per_s)} samples/s while training")
     instead = f" (instead of {formatting.size(r.bytes_plain)})" if r.bytes_plain > r.bytes_sent else ""
     table.add_row("bytes", f"{formatting.size(r.bytes_sent)} sent{instead}, {formatting.size(r.bytes_saved)} saved")
     if r.metrics:

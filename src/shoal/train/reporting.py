@@ -77,10 +77,13 @@ class StepStats:
         self._times = dict.fromkeys(TIME_FIELDS, 0.0)
         self._steps = self._samples = self._sent_bytes = self._plain_bytes = 0
         self._inner_steps = 0
+        self._is_training = False
         self._emitted_at = time.perf_counter()
 
     def add_time(self, name: str, seconds: float) -> None:
-        self._times[name] += seconds
+        """Count time since the worker joined. What was before is its start-up, whatever it did."""
+        if self._is_training:
+            self._times[name] += seconds
 
     def add_samples(self, samples: int) -> None:
         """Count samples that this worker computed."""
@@ -127,6 +130,7 @@ class StepStats:
 
     def restart_clock(self) -> None:
         """Start the clock of the next row now: the time since the last row was not training."""
+        self._is_training = True
         self._emitted_at = time.perf_counter()
 
     def _emit(self, step: int, loss: float, lr: float, now: float, **facts: bool) -> None:

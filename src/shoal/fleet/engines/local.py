@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from shoal.fleet.engine import Exit, Launch, Node
 from shoal.fleet.forkserver import ForkServer
@@ -30,6 +31,7 @@ class LocalEngine:
         self._paths = paths
         self._environment = fork_server.environment if environment is None else dict(environment)
         self._seats: dict[str, int] = {}
+        self._reattached: dict[int, Path] = {}  # seats and their locks
 
     def capacity(self) -> list[Node]:
         return [this_machine()]
@@ -50,10 +52,15 @@ class LocalEngine:
 
     def poll(self, timeout_s: float) -> list[Exit]:
         self._fork_server.poll(timeout_s)
-        return [
-            Exit.with_code(self._seats.pop(key), code, start_error=self._fork_server.pop_start_error(key))
-            for key, code in self._fork_server.pop_exit_codes(list(self._seats)).items()
-        ]
+        codes = self._fork_server.pop_exit_codes(list(self._seats))
+        return [self._exit(key, self._seats.pop(key), code) for key, code in codes.items()]
+
+    def _exit(self, key: str, seat: int, code: int | None) -> Exit:
+        """The exit code of a reattached process is unknown, but its lock is not: it removes the lock when it leaves,
+        and a process that is killed or fails does not."""
+        lock = self._reattached.pop(seat, None)
+        left = code is None and lock is not None and not lock.exists()
+        return Exit.with_code(seat, 0 if left else code, start_error=self._fork_server.pop_start_error(key))
 
     def fileno(self) -> int:
         return self._fork_server.fileno()
@@ -72,6 +79,7 @@ class LocalEngine:
         for orphan in found:
             number = orphan.seat.number
             self._seats[self._key(number)] = number
+            self._reattached[number] = self._paths.seat_lock(number, orphan.seat.role)
             self._fork_server.adopt(self._key(number), orphan.pid)
         return [orphan.seat for orphan in found]
 

@@ -1,0 +1,207 @@
+"""A second set of objects, built from the job and loaded with the state of a step, that computes the step again.
+
+The training objects have a history; these have none. What a lane gets from anything but the saved state is different
+here, or becomes different when the lane is computed a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.sha256 import state_sha256
+from shoal.checkpoint.state_tree import State, flatten, unflatten
+from shoal.checkpoint.tensor_bytes import bytes_of
+from shoal.data.augment_rng import seeded_rng
+from shoal.data.batch import Batch
+from shoal.errors import ShoalError
+from shoal.lanes.lane_sum import LaneSum
+from shoal.lanes.replica import Replica
+from shoal.sharding.memory_limits import memory_headroom
+from shoal.spec.seeds import derive_seed
+from shoal.strategies.self_check.hidden_state import (
+    ModuleData,
+    differing_attributes,
+    differing_optimizer_attributes,
+    saved_objects,
+    user_modules,
+)
+from shoal.tasks.task import Task
+
+Rebuild = Callable[[], tuple[Task, Replica]]
+"""Builds the job's task and replica, as at the start of the run."""
+COPIES_NEEDED = 3
+"""Memory for a check, in copies of the state: the second replica, its gradients, and the total."""
+MAX_NAMES = 5
+
+
+class SharedObjectsError(Exception):
+    """What should be new is what the run trains."""
+
+
+class Recorder:
+    """A LaneObserver that keeps digests of one lane of one step, and a copy of the total if `keep_total`."""
+
+    def __init__(self, step: int, lane: int, *, keep_total: bool) -> None:
+        self._step, self._lane = step, lane
+        self._keep_total = keep_total
+        self.lane_sum = self.batch = self.failure = ""
+        self.total: LaneSum | None = None
+
+    def lane_computed(self, step: int, lane: int, batch: Any, result: LaneSum) -> None:
+        if (step, lane) == (self._step, self._lane) and not self.lane_sum:
+            try:
+                self.lane_sum, self.batch = lane_sum_sha256(result), batch_sha256(batch)
+            except ShoalError as problem:
+                self.failure = f"a gradient has no digest: {problem.message}"
+
+    def total_scaled(self, step: int, total: LaneSum) -> None:
+        if self._keep_total:
+            self.total = _copy_of_total(total)
+
+
+class FreshObjects:
+    """A task and a replica that nothing has used yet, with the state that `own_task` and `own` have now.
+
+    Belongs to the training thread. The global generators and the data of the user's modules stay as they are.
+    """
+
+    def __init__(self, rebuild: Rebuild, own_task: Task, own: Replica, *, step: int) -> None:
+        self._own_task, self._own, self._step = own_task, own, step
+        self._changed_modules: list[str] = []
+        state, task_state = _copied(own.state()), _copied(own_task.state())
+        with self._undisturbed():
+            self.task, self.replica = rebuild()
+            if self.task is own_task or _share_memory(own, self.replica):
+                own.load_state(state)  # building it has given it the initial weights
+                own_task.load_state(task_state)
+                raise SharedObjectsError("the job's code returns the same model or task each time")
+            self.replica.load_state(state)
+            self.task.load_state(task_state)
+
+    def compute_twice(self, lane: int, batch: Batch, share: float) -> tuple[list[str], str]:
+        """The digests of the lane's sum, computed twice in a row, and of its batch."""
+        sums, digest = [], ""
+        with self._undisturbed():
+            for attempt in (batch, copy.deepcopy(batch)):
+                self.replica.begin_step()
+                result = self.replica.forward_backward(self._step, lane, attempt.to(self.replica.device), share=share)
+                self.replica.undo_step()
+                sums.append(lane_sum_sha256(result))
+                digest = digest or batch_sha256(attempt)
+        return sums, digest
+
+    def differences_after_update(self, total: LaneSum) -> list[str]:
+        """The parts of the state that differ from the training replica's, once this replica has made its update."""
+        with self._undisturbed():
+            self.replica.begin_step()
+            self.replica.apply_gradient(self._step, total)
+            return _differing_parts(self._own.state(), self.replica.state())[:MAX_NAMES]
+
+    def hidden_state(self) -> list[str]:
+        """Paths of objects that differ from the training objects, and of module data that computing has changed."""
+        own, fresh = self._own, self.replica
+        seen = saved_objects(own.model, own.moving_buffers.names)
+        names = [*self._changed_modules]
+        names += differing_attributes(own.model, fresh.model, name="model", seen=seen)
+        names += differing_optimizer_attributes(own.optimizer, fresh.optimizer, seen=seen)
+        names += differing_attributes(self._own_task, self.task, name="task", seen=seen)
+        return list(dict.fromkeys(names))[:MAX_NAMES]
+
+    def release(self) -> None:
+        """Free the memory now. Optimizer and schedule refer to each other, and a garbage collection may be far away."""
+        self.replica.optimizer.state.clear()
+        for parameter in self.replica.trainable:
+            parameter.data = parameter.data.new_empty(0)
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Restore what the user's code shares between the training objects and these."""
+        objects = [self._own_task, *self._own.model.modules(), self._own.optimizer]
+        data = ModuleData(user_modules(objects))
+        try:
+            # Another seed than any lane's: an update that draws random numbers must not draw the same ones by chance.
+            with seeded_rng(derive_seed(self._step, 1)):
+                yield
+        finally:
+            self._changed_modules += data.changed()
+            data.restore()
+
+
+def _share_memory(one: Replica, other: Replica) -> bool:
+    ours = {p.untyped_storage().data_ptr() for p in one.trainable}
+    return any(p.untyped_storage().data_ptr() in ours for p in other.trainable)
+
+
+def uses_compiler() -> bool:
+    """Has torch.compile compiled anything in this process? It would compile again for new objects, which takes long and
+    may make it give up on the training objects."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"])
+
+
+def missing_memory(replica: Replica, *, workers: int) -> str:
+    """Why there is no room for a check by this many workers, or ''. All of them may be on this machine."""
+    tensors, _ = flatten(replica.state())
+    needed = COPIES_NEEDED * sum(t.numel() * t.element_size() for t in tensors.values())
+    if replica.device.type == "cuda":
+        free = torch.cuda.mem_get_info(replica.device)[0]
+        return "" if needed <= free else f"it takes {needed >> 20} MiB on {replica.device}, and {free >> 20} are free"
+    free = min(memory_headroom().values())
+    needed *= workers
+    return "" if needed <= free else f"it takes {needed >> 20} MiB of memory, and {free >> 20} are free"
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number that is the same for the same bits, at the speed of memory. Other bits may, rarely, have it too."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 4 else flat
+    whole = flat[: flat.numel() // 4 * 4].view(torch.int32).sum(dtype=torch.int64)
+    return int(whole) + int(flat[flat.numel() // 4 * 4 :].sum(dtype=torch.int64))
+
+
+def lane_sum_sha256(result: LaneSum) -> str:
+    parts = {"grads": result.grads, "floats": result.float_buffers, "ints": result.int_buffers}
+    return state_sha256(parts | {"loss": result.loss, "count": result.count})
+
+
+def batch_sha256(batch: Batch) -> str:
+    """'' if a batch has values that have no digest."""
+    try:
+        return state_sha256([batch.inputs, batch.target])
+    except ShoalError:
+        return ""
+
+
+def _copied(state: State) -> State:
+    """The state as a checkpoint would give it back."""
+    tensors, skeleton = flatten(state)
+    return unflatten({name: tensor.detach().clone() for name, tensor in tensors.items()}, skeleton)
+
+
+def _copy_of_total(total: LaneSum) -> LaneSum:
+    def copies(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.detach().clone() for tensor in tensors]
+
+    buffers = copies(total.float_buffers), copies(total.int_buffers)
+    return replace(
+        total, grads=copies(total.grads), float_buffers=buffers[0], int_buffers=buffers[1], loss=total.loss.clone()
+    )
+
+
+def _differing_parts(one: State, other: State) -> list[str]:
+    (left, left_plain), (right, right_plain) = flatten(one), flatten(other)
+    names = [
+        name
+        for name in dict.fromkeys([*left, *right])
+        if name not in left or name not in right or bytes_of(left[name]) != bytes_of(right[name])
+    ]
+    found = [name.strip("/").replace("/", ".") for name in names]
+    return found or (["a setting of the optimizer or the schedule"] if left_plain != right_plain else [])

@@ -1,0 +1,202 @@
+"""The parts of a self-check: what differs between objects, what follows from reports, when the next check is due."""
+
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shoal.strategies.self_check.hidden_state import (
+    ModuleData,
+    differing_attributes,
+    differing_optimizer_attributes,
+    saved_objects,
+)
+from shoal.strategies.self_check.recompute import fingerprint
+from shoal.strategies.self_check.verdict import CheckReport, judge, steps_until_next
+
+
+class Holder:
+    """Attributes as given."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def generators(seed):
+    return {
+        "python": random.Random(seed),
+        "numpy": np.random.default_rng(seed),
+        "legacy": np.random.RandomState(seed),
+        "torch": torch.Generator().manual_seed(seed),
+    }
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "path"),
+    [
+        ({"seen": 1}, {"seen": 2}, "task.seen"),
+        ({"seen": 1}, {}, "task.seen"),
+        ({"seen": 1}, {"seen": 1.0}, "task.seen"),
+        ({"log": [1, 2]}, {"log": [1]}, "task.log"),
+        ({"log": [1, 2]}, {"log": [1, 3]}, "task.log[1]"),
+        ({"counts": {"a": 1}}, {"counts": {"a": 2}}, "task.counts['a']"),
+        ({"names": {"a"}}, {"names": {"b"}}, "task.names"),
+        ({"mean": torch.zeros(2)}, {"mean": torch.tensor([0.0, -0.0])}, "task.mean"),
+        ({"mean": np.zeros(2)}, {"mean": np.ones(2)}, "task.mean"),
+        ({"inner": Holder(a=Holder(b=1))}, {"inner": Holder(a=Holder(b=2))}, "task.inner.a.b"),
+        *[({name: generators(1)[name]}, {name: generators(2)[name]}, f"task.{name}") for name in generators(0)],
+    ],
+)
+def test_what_differs_has_a_path(one, other, path):
+    assert list(differing_attributes(Holder(**one), Holder(**other), name="task")) == [path]
+
+
+def test_what_is_equal_has_none():
+    def made():
+        return Holder(a=1, b=[1, {"c": torch.ones(2)}], nan=float("nan"), f=made, kind=Holder, **generators(3))
+
+    assert list(differing_attributes(made(), made(), name="task")) == []
+
+
+def test_objects_that_refer_to_each_other_come_to_an_end():
+    one, other = Holder(a=1), Holder(a=2)
+    one.me, other.me = one, other
+    assert list(differing_attributes(one, other, name="task")) == ["task.a"]
+
+
+def test_a_second_optimizer_is_named_and_not_its_tensors():
+    def made(steps):
+        layer = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(layer.weight)
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.0)
+        for _ in range(steps):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            optimizer.step()
+        layer.weight.grad = None
+        return Holder(optimizer=optimizer)
+
+    assert list(differing_attributes(made(1), made(0), name="task")) == ["task.optimizer"]
+
+
+def test_what_a_checkpoint_holds_is_left_out():
+    def made(value):
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, value)
+        nn.init.constant_(model.bias, value)
+        model.register_buffer("kept", torch.tensor(value))
+        model.register_buffer("moving", torch.tensor(value), persistent=False)
+        model.register_buffer("lost", torch.tensor(value), persistent=False)
+        return model
+
+    one, other = made(1.0), made(2.0)
+    seen = saved_objects(one, ["moving"])
+    assert list(differing_attributes(one, other, name="model", seen=seen)) == ["model.lost"]
+
+
+def test_what_an_optimizer_keeps_beside_its_state():
+    def made(taken):
+        optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1 * taken)
+        optimizer.taken = taken
+        return optimizer
+
+    assert list(differing_optimizer_attributes(made(1), made(2), seen={})) == [
+        "optimizer.defaults['lr']",
+        "optimizer.taken",
+    ]
+
+
+def test_the_data_of_a_module_is_restored_in_place():
+    module = types.ModuleType("users")
+    module.Net = type("Net", (), {"calls": 0, "__module__": "users"})
+    module.log, module.table, module.rng, module.number = [1], {"a": [1]}, np.random.default_rng(0), 5
+    referred, expected = module.log, np.random.default_rng(0).random()
+    data = ModuleData([module])
+    assert data.changed() == []
+    module.log.append(2)
+    module.table["b"] = 3
+    module.rng.random()
+    module.number += 1
+    module.Net.calls += 1
+    assert set(data.changed()) == {"users.log", "users.table", "users.rng", "users.number", "users.Net.calls"}
+    data.restore()
+    assert data.changed() == []
+    assert (referred, module.table, module.number, module.Net.calls) == ([1], {"a": [1]}, 5, 0)
+    assert module.rng.random() == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_a_fingerprint_tells_one_bit(dtype, size):
+    tensor = torch.arange(size).to(dtype)
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    for at in {0, size // 2, size - 1} if size else ():
+        changed = tensor.clone()
+        changed.view(torch.uint8)[at * tensor.element_size()] ^= 1
+        assert fingerprint(changed) != before
+
+
+# ---- verdicts ----
+
+
+def report(lane, checked, **changes):
+    fields = {"lane_sum": f"sum {lane}", "batch": f"batch {lane}", "weights": "w", "checked_lane": checked}
+    sums = {"checked_sums": [f"sum {checked}"] * 2, "checked_batch": f"batch {checked}"}
+    return CheckReport(lane, **{**fields, **sums, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"checked_batch": "?"}, "lane 0 of step 7 has other samples when worker-3 reads it again"),
+        (
+            {"checked_sums": ["?", "?"]},
+            "lane 0 of step 7, computed again with new objects on worker-3, has other bits than on worker-1",
+        ),
+        (
+            {"checked_sums": ["sum 0", "?"]},
+            "lane 0 of step 7 has other bits each time that worker-3 computes it with the same objects",
+        ),
+        (
+            {"update_differs": ["model.weight"]},
+            "the update of step 7, made again with new objects on worker-3, differs in model.weight",
+        ),
+        ({"weights": "?"}, "after step 7 the workers' weights differ"),
+    ],
+)
+def test_what_differs_between_two_workers(changes, why):
+    verdict = judge(7, {1: report(0, 2), 3: report(2, 0, **changes)})
+    assert (verdict.lanes, verdict.why, verdict.failure) == (2, why, "")
+
+
+def test_a_worker_that_cannot_check_leaves_the_others_lane_unchecked():
+    unable = report(2, 0, checked_sums=[], failure="no memory")
+    assert judge(7, {1: report(0, 2), 3: unable}).lanes == 1
+    verdict = judge(7, {3: report(2, 2, checked_sums=[], failure="no memory")})
+    assert (verdict.lanes, verdict.why, verdict.failure) == (0, "", "no memory")
+
+
+def test_a_lane_without_samples_is_not_counted():
+    empty = report(2, 2, lane_sum="", batch="", checked_sums=[], checked_batch="")
+    verdict = judge(7, {3: empty})
+    assert (verdict.lanes, verdict.why, verdict.failure) == (0, "", "")
+
+
+def test_a_report_survives_the_way_to_another_worker():
+    sent = report(1, 2, update_differs=["a"], check_s=0.5)
+    assert CheckReport.unpack(sent.pack()) == sent
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 1.0])
+def test_checks_keep_to_their_share(share):
+    """Checks of half a second, steps of 10 ms: at the next check, all checks together are within the share."""
+    spent_s = trained_s = 0.0
+    for _ in range(20):
+        spent_s += 0.5
+        now = {0: CheckReport(0, check_s=0.5, all_checks_s=spent_s, trained_s=trained_s, step_s=0.01)}
+        trained_s += 0.01 * steps_until_next(now, share=share)
+        assert spent_s + 0.5 <= share * trained_s + 0.01 * share + 1e-9
