@@ -134,6 +134,8 @@ CATALOGUE: dict[str, Entry] = {
     "SH620": Entry("the two sides do not agree on TLS",
                    "Join with --tls DIR if the job has `network.tls`, and not otherwise; one authority signs for all."),
     "SH621": Entry("no way to run the job can be taken", "See the reasons of all ways: shoal plan JOB --all."),
+    "SH622": Entry("the run reports a result that its files do not have",
+                   "`shoal resume` goes on from the last checkpoint; see model/ in the run directory."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
     "SH702": Entry("the arrays do not match those of the servers",

@@ -30,7 +30,9 @@ json_values = st.recursive(
 )
 raw_bytes = st.one_of(
     st.binary(max_size=200),
-    st.sampled_from((b"\n", b"\0" * 1000, b"[" * 5000, b'{"a":' * 5000, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" * 9)),
+    st.sampled_from(
+        (b"\n", b"\0" * 1000, b"[" * 5000, b'{"a":' * 5000, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" * 9)
+    ),
 )
 
 

@@ -10,7 +10,7 @@ from shoal.events import schema
 from shoal.events.checks import Number
 from shoal.events.event import Event, kind_name
 
-FOLD_VERSION = 1
+FOLD_VERSION = 2
 """Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
 MAX_POINTS = 4096
 MAX_NOTES = 256
@@ -117,6 +117,8 @@ class RunState:
     inexact: str = ""
     """Why the layout gives a different result than one process, as reported by the workers."""
     views: int = 0
+    view_number: int = 0
+    """The highest number of a view in an event."""
     peak_workers: int = 0
     saves: int = 0
     saved_step: int | None = None
@@ -200,7 +202,7 @@ def replay(events: Iterable[Event]) -> RunState:
 Fields = TypeVar("Fields")
 _HANDLERS: dict[str, Callable[[RunState, Event, Any], None]] = {}
 _NOTED_KINDS = ("save_failed", "save_skipped", "checkpoint_invalid", "cleanup_failed", "export_skipped", "evicted",
-                "caught_up")  # fmt: skip
+                "refused", "caught_up")  # fmt: skip
 """Kinds that do not change the state but are shown as lines."""
 
 
@@ -283,7 +285,7 @@ def _joined(state: RunState, event: Event, joined: schema.JoinedEvent) -> None:
 
 @_folds(schema.ViewEvent)
 def _view(state: RunState, event: Event, view: schema.ViewEvent) -> None:
-    state.views += 1
+    state.views, state.view_number = state.views + 1, max(state.view_number, view.number)
     for worker in state.training_workers:
         if worker.name not in view.carries:
             worker.state, worker.samples_per_s = "standing", 0.0
