@@ -130,6 +130,8 @@ class RunState:
     last_event_t: float = 0.0
     error: dict[str, str] | None = None
     result: dict[str, Any] = field(default_factory=dict)
+    verified_sha256: str = ""
+    """The SHA-256 of the exported weights, as the driver computed it from the file."""
     built_by: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
@@ -223,7 +225,7 @@ for _kind in _NOTED_KINDS:
 @_folds(schema.RunStartedEvent)
 def _run_started(state: RunState, event: Event, started: schema.RunStartedEvent) -> None:
     state.run, state.status, state.starts = started.run, "starting", state.starts + 1
-    state.error, state.result, state.built_by = None, {}, ""
+    state.error, state.result, state.built_by, state.verified_sha256 = None, {}, "", ""
     state.nobody_left = True  # workers that outlived their driver report their state again
     for server in state.servers.values():
         _release(server, "dead")  # servers that outlived their driver connect again
@@ -456,6 +458,11 @@ def _finished(state: RunState, event: Event, finished: schema.FinishedEvent) -> 
     state.result, state.step = dict(event.fields), event.step or 0
     state.metrics |= finished.metrics
     state.worker(event.who).state = "finished"
+
+
+@_folds(schema.VerifiedEvent)
+def _verified(state: RunState, event: Event, verified: schema.VerifiedEvent) -> None:
+    state.verified_sha256 = verified.weights_sha256
 
 
 @_folds(schema.FailedEvent)
