@@ -53,7 +53,8 @@ def test_what_a_process_says_is_understood(role, kind, fields):
     "wrong",
     [
         {"seat": -1}, {"seat": 2**40}, {"seat": True}, {"seat": 1.0}, {"seat": "1"}, {"pid": float("inf")},
-        {"pid": 2**70}, {"pid": -1}, {"host": "h" * 300}, {"host": None}, {"view": float("nan")}, {"view": 2**40}, {"training": 1},
+        {"pid": 2**70}, {"pid": -1},
+        {"host": "h" * 300}, {"host": None}, {"view": float("nan")}, {"view": 2**40}, {"training": 1},
         {"training": "yes"}, {"address": {**ADDRESS, "port": 70_000}}, {"address": {**ADDRESS, "port": "1"}},
         {"address": {**ADDRESS, "host": "h" * 300}}, {"address": {**ADDRESS, "more": 1}}, {"address": []},
         {"attachment": {**JOINED, "managed": "no"}}, {"attachment": {}}, {"table": {"number": 1}}, {"role": "boss"},
