@@ -154,6 +154,8 @@ CATALOGUE: dict[str, Entry] = {
     "SH620": Entry("the two sides do not agree on TLS",
                    "Join with --tls DIR if the job has `network.tls`, and not otherwise; one authority signs for all."),
     "SH621": Entry("no way to run the job can be taken", "See the reasons of all ways: shoal plan JOB --all."),
+    "SH622": Entry("the run reports a result that its files do not have",
+                   "`shoal resume` goes on from the last checkpoint; see model/ in the run directory."),
     "SH625": Entry("runs are kept in a directory of this machine, not at a URL",
                    "Give a local directory with --runs. Checkpoints may go to a URL: checkpoint.path: s3://BUCKET/DIR."),
     "SH626": Entry("a private file of the run is damaged, or other users can change or read it",

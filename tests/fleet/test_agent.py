@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from shoal.fleet.agent import Agent, ExitedReport, LaunchCommand, OutputReport, StopCommand
+from shoal.fleet.agent import Agent, LaunchCommand, StopCommand
 from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.messages import ExitedReport, OutputReport
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 

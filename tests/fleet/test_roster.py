@@ -21,6 +21,9 @@ class FakeConnections:
     def drop(self, connection):
         self.dropped.append(connection)
 
+    def refuse(self, connection, why, *, name=""):
+        self.dropped.append(connection)
+
 
 @pytest.fixture
 def connections():

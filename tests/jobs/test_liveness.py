@@ -5,12 +5,13 @@ import sys
 
 import pytest
 
+from shoal.fleet.messages import BeatMessage
 from shoal.fleet.roster import Peer, Roster
 from shoal.jobs.liveness import CHECK_INTERVAL_S, NOT_BACK, LivenessCheck, process_state, read_heartbeat
 from shoal.plan.failure_detector import SILENT_BUILDING_S, SILENT_S
 from tests.fleet.test_roster import FakeConnections
 
-WORKING = {"phase": "compute", "units": 3, "units_in_phase": 2, "since_s": 0.1, "step": 4, "line": "a.py:3"}
+WORKING = BeatMessage(kind="beat", phase="compute", units=3, units_in_phase=2, since_s=0.1, step=4, line="a.py:3")
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_a_process_that_builds_may_be_silent_for_longer(roster, connections):
 
 
 def test_of_an_idle_process_it_does_not_count_how_long_it_takes(roster):
-    roster[0].last_heartbeat = roster[1].last_heartbeat = WORKING | {"since_s": 10_000.0}
+    roster[0].last_heartbeat = roster[1].last_heartbeat = WORKING.model_copy(update={"since_s": 10_000.0})
     assert watch(LivenessCheck(roster), 100.0, 5.0, idle=[0, 1]) == []
     assert len(watch(LivenessCheck(roster), 100.0, 5.0, training=[0, 1], idle=[])) == 2
 

@@ -6,7 +6,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+from shoal.checkpoint.export import export_model
 from shoal.events import EventWriter, read_events
 from shoal.fleet.engine import Exit
 from shoal.jobs import run_dir
@@ -139,14 +141,105 @@ def test_the_reason_of_a_watcher_stops_the_run(begin):
     assert harness.result().status == "pruned"
 
 
+def write_model(paths, **info):
+    """A small model in the run's directory. Returns the SHA-256 of its weights."""
+    emitted = []
+    content = export_model(
+        paths.model,
+        nn.Linear(3, 2),
+        info=info,
+        example_inputs=None,
+        program=False,
+        emit=lambda *event, **fields: emitted.append(event),
+    )
+    assert emitted == []
+    return content["weights_sha256"]
+
+
 def test_a_run_that_finished_has_a_receipt_whatever_happens_to_its_workers(begin):
     harness = begin()
-    harness.tell("finished", step=60, **FINISHED)
+    sha256 = write_model(harness.paths)
+    harness.tell("finished", step=60, **FINISHED | {"weights_sha256": sha256})
     assert harness.driver.tick() is None, "its worker leaves first"
     harness.engine.end(0, -9)
     result = harness.result()
-    assert (result.status, result.receipt.weights_sha256) == ("finished", FINISHED["weights_sha256"])
+    assert (result.status, result.receipt.weights_sha256) == ("finished", sha256)
     assert json.loads(harness.paths.receipt.read_text())["run"] == harness.paths.name
+    (verified,) = harness.events("verified")
+    assert verified["weights_sha256"] == sha256
+    assert verified["size_bytes"] == (harness.paths.model / "model.safetensors").stat().st_size
+
+
+def remove_model(paths):
+    (paths.model / "model.safetensors").unlink()
+
+
+def flip_a_bit(paths):
+    file = paths.model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def truncate_model(paths):
+    file = paths.model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def empty_model(paths):
+    (paths.model / "model.safetensors").write_bytes(b"")
+
+
+def damage_info(paths):
+    (paths.model / "model.json").write_text('{"tensors": 7}')
+
+
+@pytest.mark.parametrize("damage", [remove_model, flip_a_bit, truncate_model, empty_model, damage_info])
+def test_a_result_that_the_files_do_not_have_is_none(begin, damage):
+    harness = begin()
+    sha256 = write_model(harness.paths)
+    damage(harness.paths)
+    assert_refuted(harness, sha256)
+
+
+def test_a_result_of_zeros_is_none_whether_there_is_a_model_or_not(begin):
+    harness = begin()
+    assert_refuted(harness, "0" * 64)
+    write_model(harness.paths)
+    second = begin()
+    write_model(second.paths, run_weights_sha256="1" * 64)
+    assert_refuted(second, "0" * 64)
+
+
+def assert_refuted(harness, sha256):
+    harness.tell("finished", step=60, **FINISHED | {"weights_sha256": sha256})
+    harness.driver.tick()
+    harness.engine.end(0, 0)
+    result = harness.result()
+    assert (result.status, result.error.code, result.receipt) == ("failed", "SH622", None)
+    assert not harness.paths.receipt.exists()
+    assert harness.events("verified") == []
+    assert "model" in result.error.where
+
+
+def test_a_refuted_run_goes_on_when_it_is_resumed(begin):
+    harness = begin()
+    assert_refuted(harness, "0" * 64)
+    second = RunDriver(harness.driver.job, harness.paths, SimpleNamespace(environment={}))
+    second.engine = ScriptedEngine()
+    with contextlib.closing(second):
+        second.start()
+        assert second.tick() is None
+        assert second.engine.seats, "it starts a worker"
+
+
+def test_sparse_rows_are_part_of_the_reported_hash_and_not_of_the_file(begin):
+    harness = begin()
+    write_model(harness.paths, run_weights_sha256="5" * 64)
+    harness.tell("finished", step=60, **FINISHED | {"weights_sha256": "5" * 64})
+    harness.driver.tick()
+    harness.engine.end(0, 0)
+    assert harness.result().receipt.weights_sha256 == "5" * 64
 
 
 def test_a_driver_that_is_closed_leaves_nothing(begin):

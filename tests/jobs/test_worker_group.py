@@ -43,6 +43,12 @@ class FakeControl(FakeConnections):
         super().__init__()
         self.sent, self.views = [], []
 
+    def key(self, name):
+        return f"key of {name}"
+
+    def holds_key(self, name, key):
+        return key == self.key(name)
+
     def send(self, connection, /, kind, **fields):
         self.sent.append((connection, kind, fields))
 
@@ -66,6 +72,7 @@ class Harness:
     def connect(self, connection, *, seat, local=True, **fields):
         attachment = {"managed": local, "can_save": local, "needs_job": not local}
         hello = {"role": "worker", "seat": seat, "attachment": attachment, "pid": 7, "host": "h", "address": ADDRESS}
+        hello |= {"key": self.control.key(f"worker-{seat}")}
         self.group.handle_hello(ControlMessage(connection, "here", hello | {"view": 0, "training": False} | fields))
 
     def say(self, connection, kind, **fields):

@@ -173,10 +173,21 @@ def test_a_crowd_of_strangers_costs_only_so_many_threads(monkeypatch):
         for stranger in crowd:
             read_until_closed(stranger)
         assert harness.listener.refused == 20
-        # the last place is given back just after its stranger was sent away
-        while True:
-            with contextlib.suppress(LinkError), harness.call():
-                break
+        still_serves(harness)
+
+
+@pytest.mark.parametrize("greeting", [b"", handshake.MAGIC, handshake.MAGIC + bytes(16) + b"\x02\x00me"])
+def test_a_crowd_of_half_open_connections_keeps_nobody_out(monkeypatch, greeting):
+    """They stay for as long as they may, and whoever knows the token is let in at once: the oldest makes room."""
+    monkeypatch.setattr(handshake, "TIMEOUT_S", 30.0)
+    monkeypatch.setattr(listener_module, "MAX_CONCURRENT_HANDSHAKES", 8)
+    with contextlib.closing(ListenerHarness()) as harness, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            for _ in range(20):
+                stack.enter_context(harness.connect()).sendall(greeting)
+            still_serves(harness)
+        assert sum(t.name == "shoal-caller" for t in threading.enumerate()) <= 8
+        assert harness.listener.refused >= 50
 
 
 def test_a_host_that_refuses_the_hello_is_counted(monkeypatch):
@@ -210,10 +221,11 @@ def test_a_caller_does_not_wait_for_ever_for_an_answer(monkeypatch):
 
 
 def test_a_hello_that_is_too_long_is_not_even_sent(harness):
-    with pytest.raises(LinkError, match="at most 4096"):
-        harness.call(b"x" * 4097)
-    with harness.call(b"x" * 4096):
-        assert len(harness.wait_accepted(0)[1]) == 4096
+    most = handshake.MAX_HELLO_BYTES
+    with pytest.raises(LinkError, match=f"at most {most}"):
+        harness.call(b"x" * (most + 1))
+    with harness.call(b"x" * most):
+        assert len(harness.wait_accepted(0)[1]) == most
 
 
 def test_hosts_are_called_by_name_or_by_address(harness):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.plan import lane_assignment
-from shoal.plan.membership_policy import MembershipPolicy, StartWorkers
+from shoal.plan.membership_policy import EvictWorker, MembershipPolicy, StartWorkers
 from shoal.spec.view import Address, Attachment, View
 from tests.plan.simulated_worker import SimulatedConnection, SimulatedGroup, SimulatedWorker, require
 
@@ -101,6 +101,8 @@ class SimulatedDriver:
             if isinstance(order, StartWorkers):
                 for _ in range(order.count):
                     self.policy.expect(self.simulation.start_managed().seat)
+            elif isinstance(order, EvictWorker):
+                self.evict(order.seat)
             else:
                 self.publish(order)
 

@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from shoal.plan.membership_policy import SHORTEST_VIEW_S, TAKEOVER_S, MembershipPolicy, StartWorkers
+from shoal.plan.membership_policy import SHORTEST_VIEW_S, TAKEOVER_S, EvictWorker, MembershipPolicy, StartWorkers
 from shoal.spec.view import Attachment
 from tests.plan.membership_simulation import NO_ADDRESS, MembershipSimulation
 from tests.plan.simulated_worker import require
@@ -471,3 +471,98 @@ def test_a_follower_that_is_not_wanted_any_more_goes_at_once():
     harness.policy.drain(7, "drained", replace=False)
     harness.stop_at({7: 10})
     assert harness.last.leave == [7]
+
+
+# ---- workers that joined, and lie ----
+
+
+def joined_liar(position=500):
+    """Two workers that train from position 100, and one that joined, followed, and claims another position."""
+    harness = PolicyHarness(lanes=3).train({0: 100, 1: 100})
+    harness.arrive(7, attachment=JOINED)
+    harness.stop_at({7: None})
+    assert harness.last.followers == [7]
+    harness.stop_at({7: position})
+    harness.decide(2 * SHORTEST_VIEW_S)
+    assert harness.last.halt == "boundary"
+    harness.stop_at({0: 110, 1: 110})
+    return harness
+
+
+def fail_view(harness, stays_at):
+    """The members stop by themselves, without a step: nobody gets the state of the source."""
+    first, *others = sorted(harness.last.carries)
+    harness.stop_at({first: stays_at[first]})
+    assert harness.last.halt == "now"
+    harness.stop_at({seat: stays_at[seat] for seat in others})
+
+
+def test_a_source_that_gives_nothing_is_evicted_after_the_second_view():
+    harness = joined_liar()
+    stays_at = {0: 110, 1: 110, 7: 500}
+    assert (harness.last.source, harness.last.position) == (7, 500)
+    fail_view(harness, stays_at)
+    assert (harness.last.source, harness.last.position) == (7, 500), "once may be an accident"
+    fail_view(harness, stays_at)
+    (evicted,) = [order for order in harness.orders if isinstance(order, EvictWorker)]
+    assert (evicted.seat, "from its state" in evicted.why) == (7, True)
+    harness.policy.gone(7)
+    harness.decide()
+    assert (harness.last.carries.keys(), harness.last.position) == ({0, 1}, 110)
+
+
+def test_a_step_in_between_is_forgiven():
+    harness = joined_liar()
+    fail_view(harness, {0: 110, 1: 110, 7: 500})
+    assert harness.policy.members[7].fruitless_views == 1
+    fail_view(harness, {0: 502, 1: 502, 7: 502})
+    assert harness.policy.members[7].fruitless_views == 0
+    assert not [order for order in harness.orders if isinstance(order, EvictWorker)]
+
+
+def test_a_joined_worker_that_stops_every_view_is_evicted():
+    """It is not the source, and it lets nobody make a step."""
+    harness = joined_liar(position=100)
+    stays_at = {0: 110, 1: 110, 7: 110}
+    assert harness.last.source == 0
+    fail_view(harness, stays_at)
+    fail_view(harness, stays_at)
+    (evicted,) = [order for order in harness.orders if isinstance(order, EvictWorker)]
+    assert (evicted.seat, "with it" in evicted.why) == (7, True)
+
+
+def test_a_view_that_ends_because_a_member_is_gone_is_nobodys_fault():
+    harness = joined_liar(position=100)
+    harness.stop_at({7: 110})
+    harness.policy.gone(1)
+    harness.decide()
+    harness.stop_at({0: 110})
+    assert harness.last.carries, "the others go on"
+    assert harness.policy.members[7].fruitless_views == 0
+
+
+def test_workers_of_the_engine_are_never_evicted_for_it():
+    harness = PolicyHarness(lanes=3).train({0: 100, 1: 100})
+    for _ in range(5):
+        fail_view(harness, {0: 100, 1: 100})
+    assert not [order for order in harness.orders if isinstance(order, EvictWorker)]
+
+
+@pytest.mark.parametrize(
+    ("view", "position", "why"),
+    [(0, 8, "had no view"), (10**6, None, "the newest is"), (0, None, ""), (0, 0, "")],
+)
+def test_a_joined_worker_is_believed_only_what_it_can_have(view, position, why):
+    harness = PolicyHarness(lanes=3).train({0: 100, 1: 100})
+    harness.arrive(7, attachment=JOINED)
+    found = harness.policy.stopped_at(7, harness.now_s, view=view, position=position)
+    assert (why in found) if why else found == ""
+    assert harness.policy.members[7].stopped == (not why)
+
+
+def test_nobody_is_beyond_the_end_of_the_job():
+    harness = joined_liar()
+    harness.policy.final_position = 401
+    view = harness.last.number
+    assert "beyond the end" in harness.policy.stopped_at(7, harness.now_s, view=view, position=402)
+    assert harness.policy.stopped_at(7, harness.now_s, view=view, position=401) == ""

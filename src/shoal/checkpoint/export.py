@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.blobs import encode_blob, safetensors_header, safetensors_order
 from shoal.checkpoint.files import atomic_replace, open_files
 from shoal.checkpoint.manifest import step_from_path
+from shoal.checkpoint.model_check import MODEL_INFO, WEIGHTS
 from shoal.checkpoint.sha256 import weights_sha256
 from shoal.checkpoint.sharded_files import NAMES_SECTION, PIECES_SECTION, AssembledTensors, open_pieces
 from shoal.checkpoint.state_tree import State
@@ -28,9 +29,7 @@ from shoal.checkpoint.store import CheckpointStore, EmitEvent
 from shoal.checkpoint.tensor_bytes import bytes_of, unsaveable_reason
 from shoal.errors import ShoalError, error, from_os_error
 
-WEIGHTS = "model.safetensors"
 PROGRAM = "model.pt2"
-MODEL_INFO = "model.json"
 MODEL_SECTION = "model"
 """The section of a checkpoint's state that holds the weights by name."""
 FIX_NO_WEIGHTS = "Give a run, a checkpoint or a .safetensors file."

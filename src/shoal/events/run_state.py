@@ -155,6 +155,8 @@ class RunState:
     check_failure: str = ""
     """Why the last check could compare nothing."""
     views: int = 0
+    view_number: int = 0
+    """The highest number of a view in an event."""
     peak_workers: int = 0
     saves: int = 0
     saved_step: int | None = None
@@ -166,6 +168,8 @@ class RunState:
     last_event_t: float = 0.0
     error: dict[str, str] | None = None
     result: dict[str, Any] = field(default_factory=dict)
+    verified_sha256: str = ""
+    """The SHA-256 of the exported weights, as the driver computed it from the file."""
     built_by: str = ""
     facts: Annotated[dict[str, Any], make_check(RunFacts)] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
@@ -248,7 +252,7 @@ def replay(events: Iterable[Event]) -> RunState:
 Fields = TypeVar("Fields")
 _HANDLERS: dict[str, Callable[[RunState, Event, Any], None]] = {}
 _NOTED_KINDS = ("save_failed", "save_skipped", "checkpoint_invalid", "cleanup_failed", "export_skipped", "evicted",
-                "caught_up", "loader_restarted")  # fmt: skip
+                "refused", "caught_up", "loader_restarted")  # fmt: skip
 """Kinds that do not change the state but are shown as lines."""
 
 
@@ -269,7 +273,7 @@ for _kind in _NOTED_KINDS:
 @_folds(schema.RunStartedEvent)
 def _run_started(state: RunState, event: Event, started: schema.RunStartedEvent) -> None:
     state.run, state.status, state.starts = started.run, "starting", state.starts + 1
-    state.error, state.result, state.built_by = None, {}, ""
+    state.error, state.result, state.built_by, state.verified_sha256 = None, {}, "", ""
     state.nobody_left = True  # workers that outlived their driver report their state again
     for server in state.servers.values():
         _release(server, "dead")  # servers that outlived their driver connect again
@@ -340,7 +344,7 @@ def _joined(state: RunState, event: Event, joined: schema.JoinedEvent) -> None:
 
 @_folds(schema.ViewEvent)
 def _view(state: RunState, event: Event, view: schema.ViewEvent) -> None:
-    state.views += 1
+    state.views, state.view_number = state.views + 1, max(state.view_number, view.number)
     for worker in state.training_workers:
         if worker.name not in view.carries:
             worker.state, worker.samples_per_s = "standing", 0.0
@@ -546,6 +550,11 @@ def _finished(state: RunState, event: Event, finished: schema.FinishedEvent) -> 
     for worker in state.training_workers:
         worker.seen_at(event.t)  # the others wait for the one that finishes
     state.worker(event.who).state = "finished"
+
+
+@_folds(schema.VerifiedEvent)
+def _verified(state: RunState, event: Event, verified: schema.VerifiedEvent) -> None:
+    state.verified_sha256 = verified.weights_sha256
 
 
 @_folds(schema.FailedEvent)

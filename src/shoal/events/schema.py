@@ -362,6 +362,16 @@ class EvictedEvent(NamedTuple):
 
 
 @_kind
+class RefusedEvent(NamedTuple):
+    """The driver refuses a process that knows the token: it said what it may not say. Few such rows are written when
+    there are many; `run_ended` counts all."""
+
+    reason: str
+    name: Annotated[str, "what the process was"] = ""
+    address: Annotated[str, "where it connected from"] = ""
+
+
+@_kind
 class WorkerDiedEvent(NamedTuple):
     """A worker's process ended without saying why."""
 
@@ -458,6 +468,15 @@ class FinishedEvent(NamedTuple):
     metrics: Mapping[str, Number]
     stopped: Annotated[str, "why before the last step, if it was"]
     platform: Mapping[str, str]
+
+
+@_kind
+class VerifiedEvent(NamedTuple):
+    """The driver has read the exported model, and its weights are those that `finished` reports."""
+
+    weights_sha256: Annotated[str, "of the tensors in model.safetensors, computed from the file"]
+    size_bytes: Count
+    verify_s: float = 0.0
 
 
 @_kind

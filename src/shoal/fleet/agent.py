@@ -6,14 +6,15 @@ It carries out commands and sends reports. Both are plain validated data that ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, TypeAdapter
+from pydantic import Field
 
 from shoal.events import LineTail
 from shoal.fleet.engine import Exit, Launch
 from shoal.fleet.engines.local import LocalEngine
 from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.messages import MAX_ERROR_CHARACTERS, MAX_LINE_CHARACTERS, AgentReport, ExitedReport, OutputReport
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
@@ -36,35 +37,7 @@ class StopCommand(Spec):
     how: Literal["terminate", "kill"]
 
 
-class ExitedReport(Spec):
-    """A process has exited; see `Exit`. `errors` is the end of its standard error."""
-
-    kind: Literal["exited"] = "exited"
-    seat: NonNegativeInt
-    code: int | None
-    reason: str
-    errors: str = ""
-
-
-class OutputReport(Spec):
-    """A line that a process printed; a long line is truncated."""
-
-    kind: Literal["output"] = "output"
-    seat: NonNegativeInt
-    text: str
-
-
 AgentCommand = LaunchCommand | StopCommand
-AgentReport = ExitedReport | OutputReport
-MAX_ERROR_CHARACTERS = 2000
-MAX_LINE_CHARACTERS = 4000
-
-_REPORTS: TypeAdapter[AgentReport] = TypeAdapter(Annotated[AgentReport, Field(discriminator="kind")])
-
-
-def parse_report(kind: str, fields: dict[str, Any]) -> AgentReport:
-    """Parse a message of the control channel. ValueError if it is not a report."""
-    return _REPORTS.validate_python({**fields, "kind": kind})
 
 
 class Agent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import selectors
 import socket
@@ -36,15 +35,13 @@ class _ControlConnection:
 
 
 class ConnectionThread:
-    """Calls `on_message(number, message)` in its own thread: "here" first, "lost" last. While `inbox_full()`, nothing
-    is read, and unread messages stay with their senders. Public methods may be called from any thread; they return at
-    once and take effect in the order of the calls."""
+    """Calls `on_message(number, message)` in its own thread: "here" first, "lost" last, with the field `refused` if the
+    peer broke the protocol. While `inbox_full()`, nothing is read, and unread messages stay with their senders. Public
+    methods may be called from any thread; they return at once and take effect in the order of the calls."""
 
     def __init__(self, *, on_message: Callable[[int, JsonMessage], None], inbox_full: Callable[[], bool]) -> None:
-        self.protocol_errors = 0
         self._on_message = on_message
         self._inbox_full = inbox_full
-        self._numbers = itertools.count(1)
         self._connections: dict[int, _ControlConnection] = {}
         self._pending_calls: deque[Callable[[], object]] = deque()
         self._wakeup = Wakeup()
@@ -57,8 +54,8 @@ class ConnectionThread:
         self._thread = threading.Thread(target=self._run, name="shoal-control", daemon=True)
         self._thread.start()
 
-    def add(self, sock: socket.socket, hello: dict[str, Any], size_bytes: int) -> None:
-        self._call_soon(partial(self._add, sock, JsonMessage("here", hello, size_bytes)))
+    def add(self, number: int, sock: socket.socket, hello: dict[str, Any], size_bytes: int) -> None:
+        self._call_soon(partial(self._add, number, sock, JsonMessage("here", hello, size_bytes)))
 
     def send(self, numbers: Iterable[int], message: bytes) -> None:
         self._call_soon(partial(self._send, list(numbers), message))
@@ -127,8 +124,7 @@ class ConnectionThread:
             if events & selectors.EVENT_WRITE:
                 connection.link.write()
         except ProtocolError as failure:
-            self.protocol_errors += 1
-            self._report_lost(connection, str(failure))
+            self._report_lost(connection, str(failure), refused=True)
         except LinkError as failure:
             self._report_lost(connection, str(failure))
         else:
@@ -148,12 +144,12 @@ class ConnectionThread:
             connection.events = events
             self._selector.modify(connection.link, events, connection)
 
-    def _add(self, sock: socket.socket, hello: JsonMessage) -> None:
+    def _add(self, number: int, sock: socket.socket, hello: JsonMessage) -> None:
         if self._closing():
             sock.close()
             return
         outbox = Outbox()
-        caller = _ControlConnection(next(self._numbers), MessageConnection(sock, outbox), outbox, self._clock.now_s)
+        caller = _ControlConnection(number, MessageConnection(sock, outbox), outbox, self._clock.now_s)
         self._connections[caller.number] = caller
         self._selector.register(caller.link, selectors.EVENT_READ, caller)
         self._on_message(caller.number, hello)
@@ -169,9 +165,9 @@ class ConnectionThread:
         """Ping the connections that have nothing else to send."""
         self._send([c.number for c in self._connections.values() if not c.link.has_unsent], _PING)
 
-    def _report_lost(self, connection: _ControlConnection, why: str) -> None:
+    def _report_lost(self, connection: _ControlConnection, why: str, *, refused: bool = False) -> None:
         if self._close_connection(connection.number) and not self._closing():
-            self._on_message(connection.number, JsonMessage("lost", {"why": why}, len(why)))
+            self._on_message(connection.number, JsonMessage("lost", {"why": why, "refused": refused}, len(why)))
 
     def _close_connection(self, number: int) -> bool:
         """Close a connection. Returns False if it was already closed."""

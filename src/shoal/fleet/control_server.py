@@ -6,6 +6,8 @@ Messages are lines of JSON over TCP, after a handshake in which both sides prove
 from __future__ import annotations
 
 import errno
+import hmac
+import itertools
 import socket
 from collections import deque
 from collections.abc import Iterable
@@ -14,7 +16,10 @@ from typing import Any
 
 from shoal.errors import error
 from shoal.fleet.connection_thread import ConnectionThread
+from shoal.fleet.driver_address import make_key
+from shoal.fleet.messages import printable
 from shoal.net.address import format_address
+from shoal.net.handshake import new_token
 from shoal.net.listener import AuthenticatedListener
 from shoal.net.messages import JsonMessage, decode_object, encode_message
 from shoal.net.tls import TlsContexts
@@ -23,6 +28,7 @@ from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import View
 
 MAX_INBOX_BYTES = 64 << 20
+MAX_KEPT_REFUSALS = 100
 _MESSAGE_OVERHEAD_BYTES = 256
 
 
@@ -36,19 +42,40 @@ class ControlMessage:
     fields: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A caller that knew the token and was refused, in printable text."""
+
+    name: str
+    address: str
+    reason: str
+
+
 class ControlServer:
     """Created and used by one thread, the driver's. Only `close` blocks. A second thread does the I/O, so that pings
     are sent even while the driver is busy."""
 
     def __init__(
-        self, token: str, *, listen: str = "127.0.0.1", port: int = 0, tls_contexts: TlsContexts | None = None
+        self,
+        token: str,
+        *,
+        listen: str = "127.0.0.1",
+        port: int = 0,
+        tls_contexts: TlsContexts | None = None,
+        secret: str = "",
     ) -> None:
-        """If `port` is in use, another port is chosen; see the attribute `port`."""
+        """If `port` is in use, another port is chosen; see the attribute `port`. `secret` is an earlier driver's, see
+        `driver_address`."""
+        self.secret = secret or new_token()
         listener = _listening_socket(listen, port)
         self.host: str
         self.port: int
         self.host, self.port = listener.getsockname()[:2]
+        self._numbers = itertools.count(1)
         self._open_connections: set[int] = set()
+        self._addresses: dict[int, str] = {}  # of connected callers
+        self._refusals: deque[Refusal] = deque(maxlen=MAX_KEPT_REFUSALS)
+        self._refused = 0
         self._inbox: deque[tuple[int, JsonMessage]] = deque()
         self._received_bytes = 0  # written by the connection thread
         self._consumed_bytes = 0  # written by the driver's thread
@@ -64,7 +91,7 @@ class ControlServer:
     @property
     def refused(self) -> int:
         """Refused connections: unknown clients, and clients that broke the protocol."""
-        return self._listener.refused + self._connection_thread.protocol_errors
+        return self._listener.refused + self._refused
 
     def fileno(self) -> int:
         """For select(): readable when `receive` has messages."""
@@ -82,7 +109,9 @@ class ControlServer:
             if number in self._open_connections:
                 found.append(ControlMessage(number, row.kind, row.fields))
             if row.kind == "lost":
-                self._open_connections.discard(number)
+                if number in self._open_connections and row.fields["refused"]:
+                    self._note_refusal(number, "", row.fields["why"])
+                self._forget(number)
         if was_full:
             self._connection_thread.resume_reading()
         return found
@@ -104,8 +133,27 @@ class ControlServer:
 
     def drop(self, connection: int) -> None:
         """Close the connection. No more messages of it are received, not even "lost"."""
-        self._open_connections.discard(connection)
+        self._forget(connection)
         self._connection_thread.drop(connection)
+
+    def refuse(self, connection: int, why: str, *, name: str = "") -> None:
+        """`drop` a caller that said what it may not say. It is counted; see `take_refusals`."""
+        self._note_refusal(connection, name, why)
+        self.drop(connection)
+
+    def take_refusals(self) -> list[Refusal]:
+        """The newest refusals since the last call, at most `MAX_KEPT_REFUSALS`."""
+        found = list(self._refusals)
+        self._refusals.clear()
+        return found
+
+    def key(self, name: str) -> str:
+        """The key of a seat's name, see `driver_address`."""
+        return make_key(self.secret, name)
+
+    def holds_key(self, name: str, key: str) -> bool:
+        """Whether a caller proved that the driver gave it this seat."""
+        return hmac.compare_digest(self.key(name).encode(), key.encode("utf-8", "replace"))
 
     def close(self) -> None:
         """Send the queued messages, then close. Peers that do not read get a second."""
@@ -114,7 +162,18 @@ class ControlServer:
         self._inbox_ready.close()
 
     def _on_connect(self, sock: socket.socket, hello: bytes) -> None:
-        self._connection_thread.add(sock, decode_object(hello), len(hello))
+        greeting, address = decode_object(hello), format_address(*sock.getpeername()[:2])
+        number = next(self._numbers)
+        self._addresses[number] = address
+        self._connection_thread.add(number, sock, greeting, len(hello))
+
+    def _note_refusal(self, connection: int, name: str, why: str) -> None:
+        self._refused += 1
+        self._refusals.append(Refusal(printable(name), self._addresses.get(connection, ""), printable(why)))
+
+    def _forget(self, connection: int) -> None:
+        self._open_connections.discard(connection)
+        self._addresses.pop(connection, None)
 
     def _on_message(self, number: int, message: JsonMessage) -> None:
         self._received_bytes += message.size_bytes + _MESSAGE_OVERHEAD_BYTES

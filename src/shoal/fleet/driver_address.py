@@ -1,7 +1,14 @@
-"""The address of the driver, in a small file that only its owner can read. A new driver replaces it."""
+"""The address of the driver, in a small file that only its owner can read. A new driver replaces it.
+
+The file also has a secret that only processes with the run's directory know. It makes the key of each seat: a process
+proves with it that the driver gave it the seat. A worker that joins has the token alone, and gets the key of its own
+seat with its welcome.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import tempfile
@@ -21,6 +28,15 @@ class DriverAddress:
     host: str
     port: int
     token: str = field(repr=False)
+    secret: str = field(default="", repr=False)
+
+    def key(self, name: str) -> str:
+        """The key for a seat's name (worker-2), or for "user"; '' if this process does not know the secret."""
+        return make_key(self.secret, name) if self.secret else ""
+
+
+def make_key(secret: str, name: str) -> str:
+    return hmac.digest(secret.encode(), name.encode(), hashlib.sha256).hex()
 
 
 def write_driver_address(path: Path, address: DriverAddress) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.fleet.messages import BeatMessage
 
 RECONNECT_TIMEOUT_S = 5.0
 """Seconds that a process that outlived its driver has to connect to the new one."""
@@ -21,8 +23,7 @@ class Connections(Protocol):
     def drop(self, connection: int) -> None: ...
 
 
-def _initial_heartbeat() -> Mapping[str, Any]:
-    return {"phase": "building", "since_s": 0.0}
+_FIRST_HEARTBEAT = BeatMessage(kind="beat", phase="building")
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Peer:
     host: str = ""
     managed: bool = True
     same_host: bool = True
-    last_heartbeat: Mapping[str, Any] = field(default_factory=_initial_heartbeat)
+    last_heartbeat: BeatMessage = _FIRST_HEARTBEAT
     disconnected_at_s: float | None = None
     said_bye: bool = False
 

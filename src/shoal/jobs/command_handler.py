@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from shoal.fleet.messages import DrainRequest, ScaleRequest, StopRequest, UserRequest
 from shoal.jobs.server_group import ServerGroup
+from shoal.net.errors import ProtocolError
 from shoal.plan.membership_policy import MembershipPolicy
-from shoal.spec.job import MAX_WORKERS
 
 
 class CommandHandler:
@@ -20,19 +20,18 @@ class CommandHandler:
         self._membership = membership
         self._server_group = server_group
 
-    def handle(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Carry out a command. KeyError, TypeError or ValueError if it is malformed; then nothing is changed."""
-        if kind == "scale":
-            self._scale({who: int(fields[who]) for who in ("wanted", "servers") if who in fields})
-        elif kind == "drain" and fields.get("role") == "server":
-            self._servers.drain(int(fields["seat"]))
-        elif kind == "drain":
-            self.user_scaled = True
-            self._membership.drain(int(fields["seat"]), "drained", replace=False)
-        elif kind == "stop":
-            self.stop_requested = "stopped"
-        else:
-            raise ValueError(kind)
+    def handle(self, request: UserRequest) -> None:
+        """Carry out a command. ProtocolError if it asks for servers in a run without; then nothing is changed."""
+        match request:
+            case ScaleRequest():
+                self._scale(request)
+            case DrainRequest(role="server"):
+                self._servers.drain(request.seat)
+            case DrainRequest():
+                self.user_scaled = True
+                self._membership.drain(request.seat, "drained", replace=False)
+            case StopRequest():
+                self.stop_requested = "stopped"
 
     def status(self) -> dict[str, Any]:
         return {
@@ -44,17 +43,15 @@ class CommandHandler:
             "servers": self._server_group.connected_seats if self._server_group else [],
         }
 
-    def _scale(self, numbers: Mapping[str, int]) -> None:
-        if not numbers or not all(1 <= number <= MAX_WORKERS for number in numbers.values()):
-            raise ValueError(f"scale to {dict(numbers)}")
-        if "servers" in numbers:
-            self._servers.scale(numbers["servers"])
-        if "wanted" in numbers:
+    def _scale(self, request: ScaleRequest) -> None:
+        if request.servers is not None:
+            self._servers.scale(request.servers)
+        if request.wanted is not None:
             self.user_scaled = True
-            self._membership.scale(numbers["wanted"])
+            self._membership.scale(request.wanted)
 
     @property
     def _servers(self) -> ServerGroup:
         if self._server_group is None:
-            raise ValueError("a run without servers")
+            raise ProtocolError("the run has no servers")
         return self._server_group

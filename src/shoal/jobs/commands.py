@@ -206,7 +206,7 @@ def _connection(
     address: DriverAddress, *messages: bytes, tls_contexts: TlsContexts | None
 ) -> Iterator[Iterator[dict[str, Any]]]:
     """Iterates over the fields of the driver's welcome, then of its answers to `messages`."""
-    hello = json.dumps({"role": "user"}).encode()
+    hello = json.dumps({"role": "user", "key": address.key("user")}).encode()
     try:
         with connect_host(address.host, address.port, address.token, hello, tls_contexts=tls_contexts) as sock:
             sock.settimeout(REPLY_TIMEOUT_S)

@@ -13,16 +13,18 @@ from pathlib import Path
 
 from shoal.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN, EXIT_TERMINATED, ShoalError, error, error_from_fields
 from shoal.events import Event, EventReader
-from shoal.fleet.agent import Agent, AgentReport, ExitedReport, LaunchCommand, OutputReport, StopCommand
+from shoal.fleet.agent import Agent, LaunchCommand, StopCommand
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress
 from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.messages import AgentReport, ExitedReport, OutputReport
 from shoal.fleet.process_main import WELCOME_TIMEOUT_S
 from shoal.jobs import commands
 from shoal.jobs.fork_servers import make_fork_server
 from shoal.jobs.run_executor import catch_stop_signals
 from shoal.jobs.worker_group import WORKER_MODULE
 from shoal.net.address import parse_address
+from shoal.net.handshake import new_token
 from shoal.spec.certificates import TlsContexts, load_tls_contexts
 from shoal.spec.job import MAX_WORKERS
 from shoal.spec.run_paths import RunPaths
@@ -30,6 +32,8 @@ from shoal.spec.trust import CodeTrust
 from shoal.spec.view import Seat
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
+AGENT_VARIABLE = "SHOAL_AGENT"
+"""A secret that this agent shares with its workers, so that nobody else can report their exits and output."""
 POLL_S = 0.1
 SIGNAL_INTERVAL_S = 1.0
 NO_TRUST = CodeTrust()
@@ -60,10 +64,12 @@ def join(
         tempfile.TemporaryDirectory(prefix="shoal-join-") as scratch,
         _fork_server(fork_server, welcome["threads"]) as mine,
     ):
-        environment = mine.environment | {TOKEN_VARIABLE: token}  # never on a command line, which other users can read
+        agent = new_token()
+        # never on a command line, which other users can read
+        environment = mine.environment | {TOKEN_VARIABLE: token, AGENT_VARIABLE: agent}
         secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
         with (
-            contextlib.closing(_connect_agent(contact, contexts)) as control,
+            contextlib.closing(_connect_agent(contact, agent, contexts)) as control,
             contextlib.closing(
                 JoinedWorkers(RunPaths.at(scratch), mine, environment=environment, control=control, show=show)
             ) as joined,
@@ -86,9 +92,9 @@ def _parse_address(where: str, token: str) -> DriverAddress:
     return DriverAddress(host, port, token)
 
 
-def _connect_agent(address: DriverAddress, tls_contexts: TlsContexts | None) -> ControlClient:
+def _connect_agent(address: DriverAddress, agent: str, tls_contexts: TlsContexts | None) -> ControlClient:
     """The agent's own connection to the driver, for its reports."""
-    hello = {"role": "agent", "host": socket.gethostname()}
+    hello = {"role": "agent", "host": socket.gethostname(), "agent": agent}
     control = ControlClient(lambda: address, lambda: hello, heartbeat=dict, tls_contexts=tls_contexts)
     try:
         control.connect(WELCOME_TIMEOUT_S)

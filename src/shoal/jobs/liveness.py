@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from shoal.fleet.messages import MAX_LINE_CHARACTERS, printable
 from shoal.fleet.roster import Roster
 from shoal.plan.failure_detector import DetectedFailure, FailureDetector, Heartbeat
 
@@ -62,13 +63,13 @@ def read_heartbeat(roster: Roster, seat: int) -> Heartbeat:
         seat=seat,
         heard_s=roster.silence_s(seat),
         stopped=peer.same_host and process_state(peer.pid) == "T",
-        phase=str(beat.get("phase", "")),
-        units=int(beat.get("units", 0)),
-        units_in_phase=int(beat.get("units_in_phase", 0)),
-        since_s=float(beat.get("since_s", 0.0)),
-        step=int(beat.get("step", 0)),
-        line=str(beat.get("line", "")),
-        moved_bytes=int(beat.get("moved_bytes", 0)),
+        phase=beat.phase,
+        units=beat.units,
+        units_in_phase=beat.units_in_phase,
+        since_s=beat.since_s,
+        step=beat.step,
+        line=printable(beat.line, limit=MAX_LINE_CHARACTERS),
+        moved_bytes=beat.moved_bytes,
     )
 
 

@@ -8,9 +8,11 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
+from shoal.checkpoint.model_check import VerifiedModel, verify_model
 from shoal.errors import ShoalError, error, error_from_fields, from_os_error
 from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader, describe_damage
 from shoal.fleet.agent_reports import AgentReports
@@ -19,7 +21,9 @@ from shoal.fleet.driver_address import DriverAddress, read_driver_address, write
 from shoal.fleet.engine import Exit
 from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.messages import AgentHello, UserHello, parse_hello, parse_user_request
 from shoal.fleet.orphans import locked_seats
+from shoal.fleet.rate_limit import RateLimit
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.coroutines import BackgroundCall
@@ -30,6 +34,7 @@ from shoal.jobs.run_health import ensure_descriptors, find_damage
 from shoal.jobs.run_result import RunResult
 from shoal.jobs.server_group import ServerGroup
 from shoal.jobs.worker_group import WorkerGroup, initial_workers
+from shoal.net.errors import ProtocolError
 from shoal.net.handshake import new_token
 from shoal.plan.membership_policy import decide_restart
 from shoal.spec.certificates import tls_contexts_for
@@ -39,6 +44,10 @@ from shoal.spec.view import Seat
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that workers have to exit after the run has finished."""
+MAX_USERS = 64
+"""Connections of users. The oldest is closed for one more."""
+REFUSALS_PER_S, REFUSALS_AT_ONCE = 1, 20
+"""How many `refused` events are written in the long run and at once."""
 OnRunEvent = Callable[[Event, RunState], str | None]
 """Called with every event. A returned reason (such as "pruned") stops the run at the next step boundary."""
 
@@ -67,11 +76,14 @@ class RunDriver:
         self.state = self._reader.state
         self._output_tails: dict[int, tuple[str, LineTail]] = {}
         self._replanner: Replanner | None = None
-        self._users: set[int] = set()  # connections of users that send commands
+        self._users: dict[int, UserHello] = {}  # by connection, the oldest first
+        self._refusal_limit = RateLimit(REFUSALS_PER_S, REFUSALS_AT_ONCE)
+        self._last_step_known = False
         self._restarts_left = job.elastic.restarts
         self._expected_exits: set[int] = set()  # seats whose exits have already been charged to a restart
         self.stop_reason = ""
-        self._shutdown_deadline_s = 0.0
+        self._shutdown_deadline_s = self._verification_began_s = 0.0
+        self._verification: BackgroundCall[VerifiedModel] | None = None
         self._ending: BackgroundCall[None] | None = None
         self._result: RunResult | None = None
 
@@ -84,7 +96,8 @@ class RunDriver:
         self._reader.catch_up()  # events that an earlier driver has shown are not shown again
         if damage := describe_damage(self.state.skipped_rows):
             self._stream.emit("note", message=damage)
-        already_finished = bool(self.state.result)  # the workers finished it without a driver
+        # the workers finished it without a driver
+        already_finished = bool(self.state.result) and self.state.status != "failed"
         locked = locked_seats(self.paths)
         reattached = self.engine.reattach()
         self._report_unseen_deaths([seat for seat in locked if seat not in reattached])
@@ -110,8 +123,11 @@ class RunDriver:
                 "run_started", run=self.paths.name, pid=os.getpid(), listens=self.control.address, tls=tls
             )
         self._start_replanner()
-        self._agent_reports = AgentReports(self.control, self.paths, self._stream)
-        self.worker_group.start(seat.number for seat in reattached if seat.role == "worker")
+        group = self.worker_group
+        self._agent_reports = AgentReports(self.control, self.paths, self._stream, agent_of=group.agent_of)
+        self._last_step_known = any(seat.role == "worker" for seat in reattached)
+        workers = (seat.number for seat in reattached if seat.role == "worker")
+        group.start(workers, view_number=self.state.view_number)
         if self.server_group:
             self.server_group.start(seat.number for seat in reattached if seat.role == "server")
 
@@ -160,7 +176,10 @@ class RunDriver:
 
     def filenos(self) -> list[int]:
         """For select(): `tick` has something to do when one of these is readable."""
-        return [self._ending.fileno()] if self._ending else [self.engine.fileno(), self.control.fileno()]
+        if self._ending:
+            return [self._ending.fileno()]
+        verification = [self._verification.fileno()] if self._verification else []
+        return [self.engine.fileno(), self.control.fileno(), *verification]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until `tick` has something to do or the timeout expires."""
@@ -211,15 +230,34 @@ class RunDriver:
         return None
 
     def _shut_down(self) -> RunResult | None:
-        """Let all processes exit after the run has finished. Returns the result when they have."""
+        """Let all processes exit after the run has finished, and read its model meanwhile. Returns the result when both
+        are done."""
         now = time.monotonic()
         self._shutdown_deadline_s = self._shutdown_deadline_s or now + SHUTDOWN_TIMEOUT_S
+        if self._verification is None:
+            verify = partial(verify_model, self.paths.model, weights_sha256=self.state.result["weights_sha256"])
+            self._verification, self._verification_began_s = BackgroundCall(verify), now
         if self.worker_group.seats and now < self._shutdown_deadline_s:
             self.worker_group.dismiss("finished")
             return None
+        if not self._verification.done:
+            return None
         if self.server_group:
             self.server_group.flush_stats()
-        self._read_events()  # the receipt also counts a worker whose exit was reported in this tick
+        return self._finished(self._verification)
+
+    def _finished(self, verification: BackgroundCall[VerifiedModel]) -> RunResult:
+        try:
+            verified = verification.result()
+        except ShoalError as failure:
+            return self._failed(failure)
+        self._stream.emit(
+            "verified",
+            weights_sha256=verified.weights_sha256,
+            size_bytes=verified.size_bytes,
+            verify_s=round(time.monotonic() - self._verification_began_s, 6),
+        )
+        self._read_events()
         return RunResult(self.paths, "finished", receipt=make_receipt(self.job, self.state, run=self.paths.name))
 
     def _write_end(self, result: RunResult) -> RunResult:
@@ -250,6 +288,9 @@ class RunDriver:
                 self._agent_reports.handle(message)
             else:
                 self.worker_group.handle(message)
+        for refusal in self.control.take_refusals():
+            if self._refusal_limit.allows(1, time.monotonic()):
+                self._stream.emit("refused", name=refusal.name, address=refusal.address, reason=refusal.reason)
 
     def _handle_hello(self, message: ControlMessage) -> None:
         role = message.fields.get("role")
@@ -257,22 +298,43 @@ class RunDriver:
             self.server_group.handle_hello(message)
         elif role == "worker":
             self.worker_group.handle_hello(message)
-        elif role == "agent":
-            self._agent_reports.admit(message)
         else:
-            self._users.add(message.connection)
+            try:
+                self._admit(message)
+            except ProtocolError as failure:
+                self.control.refuse(message.connection, str(failure))
+
+    def _admit(self, message: ControlMessage) -> None:
+        """Welcome an agent or a user. ProtocolError if it must be refused."""
+        hello = parse_hello(message.fields)
+        if isinstance(hello, AgentHello):
+            self._agent_reports.admit(message.connection, hello)
+        elif isinstance(hello, UserHello):
+            if len(self._users) >= MAX_USERS:
+                oldest = next(iter(self._users))
+                self.control.drop(oldest)
+                del self._users[oldest]
+            self._users[message.connection] = hello
             self.control.send(message.connection, "welcome", run=self.paths.name, threads=self.job.threads)
+        else:
+            raise ProtocolError("the run has no servers")
 
     def _handle_command(self, message: ControlMessage) -> None:
-        """Carry out a user's command and reply with the run's status. A malformed command closes the connection."""
+        """Carry out a user's command and reply with the run's status. A malformed command closes the connection, and so
+        does one of a process that cannot read the run's directory."""
+        if message.kind == "lost":
+            del self._users[message.connection]
+            return
         try:
-            if message.kind != "lost":
-                self.commands.handle(message.kind, message.fields)
-                self.control.send(message.connection, "answer", **self.commands.status())
-                return
-        except (KeyError, TypeError, ValueError):
-            self.control.drop(message.connection)
-        self._users.discard(message.connection)
+            request = parse_user_request(message.kind, message.fields)
+            if not self.control.holds_key("user", self._users[message.connection].key):
+                raise ProtocolError("commands need the run's directory, and it has the token alone")
+            self.commands.handle(request)
+        except ProtocolError as failure:
+            self.control.refuse(message.connection, str(failure), name="a user")
+            del self._users[message.connection]
+            return
+        self.control.send(message.connection, "answer", **self.commands.status())
 
     def _read_events(self) -> None:
         for number in self.engine.running():
@@ -287,6 +349,9 @@ class RunDriver:
                 self._replanner.observe(event, self.state)
             self._notify(event)
         self._reader.save_if_due()
+        self._last_step_known = self._last_step_known or bool(self.state.built_by)
+        if self._last_step_known and self.state.steps_total:
+            self.worker_group.set_last_step(self.state.steps_total)
 
     def _notify(self, event: Event) -> None:
         if self._on_event and (why := self._on_event(event, self.state)):
@@ -369,9 +434,10 @@ def open_control(job: Job, paths: RunPaths) -> ControlServer:
     """Open the control server with an earlier driver's token and, if it is free, port. Its address is written to the
     run directory for the workers."""
     known = read_driver_address(paths.driver_address)
-    token, port = (known.token, known.port) if known else (new_token(), 0)
-    control = ControlServer(token, listen=job.network.listen, port=port, tls_contexts=tls_contexts_for(job))
-    write_driver_address(paths.driver_address, DriverAddress(control.host, control.port, token))
+    token, port, secret = (known.token, known.port, known.secret) if known else (new_token(), 0, "")
+    contexts = tls_contexts_for(job)
+    control = ControlServer(token, listen=job.network.listen, port=port, tls_contexts=contexts, secret=secret)
+    write_driver_address(paths.driver_address, DriverAddress(control.host, control.port, token, control.secret))
     return control
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.engine import Engine, Exit, Launch
+from shoal.fleet.messages import (
+    BeatMessage,
+    FilledMessage,
+    ServerHello,
+    parse_hello,
+    parse_server_message,
+    printable,
+)
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
+from shoal.net.errors import ProtocolError
 from shoal.net.host_id import host_id
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
 from shoal.plan.placement_stats import moved_bytes, placement_stats
 from shoal.spec.chunk_table import ChunkTable, build_pieces
 from shoal.spec.job import ServerSyncConfig
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Address, Attachment, Seat
+from shoal.spec.view import Seat
 
 SERVER_MODULE = "shoal.paramserver.main"
 STATS_INTERVAL_S = 3.0
@@ -60,7 +68,7 @@ class ServerGroup:
         self._served_before: set[int] = set()  # seats that have held chunks
         self._died_since_table: set[int] = set()
         self._table_reasons: list[str] = []  # events since the last table
-        self._reported_stats: dict[int, Mapping[str, Any]] = {}  # last reported stats by seat
+        self._reported_stats: dict[int, Mapping[str, float]] = {}  # last reported stats by seat
         self._newest_table_number = self._lost_table_number = (
             0  # the newest table, and the newest one whose chunks are lost
         )
@@ -95,33 +103,35 @@ class ServerGroup:
             self._roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
 
     def handle_hello(self, message: ControlMessage) -> None:
-        """A server connects. A server with a malformed hello or an unknown or evicted seat is refused."""
+        """A server connects. It is refused if its hello is malformed or its seat unknown, evicted or not its own."""
         try:
-            seat = int(message.fields["seat"])
-            address = Address.model_validate(message.fields["address"])
-            attachment = Attachment.model_validate(message.fields["attachment"])
-            peer = Peer(
-                message.connection,
-                int(message.fields["pid"]),
-                str(message.fields["host"]),
-                managed=attachment.managed,
-                same_host=address.host_id == host_id(),
-            )
-            table = message.fields.get("table")
-            known = None if table is None else ChunkTable.model_validate(table)
-        except (KeyError, TypeError, ValueError, OverflowError):  # includes pydantic's ValidationError
-            self._control.drop(message.connection)
+            hello = parse_hello({**message.fields, "role": "server"})
+            assert isinstance(hello, ServerHello)
+            seat = hello.seat
+            self._check_admission(hello)
+        except ProtocolError as failure:
+            self._control.refuse(message.connection, str(failure), name="a server")
             return
-        if seat not in self.seats or self._roster.is_evicted(seat):
-            self._control.drop(message.connection)
-            return
+        peer = Peer(
+            message.connection,
+            hello.pid,
+            printable(hello.host),
+            managed=hello.attachment.managed,
+            same_host=hello.address.host_id == host_id(),
+        )
         if self._roster.connect(seat, peer):
             self._stream.emit("server_started", server=_name(seat), pid=peer.pid, host=peer.host)
             self._table_reasons.append(f"{_name(seat)} arrived")
-        self.observe_chunk_table(known)
-        self._placement.arrived(seat, address)
+        self.observe_chunk_table(hello.table)
+        self._placement.arrived(seat, hello.address)
         self._control.send(message.connection, "welcome", seat=seat, run=self._paths.name)
         self.send_chunk_table(message.connection)
+
+    def _check_admission(self, hello: ServerHello) -> None:
+        if hello.seat not in self.seats or self._roster.is_evicted(hello.seat):
+            raise ProtocolError(f"seat {hello.seat} is not a server's, or was taken from it")
+        if not self._control.holds_key(_name(hello.seat), hello.key):
+            raise ProtocolError(f"it does not have the key of seat {hello.seat}")
 
     def observe_chunk_table(self, table: ChunkTable | None) -> None:
         """Record the newest table that a worker or server has seen; it may be an earlier driver's."""
@@ -140,24 +150,25 @@ class ServerGroup:
         """Handle a server's message. A malformed message closes the connection."""
         seat = self._roster.seat_of(message.connection)
         assert seat is not None, "see owns_connection"
-        try:
-            if message.kind == "beat":
-                self._roster[seat].last_heartbeat = message.fields
-            elif message.kind == "filled":
-                filled = int(message.fields["seat"])
-                self._placement.filled(seat, filled, int(message.fields["table"]))
-                self._table_reasons.append(f"{_name(filled)} is filled")
-            elif message.kind == "lost":
-                self._roster.disconnect(seat)
-        except (KeyError, TypeError, ValueError, OverflowError):
+        if message.kind == "lost":
             self._roster.disconnect(seat)
+            return
+        try:
+            received = parse_server_message(message.kind, message.fields)
+        except ProtocolError as failure:
+            self._control.refuse(message.connection, str(failure), name=_name(seat))
+            self._roster.disconnect(seat)
+            return
+        match received:
+            case BeatMessage():
+                self._roster[seat].last_heartbeat = received
+            case FilledMessage():
+                self._placement.filled(seat, received.seat, received.table)
+                self._table_reasons.append(f"{_name(received.seat)} is filled")
 
-    def set_chunk_boundaries(self, boundaries: Any) -> None:
-        """Set the chunk boundaries that a worker computed from the model. ValueError or TypeError if malformed."""
-        known = [int(cut) for cut in boundaries]
-        if len(known) < 2 or any(a >= b for a, b in pairwise(known)):
-            raise ValueError("cuts that do not ascend")
-        self._placement.set_boundaries(known)
+    def set_chunk_boundaries(self, boundaries: Sequence[int]) -> None:
+        """Set the chunk boundaries that a worker computed from the model. They ascend."""
+        self._placement.set_boundaries(boundaries)
 
     def handle_exit(self, one: Exit) -> str:
         """Handle the exit of a server. Returns why the run cannot continue, or ''."""
@@ -283,18 +294,14 @@ class ServerGroup:
 
     def _report_stats(self, seats: Iterable[int]) -> None:
         for seat in [seat for seat in seats if seat in self._roster]:
-            served = self._roster[seat].last_heartbeat.get("served")
-            if isinstance(served, Mapping) and served and served != self._reported_stats.get(seat):
+            served = self._roster[seat].last_heartbeat.served
+            if served and served != self._reported_stats.get(seat):
                 self._reported_stats[seat] = served
-                self._stream.emit("server_stats", server=_name(seat), stats=_numeric_stats(served))
+                self._stream.emit("server_stats", server=_name(seat), stats=served)
 
 
 def _name(seat: int) -> str:
     return f"server-{seat}"
-
-
-def _numeric_stats(served: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): value for name, value in served.items() if isinstance(value, int | float)}
 
 
 def _chunk_table_fields(old: ChunkTable | None, new: ChunkTable, died: set[int]) -> dict[str, Any]:

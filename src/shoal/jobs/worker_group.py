@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ValidationError
-
-from shoal.events import Event, EventWriter
-from shoal.events.checks import is_count, is_finite
-from shoal.events.stream import parse_event
+from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.engine import Engine, Exit, Launch, Node
+from shoal.fleet.event_relay import EventRelay
+from shoal.fleet.messages import (
+    BeatMessage,
+    ByeMessage,
+    CutsMessage,
+    EventMessage,
+    StandingMessage,
+    WorkerHello,
+    WorkerMessage,
+    parse_hello,
+    parse_worker_message,
+    printable,
+)
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
 from shoal.jobs.server_group import ServerGroup
+from shoal.net.errors import ProtocolError
 from shoal.net.host_id import host_id
-from shoal.plan.membership_policy import MembershipAction, PublishView, StartWorkers
+from shoal.plan.membership_policy import EvictWorker, MembershipAction, PublishView, StartWorkers
 from shoal.plan.sharded_membership import make_membership_policy
-from shoal.spec.chunk_table import ChunkTable
-from shoal.spec.job import Job
+from shoal.spec.job import MAX_WORKERS, Job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Address, Attachment, Seat, View
+from shoal.spec.view import Seat, View, position_of
 
 WORKER_MODULE = "shoal.train.worker"
 EXIT_TIMEOUT_S = 10.0
 """Seconds that a worker has to exit after its connection was closed, if it was told to leave."""
+MAX_UNSEEN_VIEWS = 1000
+"""How far a worker that connects may be ahead of the newest view that this driver knows: an earlier driver may have
+published views that are in no event."""
 
 
 class WorkerGroup:
@@ -63,9 +75,14 @@ class WorkerGroup:
         self._latest_views: dict[int, View] = {}
         self._final_view: View | None = None  # also sent to workers that connect after the end
         self._refused_by_seat: dict[int, int] = {}  # connections that the workers' own listeners refused, by seat
+        self._relays: dict[int, EventRelay] = {}  # for workers that joined
+        self._agents: dict[int, str] = {}  # by seat: the secret of the agent that started the worker, or ''
+        self._last_step: int | None = None
 
-    def start(self, reattached: Iterable[int]) -> None:
-        """Expect the workers that outlived an earlier driver. `tick` starts the missing ones."""
+    def start(self, reattached: Iterable[int], *, view_number: int = 0) -> None:
+        """Expect the workers that outlived an earlier driver, whose newest known view was `view_number`. `tick` starts
+        the missing ones."""
+        self.membership.view_number = max(self.membership.view_number, view_number)
         for seat in reattached:
             self.membership.expect(seat)
             self.roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
@@ -79,6 +96,8 @@ class WorkerGroup:
         for action in actions:
             if isinstance(action, StartWorkers):
                 self._start_workers(action.count)
+            elif isinstance(action, EvictWorker):
+                self.evict(action.seat, action.why)
             else:
                 self._publish(action)
         return actions
@@ -140,85 +159,109 @@ class WorkerGroup:
         """Whether a worker holds state from which the run can continue without a checkpoint."""
         return any(m.position or m.training for m in self.membership.members.values())
 
+    def set_last_step(self, step: int) -> None:
+        """The last step of the job, as a worker with the run's directory reported it."""
+        self._last_step = step
+        self.membership.final_position = position_of(step, evaluated=True)
+
+    def agent_of(self, seat: int) -> str | None:
+        """The secret of the agent that started the worker of this seat; '' if no agent did, None if it is unknown."""
+        return "" if seat in self._engine.running() else self._agents.get(seat)
+
     # ---- messages of workers ----
 
     def handle_hello(self, message: ControlMessage) -> None:
-        """A worker connects. It is refused if its hello is malformed, its seat invalid, or its state lost by
-        servers."""
-        fields = message.fields
+        """A worker connects. It is refused if its hello is malformed, if it claims what it cannot have, or if its state
+        is lost by servers."""
         try:
-            address = Address.model_validate(fields["address"])
-            attachment = Attachment.model_validate(fields["attachment"])
-            training, view = bool(fields["training"]), int(fields["view"])
-            peer = Peer(
-                message.connection,
-                int(fields["pid"]),
-                str(fields["host"]),
-                managed=attachment.managed,
-                same_host=address.host_id == host_id(),
-            )
-            told = fields.get("table")
-            table = None if told is None else ChunkTable.model_validate(told)
-        except (KeyError, TypeError, ValueError, ValidationError):
-            self._control.drop(message.connection)
+            hello = parse_hello({**message.fields, "role": "worker"})
+            assert isinstance(hello, WorkerHello)
+            seat = self._admit(hello)
+        except ProtocolError as failure:
+            self._control.refuse(message.connection, str(failure), name="a worker")
             return
-        seat = self._seat_for(fields.get("seat"), managed=attachment.managed)
-        holds_what_is_lost = view > 0 and self._server_group is not None and self._server_group.is_lost(table)
-        if seat is None or holds_what_is_lost:
-            self._control.drop(message.connection)
-            return
+        attachment, address = hello.attachment, hello.address
+        peer = Peer(
+            message.connection,
+            hello.pid,
+            printable(hello.host),
+            managed=attachment.managed,
+            same_host=address.host_id == host_id(),
+        )
         self.roster.connect(seat, peer)
         known = seat in self.membership.members
-        self.membership.arrived(seat, attachment, address=address, view=view, training=training and not known)
-        job = {"job": self._job.dump()} if attachment.needs_job else {}
-        self._control.send(message.connection, "welcome", seat=seat, run=self._paths.name, **job)
-        if self._final_view and self._final_view.number <= view:  # the worker ignores a number below its newest
-            self._final_view = self._final_view.model_copy(update={"number": view + 1})
-        if newest := self._final_view or self._latest_views.get(seat):
-            self._control.publish_view(newest, [message.connection])
+        training = hello.training and not known
+        self.membership.arrived(seat, attachment, address=address, view=hello.view, training=training)
+        if not attachment.managed:
+            self._agents[seat] = hello.agent
+        self._welcome(message.connection, seat, hello)
         if self._server_group:
-            self._server_group.observe_chunk_table(table)
+            if attachment.managed:
+                self._server_group.observe_chunk_table(hello.table)
             self._server_group.send_chunk_table(message.connection)
 
-    def _seat_for(self, wanted: Any, *, managed: bool) -> int | None:
-        """The seat that the worker claims, or a new one if a remote worker has none or was evicted from it."""
-        if managed:
-            return wanted if isinstance(wanted, int) and wanted in self.seats else None
-        ours = wanted in self._engine.running()  # the engine starts the workers of these seats
-        if isinstance(wanted, int) and not ours and not self.roster.is_evicted(wanted) and wanted >= 0:
-            self._seat_numbers.reserve(wanted)
-            return wanted
+    def _admit(self, hello: WorkerHello) -> int:
+        """The seat of the worker. ProtocolError if it must be refused."""
+        attachment = hello.attachment
+        if hello.view > self.membership.view_number + MAX_UNSEEN_VIEWS:
+            raise ProtocolError(f"it claims view {hello.view}, and the newest is {self.membership.view_number}")
+        if hello.view and self._server_group is not None and self._server_group.is_lost(hello.table):
+            raise ProtocolError("the servers lost the state that it holds")
+        proved = hello.seat is not None and self._control.holds_key(f"worker-{hello.seat}", hello.key)
+        if attachment.managed:
+            if not proved or hello.seat not in self.seats:
+                raise ProtocolError(f"seat {hello.seat} is not its seat")
+            return hello.seat
+        if attachment.can_save:
+            raise ProtocolError("it joined, so it cannot save")
+        joined = sum(not member.managed for member in self.membership.members.values())
+        if joined >= MAX_WORKERS:
+            raise ProtocolError(f"{joined} workers have joined already")
+        if hello.seat is not None and proved and self._may_return(hello.seat):
+            self._seat_numbers.reserve(hello.seat)
+            return hello.seat
         return self._seat_numbers.take()
 
+    def _may_return(self, seat: int) -> bool:
+        """Whether a worker that joined may have its seat back: it was not evicted from it."""
+        return seat not in self._engine.running() and not self.roster.is_evicted(seat)
+
+    def _welcome(self, connection: int, seat: int, hello: WorkerHello) -> None:
+        needs_job = hello.attachment.needs_job
+        joined = {"job": self._job.dump(), "key": self._control.key(f"worker-{seat}")} if needs_job else {}
+        self._control.send(connection, "welcome", seat=seat, run=self._paths.name, **joined)
+        if self._final_view and self._final_view.number <= hello.view:  # the worker ignores a number below its newest
+            self._final_view = self._final_view.model_copy(update={"number": hello.view + 1})
+        if newest := self._final_view or self._latest_views.get(seat):
+            self._control.publish_view(newest, [connection])
+
     def handle(self, message: ControlMessage) -> None:
-        """Handle a worker's message. A malformed message closes the connection of this worker only."""
+        """Handle a worker's message. A message that is malformed or not to be believed closes the connection of this
+        worker only."""
         seat = self.roster.seat_of(message.connection)
         if seat is None:
             return
+        if message.kind == "lost":
+            self._handle_lost(seat)
+            return
         try:
-            self._handle(seat, message)
-        except (KeyError, TypeError, ValueError):
-            self._control.drop(message.connection)
+            self._handle(seat, parse_worker_message(message.kind, message.fields))
+        except ProtocolError as failure:
+            self._control.refuse(message.connection, str(failure), name=f"worker-{seat} on {self.roster.host(seat)}")
             self._handle_lost(seat)
 
-    def _handle(self, seat: int, message: ControlMessage) -> None:
-        fields = message.fields
-        if message.kind == "beat":
-            self._handle_heartbeat(seat, fields)
-        elif message.kind == "standing":
-            position = None if fields["position"] is None else int(fields["position"])
-            saved = bool(fields.get("saved"))
-            self.membership.stopped_at(
-                seat, time.monotonic(), view=int(fields["view"]), position=position, checkpointed=saved
-            )
-        elif message.kind == "cuts" and self._server_group:
-            self._server_group.set_chunk_boundaries(fields["cuts"])
-        elif message.kind == "event":
-            self._relay(seat, str(fields.get("row", "")))
-        elif message.kind == "lost":
-            self._handle_lost(seat)
-        elif message.kind == "bye":
-            self.roster[seat].said_bye = True
+    def _handle(self, seat: int, message: WorkerMessage) -> None:
+        match message:
+            case BeatMessage():
+                self._handle_heartbeat(seat, message)
+            case StandingMessage():
+                self._handle_standing(seat, message)
+            case CutsMessage() if self._server_group and self.roster[seat].managed:
+                self._server_group.set_chunk_boundaries(message.cuts)
+            case EventMessage():
+                self._relay(seat, message.row)
+            case ByeMessage():
+                self.roster[seat].said_bye = True
 
     def _handle_lost(self, seat: int) -> None:
         """A connection is lost. A managed worker reconnects or the engine reports its exit. A remote one is removed."""
@@ -230,29 +273,34 @@ class WorkerGroup:
             self._stream.emit("worker_died", worker=f"worker-{seat}", reason="its connection was lost")
         self._drop_remote_worker(seat)
 
-    def _handle_heartbeat(self, seat: int, fields: Mapping[str, Any]) -> None:
-        self.roster[seat].last_heartbeat = fields
-        self._refused_by_seat[seat] = max(self._refused_by_seat.get(seat, 0), int(fields.get("refused", 0)))
-        if fields.get("lane_s"):
-            self.membership.record_lane_time(seat, float(fields["lane_s"]))
-        if fields.get("lanes_timed"):
-            count, total_s = fields["lanes_timed"]
-            if not (is_count(count) and is_finite(total_s)):
-                raise ValueError(f"{count} lanes in {total_s} s")
-            self.membership.observe_lanes(seat, time.monotonic(), count=count, total_s=float(total_s))
-        if fields.get("leaving"):
+    def _handle_heartbeat(self, seat: int, beat: BeatMessage) -> None:
+        if self._last_step is not None and beat.step > self._last_step:
+            raise ProtocolError(f"it reports step {beat.step}, beyond the end of the job")
+        self.roster[seat].last_heartbeat = beat
+        self._refused_by_seat[seat] = max(self._refused_by_seat.get(seat, 0), beat.refused)
+        if beat.lane_s:
+            self.membership.record_lane_time(seat, beat.lane_s)
+        if beat.lanes_timed is not None:
+            count, total_s = beat.lanes_timed
+            self.membership.observe_lanes(seat, time.monotonic(), count=count, total_s=total_s)
+        if beat.leaving:
             self.membership.drain(seat, "terminated", replace=True)
 
+    def _handle_standing(self, seat: int, standing: StandingMessage) -> None:
+        if why := self.membership.stopped_at(
+            seat, time.monotonic(), view=standing.view, position=standing.position, checkpointed=standing.saved
+        ):
+            raise ProtocolError(why)
+
     def _relay(self, seat: int, row: str) -> None:
-        """Write the event of a worker that cannot reach the run directory. The failure of a remote worker does not fail
-        the run."""
-        event = parse_event(row.encode())
-        if event is None or event.who != f"worker-{seat}":
-            return
-        if event.kind == "failed":
-            message = f"{event.who} ({self.roster.host(seat)}) failed: {event.get('message')}"
-            event = Event("note", event.t, event.who, event.step, {"message": message})
-        self._stream.append(event)
+        """Write the event of a worker that cannot reach the run directory."""
+        if self.roster[seat].managed:
+            raise ProtocolError("it can reach the run directory, and sends its events")
+        if seat not in self._relays:
+            self._relays[seat] = EventRelay(f"worker-{seat}", self._job.lane_count, self._job.batch_size)
+        event = self._relays[seat].relay(row, host=self.roster.host(seat), last_step=self._last_step)
+        if event is not None:
+            self._stream.append(event)
 
     # ---- actions ----
 
@@ -303,6 +351,7 @@ class WorkerGroup:
         self.membership.gone(seat, left_cleanly=left_cleanly)
         self.roster.remove(seat)
         self._latest_views.pop(seat, None)
+        self._relays.pop(seat, None)
 
 
 def _view_fields(action: PublishView) -> dict[str, Any]:

@@ -16,7 +16,8 @@ MAGIC = b"SHOAL\x01"
 TLS_RECORD_PREFIX = b"\x16\x03"
 TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 """A TLS alert (protocol version). TLS peers send it to plain connections; plain listeners send it to TLS clients."""
-MAX_HELLO_BYTES = 4096
+MAX_HELLO_BYTES = 48 << 10
+"""A hello may contain a chunk table."""
 TIMEOUT_S = 3.0
 _ALERT_DRAIN_S = 0.2
 _NONCE_BYTES = 16

@@ -1,7 +1,9 @@
 """Listening sockets that accept only clients that know the token, and the client side of that.
 
 Connections of unknown clients and port scanners are refused and counted. Each occupies a thread for at most
-`handshake.TIMEOUT_S`, and the number of such threads is bounded.
+`handshake.TIMEOUT_S`, and the number of such threads is bounded. When there are too many, the oldest that has not
+proved the token makes room: clients with the token need milliseconds, so no crowd of half-open connections keeps them
+out. Clients that have proved it do not count.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from shoal.net import handshake, tls
 from shoal.net.errors import LinkError, TlsError
 from shoal.net.tls import TlsContexts
 
-MAX_CONCURRENT_HANDSHAKES = 64
+MAX_CONCURRENT_HANDSHAKES = 256
 
 
 class AuthenticatedListener:
@@ -36,7 +38,8 @@ class AuthenticatedListener:
         self._token = token
         self._tls_contexts = tls_contexts
         self._on_connect = on_connect
-        self._handshake_slots = threading.BoundedSemaphore(MAX_CONCURRENT_HANDSHAKES)
+        self._handshakes: dict[socket.socket, None] = {}  # the oldest first
+        self._handshake_ended = threading.Condition()
         self._refused_lock = threading.Lock()
         self.refused = 0
         for listener in self._listeners:
@@ -51,19 +54,34 @@ class AuthenticatedListener:
                     return
                 time.sleep(0.01)  # the client is gone already, or there are too many open files: do not spin
                 continue
-            if self._handshake_slots.acquire(blocking=False):
-                self._start_handshake(sock)
-            else:
-                self._refuse(sock)
+            self._make_room()
+            self._start_handshake(sock)
+
+    def _make_room(self) -> None:
+        """Close the oldest connection without a proof if there are too many, and wait until its thread ends."""
+        with self._handshake_ended:
+            while len(self._handshakes) >= MAX_CONCURRENT_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+                self._handshake_ended.wait(handshake.TIMEOUT_S)
 
     def _start_handshake(self, sock: socket.socket) -> None:
+        with self._handshake_ended:
+            self._handshakes[sock] = None
         try:
             threading.Thread(target=self._authenticate, args=(sock,), name="shoal-caller", daemon=True).start()
         except RuntimeError:  # no thread is available; keep listening
-            self._handshake_slots.release()
+            self._end_handshake(sock)
             self._refuse(sock)
 
-    def _authenticate(self, sock: socket.socket) -> None:
+    def _end_handshake(self, sock: socket.socket) -> None:
+        with self._handshake_ended:
+            self._handshakes.pop(sock, None)
+            self._handshake_ended.notify()
+
+    def _authenticate(self, accepted: socket.socket) -> None:
+        sock = accepted
         try:
             _disable_nagle(sock)
             sock = tls.wrap_accepted(sock, self._tls_contexts)
@@ -74,7 +92,7 @@ class AuthenticatedListener:
             self._refuse(sock)
             return
         finally:
-            self._handshake_slots.release()
+            self._end_handshake(accepted)
         try:
             self._on_connect(sock, hello)
         except (OSError, LinkError):

@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal.events import EventWriter
 from shoal.fleet.control_client import ControlClient
-from shoal.fleet.driver_address import read_driver_address
+from shoal.fleet.driver_address import DriverAddress, read_driver_address
 from shoal.fleet.process_main import WELCOME_TIMEOUT_S, hold_seat_lock, run_reporting_errors
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.net.tls import TlsContexts
@@ -80,7 +80,7 @@ def run_server(
     )
     control_client = ControlClient(
         partial(read_driver_address, paths.driver_address),
-        lambda: hello(server_loop, control_client, seat),
+        lambda: hello(server_loop, seat, read_driver_address(paths.driver_address)),
         heartbeat=lambda: heartbeat(server_loop, control_client, patience_s),
         on_view=lambda view: on_view(server_loop, view),
         on_chunk_table=server_loop.set_chunk_table,
@@ -108,11 +108,12 @@ def server_config(job: Job, paths: RunPaths) -> ServerConfig:
     )
 
 
-def hello(server_loop: ServerLoop, control_client: ControlClient, seat: int) -> dict[str, Any]:
+def hello(server_loop: ServerLoop, seat: int, driver_address: DriverAddress | None) -> dict[str, Any]:
     table = server_loop.server.chunk_table
     return {
         "role": "server",
         "seat": seat,
+        "key": driver_address.key(f"server-{seat}") if driver_address else "",
         "attachment": STARTED_BY_ENGINE.model_dump(),
         "pid": os.getpid(),
         "host": socket.gethostname(),

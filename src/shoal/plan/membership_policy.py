@@ -4,7 +4,9 @@ Rules that keep every run exact when workers die:
 - a training view is decided only when every worker has stopped and reported its position (or is gone);
 - it names the highest position that any worker holds, and the worker from which the others get it;
 - a worker that stops without being asked has lost a peer: all workers stop, and a new view follows;
-- a seat number is never used again, so an evicted worker cannot return under its old name.
+- a seat number is never used again, so an evicted worker cannot return under its old name;
+- a worker that joined is believed what it can hold: a position only if it got a view that led to it, and never one
+  beyond the end of the job. If views make no step because of it, it is evicted.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ JOIN_WAIT_S = 5.0
 SHORTEST_VIEW_S = 0.2
 """Minimum seconds between views, unless a change is forced: the members may not have seen the last view yet."""
 
+MAX_FRUITLESS_VIEWS = 2
+"""Views without a step that a worker that joined may cause in a row before it is evicted."""
+
 TAKEOVER_S = 5.0
 """Seconds that training workers get to reach a step boundary when another driver takes over."""
 
@@ -38,7 +43,9 @@ class Member:
 
     `position` is what it reported when it last stopped; None: it holds no state. `checkpointed`: a checkpoint has that
     position. `last_view_sent` is the number of the last view sent to it. `catch_up_attempted`: it has caught up, or
-    failed to, while the others trained. While it is `busy` loading or saving, the others wait.
+    failed to, while the others trained. While it is `busy` loading or saving, the others wait. `fruitless_views` counts
+    the views in a row that made no step, probably because of it. `may_hold_state`: it had a view from which it could
+    get a state.
     """
 
     seat: int
@@ -56,6 +63,8 @@ class Member:
     halt_sent: HaltUrgency = ""
     catch_up_attempted: bool = False
     busy: bool = False
+    fruitless_views: int = 0
+    may_hold_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,15 @@ class StartWorkers:
     count: int
 
 
-MembershipAction = PublishView | StartWorkers
+@dataclass(frozen=True)
+class EvictWorker:
+    """The worker must leave the run, for this reason."""
+
+    seat: int
+    why: str
+
+
+MembershipAction = PublishView | StartWorkers | EvictWorker
 
 
 @dataclass
@@ -90,6 +107,8 @@ class MembershipPolicy:
     view: View | None = None
     """The newest training view."""
     stop_reason: str = ""
+    final_position: int | None = None
+    """The position at the end of the job, once it is known."""
     _final_saver: int | None = None
     _final_state_saved: bool = False
     _dismissed: bool = False
@@ -98,6 +117,8 @@ class MembershipPolicy:
     _halt_requested_at_s: float = 0.0
     _loading_seat: int | None = None
     _stalled: bool = False
+    _interrupted: bool = False
+    """Whether the newest training view is ending because of its members, not because the driver asked."""
     _view_entered_s: float = -math.inf
 
     # ---- facts ----
@@ -121,6 +142,7 @@ class MembershipPolicy:
             address,
             training=training or view > 0,
             last_view_sent=view,
+            may_hold_state=view > 0,
         )
         if not attachment.managed:
             self.wanted_workers += 1  # in addition to the workers that the engine starts
@@ -133,16 +155,32 @@ class MembershipPolicy:
 
     def stopped_at(
         self, seat: int, now_s: float, *, view: int, position: int | None, checkpointed: bool = False
-    ) -> None:
-        """The worker has stopped and waits for a view; `view` is the last that it adopted."""
+    ) -> str:
+        """The worker has stopped and waits for a view; `view` is the last that it adopted. Returns why it is not
+        believed, or ''."""
         member = self.members.get(seat)
         if member is None or view < member.last_view_sent:
-            return  # sent before it saw the last view
+            return ""  # sent before it saw the last view
+        if why := self._doubt(member, view, position):
+            return why
+        if self.view and view == self.view.number and member.training and not self._halt_requested:
+            self._interrupted = True
         if not member.stopped:
             member.ready_since_s = now_s
         member.training, member.stopped, member.position = False, True, position
         member.halt_sent, member.busy, member.checkpointed = "", False, checkpointed
         self._expected.discard(seat)
+        return ""
+
+    def _doubt(self, member: Member, view: int, position: int | None) -> str:
+        """Why the worker cannot have stopped there; '' if it can."""
+        if view > self.view_number:
+            return f"it reports view {view}, and the newest is {self.view_number}"
+        if position and not member.may_hold_state:
+            return f"it claims position {position}, but had no view to get it from"
+        if position and self.final_position is not None and position > self.final_position:
+            return f"it claims position {position}, beyond the end of the job"
+        return ""
 
     def gone(self, seat: int, *, left_cleanly: bool = False) -> None:
         """The worker's process ended, or it was evicted. `left_cleanly`: it left as requested."""
@@ -172,7 +210,7 @@ class MembershipPolicy:
 
     def exchange_stalled(self) -> None:
         """All workers wait for each other."""
-        self._stalled = True
+        self._stalled = self._interrupted = True
 
     def scale(self, wanted_workers: int) -> list[int]:
         """Change the number of workers. Returns the seats that must leave: the newest, but never the saver."""
@@ -196,6 +234,8 @@ class MembershipPolicy:
             found.append(StartWorkers(missing))
         how, why = self._halt_reason(now_s)
         found += self._halt_actions(how, why, now_s)
+        if evictions := self._judge_view():
+            return [*found, *evictions]
         if (self._halt_requested or not self._training_seats()) and (following := self._next_view(now_s)):
             found.append(following)
         if not self._halt_requested and (hungry := [m for m in self._newcomers() if not m.catch_up_attempted]):
@@ -203,6 +243,27 @@ class MembershipPolicy:
         if away := self._releasable_seats():
             found.append(self._release(away))
         return found
+
+    def _judge_view(self) -> list[MembershipAction]:
+        """Once all members of an interrupted view have stopped: evict the workers that joined and caused one view too
+        many without a step. If one of them was the source, it did not give its state; else any may be the cause."""
+        if self.view is None or not self._interrupted or self._training_seats():
+            return []
+        self._interrupted = False
+        members = [self.members.get(seat) for seat in self.view.carries]
+        present = [m for m in members if m is not None]
+        if len(present) < len(members):
+            return []  # a member is gone, which explains it
+        if any((m.position or 0) > self.view.position for m in present):
+            for member in present:
+                member.fruitless_views = 0
+            return []
+        joined = [m for m in present if not m.managed]
+        source = [m for m in joined if m.seat == self.view.source]
+        for member in source or joined:
+            member.fruitless_views += 1
+        why = f"{MAX_FRUITLESS_VIEWS} views in a row made no step " + ("from its state" if source else "with it")
+        return [EvictWorker(m.seat, why) for m in joined if m.fruitless_views >= MAX_FRUITLESS_VIEWS]
 
     def _halt_actions(self, how: HaltUrgency, why: str, now_s: float) -> list[MembershipAction]:
         """Halt all training workers that have not yet been asked with this urgency."""
@@ -265,7 +326,10 @@ class MembershipPolicy:
         self.view_number = view.number
         to = sorted(to)
         for seat in to:
-            self.members[seat].last_view_sent = view.number
+            member = self.members[seat]
+            member.last_view_sent = view.number
+            gets_state = seat in view.carries or seat in view.followers or seat == view.loads
+            member.may_hold_state = member.may_hold_state or gets_state
         return PublishView(view, to, why)
 
     def _training_seats(self) -> list[int]:
@@ -400,6 +464,7 @@ class MembershipPolicy:
             saver=saver.seat,
         )
         self.view, self._halt_requested, self._stalled = view, "", False
+        self._interrupted = False
         for seat in carries:
             member = self.members[seat]
             member.training, member.stopped, member.halt_sent, member.catch_up_attempted = True, False, "", False

@@ -135,7 +135,7 @@ class ShardedMembershipPolicy(MembershipPolicy):
             saver=min(members, key=lambda m: (self._is_not_saver(m), places[m.seat])).seat,
             places=places,
         )
-        self.view, self._halt_requested, self._stalled = view, "", False
+        self.view, self._halt_requested, self._stalled, self._interrupted = view, "", False, False
         self._positions_before = {m.seat: m.position for m in members}
         for member in members:
             member.training, member.stopped, member.halt_sent, member.catch_up_attempted = True, False, "", False

@@ -52,7 +52,8 @@ class Supervisor:
         self._on_change = on_change
         self.token = new_token()
         self.control = ControlServer(self.token, listen=listen)
-        write_driver_address(paths.driver_address, DriverAddress(self.control.host, self.control.port, self.token))
+        address = DriverAddress(self.control.host, self.control.port, self.token, self.control.secret)
+        write_driver_address(paths.driver_address, address)
         self._engine = make_engine(LocalEngineConfig(), paths, fork_server)
         self._stream = EventWriter(paths.events, "starter")
         self._events = EventReader(paths.events)

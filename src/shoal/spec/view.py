@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from shoal.spec.base import Spec
 
@@ -26,16 +26,20 @@ class Seat(Spec):
 class Address(Spec):
     """The address of a seat. Workers with the same `host_id` share memory and connect by the `unix` address."""
 
-    host: str
-    port: int
-    host_id: str = ""
-    unix: str = ""
+    model_config = ConfigDict(strict=True)
+
+    host: str = Field(max_length=256)
+    port: int = Field(ge=0, le=65535)
+    host_id: str = Field(default="", max_length=256)
+    unix: str = Field(default="", max_length=256)
 
 
 class Attachment(Spec):
     """How a worker or server belongs to its run, as stated in its hello. `managed`: the run's engine started it and
     will report its exit. `can_save`: it can write the run directory. `needs_job`: it has no job file, and needs the job
     in the welcome. Its machine is in its address."""
+
+    model_config = ConfigDict(strict=True)
 
     managed: bool
     can_save: bool

@@ -154,6 +154,7 @@ _LINES: Mapping[str, Callable[[Event], str]] = {
     "note": lambda e: str(e["message"]),
     "weights_loaded": _weights_loaded,
     "evicted": _evicted,
+    "refused": lambda e: f"{e.get('name') or 'a process'} at {e.get('address')} was refused: {e['reason']}",
     "worker_died": lambda e: f"{e['worker']} died: {e['reason']}",
     "servers_wanted": _servers_wanted,
     "server_died": lambda e: f"{e['server']} died: {e['reason']}",

@@ -220,7 +220,7 @@ def conclude_run(
     info = {
         "job": job.dump(),
         "step": progress.step,
-        "weights_sha256": final.weights_sha256,
+        "run_weights_sha256": final.weights_sha256,
         "metrics": progress.metrics,
         "classes": built.data.train.source.classes,
     }

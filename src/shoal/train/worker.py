@@ -43,6 +43,7 @@ from shoal.train.devices import claim_device
 from shoal.train.elastic import ElasticLoop
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
+AGENT_VARIABLE = "SHOAL_AGENT"
 STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
 JOINED = Attachment(managed=False, can_save=False, needs_job=True)
 
@@ -76,13 +77,16 @@ def main() -> None:
 class WorkerSession:
     """This worker's identity towards its driver. The control client's thread calls `on_seat_changed` when the driver
     gives it another seat, `on_view` with each new view, and `on_chunk_table` with each new chunk table. Every driver
-    that welcomes the worker gets its `chunk_boundaries`."""
+    that welcomes the worker gets its `chunk_boundaries`. `agent` is the secret of the agent that started it, and `key`
+    the driver's proof of its seat, both for a worker that joined."""
 
     driver_address: Callable[[], DriverAddress | None]
     peers: PeerServices
     activity: Activity
     attachment: Attachment
     seat: int | None = None
+    agent: str = ""
+    key: str = ""
     leaving: bool = False
     on_seat_changed: Callable[[int], None] = lambda seat: None
     on_view: Callable[[View], None] = lambda view: None
@@ -105,6 +109,8 @@ class WorkerSession:
         return {
             "role": "worker",
             "seat": self.seat,
+            "key": self._seat_key(),
+            "agent": self.agent,
             "attachment": self.attachment.model_dump(),
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -113,6 +119,11 @@ class WorkerSession:
             "training": self.activity.phase not in ("building", "waiting"),
             "table": control.chunk_table.model_dump(mode="json") if control.chunk_table else None,
         }
+
+    def _seat_key(self) -> str:
+        """What proves that the driver gave this worker its seat: made from the run's secret, or from its welcome."""
+        driver = self.driver_address()
+        return (driver.key(f"worker-{self.seat}") if driver else "") or self.key
 
     def _heartbeat(self) -> dict[str, Any]:
         return self.activity.heartbeat() | ({"leaving": True} if self.leaving else {}) | self.peers.stats()
@@ -123,7 +134,7 @@ class WorkerSession:
         seat = int(fields["seat"])
         if self.seat is not None and seat != self.seat:
             self.on_seat_changed(seat)
-        self.seat = seat
+        self.seat, self.key = seat, str(fields.get("key", ""))
 
 
 def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: bool = False) -> None:
@@ -152,6 +163,7 @@ def run_remote_worker(
         session,
         control,
     ):
+        session.agent = os.environ.pop(AGENT_VARIABLE, "")
         try:
             welcome = control.connect(WELCOME_TIMEOUT_S)
         except ShoalError as failure:
