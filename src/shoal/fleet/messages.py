@@ -108,7 +108,8 @@ class BeatMessage(Message):
     since_s: Seconds = 0.0
     moved_bytes: Quantity = 0
     lane_s: Seconds | None = None
-    lanes_timed: tuple[Quantity, Seconds] | None = None
+    lanes_timed: Quantity = 0
+    lanes_timed_s: Seconds = 0.0
     line: Annotated[str, Field(max_length=8192)] = ""
     leaving: bool = False
     refused: Quantity = 0

@@ -280,9 +280,9 @@ class WorkerGroup:
         self._refused_by_seat[seat] = max(self._refused_by_seat.get(seat, 0), beat.refused)
         if beat.lane_s:
             self.membership.record_lane_time(seat, beat.lane_s)
-        if beat.lanes_timed is not None:
-            count, total_s = beat.lanes_timed
-            self.membership.observe_lanes(seat, time.monotonic(), count=count, total_s=total_s)
+        if beat.lanes_timed:
+            now_s = time.monotonic()
+            self.membership.observe_lanes(seat, now_s, count=beat.lanes_timed, total_s=beat.lanes_timed_s)
         if beat.leaving:
             self.membership.drain(seat, "terminated", replace=True)
 

@@ -47,6 +47,7 @@ class Activity:
     def heartbeat(self) -> dict[str, Any]:
         phase, step, units, began = self._current
         since_s = round(time.monotonic() - began, 3)
+        lanes_timed, lanes_timed_s = self._lanes_timed
         row = {
             "phase": phase,
             "step": step,
@@ -54,7 +55,8 @@ class Activity:
             "units_in_phase": self._units_by_phase[phase],
             "since_s": since_s,
             "moved_bytes": self.moved_bytes(),
-            "lanes_timed": self._lanes_timed,
+            "lanes_timed": lanes_timed,
+            "lanes_timed_s": lanes_timed_s,
             "lane_s": statistics.median(recent) if len(recent := list(self._lane_s)) == RECENT_LANES else None,
         }
         return row | {"line": self.current_line()} if since_s > 1 else row
