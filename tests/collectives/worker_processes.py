@@ -75,7 +75,7 @@ class WorkerHandle:
         """After this worker has closed everything: descriptors and shared memory that it should not have any more."""
         self.sync.close()
         self.peers.close()
-        return sorted(open_descriptors() - self.inherited) + shared_memory_maps()
+        return sorted((open_descriptors() | shared_memory_maps()) - self.inherited)
 
     def sums(self, make, step, carries=None):
         """The tree over this worker's lanes; `make(step, lane)` gives a LaneSum or None."""
@@ -160,7 +160,7 @@ class WorkerProcesses:
     def _worker_main(self, seat, act, up, down):
         try:
             torch.set_num_threads(1)
-            inherited = open_descriptors()
+            inherited = open_descriptors() | shared_memory_maps()  # of tests before this one
             peers = PeerServices(TOKEN, bind="127.0.0.1")
             _send(up, peers.endpoint.address)
             group = ViewGroup(peers.endpoint, TOKEN)
@@ -188,7 +188,7 @@ def open_descriptors():
 
 def shared_memory_maps():
     with open("/proc/self/maps") as file:
-        return [line for line in file if "memfd:shoal" in line]
+        return {line for line in file if "memfd:shoal" in line}
 
 
 def _send(fd, value):

@@ -70,11 +70,8 @@ class Foe:
             return self.rng.choice([*BOMBS, self.rng.randbytes(self.rng.randint(0, 60))])
         value = copy.deepcopy(value)
         for _ in range(self.rng.randint(1, 2)):
-            container = self.rng.choice(list(_containers(value)))
-            keys = list(container) if isinstance(container, dict) else list(range(len(container)))
-            if not keys:
-                continue
-            key = self.rng.choice(keys)
+            container = self.rng.choice(list(_containers(value)) or [{"none": None}])
+            key = self.rng.choice(list(container) if isinstance(container, dict) else range(len(container)))
             if self.rng.random() < 0.25 and isinstance(container, dict):
                 del container[key]
             else:

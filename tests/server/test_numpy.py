@@ -37,10 +37,12 @@ def counts(values):
     return number
 
 
-def fully_replicated(servers, copies):
-    """Has every chunk as many copies as it should?"""
-    tables = events_of_kind(servers, "chunk_table")
-    return bool(tables) and tables[-1]["copies"] == copies
+def fully_replicated(servers, copies, *, servers_wanted, deaths):
+    """After so many deaths were noticed: do all servers hold chunks, and has every chunk its copies?"""
+    tables, living = events_of_kind(servers, "chunk_table"), server_pids(servers)
+    if len(events_of_kind(servers, "server_died")) != deaths or len(living) != servers_wanted:
+        return False
+    return bool(tables) and tables[-1]["copies"] == copies and tables[-1]["servers"].keys() == living.keys()
 
 
 def until(holds, *, every_s=0.02):
@@ -117,8 +119,8 @@ def test_counters_through_deaths_of_servers(staleness, start, worker):
     steps = 400
     servers = start(workers=2, servers=3, backups=1, staleness=staleness)
     both = [worker(servers, number, steps) for number in range(2)]
-    for at in (60, 180, 300):
-        until(lambda: fully_replicated(servers, 2))
+    for deaths, at in enumerate((60, 180, 300)):
+        until(lambda deaths=deaths: fully_replicated(servers, 2, servers_wanted=3, deaths=deaths))
         while int(read_word(both[0], "did")[0]) < at:
             pass
         os.kill(sorted(server_pids(servers).values())[at % 3], signal.SIGKILL)

@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.collectives import state_stream
 from shoal.collectives.outcome import Discarded
-from shoal.collectives.state_stream import StatePublisher, StateSubscription
+from shoal.collectives.state_stream import StatePublisher, StateSubscription, total_from_entry
+from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.replica import Replica
 from shoal.net.errors import LinkError
 from shoal.spec.view import Address, View
 from shoal.strategies.catch_up import CatchUp
 from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer
 from shoal.strategies.local_sgd.replica import LocalReplica
+from tests.collectives.worker_processes import lane_sum
 
 HERE = Address(host="127.0.0.1", port=1)
 VIEW = View(number=1, followers=[1], source=0, addresses={0: HERE})
@@ -63,8 +66,15 @@ def followed():
         follower.catch_up.close()
 
 
+FIELDS = {
+    "step": {"step": 0, "total": {}},
+    "fragment": {"step": 0, "which": [], "changes": []},
+    "evaluated": {"metrics": {}},
+}
+
+
 def entry(kind, position):
-    return {"kind": kind, "position": position, "values": torch.ones(3)}
+    return {"kind": kind, "position": position, "values": torch.ones(3), **FIELDS[kind]}
 
 
 def until_current(follower):
@@ -110,6 +120,57 @@ def test_an_entry_that_does_not_fit_ends_the_following():
         assert follower.catch_up.poll() is None
         assert follower.settled == 1
         assert follower.catch_up.poll() is None, "and it stays so"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {},
+        {"kind": 3},
+        {"kind": ["step"]},
+        {"kind": "gossip"},
+        {"kind": "step", "step": "0", "total": {}},
+        {"kind": "step"},
+    ],
+)
+def test_what_is_no_entry_ends_the_following(sent):
+    with followed() as (publisher, follower):
+        publisher.start_subscribers(dict)
+        assert until_current(follower) is True
+        publisher.publish(sent)
+        assert until_current(follower) is None
+        assert follower.settled == 1
+
+
+@pytest.mark.parametrize("spoilt", ["grads", "loss", "count", "shape", "dtype"])
+def test_a_total_of_another_model_is_none(spoilt):
+    like = lane_sum(0, 0, counted=True)
+    layout = FlatLayout(like)
+    total = {
+        "grads": list(like.grads),
+        "averaged": list(like.float_buffers),
+        "first": list(like.int_buffers),
+        "loss": like.loss,
+        "count": like.count,
+    }
+    assert layout.fits(total_from_entry({"total": total}, layout, torch.device("cpu")))
+    if spoilt in total:
+        total[spoilt] = 3
+    elif spoilt == "shape":
+        total["grads"][0] = torch.zeros(1)
+    else:
+        total["grads"][0] = total["grads"][0].to(torch.complex64)
+    with pytest.raises(LinkError, match=r"a sum of other shapes|no sum"):
+        total_from_entry({"total": total}, layout, torch.device("cpu"))
+
+
+def test_too_many_followers(monkeypatch):
+    monkeypatch.setattr(state_stream, "MAX_SUBSCRIBERS", 1)
+    with followed() as (publisher, _):
+        while not publisher.active:  # the first one's thread has begun
+            threading.Event().wait(0.001)
+        with pytest.raises(LinkError, match="follow this one"):
+            publisher.serve(None)
 
 
 def test_without_a_connection_there_is_nothing_to_follow():

@@ -9,6 +9,7 @@ import torch
 
 from shoal.collectives import torch_group
 from shoal.collectives.outcome import Committed, Discarded
+from shoal.collectives.transport.shared_memory import SharedMemory
 from shoal.errors import ShoalError
 from shoal.spec.load import make_job
 from shoal.strategies import torch_ddp
@@ -101,8 +102,10 @@ def test_one_worker_needs_nobody():
         assert isinstance(me.sync.commit(replica, 0, me.sums(lane_sum, 0)), Committed)
         return replica.totals[0], leaked_resources(me)
 
+    of_another_test = SharedMemory(4096)
     with workers_of({4: [0, 1, 2, 3, 4]}) as workers:
         total, left = workers.run(act)[4]
+    of_another_test.close()
     assert equal([total, single_worker_total(lane_sum, LANES, 0)])
     assert left == []
 

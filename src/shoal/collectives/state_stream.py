@@ -20,12 +20,23 @@ from torch import Tensor
 
 from shoal.checkpoint.state_format import receive_state, send_state
 from shoal.checkpoint.state_tree import State, flatten, unflatten
-from shoal.lanes.replica import LaneSum
+from shoal.lanes.flat_layout import FlatLayout
+from shoal.lanes.lane_sum import LaneSum
 from shoal.net.errors import LinkError
 
 MAX_QUEUED_BYTES = 1 << 30
 """Bytes that may wait for one subscriber before the source disconnects it."""
+MAX_SUBSCRIBERS = 64
+"""Each has a copy of the state in the source's memory."""
 CAUGHT_UP = {"kind": "current"}
+ENTRY_FIELDS: Mapping[str, Mapping[str, type]] = {
+    "current": {},
+    "state": {"state": dict},
+    "step": {"step": int, "total": dict},
+    "fragment": {"step": int, "which": list, "changes": list},
+    "evaluated": {"metrics": dict},
+}
+"""The fields of an entry, by its kind."""
 
 
 class StreamSubscriber:
@@ -77,9 +88,12 @@ class StatePublisher:
         return bool(self._subscribers)
 
     def serve(self, sock: socket.socket) -> None:
-        """Send the queued entries, send CAUGHT_UP when the queue is empty, and wait for more."""
+        """Send the queued entries, send CAUGHT_UP when the queue is empty, and wait for more. LinkError if there are
+        too many subscribers."""
         subscriber = StreamSubscriber()
         with self._guard:
+            if len(self._subscribers) >= MAX_SUBSCRIBERS:
+                raise LinkError(f"{MAX_SUBSCRIBERS} workers follow this one")
             self._subscribers.append(subscriber)
         try:
             with contextlib.suppress(LinkError):
@@ -143,23 +157,35 @@ class StateSubscription:
         return bool(select.select([self.sock], [], [], timeout_s)[0])
 
     def receive(self) -> dict[str, Any]:
-        """The next entry; LinkError if the stream has ended."""
-        entry = receive_state(self.sock, max_bytes=self._max_bytes)
-        if not isinstance(entry, dict) or "kind" not in entry:
-            raise LinkError("sent something that is no stream entry")
-        return entry
+        """The next entry; LinkError if the stream has ended, or if it is no entry."""
+        entry: Any = receive_state(self.sock, max_bytes=self._max_bytes)
+        kind = entry.get("kind") if isinstance(entry, dict) else None
+        fields = ENTRY_FIELDS.get(kind) if isinstance(kind, str) else None
+        if fields is None or not all(isinstance(entry.get(name), type_) for name, type_ in fields.items()):
+            raise LinkError(f"sent something that is no stream entry: {kind!r:.40}")
+        return dict(entry)
 
     def close(self) -> None:
         self.sock.close()
 
 
-def total_from_entry(entry: Mapping[str, Any], device: torch.device) -> LaneSum:
-    """The sum in an entry, on the replica's device."""
+def total_from_entry(entry: Mapping[str, Any], layout: FlatLayout, device: torch.device) -> LaneSum:
+    """The sum in an entry, on the replica's device. LinkError if it is not a sum of this layout."""
+    try:
+        total = _lane_sum(entry["total"], device)
+        fits = layout.fits(total)
+    except (AttributeError, KeyError, TypeError) as failure:
+        raise LinkError(f"sent something that is no sum: {failure!r:.200}") from failure
+    if not fits:
+        raise LinkError("sent a sum of other shapes")
+    return total
+
+
+def _lane_sum(total: Mapping[str, Any], device: torch.device) -> LaneSum:
 
     def here(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to(device) for tensor in tensors]
 
-    total = entry["total"]
     count = total["count"]
     return LaneSum(
         here(total["grads"]),

@@ -133,7 +133,8 @@ class ReplicatedStrategy:
         elif kind == "step":
             if entry["step"] != progress.step:
                 raise LinkError(f"step {entry['step']} after {progress.step}")
-            loss = self._held.apply(progress.step, total_from_entry(entry, self._replica.device))
+            total = total_from_entry(entry, self._replica.layout, self._replica.device)
+            loss = self._held.apply(progress.step, total)
             progress.record_streamed_commit(loss, step=self._next_step(progress.step), lr=self.lr)
         elif kind == "evaluated":
             progress.record_streamed_evaluation(entry["metrics"])

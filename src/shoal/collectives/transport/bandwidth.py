@@ -28,6 +28,8 @@ _LATENCY_SAMPLES = 20
 _TRANSFER_S = 0.1
 """Seconds that the largest transfer over a link should take; the size doubles until it does."""
 _REQUEST = struct.Struct("<cq")
+IDLE_S = 10.0
+"""Seconds without a byte after which the other end of a measurement counts as gone."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def answer_link_test(sock: socket.socket) -> None:
     """Receive and send the bytes that the measuring worker asks for, until it disconnects."""
     buffer = bytearray(1 << 18)
     with contextlib.suppress(OSError):
+        sock.settimeout(IDLE_S)
         _disable_nagle(sock)
         while head := _receive_exactly(sock, _REQUEST.size):
             kind, size = _REQUEST.unpack(head)
