@@ -36,6 +36,7 @@ def hints(spec=HOLDOUT, **columns):
     "column",
     [
         {"user_id": np.arange(N) // 3},
+        {"id": np.arange(N) // 2},
         {"patient": np.array([f"p{i // 4}" for i in range(N)], dtype=object)},
         {"subject_no": (np.arange(N) // 3).astype(np.float64)},
         {"cluster": np.array([f"{i % 8:x}c" for i in range(N)], dtype=object)},

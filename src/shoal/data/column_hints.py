@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.data.leaks import Leak, find_lookahead, find_shared, group_column, sides_of, time_column
 from shoal.data.sample_hash import category_codes
-from shoal.data.source import BUILTIN_COLUMNS, DataSource
+from shoal.data.source import DataSource
 from shoal.data.split import SplitIds
 from shoal.data.split_columns import split_column
 from shoal.data.time_order import parse_times
@@ -62,8 +62,8 @@ def find_column_hints(
     target = _target(source)
     return [
         hint
-        for name in source.columns()
-        if name not in BUILTIN_COLUMNS and name not in used
+        for name in source.own_columns()
+        if name != "target" and name not in used
         for hint in _hints_of(name, source, folds, spec, target)
     ]
 
