@@ -36,6 +36,7 @@ def hints(spec=HOLDOUT, **columns):
     "column",
     [
         {"user_id": np.arange(N) // 3},
+        {"id": np.arange(N) // 2},
         {"patient": np.array([f"p{i // 4}" for i in range(N)], dtype=object)},
         {"subject_no": (np.arange(N) // 3).astype(np.float64)},
         {"cluster": np.array([f"{i % 8:x}c" for i in range(N)], dtype=object)},
@@ -94,6 +95,9 @@ def test_the_target_under_its_own_name_is_not_a_group():
     words = np.array([f"class {i % 6}" for i in range(N)], dtype=object)
     assert hints(species=words, target=np.arange(N) % 6) == {}
     assert "species" in hints(species=words, target=np.arange(N) % 5)
+    took = np.arange(N) * 1.5
+    assert hints(gpu_time=took, target=took[:, None]) == {}
+    assert "gpu_time" in hints(gpu_time=took, target=took[::-1])
 
 
 def test_what_the_split_uses_is_not_offered_again():
@@ -147,11 +151,18 @@ def printed(spec, source, *, own_sources=()):
 def test_what_was_not_looked_at_is_said():
     text = printed(HOLDOUT, MemorySource(N, x=np.arange(N), user_id=np.arange(N) // 3))
     assert "no leaks" not in text
-    assert "duplicates  checked by a hash of inputs and target" in text
+    assert "duplicates  checked by a hash of inputs and target: no leak" in text
     assert "groups      NOT checked: the split names no column of groups" in text
     assert "time order  NOT checked: the split names no column of times" in text
     assert "column 'user_id' looks like groups (its name; 20 values, 3.0 samples each)" in text
     assert "split: {kind: holdout, validation: 0.2, group: user_id}" in text
+
+
+def test_what_was_found_is_said_too():
+    spec = spec_of.GroupedSplitConfig(kind="grouped", by="user", folds=2)
+    text = printed(spec, MemorySource(N, x=np.zeros(N), user=np.arange(N) // 3))
+    assert "duplicates  checked by a hash of inputs and target: leaks, see above" in text
+    assert "groups      checked by column 'user': no leak" in text
 
 
 def test_a_single_part_has_nothing_to_compare():

@@ -75,6 +75,19 @@ def test_times_on_both_sides():
     assert find_leaks(SplitIds(ids(0, 5), ids(1)), source, TimeSeriesSplitConfig(kind="timeseries"))
 
 
+def test_without_a_column_the_order_of_rows_counts_whatever_the_data_calls_id():
+    """The split goes by rows; a column 'id' of the data is none of its business."""
+    source = MemorySource(6, x=np.arange(6.0), id=np.array([9, 8, 7, 3, 2, 1]))
+    spec = TimeSeriesSplitConfig(kind="timeseries", folds=2)
+    parts = split(spec, source, seed=0, fold=1)
+    assert not find_leaks(parts, source, spec)
+    report = split_report(source, {1: parts}, spec)
+    assert report["folds"][0]["parts"]["train"]["time"] == [0, 3]
+    assert "the order of rows" in report["checks"][2]["how"]
+    (leak,) = find_leaks(SplitIds(ids(0, 5), ids(1)), source, spec)
+    assert "row order" in str(leak)
+
+
 def test_only_some_are_named():
     source = MemorySource(40, x=np.zeros(40))
     (leak,) = find_leaks(SplitIds(np.arange(20), np.arange(20, 40)), source, NoSplitConfig(), max_pairs=4)

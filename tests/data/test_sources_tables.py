@@ -155,6 +155,16 @@ def test_csv_errors(tmp_path, storage, text, spec, code, says):
     assert "a.csv" in wrong.where
 
 
+def test_ids_of_which_some_look_like_numbers_stay_apart(tmp_path, storage):
+    """As numbers, all that are none would be one NaN: one group of a split."""
+    ids = ["6214e9", "11cb48", "103959", "6214e9", "b436b2", "7", "12", "8"]
+    rows = "\n".join(f"{i},{word},{i}" for i, word in enumerate(ids))
+    (tmp_path / "a.csv").write_text(f"x,cluster,y\n{rows}\n")
+    source = open_spec(tmp_path, kind="csv", path="a.csv", inputs=["x"], target="y")
+    assert source.column("cluster").tolist() == ids
+    assert source.column("x").tolist() == list(range(8))
+
+
 def test_a_file_that_is_not_there(tmp_path):
     (tmp_path / "train.csv").write_text("x\n1\n")
     wrong = open_failure(tmp_path, kind="csv", path="trian.csv")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.data.leaks import Leak, find_lookahead, find_shared, group_column, sides_of, time_column
 from shoal.data.sample_hash import category_codes
-from shoal.data.source import BUILTIN_COLUMNS, DataSource
+from shoal.data.source import DataSource
 from shoal.data.split import SplitIds
 from shoal.data.split_columns import split_column
 from shoal.data.time_order import parse_times
@@ -59,11 +59,11 @@ def find_column_hints(
     if not folds:
         return []
     used = {group_column(spec), time_column(spec)}
-    target = _target_codes(source)
+    target = _target(source)
     return [
         hint
-        for name in source.columns()
-        if name not in BUILTIN_COLUMNS and name not in used
+        for name in source.own_columns()
+        if name != "target" and name not in used
         for hint in _hints_of(name, source, folds, spec, target)
     ]
 
@@ -75,6 +75,8 @@ def _hints_of(
         values = split_column(source, name, field="by")
         times = parse_times(values, name) if (reason := why_times(name, values)) else None
     except DataError:  # several values per sample, or times that are missing: no split could use it
+        return
+    if target is not None and values.dtype.kind in "iuf" and np.array_equal(values, target):
         return
     if times is not None:
         worst = _worst(leak for sides in folds for leak in find_lookahead(sides, times, name))
@@ -130,19 +132,20 @@ def _is_whole(values: NDArray[Any]) -> bool:
     return bool((np.isfinite(values) & (values == np.round(values))).all())
 
 
-def _target_codes(source: DataSource) -> NDArray[Any] | None:
+def _target(source: DataSource) -> NDArray[Any] | None:
     try:
         target = source.column("target")
     except DataError:  # not every source has a target
         return None
-    return category_codes(target)[1] if target.ndim == 1 and target.dtype.kind != "f" else None
+    return target.reshape(-1) if target.size == len(target) else None
 
 
 def _repeats_target(codes: NDArray[Any], kinds: int, target: NDArray[Any] | None) -> bool:
     """Whether each value stands for one class and each class for one value: it is the target under another name."""
-    if target is None or int(target.max(initial=-1)) + 1 != kinds:
+    if target is None or target.dtype.kind == "f":
         return False
-    return len(np.unique(codes * kinds + target)) == kinds
+    classes, numbers = category_codes(target)
+    return len(classes) == kinds == len(np.unique(codes * kinds + numbers))
 
 
 # ---- what the split does with it, and what to write ----

@@ -78,8 +78,9 @@ def find_leaks(
     if by := group_column(spec):
         groups = category_codes(split_column(source, by, field="by"))[1]
         leaks += find_shared(sides, groups.view(np.uint64), "group", f"have a '{by}' that is also in", max_pairs)
-    if by := time_column(spec):
-        leaks += find_lookahead(sides, parse_times(split_column(source, by, field="by"), by), by, max_pairs)
+    times = times_of(source, spec)
+    if times is not None:
+        leaks += find_lookahead(sides, times, time_column(spec) or "row order", max_pairs)
     return leaks
 
 
@@ -96,10 +97,18 @@ def group_column(spec: spec_of.SplitConfig) -> str | None:
 
 
 def time_column(spec: spec_of.SplitConfig) -> str | None:
-    """The time column of the split; 'id' if the order of rows is the order of time."""
-    if isinstance(spec, spec_of.TimeSeriesSplitConfig | spec_of.WindowsSplitConfig):
-        return spec.by or "id"
-    return None
+    """The time column that the split names."""
+    return spec.by if isinstance(spec, spec_of.TimeSeriesSplitConfig | spec_of.WindowsSplitConfig) else None
+
+
+def times_of(source: DataSource, spec: spec_of.SplitConfig) -> NDArray[Any] | None:
+    """The time of each sample by which the split goes forward: of its column, or the order of rows. None for other
+    splits."""
+    if not isinstance(spec, spec_of.TimeSeriesSplitConfig | spec_of.WindowsSplitConfig):
+        return None
+    if spec.by is None:
+        return np.arange(len(source))
+    return parse_times(split_column(source, spec.by, field="by"), spec.by)
 
 
 def _hash_sides(sides: dict[str, Ids], source: DataSource) -> Hashes:

@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.column_hints import find_column_hints
-from shoal.data.leaks import find_leaks, group_column, sides_of, time_column
+from shoal.data.leaks import find_leaks, group_column, sides_of, time_column, times_of
 from shoal.data.permutation import Ids
 from shoal.data.sample_hash import category_codes, hash_samples
 from shoal.data.source import BUILTIN_COLUMNS, DataSource
 from shoal.data.split import SplitIds
 from shoal.data.split_columns import split_column
-from shoal.data.time_order import parse_times
 from shoal.errors import DataError
 from shoal.spec import data as spec_of
 
@@ -75,13 +74,14 @@ def _split_checks(spec: spec_of.SplitConfig, *, compared: bool) -> list[SplitChe
             SplitCheck("time order", False, why),
         ]
     group, time = group_column(spec), time_column(spec)
-    by_time = "by the order of rows, which the split takes for time" if time == "id" else f"by column '{time}'"
+    is_forward = isinstance(spec, spec_of.TimeSeriesSplitConfig | spec_of.WindowsSplitConfig)
+    by_time = f"by column '{time}'" if time else "by the order of rows, which the split takes for time"
     return [
         SplitCheck("duplicates", True, "by a hash of inputs and target"),
         SplitCheck(
             "groups", group is not None, f"by column '{group}'" if group else "the split names no column of groups"
         ),
-        SplitCheck("time order", time is not None, by_time if time else "the split names no column of times"),
+        SplitCheck("time order", is_forward, by_time if is_forward else "the split names no column of times"),
     ]
 
 
@@ -92,8 +92,8 @@ class _SplitStatistics:
         self._n = len(source)
         self._target = _target(source)
         self._classes = _classes(self._target)
-        by, group = time_column(spec), group_column(spec)
-        self._times = None if by is None else parse_times(split_column(source, by, field="by"), by)
+        group = group_column(spec)
+        self._times = times_of(source, spec)
         self._groups = None if group is None else category_codes(split_column(source, group, field="group"))[1]
 
     def describe(self, ids: Ids) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.text import Text
 from shoal.terminal import formatting
 
 MAX_CLASSES = 12
+_LEAK_KINDS = {"duplicates": "rows", "groups": "group", "time order": "time"}
 
 
 def print_split(console: Console, answer: Mapping[str, Any]) -> None:
@@ -29,17 +30,22 @@ def print_split(console: Console, answer: Mapping[str, Any]) -> None:
     leaks = [f"fold {f['fold']}: {leak['text']}" for f in report["folds"] for leak in f["leaks"]]
     for leak in [*leaks, *answer["leaks_between_sources"]]:
         console.print(Text(f"leak: {leak}", style="yellow"), soft_wrap=True)
-    _print_checks(console, report["checks"], own_sources=list(answer["own_sources"]))
+    found = {leak["kind"] for fold in report["folds"] for leak in fold["leaks"]}
+    _print_checks(console, report["checks"], found, own_sources=list(answer["own_sources"]))
     _print_hints(console, report["hints"])
     if answer["exported"]:
         console.print(f"written to {answer['exported']}", highlight=False, soft_wrap=True)
 
 
-def _print_checks(console: Console, checks: Sequence[Mapping[str, Any]], *, own_sources: Sequence[str]) -> None:
+def _print_checks(
+    console: Console, checks: Sequence[Mapping[str, Any]], found: Set[str], *, own_sources: Sequence[str]
+) -> None:
     """A line for each kind of leak. A kind that was not looked for says so: silence would read as "no leak"."""
     table = Table("looked for", "", box=None, pad_edge=False)
     for check in checks:
-        table.add_row(check["what"], Text(f"{'checked' if check['checked'] else 'NOT checked:'} {check['how']}"))
+        result = "leaks, see above" if _LEAK_KINDS[check["what"]] in found else "no leak"
+        line = f"checked {check['how']}: {result}" if check["checked"] else f"NOT checked: {check['how']}"
+        table.add_row(check["what"], Text(line))
     if own_sources:
         names = " and ".join(own_sources)
         table.add_row("", Text(f"train against the own source of {names}: duplicates checked, groups and times NOT"))

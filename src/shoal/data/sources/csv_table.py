@@ -57,12 +57,15 @@ def open_csv(spec: CsvSourceConfig, options: SourceOptions) -> ArraySource:
     else:
         schema, table = _load_through_cache(reader, spec, options, key=[file.cache_key for file in files])
 
+    layout = schema.layout(spec)
+
     def lookup(name: str) -> Array:
-        return _parse_column(column_chunks((block.table for block in reader.blocks([name])), name), schema.kinds[name])
+        chunks = column_chunks((block.table for block in reader.blocks([name])), name)
+        return _parse_column(chunks, schema.kinds[name], is_trained=name in layout.columns)
 
     return array_source(
         table,
-        schema.layout(spec),
+        layout,
         where=spec.path,
         skipped_rows=len(table.bad_rows) + schema.misshapen,
         names=tuple(reader.names),
@@ -237,11 +240,17 @@ def _column_kind(words: int, numbers: int, whole: int) -> ColumnKind:
     return "int" if whole == numbers else "float"
 
 
-def _parse_column(chunks: Iterable[pa.Array], kind: ColumnKind) -> Array:
-    """A column for splits and samplers: integers, floats, times, or texts."""
+def _parse_column(chunks: Iterable[pa.Array], kind: ColumnKind, *, is_trained: bool) -> Array:
+    """A column for splits and samplers: integers, floats, times, or texts.
+
+    A column of which only most values are numbers (ids such as 11cb48, 6214e9 and 103959) is a column of texts: as
+    numbers, all other values would be one NaN. In an input or target these are bad rows, which the caller removes.
+    """
     column = pa.chunked_array(list(chunks), type=pa.string()).combine_chunks()
     wanted = {"int": pa.int64(), "float": pa.float64()}.get(kind, pa.timestamp("us"))
     try:
         return to_numpy(column.cast(wanted))
     except pa.ArrowInvalid:
-        return to_numpy(column) if kind == "text" else to_float32(column)
+        numbers = None if kind == "text" else to_float32(column)
+        is_number = numbers is not None and (is_trained or np.isnan(numbers).sum() <= column.null_count)
+        return numbers if numbers is not None and is_number else to_numpy(column)
