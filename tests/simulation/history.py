@@ -54,7 +54,9 @@ def make_history(seed: int) -> History:
     at_s = 1.2 * rng.random()
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
         kind = rng.choice(tuple(FAULTS))
-        faults.append(Fault(at_s, kind, rng.random(), rng.random(), rng.choice((0.1, 0.6, 1.5, 3.0, 7.0)) * rng.random()))
+        faults.append(
+            Fault(at_s, kind, rng.random(), rng.random(), rng.choice((0.1, 0.6, 1.5, 3.0, 7.0)) * rng.random())
+        )
         at_s += rng.expovariate(1.0) * rng.choice((0.02, 0.3, 1.5))
     lanes = rng.randint(1, 4)
     return History(
@@ -130,7 +132,9 @@ def describe_failure(history: History) -> str:
 
 
 def format_trace(run: SimulatedRun) -> list[str]:
-    return [f"{at_s:9.3f} {what} {detail if detail is not None else ''}".rstrip() for at_s, what, detail in run.world.trace]
+    return [
+        f"{at_s:9.3f} {what} {detail if detail is not None else ''}".rstrip() for at_s, what, detail in run.world.trace
+    ]
 
 
 # ---- faults ----

@@ -24,7 +24,6 @@ from shoal.spec.view import View
 from tests.simulation.world import Process, World
 
 CONNECT_TIMEOUT_S = 2.0
-LOCAL = ("welcome", "ping")
 
 
 class Network:
@@ -38,9 +37,7 @@ class Network:
         self._last: dict[tuple[object, Process, Process], float] = {}
         self._waiting: list[tuple[object, Process, Process, Callable[..., object], tuple[Any, ...]]] = []
 
-    def send(
-        self, link: object, source: Process, target: Process, call: Callable[..., object], *args: Any
-    ) -> None:
+    def send(self, link: object, source: Process, target: Process, call: Callable[..., object], *args: Any) -> None:
         """Call it in the target once the message has arrived. Messages of one `link` keep their order."""
         if (source, target) in self.cut:
             self._waiting.append((link, source, target, call, args))
@@ -228,7 +225,8 @@ class FiberCondition:
 
     def wait_for(self, ready: Callable[[], object], timeout: float | None = None) -> object:
         fiber = self._process.world.current
-        assert fiber is not None and fiber.process is self._process
+        assert fiber is not None
+        assert fiber.process is self._process
         fiber.block(ready, timeout)
         return ready()
 

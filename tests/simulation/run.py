@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,7 @@ LEASE_S = 10.0
 """Seconds after its eviction in which a worker that nobody can kill must have stopped."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def make_simulated_job(workers: int, lanes: int, steps: int, save_every: int) -> Job:
     return make_job(
         MLP
@@ -195,7 +195,9 @@ class SimulatedRun:
         kept = max([step_of(view.position), *lost])
         for worker in self.workers:
             if worker.managed and worker.exit_code == 0 and worker.progress is not None:
-                require(worker.progress.step <= kept, f"{worker.name} has left with steps that view {view.number} lacks")
+                require(
+                    worker.progress.step <= kept, f"{worker.name} has left with steps that view {view.number} lacks"
+                )
         source = members.get(-1 if view.source is None else view.source)
         held = source is None or not source.alive or (source.position or 0) >= view.position
         require(held, f"the source of view {view.number} does not hold its position")

@@ -28,7 +28,7 @@ from shoal.lanes.reduction_tree import TreeSum
 from shoal.net.errors import LinkError
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Address, Attachment, View
+from shoal.spec.view import Address, View
 from shoal.strategies.context import StepContext
 from shoal.strategies.replicated import ReplicatedStrategy
 from shoal.train.activity import Activity
