@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEED --trace` repeats a history; `python -m tests.simulation 0 --count 1000` runs many."""
+"""`python -m tests.simulation SEED --trace` repeats a history; `--count 1000` runs as many, from the seed on."""
 
 from __future__ import annotations
 

