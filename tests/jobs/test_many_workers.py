@@ -52,6 +52,30 @@ def test_a_loss_with_a_divisor_of_its_own(run):
     assert_same(run(job, workers=3), reference_receipt(run, job))
 
 
+@pytest.mark.parametrize("sync", ["lanes", *long_only({"kind": "server", "servers": 2})])
+def test_classes_with_weights_and_one_that_is_ignored(run, sync):
+    weight = [1.0, 5.0, 0.2, 1.0, 1.0, 3.0, 1.0, 1.0, 0.5, 2.0]
+    loss = {"name": "CrossEntropyLoss", "args": {"weight": weight, "ignore_index": 3}}
+    job = MLP | {"loss": loss, "lanes": 5, "steps": 20}
+    assert_same(run(job, workers=3, sync=sync), reference_receipt(run, job))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"workers": 1},
+        {"workers": 2},
+        {"workers": 2, "sync": {"kind": "server", "servers": 1, "backups": 0}},
+        *long_only({"workers": 1, "codec": "int8"}, {"workers": 2, "codec": "int8"}, {"workers": 2, "sync": "ddp"}),
+    ],
+)
+def test_lanes_with_losses_of_different_kinds_end_the_run(run, changes):
+    """A batch of 25 samples gives one of two lanes 13."""
+    job = {k: v for k, v in MLP.items() if k not in ("model", "loss", "metrics")}
+    outcome = run(job | {"task": "models.py:MixedTask", "lanes": 2, "batch_size": 25, "steps": 5}, **changes)
+    assert outcome.error.code == "SH422"
+
+
 def test_folds_side_by_side_with_two_workers_each(run):
     def folds(parallel):
         split = {"kind": "stratified", "folds": 3, "parallel": parallel}

@@ -23,6 +23,7 @@ from shoal.collectives.transport.frames import PeerFrame
 from shoal.collectives.transport.mesh import Mesh
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.lanes.flat_layout import write_lane_sum
+from shoal.lanes.lane_sum import mixed_counts_error
 from shoal.lanes.reduction_tree import Node, TreeSum
 from shoal.lanes.replica import LaneSum, add
 from shoal.net.errors import LinkError
@@ -55,7 +56,7 @@ class EncodedAllReduceStep(TreeSum[LaneSum]):
         super().__init__(lanes, add)
         self.bank = bank
         self.filled = 0
-        self.counted = False
+        self.counted: bool | None = None
         self.residual_added = False
         self.lane_index = 0
         self.ready_parts = 0
@@ -131,6 +132,8 @@ class EncodedAllReduce:
             self._begin_lane(current, lane)
         else:
             current.invalid_reason = current.sink_state.validate(value, counted=self._counted)
+        if current.counted not in (None, value.count is not None):
+            raise mixed_counts_error()
         current.counted = value.count is not None
         write_lane_sum(self._lane_views, value)
         self._encode(current, lane, self._layout.grads_bytes)
@@ -215,7 +218,7 @@ class EncodedAllReduce:
         """If a sink sent the gradients, the `halt` given to `gradient_sink` counts, not this one."""
         if self._mesh is None:
             own_frame = PeerFrame(
-                frames.PARTIAL, 0, step, self._seat, self._flags(current.counted, halt), filled=current.filled
+                frames.PARTIAL, 0, step, self._seat, self._flags(bool(current.counted), halt), filled=current.filled
             )
             current.frames_by_seat = {self._seat: own_frame}
             self._sum_arrived(current)
@@ -249,7 +252,7 @@ class EncodedAllReduce:
 
     def _post(self, current: EncodedAllReduceStep, mesh: Mesh, step: int, *, halt: bool, growing: bool) -> None:
         """Queue the complete lanes for peers on other hosts. A `growing` last lane follows during backward."""
-        flags = self._flags(self._counted if growing else current.counted, halt)
+        flags = self._flags(self._counted if growing else bool(current.counted), halt)
         current.own_frame = mesh.frame(frames.PARTIAL, step, flags=flags, filled=current.filled)
         current.frames_by_seat[self._seat] = current.own_frame
         current.bytes_sent_before = mesh.bytes_sent
@@ -327,7 +330,9 @@ class EncodedAllReduce:
         counted = {bool(frame.flags & frames.COUNTED) for frame in current.frames_by_seat.values() if frame.filled}
         if not counted:
             return AllReduceResult(None, halt, sent, waited_s)
-        if len(counted) > 1:
+        if len(counted) > 1 and self._steps_begun == 1:
+            raise mixed_counts_error()
+        if len(counted) > 1:  # perhaps only assumed, for gradients that were sent during backward: a new view shows it
             raise LinkError("some lanes have a loss count and others have none")
         self._counted = counted == {True}
         if self._on_device is not self._total.tensor:

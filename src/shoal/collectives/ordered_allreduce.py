@@ -31,6 +31,7 @@ from shoal.collectives.transport.mesh import Mesh
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.collectives.tree_reduce import TreeReduce, build_sum_tree
 from shoal.lanes.flat_layout import write_lane_sum
+from shoal.lanes.lane_sum import mixed_counts_error
 from shoal.lanes.reduction_tree import Node, TreeSum
 from shoal.lanes.replica import LaneSum
 from shoal.net.errors import LinkError
@@ -193,7 +194,9 @@ class OrderedAllReduce:
 
     def _summed_total(self, frames_by_seat: Mapping[int, PeerFrame]) -> LaneSum:
         counted = {bool(frame.flags & frames.COUNTED) for frame in frames_by_seat.values() if frame.filled}
-        if len(counted) > 1:
+        if len(counted) > 1 and self._steps_begun == 1:
+            raise mixed_counts_error()
+        if len(counted) > 1:  # perhaps only assumed, for gradients that were sent during backward: a new view shows it
             raise LinkError("some lanes have a loss count and others have none")
         if self._on_device is not self._total.tensor:
             self._on_device.copy_(self._total.tensor)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.errors import error
+from shoal.errors import ShoalError, error
 from shoal.lanes.sparse import rows as sparse
 
 
@@ -28,11 +28,15 @@ class LaneSum:
     rows: list[sparse.SparseRows] = field(default_factory=list)
 
 
+def mixed_counts_error() -> ShoalError:
+    message = "the loss returned (sum, weight) for some lanes of a step, and a mean for others"
+    return error("SH422", message, where="loss")
+
+
 def add(left: LaneSum, right: LaneSum) -> LaneSum:
     """left + right, stored in left. SH422 if only one of them has a count: they have no common sum."""
     if (left.count is None) != (right.count is None):
-        message = "the loss returned (sum, weight) for some lanes of a step, and a mean for others"
-        raise error("SH422", message, where="loss")
+        raise mixed_counts_error()
     if left.grads:
         torch._foreach_add_(left.grads, right.grads)
     if left.float_buffers:

@@ -21,7 +21,7 @@ from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory
 from shoal.errors import error
 from shoal.lanes.clipping import divisor_of
 from shoal.lanes.elementwise import is_known_elementwise, why_not_sliceable
-from shoal.lanes.lane_sum import LaneSum, add
+from shoal.lanes.lane_sum import LaneSum, add, mixed_counts_error
 from shoal.lanes.reduction_tree import Node, TreeSum, partial_nodes
 from shoal.lanes.replica import GradientSink, Replica
 from shoal.net.errors import LinkError
@@ -267,6 +267,8 @@ class ParameterServerSync:
             rows=self._sparse_client.push_payload([partials[node] for node in self._nodes]),
         )
         self._client.run(push)
+        if filled and (push.flags ^ flags) & protocol.COUNTED:
+            raise mixed_counts_error()
         if self._push_codec:
             self._push_codec.commit_step(step)
         total = replica.layout.views(self._values.tensor)

@@ -24,7 +24,7 @@ from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.torch_group import AbortableProcessGroup, TorchGroup, has_nccl, rendezvous
 from shoal.errors import error
 from shoal.lanes.flat_layout import FlatLayout, write_lane_sum
-from shoal.lanes.lane_sum import LaneSum, add
+from shoal.lanes.lane_sum import LaneSum, add, mixed_counts_error
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.net.errors import LinkError
 from shoal.spec.view import View
@@ -203,5 +203,5 @@ def _root_rank(headers: Mapping[int, StepHeader]) -> int | None:
         raise LinkError("a member has a model of other shapes")
     lanes = {one.first_lane: rank for rank, one in enumerate(headers.values()) if one.first_lane >= 0}
     if len({one.counted for one in headers.values() if one.first_lane >= 0}) > 1:
-        raise LinkError("some lanes have a loss count and others have none")
+        raise mixed_counts_error()
     return lanes[min(lanes)] if lanes else None
