@@ -41,6 +41,7 @@ def test_a_run_that_goes_on_has_the_state_of_its_whole_stream(run, resume):
     before = RunStateReader(paths.events, paths.state_snapshot).state
     assert (before.starts, before.status) == (1, "interrupted")
     second = resume(paths)
+    assert second.receipt, (second.status, second.error, second.traceback)
     assert second.receipt.starts == 2
     assert second.receipt.steps == 2000
     whole = replay(read_events(paths.events))
