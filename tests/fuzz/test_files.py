@@ -233,7 +233,7 @@ def check_flipped(paths, job, data):
     assert_reads_as_without_damage(paths, job, content.split(b"\n"), data.draw(st.integers(0, 20)))
 
 
-@examples(3 * FEW)
+@examples(140)
 @given(damaged_streams(), st.integers(0, 12))
 def test_damaged_streams(paths, job, lines, middle):
     check_streams(paths, job, lines, middle)

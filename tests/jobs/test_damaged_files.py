@@ -160,6 +160,16 @@ def test_a_damaged_description_of_the_model_names_no_checkpoint(paths, content):
     assert run_index.find_checkpoint(paths, job, best=False) == ""
 
 
+def test_names_with_other_digits_are_no_numbers(paths):
+    """`isdigit` says yes to ², and `int` no."""
+    for name in ("mlp-²", "mlp-٣", "fold-²"):
+        (paths.root.parent / name).mkdir()
+        (paths.root / name).mkdir()
+    job = make_job(MLP, base_dir=str(paths.root), check_names=False)
+    assert run_dir.create(job, paths.root.parent).name == "mlp-4"
+    assert paths.folds == []
+
+
 # ---- where runs are kept ----
 
 VERBS = {

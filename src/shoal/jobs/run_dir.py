@@ -55,7 +55,7 @@ def create(job: Job, runs: Path) -> RunPaths:
 
 def _run_number(directory: str, name: str) -> int:
     prefix, _, tail = directory.rpartition("-")
-    return int(tail) if prefix == name and tail.isdigit() else 0
+    return int(tail) if prefix == name and tail.isdecimal() else 0
 
 
 def find(run: str, runs: Path) -> RunPaths:
@@ -124,9 +124,11 @@ def driver_lock(paths: RunPaths) -> Iterator[None]:
 def _open_driver_lock(paths: RunPaths) -> IO[str]:
     try:
         return open_lock_file(paths.lock)
-    except OSError as failure:
+    except PermissionError as failure:
         fix = "Resume the run as the user who started it, or give its directory to this user (chown -R)."
         raise error("SH626", f"the lock cannot be used: {failure}", where=str(paths.lock), fix=fix) from failure
+    except OSError as failure:
+        raise error("SH605", f"the lock cannot be used: {failure}", where=str(paths.lock)) from failure
 
 
 def _try_lock(file: IO[str], *, until_s: float) -> bool:

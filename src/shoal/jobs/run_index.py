@@ -65,9 +65,9 @@ def _row(paths: RunPaths, found: RunSummary) -> dict[str, Any]:
 def _started(paths: RunPaths, found: RunSummary) -> str:
     try:
         started_t = paths.job.stat().st_mtime if found.started_t is None else found.started_t
-    except OSError:  # removed meanwhile
+        return f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}"
+    except (OSError, ValueError, OverflowError):  # removed meanwhile, or a forged snapshot with a time of no year
         return "–"
-    return f"{datetime.datetime.fromtimestamp(started_t):%Y-%m-%d %H:%M}"
 
 
 def fold_means(paths: RunPaths) -> dict[str, float]:

@@ -6,6 +6,7 @@ open would let them keep a run from being resumed. So these files have mode 0600
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import stat
@@ -21,7 +22,12 @@ def open_lock_file(path: Path) -> IO[str]:
 
     PermissionError if it belongs to another user. A link is refused: it would lead to a file of somebody else.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_MODE)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_MODE)
+    except OSError as failure:
+        if failure.errno == errno.ELOOP:
+            raise PermissionError(f"{path} is a link") from None
+        raise
     try:
         found = os.fstat(descriptor)
         if stranger := owner_if_other(found):

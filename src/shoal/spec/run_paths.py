@@ -88,7 +88,7 @@ class RunPaths:
     @property
     def folds(self) -> list[RunPaths]:
         """The runs of a job with folds, in order."""
-        found = (p for p in self.root.glob("fold-*") if p.is_dir() and p.name[5:].isdigit())
+        found = (p for p in self.root.glob("fold-*") if p.is_dir() and p.name[5:].isdecimal())
         return [RunPaths(p) for p in sorted(found, key=lambda p: int(p.name[5:]))]
 
     def fold(self, number: int) -> RunPaths:
