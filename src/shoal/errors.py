@@ -80,13 +80,13 @@ CATALOGUE: dict[str, Entry] = {
     "SH312": Entry("loader processes die of the same samples",
                    "Set data.loader.workers: 0 to see the error itself, or free memory."),
     "SH313": Entry("the data cache cannot be written", "Free some disk space, or give another cache directory."),
-    # 35x: splits and dealing
+    # 35x: splits and samplers
     "SH351": Entry("too few samples for the split", "Use fewer folds or more data."),
     "SH352": Entry("the split needs a column", "Name the column in the split."),
     "SH353": Entry("a leak: the same data is on both sides of the split", "Change the split, or remove duplicates."),
     "SH354": Entry("the split is not possible with this data", "Choose another split."),
-    "SH355": Entry("the dealing is not possible with this data", "Choose another `data.sampler`."),
-    "SH356": Entry("the dealing needs a column", "Name a column of the data in the dealing."),
+    "SH355": Entry("the sampler cannot be used with this data", "Choose another `data.sampler`."),
+    "SH356": Entry("the sampler needs a column", "Name a column of the data in `data.sampler`."),
     # 4xx: training
     "SH401": Entry("the model failed on a batch", "Fix the model or the data; the message is the model's own."),
     "SH402": Entry("the loss failed", "Check that the loss fits the model's output and the target."),

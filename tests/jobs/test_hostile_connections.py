@@ -28,7 +28,8 @@ def test_strangers_and_malformed_input_change_nothing(run, job_dir):
 
 
 NONSENSE = [("standing", {}), ("standing", {"view": "x", "position": 3}), ("standing", {"view": 99, "position": "far"}),
-            ("beat", {"lane_s": [1]}), ("event", {"row": 7}), ("drain", {}), ("what", {})]  # fmt: skip
+            ("beat", {"lane_s": [1]}), ("beat", {"lanes_timed": 7}), ("beat", {"lanes_timed": [1e999, -1]}),
+            ("beat", {"lanes_timed": [10**30, 1.0]}), ("event", {"row": 7}), ("drain", {}), ("what", {})]  # fmt: skip
 
 
 def test_one_that_knows_the_token_and_talks_nonsense_is_dropped(run, job_dir):

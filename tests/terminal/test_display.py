@@ -3,6 +3,7 @@
 import io
 
 from shoal.events import Event, replay
+from shoal.events.schema import LANES_MOVE
 from shoal.spec.receipt import Receipt, WorkerContribution
 from shoal.terminal import reports
 from shoal.terminal.console import make_console
@@ -175,3 +176,10 @@ def test_what_every_worker_says_is_shown_once():
     loaded = {"path": "a-1", "loaded": 4, "tensors": 4}
     shown = remarks(make_events(*((f"worker-{n}", "weights_loaded", None, loaded) for n in range(3))))
     assert shown == ["initialised from a-1: 4 of 4 tensors"]
+
+
+def test_that_lanes_move_is_said_once():
+    """Each of them is in the stream; other reasons are said every time."""
+    reasons = [LANES_MOVE, "worker-1 joins", LANES_MOVE, "worker-1 joins", LANES_MOVE]
+    events = make_events(*(("driver", "view", None, {"number": n, "why": why}) for n, why in enumerate(reasons)))
+    assert remarks(events) == [LANES_MOVE, "worker-1 joins", "worker-1 joins"]
