@@ -288,21 +288,28 @@ def from_os_error(failure: BaseException, *, doing: str = "", where: str = "") -
     if number == errno.ENFILE:
         message = f"{prefix}the machine has no file descriptor left"
         return error("SH628", message, where=where, fix="End other programs, or raise the limit: sysctl fs.file-max.")
-    if number == errno.EMFILE or "Too many open files" in describe_exception(failure):
+    text = describe_exception(failure)
+    if number == errno.EMFILE or "Too many open files" in text:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         message = f"{prefix}the process has no file descriptor left, of {limit:,}"
         fix = f"Raise the limit: ulimit -n {max(4 * limit, 4096)}. Or use fewer workers."
         return error("SH628", message, where=where, fix=fix)
+    if "can't start new thread" in text:
+        return _process_limit_error(f"{prefix}a thread could not be started")
     return None
 
 
 def fork_error(failure: OSError) -> ShoalError:
     """The error for a process that cannot be started: the operating system has no process, memory or descriptor."""
+    reason = os.strerror(failure.errno or errno.EAGAIN)
+    return from_os_error(failure) or _process_limit_error(f"a process could not be started: {reason}")
+
+
+def _process_limit_error(message: str) -> ShoalError:
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     shown = "" if limit == resource.RLIM_INFINITY else f"; this user may have {limit:,} processes and threads"
-    message = f"a process could not be started: {os.strerror(failure.errno or errno.EAGAIN)}{shown}"
     fix = "Raise the limit (ulimit -u, or the container's pids limit), free memory, or use fewer workers."
-    return from_os_error(failure) or error("SH628", message, fix=fix)
+    return error("SH628", f"{message}{shown}", fix=fix)
 
 
 def closest_name(word: str, allowed: Iterable[str]) -> str:
