@@ -30,6 +30,8 @@ MAX_SUGGESTED_FILES = 10
 MAX_MESSAGE = 2_000
 MAX_TRACEBACK = 20_000
 """Characters of an exception's message and traceback that are kept."""
+MAX_CHAIN = 10
+"""How many exceptions that led to one another a traceback shows."""
 
 
 @dataclass(frozen=True)
@@ -270,18 +272,32 @@ def single_errors(failure: ShoalError) -> list[ShoalError]:
 
 def describe_exception(failure: BaseException) -> str:
     """Type and first line of any exception: also of one whose message is huge or cannot be made."""
+    return _full_description(failure).splitlines()[0]
+
+
+def _full_description(failure: BaseException) -> str:
     name = type(failure).__name__
     try:
         text = str(failure).strip()
     except BaseException as unprintable:
         return f"{name} (its message cannot be made: {type(unprintable).__name__})"
-    line = text[: MAX_MESSAGE + 1].splitlines()[0] if text else ""
-    return f"{name}: {_shorten(line, MAX_MESSAGE)}" if line else name
+    return f"{name}: {_shorten(text, MAX_MESSAGE)}" if text else name
 
 
 def traceback_text(failure: BaseException) -> str:
-    """The traceback of any exception. A long one keeps its beginning and its end, which has the error."""
-    return _shorten("".join(traceback.format_exception(failure)), MAX_TRACEBACK)
+    """The traceback of any exception, after those of the exceptions that led to it. Not by Python's own formatting,
+    which copies a huge message several times: the driver would take the worker for hung."""
+    chain: list[BaseException] = []
+    following: BaseException | None = failure
+    while following is not None and len(chain) < MAX_CHAIN:
+        chain.insert(0, following)
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    parts = [f"Traceback (most recent call last):\n{_frames(one)}{_full_description(one)}\n" for one in chain]
+    return _shorten("\nthen:\n\n".join(parts), MAX_TRACEBACK)
+
+
+def _frames(failure: BaseException) -> str:
+    return "".join(traceback.format_tb(failure.__traceback__))
 
 
 def _shorten(text: str, most: int) -> str:
@@ -304,21 +320,28 @@ def from_os_error(failure: BaseException, *, doing: str = "", where: str = "") -
     if number == errno.ENFILE:
         message = f"{prefix}the machine has no file descriptor left"
         return error("SH628", message, where=where, fix="End other programs, or raise the limit: sysctl fs.file-max.")
-    if number == errno.EMFILE or "Too many open files" in describe_exception(failure):
+    text = describe_exception(failure)
+    if number == errno.EMFILE or "Too many open files" in text:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         message = f"{prefix}the process has no file descriptor left, of {limit:,}"
         fix = f"Raise the limit: ulimit -n {max(4 * limit, 4096)}. Or use fewer workers."
         return error("SH628", message, where=where, fix=fix)
+    if "can't start new thread" in text:
+        return _process_limit_error(f"{prefix}a thread could not be started")
     return None
 
 
 def fork_error(failure: OSError) -> ShoalError:
     """The error for a process that cannot be started: the operating system has no process, memory or descriptor."""
+    reason = os.strerror(failure.errno or errno.EAGAIN)
+    return from_os_error(failure) or _process_limit_error(f"a process could not be started: {reason}")
+
+
+def _process_limit_error(message: str) -> ShoalError:
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     shown = "" if limit == resource.RLIM_INFINITY else f"; this user may have {limit:,} processes and threads"
-    message = f"a process could not be started: {os.strerror(failure.errno or errno.EAGAIN)}{shown}"
     fix = "Raise the limit (ulimit -u, or the container's pids limit), free memory, or use fewer workers."
-    return from_os_error(failure) or error("SH628", message, fix=fix)
+    return error("SH628", f"{message}{shown}", fix=fix)
 
 
 def closest_name(word: str, allowed: Iterable[str]) -> str:

@@ -64,6 +64,14 @@ def test_a_model_that_leaves_when_it_is_made_is_told(run, job_dir):
     assert outcome.error.where.startswith(f"{job_dir / 'hostile.py'}:")
 
 
+def test_code_that_fails_at_any_other_place_is_told_at_its_line(run, job_dir):
+    job = {name: value for name, value in MLP.items() if name not in ("model", "loss", "metrics")}
+    outcome = run(job, task="hostile.py:ForgetfulTask", checkpoint={"every": "1 steps"})
+    assert (outcome.error.code, outcome.error.message) == ("SH429", "LookupError: forgotten")
+    assert outcome.error.where.startswith(f"{job_dir / 'hostile.py'}:")
+    assert not outcome.traceback
+
+
 # ---- loader processes ----
 
 
@@ -189,6 +197,25 @@ except ShoalError as failure:
 else:
     print(resource.getrlimit(resource.RLIMIT_NOFILE))
 """
+
+
+NO_THREADS = """
+import os, resource, threading
+from shoal.errors import from_os_error
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+if os.geteuid() == 0:
+    os.setuid(65534)  # no limit holds for root
+try:
+    threading.Thread(target=print).start()
+except RuntimeError as failure:
+    print(from_os_error(failure))
+"""
+
+
+def test_a_thread_that_cannot_be_started_is_told():
+    done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
+    assert "SH628" in done.stdout, done.stderr
+    assert "ulimit -u" in done.stdout
 
 
 @pytest.mark.parametrize(("hard", "says"), [("4096", "(88, 4096)"), ("60", "ulimit -n 88")])

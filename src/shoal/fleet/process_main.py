@@ -49,12 +49,15 @@ def run_reporting_errors(stream: EventWriter, act: Callable[[EventWriter], None]
 
 
 def as_user_error(failure: BaseException) -> ShoalError | None:
-    """The error that the user can act on: a full disk, a limit, or a failure in the user's own code; None for a bug."""
+    """The error that the user can act on: a full disk or memory, a limit, or a failure in the user's own code; None for
+    a bug."""
     if isinstance(failure, ShoalError):
         return failure
     if limit := from_os_error(failure):
         return limit
     where = user_line(failure)
+    if isinstance(failure, MemoryError):
+        return error("SH407", describe_exception(failure), where=where)
     if not where or not is_users_failure(failure):
         return None
     code = "SH429" if isinstance(failure, Exception) else "SH428"

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from shoal.checkpoint.model_check import VerifiedModel, verify_model
-from shoal.errors import ShoalError, error, error_from_fields, from_os_error
+from shoal.errors import ShoalError, error, error_from_fields
 from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader, describe_damage
 from shoal.fleet.agent_reports import AgentReports
 from shoal.fleet.control_server import ControlMessage, ControlServer
@@ -30,7 +30,7 @@ from shoal.jobs.coroutines import BackgroundCall
 from shoal.jobs.plan_file import read_plan_file
 from shoal.jobs.receipt import make_receipt
 from shoal.jobs.replanner import Replanner
-from shoal.jobs.run_health import ensure_descriptors, find_damage
+from shoal.jobs.run_health import ensure_descriptors, find_damage, server_loss, worker_death, write_receipt
 from shoal.jobs.run_result import RunResult
 from shoal.jobs.server_group import ServerGroup
 from shoal.jobs.worker_group import WorkerGroup, initial_workers
@@ -39,7 +39,7 @@ from shoal.net.handshake import new_token
 from shoal.plan.membership_policy import decide_restart
 from shoal.spec.certificates import tls_contexts_for
 from shoal.spec.job import Job
-from shoal.spec.run_paths import RunPaths, write_atomically
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -263,11 +263,9 @@ class RunDriver:
     def _write_end(self, result: RunResult) -> RunResult:
         if result.receipt:
             try:
-                write_atomically(self.paths.receipt, result.receipt.model_dump_json(indent=2) + "\n")
-            except OSError as failure:
-                where = str(self.paths.receipt)
-                unwritten = from_os_error(failure, where=where) or error("SH605", str(failure), where=where)
-                result = self._failed(unwritten)
+                write_receipt(self.paths, result.receipt)
+            except ShoalError as failure:
+                result = self._failed(failure)
         self.worker_group.dismiss(f"the run is {result.status}")  # else remote workers wait for another driver
         self._stream.emit("run_ended", status=result.status, refused=self.control.refused + self.worker_group.refused)
         self._read_events()
@@ -371,7 +369,7 @@ class RunDriver:
         if self.state.error:
             return self._failed(self._reported_error())
         if is_server:
-            return self._failed(self._lost_servers_error(one, why)) if why else None
+            return self._failed(server_loss(self.paths, one, why)) if why else None
         return self._after_worker_exit(one, died=bool(why), was_ready=was_ready)
 
     def _after_worker_exit(self, one: Exit, *, died: bool, was_ready: bool) -> RunResult | None:
@@ -387,7 +385,7 @@ class RunDriver:
         if damage := one.start_error or find_damage(self.paths):
             return self._failed(damage)  # another worker would fail likewise
         why = self._use_restart(ready=was_ready)
-        return self._failed(self._death_error(one, why)) if why else None
+        return self._failed(worker_death(self.paths, one, why)) if why else None
 
     def _restart_from_checkpoint(self, lost: str) -> RunResult | None:
         """The servers lost parameters: evict all workers, which then start from the newest checkpoint. Returns a result
@@ -410,16 +408,6 @@ class RunDriver:
         row = self.state.error or {}
         traceback = row["where"] if row.get("code") == "BUG" else ""
         return RunResult(self.paths, "failed", error=failure, traceback=traceback)
-
-    def _lost_servers_error(self, one: Exit, why: str) -> ShoalError:
-        where = str(self.paths.error_log(one.seat, "server"))
-        return one.start_error or find_damage(self.paths) or error("SH618", why, where=where)
-
-    def _death_error(self, one: Exit, why: str) -> ShoalError:
-        log = self.paths.error_log(one.seat)
-        hint = " (out of memory?)" if one.reason == "SIGKILL" else ""
-        where = str(log if log.exists() else self.paths.root)
-        return error("SH603", f"worker-{one.seat} ended by {one.reason}{hint}; {why}", where=where)
 
     def _reported_error(self) -> ShoalError:
         row = self.state.error or {}

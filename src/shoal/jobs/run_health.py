@@ -1,12 +1,14 @@
-"""Whether the machine can carry a run: its directory, its disk, and the limits of the operating system."""
+"""Whether the machine can carry a run (directory, disk, limits), and the errors for processes that it cannot carry."""
 
 from __future__ import annotations
 
 import os
 import resource
 
-from shoal.errors import ShoalError, error
-from shoal.spec.run_paths import RunPaths
+from shoal.errors import ShoalError, error, from_os_error
+from shoal.fleet.engine import Exit
+from shoal.spec.receipt import Receipt
+from shoal.spec.run_paths import RunPaths, write_atomically
 
 MIN_FREE_BYTES = 64 << 10
 """With less free space no process of the run can report what it does."""
@@ -27,6 +29,29 @@ def find_damage(paths: RunPaths) -> ShoalError | None:
         message = f"{free_bytes:,} bytes are free, too few for the processes of the run to go on"
         return error("SH510", message, where=str(paths.root))
     return None
+
+
+def worker_death(paths: RunPaths, one: Exit, why: str) -> ShoalError:
+    """The error of a worker that died and is not replaced."""
+    log = paths.error_log(one.seat)
+    hint = " (out of memory?)" if one.reason == "SIGKILL" else ""
+    where = str(log if log.exists() else paths.root)
+    return error("SH603", f"worker-{one.seat} ended by {one.reason}{hint}; {why}", where=where)
+
+
+def server_loss(paths: RunPaths, one: Exit, why: str) -> ShoalError:
+    """The error of servers that are lost with this one."""
+    where = str(paths.error_log(one.seat, "server"))
+    return one.start_error or find_damage(paths) or error("SH618", why, where=where)
+
+
+def write_receipt(paths: RunPaths, receipt: Receipt) -> None:
+    """SH510 if the disk is full, SH605 if the receipt cannot be written for another reason."""
+    try:
+        write_atomically(paths.receipt, receipt.model_dump_json(indent=2) + "\n")
+    except OSError as failure:
+        where = str(paths.receipt)
+        raise from_os_error(failure, where=where) or error("SH605", str(failure), where=where) from failure
 
 
 def ensure_descriptors(processes: int) -> None:
