@@ -32,7 +32,7 @@ from shoal.plan.membership_policy import EvictWorker, MembershipAction, PublishV
 from shoal.plan.sharded_membership import make_membership_policy
 from shoal.spec.job import MAX_WORKERS, Job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Attachment, Seat, View, position_of
+from shoal.spec.view import Seat, View, position_of
 
 WORKER_MODULE = "shoal.train.worker"
 MAX_UNSEEN_VIEWS = 1000
@@ -192,7 +192,7 @@ class WorkerGroup:
         self.membership.arrived(seat, attachment, address=address, view=hello.view, training=training)
         if not attachment.managed:
             self._agents[seat] = hello.agent
-        self._welcome(message.connection, seat, attachment)
+        self._welcome(message.connection, seat, hello)
         if self._server_group:
             if attachment.managed:
                 self._server_group.observe_chunk_table(hello.table)
@@ -224,9 +224,12 @@ class WorkerGroup:
         """Whether a worker that joined may have its seat back: it was not evicted from it."""
         return seat not in self._engine.running() and not self.roster.is_evicted(seat)
 
-    def _welcome(self, connection: int, seat: int, attachment: Attachment) -> None:
-        joined = {"job": self._job.dump(), "key": self._control.key(f"worker-{seat}")} if attachment.needs_job else {}
+    def _welcome(self, connection: int, seat: int, hello: WorkerHello) -> None:
+        key = self._control.key(f"worker-{seat}")
+        joined = {"job": self._job.dump(), "key": key} if hello.attachment.needs_job else {}
         self._control.send(connection, "welcome", seat=seat, run=self._paths.name, **joined)
+        if self._final_view and self._final_view.number <= hello.view:  # the worker ignores a number below its newest
+            self._final_view = self._final_view.model_copy(update={"number": hello.view + 1})
         if newest := self._final_view or self._latest_views.get(seat):
             self._control.publish_view(newest, [connection])
 
