@@ -85,7 +85,7 @@ def test_a_greeting_without_a_field_is_refused(name):
         ("worker", "standing", {"view": 1, "position": float("inf")}),
         ("worker", "standing", {"view": 1, "position": -1}),
         ("worker", "cuts", {"cuts": [1]}), ("worker", "cuts", {"cuts": [2, 1]}), ("worker", "cuts", {"cuts": "ab"}),
-        ("worker", "event", {"row": 7}), ("worker", "event", {"row": "x" * (1 << 19)}), ("worker", "what", {}),
+        ("worker", "event", {"row": 7}), ("worker", "event", {"row": "x" * (1 << 21)}), ("worker", "what", {}),
         ("worker", "stop", {}), ("worker", "output", {"seat": 1, "text": "x"}),
         ("worker", "filled", {"seat": 1, "table": 1}),
         ("server", "beat", {"served": {"pushes": float("nan")}}), ("server", "beat", {"served": {"pushes": {}}}),

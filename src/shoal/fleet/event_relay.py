@@ -16,12 +16,17 @@ from shoal.fleet.messages import printable
 from shoal.fleet.rate_limit import RateLimit
 from shoal.net.errors import ProtocolError
 
-IGNORED_KINDS = frozenset({"built"})
-"""A worker with the run's directory reports the same, and it is believed."""
+RESERVED_KINDS = frozenset({
+    "run_started", "run_ended", "plan", "replan", "view", "refused", "evicted", "worker_died", "verified",
+    "resumed", "layout", "evaluated", "best", "saved", "finished",
+    "servers_wanted", "server_started", "chunk_table", "server_stats", "server_died", "server_left", "servers_lost",
+})  # fmt: skip
+"""What only the driver, or the worker that saves, can know. A worker that joined and reports it is refused."""
 RELAYED_KINDS = frozenset({
     "worker_started", "caught_up", "link_measured", "joined", "stopped", "step", "note", "left", "failed",
-    "residual_lost",
+    "residual_lost", "loader_restarted", "self_checked", "weights_loaded",
 })  # fmt: skip
+"""Other kinds are ignored, such as `built`: a worker with the run's directory reports the same, and is believed."""
 ROW_BYTES_S, ROW_BURST_BYTES = 1 << 20, 16 << 20
 """What a worker may add to the stream in the long run and at once."""
 MAX_TEXT_CHARACTERS = 2000
@@ -47,10 +52,12 @@ class EventRelay:
         event = parse_event(row.encode("utf-8", "replace"))
         if event is None:
             raise ProtocolError("it sends an event that breaks the schema")
-        if event.kind in IGNORED_KINDS or event.who != self.name:  # it had another seat when it wrote the row
+        if event.who != self.name:  # it had another seat when it wrote the row
             return None
-        if event.kind not in RELAYED_KINDS:
+        if event.kind in RESERVED_KINDS:
             raise ProtocolError(f"it may not report '{event.kind}'")
+        if event.kind not in RELAYED_KINDS:
+            return None
         if last_step is not None and (event.step or 0) > last_step:
             raise ProtocolError(f"it reports step {event.step}, beyond the end of the job")
         fields = {name: _bounded(name, value) for name, value in event.fields.items()}
@@ -78,13 +85,11 @@ class EventRelay:
 
 
 def _bounded(name: str, value: Any) -> Any:
-    """The value with printable texts. ProtocolError if it is too large."""
+    """The value with printable texts and short lists. ProtocolError if it cannot be true."""
     if isinstance(value, str):
         return printable(value, limit=MAX_TEXT_CHARACTERS)
     if isinstance(value, list):
-        if len(value) > MAX_LIST_LENGTH:
-            raise ProtocolError(f"'{name}' has {len(value)} entries")
-        return [_bounded(name, one) for one in value]
+        return [_bounded(name, one) for one in value[:MAX_LIST_LENGTH]]
     if isinstance(value, dict):
         raise ProtocolError(f"'{name}' is not in the schema")
     is_time = name.endswith("_s") and not name.endswith("_bytes_s") and isinstance(value, int | float)

@@ -25,7 +25,7 @@ MAX_CUTS = 1 << 16
 MAX_ERROR_CHARACTERS = 2000
 MAX_LINE_CHARACTERS = 4000
 MAX_REASON_CHARACTERS = 200
-MAX_ROW_CHARACTERS = 1 << 18
+MAX_ROW_CHARACTERS = 1 << 20
 
 SeatNumber = Annotated[int, Field(ge=0, lt=MAX_SEAT)]
 ViewNumber = Annotated[int, Field(ge=0, lt=MAX_VIEW)]

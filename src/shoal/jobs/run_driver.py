@@ -178,7 +178,7 @@ class RunDriver:
         """For select(): `tick` has something to do when one of these is readable."""
         if self._ending:
             return [self._ending.fileno()]
-        verification = [self._verification.fileno()] if self._verification else []
+        verification = [self._verification.fileno()] if self._verification and not self._verification.done else []
         return [self.engine.fileno(), self.control.fileno(), *verification]
 
     def wait(self, timeout_s: float) -> None:

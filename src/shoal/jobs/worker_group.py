@@ -227,8 +227,8 @@ class WorkerGroup:
         return seat not in self._engine.running() and not self.roster.is_evicted(seat)
 
     def _welcome(self, connection: int, seat: int, hello: WorkerHello) -> None:
-        needs_job = hello.attachment.needs_job
-        joined = {"job": self._job.dump(), "key": self._control.key(f"worker-{seat}")} if needs_job else {}
+        key = self._control.key(f"worker-{seat}")
+        joined = {"job": self._job.dump(), "key": key} if hello.attachment.needs_job else {}
         self._control.send(connection, "welcome", seat=seat, run=self._paths.name, **joined)
         if self._final_view and self._final_view.number <= hello.view:  # the worker ignores a number below its newest
             self._final_view = self._final_view.model_copy(update={"number": hello.view + 1})
