@@ -172,6 +172,7 @@ def freeze(run: SimulatedRun, fault: Fault) -> None:
 
 def freeze_for_good(run: SimulatedRun, fault: Fault) -> None:
     if worker := _chosen(run, fault):
+        run.impaired.add(worker)
         worker.freeze()
 
 
@@ -181,6 +182,7 @@ def freeze_driver(run: SimulatedRun, fault: Fault) -> None:
 
 
 def _freeze(run: SimulatedRun, process: Process, duration_s: float) -> None:
+    run.impaired.add(process)
     process.freeze()
     run.world.at(duration_s, process.thaw)
 
@@ -223,6 +225,7 @@ def _pair(run: SimulatedRun, fault: Fault) -> tuple[Process, Process] | None:
 def _cut(run: SimulatedRun, ways: Iterable[tuple[Process, Process]], duration_s: float) -> None:
     ways = list(ways)
     run.network.cut.update(ways)
+    run.impaired.update(process for way in ways for process in way)
     run.world.log("cut", [(one.name, other.name) for one, other in ways])
     run.world.at(duration_s, run.network.heal, ways)
 
@@ -240,7 +243,7 @@ def duplicate(run: SimulatedRun, fault: Fault) -> None:
 
 def slow_down(run: SimulatedRun, fault: Fault) -> None:
     """Messages are late for a while."""
-    run.world.slowness = 100.0
+    run.world.slowness, run.was_slow = 100.0, True
     run.world.at(fault.duration_s, setattr, run.world, "slowness", 1.0)
 
 

@@ -7,15 +7,15 @@ from tests.simulation.history import Fault, History
 
 KEPT = {
     "a worker dies in the tick in which the run ends": History(
-        26,
-        workers=3,
-        lanes=4,
-        steps=9,
-        save_every=2,
-        faults=(Fault(0.897, "terminate", 0.205, 0.0, 0.01), Fault(1.803, "kill", 0.730, 0.0, 0.38)),
+        672, workers=2, lanes=4, steps=5, save_every=2, faults=(Fault(0.767087368478503, "kill", 0.816, 0.0, 0.949),)
     ),
     "a worker of an earlier driver hears that the run has finished": History(
-        449, workers=2, lanes=4, steps=5, save_every=3, faults=(Fault(0.229, "crash_driver", 0.386, 0.0, 6.87),)
+        863,
+        workers=2,
+        lanes=3,
+        steps=3,
+        save_every=4,
+        faults=(Fault(0.6977907912784977, "crash_driver", 0.793, 0.0, 0.9685998),),
     ),
     "all workers die in the tick in which the run is stopped": History(
         2283,
@@ -54,12 +54,12 @@ KEPT = {
         ),
     ),
     "events of a worker of another machine come after the end": History(
-        3847,
-        workers=3,
+        97,
+        workers=2,
         lanes=4,
-        steps=8,
+        steps=5,
         save_every=2,
-        faults=(Fault(0.546, "kill_all", 0.831, 0.0, 0.02), Fault(0.924, "join", 0.505, 0.0, 0.16)),
+        faults=(Fault(0.297, "join", 0.5, 0.0, 0.1), Fault(0.925, "slow_down", 0.5, 0.0, 0.1)),
     ),
     "a worker freezes before it connects": History(
         3570, workers=3, lanes=3, steps=3, save_every=2, faults=(Fault(0.0, "freeze_for_good", 0.388, 0.0, 0.46),)

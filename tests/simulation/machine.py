@@ -28,6 +28,7 @@ class Machine:
         self.start, self.log = start, log
         self.processes: dict[int, SimulatedWorker] = {}
         self.deaths = 0
+        self.killed_at_end: list[SimulatedWorker] = []
 
 
 class SimulatedEngine:
@@ -85,6 +86,7 @@ class SimulatedEngine:
 
     def close(self) -> None:
         self._closed = True
+        self._machine.killed_at_end = [process for process in self._watched.values() if process.alive]
         self.stop(self.running())
         self.poll(0)
 

@@ -105,6 +105,9 @@ class SimulatedRun:
         self.workers: list[SimulatedWorker] = []
         self.driver: DriverProcess | None = None
         self.results: list[RunResult] = []
+        self.impaired: set[Process] = set()
+        """Processes that were frozen or cut off."""
+        self.was_slow = False
         self.views: dict[int, View] = {}
         self._drivers = 0
 
@@ -221,6 +224,8 @@ class SimulatedRun:
         require(receipt.weights_sha256 == f"{self.chain[-1]:064x}", "the receipt has other weights")
         require(receipt.steps == self.steps, f"the receipt has {receipt.steps} of {self.steps} steps")
         require(receipt.exact, "the receipt says that the run is not exact")
+        killed = [one.name for one in self.machine.killed_at_end if one not in self.impaired and not self.was_slow]
+        require(not killed, f"{killed} did not hear that the run has finished")
         managed = self.machine.deaths
         most = managed + sum(worker.control.connections for worker in self.workers if not worker.managed)
         require(

@@ -24,7 +24,7 @@ RESERVED_KINDS = frozenset({
 """What only the driver, or the worker that saves, can know. A worker that joined and reports it is refused."""
 RELAYED_KINDS = frozenset({
     "worker_started", "caught_up", "link_measured", "joined", "stopped", "step", "note", "left", "failed",
-    "residual_lost", "loader_restarted", "self_checked", "weights_loaded",
+    "residual_lost", "loader_restarted", "weights_loaded",
 })  # fmt: skip
 """Other kinds are ignored, such as `built`: a worker with the run's directory reports the same, and is believed."""
 ROW_BYTES_S, ROW_BURST_BYTES = 1 << 20, 16 << 20
