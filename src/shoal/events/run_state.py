@@ -281,7 +281,10 @@ def _joined(state: RunState, event: Event, joined: schema.JoinedEvent) -> None:
         state.redone += state.step
         state.note(Event("steps_lost", event.t, event.who, 0, {"steps": state.step}))
     state.nobody_left = False
-    state.step, state.status = event.step or 0, "training"
+    if joined.saves:  # the event of another worker may be relayed late
+        state.step = event.step or 0
+    if not state.result:
+        state.status = "training"
     state.peak_workers = max(state.peak_workers, len(state.training_workers))
 
 

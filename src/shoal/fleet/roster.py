@@ -11,6 +11,8 @@ from shoal.fleet.messages import BeatMessage
 
 RECONNECT_TIMEOUT_S = 5.0
 """Seconds that a process that outlived its driver has to connect to the new one."""
+START_TIMEOUT_S = 300.0
+"""Seconds that a process has to connect after the engine was told to start it."""
 
 
 class Connections(Protocol):
@@ -54,6 +56,7 @@ class Roster:
         self._peers: dict[int, Peer] = {}
         self._seat_by_connection: dict[int, int] = {}
         self._expected_until_s: dict[int, float] = {}
+        self._starting_until_s: dict[int, float] = {}
         self._evicted: dict[int, str] = {}
 
     # ---- connections ----
@@ -66,6 +69,7 @@ class Roster:
         self._peers[seat] = peer
         self._seat_by_connection[peer.connection] = seat
         self._expected_until_s.pop(seat, None)
+        self._starting_until_s.pop(seat, None)
         return old is None
 
     def disconnect(self, seat: int) -> None:
@@ -81,6 +85,7 @@ class Roster:
         if peer is not None:
             self._seat_by_connection.pop(peer.connection, None)
         self._expected_until_s.pop(seat, None)
+        self._starting_until_s.pop(seat, None)
 
     def seat_of(self, connection: int) -> int | None:
         return self._seat_by_connection.get(connection)
@@ -119,17 +124,21 @@ class Roster:
             return time.monotonic() - peer.disconnected_at_s
         return self._connections.silence_s(peer.connection)
 
-    # ---- processes that outlived an earlier driver ----
+    # ---- processes that are being started, or outlived an earlier driver ----
+
+    def expect_start(self, seat: int, *, until_s: float) -> None:
+        self._starting_until_s[seat] = until_s
+
+    def take_late_starts(self, now_s: float) -> list[int]:
+        """Remove and return the seats whose processes were started and have not connected in time."""
+        return _take_overdue(self._starting_until_s, now_s)
 
     def expect_back(self, seat: int, *, until_s: float) -> None:
         self._expected_until_s[seat] = until_s
 
     def take_overdue(self, now_s: float) -> list[int]:
         """Remove and return the seats that did not reconnect in time."""
-        overdue = [seat for seat, until_s in self._expected_until_s.items() if now_s > until_s]
-        for seat in overdue:
-            del self._expected_until_s[seat]
-        return overdue
+        return _take_overdue(self._expected_until_s, now_s)
 
     # ---- evictions ----
 
@@ -162,3 +171,10 @@ class SeatNumbers:
     def reserve(self, number: int) -> None:
         """Mark this number as used."""
         self._next = max(self._next, number + 1)
+
+
+def _take_overdue(until_s: dict[int, float], now_s: float) -> list[int]:
+    overdue = [seat for seat, limit_s in until_s.items() if now_s > limit_s]
+    for seat in overdue:
+        del until_s[seat]
+    return overdue

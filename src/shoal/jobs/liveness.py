@@ -1,4 +1,4 @@
-"""Liveness of the members of a roster: finds members that are frozen, hang or did not reconnect."""
+"""Liveness of the members of a roster: finds members that are frozen, hang or did not connect."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shoal.plan.failure_detector import DetectedFailure, FailureDetector, Heartb
 
 CHECK_INTERVAL_S = 0.1
 NOT_BACK = "it outlived its driver and did not call back"
+NOT_CONNECTED = "it was started and did not connect"
 
 
 class LivenessCheck:
@@ -44,6 +45,7 @@ class LivenessCheck:
         idle_beats = [replace(read_heartbeat(self._roster, seat), since_s=0.0) for seat in idle]
         return [
             *(DetectedFailure(seat, NOT_BACK) for seat in self._roster.take_overdue(now_s)),
+            *(DetectedFailure(seat, NOT_CONNECTED) for seat in self._roster.take_late_starts(now_s)),
             *self._training_detector.check(now_s, beats),
             *self._idle_detector.check(now_s, idle_beats),
         ]

@@ -194,10 +194,9 @@ class RunDriver:
         exits = self.engine.poll(0)
         self._receive()
         self._read_events()
-        for one in exits:
-            result = self._handle_exit(one)
-            if result is not None:
-                return result
+        results = [self._handle_exit(one) for one in exits]  # all of them: each death is reported
+        if ended := next(filter(None, results), None):
+            return ended
         if self.state.result:
             return self._shut_down()
         self.worker_group.tick()
@@ -239,7 +238,7 @@ class RunDriver:
             size_bytes=verified.size_bytes,
             verify_s=round(time.monotonic() - self._verification_began_s, 6),
         )
-        self._read_events()
+        self._read_events()  # the receipt also counts a worker whose exit was reported in this tick
         return RunResult(self.paths, "finished", receipt=make_receipt(self.job, self.state, run=self.paths.name))
 
     def _write_end(self, result: RunResult) -> RunResult:

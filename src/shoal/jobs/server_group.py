@@ -18,7 +18,7 @@ from shoal.fleet.messages import (
     parse_server_message,
     printable,
 )
-from shoal.fleet.roster import RECONNECT_TIMEOUT_S, Peer, Roster, SeatNumbers
+from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
 from shoal.net.errors import ProtocolError
 from shoal.net.host_id import host_id
@@ -239,6 +239,7 @@ class ServerGroup:
         seats = [Seat(number=self._seat_numbers.take(), role="server") for _ in range(number)]
         for seat in seats:
             self._expect(seat.number)
+            self._roster.expect_start(seat.number, until_s=time.monotonic() + START_TIMEOUT_S)
         self._engine.start([Launch(seat, self._entry, ("--run", str(self._paths.root))) for seat in seats])
 
     def _release(self, seats: Iterable[int]) -> None:

@@ -23,7 +23,7 @@ from shoal.fleet.messages import (
     parse_worker_message,
     printable,
 )
-from shoal.fleet.roster import RECONNECT_TIMEOUT_S, Peer, Roster, SeatNumbers
+from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.errors import ProtocolError
@@ -32,12 +32,14 @@ from shoal.plan.membership_policy import EvictWorker, MembershipAction, PublishV
 from shoal.plan.sharded_membership import make_membership_policy
 from shoal.spec.job import MAX_WORKERS, Job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Attachment, Seat, View, position_of
+from shoal.spec.view import Seat, View, position_of
 
 WORKER_MODULE = "shoal.train.worker"
 MAX_UNSEEN_VIEWS = 1000
 """How far a worker that connects may be ahead of the newest view that this driver knows: an earlier driver may have
 published views that are in no event."""
+EXIT_TIMEOUT_S = 10.0
+"""Seconds that a worker has to exit after its connection was closed, if it was told to leave."""
 
 
 class WorkerGroup:
@@ -192,7 +194,7 @@ class WorkerGroup:
         self.membership.arrived(seat, attachment, address=address, view=hello.view, training=training)
         if not attachment.managed:
             self._agents[seat] = hello.agent
-        self._welcome(message.connection, seat, attachment)
+        self._welcome(message.connection, seat, hello)
         if self._server_group:
             if attachment.managed:
                 self._server_group.observe_chunk_table(hello.table)
@@ -224,9 +226,12 @@ class WorkerGroup:
         """Whether a worker that joined may have its seat back: it was not evicted from it."""
         return seat not in self._engine.running() and not self.roster.is_evicted(seat)
 
-    def _welcome(self, connection: int, seat: int, attachment: Attachment) -> None:
-        joined = {"job": self._job.dump(), "key": self._control.key(f"worker-{seat}")} if attachment.needs_job else {}
+    def _welcome(self, connection: int, seat: int, hello: WorkerHello) -> None:
+        key = self._control.key(f"worker-{seat}")
+        joined = {"job": self._job.dump(), "key": key} if hello.attachment.needs_job else {}
         self._control.send(connection, "welcome", seat=seat, run=self._paths.name, **joined)
+        if self._final_view and self._final_view.number <= hello.view:  # the worker ignores a number below its newest
+            self._final_view = self._final_view.model_copy(update={"number": hello.view + 1})
         if newest := self._final_view or self._latest_views.get(seat):
             self._control.publish_view(newest, [connection])
 
@@ -300,6 +305,7 @@ class WorkerGroup:
         seats = [self._seat_numbers.take() for _ in range(count)]
         for seat in seats:
             self.membership.expect(seat)
+            self.roster.expect_start(seat, until_s=time.monotonic() + START_TIMEOUT_S)
         self._engine.start([Launch(Seat(number=seat), WORKER_MODULE, self._arguments) for seat in seats])
 
     def _publish(self, action: PublishView) -> None:
@@ -315,17 +321,22 @@ class WorkerGroup:
     def _check_liveness(self, now_s: float) -> None:
         members = [m for m in self.membership.members.values() if self._expects_heartbeat(m.seat)]
         training = [m.seat for m in members if m.training]
-        idle = [m.seat for m in members if not m.training and not m.leaving]
+        idle = [m.seat for m in members if not m.training]
         for failure in self._liveness.find_failures(now_s, training=training, idle=idle):
             self.evict(failure.seat, failure.why)
         if self._liveness.stalled:
             self.membership.exchange_stalled()
 
     def _expects_heartbeat(self, seat: int) -> bool:
-        """While the run is stopping, a closed connection is normal. A silent open one is not: a frozen worker would
-        keep all others from leaving."""
+        """When a worker was told to leave, or the run is stopping, a closed connection is normal for a while. A silent
+        open one is not: a frozen worker would keep all others waiting."""
         peer = self.roster.get(seat)
-        return peer is not None and not (self.membership.stop_reason and peer.disconnected_at_s is not None)
+        if peer is None:
+            return False
+        newest = self._latest_views.get(seat)
+        is_ending = bool(self.membership.stop_reason) or (newest is not None and seat in newest.leave)
+        is_closed = peer.disconnected_at_s is not None
+        return not (is_ending and is_closed and self.roster.silence_s(seat) < EXIT_TIMEOUT_S)
 
     def _drop_remote_worker(self, seat: int) -> None:
         """Remove the worker. It cannot return to its seat."""

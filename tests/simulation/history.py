@@ -1,0 +1,308 @@
+"""One seed, one history: a run, and the faults that happen to it. A failure is shrunk to the faults that it needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from shoal.fleet.messages import parse_user_request
+from tests.simulation.run import DriverProcess, SimulatedRun
+from tests.simulation.standins import happening
+from tests.simulation.worker import SimulatedWorker
+from tests.simulation.world import START_S, InvariantViolation, Process, require
+
+CALM_S = 500.0
+"""Virtual seconds in which a run must finish after the last fault."""
+MAX_WORKERS = 7
+LONGEST_TRACE = 80
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`which` and `other`, from 0 to 1, choose whom it befalls among those that are there then."""
+
+    at_s: float
+    kind: str
+    which: float
+    other: float
+    duration_s: float
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.3f} s: {self.kind} (which {self.which:.3f}, {self.duration_s:.2f} s)"
+
+
+@dataclass(frozen=True)
+class History:
+    seed: int
+    workers: int
+    lanes: int
+    steps: int
+    save_every: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def calm_from_s(self) -> float:
+        return max((fault.at_s + 3 * fault.duration_s for fault in self.faults), default=0.0)
+
+    def without(self, index: int) -> History:
+        return replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
+
+
+def make_history(seed: int) -> History:
+    rng = random.Random(seed)
+    faults = []
+    at_s = 1.2 * rng.random()
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
+        kind = rng.choice(tuple(FAULTS))
+        faults.append(
+            Fault(at_s, kind, rng.random(), rng.random(), rng.choice((0.1, 0.6, 1.5, 3.0, 7.0)) * rng.random())
+        )
+        at_s += rng.expovariate(1.0) * rng.choice((0.02, 0.3, 1.5))
+    lanes = rng.randint(1, 4)
+    return History(
+        seed,
+        workers=rng.randint(1, min(3, lanes)),
+        lanes=lanes,
+        steps=rng.randint(3, 9),
+        save_every=rng.randint(1, 4),
+        faults=tuple(faults),
+    )
+
+
+def run_history(history: History) -> SimulatedRun:
+    """Let it happen. Raises InvariantViolation, or what the real code raised, with the run as `failure.run`."""
+    run = SimulatedRun(
+        history.seed,
+        workers=history.workers,
+        lanes=history.lanes,
+        steps=history.steps,
+        save_every=history.save_every,
+    )
+    with happening(run):
+        try:
+            for fault in history.faults:
+                run.world.at(fault.at_s, _inject, run, fault)
+            run.new_driver()
+            until_s = START_S + history.calm_from_s + CALM_S
+            require(run.world.run(until_s=until_s, done=lambda: run.finished), "it does not end")
+            run.check_end()
+        except BaseException as failure:
+            failure.run = run  # type: ignore[attr-defined]
+            raise
+        finally:
+            run.world.close()
+    return run
+
+
+def fails(history: History) -> BaseException | None:
+    try:
+        run_history(history)
+    except (Exception, InvariantViolation) as failure:
+        return failure
+    return None
+
+
+def shrink(history: History) -> History:
+    """Leave out faults, one after the other, as long as the history still fails."""
+    index = 0
+    while index < len(history.faults):
+        fewer = history.without(index)
+        if fails(fewer) is not None:
+            history = fewer
+        else:
+            index += 1
+    return history
+
+
+def describe_failure(history: History) -> str:
+    """What failed, the faults that it needs, and the trace."""
+    shrunk = shrink(history)
+    failure = fails(shrunk)
+    assert failure is not None
+    lines = [
+        f"seed {history.seed}: {type(failure).__name__}: {failure}",
+        f"{shrunk.workers} workers, {shrunk.lanes} lanes, {shrunk.steps} steps, a save every {shrunk.save_every}",
+        f"{len(shrunk.faults)} of {len(history.faults)} faults are needed:",
+        *(f"  {fault}" for fault in shrunk.faults),
+        "the trace:",
+        *format_trace(failure.run)[-LONGEST_TRACE:],  # type: ignore[attr-defined]
+        f"python -m tests.simulation {history.seed} --trace repeats it",
+    ]
+    return "\n".join(lines)
+
+
+def format_trace(run: SimulatedRun) -> list[str]:
+    return [
+        f"{at_s:9.3f} {what} {detail if detail is not None else ''}".rstrip() for at_s, what, detail in run.world.trace
+    ]
+
+
+# ---- faults ----
+
+
+def _inject(run: SimulatedRun, fault: Fault) -> None:
+    run.world.log(f"FAULT {fault.kind}", f"{fault.duration_s:.2f} s")
+    if not run.finished:
+        FAULTS[fault.kind](run, fault)
+
+
+def _chosen(run: SimulatedRun, fault: Fault) -> SimulatedWorker | None:
+    alive = run.alive_workers()
+    return alive[int(fault.which * len(alive))] if alive else None
+
+
+def _living_driver(run: SimulatedRun) -> DriverProcess | None:
+    return run.driver if run.driver is not None and run.driver.alive else None
+
+
+def kill(run: SimulatedRun, fault: Fault) -> None:
+    if worker := _chosen(run, fault):
+        worker.kill()
+
+
+def kill_all(run: SimulatedRun, fault: Fault) -> None:
+    for worker in run.alive_workers():
+        worker.kill()
+
+
+def freeze(run: SimulatedRun, fault: Fault) -> None:
+    if worker := _chosen(run, fault):
+        _freeze(run, worker, fault.duration_s)
+
+
+def freeze_for_good(run: SimulatedRun, fault: Fault) -> None:
+    if worker := _chosen(run, fault):
+        worker.freeze()
+
+
+def freeze_driver(run: SimulatedRun, fault: Fault) -> None:
+    if driver := _living_driver(run):
+        _freeze(run, driver, fault.duration_s)
+
+
+def _freeze(run: SimulatedRun, process: Process, duration_s: float) -> None:
+    process.freeze()
+    run.world.at(duration_s, process.thaw)
+
+
+def cut_one_way(run: SimulatedRun, fault: Fault) -> None:
+    if pair := _pair(run, fault):
+        _cut(run, [pair], fault.duration_s)
+
+
+def cut(run: SimulatedRun, fault: Fault) -> None:
+    if pair := _pair(run, fault):
+        _cut(run, [pair, pair[::-1]], fault.duration_s)
+
+
+def isolate(run: SimulatedRun, fault: Fault) -> None:
+    """Nobody reaches this process, or it reaches nobody, or both."""
+    everybody = _everybody(run)
+    if len(everybody) > 1:
+        one = everybody[int(fault.which * len(everybody))]
+        others = [other for other in everybody if other is not one]
+        ways = [(one, other) for other in others if fault.other < 0.7] + [
+            (other, one) for other in others if fault.other > 0.3
+        ]
+        _cut(run, ways, fault.duration_s)
+
+
+def _everybody(run: SimulatedRun) -> list[Process]:
+    driver = _living_driver(run)
+    return [*([driver] if driver else []), *run.alive_workers()]
+
+
+def _pair(run: SimulatedRun, fault: Fault) -> tuple[Process, Process] | None:
+    everybody = _everybody(run)
+    if len(everybody) < 2:
+        return None
+    one = everybody.pop(int(fault.which * len(everybody)))
+    return one, everybody[int(fault.other * len(everybody))]
+
+
+def _cut(run: SimulatedRun, ways: Iterable[tuple[Process, Process]], duration_s: float) -> None:
+    ways = list(ways)
+    run.network.cut.update(ways)
+    run.world.log("cut", [(one.name, other.name) for one, other in ways])
+    run.world.at(duration_s, run.network.heal, ways)
+
+
+def break_connection(run: SimulatedRun, fault: Fault) -> None:
+    if driver := _living_driver(run):
+        driver.control.break_link(lambda links: links[int(fault.which * len(links))])
+
+
+def duplicate(run: SimulatedRun, fault: Fault) -> None:
+    """Messages come twice for a while."""
+    run.network.duplicates = 0.3
+    run.world.at(fault.duration_s, setattr, run.network, "duplicates", 0.0)
+
+
+def slow_down(run: SimulatedRun, fault: Fault) -> None:
+    """Messages are late for a while."""
+    run.world.slowness = 100.0
+    run.world.at(fault.duration_s, setattr, run.world, "slowness", 1.0)
+
+
+def join(run: SimulatedRun, fault: Fault) -> None:
+    if len(run.alive_workers()) < MAX_WORKERS:
+        run.join()
+
+
+def terminate(run: SimulatedRun, fault: Fault) -> None:
+    if worker := _chosen(run, fault):
+        worker.session.leaving = True
+
+
+def crash_driver(run: SimulatedRun, fault: Fault) -> None:
+    if driver := _living_driver(run):
+        driver.crash()
+        run.world.at(3 * fault.duration_s, run.new_driver)  # sometimes longer than workers are patient
+
+
+def scale(run: SimulatedRun, fault: Fault) -> None:
+    _command(run, "scale", wanted=1 + int(4 * fault.which))
+
+
+def drain(run: SimulatedRun, fault: Fault) -> None:
+    driver = _living_driver(run)
+    if driver and driver.driver and (seats := sorted(driver.driver.worker_group.membership.members)):
+        _command(run, "drain", seat=seats[int(fault.which * len(seats))])
+
+
+def stop(run: SimulatedRun, fault: Fault) -> None:
+    """The user stops the run, and resumes it later."""
+    driver = _living_driver(run)
+    if driver and driver.driver and not driver.frozen:
+        driver.driver.stop("stopped")
+
+
+def _command(run: SimulatedRun, kind: str, **fields: int) -> None:
+    driver = _living_driver(run)
+    if driver and driver.driver and not driver.frozen:
+        driver.driver.commands.handle(parse_user_request(kind, fields))
+
+
+FAULTS: dict[str, Callable[[SimulatedRun, Fault], None]] = {
+    one.__name__: one
+    for one in (
+        kill,
+        kill_all,
+        freeze,
+        freeze_for_good,
+        freeze_driver,
+        cut_one_way,
+        cut,
+        isolate,
+        break_connection,
+        duplicate,
+        slow_down,
+        join,
+        terminate,
+        crash_driver,
+        scale,
+        drain,
+        stop,
+    )
+}
