@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from shoal.fleet.messages import parse_user_request
 from tests.simulation.run import DriverProcess, SimulatedRun
 from tests.simulation.standins import happening
 from tests.simulation.worker import SimulatedWorker
@@ -283,7 +284,7 @@ def stop(run: SimulatedRun, fault: Fault) -> None:
 def _command(run: SimulatedRun, kind: str, **fields: int) -> None:
     driver = _living_driver(run)
     if driver and driver.driver and not driver.frozen:
-        driver.driver.commands.handle(kind, fields)
+        driver.driver.commands.handle(parse_user_request(kind, fields))
 
 
 FAULTS: dict[str, Callable[[SimulatedRun, Fault], None]] = {

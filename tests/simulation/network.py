@@ -192,6 +192,21 @@ class SimulatedControlServer:
             return float("inf")
         return self._clock.now_s - self._heard_s[connection]
 
+    def key(self, name: str) -> str:
+        return ""
+
+    def holds_key(self, name: str, key: str) -> bool:
+        """The network of a simulation has no strangers."""
+        return True
+
+    def refuse(self, connection: int, why: str, *, name: str = "") -> None:
+        """A process that was evicted may call again. Nobody says what it may not say."""
+        assert name in ("a worker", "a server"), f"the driver refuses {name}: {why}"
+        self.drop(connection)
+
+    def take_refusals(self) -> list[Any]:
+        return []
+
     def drop(self, connection: int) -> None:
         self._open.discard(connection)
         link = self._links.pop(connection, None)

@@ -15,6 +15,7 @@ from unittest import mock
 
 import shoal.server.supervisor  # noqa: F401  # so that its clock is replaced too
 from shoal.checkpoint import store
+from shoal.checkpoint.model_check import VerifiedModel
 from shoal.fleet import control_client
 from shoal.jobs import run_driver, server_group, worker_group
 from shoal.strategies import replicated
@@ -75,9 +76,10 @@ class Immediate:
     done = True
 
     def __init__(self, call: Callable[[], object]) -> None:
-        call()
+        self._result = call()
 
-    def result(self) -> None: ...
+    def result(self) -> object:
+        return self._result
 
     def fileno(self) -> int:
         return -1
@@ -123,6 +125,7 @@ def _replacements() -> dict[Any, dict[str, Any]]:
             "RunStateReader": lambda events, snapshot: SimulatedReader(present().log),
             "LineTail": NoLines,
             "BackgroundCall": Immediate,
+            "verify_model": lambda directory, *, weights_sha256: VerifiedModel(weights_sha256, 0),
             "write_atomically": lambda path, text: None,
             "read_plan_file": lambda paths: None,
         },
