@@ -136,7 +136,10 @@ def _replacements() -> dict[Any, dict[str, Any]]:
         server_group: {"host_id": lambda: "driver"},
         control_client: {"Wakeup": QuietWakeup},
         worker: {"ControlClient": SimulatedControlClient},
-        elastic: {"fcntl": SimpleNamespace(flock=lambda lock, mode: lock.take(mode), LOCK_EX=2)},
+        elastic: {
+            "fcntl": SimpleNamespace(flock=lambda lock, mode: lock.take(mode), LOCK_EX=2),
+            "open_lock_file": lambda lock: lock.open("r+"),
+        },
         store: {
             "open_files": lambda path: SimulatedFiles(present().disk, _process()),
             "ThreadPoolExecutor": lambda workers, **_: FiberExecutor(_process()),
@@ -145,7 +148,7 @@ def _replacements() -> dict[Any, dict[str, Any]]:
             "weights_sha256": lambda state: f"{_process().replica.link:064x}",  # type: ignore[attr-defined]
             "state_sha256": lambda state: f"{_process().replica.link:064x}",  # type: ignore[attr-defined]
             "export_model": lambda target, model, **options: None,
-            "total_from_entry": lambda entry, device: entry["total"],
+            "total_from_entry": lambda entry, layout, device: entry["total"],
         },
     }
 

@@ -67,7 +67,8 @@ def undisturbed_chain(steps: int, lanes: int) -> list[int]:
 class ChainReplica:
     """Weights that are one number. See HeldWeights and what ReplicatedStrategy uses of a Replica."""
 
-    lr, device, schedule_needs_metric, schedule, observer = 0.1, torch.device("cpu"), False, None, None
+    lr, device, schedule_needs_metric = 0.1, torch.device("cpu"), False
+    schedule = observer = layout = None
 
     def __init__(self, worker: SimulatedWorker) -> None:
         self._worker, self.link = worker, 0

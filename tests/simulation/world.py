@@ -21,8 +21,8 @@ class InvariantViolation(BaseException):
     """Something happened that must never happen. No Exception: real code must not catch it."""
 
 
-class ProcessEnded(BaseException):
-    """Ends the fibers of a process that is gone. Nothing in a worker catches it."""
+class ProcessEnded(GeneratorExit):
+    """Ends the fibers of a process that is gone. Nothing in a worker catches it: it is no failure of user code."""
 
 
 def require(holds: object, message: str) -> None:
