@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import statistics
 import sys
 import tokenize
@@ -128,13 +129,14 @@ def problems(tree: Tree, limits: Mapping[str, Any]) -> list[str]:
                 f"The class name {name} is defined {len(places)} times: {', '.join(places)}. Rename all but one."
             )
     single = sorted(name for name, importers in tree.importers.items() if len(importers) == 1)
-    if len(single) > limits["one_importer_modules"]:
+    percent, agreed = math.ceil(100 * len(single) / max(len(tree.importers), 1)), limits["one_importer_percent"]
+    if percent > agreed:
         found.append(
-            f"{len(single)} modules are imported by exactly one other, and {limits['one_importer_modules']} are "
-            "agreed. Merge a small one into its reader."
+            f"{len(single)} modules, {percent} % of all, are imported by exactly one other, and {agreed} % are agreed. "
+            "Merge a small one into its reader."
         )
-    elif len(single) < limits["one_importer_modules"]:
-        found.append(f"Lower `one_importer_modules` in {LIMITS.name} to {len(single)}.")
+    elif percent < agreed:
+        found.append(f"Lower `one_importer_percent` in {LIMITS.name} to {percent}.")
     return found
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from shoal.errors import ShoalError
 from shoal.events import Event, RunState, read_events
-from shoal.events.run_state import ServerSummary
+from shoal.events.state_parts import ServerSummary
 from shoal.jobs.chaos import FaultInjector, chaos
 from shoal.plan.fault_plan import parse_faults
 from shoal.spec.load import make_job

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shoal.events import Event, RunState, replay
-from shoal.events.run_state import WORKER_TIMES, LostResidual
+from shoal.events.run_state import WORKER_TIMES
+from shoal.events.state_parts import LostResidual
 from shoal.jobs.receipt import make_receipt
 from shoal.spec.load import make_job
 from shoal.spec.receipt import Receipt, describe_lost_residual

@@ -12,7 +12,7 @@ NONE = {
     "files_per_room": 2,
     "lines_per_file": 20,
     "arguments": 3,
-    "one_importer_modules": 0,
+    "one_importer_percent": 0,
     "more_files": {},
     "longer_files": {},
     "more_arguments": {},
@@ -81,8 +81,8 @@ def test_an_exception_that_is_not_needed_is_named(package):
 def test_modules_with_one_reader_are_counted(package):
     (package / "room" / "two.py").write_text("from house.room import one\n")
     assert "exactly one other" in found(package)[0]
-    assert found(package, one_importer_modules=1) == []
-    assert "to 1." in found(package, one_importer_modules=2)[0]
+    assert found(package, one_importer_percent=50) == []
+    assert "to 50." in found(package, one_importer_percent=51)[0]
 
 
 def test_the_file_of_limits_has_every_limit():

@@ -4,103 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from shoal.events import schema
-from shoal.events.checks import Count, Number, make_check
+from shoal.events.checks import Number, make_check
 from shoal.events.event import Event, kind_name
+from shoal.events.state_parts import Curve, LostResidual, RunFacts, ServerSummary, WorkerSummary
 
 FOLD_VERSION = 2
 """Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
-MAX_POINTS = 4096
 MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
 """The times in the rows of steps."""
 WORKER_TIMES = ("startup_s", *TIME_FIELDS, "checking_s")
 """What workers spend their time on. No second counts twice."""
-
-
-@dataclass
-class WorkerSummary:
-    """The state of one worker."""
-
-    name: str
-    host: str = ""
-    pid: int = 0
-    lanes: list[int] = field(default_factory=list)
-    is_saver: bool = True
-    step: int = 0
-    steps: int = 0
-    samples: int = 0
-    work_s: float = 0.0
-    samples_per_s: float = 0.0
-    state: str = "starting"
-    first_t: float | None = None
-    last_t: float = 0.0
-    """The times of its first and last event."""
-    has_joined: bool = False
-    loading_s: float = 0.0
-    """How long it loaded a checkpoint before it joined."""
-
-    @property
-    def lifetime_s(self) -> float:
-        return 0.0 if self.first_t is None else self.last_t - self.first_t
-
-    def seen_at(self, t: float) -> None:
-        if self.first_t is None:
-            self.first_t = self.last_t = t
-        self.last_t = max(self.last_t, t)
-
-
-@dataclass
-class ServerSummary:
-    """The state of one server. `stats` are its last reported numbers: pushes, bytes_in, bytes_out, bytes_plain
-    (bytes_in without a codec), staleness_mean, staleness_max."""
-
-    name: str
-    host: str = ""
-    pid: int = 0
-    state: str = "starting"
-    primary_bytes: int = 0
-    backup_bytes: int = 0
-    filling_bytes: int = 0
-    stats: dict[str, float] = field(default_factory=dict)
-
-    def set_held_bytes(self, *, primary_bytes: int = 0, backup_bytes: int = 0, filling_bytes: int = 0) -> None:
-        self.primary_bytes, self.backup_bytes, self.filling_bytes = primary_bytes, backup_bytes, filling_bytes
-
-
-@dataclass
-class Curve:
-    """A series over steps. Its length is bounded: when it is full, every other point is dropped."""
-
-    steps: list[int] = field(default_factory=list)
-    values: list[Number] = field(default_factory=list)
-
-    def add(self, step: int, value: float) -> None:
-        while self.steps and self.steps[-1] >= step:  # a resumed run repeats some steps
-            self.steps.pop()
-            self.values.pop()
-        self.steps.append(step)
-        self.values.append(value)
-        if len(self.steps) > MAX_POINTS:
-            self.steps, self.values = self.steps[1::2], self.values[1::2]
-
-
-@dataclass
-class LostResidual:
-    """A codec's residual that died with a worker ('' if the worker is unknown)."""
-
-    lane: int
-    worker: str
-    step: int | None
-
-
-class RunFacts(TypedDict, total=False):
-    """The facts that are computed with. Others may occur."""
-
-    steps_per_s: Number
-    parameters: Count
 
 
 @dataclass

@@ -21,8 +21,9 @@ from typing import Any, BinaryIO, TypedDict
 
 from shoal.events.checks import Count, Number, make_check
 from shoal.events.event import Event
-from shoal.events.run_state import FOLD_VERSION, Curve, LostResidual, RunState, ServerSummary, WorkerSummary
+from shoal.events.run_state import FOLD_VERSION, RunState
 from shoal.events.schema import KINDS, SCHEMA_VERSION, from_row, to_row
+from shoal.events.state_parts import Curve, LostResidual, ServerSummary, WorkerSummary
 from shoal.events.stream import MAX_LINE_BYTES, EventReader
 
 MAX_SNAPSHOT_BYTES = 1 << 26

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.errors import ShoalError, error
 from shoal.events import Event, RunState
-from shoal.events.run_state import ServerSummary, WorkerSummary
+from shoal.events.state_parts import ServerSummary, WorkerSummary
 from shoal.fleet.engines.make import capacity_of
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import commands

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shoal.events import RunState
-from shoal.events.run_state import WORKER_TIMES, WorkerSummary
+from shoal.events.run_state import WORKER_TIMES
+from shoal.events.state_parts import WorkerSummary
 from shoal.spec.job import Job
 from shoal.spec.receipt import InitialWeights, Receipt, WorkerContribution, describe_lost_residual
 

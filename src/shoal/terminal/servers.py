@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from shoal.events import RunState
-from shoal.events.run_state import ServerSummary
+from shoal.events.state_parts import ServerSummary
 from shoal.terminal import formatting
 
 MAX_SERVERS = 16
