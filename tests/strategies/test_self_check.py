@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.net.errors import LinkError
 from shoal.strategies.self_check.hidden_state import (
     ModuleData,
     differing_attributes,
@@ -200,3 +201,17 @@ def test_checks_keep_to_their_share(share):
         now = {0: CheckReport(0, check_s=0.5, all_checks_s=spent_s, trained_s=trained_s, step_s=0.01)}
         trained_s += 0.01 * steps_until_next(now, share=share)
         assert spent_s + 0.5 <= share * trained_s + 0.01 * share + 1e-9
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b"\xff", b'{"lane": "0"}', b"[" * 100_000, CheckReport(0).pack().replace(b"0.0", b"1e999")],
+)
+def test_a_report_of_another_member_is_checked_before_it_is_used(content):
+    with pytest.raises(LinkError):
+        CheckReport.unpack(content)
+
+
+def test_a_report_about_a_lane_that_nobody_trained_is_no_verdict():
+    lies = CheckReport(0, lane_sum="a", checked_lane=1 << 40, checked_sums=["a", "a"], weights="w")
+    assert judge(3, {0: lies}).lanes == 0

@@ -7,11 +7,14 @@ import torchmetrics
 from torch import nn
 
 from shoal import Batch, Task
+from shoal.checkpoint.state_format import pack_state
 from shoal.collectives.outcome import Discarded
 from shoal.data.datasets import DatasetSplit
 from shoal.errors import ShoalError
 from shoal.lanes.replica import Replica
-from shoal.tasks.evaluation import Evaluator
+from shoal.net.errors import LinkError
+from shoal.tasks.evaluation import Evaluator, merge_results
+from shoal.tasks.metrics import MetricAccumulator
 
 
 class FourSampleSource:
@@ -161,3 +164,34 @@ def test_a_task_that_fails_is_reported_with_split_and_chunk():
         evaluator(FailingTask()).evaluate(replica(1.0), split())
     assert caught.value.code == "SH401"
     assert caught.value.where.startswith(__file__)
+
+
+# ---- results of other members that are none ----
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00" * 40,
+        pack_state([1, 2]),
+        pack_state({"zero": {}}),
+        pack_state({0: {}}),
+        pack_state({0: {"loss": 1.0, "count": 1.0, "metrics": {}}}),
+        pack_state({0: {"loss": torch.zeros(2).double(), "count": torch.zeros(()).double(), "metrics": {}}}),
+        pack_state({0: {"loss": torch.zeros(()), "count": torch.zeros(()), "metrics": {"accuracy": [{"updates": 1}]}}}),
+    ],
+)
+def test_a_member_that_sends_no_result_discards_the_evaluation(content):
+    own = MetricAccumulator({}, logits=False)
+    with pytest.raises(LinkError):
+        merge_results({0: pack_state({1: own.state()}), 1: content}, own)
+
+
+def test_states_of_other_members_become_no_other_attributes():
+    metric = torchmetrics.classification.MulticlassAccuracy(num_classes=3)
+    own = MetricAccumulator({"accuracy": metric}, logits=False)
+    state = own.state()
+    state["metrics"]["accuracy"][0]["states"]["compute"] = torch.zeros(())
+    with pytest.raises(LinkError, match="other states"):
+        own.with_state(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -115,8 +116,9 @@ class ShardedStrategy:
     def _restore_together(self, view: View, seat: int, began: float) -> None:
         answers = self._gather(Channel.HELD_SHARDS, view.number, self._describe_held(view, seat))
         by_rank = {view.places[other]: content for other, content in answers.items()}
-        held_shards = {rank: HeldShard(**content["holding"]) for rank, content in by_rank.items()}
-        saved = next(content["saved"] for content in by_rank.values() if content["saves"])
+        with _content_of_members():
+            held_shards = {rank: HeldShard(**content["holding"]) for rank, content in by_rank.items()}
+            saved = next(content["saved"] for content in by_rank.values() if content["saves"])
         point = recovery_point(
             held_shards, replica_size=self._builder.job.workers_per_replica, checkpoint_step=max(saved, default=None)
         )
@@ -260,7 +262,8 @@ class ShardedStrategy:
         old = old if old and old.shard_rank == (mesh.shard_rank + 1) % mesh.replica_size else None
         mine = {"looks": asdict(ShardSpec.of(replica)), "rooms": memory_headroom(), "has": old is not None}
         told = self._gather(Channel.SHARD_SPECS, view.number, mine)
-        looks = {view.places[seat]: ShardSpec(**content["looks"]) for seat, content in told.items()}
+        with _content_of_members():
+            looks = {view.places[seat]: ShardSpec(**content["looks"]) for seat, content in told.items()}
         others = {
             seat: looks[(rank + 1) % mesh.replica_size] for seat, rank in view.places.items() if not told[seat]["has"]
         }
@@ -472,3 +475,12 @@ def _receive_shard(specs: TensorSpecs, transfer: ShardTransfer, mesh: ShardMesh)
         if found[name].numel():
             mesh.receive(found[name], transfer.source_rank)
     return found
+
+
+@contextlib.contextmanager
+def _content_of_members() -> Iterator[None]:
+    """LinkError if what other members sent has not the form that it must have."""
+    try:
+        yield
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as failure:
+        raise LinkError(f"a member sent something that cannot be used: {failure!r:.200}") from failure

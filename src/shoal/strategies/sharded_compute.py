@@ -20,7 +20,7 @@ from shoal.sharding.replica import ShardedReplica
 from shoal.spec.view import View
 from shoal.strategies.context import Metrics, StepContext
 from shoal.strategies.sharded_commit import ShardedSync
-from shoal.tasks.metrics import merge_lanes
+from shoal.tasks.evaluation import merge_results
 from shoal.tasks.user_errors import wrap_user_errors
 
 LOCKSTEP_PHASE = "together"
@@ -104,17 +104,11 @@ class ShardedCompute:
             return results
         metrics: Metrics = {}
         if found:
-            template = next(iter(found.values()))
-            whole = {
-                lane: template.with_state(state)
-                for content in results.values()
-                for lane, state in unpack_state(content).items()
-            }
-            metrics = merge_lanes([whole[lane] for lane in sorted(whole)])
+            metrics = merge_results(results, next(iter(found.values())))
         results = self._group.gather(Channel[f"{split.name.upper()}_RESULT"].label(step), pack_state(metrics))
         if isinstance(results, Discarded):
             return results
-        return next(dict(result) for content in results.values() if (result := unpack_state(content)))
+        return next(_checked_metrics(result) for content in results.values() if (result := unpack_state(content)))
 
     def _on_chunk(self) -> None:
         self._context.activity.begin(LOCKSTEP_PHASE, self._context.progress.step)
@@ -129,3 +123,10 @@ class ShardedCompute:
                 return sharded_model.forward(task.loss, batch), sharded_model.forward(task.predict, batch)
             found = sharded_model.forward(task.evaluate, batch)
             return (None, None) if found is None else found
+
+
+def _checked_metrics(found: Any) -> Metrics:
+    """LinkError if a member sent something that is no metrics."""
+    if not isinstance(found, dict) or not all(type(k) is str and type(v) is float for k, v in found.items()):
+        raise LinkError("a member sent something that is no metrics")
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from shoal.data.datasets import DatasetSplit
 from shoal.data.prefetch import Report, no_report
 from shoal.lanes.loss import Loss
 from shoal.lanes.replica import Replica
+from shoal.net.errors import LinkError
 from shoal.spec import seeds
 from shoal.spec.data import LoaderConfig
 from shoal.tasks.metrics import MetricAccumulator, are_logits, disable_distributed_sync, merge_lanes
@@ -26,6 +27,17 @@ EvaluateBatch = Callable[[Batch, str], tuple[Any, Any]]
 """Returns loss and predictions, or None for both on ranks without the model's output. The text describes the work in
 error messages."""
 OnChunk = Callable[[], None]
+
+
+def merge_results(results: Mapping[int, bytes], template: MetricAccumulator) -> dict[str, float]:
+    """The metrics from all members' results, added in lane order. LinkError if a member sent something else."""
+    by_lane: dict[int, MetricAccumulator] = {}
+    for seat, content in results.items():
+        states = unpack_state(content)
+        if not isinstance(states, dict) or not all(type(lane) is int for lane in states):
+            raise LinkError(f"worker-{seat} sent something that is no result of an evaluation")
+        by_lane |= {lane: template.with_state(state) for lane, state in states.items()}
+    return merge_lanes([by_lane[lane] for lane in sorted(by_lane)])
 
 
 class Evaluator:
@@ -74,12 +86,10 @@ class Evaluator:
         results = gather(pack_state({lane: one.state() for lane, one in own.items() if lane in lanes}))
         if isinstance(results, Discarded):
             return results
-        by_lane: dict[int, MetricAccumulator] = {}
-        template = next(iter(own.values()))
-        for content in results.values():
-            for lane, state in unpack_state(content).items():
-                by_lane[lane] = template.with_state(state)
-        return merge_lanes([by_lane[lane] for lane in sorted(by_lane)])
+        try:
+            return merge_results(results, next(iter(own.values())))
+        except LinkError as failure:
+            return Discarded(str(failure))
 
     def chunks_of(self, split: DatasetSplit, lanes: Collection[int]) -> list[int]:
         """The chunks that belong to these lanes."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError, describe_exception, error
+from shoal.net.errors import LinkError
 from shoal.spec.base import Ref
 from shoal.spec.names import DEFAULT_MODULES, expand_alias, metric_names
 from shoal.spec.resolve import build_ref
@@ -94,14 +95,19 @@ class MetricAccumulator:
         }
 
     def with_state(self, state: Mapping[str, Any]) -> MetricAccumulator:
-        """An accumulator with the same metrics and the state of another process."""
+        """An accumulator with the same metrics and the state of another process. LinkError if it is no such state."""
         other = MetricAccumulator(self.metrics, logits=self._logits)
-        other.loss, other.count = state["loss"], state["count"]
-        for name, metric in other.metrics.items():
-            for part, known in zip(_stateful_metrics(metric), state["metrics"][name], strict=True):
-                part._update_count, part._computed = known["updates"], None
-                for key, value in known["states"].items():
-                    setattr(part, key, _to_device(part.device, value))
+        try:
+            other.loss, other.count = _double(state["loss"]), _double(state["count"])
+            for name, metric in other.metrics.items():
+                for part, known in zip(_stateful_metrics(metric), state["metrics"][name], strict=True):
+                    part._update_count, part._computed = int(known["updates"]), None
+                    if known["states"].keys() != part._defaults.keys():  # they become attributes of the metric
+                        raise ValueError(f"other states than those of {name}")
+                    for key, value in known["states"].items():
+                        setattr(part, key, _to_device(part.device, value))
+        except (AttributeError, KeyError, TypeError, ValueError) as failure:
+            raise LinkError(f"sent something that is no result of an evaluation: {failure!r:.200}") from failure
         return other
 
     def update(self, loss: Any, output: Any, batch: Any) -> None:
@@ -120,6 +126,13 @@ class MetricAccumulator:
                 metric.update(_prediction_for(metric, raw, probabilities), target)
             except (ValueError, RuntimeError, TypeError, IndexError) as failure:
                 raise error("SH408", f"{name}: {describe_exception(failure)}", where="metrics") from failure
+
+
+def _double(value: Any) -> Tensor:
+    """ValueError if it is not one number."""
+    if not isinstance(value, Tensor) or value.shape or value.dtype != torch.float64:
+        raise ValueError("a sum that is not one number")
+    return value
 
 
 def _to_device(device: torch.device, value: Any) -> Any:

@@ -18,6 +18,7 @@ from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.data.datasets import DatasetSplit
 from shoal.lanes.replica import Replica
+from shoal.net.errors import LinkError
 from shoal.spec.view import View
 from shoal.strategies.base import Metrics, Strategy
 from shoal.strategies.context import StepContext
@@ -182,7 +183,11 @@ class SelfCheck(DelegatingStrategy):
         gathered = self._job.group.gather(Channel.SELF_CHECK.label(step), packed)
         if isinstance(gathered, Discarded):
             return  # the next step notices the lost member
-        reports = {seat: CheckReport.unpack(content) for seat, content in gathered.items()}
+        try:
+            reports = {seat: CheckReport.unpack(content) for seat, content in gathered.items()}
+        except LinkError as failure:
+            self._job.group.discard(failure)
+            return
         verdict = judge(step, reports)
         self._settled = bool(verdict.why or verdict.failure)
         self._next_check = step + steps_until_next(reports, share=self._job.share)

@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from shoal.events.checks import make_check
+from shoal.net.errors import LinkError
+
 MIN_STEP_S = 1e-6
 
 
@@ -37,7 +40,17 @@ class CheckReport:
 
     @classmethod
     def unpack(cls, content: bytes) -> CheckReport:
-        return cls(**json.loads(content))
+        """LinkError if it is no report."""
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError) as failure:
+            raise LinkError("sent a report that is not JSON") from failure
+        if not _is_report(found):
+            raise LinkError("sent a report with fields that are missing, unknown or of the wrong type")
+        return cls(**found)
+
+
+_is_report = make_check(CheckReport)
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ def judge(step: int, reports: Mapping[int, CheckReport]) -> Verdict:
     compared = {
         seat: report
         for seat, report in reports.items()
-        if report.checked_sums and trained[report.checked_lane][1].lane_sum
+        if len(report.checked_sums) == 2 and report.checked_lane in trained and trained[report.checked_lane][1].lane_sum
     }
     differences = [
         *(_update_difference(step, seat, report) for seat, report in reports.items()),
