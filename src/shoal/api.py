@@ -14,6 +14,7 @@ from shoal.jobs.run_executor import OnEvent
 from shoal.jobs.run_result import RunResult
 from shoal.spec.job import Job
 from shoal.spec.load import check_job, load_job, load_run_job
+from shoal.spec.resolve import calling_user_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,5 +77,6 @@ def _refuse_in_worker() -> None:
         raise error(
             "SH608",
             "the script that a worker imports starts a run itself",
+            where=calling_user_line(),
             fix="Put the call under: if __name__ == '__main__':",
         )

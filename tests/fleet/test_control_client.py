@@ -89,7 +89,7 @@ def test_who_cannot_be_reached_is_an_error_that_says_why(driver_address, client_
     with fake_driver(TOKEN, welcomes=False) as boss, socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         contacts = {
-            "no contact": (None, "contact"),
+            "no contact": (None, "not written yet"),
             "nobody there": (DriverAddress("127.0.0.1", unused.getsockname()[1], TOKEN), "refused"),
             "wrong token": (DriverAddress(boss.contact.host, boss.contact.port, new_token()), "token"),
             "no such host": (DriverAddress("no-such-host.invalid", 1, TOKEN), "cannot find"),

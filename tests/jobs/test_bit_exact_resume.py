@@ -125,7 +125,7 @@ def test_a_full_disk_stops_no_training(run, job_dir):
     wide = {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "hidden": 300}}
     undisturbed = run(MLP, model=wide).receipt
     outcome = run(MLP, model=wide, watchers=[full], checkpoint={"every": "10 steps", "keep_best": 0})
-    assert outcome.error.code == "SH503"  # the last save has to succeed
+    assert outcome.error.code == "SH510"  # the last save has to succeed
     kinds = [e.kind for e in read_events(outcome.paths.events)]
     assert kinds.count("save_failed") >= 2
     assert "resumed" not in kinds

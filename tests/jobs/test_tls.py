@@ -6,6 +6,7 @@ import json
 import pytest
 
 from shoal.errors import ShoalError
+from shoal.fleet import messages
 from shoal.fleet.driver_address import read_driver_address
 from shoal.jobs import commands, server_group, worker_group
 from shoal.jobs import join as joining
@@ -13,7 +14,6 @@ from shoal.net import handshake
 from shoal.net.errors import TlsError
 from shoal.net.listener import connect_host
 from shoal.spec.trust import CodeTrust
-from shoal.spec.view import Address
 from tests.conftest import MLP
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import (
@@ -43,17 +43,20 @@ def certificates(tmp_path_factory):
     return CertificateAuthority(tmp_path_factory.mktemp("authority") / "ours").issue("member")
 
 
-class ProxiedAddress:
-    """In the place of `Address`: everybody seems to be on a host of its own, behind a proxy."""
+class ProxiedHellos:
+    """In the place of `parse_hello`: everybody seems to be on a host of its own, behind a proxy."""
 
     def __init__(self):
         self.proxies = {}
 
-    def model_validate(self, said):
-        address = Address.model_validate(said)
+    def parse_hello(self, fields):
+        hello = messages.parse_hello(fields)
+        address = hello.address
         if address.port not in self.proxies:
             self.proxies[address.port] = RecordingProxy((address.host, address.port))
-        return address.model_copy(update={"host_id": "far", "unix": "", "port": self.proxies[address.port].address[1]})
+        port = self.proxies[address.port].address[1]
+        far = address.model_copy(update={"host_id": "far", "unix": "", "port": port})
+        return hello.model_copy(update={"address": far})
 
     @property
     def recorded(self):
@@ -66,9 +69,9 @@ class ProxiedAddress:
 
 @pytest.fixture
 def proxied(monkeypatch):
-    with contextlib.closing(ProxiedAddress()) as made:
-        monkeypatch.setattr(worker_group, "Address", made)
-        monkeypatch.setattr(server_group, "Address", made)
+    with contextlib.closing(ProxiedHellos()) as made:
+        monkeypatch.setattr(worker_group, "parse_hello", made.parse_hello)
+        monkeypatch.setattr(server_group, "parse_hello", made.parse_hello)
         yield made
 
 

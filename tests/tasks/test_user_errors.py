@@ -98,8 +98,12 @@ def test_errors_of_shoal_pass_unchanged(failure):
 
 
 def test_ctrl_c_is_no_error_of_the_user():
-    with pytest.raises(KeyboardInterrupt), wrap_user_errors("SH401", "one step"):
-        raise KeyboardInterrupt
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), wrap_user_errors("SH401", "one step"):
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Unheard(BaseException):

@@ -57,6 +57,11 @@ LINES = [
     ("left", {"why": "drained"}, "worker-0 left at step 5 (drained)"),
     ("printed", {"text": "hello"}, "hello"),
     ("joined", {"lanes": [0]}, ""),
+    (
+        "refused",
+        {"reason": "it claims seat 7", "name": "a worker", "address": "10.0.0.7:99"},
+        "a worker at 10.0.0.7:99 was refused: it claims seat 7",
+    ),
 ]  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from sklearn.metrics import roc_auc_score
 import shoal
 from shoal.checkpoint.manifest import list_manifests
 from shoal.events import read_events
-from shoal.jobs.run_index import read_receipt
 from shoal.spec.data import DataConfig
+from shoal.spec.receipt import read_receipt_file
 from tests.conftest import CNN, GPT, MLP
 
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_has_the_metric_of_its_own_step_or_none(run):
 
 def test_a_metric_that_is_not_a_number_spoils_nothing(run):
     outcome = run(MLP, metrics=["models.py:NanMetric"], best={"metric": "NanMetric", "mode": "max"})
-    assert math.isnan(read_receipt(outcome.paths).metrics["NanMetric"])
+    assert math.isnan(read_receipt_file(outcome.paths.receipt).own.metrics["NanMetric"])
     with pytest.raises(shoal.ShoalError, match="SH606"):
         shoal.load(outcome.paths.root, best=True)
     summary = run(MLP, metrics=["models.py:NanMetric"], data=MLP["data"] | {"split": {"kind": "kfold", "folds": 2}})

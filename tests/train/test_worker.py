@@ -12,6 +12,7 @@ from shoal.events import EventWriter, read_events
 from shoal.fleet.driver_address import DriverAddress
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.run_paths import RunPaths
+from shoal.spec.trust import CodeTrust
 from shoal.spec.view import Address, Attachment, View
 from shoal.train import worker
 from shoal.train.activity import Activity
@@ -180,7 +181,8 @@ def test_a_driver_that_is_not_there_is_reported_to_the_workers_user(tmp_path, mo
     with socket.socket() as unheard:  # bound, so that nobody else takes the port, and it does not listen
         unheard.bind(("127.0.0.1", 0))
         port = unheard.getsockname()[1]
-        code = worker.run_remote_worker(RunPaths.at(tmp_path), f"127.0.0.1:{port}", str(tmp_path))
+        trust = CodeTrust(everything=True)
+        code = worker.run_remote_worker(RunPaths.at(tmp_path), f"127.0.0.1:{port}", str(tmp_path), trust=trust)
     assert code == 6
     assert "SH610" in capsys.readouterr().err
     assert [(event.kind, event["code"]) for event in read_events(tmp_path / "events.jsonl")] == [("failed", "SH610")]
