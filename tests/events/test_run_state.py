@@ -1,6 +1,6 @@
 """The state of a run, folded from its events."""
 
-from shoal.events import Event, replay
+from shoal.events import Event, RunState, replay
 
 FINISHED = {
     "weights_sha256": "0", "state_sha256": "1", "samples_seen": 9, "metrics": {}, "stopped": "", "platform": {}
@@ -83,3 +83,11 @@ def test_who_is_left_has_lost_nothing():
         begun(2, 9),
     ]
     assert replay(events).redone == 0
+
+
+def test_seats_that_were_given_out_are_never_free_again():
+    """Also those of processes that have never said anything."""
+    state = RunState()
+    for seats in (["worker-0", "worker-1"], ["server-7"], ["worker-2"], ["nobody"], []):
+        state.apply(Event("seats_given", 1.0, "driver", None, {"seats": seats}))
+    assert state.seats_given == 8

@@ -108,6 +108,24 @@ def test_it_starts_the_workers_that_are_wanted(harness):
     assert harness.group.tick() == [], "they are on their way"
 
 
+def test_seats_are_on_record_before_their_processes_start(harness):
+    harness.group.tick()
+    (launched,) = harness.events("seats_given")
+    assert launched["seats"] == ["worker-3", "worker-4"]
+
+
+def test_a_process_that_waited_for_anothers_seat_does_not_get_its_place(harness):
+    """An earlier driver may have started two with one seat: the second one holds no state."""
+    harness.group.tick()
+    harness.connect(10, seat=3, pid=7)
+    harness.say(10, "lost")
+    harness.connect(11, seat=3, pid=8)
+    assert harness.control.dropped[-1] == 11
+    assert 11 not in harness.group.roster.connections
+    harness.connect(12, seat=3, pid=7)
+    assert harness.group.roster.seat_of(12) == 3
+
+
 def test_a_worker_is_welcomed_into_its_seat(harness):
     harness.group.tick()
     harness.connect(10, seat=3)

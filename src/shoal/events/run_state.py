@@ -11,7 +11,7 @@ from shoal.events.checks import Number, make_check
 from shoal.events.event import Event, kind_name
 from shoal.events.state_parts import Curve, LostResidual, RunFacts, ServerSummary, WorkerSummary
 
-FOLD_VERSION = 2
+FOLD_VERSION = 3
 """Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
 MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
@@ -71,6 +71,8 @@ class RunState:
     """What the first check found that differed."""
     check_failure: str = ""
     """Why the last check could compare nothing."""
+    seats_given: int = 0
+    """Seats below this number have been given to processes."""
     views: int = 0
     view_number: int = 0
     """The highest number of a view in an event."""
@@ -194,6 +196,12 @@ def _run_started(state: RunState, event: Event, started: schema.RunStartedEvent)
     state.nobody_left = True  # workers that outlived their driver report their state again
     for server in state.servers.values():
         _release(server, "dead")  # servers that outlived their driver connect again
+
+
+@_folds(schema.SeatsGivenEvent)
+def _seats_given(state: RunState, event: Event, given: schema.SeatsGivenEvent) -> None:
+    numbers = [int(tail) for tail in (name.rpartition("-")[2] for name in given.seats) if tail.isdecimal()]
+    state.seats_given = max(state.seats_given, 1 + max(numbers, default=-1))
 
 
 @_folds(schema.PlanEvent)

@@ -108,6 +108,14 @@ class RunStartedEvent(NamedTuple):
 
 
 @_kind
+class SeatsGivenEvent(NamedTuple):
+    """The driver gives seats to processes that it starts, or that join. No later driver gives these seats out again,
+    even if their processes never report anything."""
+
+    seats: Annotated[Sequence[str], "their names, such as worker-3"]
+
+
+@_kind
 class PlanEvent(NamedTuple):
     """With [`sync: auto`](planning.md#sync-auto): the planner has chosen how to run the job."""
 

@@ -13,6 +13,7 @@ from shoal.errors import (
     EXIT_BUG,
     EXIT_CHECKPOINT,
     EXIT_OK,
+    EXIT_RUN,
     ShoalError,
     describe_exception,
     error,
@@ -21,6 +22,7 @@ from shoal.errors import (
     traceback_text,
 )
 from shoal.events import EventWriter
+from shoal.fleet.control_client import ControlClient
 from shoal.spec.private_file import open_lock_file
 from shoal.spec.resolve import calling_user_line, is_users_failure, user_line
 from shoal.spec.run_paths import RunPaths
@@ -29,11 +31,18 @@ from shoal.spec.view import Role
 WELCOME_TIMEOUT_S = 30.0
 
 
+class NotWelcomeError(Exception):
+    """The driver does not welcome this process: an earlier driver started it, and was killed before it connected."""
+
+
 def run_reporting_errors(stream: EventWriter, act: Callable[[EventWriter], None]) -> int:
     """Call `act`. An exception becomes a `failed` event; the exit code distinguishes user errors from bugs."""
     try:
         with _report_hard_exits(stream):
             act(stream)
+    except NotWelcomeError as failure:
+        print(failure, file=sys.stderr)
+        return EXIT_RUN  # the run goes on without this process; a driver that started it sees the exit
     except BaseException as failure:
         text = traceback_text(failure)
         known = as_user_error(failure)
@@ -88,6 +97,14 @@ def _report_hard_exits(stream: EventWriter) -> Iterator[None]:
         yield
     finally:
         os._exit = exit_now
+
+
+def connect_to_driver(control: ControlClient) -> None:
+    """Connect a process that the engine started. NotWelcomeError if the driver does not welcome it."""
+    try:
+        control.connect(WELCOME_TIMEOUT_S)
+    except ShoalError as failure:
+        raise NotWelcomeError(str(failure)) from failure
 
 
 @contextlib.contextmanager

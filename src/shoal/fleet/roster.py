@@ -72,6 +72,11 @@ class Roster:
         self._starting_until_s.pop(seat, None)
         return old is None
 
+    def is_other_process(self, seat: int, pid: int) -> bool:
+        """Whether another process than this one has connected with the seat: it lives, or its exit is not known yet."""
+        peer = self._peers.get(seat)
+        return peer is not None and peer.pid != pid
+
     def disconnect(self, seat: int) -> None:
         """The connection was lost, or is closed by the driver. The process may still live and reconnect."""
         peer = self._peers.get(seat)

@@ -102,7 +102,8 @@ class RunDriver:
         reattached = self.engine.reattach()
         self._report_unseen_deaths([seat for seat in locked if seat not in reattached])
         taken = [seat.name for seat in reattached]
-        seat_numbers = SeatNumbers(first_free_seat([*self.state.workers, *self.state.servers, *taken]))
+        free = first_free_seat([*self.state.workers, *self.state.servers, *taken])
+        seat_numbers = SeatNumbers(max(free, self.state.seats_given))
         self.control = self._exit.enter_context(contextlib.closing(open_control(self.job, self.paths)))
         self._exit.callback(lambda: self.engine.close())  # noqa: PLW0108  # a test may replace the engine
         self.server_group = self._make_server_group(seat_numbers)

@@ -128,7 +128,8 @@ class ServerGroup:
         self.send_chunk_table(message.connection)
 
     def _check_admission(self, hello: ServerHello) -> None:
-        if hello.seat not in self.seats or self._roster.is_evicted(hello.seat):
+        taken = self._roster.is_other_process(hello.seat, hello.pid)
+        if taken or hello.seat not in self.seats or self._roster.is_evicted(hello.seat):
             raise ProtocolError(f"seat {hello.seat} is not a server's, or was taken from it")
         if not self._control.holds_key(_name(hello.seat), hello.key):
             raise ProtocolError(f"it does not have the key of seat {hello.seat}")
@@ -240,7 +241,9 @@ class ServerGroup:
         for seat in seats:
             self._expect(seat.number)
             self._roster.expect_start(seat.number, until_s=time.monotonic() + START_TIMEOUT_S)
-        self._engine.start([Launch(seat, self._entry, ("--run", str(self._paths.root))) for seat in seats])
+        if seats:
+            self._stream.emit("seats_given", seats=[seat.name for seat in seats])
+            self._engine.start([Launch(seat, self._entry, ("--run", str(self._paths.root))) for seat in seats])
 
     def _release(self, seats: Iterable[int]) -> None:
         going = [seat for seat in seats if seat in self.seats and seat not in self._released]

@@ -209,7 +209,7 @@ class WorkerGroup:
             raise ProtocolError("the servers lost the state that it holds")
         proved = hello.seat is not None and self._control.holds_key(f"worker-{hello.seat}", hello.key)
         if attachment.managed:
-            if not proved or hello.seat not in self.seats:
+            if not proved or hello.seat not in self.seats or self.roster.is_other_process(hello.seat, hello.pid):
                 raise ProtocolError(f"seat {hello.seat} is not its seat")
             return hello.seat
         if attachment.can_save:
@@ -220,7 +220,7 @@ class WorkerGroup:
         if hello.seat is not None and proved and self._may_return(hello.seat):
             self._seat_numbers.reserve(hello.seat)
             return hello.seat
-        return self._seat_numbers.take()
+        return self._take_seats(1)[0]
 
     def _may_return(self, seat: int) -> bool:
         """Whether a worker that joined may have its seat back: it was not evicted from it."""
@@ -305,11 +305,17 @@ class WorkerGroup:
     # ---- actions ----
 
     def _start_workers(self, count: int) -> None:
-        seats = [self._seat_numbers.take() for _ in range(count)]
+        seats = self._take_seats(count)
         for seat in seats:
             self.membership.expect(seat)
             self.roster.expect_start(seat, until_s=time.monotonic() + START_TIMEOUT_S)
         self._engine.start([Launch(Seat(number=seat), WORKER_MODULE, self._arguments) for seat in seats])
+
+    def _take_seats(self, count: int) -> list[int]:
+        """New seats, on record before anybody has them: a driver that takes over must not give them out again."""
+        seats = [self._seat_numbers.take() for _ in range(count)]
+        self._stream.emit("seats_given", seats=[f"worker-{seat}" for seat in seats])
+        return seats
 
     def _publish(self, action: PublishView) -> None:
         view = action.view

@@ -19,7 +19,7 @@ from typing import Any
 from shoal.events import EventWriter
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
-from shoal.fleet.process_main import WELCOME_TIMEOUT_S, hold_seat_lock, run_reporting_errors
+from shoal.fleet.process_main import connect_to_driver, hold_seat_lock, run_reporting_errors
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.net.tls import TlsContexts
 from shoal.paramserver.event_loop import ServerLoop
@@ -89,7 +89,7 @@ def run_server(
     signal.signal(signal.SIGTERM, lambda *_: server_loop.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with hold_seat_lock(paths, seat, role="server"), contextlib.closing(control_client):
-        control_client.connect(WELCOME_TIMEOUT_S)
+        connect_to_driver(control_client)
         server_loop.run()
         control_client.send("bye")
 

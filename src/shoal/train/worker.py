@@ -26,7 +26,13 @@ from shoal.events import EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
-from shoal.fleet.process_main import WELCOME_TIMEOUT_S, emit_failure, hold_seat_lock, run_reporting_errors
+from shoal.fleet.process_main import (
+    WELCOME_TIMEOUT_S,
+    connect_to_driver,
+    emit_failure,
+    hold_seat_lock,
+    run_reporting_errors,
+)
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.net.address import parse_address
 from shoal.net.tls import TlsContexts
@@ -148,7 +154,7 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
         hold_seat_lock(paths, seat),
         open_session(driver_address, latest, STARTED_BY_ENGINE, seat=seat, tls_contexts=contexts) as (session, control),
     ):
-        control.connect(WELCOME_TIMEOUT_S)
+        connect_to_driver(control)
         train(job, paths, session, control, stream, trace=trace)
 
 
