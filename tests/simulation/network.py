@@ -132,8 +132,16 @@ class SimulatedControlServer:
 
     host, port, address, refused = "simulated", 1, "simulated:1", 0
 
-    def __init__(self, network: Network, process: Process, on_message: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        process: Process,
+        on_message: Callable[[], None],
+        *,
+        may_refuse: Callable[[str], bool] = lambda why: False,
+    ) -> None:
         self.network, self.process = network, process
+        self._may_refuse = may_refuse
         self._on_message = on_message
         self._links: dict[int, Link] = {}
         self._heard_s: dict[int, float] = {}
@@ -150,6 +158,10 @@ class SimulatedControlServer:
                 link.inbox.append(JsonMessage("ping", {}, 0))  # read at the client's next turn
         if not self._closed:
             self.process.at(connection_thread.PING_INTERVAL_S, self._ping)
+
+    @property
+    def is_listening(self) -> bool:
+        return self.process.alive and not self._closed
 
     def accept(self, link: Link, hello: bytes) -> None:
         if self._closed:
@@ -227,7 +239,8 @@ class SimulatedControlServer:
 
     def refuse(self, connection: int, why: str, *, name: str = "") -> None:
         """A process that was evicted may call again. Nobody says what it may not say."""
-        require(name in ("a worker", "a server"), f"the driver refuses {name}: {why}")
+        expected = name in ("a worker", "a server") or self._may_refuse(why)
+        require(expected, f"the driver refuses {name}: {why}")
         self.drop(connection)
 
     def take_refusals(self) -> list[Any]:
@@ -314,8 +327,11 @@ class SimulatedControlClient(ControlClient):
             self._lost("nobody has left a contact yet")
             return
         assert isinstance(server, SimulatedControlServer)
-        if self.network.is_cut(self.process, server.process):
-            self.process.at(CONNECT_TIMEOUT_S, self._lost, "timed out")
+        if not server.is_listening:
+            self._lost("refused")
+            return
+        if self.network.is_cut(self.process, server.process) or server.process.frozen:
+            self.process.at(CONNECT_TIMEOUT_S, self._lost, "timed out")  # without the handshake nobody is heard
             return
         self.connections += 1
         self.network.connections += 1

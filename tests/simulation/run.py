@@ -52,7 +52,7 @@ class DriverProcess(Process):
         self._soon = False
         self.result: RunResult | None = None
         self.engine = SimulatedEngine(run.machine, self.poke)
-        self.control = SimulatedControlServer(run.network, self, self.poke)
+        self.control = SimulatedControlServer(run.network, self, self.poke, may_refuse=run.is_mistaken_for_another)
         self.driver: RunDriver | None = None
 
     def begin(self) -> None:
@@ -225,6 +225,13 @@ class SimulatedRun:
         source = members.get(-1 if view.source is None else view.source)
         held = source is None or not source.alive or (source.position or 0) >= view.position
         require(held, f"the source of view {view.number} does not hold its position")
+
+    def is_mistaken_for_another(self, why: str) -> bool:
+        """A worker that joined without an event in the stream, and one of a later driver, may get the same seat. Then
+        the later driver refuses what the agent of the first reports."""
+        names = [f"worker-{seat}" for worker in self.workers for seat in set(worker.seats)]
+        names += [f"worker-{worker.session.seat}" for worker in self.workers if worker.managed and not worker.seats]
+        return any(names.count(name) > 1 and f"it reports {name}, which it did not start" == why for name in names)
 
     def check_commit(self, worker: SimulatedWorker, step: int, link: int) -> None:
         """A worker has applied a step: its own commit, or one that it follows."""
