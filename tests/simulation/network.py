@@ -266,7 +266,6 @@ class SimulatedControlServer:
             self.lose(link, "reset")
             link.client.process.at(0.0, link.client.turn, link)
 
-
     def leave_half_open(self, choose: Callable[[list[Link]], Link], duration_s: float) -> None:
         """The client of a connection gives it up and reconnects. What is under way on it, and its end, come late."""
         links = [link for link in self._links.values() if not link.client_lost]

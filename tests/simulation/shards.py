@@ -283,7 +283,9 @@ class ShardedRun:
             rows[place // size].append(view.carries[seat])
         lanes = [lane for row in rows.values() for mine in (row[:1] if self.together else row) for lane in mine]
         require(sorted(lanes) == list(range(self.lanes)), f"view {view.number} does not deal each lane once")
-        require(not self.together or all(one == row[0] for row in rows.values() for one in row), "ranks differ in lanes")
+        require(
+            not self.together or all(one == row[0] for row in rows.values() for one in row), "ranks differ in lanes"
+        )
         self._check_holders(view, [self.ranks[seat] for seat in view.carries])
 
     def _check_holders(self, view: View, team: list[Rank]) -> None:
@@ -401,6 +403,5 @@ def _disk_full(run: ShardedRun, fault: Fault) -> None:
 
 
 SHARD_FAULTS: dict[str, Callable[[ShardedRun, Fault], None]] = {
-    one.__name__.lstrip("_"): one
-    for one in (_kill, _kill_two, _freeze, _cut, _slow_down, _drain, _scale, _disk_full)
+    one.__name__.lstrip("_"): one for one in (_kill, _kill_two, _freeze, _cut, _slow_down, _drain, _scale, _disk_full)
 }
