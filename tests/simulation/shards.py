@@ -298,9 +298,9 @@ class ShardedRun:
         require(held <= kept, f"view {view.number} leaves out the shards {held - kept} of step {best}")
 
     def _check_leavers(self, view: View) -> None:
-        if view.stop or not view.leave:
-            return
-        self._check_holders(view, [rank for rank in self.alive() if rank.seat not in view.leave])
+        if not view.stop and view.leave:
+            staying = self.driver.policy.members.keys() - set(view.leave)  # also one of whose death nobody knows yet
+            self._check_holders(view, [self.ranks[seat] for seat in staying])
 
     def check_recovery(self, view: View, held: dict[int, HeldShard], point: RecoveryPoint) -> None:
         """All members decide the same, and a state whose shards are all there is not given up."""
