@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from shoal.fleet.messages import parse_user_request
+from tests.simulation.agents import SimulatedAgent
 from tests.simulation.run import DriverProcess, SimulatedRun
 from tests.simulation.standins import happening
 from tests.simulation.worker import SimulatedWorker
@@ -87,6 +88,8 @@ def run_history(history: History) -> SimulatedRun:
             until_s = START_S + history.calm_from_s + CALM_S
             require(run.world.run(until_s=until_s, done=lambda: run.finished), "it does not end")
             run.check_end()
+            require(run.world.run(until_s=until_s + CALM_S, done=lambda: run.machines_are_free), "an agent never ends")
+            run.check_agents()
         except BaseException as failure:
             failure.run = run  # type: ignore[attr-defined]
             raise
@@ -212,7 +215,7 @@ def isolate(run: SimulatedRun, fault: Fault) -> None:
 
 def _everybody(run: SimulatedRun) -> list[Process]:
     driver = _living_driver(run)
-    return [*([driver] if driver else []), *run.alive_workers()]
+    return [*([driver] if driver else []), *run.alive_workers(), *run.alive_agents()]
 
 
 def _pair(run: SimulatedRun, fault: Fault) -> tuple[Process, Process] | None:
@@ -236,6 +239,13 @@ def break_connection(run: SimulatedRun, fault: Fault) -> None:
         driver.control.break_link(lambda links: links[int(fault.which * len(links))])
 
 
+def half_open(run: SimulatedRun, fault: Fault) -> None:
+    """A client loses its connection and connects again. The driver still has the old connection for a while: what was
+    sent on it comes late, and the last message comes again on the new one."""
+    if driver := _living_driver(run):
+        driver.control.leave_half_open(lambda links: links[int(fault.which * len(links))], fault.duration_s)
+
+
 def duplicate(run: SimulatedRun, fault: Fault) -> None:
     """Messages come twice for a while."""
     run.network.duplicates = 0.3
@@ -256,6 +266,62 @@ def join(run: SimulatedRun, fault: Fault) -> None:
 def terminate(run: SimulatedRun, fault: Fault) -> None:
     if worker := _chosen(run, fault):
         worker.session.leaving = True
+
+
+def join_machine(run: SimulatedRun, fault: Fault) -> None:
+    """Somebody runs `shoal join` on another machine, with one worker or two."""
+    if len(run.alive_workers()) + 2 <= MAX_WORKERS:
+        run.join_machine(1 + int(2 * fault.which))
+
+
+def _chosen_agent(run: SimulatedRun, fault: Fault) -> SimulatedAgent | None:
+    """A living agent. If there is none, a machine joins: later faults may befall it."""
+    alive = run.alive_agents()
+    if not alive:
+        join_machine(run, fault)
+        return None
+    return alive[int(fault.which * len(alive))]
+
+
+def crash_agent(run: SimulatedRun, fault: Fault) -> None:
+    """The agent dies, its workers go on."""
+    if agent := _chosen_agent(run, fault):
+        agent.kill()
+
+
+def crash_machine(run: SimulatedRun, fault: Fault) -> None:
+    """A whole machine is gone. It joins again later, or never."""
+    if agent := _chosen_agent(run, fault):
+        agent.kill()
+        for worker in agent.workers:
+            worker.kill()
+        if fault.other < 0.7:
+            run.world.at(fault.duration_s, join_machine, run, fault)
+
+
+def freeze_agent(run: SimulatedRun, fault: Fault) -> None:
+    if agent := _chosen_agent(run, fault):
+        _freeze(run, agent, fault.duration_s)
+
+
+def kill_worker_of_agent(run: SimulatedRun, fault: Fault) -> None:
+    agent = _chosen_agent(run, fault)
+    if agent and (alive := [worker for worker in agent.workers if worker.alive]):
+        alive[int(fault.other * len(alive))].kill()
+
+
+def interrupt_agent(run: SimulatedRun, fault: Fault) -> None:
+    """Ctrl-C in the terminal of `shoal join`."""
+    if agent := _chosen_agent(run, fault):
+        agent.asked.append("interrupted")
+
+
+def isolate_machine(run: SimulatedRun, fault: Fault) -> None:
+    """An agent and its workers reach each other only."""
+    if agent := _chosen_agent(run, fault):
+        outside = [process for process in _everybody(run) if process not in agent.machine]
+        pairs = [(one, other) for one in agent.machine if one.alive for other in outside]
+        _cut(run, [*pairs, *(pair[::-1] for pair in pairs)], fault.duration_s)
 
 
 def crash_driver(run: SimulatedRun, fault: Fault) -> None:
@@ -307,5 +373,13 @@ FAULTS: dict[str, Callable[[SimulatedRun, Fault], None]] = {
         scale,
         drain,
         stop,
+        half_open,
+        join_machine,
+        crash_agent,
+        crash_machine,
+        freeze_agent,
+        kill_worker_of_agent,
+        interrupt_agent,
+        isolate_machine,
     )
 }

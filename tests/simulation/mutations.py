@@ -14,13 +14,17 @@ from shoal.checkpoint.writer import CheckpointWriter
 from shoal.events import run_state
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs import run_driver
+from shoal.jobs.join import JoinedWorkers
 from shoal.plan.chunk_placement import ChunkPlacement
 from shoal.plan.failure_detector import FailureDetector
 from shoal.plan.membership_policy import MembershipPolicy
+from shoal.plan.sharded_membership import ShardedMembershipPolicy
 from shoal.spec.view import View
 from shoal.strategies.catch_up import CatchUp
 from shoal.strategies.replicated import ReplicatedStrategy
 from shoal.train.loop import Loop
+from shoal.train.worker import WorkerSession
+from tests.simulation.shards import Rank
 
 
 @contextlib.contextmanager
@@ -268,6 +272,84 @@ def chunks_given_up() -> Iterator[None]:
         yield
 
 
+# ---- agents and messages ----
+
+
+@contextlib.contextmanager
+def a_field_that_the_schema_lacks() -> Iterator[None]:
+    """A worker's greeting says more than the driver knows."""
+    hello = WorkerSession._hello
+
+    def wrong(self: WorkerSession, control: Any) -> dict[str, Any]:
+        return hello(self, control) | {"cores": 4}
+
+    with mock.patch.object(WorkerSession, "_hello", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def early_output_is_dropped() -> Iterator[None]:
+    """An agent drops what a worker prints before its seat is known."""
+    send = JoinedWorkers._send_reports
+
+    def wrong(self: JoinedWorkers, worker: Any) -> None:
+        send(self, worker)
+        worker.unsent.clear()
+
+    with mock.patch.object(JoinedWorkers, "_send_reports", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def exits_are_misreported() -> Iterator[None]:
+    """`shoal join` says that all was well when a worker has died."""
+
+    def wrong(self: JoinedWorkers, worker: Any, exited: Any) -> None: ...
+
+    with mock.patch.object(JoinedWorkers, "_handle_exit", wrong):
+        yield
+
+
+# ---- sharded membership ----
+
+
+@contextlib.contextmanager
+def places_by_seat() -> Iterator[None]:
+    """A place is a seat's number, not a rank in the view."""
+    enter = ShardedMembershipPolicy._enter_sharded_view
+
+    def wrong(self: ShardedMembershipPolicy, members: Any, replicas: int) -> Any:
+        action = enter(self, members, replicas)
+        view = action.view.model_copy(update={"places": {seat: seat for seat in action.view.places}})
+        return replace(action, view=view)
+
+    with mock.patch.object(ShardedMembershipPolicy, "_enter_sharded_view", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def only_copies_leave() -> Iterator[None]:
+    """A worker may leave with the only copy of a shard."""
+    with mock.patch.object(ShardedMembershipPolicy, "_may_hold_only_copy", return_value=False):
+        yield
+
+
+@contextlib.contextmanager
+def commit_without_a_rank() -> Iterator[None]:
+    """A rank applies a step before it has seen the last vote."""
+
+    def wrong(self: Rank, view: View) -> None:
+        votes = self._mail[view.number, f"vote {self.held.step}"]
+        if self.entered and len(votes) >= len(view.carries) - 1 and self.held.pending == view.number:
+            self._apply(view, halt=any(votes.values()))
+        else:
+            go_on(self, view)
+
+    go_on = Rank._go_on
+    with mock.patch.object(Rank, "_go_on", wrong):
+        yield
+
+
 Mutation = Callable[[], contextlib.AbstractContextManager[None]]
 
 MUTATIONS: dict[str, Mutation] = {
@@ -287,9 +369,16 @@ MUTATIONS: dict[str, Mutation] = {
         steps_of_the_stream_are_skipped,
         restore_nothing,
         final_view_is_old,
+        a_field_that_the_schema_lacks,
+        early_output_is_dropped,
+        exits_are_misreported,
     )
 }
 
 SERVER_MUTATIONS: dict[str, Mutation] = {
     one.__name__: one for one in (filling_servers_lead, old_reports_count, chunks_given_up)
+}
+
+SHARD_MUTATIONS: dict[str, Mutation] = {
+    one.__name__: one for one in (places_by_seat, only_copies_leave, commit_without_a_rank)
 }

@@ -17,13 +17,22 @@ from shoal.fleet import connection_thread, control_client
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.control_server import ControlMessage
 from shoal.fleet.liveness_clock import LivenessClock
-from shoal.net.errors import LinkError
-from shoal.net.messages import JsonMessage, decode_message
+from shoal.fleet.messages import parse_hello
+from shoal.net.errors import LinkError, ProtocolError
+from shoal.net.messages import JsonMessage, decode_message, encode_message
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.view import View
-from tests.simulation.world import Process, World
+from tests.simulation.world import InvariantViolation, Process, World, require
 
 CONNECT_TIMEOUT_S = 2.0
+
+
+def _require_valid(hello: dict[str, Any]) -> None:
+    """The driver refuses a malformed greeting as it refuses a worker that it has evicted; here nobody is malformed."""
+    try:
+        parse_hello(hello)
+    except ProtocolError as failure:
+        raise InvariantViolation(f"the greeting of a {hello['role']} does not fit the schema: {failure}") from failure
 
 
 class Network:
@@ -33,6 +42,7 @@ class Network:
         self.world = world
         self.cut: set[tuple[Process, Process]] = set()
         self.duplicates = 0.0
+        self.has_duplicated = False
         self.connections = 0
         self._last: dict[tuple[object, Process, Process], float] = {}
         self._waiting: list[tuple[object, Process, Process, Callable[..., object], tuple[Any, ...]]] = []
@@ -46,6 +56,16 @@ class Network:
         arrives = max(self._last.get(key, 0.0), self.world.now_s + self.world.latency_s())
         self._last[key] = arrives
         target.at(arrives - self.world.now_s, call, *args)
+
+    def doubles(self) -> bool:
+        """Whether the next message comes twice."""
+        twice = self.duplicates > 0 and self.world.rng.random() < self.duplicates
+        self.has_duplicated = self.has_duplicated or twice
+        return twice
+
+    def delay(self, link: object, source: Process, target: Process, delay_s: float) -> None:
+        """What is sent on this link from now on arrives after the delay at the earliest."""
+        self._last[link, source, target] = self.world.now_s + delay_s
 
     def heal(self, ways: Iterable[tuple[Process, Process]]) -> None:
         self.cut -= set(ways)
@@ -64,6 +84,8 @@ class Link:
         self.number, self.client, self.server = number, client, server
         self.inbox: deque[JsonMessage] = deque()
         self.client_lost = self.server_lost = ""
+        self.newest = b""
+        """The last message that the client has sent."""
 
     # ---- what ControlClient uses of a MessageConnection, and Outbox of a socket ----
 
@@ -75,7 +97,8 @@ class Link:
 
     def send(self, message: memoryview) -> int:
         network, raw = self.server.network, bytes(message)
-        twice = network.duplicates and network.world.rng.random() < network.duplicates
+        self.newest = raw
+        twice = network.doubles()
         for _ in range(2 if twice else 1):
             network.send(self, self.client.process, self.server.process, self.server.deliver, self, raw)
         return len(message)
@@ -109,8 +132,16 @@ class SimulatedControlServer:
 
     host, port, address, refused = "simulated", 1, "simulated:1", 0
 
-    def __init__(self, network: Network, process: Process, on_message: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        process: Process,
+        on_message: Callable[[], None],
+        *,
+        may_refuse: Callable[[str], bool] = lambda why: False,
+    ) -> None:
         self.network, self.process = network, process
+        self._may_refuse = may_refuse
         self._on_message = on_message
         self._links: dict[int, Link] = {}
         self._heard_s: dict[int, float] = {}
@@ -128,6 +159,10 @@ class SimulatedControlServer:
         if not self._closed:
             self.process.at(connection_thread.PING_INTERVAL_S, self._ping)
 
+    @property
+    def is_listening(self) -> bool:
+        return self.process.alive and not self._closed
+
     def accept(self, link: Link, hello: bytes) -> None:
         if self._closed:
             link.close_server("the driver is gone")
@@ -135,7 +170,10 @@ class SimulatedControlServer:
         self._clock.tick()
         self._links[link.number] = link
         self._heard_s[link.number] = self._clock.now_s
-        self._put(ControlMessage(link.number, "here", json.loads(hello)))
+        fields = json.loads(hello)
+        if fields["role"] != "client":  # a client of `shoal.server` has a greeting of its own
+            _require_valid(fields)
+        self._put(ControlMessage(link.number, "here", fields))
 
     def deliver(self, link: Link, raw: bytes) -> None:
         if link.number in self._links:
@@ -180,11 +218,11 @@ class SimulatedControlServer:
         self._send(connections, JsonMessage("table", {"table": table.model_dump(mode="json")}, 0))
 
     def _send(self, connections: Iterable[int], message: JsonMessage) -> None:
+        message = decode_message(encode_message(message.kind, message.fields))
         for number in connections:
             link = self._links.get(number)
             if link is not None:
-                twice = self.network.duplicates and self.network.world.rng.random() < self.network.duplicates
-                for _ in range(2 if twice else 1):
+                for _ in range(2 if self.network.doubles() else 1):
                     self.network.send(link, self.process, link.client.process, link.to_client, message)
 
     def silence_s(self, connection: int) -> float:
@@ -201,7 +239,8 @@ class SimulatedControlServer:
 
     def refuse(self, connection: int, why: str, *, name: str = "") -> None:
         """A process that was evicted may call again. Nobody says what it may not say."""
-        assert name in ("a worker", "a server"), f"the driver refuses {name}: {why}"
+        expected = name in ("a worker", "a server") or self._may_refuse(why)
+        require(expected, f"the driver refuses {name}: {why}")
         self.drop(connection)
 
     def take_refusals(self) -> list[Any]:
@@ -226,6 +265,14 @@ class SimulatedControlServer:
             link.client_lost = link.server_lost = "reset"
             self.lose(link, "reset")
             link.client.process.at(0.0, link.client.turn, link)
+
+    def leave_half_open(self, choose: Callable[[list[Link]], Link], duration_s: float) -> None:
+        """The client of a connection gives it up and reconnects. What is under way on it, and its end, come late."""
+        links = [link for link in self._links.values() if not link.client_lost]
+        if links:
+            link = choose(links)
+            self.network.delay(link, link.client.process, self.process, duration_s)
+            link.client.process.at(0.0, link.client.reconnect, link)
 
 
 class FiberCondition:
@@ -279,8 +326,11 @@ class SimulatedControlClient(ControlClient):
             self._lost("nobody has left a contact yet")
             return
         assert isinstance(server, SimulatedControlServer)
-        if self.network.is_cut(self.process, server.process):
-            self.process.at(CONNECT_TIMEOUT_S, self._lost, "timed out")
+        if not server.is_listening:
+            self._lost("refused")
+            return
+        if self.network.is_cut(self.process, server.process) or server.process.frozen:
+            self.process.at(CONNECT_TIMEOUT_S, self._lost, "timed out")  # without the handshake nobody is heard
             return
         self.connections += 1
         self.network.connections += 1
@@ -325,6 +375,13 @@ class SimulatedControlClient(ControlClient):
         self._welcome = None
         self._clock.tick()
         self.process.at(self._pause_s, self._attempt)
+
+    def reconnect(self, link: Link) -> None:
+        """Give up this connection. The last message is not certain to have arrived, so it is sent again."""
+        if link is self._link:
+            if link.newest:
+                self._outbox.put(link.newest)
+            self._lost("reset")
 
     def send(self, kind: str, **fields: Any) -> None:
         super().send(kind, **fields)

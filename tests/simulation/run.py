@@ -13,6 +13,7 @@ from shoal.spec.job import Job
 from shoal.spec.load import make_job
 from shoal.spec.view import Address, View, step_of
 from tests.conftest import FIXTURES, MLP
+from tests.simulation.agents import Directories, SimulatedAgent, check_exit_notes
 from tests.simulation.machine import Disk, EventLog, Machine, SimulatedEngine
 from tests.simulation.network import Network, SimulatedControlServer
 from tests.simulation.standins import SaveLock
@@ -51,7 +52,7 @@ class DriverProcess(Process):
         self._soon = False
         self.result: RunResult | None = None
         self.engine = SimulatedEngine(run.machine, self.poke)
-        self.control = SimulatedControlServer(run.network, self, self.poke)
+        self.control = SimulatedControlServer(run.network, self, self.poke, may_refuse=run.is_mistaken_for_another)
         self.driver: RunDriver | None = None
 
     def begin(self) -> None:
@@ -103,6 +104,8 @@ class SimulatedRun:
         self.disk = Disk(self.world)
         self.save_lock = SaveLock()
         self.workers: list[SimulatedWorker] = []
+        self.agents: list[SimulatedAgent] = []
+        self.directories = Directories()
         self.driver: DriverProcess | None = None
         self.results: list[RunResult] = []
         self.impaired: set[Process] = set()
@@ -138,8 +141,18 @@ class SimulatedRun:
     def join(self) -> SimulatedWorker:
         return self._new_worker(None)
 
-    def _new_worker(self, seat: int | None) -> SimulatedWorker:
-        worker = SimulatedWorker(self, len(self.workers), seat=seat)
+    def join_machine(self, workers: int) -> None:
+        """Somebody runs `shoal join` on another machine."""
+        self.agents.append(SimulatedAgent(self, len(self.agents), workers=workers))
+        self.world.log(f"{self.agents[-1].name} starts", workers)
+
+    def fork(self, agent: SimulatedAgent, secret: str, *, output: str, own_events: str) -> SimulatedWorker:
+        worker = self._new_worker(None, agent=secret, output=output, own_events=own_events)
+        agent.workers.append(worker)
+        return worker
+
+    def _new_worker(self, seat: int | None, **agent: str) -> SimulatedWorker:
+        worker = SimulatedWorker(self, len(self.workers), seat=seat, **agent)
         self.workers.append(worker)
         self.world.log(f"{worker.name} starts", seat)
         return worker
@@ -149,6 +162,14 @@ class SimulatedRun:
 
     def alive_workers(self) -> list[SimulatedWorker]:
         return [worker for worker in self.workers if worker.alive]
+
+    def alive_agents(self) -> list[SimulatedAgent]:
+        return [agent for agent in self.agents if agent.alive]
+
+    @property
+    def machines_are_free(self) -> bool:
+        """Whether every `shoal join` has returned, except those that wait for a frozen process."""
+        return all(agent.is_stuck for agent in self.alive_agents())
 
     def wake_all(self) -> None:
         for worker in self.workers:
@@ -205,6 +226,13 @@ class SimulatedRun:
         held = source is None or not source.alive or (source.position or 0) >= view.position
         require(held, f"the source of view {view.number} does not hold its position")
 
+    def is_mistaken_for_another(self, why: str) -> bool:
+        """A worker that joined without an event in the stream, and one of a later driver, may get the same seat. Then
+        the later driver refuses what the agent of the first reports."""
+        names = [f"worker-{seat}" for worker in self.workers for seat in set(worker.seats)]
+        names += [f"worker-{worker.session.seat}" for worker in self.workers if worker.managed and not worker.seats]
+        return any(names.count(name) > 1 and f"it reports {name}, which it did not start" == why for name in names)
+
     def check_commit(self, worker: SimulatedWorker, step: int, link: int) -> None:
         """A worker has applied a step: its own commit, or one that it follows."""
         require(link == self.chain[step + 1], f"{worker.name} has other weights after step {step}")
@@ -213,7 +241,9 @@ class SimulatedRun:
             return
         leaders = [one.name for one in self.alive_workers() if one.group.view is not None and one.leads_in(view.number)]
         require(len(leaders) <= 1, f"{leaders} save in view {view.number}")
-        evicted_s = self.world.now_s - self.log.evicted_at_s.get(f"worker-{worker.group.seat}", self.world.now_s)
+        # a worker that follows has left its last view, and may have another seat since
+        seat = worker.session.seat if worker.activity.phase == "following" else worker.group.seat
+        evicted_s = self.world.now_s - self.log.evicted_at_s.get(f"worker-{seat}", self.world.now_s)
         require(evicted_s <= LEASE_S, f"{worker.name} trains {evicted_s:.1f} s after its eviction")
 
     def check_end(self) -> None:
@@ -234,3 +264,9 @@ class SimulatedRun:
             f"the receipt has {receipt.deaths_survived} deaths, and there were {managed}",
         )
         require(self.disk.complete_steps()[:1] == [self.steps], "the last step is not on disk")
+
+    def check_agents(self) -> None:
+        """After the agents have returned."""
+        for agent in self.agents:
+            agent.check_output(PATHS, disturbed=self._drivers > 1 or self.network.has_duplicated)
+        check_exit_notes(self.log.events, self.workers)

@@ -22,6 +22,7 @@ from shoal.plan.chunk_placement import ChunksLost
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import ServerSyncConfig
 from shoal.spec.view import Address
+from tests.simulation.agents import Directories
 from tests.simulation.history import Fault
 from tests.simulation.machine import SIGKILL, EventLog, Machine, SimulatedEngine, SimulatedStream
 from tests.simulation.network import Network, SimulatedControlClient, SimulatedControlServer
@@ -248,6 +249,7 @@ class ServerRun:
         self.world = World(seed)
         self.network = Network(self.world)
         self.log = EventLog(self.world)
+        self.directories = Directories()
         self.machine = Machine(self._launch, self.log)  # type: ignore[arg-type]
         self.sync = ServerSyncConfig(kind="server", servers=servers, backups=backups)
         self.servers: list[SimulatedServer] = []

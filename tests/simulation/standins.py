@@ -16,10 +16,12 @@ from unittest import mock
 import shoal.server.supervisor  # noqa: F401  # so that its clock is replaced too
 from shoal.checkpoint import store
 from shoal.checkpoint.model_check import VerifiedModel
-from shoal.fleet import control_client
-from shoal.jobs import run_driver, server_group, worker_group
+from shoal.fleet import agent, control_client
+from shoal.fleet.engines import local
+from shoal.jobs import commands, join, run_driver, server_group, worker_group
 from shoal.strategies import replicated
 from shoal.train import elastic, worker
+from tests.simulation.agents import SimulatedAgent, SimulatedPath, SimulatedPaths, Tail
 from tests.simulation.machine import FiberExecutor, SimulatedFiles, SimulatedReader, SimulatedStream
 from tests.simulation.network import SimulatedControlClient
 from tests.simulation.world import Process, VirtualTime
@@ -44,7 +46,7 @@ def present() -> SimulatedRun:
 @contextlib.contextmanager
 def happening(run: SimulatedRun) -> Iterator[None]:
     """The history of this run happens: stand-ins belong to it."""
-    Present.run, TIME.world = run, run.world
+    Present.run, TIME.world, SimulatedPath.directories = run, run.world, run.directories
     try:
         yield
     finally:
@@ -55,6 +57,20 @@ def _process() -> Process:
     fiber = present().world.current
     assert fiber is not None
     return fiber.process
+
+
+def _agent() -> SimulatedAgent:
+    process = _process()
+    assert isinstance(process, SimulatedAgent)
+    return process
+
+
+def _agent_client(find_driver: object, hello: Callable[[], dict[str, Any]], **how: Any) -> SimulatedControlClient:
+    """An agent knows the driver's host and port, and later drivers of the run have the same."""
+    client = SimulatedControlClient(present().driver_address, hello, **how)
+    client.attach(_agent(), present().network)
+    _agent().control = client
+    return client
 
 
 class QuietWakeup:
@@ -131,6 +147,19 @@ def _replacements() -> dict[Any, dict[str, Any]]:
             "find_damage": lambda paths: None,
             "locked_seats": lambda paths: [],
             "read_plan_file": lambda paths: None,
+        },
+        agent: {"LineTail": lambda path: Tail(present().directories.lines[str(path)])},
+        local: {
+            "os": SimpleNamespace(kill=lambda pid, signal: present().workers[pid].terminate()),
+            "find_orphans": lambda paths: [],
+        },
+        commands: {"fetch_welcome": lambda contact, tls_contexts: {"threads": 1}},
+        join: {
+            "ControlClient": _agent_client,
+            "EventReader": lambda path: Tail(present().directories.events[str(path)]),
+            "RunPaths": SimulatedPaths,
+            "catch_stop_signals": lambda: contextlib.nullcontext(_agent().asked),
+            "tempfile": SimpleNamespace(TemporaryDirectory=lambda prefix: contextlib.nullcontext(_agent().name)),
         },
         worker_group: {"host_id": lambda: "driver"},
         server_group: {"host_id": lambda: "driver"},

@@ -4,16 +4,17 @@ import pytest
 
 from tests.simulation.history import describe_failure, fails, format_trace, make_history, run_history
 from tests.simulation.kept import KEPT
-from tests.simulation.mutations import MUTATIONS, SERVER_MUTATIONS
+from tests.simulation.mutations import MUTATIONS, SERVER_MUTATIONS, SHARD_MUTATIONS
 from tests.simulation.servers import fails_with_servers, run_server_history
+from tests.simulation.shards import fails_with_shards, run_sharded_history
 from tests.simulation.standins import installed
 
 BLOCK = 50
-FAST_BLOCKS = 8
+FAST_BLOCKS = 6
 LONG_BLOCK, LONG_BLOCKS = 2_000, 50
 FOUND_WITHIN = 300
 """Histories within which each known mistake is found."""
-FIRST_SEED = {"stale_reports_count": 250, "frozen_workers_stay": 40}
+FIRST_SEED = {"views_without_waiting": 70, "frozen_workers_stay": 45}
 """Where the search begins, to save time."""
 
 
@@ -95,6 +96,48 @@ def test_a_seed_of_servers_is_one_history():
 def test_a_mistake_in_the_placement_of_chunks_is_found(name):
     with SERVER_MUTATIONS[name]():
         assert any(fails_with_servers(seed) is not None for seed in range(FOUND_WITHIN))
+
+
+# ---- sharded membership ----
+
+KEPT_SHARDS = {
+    "a worker outside the view leaves with the only copy of a shard": 854,
+    "a worker leaves with the only copy after the others went back to a checkpoint": 199,
+}
+"""Seeds of sharded histories that failed once."""
+
+
+def run_sharded_block(first, count):
+    for seed in range(first, first + count):
+        if failure := fails_with_shards(seed):
+            pytest.fail(f"shards, seed {seed}: {failure}", pytrace=False)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_no_shard_is_lost_while_a_holder_lives(block):
+    run_sharded_block(block * 2 * BLOCK, 2 * BLOCK)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(10))
+def test_the_same_over_twenty_thousand_histories_of_shards(block):
+    run_sharded_block(block * LONG_BLOCK, LONG_BLOCK)
+
+
+@pytest.mark.parametrize("name", KEPT_SHARDS)
+def test_a_sharded_history_that_failed_once_no_longer_does(name):
+    run_sharded_block(KEPT_SHARDS[name], 1)
+
+
+def test_a_seed_of_shards_is_one_history():
+    first, second = run_sharded_history(11), run_sharded_history(11)
+    assert first.world.trace == second.world.trace
+
+
+@pytest.mark.parametrize("name", SHARD_MUTATIONS)
+def test_a_mistake_in_sharded_membership_is_found(name):
+    with SHARD_MUTATIONS[name]():
+        assert any(fails_with_shards(seed) is not None for seed in range(FOUND_WITHIN))
 
 
 def test_a_failure_names_the_seed_and_the_faults_that_it_needs():

@@ -7,10 +7,10 @@ right if and only if every step before was committed exactly once, with all lane
 from __future__ import annotations
 
 import operator
+import signal
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,11 @@ from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.state_stream import CAUGHT_UP
 from shoal.collectives.transport.mesh import CONNECT_TIMEOUT_S
 from shoal.errors import ShoalError
-from shoal.events import EventWriter
+from shoal.events import Event, EventWriter
 from shoal.fleet.process_main import WELCOME_TIMEOUT_S
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.net.errors import LinkError
 from shoal.spec.job import Job
-from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Address, View
 from shoal.strategies.context import StepContext
 from shoal.strategies.replicated import ReplicatedStrategy
@@ -38,7 +37,8 @@ from shoal.train.loop import Loop, LoopResult, TrainSchedule
 from shoal.train.progress import Progress
 from shoal.train.reporting import Reporter, StepStats
 from shoal.train.watchers import BestMetric
-from shoal.train.worker import JOINED, STARTED_BY_ENGINE, WorkerSession
+from shoal.train.worker import JOINED, STARTED_BY_ENGINE, WorkerSession, emit_to_both
+from tests.simulation.agents import SimulatedPaths
 from tests.simulation.machine import SIGKILL, SimulatedStream
 from tests.simulation.network import SimulatedControlClient
 from tests.simulation.world import Process, require
@@ -46,7 +46,7 @@ from tests.simulation.world import Process, require
 if TYPE_CHECKING:
     from tests.simulation.run import SimulatedRun
 
-PATHS = RunPaths(Path("/simulated/run-1"))
+PATHS = SimulatedPaths.at("/simulated/run-1")
 LOSS = torch.tensor(1.0)
 MASK = (1 << 62) - 1
 SAMPLER = SimpleNamespace(batch_samples=lambda step: 8, samples_before=lambda step: 8 * step)
@@ -360,9 +360,21 @@ class SimulatedPeers:
 
 
 class SimulatedWorker(Process):
-    """One worker's process: `managed` by the engine, or joined from another machine. `exit_code` is set at its end."""
+    """One worker's process: `managed` by the engine, or joined from another machine. `exit_code` is set at its end.
 
-    def __init__(self, run: SimulatedRun, number: int, *, seat: int | None) -> None:
+    A worker that an agent has forked prints to the file `output`, and keeps a copy of its events in `own_events`.
+    """
+
+    def __init__(
+        self,
+        run: SimulatedRun,
+        number: int,
+        *,
+        seat: int | None,
+        agent: str = "",
+        output: str = "",
+        own_events: str = "",
+    ) -> None:
         super().__init__(run.world, f"process-{number}")
         self.run = run
         self.managed = seat is not None
@@ -374,15 +386,33 @@ class SimulatedWorker(Process):
         self.activity = Activity()
         attachment = STARTED_BY_ENGINE if self.managed else JOINED
         self.session = WorkerSession(run.driver_address, self.peers, self.activity, attachment, seat)  # type: ignore[arg-type]
+        self.session.agent, self.output, self._own_events = agent, output, own_events
+        self.seats: list[int] = []
+        """All seats that drivers gave it."""
         control = self.session.make_control_client(None)
         assert isinstance(control, SimulatedControlClient)
         self.control = control
         self.control.attach(self, run.network)
+        self._watch_seats()
         self.group = SimulatedGroup(self)
         self.replica = ChainReplica(self)
         self.progress: Progress | None = None
         self.elastic: ElasticLoop | None = None
         self.start(self._main)
+
+    def _watch_seats(self) -> None:
+        welcome = self.control._on_welcome
+        assert welcome is not None
+
+        def watched(fields: dict[str, Any]) -> None:
+            welcome(fields)
+            self.seats.append(fields["seat"])
+
+        self.control._on_welcome = watched
+
+    @property
+    def changed_seat(self) -> bool:
+        return len(set(self.seats)) > 1
 
     @property
     def position(self) -> int | None:
@@ -431,7 +461,12 @@ class SimulatedWorker(Process):
         who = f"worker-{session.seat}"
         stream: Any = SimulatedStream(self.run.log, who)
         if not self.managed:
-            stream = EventWriter.to_callback(lambda row: self.control.send("event", row=row.decode()), who)
+            stream = EventWriter.to_callback(lambda row: emit_to_both(self.control, self, row), who)  # type: ignore[arg-type]
+        if self.output:
+            self.print(f"joined run {PATHS.name} as {who}")
+            fiber = self.world.current
+            assert fiber is not None
+            fiber.sleep(0.2 * self.world.rng.random())  # torch is prepared
         stream.emit("worker_started", pid=self.address.port, host=self.name, threads=1, torch="")
         best = BestMetric(job.best)
         reporter = Reporter(stream, [best])
@@ -457,6 +492,14 @@ class SimulatedWorker(Process):
         finally:
             if self.alive:
                 store.close()
+
+    def append(self, event: Event) -> None:
+        """See EventWriter: the copy of an event that a worker of an agent keeps."""
+        self.run.directories.events[self._own_events].append(event)
+
+    def print(self, line: str) -> None:
+        lines = self.run.directories.lines[self.output]
+        lines.append(f"{len(lines)} {line}")
 
     def _loop(self, job: Job, store: CheckpointStore, reporter: Reporter, stats: StepStats) -> Loop:
         assert self.progress is not None
@@ -510,6 +553,8 @@ class SimulatedWorker(Process):
         fiber = self.world.current
         assert fiber is not None
         fiber.sleep(self.run.lane_s * (0.5 + self.world.rng.random()))
+        if self.output:
+            self.print(f"step {step}, lane {lane}")
         return SimpleNamespace(size=8 // self.run.lanes)
 
     def evaluate_distributed(
@@ -522,6 +567,13 @@ class SimulatedWorker(Process):
         return {"loss": float(1 + (replica.link + step) % 7)}
 
     # ---- its end ----
+
+    def terminate(self) -> None:
+        """SIGTERM: it asks to leave. Before it handles signals, it dies of it."""
+        if self.progress is not None:
+            self.session.leaving = True
+        elif self.alive:
+            self.end(-signal.SIGTERM)
 
     def kill(self) -> None:
         if self.alive:

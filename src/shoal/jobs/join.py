@@ -7,6 +7,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ AGENT_VARIABLE = "SHOAL_AGENT"
 """A secret that this agent shares with its workers, so that nobody else can report their exits and output."""
 POLL_S = 0.1
 SIGNAL_INTERVAL_S = 1.0
+MAX_UNSENT_REPORTS = 1000
 NO_TRUST = CodeTrust()
 
 
@@ -115,10 +117,12 @@ def _fork_server(given: ForkServer | None, threads: int) -> Iterator[ForkServer]
 
 @dataclass
 class JoinedWorker:
-    """One worker on this machine. `name` is the driver's name for it. `reader` follows its own directory's events."""
+    """One worker on this machine. `name` is the driver's name for it. `reader` follows its own directory's events.
+    `unsent` has the reports that wait until its seat is known; the newest, if it prints very much before."""
 
     reader: EventReader
     name: str = "worker"
+    unsent: deque[AgentReport] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT_REPORTS))
     errors: list[ShoalError] = field(default_factory=list)
     left: bool = False
 
@@ -181,19 +185,25 @@ class JoinedWorkers:
     def _on_report(self, report: AgentReport) -> None:
         self._read_events()
         worker = self._workers[report.seat]
-        if worker.seat is not None:
-            fields = report.model_dump(exclude={"kind", "seat"})
-            self._control.send(report.kind, seat=worker.seat, **fields)
+        worker.unsent.append(report)
+        self._send_reports(worker)
         match report:
             case OutputReport(text=text):
                 self._show(text)
             case ExitedReport():
                 self._handle_exit(worker, report)
 
+    def _send_reports(self, worker: JoinedWorker) -> None:
+        """Tell the driver, which knows a worker by its seat."""
+        while worker.seat is not None and worker.unsent:
+            report = worker.unsent.popleft()
+            self._control.send(report.kind, **report.model_dump(exclude={"kind"}) | {"seat": worker.seat})
+
     def _read_events(self) -> None:
         for worker in self._workers.values():
             for event in worker.reader.read_new():
                 self._handle_event(worker, event)
+            self._send_reports(worker)
 
     def _handle_event(self, worker: JoinedWorker, event: Event) -> None:
         worker.name = event.who

@@ -275,7 +275,7 @@ class MembershipPolicy:
         ]:
             found.append(self._halt(unasked, self._halt_requested, why))
         elif strays := self._stale_members():
-            found.append(self._halt(strays, "now", f"{_worker_names(strays)} trains in a view that is over"))
+            found.append(self._halt(strays, "now", f"{worker_names(strays)} trains in a view that is over"))
         return found
 
     def stop(self, why: str) -> None:
@@ -350,20 +350,20 @@ class MembershipPolicy:
             return "now" if late else "boundary", "another driver took over"
         lost = sorted(set(self.view.carries) - set(self.members))
         if lost:
-            return "now", f"{_worker_names(lost)} {'is' if len(lost) == 1 else 'are'} gone"
+            return "now", f"{worker_names(lost)} {'is' if len(lost) == 1 else 'are'} gone"
         stopped = [s for s in self.view.carries if self.members[s].stopped]
         if stopped and (not self._halt_requested or self._never_trained(stopped)):
-            return "now", f"{_worker_names(stopped)} stopped"
+            return "now", f"{worker_names(stopped)} stopped"
         if self._stalled:
             return "now", "a link is cut"
         if now_s - self._view_entered_s < SHORTEST_VIEW_S:
             return "", ""
         leaving = [s for s in training if self.members[s].leaving]
         if leaving and self._can_continue():
-            return "boundary", f"{_worker_names(leaving)} leaves"
+            return "boundary", f"{worker_names(leaving)} leaves"
         new = [m for m in self._newcomers() if m.catch_up_attempted]
         if new and (not self._expected or any(now_s - m.ready_since_s > JOIN_WAIT_S for m in new)):
-            return "boundary", f"{_worker_names(m.seat for m in new)} joins"
+            return "boundary", f"{worker_names(m.seat for m in new)} joins"
         if self._should_rebalance(now_s):
             return "boundary", LANES_MOVE
         return "", ""
@@ -492,7 +492,7 @@ def _at_most_one_per_lane(
     return sorted([*needed.values(), *rest][: max(lanes, len(needed))], key=lambda m: m.seat)
 
 
-def _worker_names(seats: Iterable[int]) -> str:
+def worker_names(seats: Iterable[int]) -> str:
     return ", ".join(f"worker-{seat}" for seat in seats)
 
 

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.plan import lane_assignment
-from shoal.plan.membership_policy import Member, MembershipAction, MembershipPolicy, PublishView
+from shoal.plan.membership_policy import (
+    SHORTEST_VIEW_S,
+    HaltUrgency,
+    Member,
+    MembershipAction,
+    MembershipPolicy,
+    PublishView,
+    worker_names,
+)
 from shoal.spec.job import Job
 from shoal.spec.view import View
 
@@ -45,10 +53,14 @@ class ShardedMembershipPolicy(MembershipPolicy):
     lanes_shared_in_replica: bool = True
     _positions_before: dict[int, int | None] = field(default_factory=dict)
     """Positions of the members before the view. Members may since have gone back to a checkpoint."""
+    _columns: dict[int, int] = field(default_factory=dict)
+    """By seat: the column whose shard it held when it last stopped, if that is certain. A member that the newest view
+    left out keeps its shard."""
 
     def gone(self, seat: int, *, left_cleanly: bool = False) -> None:
         super().gone(seat, left_cleanly=left_cleanly)
         self.wanted_workers = max(self.wanted_workers, self.workers_per_replica)
+        self._columns.pop(seat, None)
 
     def drain(self, seat: int, why: str, *, replace: bool) -> None:
         super().drain(seat, why, replace=replace)
@@ -62,13 +74,47 @@ class ShardedMembershipPolicy(MembershipPolicy):
         return [m.seat for m in self.members.values() if m.leaving and m.stopped and not self._may_hold_only_copy(m)]
 
     def _may_hold_only_copy(self, member: Member) -> bool:
-        """Whether its shard may exist nowhere else: neither in a checkpoint nor in its column of another replica."""
-        places = self.view.places if self.view else {member.seat: 0}
-        if member.checkpointed or not member.position or member.seat not in places:
+        """Whether its shard may exist nowhere else: neither in a checkpoint nor in its column of another replica, and
+        nobody is known to be further."""
+        if member.checkpointed or not member.position:
             return False
-        there = [m for m in self.members.values() if m.stopped and not m.leaving and m.position == member.position]
-        part = places[member.seat] % self.workers_per_replica
-        return not any(places[m.seat] % self.workers_per_replica == part for m in there if m.seat in places)
+        newest = [m for m in self.members.values() if m.stopped and self._view_column(m.seat) is not None]
+        if any((m.position or 0) > member.position for m in newest):  # others may have gone back to a checkpoint
+            return False
+        there = [m for m in self.members.values() if not m.leaving and m.position == member.position]
+        column = self._columns.get(member.seat)
+        return column is None or not any(self._keeps_shard(m, column) for m in there)
+
+    def _keeps_shard(self, member: Member, column: int) -> bool:
+        """Whether it holds the shard of this column: it has stopped, or it trains undisturbed in a view that leaves it
+        the shard. A member that is to stop and has not may be dead."""
+        trains = not self._halt_requested and self._view_column(member.seat) == column
+        return self._columns.get(member.seat) == column and (member.stopped or trains)
+
+    def _view_column(self, seat: int) -> int | None:
+        place = self.view.places.get(seat) if self.view else None
+        return None if place is None else place % self.workers_per_replica
+
+    def stopped_at(
+        self, seat: int, now_s: float, *, view: int, position: int | None, checkpointed: bool = False
+    ) -> str:
+        doubt = super().stopped_at(seat, now_s, view=view, position=position, checkpointed=checkpointed)
+        column = self._view_column(seat)
+        if not doubt and self.view and column is not None and view >= self.view.number:
+            if (position or 0) > (self._positions_before.get(seat) or 0):
+                self._columns[seat] = column
+            elif self._columns.get(seat) != column:
+                self._columns.pop(seat, None)  # without a step nobody knows whether it got the other shard
+        return doubt
+
+    def _halt_reason(self, now_s: float) -> tuple[HaltUrgency, str]:
+        """Also halt for a leaving worker outside the view: it may leave once the members have made a step."""
+        how, why = super()._halt_reason(now_s)
+        entered = self._training_seats() and now_s - self._view_entered_s >= SHORTEST_VIEW_S
+        if how or not entered or not self._can_continue():
+            return how, why
+        waiting = [m.seat for m in self.members.values() if m.leaving and m.stopped and self._may_hold_only_copy(m)]
+        return ("boundary", f"{worker_names(waiting)} leaves") if waiting else ("", "")
 
     def _can_continue(self) -> bool:
         return self._replica_count(self._able_to_save(self._eligible_members())) > 0
@@ -116,13 +162,13 @@ class ShardedMembershipPolicy(MembershipPolicy):
         columns: list[list[Member]] = [[] for _ in range(self.workers_per_replica)]
         spare: list[Member] = []
         for member in sorted(team, key=lambda m: (-(m.position or 0), m.seat)):
-            place = self.view.places.get(member.seat) if self.view and member.position else None
-            fits = place is not None and len(columns[place % self.workers_per_replica]) < replicas
-            (columns[place % self.workers_per_replica] if fits and place is not None else spare).append(member)
+            column = self._columns.get(member.seat) if member.position else None
+            fits = column is not None and len(columns[column]) < replicas
+            (columns[column] if fits and column is not None else spare).append(member)
         for row in range(replicas):
-            for column in columns:
-                if len(column) <= row:
-                    column.append(spare.pop(0))
+            for holders in columns:
+                if len(holders) <= row:
+                    holders.append(spare.pop(0))
         return [columns[part][row] for row in range(replicas) for part in range(self.workers_per_replica)]
 
     def _enter_sharded_view(self, members: Sequence[Member], replicas: int) -> PublishView:
