@@ -213,7 +213,9 @@ class SimulatedRun:
             return
         leaders = [one.name for one in self.alive_workers() if one.group.view is not None and one.leads_in(view.number)]
         require(len(leaders) <= 1, f"{leaders} save in view {view.number}")
-        evicted_s = self.world.now_s - self.log.evicted_at_s.get(f"worker-{worker.group.seat}", self.world.now_s)
+        # a worker that follows has left its last view, and may have another seat since
+        seat = worker.session.seat if worker.activity.phase == "following" else worker.group.seat
+        evicted_s = self.world.now_s - self.log.evicted_at_s.get(f"worker-{seat}", self.world.now_s)
         require(evicted_s <= LEASE_S, f"{worker.name} trains {evicted_s:.1f} s after its eviction")
 
     def check_end(self) -> None:
