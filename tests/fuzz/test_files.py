@@ -231,6 +231,7 @@ def check_flipped(paths, job, data):
     sound = b"\n".join(json.dumps(to_row(event)).encode() for event in ONE_OF_EACH)
     content = data.draw(flipped(sound))
     assert_reads_as_without_damage(paths, job, content.split(b"\n"), data.draw(st.integers(0, 20)))
+    return content
 
 
 @examples(140)
@@ -257,7 +258,7 @@ def test_damaged_streams_long(paths, job):
 
     check()
     assert len(read) >= MANY * 3 // 4
-    assert len(set(read)) > 0.9 * len(read)
+    assert len(set(read)) > 0.8 * len(read)
 
 
 @pytest.mark.long
@@ -267,11 +268,11 @@ def test_streams_with_flipped_bits_long(paths, job):
     @examples(MANY // 4)
     @given(st.data())
     def check(data):
-        check_flipped(paths, job, data)
-        read.append(hash(paths.events.read_bytes()))
+        read.append(check_flipped(paths, job, data))
 
     check()
     assert len(read) >= MANY // 4
+    assert len(set(read)) > len(read) // 2  # many are cut to the same few bytes
 
 
 def test_the_damage_is_of_every_kind():
