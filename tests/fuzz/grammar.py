@@ -19,6 +19,8 @@ NASTY_TEXTS = (
     "", "0", "-1", "worker-0", "../../etc/passwd", "\0", "\x1b[2J\x1b]0;title\x07", "\u202e", "\ud800", "a" * 300,
     "x" * 70_000, "{}", "null", "NaN", "1e999",
 )  # fmt: skip
+LEVELS = 8
+"""Objects and lists inside each other that mutations look into. No message has more."""
 scalars = st.one_of(
     st.none(), st.booleans(), st.sampled_from(NASTY_NUMBERS), st.integers(), st.floats(),
     st.sampled_from(NASTY_TEXTS), st.text(max_size=20),
@@ -53,10 +55,12 @@ def mutated(draw, message, *, at_most=3):
     return found
 
 
-def _containers(value):
-    """The objects and lists in a value, itself first."""
+def _containers(value, levels=LEVELS):
+    """The objects and lists in a value, itself first, down to as many levels: one in the depth of a nested value says
+    nothing new, and nesting it again would be too deep for the fuzzer itself."""
     inner = value.values() if isinstance(value, dict) else value
-    return [value, *(one for part in inner if isinstance(part, dict | list) for one in _containers(part))]
+    parts = [part for part in inner if isinstance(part, dict | list)] if levels > 1 else []
+    return [value, *(one for part in parts for one in _containers(part, levels - 1))]
 
 
 def _mutate(draw, container):

@@ -30,16 +30,23 @@ from tests.paramserver.workloads import Workload
 from tests.server.conftest import start  # noqa: F401
 
 WORKLOAD = Workload()
-seeds = st.integers(0, (1 << 64) - 1)
 how_many = pytest.mark.parametrize(
     ("examples", "messages"), [(1, 300), pytest.param(3, 15_000, marks=pytest.mark.long)], ids=["some", "many"]
 )
 """Examples for each port, and messages in each."""
 
 
-def bounded(examples):
-    phases = [Phase.explicit, Phase.generate]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), phases=phases)
+def run_attack(attack, *, examples, messages):
+    """Call `attack(seed)`, which returns how many messages it has sent, for as many seeds."""
+    sent = []
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+    @given(st.integers(0, (1 << 64) - 1))
+    def example(seed):
+        sent.append(attack(seed))
+
+    example()
+    assert sum(sent) >= examples * messages
 
 
 @cache
@@ -74,8 +81,6 @@ def attack_servers(foe, frames, addresses, *, honest, messages):
 def test_servers_of_a_job(examples, messages):
     """While workers train: the bits are those of one worker without servers."""
 
-    @bounded(examples)
-    @given(seeds)
     def attack(seed):
         replica, model = worker_words()
         foe, rounds = Foe(seed, TOKEN), 4
@@ -100,8 +105,9 @@ def test_servers_of_a_job(examples, messages):
             assert_exact(cluster, cluster.finish())
             cluster.assert_backups_equal()
             assert cluster.deaths == 0
+        return foe.sent
 
-    attack()
+    run_attack(attack, examples=examples, messages=messages)
 
 
 # ---- the door for other frameworks ----
@@ -111,8 +117,6 @@ def test_servers_of_a_job(examples, messages):
 def test_servers_for_other_frameworks(examples, messages, start):  # noqa: F811
     """While two clients push: each push counts once."""
 
-    @bounded(examples)
-    @given(seeds)
     def attack(seed):
         with start(workers=2, servers=2, backups=1) as servers:
             foe, table, done = Foe(seed, servers.token), servers._supervisor.chunk_table, threading.Event()
@@ -138,8 +142,9 @@ def test_servers_for_other_frameworks(examples, messages, start):  # noqa: F811
             assert found[0] == found[1] > 0
             assert {float(x) for value in servers.pull().values() for x in np.unique(value)} == {float(found[0])}
             assert len(servers.processes) == 2
+        return foe.sent
 
-    attack()
+    run_attack(attack, examples=examples, messages=messages)
 
 
 def count_until(servers, worker, done, found):
@@ -163,8 +168,6 @@ def count_until(servers, worker, done, found):
 def test_workers(examples, messages):
     """While two workers meet in view after view, and one fetches state and residuals from the other."""
 
-    @bounded(examples)
-    @given(seeds)
     def attack(seed):
         foe = Foe(seed, TOKEN)
         workers = [PeerServices(TOKEN, bind="127.0.0.1") for _ in range(2)]
@@ -186,8 +189,9 @@ def test_workers(examples, messages):
                 finally:
                     attacker.join()
             assert sum(one.endpoint.refused for one in workers) > 0
+        return foe.sent
 
-    attack()
+    run_attack(attack, examples=examples, messages=messages)
 
 
 def attack_worker(foe, address, view):

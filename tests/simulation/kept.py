@@ -61,6 +61,42 @@ KEPT = {
         save_every=2,
         faults=(Fault(0.297, "join", 0.5, 0.0, 0.1), Fault(0.925, "slow_down", 0.5, 0.0, 0.1)),
     ),
+    "a worker enters a view before the source of its stream has sent anything": History(
+        72891,
+        workers=2,
+        lanes=4,
+        steps=9,
+        save_every=1,
+        faults=(
+            Fault(0.4190727690767322, "freeze_for_good", 0.2595188666218584, 0.4831877014713697, 0.7671470949872847),
+            Fault(0.4334730597502408, "join", 0.5054285239081762, 0.1025480497934288, 2.21583998996485),
+            Fault(1.0615781941623605, "crash_driver", 0.7166009246601002, 0.9198313154341294, 0.22326950345604124),
+        ),
+    ),
+    "a saver that leaves finishes its save while the next one repeats it": History(
+        63752,
+        workers=3,
+        lanes=3,
+        steps=9,
+        save_every=3,
+        faults=(
+            Fault(0.7889827256400624, "drain", 0.09392235945861871, 0.6627626948787493, 6.1216191241350195),
+            Fault(0.8089948960188386, "kill", 0.41730361334182453, 0.2545987192528244, 0.006109009355296957),
+        ),
+    ),
+    "an evicted worker follows under another seat": History(
+        18280,
+        workers=2,
+        lanes=4,
+        steps=3,
+        save_every=2,
+        faults=(
+            Fault(0.6428737650323305, "join", 0.43190987748451404, 0.29166370590868385, 0.016384355666522778),
+            Fault(0.6449264202150795, "slow_down", 0.25426717720065284, 0.7814697557865747, 1.3416842847604065),
+            Fault(0.6499056709118978, "drain", 0.94430891888854, 0.8963462633179586, 0.8118423788994835),
+            Fault(1.311663040493136, "crash_driver", 0.10518947531552514, 0.07208181267913438, 0.21366117943207572),
+        ),
+    ),
     "a worker freezes before it connects": History(
         3570, workers=3, lanes=3, steps=3, save_every=2, faults=(Fault(0.0, "freeze_for_good", 0.388, 0.0, 0.46),)
     ),

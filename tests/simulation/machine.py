@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shoal.checkpoint.manifest import blob_path, parse_manifest, step_from_path
@@ -158,7 +159,7 @@ class Disk:
         self.world = world
         self.files: dict[str, bytes] = {}
         self.readers: list[Process] = []
-        self.saves: dict[Process, str] = {}
+        self.saves: dict[Process, tuple[str, bytes]] = {}
         self.newest_complete = -1
         self._blobs: dict[bytes, dict[str, int]] = {}
 
@@ -191,6 +192,18 @@ class Disk:
             self.newest_complete = complete[0] if complete else -1
 
 
+def _conflict(one: tuple[str, bytes], other: tuple[str, bytes]) -> bool:
+    """Whether two writes are of one path, and the order matters. It does not if they are of the same checkpoint: a
+    saver that leaves finishes its save while the next one repeats it, and each replaces the file as a whole."""
+    (path, data), (other_path, other_data) = one, other
+    if path != other_path or path.startswith("blobs/"):
+        return False
+    if step_from_path(path) is None:
+        return data != other_data
+    first, second = (replace(parse_manifest(raw), created=0.0) for raw in (data, other_data))
+    return first != second
+
+
 class SimulatedFiles:
     """See CheckpointFiles: the disk as one process uses it. Writing takes time, and the process may die meanwhile."""
 
@@ -209,9 +222,9 @@ class SimulatedFiles:
         fiber = world.current
         assert fiber is not None
         data = b"".join(chunks)
-        writers = [one.name for one, other in disk.saves.items() if other == path and one.alive]
-        require(path.startswith("blobs/") or not writers, f"{writers} and {self._process.name} write {path} at once")
-        disk.saves[self._process] = path
+        writers = [one.name for one, other in disk.saves.items() if one.alive and _conflict(other, (path, data))]
+        require(not writers, f"{writers} and {self._process.name} write {path} at once")
+        disk.saves[self._process] = path, data
         temporary = f".tmp-{self._process.name}"
         disk.files[temporary] = data
         fiber.sleep(0.002 + 0.1 * world.rng.random() ** 4)

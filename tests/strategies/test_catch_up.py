@@ -15,10 +15,12 @@ from torch import nn
 from shoal.collectives import state_stream
 from shoal.collectives.outcome import Discarded
 from shoal.collectives.state_stream import StatePublisher, StateSubscription, total_from_entry
+from shoal.collectives.transport.mesh import CONNECT_TIMEOUT_S
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.replica import Replica
 from shoal.net.errors import LinkError
 from shoal.spec.view import Address, View
+from shoal.strategies import catch_up
 from shoal.strategies.catch_up import CatchUp
 from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer
 from shoal.strategies.local_sgd.replica import LocalReplica
@@ -108,6 +110,27 @@ def test_to_a_position_that_does_not_come_the_whole_state_is_needed():
         assert until_current(follower) is True
         publisher.drop_subscribers()
         assert not follower.catch_up.advance_to(9)
+        assert follower.settled == 1
+
+
+def test_a_source_that_stands_still_is_not_waited_for():
+    """It sends a state only between two steps, and makes none before this worker has entered the view."""
+    assert catch_up.SILENCE_S < CONNECT_TIMEOUT_S
+    with followed() as (_, follower):
+        assert not follower.catch_up.advance_to(4)
+        assert follower.catch_up.poll() is None
+        assert follower.settled == 1
+
+
+def test_an_entry_that_stalls_ends_the_following(monkeypatch):
+    monkeypatch.setattr(state_stream, "STALL_TIMEOUT_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with ours:
+        peers = SimpleNamespace(subscribe=lambda *_, max_bytes, **__: StateSubscription(theirs, max_bytes=max_bytes))
+        follower = Follower(peers)
+        assert follower.catch_up.connect(VIEW, 1, max_bytes=1 << 20)
+        ours.sendall(b"\0")
+        assert follower.catch_up.poll() is None
         assert follower.settled == 1
 
 

@@ -28,6 +28,9 @@ MAX_QUEUED_BYTES = 1 << 30
 """Bytes that may wait for one subscriber before the source disconnects it."""
 MAX_SUBSCRIBERS = 64
 """Each has a copy of the state in the source's memory."""
+STALL_TIMEOUT_S = 10.0
+"""Seconds without a byte in the middle of an entry after which a subscriber gives up: a source that froze or was cut
+off would keep it from every later view."""
 CAUGHT_UP = {"kind": "current"}
 ENTRY_FIELDS: Mapping[str, Mapping[str, type]] = {
     "current": {},
@@ -150,6 +153,7 @@ class StateSubscription:
 
     def __init__(self, sock: socket.socket, *, max_bytes: int) -> None:
         self.sock = sock
+        self.sock.settimeout(STALL_TIMEOUT_S)
         self._max_bytes = max_bytes
 
     def ready(self, timeout_s: float) -> bool:
@@ -157,7 +161,7 @@ class StateSubscription:
         return bool(select.select([self.sock], [], [], timeout_s)[0])
 
     def receive(self) -> dict[str, Any]:
-        """The next entry; LinkError if the stream has ended, or if it is no entry."""
+        """The next entry; LinkError if the stream has ended or stalls, or if it is no entry."""
         entry: Any = receive_state(self.sock, max_bytes=self._max_bytes)
         kind = entry.get("kind") if isinstance(entry, dict) else None
         fields = ENTRY_FIELDS.get(kind) if isinstance(kind, str) else None

@@ -13,6 +13,9 @@ from shoal.spec.view import View
 from shoal.strategies.context import RunProgress
 
 POLL_S = 0.05
+SILENCE_S = 0.5
+"""Seconds without an entry after which a worker that enters a view gives up the stream. A source that stands still
+sends nothing, and waits for this worker. It waits longer than this."""
 
 
 class CatchUp:
@@ -61,9 +64,10 @@ class CatchUp:
         return False
 
     def advance_to(self, position: int) -> bool:
-        """Follow the stream to this position. False if that fails: then this worker needs the whole state."""
+        """Follow the stream to this position. False if that fails, or if the source is silent: then this worker needs
+        the whole state."""
         while self._stream is not None and (self._progress.position or 0) < position:
-            if self.poll() is None:
+            if not self._stream.ready(SILENCE_S) or self.poll() is None:
                 break
         self.close()
         return self._progress.position == position
