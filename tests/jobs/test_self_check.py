@@ -21,6 +21,8 @@ WRONG = {
     "a counter of the module": (with_task("ModuleCounter"), "hidden_state.CALLS"),
     "a generator of the module": (with_task("ModuleGenerator"), "hidden_state.GENERATOR"),
     "a counter of the class": (with_task("ClassCounter"), "hidden_state.ClassCounter.seen"),
+    "a cache of a random number": (with_task("CachedNoise"), "hidden_state.noise"),
+    "objects that cannot be compared": (with_task("Incomparable"), "has other bits"),
     "a second optimizer": (with_task("SecondOptimizer"), "task.teacher_optimizer"),
     "an optimizer that switches modes": (with_task("SwitchingTask"), "model.0.weight"),
     "a counter in the model": (MLP | {"model": "hidden_state.py:CountingModel"}, "model.calls"),

@@ -27,12 +27,11 @@ from shoal.lanes.replica import Replica
 from shoal.sharding.memory_limits import memory_headroom
 from shoal.spec.seeds import derive_seed
 from shoal.strategies.self_check.hidden_state import (
-    ModuleData,
     differing_attributes,
     differing_optimizer_attributes,
     saved_objects,
-    user_modules,
 )
+from shoal.strategies.self_check.module_data import ModuleData, user_modules
 from shoal.tasks.task import Task
 
 Rebuild = Callable[[], tuple[Task, Replica]]
@@ -70,11 +69,12 @@ class Recorder:
 class FreshObjects:
     """A task and a replica that nothing has used yet, with the state that `own_task` and `own` have now.
 
-    Belongs to the training thread. The global generators and the data of the user's modules stay as they are.
+    They find the data of the user's modules as it was `at_start`. Belongs to the training thread. The global generators
+    and the data of the user's modules stay as they are.
     """
 
-    def __init__(self, rebuild: Rebuild, own_task: Task, own: Replica, *, step: int) -> None:
-        self._own_task, self._own, self._step = own_task, own, step
+    def __init__(self, rebuild: Rebuild, own_task: Task, own: Replica, *, at_start: ModuleData, step: int) -> None:
+        self._own_task, self._own, self._at_start, self._step = own_task, own, at_start, step
         self._changed_modules: list[str] = []
         state, task_state = _copied(own.state()), _copied(own_task.state())
         with self._undisturbed():
@@ -124,15 +124,20 @@ class FreshObjects:
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Restore what the user's code shares between the training objects and these."""
-        objects = [self._own_task, *self._own.model.modules(), self._own.optimizer]
-        data = ModuleData(user_modules(objects))
+        data = module_data(self._own_task, self._own)
         try:
+            data.restore_earlier(self._at_start)
             # Another seed than any lane's: an update that draws random numbers must not draw the same ones by chance.
             with seeded_rng(derive_seed(self._step, 1)):
                 yield
         finally:
             self._changed_modules += data.changed()
             data.restore()
+
+
+def module_data(task: Task, replica: Replica) -> ModuleData:
+    """The data of the modules whose code makes a step, as it is now."""
+    return ModuleData(user_modules([task, *vars(task).values(), *replica.model.modules(), replica.optimizer]))
 
 
 def _share_memory(one: Replica, other: Replica) -> bool:
