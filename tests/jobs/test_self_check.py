@@ -23,6 +23,7 @@ WRONG = {
     "a counter of the class": (with_task("ClassCounter"), "hidden_state.ClassCounter.seen"),
     "a cache of a random number": (with_task("CachedNoise"), "hidden_state.noise"),
     "objects that cannot be compared": (with_task("Incomparable"), "has other bits"),
+    "a rate that lanes change": (with_task("RateInLoss"), "made again with new objects"),
     "a second optimizer": (with_task("SecondOptimizer"), "task.teacher_optimizer"),
     "an optimizer that switches modes": (with_task("SwitchingTask"), "model.0.weight"),
     "a counter in the model": (MLP | {"model": "hidden_state.py:CountingModel"}, "model.calls"),
