@@ -1,6 +1,10 @@
 """The parts of a self-check: what differs between objects, what follows from reports, when the next check is due."""
 
+import functools
+import os
 import random
+import sys
+import threading
 import types
 
 import numpy as np
@@ -10,11 +14,12 @@ from torch import nn
 
 from shoal.net.errors import LinkError
 from shoal.strategies.self_check.hidden_state import (
-    ModuleData,
+    MAX_ITEMS,
     differing_attributes,
     differing_optimizer_attributes,
     saved_objects,
 )
+from shoal.strategies.self_check.module_data import ModuleData, user_modules
 from shoal.strategies.self_check.recompute import fingerprint
 from shoal.strategies.self_check.verdict import CheckReport, judge, steps_until_next
 
@@ -126,6 +131,106 @@ def test_the_data_of_a_module_is_restored_in_place():
     assert data.changed() == []
     assert (referred, module.table, module.number, module.Net.calls) == ([1], {"a": [1]}, 5, 0)
     assert module.rng.random() == expected
+
+
+def counting_function():
+    count = 0
+
+    def tick(seen=[]):  # noqa: B006
+        nonlocal count
+        count += 1
+        seen.append(1)
+        return count
+
+    return tick
+
+
+def users_module(**values):
+    module = types.ModuleType("users")
+    module.__file__ = "/users/users.py"
+    vars(module).update(values)
+    return module
+
+
+def grown_attribute(function):
+    function.calls = getattr(function, "calls", 0) + 1
+    return function.calls
+
+
+def grown_local(local):
+    local.calls = getattr(local, "calls", 0) + 1
+    return local.calls
+
+
+def grown_variable(monkeypatch):
+    monkeypatch.setenv("CALLS", os.environ.get("CALLS", "") + "1")
+    return os.environ["CALLS"]
+
+
+@pytest.mark.parametrize(
+    ("value", "use"),
+    [
+        (counting_function(), lambda tick: tick()),
+        (counting_function(), lambda tick: tick() and len(tick.__defaults__[0])),
+        (counting_function(), grown_attribute),
+        (threading.local(), grown_local),
+    ],
+    ids=["closure", "default", "attribute of a function", "thread-local"],
+)
+def test_what_code_keeps_outside_of_objects_is_set_back_to_the_start_and_back(value, use):
+    modules = [users_module(value=value)]
+    at_start = ModuleData(modules)
+    first = use(value)
+    use(value)
+    now = ModuleData(modules)
+    now.restore_earlier(at_start)
+    assert use(value) == first
+    assert now.changed()
+    now.restore()
+    assert use(value) == 3
+
+
+def test_environment_variables_are_set_back_to_the_start_and_back(monkeypatch):
+    monkeypatch.delenv("CALLS", raising=False)
+    at_start = ModuleData([])
+    grown_variable(monkeypatch)
+    now = ModuleData([])
+    now.restore_earlier(at_start)
+    assert "CALLS" not in os.environ
+    grown_variable(monkeypatch)
+    grown_variable(monkeypatch)
+    assert now.changed() == ["os.environ"]
+    now.restore()
+    assert os.environ["CALLS"] == "1"
+
+
+def test_a_cache_is_empty_for_the_check_and_full_again_after_it():
+    calls = iter(range(10))
+    module = users_module(cached=functools.lru_cache(lambda: next(calls)))
+    at_start = ModuleData([module])
+    assert module.cached() == 0
+    now = ModuleData([module])
+    now.restore_earlier(at_start)
+    assert module.cached() == 1
+    now.restore()
+    assert module.cached() == 0
+
+
+def test_what_has_grown_too_large_to_be_set_back_is_not_set_to_the_start():
+    module = users_module(log=[])
+    at_start = ModuleData([module])
+    module.log.extend(range(MAX_ITEMS + 1))
+    now = ModuleData([module])
+    now.restore_earlier(at_start)
+    assert len(module.log) == MAX_ITEMS + 1
+
+
+def test_modules_that_a_module_of_the_user_imports_are_the_users_too(monkeypatch):
+    helper = users_module()
+    helper.__name__ = "helper"
+    module = users_module(helper=helper, torch=torch, Task=type("Task", (), {"__module__": "users"}))
+    monkeypatch.setitem(sys.modules, "users", module)
+    assert user_modules([module.Task(), torch.nn.Linear(1, 1)]) == [module, helper]
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])

@@ -27,12 +27,11 @@ from shoal.lanes.replica import Replica
 from shoal.sharding.memory_limits import memory_headroom
 from shoal.spec.seeds import derive_seed
 from shoal.strategies.self_check.hidden_state import (
-    ModuleData,
     differing_attributes,
     differing_optimizer_attributes,
     saved_objects,
-    user_modules,
 )
+from shoal.strategies.self_check.module_data import ModuleData, user_modules
 from shoal.tasks.task import Task
 
 Rebuild = Callable[[], tuple[Task, Replica]]
@@ -40,6 +39,7 @@ Rebuild = Callable[[], tuple[Task, Replica]]
 COPIES_NEEDED = 3
 """Memory for a check, in copies of the state: the second replica, its gradients, and the total."""
 MAX_NAMES = 5
+SETTING = "a setting of the optimizer or the schedule"
 
 
 class SharedObjectsError(Exception):
@@ -70,12 +70,14 @@ class Recorder:
 class FreshObjects:
     """A task and a replica that nothing has used yet, with the state that `own_task` and `own` have now.
 
-    Belongs to the training thread. The global generators and the data of the user's modules stay as they are.
+    They find the data of the user's modules as it was `at_start`. Belongs to the training thread. The global generators
+    and the data of the user's modules stay as they are.
     """
 
-    def __init__(self, rebuild: Rebuild, own_task: Task, own: Replica, *, step: int) -> None:
-        self._own_task, self._own, self._step = own_task, own, step
+    def __init__(self, rebuild: Rebuild, own_task: Task, own: Replica, *, at_start: ModuleData, step: int) -> None:
+        self._own_task, self._own, self._at_start, self._step = own_task, own, at_start, step
         self._changed_modules: list[str] = []
+        self._lanes_change_settings = False
         state, task_state = _copied(own.state()), _copied(own_task.state())
         with self._undisturbed():
             self.task, self.replica = rebuild()
@@ -90,12 +92,14 @@ class FreshObjects:
         """The digests of the lane's sum, computed twice in a row, and of its batch."""
         sums, digest = [], ""
         with self._undisturbed():
+            settings = copy.deepcopy(flatten(self.replica.state())[1])
             for attempt in (batch, copy.deepcopy(batch)):
                 self.replica.begin_step()
                 result = self.replica.forward_backward(self._step, lane, attempt.to(self.replica.device), share=share)
                 self.replica.undo_step()
                 sums.append(lane_sum_sha256(result))
                 digest = digest or batch_sha256(attempt)
+            self._lanes_change_settings = flatten(self.replica.state())[1] != settings
         return sums, digest
 
     def differences_after_update(self, total: LaneSum) -> list[str]:
@@ -103,7 +107,8 @@ class FreshObjects:
         with self._undisturbed():
             self.replica.begin_step()
             self.replica.apply_gradient(self._step, total)
-            return _differing_parts(self._own.state(), self.replica.state())[:MAX_NAMES]
+            differing = _differing_parts(self._own.state(), self.replica.state())[:MAX_NAMES]
+        return differing or ([f"{SETTING}, which each lane changes"] if self._lanes_change_settings else [])
 
     def hidden_state(self) -> list[str]:
         """Paths of objects that differ from the training objects, and of module data that computing has changed."""
@@ -124,15 +129,20 @@ class FreshObjects:
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Restore what the user's code shares between the training objects and these."""
-        objects = [self._own_task, *self._own.model.modules(), self._own.optimizer]
-        data = ModuleData(user_modules(objects))
+        data = module_data(self._own_task, self._own)
         try:
+            data.restore_earlier(self._at_start)
             # Another seed than any lane's: an update that draws random numbers must not draw the same ones by chance.
             with seeded_rng(derive_seed(self._step, 1)):
                 yield
         finally:
             self._changed_modules += data.changed()
             data.restore()
+
+
+def module_data(task: Task, replica: Replica) -> ModuleData:
+    """The data of the modules whose code makes a step, as it is now."""
+    return ModuleData(user_modules([task, *vars(task).values(), *replica.model.modules(), replica.optimizer]))
 
 
 def _share_memory(one: Replica, other: Replica) -> bool:
@@ -204,4 +214,4 @@ def _differing_parts(one: State, other: State) -> list[str]:
         if name not in left or name not in right or bytes_of(left[name]) != bytes_of(right[name])
     ]
     found = [name.strip("/").replace("/", ".") for name in names]
-    return found or (["a setting of the optimizer or the schedule"] if left_plain != right_plain else [])
+    return found or ([SETTING] if left_plain != right_plain else [])

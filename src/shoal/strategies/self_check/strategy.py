@@ -30,6 +30,7 @@ from shoal.strategies.self_check.recompute import (
     Recorder,
     fingerprint,
     missing_memory,
+    module_data,
     uses_compiler,
 )
 from shoal.strategies.self_check.verdict import CheckReport, Verdict, judge, steps_until_next
@@ -62,6 +63,7 @@ class SelfCheck(DelegatingStrategy):
         super().__init__(inner)
         self._context = context
         self._job = job
+        self._at_start = module_data(context.task, job.replica)
         self._view: View | None = None
         self._seat = -1
         self._next_check = 0
@@ -136,7 +138,8 @@ class SelfCheck(DelegatingStrategy):
                 return "the model uses torch.compile"
             if why := missing_memory(self._job.replica, workers=len(self._view.carries)):
                 return why
-            return FreshObjects(self._job.rebuild, self._context.task, self._job.replica, step=step)
+            task, replica = self._context.task, self._job.replica
+            return FreshObjects(self._job.rebuild, task, replica, at_start=self._at_start, step=step)
         except Exception as failure:
             return f"the objects of the job cannot be built again ({type(failure).__name__}: {failure})"
 
@@ -195,7 +198,7 @@ class SelfCheck(DelegatingStrategy):
             self._report(step, verdict, fresh, check_s)
 
     def _report(self, step: int, verdict: Verdict, fresh: FreshObjects | str, check_s: float) -> None:
-        hidden = fresh.hidden_state() if verdict.why and isinstance(fresh, FreshObjects) else []
+        hidden = _names_of_hidden_state(fresh) if verdict.why and isinstance(fresh, FreshObjects) else []
         self._context.report(
             "self_checked",
             step=step,
@@ -231,3 +234,11 @@ class SelfCheck(DelegatingStrategy):
         """A number for each tensor that a checkpoint holds."""
         held = self._job.replica.model.state_dict().items()
         return {f"model.{name}": fingerprint(value) for name, value in held if isinstance(value, Tensor)}
+
+
+def _names_of_hidden_state(fresh: FreshObjects) -> list[str]:
+    """What differs, or nothing if objects of the user cannot be compared: their code may fail in any way here."""
+    try:
+        return fresh.hidden_state()
+    except Exception:
+        return []
