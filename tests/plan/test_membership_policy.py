@@ -4,7 +4,14 @@ from contextlib import closing
 
 import pytest
 
-from shoal.plan.membership_policy import SHORTEST_VIEW_S, TAKEOVER_S, EvictWorker, MembershipPolicy, StartWorkers
+from shoal.plan.membership_policy import (
+    SHORTEST_VIEW_S,
+    TAKEOVER_S,
+    EvictWorker,
+    MembershipPolicy,
+    PublishView,
+    StartWorkers,
+)
 from shoal.spec.view import Attachment
 from tests.plan.membership_simulation import NO_ADDRESS, MembershipSimulation
 from tests.plan.simulated_worker import require
@@ -177,6 +184,21 @@ def test_a_death_stops_all_at_once_and_the_place_is_filled():
     harness.stop_at({1: 6})
     assert harness.last.carries == {1: [0, 1, 2, 3]}
     assert harness.last.saver == 1
+
+
+def test_a_stop_waits_for_workers_that_outlived_an_earlier_driver():
+    """One of them may hold the newest state: it saves before all leave."""
+    policy = MembershipPolicy(lanes=4, wanted_workers=2)
+    for seat in (3, 4):
+        policy.expect(seat, returns=True)
+    policy.stop("stopped")
+    assert policy.decide(1.0) == []
+    policy.gone(4)
+    attachment = Attachment(managed=True, can_save=True, needs_job=False)
+    policy.arrived(3, attachment, address=NO_ADDRESS, view=5, training=True)
+    policy.stopped_at(3, 2.0, view=5, position=8)
+    (order,) = [one for one in policy.decide(3.0) if isinstance(one, PublishView)]
+    assert (order.view.stop, order.view.saver) == ("stopped", 3)
 
 
 def test_a_newcomer_follows_then_enters_at_a_boundary():

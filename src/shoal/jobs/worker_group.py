@@ -84,7 +84,7 @@ class WorkerGroup:
         the missing ones."""
         self.membership.view_number = max(self.membership.view_number, view_number)
         for seat in reattached:
-            self.membership.expect(seat)
+            self.membership.expect(seat, returns=True)
             self.roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
 
     def tick(self) -> list[MembershipAction]:

@@ -113,6 +113,8 @@ class MembershipPolicy:
     _final_state_saved: bool = False
     _dismissed: bool = False
     _expected: set[int] = field(default_factory=set)
+    _returning: set[int] = field(default_factory=set)
+    """Expected workers that may hold state: they outlived an earlier driver."""
     _halt_requested: HaltUrgency = ""
     _halt_requested_at_s: float = 0.0
     _loading_seat: int | None = None
@@ -123,9 +125,11 @@ class MembershipPolicy:
 
     # ---- facts ----
 
-    def expect(self, seat: int) -> None:
-        """A worker will connect: the engine starts it, or it outlived an earlier driver."""
+    def expect(self, seat: int, *, returns: bool = False) -> None:
+        """A worker will connect: the engine starts it, or it `returns`, because it outlived an earlier driver."""
         self._expected.add(seat)
+        if returns:
+            self._returning.add(seat)
 
     def arrived(
         self, seat: int, attachment: Attachment, *, address: Address, view: int = 0, training: bool = False
@@ -133,6 +137,7 @@ class MembershipPolicy:
         """A worker took its seat, or reconnected. If it knows a view, it outlived an earlier driver or was evicted from
         another seat. It may then be training, whatever it reports, so it counts as training until it stops."""
         self.view_number = max(self.view_number, view)
+        self._returning.discard(seat)
         if seat in self.members:
             return
         self.members[seat] = Member(
@@ -187,6 +192,7 @@ class MembershipPolicy:
         self._final_state_saved = self._final_state_saved or (left_cleanly and seat == self._final_saver)
         member = self.members.pop(seat, None)
         self._expected.discard(seat)
+        self._returning.discard(seat)
         self.balance.forget(seat)
         if member and not member.managed and not member.leaving:
             self.wanted_workers = max(self.wanted_workers - 1, 1)  # the engine did not start it, and cannot replace it
@@ -293,6 +299,8 @@ class MembershipPolicy:
         if self._training_seats():
             how, why = self._halt_reason(now_s)
             return self._halt_actions("now" if how == "now" else "boundary", why or self.stop_reason, now_s)
+        if self._returning:
+            return []  # one of them may hold the newest state; those that do not return in time are gone
         standing = [m for _, m in sorted(self.members.items()) if m.stopped and m.can_save and m.position]
         if not standing or self._final_state_saved:
             return [self.dismiss(self.stop_reason)]
