@@ -103,7 +103,7 @@ def frozen_workers_stay() -> Iterator[None]:
 @contextlib.contextmanager
 def seats_are_reused() -> Iterator[None]:
     """A later driver counts seats from 0."""
-    with mock.patch.object(run_driver, "first_free_seat", return_value=0):
+    with mock.patch.object(run_driver, "SeatNumbers", side_effect=lambda first: SeatNumbers(0)):
         yield
 
 
