@@ -45,6 +45,7 @@ def test_a_hanging_worker_is_named_with_step_phase_and_line(run, job_dir):
     assert "faults.py" in row["reason"]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_slow_at_first_is_not_evicted(run, job_dir):
     """A first batch and a first evaluation that take longer than a hang may."""
     job = JOBS["mlp"] | {"lanes": 6, "evaluate": {"every_steps": 12, "batch_size": 16}}

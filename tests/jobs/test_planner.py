@@ -90,6 +90,7 @@ def test_a_model_that_is_larger_than_the_machine(facts):
         facts(MLP, model={"name": "torch.nn:Linear", "args": {"in_features": 100_000, "out_features": 100_000_000}})
 
 
+@pytest.mark.long
 def test_a_job_with_a_shard_is_planned_with_its_shard(job_dir):
     (job_dir / "job.yaml").write_text(yaml.safe_dump(MLP))
     done = shoal("plan", "job.yaml", "--workers", 2, "--set", "shard=fsdp", cwd=job_dir)

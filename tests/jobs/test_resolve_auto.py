@@ -138,6 +138,7 @@ def test_folds_share_a_plan(run, measured, job_dir):
         assert yaml.safe_load(outcome.paths.job.read_text())["sync"] == {"kind": "lanes"}
 
 
+@pytest.mark.long
 def test_a_run_that_is_other_than_planned_is_planned_again(run, measured):
     """Lanes are much shorter than was said, and workers wait for each other: two are no better than one."""
     measured()
