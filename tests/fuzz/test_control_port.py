@@ -84,7 +84,7 @@ def scripts(draw):
 
 
 class Fuzzer:
-    """Carries out scripts. Who is disconnected comes back with a valid greeting and goes on."""
+    """Carries out scripts. A script that is disconnected greets again and goes on."""
 
     def __init__(self, address):
         self.address = address

@@ -79,6 +79,7 @@ def test_many_checks_change_no_bit(name, workers, run):
     [
         ("SharedModel", "the job's code returns the same model or task each time"),
         ("OnlyOnce", "the port is taken"),
+        ("OnlyOnceUnprintable", "its message cannot be made"),
     ],
 )
 def test_a_job_whose_objects_cannot_be_built_again_is_not_checked(name, why, run):

@@ -81,7 +81,7 @@ class StepStats:
         self._emitted_at = time.perf_counter()
 
     def add_time(self, name: str, seconds: float) -> None:
-        """Count time since the worker joined. What was before is its start-up, whatever it did."""
+        """Count time since the worker joined. Time before that is start-up, whatever the worker did."""
         if self._is_training:
             self._times[name] += seconds
 

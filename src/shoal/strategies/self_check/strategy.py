@@ -17,6 +17,7 @@ from shoal.checkpoint.sha256 import weights_sha256
 from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.data.datasets import DatasetSplit
+from shoal.errors import describe_exception
 from shoal.lanes.replica import Replica
 from shoal.net.errors import LinkError
 from shoal.spec.view import View
@@ -141,7 +142,7 @@ class SelfCheck(DelegatingStrategy):
             task, replica = self._context.task, self._job.replica
             return FreshObjects(self._job.rebuild, task, replica, at_start=self._at_start, step=step)
         except Exception as failure:
-            return f"the objects of the job cannot be built again ({type(failure).__name__}: {failure})"
+            return f"the objects of the job cannot be built again ({describe_exception(failure)})"
 
     def _compare(self, step: int, fresh: FreshObjects | str, recorder: Recorder) -> CheckReport:
         """Compute a lane of the next worker again."""
@@ -159,7 +160,7 @@ class SelfCheck(DelegatingStrategy):
                     sums, batch_digest = fresh.compute_twice(lane, batch, share)
                 differs = fresh.differences_after_update(recorder.total) if recorder.total else []
             except Exception as problem:
-                sums, failure = [], f"the step cannot be computed again ({type(problem).__name__}: {problem})"
+                sums, failure = [], f"the step cannot be computed again ({describe_exception(problem)})"
         return CheckReport(
             self._lane_of(self._seat, step),
             lane_sum=recorder.lane_sum,
