@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import select
 import socket
 import ssl
+import struct
+import termios
 import threading
 import time
 from typing import Any
@@ -21,6 +24,8 @@ from shoal.net.handshake import TLS_ALERT
 CHUNK_BYTES = 1 << 18
 LINGER_S = 10.0
 """Seconds for sending what was written before a close."""
+ACKNOWLEDGED_POLL_S = 0.005
+"""The kernel reports no event when the peer's host has acknowledged what was sent, so a closing pump looks."""
 EXIT_FLUSH_S = 5.0
 ALERT_DRAIN_S = 0.5
 _RECORD_BYTES = 1 << 15
@@ -126,7 +131,9 @@ class TlsPump:
     def _done(self) -> bool:
         if self._linger_deadline_s is None:
             return self._flushed.is_set() and not self._peer_open and not self._plaintext
-        return self._flushed.is_set() or not self._handshake_done or time.monotonic() >= self._linger_deadline_s
+        if not self._handshake_done or time.monotonic() >= self._linger_deadline_s:
+            return True
+        return self._flushed.is_set() and _unacknowledged_bytes(self._outer) == 0
 
     def _pump_once(self) -> None:
         outside, inside = self._wait()
@@ -134,6 +141,8 @@ class TlsPump:
             self._start_linger()
         if outside and self._wants_peer_data:
             self._read_peer()
+        elif outside and self._lingers:
+            self._discard_peer_data()
         if inside and self._wants_user_data:
             self._read_user()
         self._write_user()
@@ -144,21 +153,33 @@ class TlsPump:
         return self._peer_open and not self._plaintext and self._linger_deadline_s is None
 
     @property
+    def _lingers(self) -> bool:
+        """The program has closed its end. What the peer still sends is read and discarded: the kernel resets a
+        connection that is closed with unread data, and drops what it has not sent."""
+        return self._linger_deadline_s is not None and self._peer_open
+
+    @property
     def _wants_user_data(self) -> bool:
         return self._user_open and not self._ciphertext and self._handshake_done
 
     def _wait(self) -> tuple[int, int]:
         """Poll events of the outer and of the inner socket."""
         poll = select.poll()
-        outside = (select.POLLIN if self._wants_peer_data else 0) | (select.POLLOUT if self._ciphertext else 0)
+        reads = self._wants_peer_data or self._lingers
+        outside = (select.POLLIN if reads else 0) | (select.POLLOUT if self._ciphertext else 0)
         if outside:
             poll.register(self._outer, outside)
         if self._linger_deadline_s is None or self._wants_user_data:  # otherwise poll would report its hang-up for ever
             inside = (select.POLLIN if self._wants_user_data else 0) | (select.POLLOUT if self._plaintext else 0)
             poll.register(self._inner, inside)
-        left_s = None if self._linger_deadline_s is None else max(0.0, self._linger_deadline_s - time.monotonic())
-        happened = dict(poll.poll(None if left_s is None else 1000 * left_s))
+        happened = dict(poll.poll(self._poll_ms()))
         return happened.get(self._outer.fileno(), 0), happened.get(self._inner.fileno(), 0)
+
+    def _poll_ms(self) -> float | None:
+        if self._linger_deadline_s is None:
+            return None
+        left_s = max(0.0, self._linger_deadline_s - time.monotonic())
+        return 1000 * (min(left_s, ACKNOWLEDGED_POLL_S) if self._flushed.is_set() else left_s)
 
     # ---- from the peer to the program ----
 
@@ -173,6 +194,10 @@ class TlsPump:
             self._incoming.write_eof()  # an end without TLS close_notify may be forged: it becomes an error below
         if self._handshake_done or self._advance_handshake():
             self._decrypt()
+
+    def _discard_peer_data(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._peer_open = self._outer.recv_into(self._read_buffer) > 0
 
     def _advance_handshake(self) -> bool:
         """Do as much of the handshake as possible now. Returns whether it is done."""
@@ -231,12 +256,23 @@ class TlsPump:
             self._ciphertext = memoryview(bytes(self._ciphertext) + more if self._ciphertext else more)
 
     def _write_peer(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             if self._ciphertext:
                 self._ciphertext = self._ciphertext[self._outer.send(self._ciphertext) :]
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            self._end_output()
         if not self._ciphertext and not self._user_open and not self._flushed.is_set():
             self._outer.shutdown(socket.SHUT_WR)
             self._flushed.set()
+
+    def _end_output(self) -> None:
+        """The peer is gone. The program's next write fails; what the peer sent before can still be read."""
+        self._ciphertext = memoryview(b"")
+        self._user_open = False
+        self._flushed.set()
+        self._inner.shutdown(socket.SHUT_RD)
 
     # ---- the end ----
 
@@ -254,6 +290,14 @@ class TlsPump:
             self._outer.shutdown(socket.SHUT_WR)
             while (left_s := until - time.monotonic()) > 0 and self._outer.recv_into(self._read_buffer):
                 self._outer.settimeout(left_s)
+
+
+def _unacknowledged_bytes(sock: socket.socket) -> int:
+    """What the kernel still has to deliver; 0 where it does not tell."""
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
+    except OSError:
+        return 0
 
 
 def _explain(failure: OSError, *, handshake_done: bool) -> str:
