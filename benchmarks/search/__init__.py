@@ -1,0 +1,1 @@
+"""Searches simulated on tables of learning curves, side by side with other tools' policies."""

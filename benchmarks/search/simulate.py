@@ -1,0 +1,69 @@
+"""Regret against simulated time, for Shoal's default search and for the policies of other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.search.free_running import run_rival
+from benchmarks.search.rivals import make_rival
+from benchmarks.search.tables import CurveTable, TableSpace
+from benchmarks.search.workers import Observations, SimulatedFleet
+from shoal.plan.search.make import make_search
+from shoal.plan.search.virtual import VirtualSearch
+from shoal.spec.job import Job
+
+POLICIES = ("shoal", "random", "asha", "tpe", "tpe+hyperband")
+TIMES = (1.0, 2.5, 5.0, 10.0)
+
+
+def simulate(
+    tables: Sequence[CurveTable], policy: str, *, order: str, workers: int, seeds: int, horizon: float
+) -> dict[str, Any]:
+    """Mean regret over tables and seeds, with standard errors, and the processor time of a decision."""
+    runs = [
+        _run(t, policy, order=order, workers=workers, seed=s, horizon=horizon) for t in tables for s in range(seeds)
+    ]
+    named = [t for t in tables for _ in range(seeds)]
+    row: dict[str, Any] = {"policy": policy, "order": order if policy == "shoal" else "clock", "workers": workers}
+    for when in TIMES:
+        if when <= horizon:
+            regrets = np.array([t.regret(found.best_at(when)) for t, found in zip(named, runs, strict=True)])
+            row[f"regret at {when:g}"] = round(float(regrets.mean()), 4)
+            row[f"± at {when:g}"] = (
+                round(float(regrets.std(ddof=1) / np.sqrt(len(regrets))), 4) if len(runs) > 1 else 0.0
+            )
+    spent_ms = 1000 * np.concatenate([np.array(found.decisions_s) for found in runs])
+    row |= {"decision ms": round(float(spent_ms.mean()), 2), "p99 ms": round(float(np.percentile(spent_ms, 99)), 2)}
+    return row | {"runs": len(runs)}
+
+
+def _run(t: CurveTable, policy: str, *, order: str, workers: int, seed: int, horizon: float) -> Observations:
+    if policy != "shoal":
+        return run_rival(t, make_rival(policy, t, seed), workers=workers, horizon=horizon, seed=seed)
+    plan = default_search(t, slots=workers, order=order, seed=seed)
+    return SimulatedFleet(t, plan, workers, horizon, seed, helping=order == "virtual").run()
+
+
+def default_search(t: CurveTable, *, slots: int, order: str, seed: int, sampler: str = "gp") -> VirtualSearch:
+    """The default policy of a job, with the rows of the table as its space."""
+    job = Job.model_validate(
+        {
+            "model": "table:Row",
+            "loss": "MSELoss",
+            "epochs": t.error.shape[1],
+            "data": {"source": {"kind": "npz", "path": "table.npz"}},
+            "seed": seed,
+            "search": {
+                "space": {"optimizer.args.lr": {"low": 0.0, "high": 1.0}},
+                "metric": "error",
+                "slots": slots,
+                "order": order,
+                "budget": "1000000 trials",
+                "policy": {"kind": "promote", "sampler": sampler},
+            },
+        }
+    )
+    return make_search(job, space=TableSpace(t))

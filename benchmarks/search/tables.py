@@ -1,0 +1,92 @@
+"""Tables of learning curves: every row is a configuration with its validation error after each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.plan.search.space import Point, Space
+
+
+@dataclass(frozen=True)
+class CurveTable:
+    """`cube`: rows x dimensions, in the unit cube. `error`: rows x epochs, NaN from where it diverged. `time`: rows x
+    epochs, since the start, in units of the mean training. `best` and `median` are of the configurations' values at the
+    end of their training."""
+
+    name: str
+    cube: np.ndarray
+    error: np.ndarray
+    time: np.ndarray
+    best: float
+    median: float
+
+    def regret(self, error: float) -> float:
+        """0: as good as the best configuration at its end, or better; 1: as the median configuration at its end."""
+        return max(0.0, (error - self.best) / (self.median - self.best))
+
+
+def load_tables(folder: Path) -> list[CurveTable]:
+    found = sorted(folder.rglob("*.npz"))
+    if not found:
+        raise SystemExit(f"no tables (*.npz) in {folder}")
+    return [load_table(path) for path in found]
+
+
+def load_table(path: Path) -> CurveTable:
+    """The first point of a curve is the untrained net: it is left out."""
+    with np.load(path) as file:
+        data = {name: np.asarray(file[name], dtype=np.float64) for name in file.files}
+    error = data["y"][:, 1:]
+    error = np.where(np.isfinite(error), error, np.nan)
+    diverged = np.isnan(error).cumsum(axis=1) > 0
+    error[diverged] = np.nan
+    time = (
+        data["t"][:, 1:] - data["t"][:, :1]
+        if "t" in data
+        else np.tile(np.arange(1.0, error.shape[1] + 1), (len(error), 1))
+    )
+    time = np.maximum.accumulate(np.maximum(time, 1e-9), axis=1)
+    time = time / time[:, -1].mean()
+    last = np.where(np.isnan(error[:, -1]), np.inf, error[:, -1])
+    cube = data["u"] if "u" in data else ranks(data["x"])
+    return CurveTable(path.stem, cube, error, time, float(last.min()), float(np.median(last)))
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Each column as its ranks from 0 to 1: how the configurations were drawn, whatever the scale."""
+    order = np.argsort(np.argsort(values, axis=0, kind="stable"), axis=0, kind="stable")
+    return np.asarray((order + 0.5) / len(values))
+
+
+class TableSpace(Space):
+    """The rows of a table as a space: a place in the cube stands for the nearest row that was not used."""
+
+    def __init__(self, table: CurveTable) -> None:
+        super().__init__({f"x{i}": {"low": 0.0, "high": 1.0} for i in range(table.cube.shape[1])})
+        self.points = [Point(tuple(row.tolist()), {"row": i}) for i, row in enumerate(table.cube)]
+        self.keys = [point.key for point in self.points]
+        self.rows = table.cube
+
+    @property
+    def size(self) -> int:
+        return len(self.points)
+
+    def free(self, taken: Collection[str]) -> np.ndarray:
+        return np.array([key not in taken for key in self.keys])
+
+    def settle(self, cube: Any, taken: Collection[str] = ()) -> Point | None:
+        distance = ((self.rows - np.asarray(cube)) ** 2).sum(axis=1)
+        distance[~self.free(taken)] = np.inf
+        nearest = int(np.argmin(distance))
+        return self.points[nearest] if np.isfinite(distance[nearest]) else None
+
+    def candidates(
+        self, generator: np.random.Generator, count: int, *, near: Any, taken: Collection[str]
+    ) -> np.ndarray:
+        free = np.flatnonzero(self.free(taken))
+        return self.rows[np.sort(generator.permutation(free)[:count])] if len(free) else self.rows[:1]

@@ -1,0 +1,143 @@
+"""The trials of a search as its journal tells them. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shoal.jobs.search.journal import AnyRow, DecidedRow, EndedRow, ForgottenRow, ShapeRow, StartedRow, ToldRow
+from shoal.spec.search import ObjectiveConfig
+
+TrialPhase = Literal["proposed", "running", "paused", "complete", "failed"]
+
+
+@dataclass
+class TrialEntry:
+    """One trial. `unit` of `units` is done; `target` is the unit that it trains to."""
+
+    number: int
+    changes: Mapping[str, Any]
+    units: int = 0
+    cost: float = 0.0
+    unit: int = 0
+    target: int = 0
+    state: TrialPhase = "proposed"
+    rows: list[Mapping[str, float]] = field(default_factory=list)
+    facts: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    machine: bool = False
+    why: str = ""
+    copy_of: tuple[int, int] | None = None
+    forgotten: bool = False
+
+    @property
+    def done(self) -> float:
+        """The part of a whole training that is done."""
+        return self.unit / self.units if self.units else 0.0
+
+    def value(self, objective: ObjectiveConfig, *, mean: bool = False) -> float:
+        """The best so far, or the mean over folds; nan if there is none."""
+        if objective.metric in self.facts:
+            return self.facts[objective.metric]
+        found = [row[objective.metric] for row in self.rows if math.isfinite(row.get(objective.metric, math.nan))]
+        if not found:
+            return math.nan
+        return math.fsum(found) / len(found) if mean else max(found, key=lambda value: objective.sign * value)
+
+    @property
+    def standard_errors(self) -> dict[str, float]:
+        """Of the mean over folds or seeds."""
+        return mean_and_error(self.rows)[1]
+
+
+def mean_and_error(rows: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """The mean of each metric over folds or seeds, and its standard error where there are two or more."""
+    means, errors = {}, {}
+    for name in rows[0] if rows else ():
+        found = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+        if found:
+            means[name] = math.fsum(found) / len(found)
+        if len(found) > 1:
+            spread = math.fsum((value - means[name]) ** 2 for value in found) / (len(found) - 1)
+            errors[name] = math.sqrt(spread / len(found))
+    return means, errors
+
+
+@dataclass
+class SearchTable:
+    """All trials, by number. `apply` takes the rows of the journal in their order."""
+
+    trials: dict[int, TrialEntry] = field(default_factory=dict)
+    decisions: dict[int, DecidedRow] = field(default_factory=dict)
+    told: dict[int, ToldRow] = field(default_factory=dict)
+    starts: int = 0
+    ended: EndedRow | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[AnyRow]) -> SearchTable:
+        table = cls()
+        for row in rows:
+            table.apply(row)
+        return table
+
+    def apply(self, row: AnyRow) -> None:
+        match row:
+            case StartedRow():
+                self.starts += 1
+            case ShapeRow():
+                self._shape(row)
+            case DecidedRow():
+                self._decided(row)
+            case ToldRow():
+                self._told(row)
+            case ForgottenRow() if row.trial in self.trials:
+                self.trials[row.trial].forgotten = True
+            case EndedRow():
+                self.ended = row
+
+    def _shape(self, row: ShapeRow) -> None:
+        state: TrialPhase = "failed" if row.failure else "proposed"
+        self.trials[row.trial] = TrialEntry(
+            row.trial,
+            row.changes,
+            units=row.units,
+            cost=row.cost,
+            facts=row.facts,
+            failure=row.failure,
+            machine=row.machine,
+            state=state,
+        )
+
+    def _decided(self, row: DecidedRow) -> None:
+        self.decisions[row.number] = row
+        trial = self.trials.setdefault(row.trial, TrialEntry(row.trial, row.changes))
+        trial.state, trial.target, trial.forgotten = "running", row.end, False
+        trial.unit = max(trial.unit, row.start)
+        trial.why = row.why or trial.why
+        trial.copy_of = row.copy_of or trial.copy_of
+
+    def _told(self, row: ToldRow) -> None:
+        decided = self.decisions.get(row.number)
+        if decided is None or row.number in self.told:
+            return
+        self.told[row.number] = row
+        trial = self.trials[decided.trial]
+        trial.rows += row.rows
+        trial.unit = decided.start + len(row.rows)
+        trial.failure, trial.machine = row.failure, row.machine
+        short = trial.unit < decided.end
+        whole = bool(trial.units) and trial.unit >= trial.units
+        trial.state = "failed" if row.failure else "complete" if short or whole else "paused"
+
+    @property
+    def spent(self) -> float:
+        """Trainings that were done, in parts of whole ones."""
+        return sum(trial.done for trial in self.trials.values())
+
+    def ranked(self, objective: ObjectiveConfig, *, mean: bool = False) -> list[TrialEntry]:
+        """Trials with a value, the best first."""
+        valued = [(t, t.value(objective, mean=mean)) for t in self.trials.values() if t.state != "failed"]
+        sound = [(t, value) for t, value in valued if math.isfinite(value)]
+        return [t for t, value in sorted(sound, key=lambda one: (-objective.sign * one[1], one[0].number))]

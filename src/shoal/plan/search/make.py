@@ -1,0 +1,64 @@
+"""The plan of a job's search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.plan.search.ledger import Ledger
+from shoal.plan.search.policies.make import make_policy
+from shoal.plan.search.samplers.make import make_sampler
+from shoal.plan.search.space import Space
+from shoal.plan.search.virtual import VirtualSearch
+from shoal.spec.job import Job
+from shoal.spec.search import ObjectiveConfig
+
+
+def make_search(
+    job: Job, *, suggestions: Sequence[Mapping[str, Any]] | None = None, space: Space | None = None
+) -> VirtualSearch:
+    """The search of a checked job.
+
+    `suggestions`: what is tried first, as values by key of the space; without it the values in `search.start`. The
+    caller replaces names of runs and searches there by their values. `space`: instead of the job's, for simulations.
+    """
+    search = job.search
+    assert search is not None
+    space = space or Space(search.space, defaults=own_values(job, search.space))
+    ledger = Ledger(
+        space=space,
+        objectives=objectives(job),
+        seed=job.seed if search.seed is None else search.seed,
+        job_seed=job.seed,
+        slots=search.slots,
+        folds=job.averages_runs,
+        constraints=search.constraints,
+    )
+    first = suggestions if suggestions is not None else [s for s in search.start if isinstance(s, dict)]
+    return VirtualSearch(
+        ledger,
+        make_policy(search.policy, folds=ledger.folds),
+        make_sampler(search.policy.sampler),
+        search.budget,
+        suggestions=[space.suggest(values) for values in first],
+        repeat=search.repeat,
+        clock_order=search.order == "clock",
+    )
+
+
+def objectives(job: Job) -> list[ObjectiveConfig]:
+    """The metrics of the search; without any, the metric that ranks models in the job."""
+    assert job.search is not None
+    return job.search.metric or [ObjectiveConfig(metric=job.best.metric, mode="max" if job.best.sign > 0 else "min")]
+
+
+def own_values(job: Job, space: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the job itself has for the keys of the space, where it has them."""
+    found = {}
+    for key in space:
+        here: Any = job.dump()
+        for part in key.split("."):
+            here = here.get(part) if isinstance(here, dict) else None
+        if here is not None:
+            found[key] = here
+    return found

@@ -1,0 +1,1 @@
+"""Which trial a free slot trains next, and how far."""

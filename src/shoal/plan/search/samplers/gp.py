@@ -1,0 +1,203 @@
+"""Bayesian proposals: a Gaussian process over configuration and progress, expected improvement divided by cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shoal.plan.search.ledger import Ledger, TrialState
+from shoal.plan.search.samplers.base import RandomSampler, first_free
+from shoal.plan.search.samplers.gp_model import Array, Hyperparameters, Observed, Posterior, fit
+from shoal.plan.search.samplers.one_thread import one_blas_thread
+from shoal.plan.search.space import Point
+
+RANDOM_FIRST = 8
+RANDOM_SHARE = 0.2
+MOST_TRIALS = 160
+MOST_FITTED = 110
+CANDIDATES = 800
+EXAMINED = 300
+"""Candidates with the best expectation whose improvement is computed."""
+REFIT_GROWTH = 1.12
+BACK = (1, 3, 9)
+"""A trial is observed at its last unit, at a third and at a ninth of it."""
+
+
+@dataclass
+class GpSampler:
+    """`cost_aware`: improvement is divided by the predicted cost of the trial."""
+
+    cost_aware: bool = True
+    random_share: float = RANDOM_SHARE
+    _hyper: Hyperparameters | None = None
+    _fitted: int = 0
+    _random: RandomSampler = field(default_factory=RandomSampler)
+
+    def propose(self, ledger: Ledger, number: int) -> Point | None:
+        known = [t for t in ledger.searched() if t.rows or t.status == "failed"]
+        if len(known) < RANDOM_FIRST or ledger.generator(3, number).random() < self.random_share:
+            return self._random.propose(ledger, number)
+        with one_blas_thread():
+            return self._best_candidate(ledger, number, known)
+
+    def _best_candidate(self, ledger: Ledger, number: int, known: list[TrialState]) -> Point | None:
+        generator = ledger.generator(4, number)
+        columns = axis_columns(ledger)
+        chosen = choose_trials(ledger, known, generator)
+        points, y = observations(ledger, chosen, generator)
+        self._refit(points, y, columns, generator)
+        assert self._hyper is not None
+        posterior = with_pending(
+            ledger, Posterior.given(self._hyper, points, y, columns=columns), y, columns, self._hyper
+        )
+        goal = float(posterior.mean(at_end(points)).max())
+        best = ledger.ranking([t for t in chosen if t.rows and t.status != "failed"])[:8]
+        near = np.array([t.point.cube for t in best]).reshape(len(best), len(columns))
+        places = ledger.space.candidates(generator, CANDIDATES, near=near, taken=ledger.taken)
+        gains = self._gains(ledger, posterior, places, goal)
+        return first_free(ledger, places[np.argsort(-gains, kind="stable")[:EXAMINED]])
+
+    def _refit(self, points: Observed, y: Array, columns: list[slice], generator: np.random.Generator) -> None:
+        """Again when there are 12 % more observations, with some of them."""
+        if self._hyper is not None and len(y) < self._fitted * REFIT_GROWTH and self._fitted < MOST_TRIALS:
+            return
+        self._fitted = len(y)
+        rows = np.sort(generator.permutation(len(y))[:MOST_FITTED])
+        start = self._hyper or Hyperparameters.initial(len(columns))
+        self._hyper = fit(start, points.take(rows), y[rows], columns=columns)
+
+    def _gains(self, ledger: Ledger, posterior: Posterior, places: Array, goal: float) -> Array:
+        cross = posterior.of_new(ledger.space.features(places))
+        means = cross @ posterior.alpha
+        best = np.argsort(-means, kind="stable")[:EXAMINED]
+        gains = np.full(len(places), -np.inf)
+        gains[best] = log_improvement(means[best], posterior.spread(cross[best]), goal)
+        if self.cost_aware:
+            gains[best] -= log_costs(ledger, places[best])
+        return gains
+
+
+def axis_columns(ledger: Ledger) -> list[slice]:
+    """The feature columns of each axis."""
+    found, at = [], 0
+    for axis in ledger.space.axes:
+        options = getattr(axis.values, "options", ())
+        width = len(options) if options and not getattr(axis.values, "ordered", False) else 1
+        found.append(slice(at, at + width))
+        at += width
+    return found
+
+
+def choose_trials(ledger: Ledger, known: list[TrialState], generator: np.random.Generator) -> list[TrialState]:
+    """At most `MOST_TRIALS`: those that were trained furthest, and a random part of the others."""
+    if len(known) <= MOST_TRIALS:
+        return known
+    order = generator.permutation(len(known))
+    furthest = sorted(range(len(known)), key=lambda i: (-known[i].reached, int(order[i])))[: MOST_TRIALS // 2]
+    rest = [i for i in sorted(range(len(known)), key=lambda i: int(order[i])) if i not in set(furthest)]
+    return [known[i] for i in sorted([*furthest, *rest[: MOST_TRIALS - len(furthest)]])]
+
+
+def observations(ledger: Ledger, trials: list[TrialState], generator: np.random.Generator) -> tuple[Observed, Array]:
+    """Points and standardised values. A failed trial counts as bad as the worst one."""
+    weights = generator.dirichlet(np.ones(len(ledger.objectives)))
+    rows: list[tuple[int, float, float]] = []
+    for i, trial in enumerate(trials):
+        rows += _rows_of(ledger, i, trial, weights)
+    numbers, progress = np.array([i for i, _, _ in rows]), np.array([p for _, p, _ in rows])
+    values = standardised(normal_scores(np.array([value for _, _, value in rows])))
+    cubes = np.array([trials[i].point.cube for i, _, _ in rows])
+    points = Observed(
+        ledger.space.features(cubes),
+        progress,
+        numbers.astype(np.int64),
+    )
+    return points, values
+
+
+def _rows_of(ledger: Ledger, i: int, trial: TrialState, weights: Array) -> list[tuple[int, float, float]]:
+    whole = max(trial.shape.units, 1)
+    if trial.status == "failed":
+        return [(i, math.log(max(trial.reached, 1) / whole), -math.inf)]
+    units = sorted({max(trial.reached // back, trial.origin + 1) for back in BACK if trial.reached // back >= 1})
+    found = []
+    for unit in units:
+        values = ledger.curve_at(trial, unit)
+        value = values[0] if len(values) == 1 else float(np.dot(weights, values))
+        found.append((i, math.log(unit / whole), value))
+    return found
+
+
+def normal_scores(values: Array) -> Array:
+    """The normal quantiles of the ranks, equal values sharing theirs: only the order counts, so that no divergent
+    trial hides the differences among good ones."""
+    from scipy.special import ndtri
+
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - 0.5 * counts
+    return np.asarray(ndtri(middle / len(values))[inverse.reshape(-1)])
+
+
+def standardised(values: Array) -> Array:
+    spread = float(values.std())
+    return np.asarray((values - values.mean()) / (spread or 1.0))
+
+
+def with_pending(
+    ledger: Ledger, posterior: Posterior, y: Array, columns: list[slice], hyper: Hyperparameters
+) -> Posterior:
+    """The process as if trials under way had the values that it expects of them: they are not proposed again."""
+    pending = [t for t in ledger.searched() if t.status == "running" and not t.rows]
+    if not pending:
+        return posterior
+    features = ledger.space.features(np.array([t.point.cube for t in pending]))
+    progress = np.array([math.log(max(t.until, 1) / t.shape.units) for t in pending])
+    last = int(posterior.points.trial.max()) + 1
+    added = Observed(features, progress, np.arange(last, last + len(pending)))
+    known = posterior.points
+    points = Observed(
+        np.concatenate([known.features, added.features]),
+        np.concatenate([known.progress, added.progress]),
+        np.concatenate([known.trial, added.trial]),
+    )
+    return Posterior.given(hyper, points, np.concatenate([y, posterior.mean(added)]), columns=columns)
+
+
+def at_end(points: Observed) -> Observed:
+    """The same trials at the end of their training."""
+    return Observed(points.features, np.zeros(len(points.progress)), points.trial)
+
+
+def log_improvement(mean: Array, spread: Array, goal: float) -> Array:
+    """The logarithm of the expected improvement over the goal; accurate where it is tiny."""
+    from scipy.special import erfcx, log_ndtr
+
+    z = (mean - goal) / spread
+    density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    near = np.log(np.maximum(density + z * np.exp(log_ndtr(z)), 1e-300))
+    far_z = np.minimum(z, -1.0)
+    ratio = 1 + far_z * math.sqrt(math.pi / 2) * erfcx(-far_z / math.sqrt(2))
+    far = -0.5 * far_z * far_z - 0.5 * math.log(2 * math.pi) + np.log(np.maximum(ratio, 1e-12))
+    return np.asarray(np.where(z > -1, near, far) + np.log(spread))
+
+
+def log_costs(ledger: Ledger, places: Array) -> Array:
+    """Predicted logarithms of cost: a ridge regression on squares and products of the axes."""
+    known = [t for t in ledger.searched() if t.shape.cost > 0]
+    logs = np.log([t.shape.cost for t in known])
+    if len(known) < RANDOM_FIRST or float(np.ptp(logs)) < 1e-9:
+        return np.zeros(len(places))
+    basis = _quadratic(np.array([t.point.cube for t in known]))
+    penalty = 0.1 * np.eye(basis.shape[1])
+    penalty[0, 0] = 1e-9
+    weights = np.linalg.solve(basis.T @ basis + penalty, basis.T @ logs)
+    predicted = _quadratic(places) @ weights
+    return np.asarray(predicted.clip(logs.min(), logs.max()))
+
+
+def _quadratic(cubes: Array) -> Array:
+    centred = cubes - 0.5
+    upper = np.triu_indices(cubes.shape[1])
+    return np.concatenate([np.ones((len(cubes), 1)), centred, (centred[:, upper[0]] * centred[:, upper[1]])], axis=1)

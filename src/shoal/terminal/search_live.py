@@ -1,0 +1,182 @@
+"""The display of a search: a live table of trials in a terminal, plain lines elsewhere, JSON rows for scripts."""
+
+from __future__ import annotations
+
+import json
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shoal.jobs.search.driver import SearchProgress
+from shoal.jobs.search.journal import AnyRow, DecidedRow, ShapeRow, ToldRow
+from shoal.jobs.search.stretches import StretchRun
+from shoal.jobs.search.table import TrialEntry
+from shoal.plan.search.make import objectives
+from shoal.terminal import formatting
+from shoal.terminal.console import json_line
+from shoal.terminal.search_report import describe_changes, spent_text
+
+MAX_TRIALS_SHOWN = 12
+
+
+class SearchDisplay(Protocol):
+    def __enter__(self) -> SearchDisplay: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def on_update(self, progress: SearchProgress) -> None: ...
+
+
+def make_search_display(console: Console, *, as_json: bool, quiet: bool) -> SearchDisplay:
+    if as_json:
+        return JsonSearchDisplay()
+    if quiet:
+        return SilentSearchDisplay()
+    return LiveSearchDisplay(console) if console.is_terminal else PlainSearchDisplay(console)
+
+
+class SilentSearchDisplay:
+    """Shows nothing."""
+
+    def __enter__(self) -> SilentSearchDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def on_update(self, progress: SearchProgress) -> None:
+        pass
+
+
+class _NewRows:
+    """Yields each row of the journal once."""
+
+    def __init__(self) -> None:
+        self._shown: int | None = None
+
+    def take(self, progress: SearchProgress) -> list[AnyRow]:
+        """The rows since the last call; none of those that an earlier driver wrote."""
+        rows = progress.rows
+        start = progress.earlier_rows if self._shown is None else self._shown
+        self._shown = len(rows)
+        return list(rows[start:])
+
+
+class JsonSearchDisplay(SilentSearchDisplay):
+    """Every row of the journal as a line of JSON on standard output."""
+
+    def __init__(self) -> None:
+        self._new = _NewRows()
+
+    def on_update(self, progress: SearchProgress) -> None:
+        for row in self._new.take(progress):
+            print(json_line({"search": progress.paths.name, **json.loads(row.model_dump_json())}), flush=True)
+
+
+class PlainSearchDisplay(SilentSearchDisplay):
+    """For logs and pipes: a line for each decision and each result."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._new = _NewRows()
+
+    def on_update(self, progress: SearchProgress) -> None:
+        for row in self._new.take(progress):
+            if text := row_line(progress, row):
+                self._console.print(f"{progress.paths.name}: {text}", soft_wrap=True)
+
+
+def row_line(progress: SearchProgress, row: AnyRow) -> str:
+    """One line for a row; '' for a row that needs none."""
+    if isinstance(row, ShapeRow):
+        return f"trial {row.trial} cannot be trained: {row.failure}" if row.failure else ""
+    if isinstance(row, DecidedRow):
+        what = f"begins: {describe_changes(row.changes)}" if row.start == 0 else f"goes on from {row.start}"
+        return f"trial {row.trial} {what}; to {row.end} of {progress.table.trials[row.trial].units}"
+    if not isinstance(row, ToldRow):
+        return ""
+    decided = progress.table.decisions[row.number]
+    if row.failure:
+        return f"trial {decided.trial} failed: {row.failure}"
+    objective = objectives(progress.job)[0]
+    value = progress.table.trials[decided.trial].value(objective, mean=progress.job.averages_runs)
+    best = next(iter(progress.table.ranked(objective)), None)
+    best_text = "" if best is None else f"; best: trial {best.number} {formatting.number(best.value(objective))}"
+    return f"trial {decided.trial} is at {decided.end}: {objective.metric} {formatting.number(value)}{best_text}"
+
+
+class LiveSearchDisplay(SilentSearchDisplay):
+    """The best trials and those that run, refreshed in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress: SearchProgress | None = None
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=False)
+
+    def __enter__(self) -> LiveSearchDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def on_update(self, progress: SearchProgress) -> None:
+        self._progress = progress
+
+    def _render(self) -> Group:
+        progress = self._progress
+        return Group() if progress is None else Group(Text(head_line(progress)), trial_table(progress))
+
+
+def head_line(progress: SearchProgress) -> str:
+    table, running = progress.table, progress.runs.active
+    failed = sum(trial.state == "failed" for trial in table.trials.values())
+    workers = sum(len(run.state.training_workers) for run in running if run.state)
+    parts = [
+        progress.paths.name,
+        f"{len(table.trials)} trials" + (f", {failed} failed" if failed else ""),
+        spent_text(table, progress.job),
+        f"{workers}/{progress.runs.workers} workers",
+        f"{formatting.seconds(progress.elapsed_s)}, ETA {formatting.seconds(progress.eta_s)}",
+    ]
+    return "  ".join(parts)
+
+
+def trial_table(progress: SearchProgress) -> Table:
+    objective, folds = objectives(progress.job)[0], progress.job.averages_runs
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("trial", objective.metric, "step", "state", "workers", "values"):
+        table.add_column(name)
+    runs = {run.stretch.trial: run for run in progress.runs.active}
+    ranked = progress.table.ranked(objective, mean=folds)
+    shown = {t.number: t for t in [progress.table.trials[n] for n in runs if n in progress.table.trials] + ranked}
+    best = ranked[0].number if ranked else None
+    for trial in list(shown.values())[:MAX_TRIALS_SHOWN]:
+        run = runs.get(trial.number)
+        value = formatting.number(trial.value(objective, mean=folds)) if trial.rows else "–"
+        style = "bold" if trial.number == best else "" if run else "dim"
+        table.add_row(
+            str(trial.number),
+            value,
+            _step(trial, run),
+            "running" if run else trial.state,
+            str(len(run.state.training_workers)) if run and run.state else "",
+            describe_changes(trial.changes),
+            style=style,
+        )
+    return table
+
+
+def _step(trial: TrialEntry, run: StretchRun | None) -> str:
+    if run is not None and run.state is not None and run.shape.boundaries:
+        return f"{run.state.step}/{run.shape.boundaries[-1]}"
+    return f"{trial.unit}/{trial.units} units"

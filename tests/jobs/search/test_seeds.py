@@ -1,0 +1,60 @@
+"""Several seeds per trial: the mean over them counts, with its standard error."""
+
+import math
+
+import pytest
+
+from shoal.errors import ErrorGroup
+from shoal.jobs.search.journal import ToldRow, read_rows, rows_of
+from shoal.jobs.search.summary import read_search, trial_data
+from shoal.jobs.search.table import mean_and_error
+from shoal.spec.load import load_run_job
+from shoal.spec.receipt import read_receipt_file
+
+RACE = {"policy": {"kind": "promote", "sampler": "random"}, "budget": "3 trials", "seeds": 3}
+
+
+def test_the_mean_and_its_standard_error():
+    rows = [{"accuracy": value} for value in (0.5, 0.7, 0.9)]
+    means, errors = mean_and_error(rows)
+    assert means == {"accuracy": pytest.approx(0.7)}
+    assert errors == {"accuracy": pytest.approx(math.sqrt(0.04 / 3))}
+    assert mean_and_error(rows[:1]) == ({"accuracy": 0.5}, {})
+    assert mean_and_error([]) == ({}, {})
+
+
+def test_the_runs_of_a_job_with_seeds_and_folds(make):
+    data = make().dump()["data"] | {"split": {"kind": "stratified", "folds": 3}}
+    job = make(data=data, seeds=2, seed=5, search={"policy": {"kind": "full", "sampler": "random"}})
+    assert job.fold_count == 6
+    runs = [job.fold(number) for number in range(6)]
+    assert [(run.seed, run.data.split.fold, run.fold_count) for run in runs] == [
+        (seed, fold, 1) for seed in (5, 6) for fold in (0, 1, 2)
+    ]
+    assert make(seeds=1).sha256() == make().sha256() != make(seeds=2).sha256()
+
+
+def test_seeds_are_refused_where_they_cannot_be(make):
+    for search in ({"seeds": 2, "repeat": 2}, {"seeds": 2, "policy": {"kind": "hyperband", "sampler": "random"}}):
+        with pytest.raises(ErrorGroup):
+            make(search=search)
+
+
+@pytest.mark.long
+def test_every_trial_is_trained_with_its_seeds_on_any_number_of_workers(search):
+    found = [search(workers, search=RACE) for workers in (1, 2)]
+    assert found[0].receipt.decisions_sha256 == found[1].receipt.decisions_sha256
+    stored = read_search(found[0].paths)
+    whole = [trial for trial in stored.table.trials.values() if trial.state == "complete"]
+    assert whole
+    for trial in whole:
+        paths = found[0].paths.trial(trial.number)
+        assert [load_run_job(paths.fold(n).job).seed for n in range(3)] == [0, 1, 2]
+        values = [read_receipt_file(paths.fold(n).receipt).own.metrics["accuracy"] for n in range(3)]
+        means, errors = mean_and_error([{"accuracy": value} for value in values])
+        told = trial_data(stored, trial)
+        assert told["values"] == means
+        assert told["standard_errors"]["accuracy"] == errors["accuracy"]
+        last = [row for row in rows_of(read_rows(found[0].paths.journal)[0], ToldRow) if row.error][-1]
+        assert set(last.mean) >= {"accuracy"}
+    assert len({value for trial in whole for value in (row["accuracy"] for row in trial.rows)}) > 1

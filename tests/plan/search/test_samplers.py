@@ -1,0 +1,115 @@
+"""Samplers: each finds the good region, proposes nothing twice, and is the same in every process."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from shoal.plan.search.importance import importance
+from shoal.plan.search.pareto import crowding, fronts, hypervolume
+from shoal.plan.search.samplers.gp import normal_scores
+from shoal.plan.search.trial import StretchResult, TrialShape
+from tests.plan.search.simulated_search import job_of, play, played_digest
+
+NUMBERS = {"optimizer.args.lr": {"low": 1e-5, "high": 0.1}, "clip.norm": {"low": 0.1, "high": 10.0}}
+LEARNING = ("tpe", "gp", "cmaes", "nsga2")
+
+
+def whole(changes):
+    return TrialShape(1, 1.0, {"parameters": 1.0})
+
+
+def bowl(stretch):
+    rate, norm = math.log10(stretch.changes["optimizer.args.lr"]), math.log10(stretch.changes["clip.norm"])
+    return StretchResult(({"accuracy": -((rate + 3) ** 2) - (norm - 0.5) ** 2},))
+
+
+def search_with(sampler, trials):
+    policy = {"kind": "full", "sampler": sampler}
+    return job_of({"space": NUMBERS, "policy": policy, "budget": f"{trials} trials", "slots": 2})
+
+
+def late_mean(sampler, trials=60):
+    plan, _, _ = play(search_with(sampler, trials), shape=whole, result=bowl)
+    keys = [t.point.key for t in plan.ledger.trials]
+    assert len(keys) == len(set(keys)) == trials
+    return np.mean([plan.ledger.curve_at(t)[0] for t in plan.ledger.trials[-15:]])
+
+
+def test_samplers_that_learn_are_better_than_random_ones_in_the_end():
+    random = late_mean("random")
+    assert all(late_mean(sampler) > random / 2 for sampler in LEARNING)
+
+
+def test_sobol_points_fill_the_cube_evenly():
+    plan, _, _ = play(search_with("sobol", 16), shape=whole, result=bowl)
+    cubes = np.array([t.point.cube for t in plan.ledger.trials])
+    for axis in cubes.T:
+        assert sorted(np.floor(axis * 16).astype(int).tolist()) == list(range(16))
+
+
+def test_a_grid_ends_when_every_point_was_tried():
+    search = {
+        "space": {"batch_size": [1, 2, 3], "lanes": {"low": 1, "high": 1 + 1}},
+        "policy": {"kind": "full", "sampler": "grid"},
+    }
+    job = job_of(search, batch_size=4)
+    plan, _, end = play(job, shape=whole, result=lambda s: StretchResult(({"accuracy": s.changes["batch_size"]},)))
+    assert len(plan.ledger.trials) == 6
+    assert end.why == "every configuration of the space was tried"
+    assert plan.ledger.trials[end.best].point.changes["batch_size"] == 3
+
+
+@pytest.mark.parametrize("sampler", ["random", "sobol", "tpe", "gp", "nsga2"])
+def test_a_finite_space_is_used_up_by_every_sampler(sampler):
+    search = {"space": {"batch_size": [1, 2, 3, 4], "lanes": [1, 2, 3]}, "policy": {"kind": "full", "sampler": sampler}}
+    plan, _, _ = play(job_of(search), shape=whole, result=lambda s: StretchResult(({"accuracy": 1.0},)))
+    assert len(plan.ledger.trials) == 12
+
+
+def test_another_process_with_several_threads_decides_the_same():
+    code = (
+        "from tests.plan.search.test_samplers import *\n"
+        "print(played_digest(search_with('gp', 24), shape=whole, result=bowl))"
+    )
+    here = played_digest(search_with("gp", 24), shape=whole, result=bowl)
+    environment = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"}
+    there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == here
+
+
+def test_optunas_samplers_are_told_in_virtual_order():
+    pytest.importorskip("optuna")
+    job = search_with("optuna:TPESampler", 14)
+    assert played_digest(job, shape=whole, result=bowl) == played_digest(job, workers=2, shape=whole, result=bowl)
+
+
+def test_the_plan_loads_no_torch_and_no_optuna():
+    code = (
+        "import sys, shoal.plan.search.make; print([m for m in ('torch', 'optuna', 'scipy.stats') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_fronts_crowding_and_volume():
+    values = np.array([[1.0, 3.0], [2.0, 2.0], [3.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    assert fronts(values) == [[0, 1, 2], [3], [4]]
+    assert crowding(values[:3]).tolist() == [np.inf, 2.0, np.inf]
+    assert hypervolume(values, [0.0, 0.0]) == 6.0
+    assert hypervolume(np.array([[1.0, 1.0, 1.0], [2.0, 0.5, 0.5]]), [0.0, 0.0, 0.0]) == 1.25
+
+
+def test_importance_needs_enough_trials():
+    plan, _, _ = play(search_with("random", 4), shape=whole, result=bowl)
+    assert importance(plan.ledger) == {}
+
+
+def test_how_bad_a_bad_value_is_does_not_change_what_the_model_sees():
+    good = [0.9, 0.91, 0.92, 0.92]
+    seen = [normal_scores(np.array([worst, *good])) for worst in (0.5, -1e30, -math.inf)]
+    assert all(np.array_equal(seen[0], scores) for scores in seen)
+    assert seen[0][3] == seen[0][4]
+    assert np.all(np.diff(seen[0][:4]) > 0)

@@ -1,0 +1,105 @@
+"""Every kind of bad search fails before anything starts, and names the field."""
+
+import pytest
+
+from shoal.errors import ErrorGroup
+from shoal.spec.search import BudgetConfig, SearchConfig
+from tests.plan.search.simulated_search import job_of
+
+LR = "optimizer.args.lr"
+BAD_SPACES = {
+    "no low": ({LR: {"high": 1}}, "SH104", LR),
+    "empty range": ({LR: {"low": 2, "high": 1}}, "SH106", f"{LR}.high"),
+    "text for a number": ({LR: {"low": "a", "high": 1}}, "SH105", f"{LR}.low"),
+    "boolean for a number": ({LR: {"low": 0, "high": True}}, "SH105", f"{LR}.high"),
+    "infinite": ({LR: {"low": 0, "high": float("inf")}}, "SH105", f"{LR}.high"),
+    "log of zero": ({LR: {"low": 0, "high": 1, "log": True}}, "SH107", f"{LR}.log"),
+    "log and step": ({LR: {"low": 1, "high": 9, "log": True, "step": 1}}, "SH107", f"{LR}.step"),
+    "log is no boolean": ({LR: {"low": 1, "high": 9, "log": 3}}, "SH105", f"{LR}.log"),
+    "large step": ({LR: {"low": 1, "high": 9, "step": 10}}, "SH106", f"{LR}.step"),
+    "unknown word": ({LR: {"low": 1, "high": 9, "lgo": True}}, "SH103", f"{LR}.lgo"),
+    "one value": ({LR: 0.1}, "SH105", LR),
+    "no choices": ({LR: []}, "SH106", LR),
+    "a choice twice": ({LR: [1, 1]}, "SH106", LR),
+    "bad path": ({"optimizer..lr": [1, 2]}, "SH106", "optimizer..lr"),
+    "unknown field": ({"optimiser.args.lr": [1, 2]}, "SH103", "optimiser.args.lr"),
+    "not learnt": ({"workers": [1, 2]}, "SH106", "workers"),
+    "tied values": ({"loss, clip.norm": [["MSELoss"]]}, "SH105", "loss, clip.norm"),
+    "choose no list": ({LR: {"choose": 3}}, "SH105", f"{LR}.choose"),
+    "set twice": ({"optimizer": [{"name": "SGD", "args": {"lr": 1}}], LR: [1, 2]}, "SH107", LR),
+    "bad range inside": ({"optimizer": [{"name": "SGD", "args": {"lr": {"low": 1}}}]}, "SH104", "optimizer.0.args.lr"),
+    "length of training": ({"epochs": [1, 2]}, "SH110", "epochs"),
+}
+BAD_SEARCHES = {
+    "sampler": ({"policy": {"sampler": "gpp"}}, "SH106", "policy.sampler"),
+    "arguments": ({"policy": {"sampler": {"name": "gp", "args": {"a": 1}}}}, "SH107", "policy.sampler.args"),
+    "grid of reals": ({"policy": {"sampler": "grid"}}, "SH110", f"space.{LR}"),
+    "cmaes of choices": ({"policy": {"sampler": "cmaes"}}, "SH110", "policy.sampler"),
+    "metric": ({"metric": "acuracy"}, "SH106", "metric.0"),
+    "metric twice": ({"metric": ["loss", "loss"]}, "SH108", "metric.1"),
+    "metrics without training": ({"metric": "parameters"}, "SH106", "metric"),
+    "constraint": ({"constraints": ["size <= 3"]}, "SH106", "constraints.0"),
+    "constraint text": ({"constraints": ["size < 3"]}, "SH106", "constraints.0"),
+    "start key": ({"start": [{"lr": 1}]}, "SH103", "start.0.lr"),
+    "start value": ({"start": [{"batch_size": 7}]}, "SH106", "start.0.batch_size"),
+    "budget": ({"budget": "3 weeks"}, "SH106", "budget"),
+    "keep": ({"keep": "much"}, "SH106", "keep"),
+    "population of optimizers": ({"policy": "population"}, "SH110", "space.batch_size"),
+    "kind": ({"policy": "asha"}, "SH106", "policy.kind"),
+}
+
+
+def problems(search):
+    with pytest.raises(ErrorGroup) as failure:
+        job_of(search)
+    return [(error.code, error.where) for error in failure.value.errors]
+
+
+@pytest.mark.parametrize("case", BAD_SPACES)
+def test_a_bad_space_names_the_field(case):
+    space, code, place = BAD_SPACES[case]
+    assert (code, f"search.space.{place}") in problems({"space": space})
+
+
+@pytest.mark.parametrize("case", BAD_SEARCHES)
+def test_a_bad_search_names_the_field(case):
+    search, code, place = BAD_SEARCHES[case]
+    assert (code, f"search.{place}") in problems(search)
+
+
+def test_folds_are_not_paused_by_hyperband():
+    data = {"source": {"kind": "npz", "path": "x.npz"}, "split": {"kind": "kfold", "folds": 5}}
+    with pytest.raises(ErrorGroup) as failure:
+        job_of({"policy": "hyperband"}, data=data)
+    assert [e.where for e in failure.value.errors] == ["search.policy.kind"]
+
+
+def test_a_search_needs_validation_data():
+    with pytest.raises(ErrorGroup) as failure:
+        job_of({}, data={"source": {"kind": "npz", "path": "x.npz"}})
+    assert "search" in [e.where for e in failure.value.errors]
+
+
+def test_a_search_is_not_part_of_what_the_job_produces():
+    job = job_of({})
+    assert job.sha256() == job.model_copy(update={"search": None}).sha256()
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("40 trainings", BudgetConfig(trainings=40)),
+        ("1 trial", BudgetConfig(trials=1)),
+        ("1.5 hours", BudgetConfig(hours=1.5)),
+        ("30 minutes", BudgetConfig(hours=0.5)),
+    ],
+)
+def test_short_forms_of_a_budget(text, budget):
+    assert BudgetConfig.model_validate(text) == budget
+
+
+def test_sizes_and_signs():
+    search = SearchConfig(space={"a": [1]}, keep="1.5 GB", metric=["accuracy", "loss", "parameters", "latency_ms"])
+    assert search.keep_bytes == 1_500_000_000
+    assert SearchConfig(space={"a": [1]}, keep="all").keep_bytes is None
+    assert [objective.sign for objective in search.metric] == [1, -1, -1, -1]
