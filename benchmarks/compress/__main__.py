@@ -1,0 +1,207 @@
+"""python -m benchmarks.compress [row ...] --mnist DIR [--seeds N] [--keep]"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.compress import shrinking
+from shoal.jobs import run_executor
+from shoal.jobs.compression.compress import CompressRequest, compress
+from shoal.jobs.fork_servers import make_fork_server
+from shoal.spec.compression.config import CompressConfig
+from shoal.spec.compression.measured import CompressionReport
+from shoal.spec.job import Job
+from shoal.spec.load import make_job
+
+SHRINKING = "shrink"
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One row: a model, how it is trained, and what is asked for."""
+
+    model: str
+    epochs: int
+    compress: dict[str, Any]
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "Adam", "args": {"lr": 1e-3}})
+    data: str = "mnist"
+    metric: str = "accuracy"
+
+
+PROXIMAL = {"name": "shoal.compression:ProximalAdam", "args": {"lr": 0.002, "shrink": 1.0}}
+TRIALS = {
+    "digits-lossless": Trial("Digits", 60, {"steps": ["lossless"]}, PROXIMAL, data="digits"),
+    "digits-lossless-plain": Trial("Digits", 60, {"steps": ["lossless"]}, data="digits"),
+    "lenet300-size": Trial(
+        "LeNet300",
+        12,
+        {"steps": ["pack"], "max_drop": 0.004, "tune": {"epochs": 4, "lr": 1.0}, "target": {"size": 1 / 40}},
+    ),
+    "lenet300-smaller": Trial(
+        "LeNet300",
+        12,
+        {"steps": ["pack"], "max_drop": 0.005, "tune": {"epochs": 4, "lr": 1.0}, "target": {"size": 1 / 70}},
+    ),
+    "lenet5-size": Trial(
+        "LeNet5",
+        4,
+        {"steps": ["pack"], "max_drop": 0.004, "tune": {"epochs": 2, "lr": 1.0}, "target": {"size": 1 / 39}},
+    ),
+    "cnn-int8": Trial("Cnn", 4, {"steps": ["int8"], "max_drop": 0.006}),
+    "cnn-fast": Trial(
+        "Cnn",
+        3,
+        {
+            "steps": ["int8", "prune"],
+            "max_drop": 0.006,
+            "tune": {"epochs": 2, "lr": 1.0, "teacher": False},
+            "target": {"size": 1 / 6},
+        },
+    ),
+    "gpt": Trial(
+        "Gpt",
+        2,
+        {
+            "steps": ["int8", "prune"],
+            "max_drop": 0.015,
+            "tune": {"epochs": 1, "lr": 0.5, "teacher": False},
+            "target": {"size": 0.2},
+        },
+        {"name": "AdamW", "args": {"lr": 0.002, "weight_decay": 0.1}},
+        data="text",
+        metric="loss",
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.compress")
+    report.take_names(parser, "row", [*TRIALS, SHRINKING])
+    parser.add_argument("--mnist", type=Path, default=Path("mnist"), help="the directory of MNIST's four files")
+    parser.add_argument("--text", type=Path, default=Path("input.txt"), help="the text that the GPT learns")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--keep", action="store_true", help="store the results beside those of other benchmarks")
+    parser.add_argument(
+        "--rivals", type=Path, help="other tools on these weights of the row cnn-fast, and nothing else"
+    )
+    asked = parser.parse_args()
+    if asked.rivals:
+        measure_rivals(asked)
+        return
+    for name in asked.rows or [*TRIALS, SHRINKING]:
+        rows = [measure_row(name, asked, seed) for seed in range(asked.seeds)]
+        Console().print(report.table(name, [{k: v for k, v in row.items() if k != "rungs"} for row in rows]))
+        if asked.keep:
+            report.keep("compress", name, {"command": f"python -m benchmarks.compress {name}", "seeds": rows})
+
+
+def measure_rivals(asked: argparse.Namespace) -> None:
+    from benchmarks.compress import rivals
+
+    rows = rivals.measure(mnist_data(asked.mnist), asked.rivals)
+    for row in rows:
+        Console().print(row)
+    if asked.keep:
+        report.keep("compress", "rivals", {"command": "python -m benchmarks.compress --rivals WEIGHTS", "rows": rows})
+
+
+def measure_row(name: str, asked: argparse.Namespace, seed: int) -> dict[str, Any]:
+    if name == SHRINKING:
+        return shrinking.measure(mnist_data(asked.mnist), seed)
+    trial = TRIALS[name]
+    return measure(name, trial, data_of(trial.data, asked), seed)
+
+
+def measure(name: str, trial: Trial, data: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Train a parent, compress it, and return the numbers of the result."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="shoal-compress-") as scratch, make_fork_server(1) as fork_server:
+        runs = Path(scratch)
+        trained = run_executor.run(job_of(name, trial, data, seed), runs=runs, fork_server=fork_server)
+        if trained.error:
+            raise trained.error
+        request = CompressRequest(trained.paths, runs, show=print)
+        made = compress(request, CompressConfig.model_validate(trial.compress), fork_server=fork_server)
+        return {"seed": seed, **numbers(made.report), "wall_s": round(time.perf_counter() - start, 1)}
+
+
+def numbers(found: CompressionReport) -> dict[str, Any]:
+    chosen = next(one for one in found.rungs if one.name == found.chosen)
+    test = found.test
+    assert test is not None
+    times = {f"eager x{size}": 1 / ratio for size, ratio in chosen.eager_ratio.items()}
+    same = chosen.latency.ratios if chosen.latency else {}
+    return {
+        "chosen": found.chosen,
+        "smaller": 1 / (chosen.size_ratio or 1),
+        "bytes": chosen.artefact.size_bytes if chosen.artefact else 0,
+        "parent": test.parent,
+        "test": test.value,
+        "drop": test.drop,
+        "bound": test.drop_bound,
+        **times,
+        **{f"runtime x{size}": 1 / ratio.median for size, ratio in same.items()},
+        "rungs": [one.model_dump(mode="json", exclude={"steps", "artefact"}) for one in found.rungs],
+    }
+
+
+DIGITS = {
+    "source": {"kind": "sklearn", "name": "digits"},
+    "split": {"kind": "holdout", "validation": 0.2, "test": 0.2},
+}
+
+
+def mnist_data(mnist: Path) -> dict[str, Any]:
+    def part(stem: str) -> dict[str, str]:
+        files = {"path": f"{stem}-images-idx3-ubyte.gz", "target": f"{stem}-labels-idx1-ubyte.gz"}
+        return {"kind": "idx", **{key: str((mnist / file).resolve()) for key, file in files.items()}}
+
+    return {
+        "source": part("train"),
+        "test": part("t10k"),
+        "split": {"kind": "holdout", "validation": 1 / 6},
+        "transform": "models.py:as_image",
+        "leaks": "ignore",
+    }
+
+
+def data_of(kind: str, asked: argparse.Namespace) -> dict[str, Any]:
+    if kind == "text":
+        source = {"kind": "text", "path": str(asked.text.resolve()), "context": 64, "level": "byte"}
+        return {"source": source, "split": {"kind": "holdout", "validation": 0.1, "test": 0.1, "shuffle": False}}
+    return DIGITS if kind == "digits" else mnist_data(asked.mnist)
+
+
+def job_of(name: str, trial: Trial, data: dict[str, Any], seed: int) -> Job:
+    return make_job(
+        {
+            "name": name,
+            "seed": seed,
+            "model": f"models.py:{trial.model}",
+            "loss": "CrossEntropyLoss",
+            "metrics": [] if trial.metric == "loss" else [trial.metric],
+            "optimizer": trial.optimizer,
+            "schedule": {"name": "CosineAnnealingLR", "args": {"T_max": "steps"}},
+            "data": data,
+            "batch_size": 128 if trial.data == "mnist" else 32,
+            "epochs": trial.epochs,
+            "evaluate": {"every_epochs": trial.epochs},
+            "best": {"metric": trial.metric},
+            "checkpoint": {"every": "never"},
+            "export": [],
+        },
+        base_dir=HERE,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""`shoal compress`. Never imports torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.jobs.compression.compress import Compressed, CompressRequest
+    from shoal.spec.compression.config import CompressConfig
+    from shoal.spec.job import WorkersConfig
+    from shoal.spec.run_paths import RunPaths
+
+NO_TARGETS: list[str] = []
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(compress)
+
+
+def compress(
+    run: Annotated[str, typer.Argument(help="A run: its name, its path, or 'last'.", show_default=False)],
+    target: Annotated[
+        list[str], typer.Option("--target", help="'size<25%' or 'latency<50%' of the parent.", show_default=False)
+    ] = NO_TARGETS,
+    max_drop: Annotated[str, typer.Option(help="How much worse it may be: 0.5%.", show_default=False)] = "",
+    lossless: Annotated[bool, typer.Option("--lossless", help="Only what is proven; nothing is trained.")] = False,
+    replay: Annotated[Path | None, typer.Option(help="Take the steps of this recipe.json.")] = None,
+    workers: Annotated[str, typer.Option(help="For tuning: 2, or 1..8.", show_default=False)] = "",
+    runs: Annotated[Path, typer.Option("--runs", help="The local directory of runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+) -> None:
+    """Make a run's model smaller and faster, with proof that it still does its job."""
+    from shoal.jobs import run_dir
+    from shoal.jobs.compression.compress import CompressRequest
+    from shoal.jobs.compression.compress import compress as climb
+    from shoal.jobs.compression.compress import replay as take_steps
+    from shoal.spec.compression.measured import read_recipe
+    from shoal.spec.load import load_run_job
+    from shoal.terminal.console import make_console
+
+    parent = run_dir.find(run, runs)
+    config = _config(load_run_job(parent.job).compress, target, max_drop, lossless=lossless)
+    console = make_console(to_stderr=as_json)
+    request = CompressRequest(
+        parent, runs, workers=_workers(workers), show=lambda text: console.print(text, style="dim")
+    )
+    made = climb(request, config) if replay is None else take_steps(request, read_recipe(replay))
+    _print(made, config, as_json=as_json)
+    sys.exit(0 if made.report.targets_met else _missed(made, request))
+
+
+def _config(config: CompressConfig, targets: list[str], max_drop: str, *, lossless: bool) -> CompressConfig:
+    from shoal.plan.compression import parse_drop, parse_targets
+
+    update: dict[str, object] = {}
+    if targets:
+        update["target"] = parse_targets(targets)
+    if max_drop:
+        update["max_drop"] = parse_drop(max_drop)
+    if lossless:
+        update["steps"] = ["lossless"]
+    return config.model_copy(update=update)
+
+
+def _workers(text: str) -> WorkersConfig | None:
+    from shoal.errors import error
+    from shoal.spec.job import WorkersConfig
+
+    try:
+        return WorkersConfig.model_validate(text) if text else None
+    except ValueError:
+        message = f"'{text}' is not a number of workers"
+        raise error("SH609", message, where="--workers", fix="Write 2 or 1..8.") from None
+
+
+def _print(made: Compressed, config: CompressConfig, *, as_json: bool) -> None:
+    from shoal.terminal.compression import print_report
+    from shoal.terminal.console import json_line, make_console
+
+    if as_json:
+        print(json_line({"run": made.paths.name, **made.report.model_dump(mode="json")}))
+        return
+    console = make_console(to_stderr=False)
+    print_report(console, made.report)
+    console.print(f"Written: {made.paths.root}")
+
+
+def _missed(made: Compressed, request: CompressRequest) -> int:
+    """The exit code of a result that does not meet the targets; the reason goes to standard error."""
+    from shoal.errors import error
+    from shoal.terminal.console import make_console
+
+    message = f"the best that was found is '{made.report.chosen}', in {made.paths.name}"
+    failure = error("SH663", message, where=request.parent.name)
+    make_console(to_stderr=True).print(str(failure), markup=False)
+    return failure.exit_code
+
+
+def print_report_of(console: Console, paths: RunPaths) -> None:
+    """The report of a run that a compression made; nothing for other runs."""
+    from shoal.jobs.compression.result import REPORT
+    from shoal.spec.compression.measured import read_report
+    from shoal.terminal.compression import print_report
+
+    if report := read_report(paths.root / REPORT):
+        console.print()
+        print_report(console, report)

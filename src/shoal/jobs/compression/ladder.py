@@ -1,0 +1,275 @@
+"""The ladder: cheap rungs first, each judged on the file that it wrote, kept only if it pays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from shoal.errors import ErrorGroup, ShoalError
+from shoal.jobs.compression.workshop import Candidate, Show, Workshop
+from shoal.plan.compression import judge_rung, meets_targets, packed_share, undecidable
+from shoal.spec.compression.config import CompressConfig
+from shoal.spec.compression.measured import Certificate, RungReport
+from shoal.spec.compression.steps import (
+    FoldStep,
+    MaskStep,
+    OnnxStep,
+    PackStep,
+    RoundStep,
+    ShareStep,
+    TuneStep,
+    ZeroStep,
+)
+
+PRUNED_SHARES = (0.25, 0.5, 0.75)
+KEPT_WEIGHTS = (0.5, 0.25, 0.12, 0.08, 0.06, 0.04)
+SMALL_LAYER = 5000
+"""Layers with at most so many weights keep three times the share: their weights are few, and matter more."""
+CANNOT_CONTINUE = ("SH401", "SH402", "SH406", "SH409", "SH603", "SH665")
+
+
+class Ladder:
+    """One compression. `base` is the best model with float weights so far, from which the next rungs start; `chosen`
+    is the best file."""
+
+    def __init__(self, workshop: Workshop, config: CompressConfig, *, show: Show) -> None:
+        self.workshop, self.config, self._show = workshop, config, show
+        self.rungs: list[RungReport] = []
+        self.notes: list[str] = []
+        assert workshop.parent is not None
+        self.parent = workshop.parent
+        self.base = self.chosen = self.parent
+        self._onnx_parent: Candidate | None = None
+        self.now = self._add(RungReport(name="parent", artefact=self.parent.artefact, size_ratio=1.0, kept=True))
+        self._base_row = self.now
+
+    @property
+    def done(self) -> bool:
+        """Whether there is a target, and it is met."""
+        target = self.config.target
+        return (target.size or target.latency) is not None and meets_targets(self.now, target)
+
+    def climb(self) -> None:
+        """Try the rungs in order until the targets are met."""
+        quality = self.workshop.judge(self.parent)
+        facts = {"quality": quality, "parameters": self.parent.parameters}
+        self.rungs[0] = self.now = self._base_row = self.now.model_copy(update=facts)
+        if undecidable(quality, self.config.max_drop):
+            self.notes.append(
+                f"the validation part has {quality.samples} samples: it cannot show a drop of "
+                f"{self.config.max_drop:.2%} or less, so only proven rungs can be kept"
+            )
+        if set(self.config.rungs) - {"lossless", "unused"}:
+            self._attempt("runtime: onnx float32", self._runtime)
+        acts: dict[str, Callable[[], object]] = {
+            "lossless": lambda: self._lossless("proven"),
+            "unused": lambda: self._lossless("data"),
+            "int8": lambda: self._int8(self.base),
+            "prune": self._prune,
+            "pack": self._pack,
+            "low_rank": self._low_rank,
+        }
+        for rung in self.config.rungs:
+            if not self.done:
+                self._attempt(rung, acts[rung])
+
+    # ---- rungs ----
+
+    def _runtime(self) -> None:
+        """The parent in another runtime: never chosen, because nothing is compressed."""
+        self._onnx_parent = replace(self.workshop.take(self.parent, OnnxStep(bits=32)), name="runtime: onnx float32")
+        row = self._measure(self._onnx_parent, against=self.parent)
+        self._add(row.model_copy(update={"why": "reported apart: the same model in another runtime"}))
+
+    def _lossless(self, claim: str) -> None:
+        name = "lossless" if claim == "proven" else "equal on the training samples"
+        made, facts = self.workshop.propose(self.base, "lossless", name, claim=claim, box=self.config.box)
+        if made is self.base:
+            self._add(RungReport(name=name, refused=facts.refused, why="nothing can be removed"))
+        else:
+            self._consider_base(made, certificate=facts.certificate, refused=facts.refused)
+
+    def _int8(self, start: Candidate) -> bool:
+        """8 bits after training; if that costs too much, with training through the rounding."""
+        made = replace(self.workshop.take(start, OnnxStep(bits=8)), name=_joined(start, "int8"))
+        if self._consider(made):
+            return True
+        quality = self.rungs[-1].quality
+        if quality is None or quality.drop_bound <= self.config.max_drop or undecidable(quality, self.config.max_drop):
+            return False
+        hold = RoundStep(layers=dict.fromkeys(self.workshop.layers(start), 8))
+        tuned = self.workshop.tune(start, self._tuning(hold=hold))
+        made = replace(self.workshop.take(tuned, OnnxStep(bits=8)), name=_joined(start, "int8 with training"))
+        return self._consider(made)
+
+    def _prune(self) -> None:
+        """More and more channels, until quality or gain is lost; then one step back, to the middle."""
+        start, less = self._with_norms(), 0.0
+        for share in PRUNED_SHARES:
+            if self._pruned(start, share) is False:
+                self._pruned(start, (less + share) / 2)
+                return
+            if self.done:
+                return
+            less = share
+
+    def _pruned(self, start: Candidate, share: float) -> bool | None:
+        """Whether the pruned model is kept; None if it was not trained, because it cannot meet the target."""
+        name = f"prune {share:.0%}"
+        cut, facts = self.workshop.propose(start, "prune", name, remove=share, importance=self.config.importance)
+        if share < PRUNED_SHARES[-1] and self._too_large(cut):
+            self._add(RungReport(name=name, parameters=cut.parameters, why="too large for the target even with int8"))
+            return None
+        best = self._folded(self._best_tuning(cut))
+        if not self._consider_base(best, refused=facts.refused):
+            return False
+        if "int8" in self.config.rungs and not self.done:
+            self._attempt(_joined(best, "int8"), lambda: self._int8(best))
+        return True
+
+    def _too_large(self, cut: Candidate) -> bool:
+        """Whether 8 bits for each of its parameters would be more than the target allows, as 8 bits for those of the
+        parent were measured to take. Its training is saved."""
+        target, bits8 = self.config.target.size, next((one for one in self.rungs if one.name == "int8"), None)
+        if target is None or bits8 is None or bits8.size_ratio is None:
+            return False
+        return bits8.size_ratio * cut.parameters / self.parent.parameters > target
+
+    def _with_norms(self) -> Candidate:
+        """What pruning starts from: batch norms are folded after the tuning, because training needs them."""
+        return self.parent if any(isinstance(step, FoldStep) for step in self.base.steps) else self.base
+
+    def _folded(self, made: Candidate) -> Candidate:
+        """The candidate with its batch norms folded; as it is if it has none, or cannot be traced."""
+        with contextlib.suppress(ShoalError):
+            return self.workshop.propose(made, "fold", made.name)[0]
+        return made
+
+    def _best_tuning(self, cut: Candidate) -> Candidate:
+        """Tuning with and without a teacher, and the same shape from scratch with the same budget: the best of them in
+        validation. The others are reported."""
+        ways = {"tuned": self._tuning()}
+        if self.config.tune.teacher and self.workshop.job.shape is None:
+            ways["with teacher"] = self._tuning(teacher=True)
+        if self.config.tune.scratch:
+            ways["from scratch"] = self._tuning(scratch=True)
+        made = [replace(self.workshop.tune(cut, step), name=f"{cut.name}, {way}") for way, step in ways.items()]
+        found = self.workshop.judge_all(made)
+        best = min(range(len(made)), key=lambda i: (found[i].drop, i))
+        for i, one in enumerate(made):
+            if i != best:
+                row = RungReport(name=one.name, steps=list(one.steps), artefact=one.artefact, parameters=one.parameters)
+                better = made[best].name.rpartition(", ")[2]
+                why = f"{better} is better" if found[i].drop > found[best].drop else f"{better} is as good"
+                self._add(row.model_copy(update={"quality": found[i], "size_ratio": self._share(one), "why": why}))
+        return made[best]
+
+    def _pack(self) -> None:
+        """Fewer and fewer weights, then shared values. Only size counts here: the file runs as before."""
+        if self.config.target.latency is not None:
+            self._add(RungReport(name="pack", why="it makes nothing faster, and a latency is asked for"))
+            return
+        sizes, current = self.workshop.layers(self.base), self.base
+        teacher = self.config.tune.teacher and self.workshop.job.shape is None
+        good = current
+        for share in KEPT_WEIGHTS:
+            keep = {n: min(1.0, share * (3 if count <= SMALL_LAYER else 1)) for n, count in sizes.items()}
+            current = self.workshop.take(current, ZeroStep(keep=keep))
+            current = self.workshop.tune(current, self._tuning(hold=MaskStep(layers=list(sizes)), teacher=teacher))
+            current = replace(current, name=_joined(self.base, f"{share:.0%} of the weights"))
+            quality = self.workshop.judge(current)
+            if quality.drop_bound > self.config.max_drop:
+                why = f"the drop may be {quality.drop_bound:.2%}: the step before is packed"
+                self._add(RungReport(name=current.name, quality=quality, artefact=current.artefact, why=why))
+                break
+            good = current
+            if self.config.target.size is not None and packed_share(share, bits=4) < self.config.target.size:
+                break
+        for bits in (4, 3):
+            hold = ShareStep(layers=dict.fromkeys(sizes, bits))
+            tuned = self.workshop.tune(good, self._tuning(hold=hold, teacher=teacher))
+            made = replace(self.workshop.take(tuned, PackStep(bits=bits)), name=f"{good.name} + {bits} bits, packed")
+            if not self._consider(made) or self.done:
+                return
+
+    def _low_rank(self) -> None:
+        for share in (0.5, 0.25):
+            cut, _ = self.workshop.propose(self.base, "low_rank", f"low rank {share:.0%}", share=share)
+            made = replace(self.workshop.tune(cut, self._tuning()), name=f"low rank {share:.0%}, tuned")
+            if not self._consider_base(made) or self.done:
+                return
+
+    # ---- measuring and deciding ----
+
+    def _tuning(self, **how: object) -> TuneStep:
+        tune = self.config.tune
+        return TuneStep.model_validate({"epochs": tune.epochs, "lr": tune.lr, **how})
+
+    def _consider(self, made: Candidate) -> bool:
+        """Measure a file, report it, and choose it if it pays."""
+        row = self._measure(made)
+        kept, why = judge_rung(row, now=self.now, config=self.config)
+        row = self._add(row.model_copy(update={"kept": kept, "why": why}))
+        if kept:
+            self.chosen, self.now = made, row
+        return kept
+
+    def _consider_base(
+        self, made: Candidate, *, certificate: Certificate | None = None, refused: dict[str, str] | None = None
+    ) -> bool:
+        """The same for float weights: if they pay against those that there are, the next rungs start from them, even if
+        a file in another form is still smaller."""
+        facts = {"certificate": certificate, "refused": refused or {}}
+        row = self._measure(made).model_copy(update=facts)
+        kept, why = judge_rung(row, now=self._base_row, config=self.config)
+        row = self._add(row.model_copy(update={"kept": kept, "why": why}))
+        if not kept:
+            return False
+        self.base, self._base_row = made, row
+        if judge_rung(row, now=self.now, config=self.config)[0]:
+            self.chosen, self.now = made, row
+        return True
+
+    def _measure(self, made: Candidate, *, against: Candidate | None = None) -> RungReport:
+        """Size, quality and latency of the file; latency against the parent in the same runtime."""
+        is_onnx = made.artefact.path.endswith(".onnx")
+        base = against or (self._onnx_parent if is_onnx and self._onnx_parent else self.parent)
+        row = RungReport(
+            name=made.name,
+            steps=list(made.steps),
+            artefact=made.artefact,
+            size_ratio=self._share(made),
+            parameters=made.parameters,
+            quality=self.workshop.judge(made),
+        )
+        if made.artefact.path.endswith(".packed"):
+            return row
+        models = {"base": base, "eager": self.parent, "made": made}
+        times = {one.name: one for one in self.workshop.time(models)}
+        eager = {s: times["made"].seconds[s] / v for s, v in times["eager"].seconds.items()}
+        latency = times["made"].model_copy(update={"name": base.name})
+        return row.model_copy(update={"latency": latency, "eager_ratio": eager})
+
+    def _share(self, made: Candidate) -> float:
+        return made.artefact.size_bytes / self.parent.artefact.size_bytes
+
+    def _add(self, row: RungReport) -> RungReport:
+        self.rungs.append(row)
+        said = "kept" if row.kept else "not kept"
+        self._show(f"{row.name}: {said}{f' ({row.why})' if row.why else ''}")
+        return row
+
+    def _attempt(self, name: str, act: Callable[[], object]) -> None:
+        """A rung that the model or its libraries do not allow is reported; the ladder goes on."""
+        try:
+            act()
+        except (ShoalError, ErrorGroup) as failure:
+            errors = failure.errors if isinstance(failure, ErrorGroup) else [failure]
+            if any(one.code in CANNOT_CONTINUE for one in errors):
+                raise
+            self._add(RungReport(name=name, why="; ".join(f"{one.code}: {one.message}" for one in errors)))
+
+
+def _joined(start: Candidate, what: str) -> str:
+    return what if start.name == "parent" else f"{start.name} + {what}"

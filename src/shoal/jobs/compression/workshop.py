@@ -1,0 +1,186 @@
+"""Takes the steps of a recipe, each in a process of its own or as an ordinary run. The parent is only read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import RunError, error
+from shoal.fleet.forkserver import ForkServer
+from shoal.jobs import run_executor
+from shoal.jobs.probes import run_probe
+from shoal.plan.compression import tune_job
+from shoal.spec.compression.measured import Artefact, Latency, ModelFile, Quality, ShapedModel
+from shoal.spec.compression.steps import (
+    CutStep,
+    FoldStep,
+    LowRankStep,
+    OnnxStep,
+    PackStep,
+    ShapeStep,
+    Step,
+    TuneStep,
+    ZeroStep,
+)
+from shoal.spec.job import Job
+
+BATCH_SIZES = (1, 64)
+Show = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model on its way down. `weights` is always a safetensors file; `artefact` is the file that is judged."""
+
+    name: str
+    weights: Artefact
+    artefact: Artefact
+    shape: tuple[ShapeStep, ...] = ()
+    steps: tuple[Step, ...] = ()
+    parameters: int = 0
+
+    @property
+    def source(self) -> ModelFile:
+        return ModelFile(path=self.weights.path, shape=list(self.shape))
+
+    @property
+    def file(self) -> ModelFile:
+        return ModelFile(path=self.artefact.path, shape=list(self.shape))
+
+
+class Workshop:
+    """`folder` gets the files of every attempt. One fork server starts all processes."""
+
+    def __init__(self, job: Job, folder: Path, *, fork_server: ForkServer) -> None:
+        self.job, self.folder = job, folder
+        self._fork_server = fork_server
+        self._attempts = 0
+        self.parent: Candidate | None = None
+
+    def open_parent(self, weights: str) -> Candidate:
+        shape = self.job.shape.steps if self.job.shape else []
+        made = self._shaped(
+            "describe", file=ModelFile(path=weights, shape=list(shape)), out=self.new_path("safetensors")
+        )
+        assert made.weights is not None
+        self.parent = Candidate("parent", made.weights, made.weights, tuple(shape), (), made.parameters)
+        return self.parent
+
+    def new_path(self, ending: str) -> str:
+        """A new directory for one attempt, and a file in it."""
+        self._attempts += 1
+        directory = self.folder / f"{self._attempts:03d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        return str(directory / f"model.{ending}")
+
+    # ---- steps ----
+
+    def take(self, candidate: Candidate, step: Step) -> Candidate:
+        """The candidate after a known step."""
+        if isinstance(step, FoldStep | CutStep | LowRankStep):
+            made = self._shaped("apply", file=candidate.source, steps=_plain([step]), out=self.new_path("safetensors"))
+            return self.reshaped(candidate, candidate.name, made)
+        if isinstance(step, ZeroStep):
+            made = self._shaped("zero", file=candidate.source, keep=step.keep, out=self.new_path("safetensors"))
+            return self._weighted(candidate, made, step)
+        if isinstance(step, TuneStep):
+            return self.tune(candidate, step)
+        if isinstance(step, OnnxStep):
+            out, how = self.new_path("onnx"), {"bits": step.bits, "samples": step.samples}
+            found = self._ask("onnx", file=candidate.source, out=out, **how)
+        else:
+            assert isinstance(step, PackStep)
+            found = self._ask("pack", file=candidate.source, out=self.new_path("packed"), bits=step.bits)
+        return replace(candidate, artefact=Artefact.model_validate(found), steps=(*candidate.steps, step))
+
+    def propose(self, candidate: Candidate, action: str, name: str, **arguments: Any) -> tuple[Candidate, ShapedModel]:
+        """What an action finds out about the candidate: new steps, and the candidate after them."""
+        out = self.new_path("safetensors")
+        made = self._shaped(action, file=candidate.source, out=out, **arguments)
+        return self.reshaped(candidate, name, made), made
+
+    def reshaped(self, candidate: Candidate, name: str, made: ShapedModel) -> Candidate:
+        if made.weights is None:
+            return candidate
+        return Candidate(
+            name,
+            made.weights,
+            made.weights,
+            (*candidate.shape, *made.steps),
+            (*candidate.steps, *made.steps),  # type: ignore[arg-type]
+            made.parameters,
+        )
+
+    def _weighted(self, candidate: Candidate, made: ShapedModel, step: Step) -> Candidate:
+        assert made.weights is not None
+        return replace(
+            candidate,
+            weights=made.weights,
+            artefact=made.weights,
+            steps=(*candidate.steps, step),
+            parameters=made.parameters,
+        )
+
+    def tune(self, candidate: Candidate, step: TuneStep) -> Candidate:
+        """Train the shape as an ordinary run in this folder. Raises the error of a run that fails or is stopped."""
+        assert self.parent is not None
+        start = None if step.scratch else self._held(candidate, step)
+        teacher = self.parent.weights.path if step.teacher else None
+        job = tune_job(self.job, step, shape=candidate.shape, weights=start, teacher=teacher)
+        result = run_executor.run(job, runs=self.folder / "runs", fork_server=self._fork_server)
+        if result.error is not None:
+            raise result.error
+        if result.status != "finished":
+            raise RunError("SH606", f"the tuning was {result.status}", where=str(result.paths.root))
+        shape = [*candidate.shape, *([step.hold] if step.hold else [])]
+        trained = ModelFile(path=str(result.paths.model / "model.safetensors"), shape=list(shape))
+        made = self._shaped("plain", file=trained, out=self.new_path("safetensors"))
+        return self._weighted(candidate, made, step)
+
+    def _held(self, candidate: Candidate, step: TuneStep) -> str:
+        """The file that the training starts from: with the masks or codes of these weights, if they are held."""
+        if step.hold is None:
+            return candidate.weights.path
+        made = self._shaped("apply", file=candidate.source, steps=_plain([step.hold]), out=self.new_path("safetensors"))
+        assert made.weights is not None
+        return made.weights.path
+
+    # ---- measurements ----
+
+    def judge(self, candidate: Candidate, *, part: str = "validation") -> Quality:
+        return self.judge_all([candidate], part=part)[0]
+
+    def judge_all(self, candidates: Sequence[Candidate], *, part: str = "validation") -> list[Quality]:
+        """Each file, loaded back from disk, against the parent."""
+        assert self.parent is not None
+        files = {str(i): one.file.model_dump(mode="json") for i, one in enumerate(candidates)}
+        found = self._ask("quality", parent=self.parent.file, models=files, part=part)["found"]
+        return [Quality.model_validate(one) for one in found]
+
+    def time(self, models: Mapping[str, Candidate], sizes: Sequence[int] = BATCH_SIZES) -> list[Latency]:
+        files = {name: one.file.model_dump(mode="json") for name, one in models.items()}
+        found = self._ask("latency", models=files, sizes=list(sizes))["found"]
+        return [Latency.model_validate(one) for one in found]
+
+    def layers(self, candidate: Candidate) -> dict[str, int]:
+        found = self._ask("layers", file=candidate.source)["weights"]
+        return {str(name): int(count) for name, count in found.items()}
+
+    def export(self, candidate: Candidate, **arguments: Any) -> dict[str, Any]:
+        return dict(self._ask("export", file=candidate.source, **arguments))
+
+    def _shaped(self, action: str, **arguments: Any) -> ShapedModel:
+        return ShapedModel.model_validate(self._ask(action, **arguments))
+
+    def _ask(self, action: str, **arguments: Any) -> Mapping[str, Any]:
+        plain = {k: v.model_dump(mode="json") if isinstance(v, ModelFile) else v for k, v in arguments.items()}
+        found = run_probe("compress", self.job, fork_server=self._fork_server, action=action, arguments=plain)
+        if not isinstance(found, Mapping):
+            raise error("SH603", f"the process gave no answer to '{action}'")
+        return found
+
+
+def _plain(steps: Sequence[Any]) -> list[Any]:
+    return [step.model_dump(mode="json") for step in steps]

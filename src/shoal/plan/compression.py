@@ -1,0 +1,162 @@
+"""Decisions of a compression: what to train, whether a rung is kept, whether the targets are met."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.errors import error
+from shoal.spec.compression.config import CompressConfig, DistilConfig, TargetConfig, parse_share
+from shoal.spec.compression.measured import Quality, RungReport
+from shoal.spec.compression.steps import ModelShape, ShapeStep, TuneStep
+from shoal.spec.job import InitFromConfig, Job
+
+SMALLER = 0.99
+DEFAULT_LR = 1e-3
+_TARGET = re.compile(r"\s*(size|latency)\s*<=?\s*(\S+)\s*")
+
+
+def parse_targets(texts: Sequence[str]) -> TargetConfig:
+    """From `size<25%` and `latency<50%`."""
+    found: dict[str, float] = {}
+    for text in texts:
+        match = _TARGET.fullmatch(text)
+        try:
+            if match is None or match[1] in found:
+                raise ValueError
+            found[match[1]] = float(parse_share(match[2]))
+            TargetConfig.model_validate(found)
+        except ValueError:
+            fix = "Write --target 'size<25%' or --target 'latency<50%', each at most once."
+            raise error("SH609", f"'{text}' is not a target", where="--target", fix=fix) from None
+    return TargetConfig(**found)
+
+
+def parse_drop(text: str) -> float:
+    """From `0.5%`."""
+    try:
+        return CompressConfig.model_validate({"max_drop": parse_share(text)}).max_drop
+    except ValueError:
+        fix = "Write a percentage, such as --max-drop 0.5%."
+        raise error("SH609", f"'{text}' is not a drop", where="--max-drop", fix=fix) from None
+
+
+def tune_job(
+    parent: Job, step: TuneStep, *, shape: Sequence[ShapeStep], weights: str | None, teacher: str | None
+) -> Job:
+    """The job that trains a compressed shape: the parent's, with its optimizer at another rate."""
+    factor = 1.0 if step.scratch else step.lr
+    steps = [*shape, *([step.hold] if step.hold else [])]
+    return parent.model_copy(
+        update={
+            "name": "tune",
+            "shape": ModelShape(steps=steps) if steps else None,
+            "init_from": InitFromConfig(path=weights) if weights else None,
+            "distil": DistilConfig(teacher=teacher) if teacher else None,
+            "epochs": step.epochs,
+            "steps": None,
+            "stop_early": None,
+            "optimizer": _with_rate(parent.optimizer, factor),
+            "export": [],
+            "checkpoint": parent.checkpoint.model_copy(update={"path": None}),
+            "compress": CompressConfig(),
+        }
+    )
+
+
+def _with_rate(optimizer: Any, factor: float) -> Any:
+    def scaled(args: dict[str, Any], default: float | None) -> dict[str, Any]:
+        rate = args.get("lr", default)
+        return args if rate is None or factor == 1.0 else {**args, "lr": rate * factor}
+
+    groups = [group.model_copy(update={"args": scaled(group.args, None)}) for group in optimizer.groups]
+    return optimizer.model_copy(update={"args": scaled(optimizer.args, DEFAULT_LR), "groups": groups})
+
+
+def judge_rung(rung: RungReport, *, now: RungReport, config: CompressConfig) -> tuple[bool, str]:
+    """Whether the rung replaces what there is now, and why."""
+    if (loss := _quality_loss(rung, config)) is not None:
+        return False, loss
+    smaller = _smaller(rung, now)
+    faster = _faster(rung, now)
+    if smaller and faster is not False:
+        return True, "smaller" if faster is None else "smaller and faster"
+    if faster and not smaller:
+        return (True, "faster") if config.target.size is None or _size(rung) <= _size(now) else (False, "larger")
+    if smaller:
+        return (False, "slower") if config.target.latency is not None else (True, "smaller, and slower")
+    return False, "neither smaller nor faster"
+
+
+def _quality_loss(rung: RungReport, config: CompressConfig) -> str | None:
+    """Why the rung is not good enough; None if it is. A proof counts more than samples, if no sample contradicts it."""
+    quality, certificate = rung.quality, rung.certificate
+    if certificate is not None and certificate.claim == "proven" and (quality is None or quality.drop <= 0):
+        return None
+    if quality is None:
+        return "its quality was not measured"
+    if quality.drop_bound <= config.max_drop:
+        return None
+    if quality.smallest_bound > config.max_drop:
+        return (
+            f"{quality.samples} samples cannot show a drop of {config.max_drop:.2%} or less: "
+            f"{quality.smallest_bound:.2%} is the least that they can"
+        )
+    return f"the drop may be {quality.drop_bound:.2%}, more than {config.max_drop:.2%}"
+
+
+def _size(rung: RungReport) -> float:
+    return 1.0 if rung.size_ratio is None else rung.size_ratio
+
+
+def _smaller(rung: RungReport, now: RungReport) -> bool:
+    return _size(rung) < _size(now) * SMALLER
+
+
+def latency_ratio(rung: RungReport) -> float | None:
+    """The ratio at the batch size where the rung does worst; None if it was not measured."""
+    return max((one.median for one in rung.latency.ratios.values()), default=None) if rung.latency else None
+
+
+def _faster(rung: RungReport, now: RungReport) -> bool | None:
+    """None if it cannot be told: not measured, or the quartiles of the ratios to what there is now cover 1."""
+    mine, other = latency_ratio(rung), latency_ratio(now)
+    if mine is None or rung.latency is None:
+        return None
+    spread = max(one.high - one.low for one in rung.latency.ratios.values())
+    if abs(mine - (other or 1.0)) <= spread:
+        return None
+    return mine < (other or 1.0)
+
+
+def meets_targets(rung: RungReport, target: TargetConfig) -> bool:
+    """A latency target holds at every batch size that was measured, in the same runtime as the parent."""
+    size_met = target.size is None or _size(rung) < target.size
+    ratio = latency_ratio(rung)
+    latency_met = target.latency is None or (ratio is not None and ratio < target.latency)
+    return size_met and latency_met
+
+
+def shrink_step(job: Job, steps: int, evaluations: Sequence[int]) -> int:
+    """The step after which the model shrinks: the first evaluation at or after `shrink.at`. SH668 if there is none
+    before the end."""
+    assert job.shrink is not None
+    found = next((step for step in evaluations if job.shrink.at * steps <= step < steps), None)
+    if found is None:
+        message = f"no evaluation lies between {job.shrink.at:.0%} of the {steps} steps and the end"
+        raise error("SH668", message, where="shrink.at", fix="Evaluate more often (`evaluate`), or shrink earlier.")
+    return found
+
+
+def packed_share(keep: float, *, bits: int) -> float:
+    """About how large a packed file is if this share of the weights is not zero: the entropy of which ones, and their
+    codes. Files are 8 % larger than that."""
+    which = -(keep * math.log2(keep) + (1 - keep) * math.log2(1 - keep)) if keep < 1 else 0.0
+    return 1.08 * (which + keep * bits) / 32
+
+
+def undecidable(quality: Quality, max_drop: float) -> bool:
+    """Whether no change of any prediction could be allowed with so few samples."""
+    return quality.smallest_bound > max_drop

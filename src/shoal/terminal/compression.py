@@ -1,0 +1,70 @@
+"""The report of a compression: a table with every rung, and what speaks for the result."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.spec.compression.measured import CompressionReport, RungReport
+from shoal.terminal import formatting
+
+
+def print_report(console: Console, report: CompressionReport) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name, right in (
+        ("rung", 0),
+        ("size", 1),
+        ("", 1),
+        ("batch 1", 1),
+        ("batch 64", 1),
+        ("quality", 1),
+        ("drop", 1),
+    ):
+        table.add_column(name, justify="right" if right else "left")
+    table.add_column("", overflow="fold")
+    for one in report.rungs:
+        style = "bold" if one.name == report.chosen else "" if one.kept else "dim"
+        table.add_row(*_cells(one), style=style)
+    console.print(table)
+    console.print(
+        f"Latency is CPU time per call with {report.threads} thread, as a ratio to the parent in the same runtime: "
+        "median and quartiles. The drop is on the validation part, with its 95 % bound."
+    )
+    for line in _verdict(report):
+        console.print(line)
+
+
+def _cells(one: RungReport) -> list[str]:
+    size = formatting.size(one.artefact.size_bytes) if one.artefact else ""
+    share = f"{one.size_ratio:.1%}" if one.size_ratio is not None else ""
+    quality, drop = "", ""
+    if one.quality:
+        quality = f"{one.quality.value:.4f}"
+        drop = f"{one.quality.drop:+.2%} ≤ {one.quality.drop_bound:.2%}"
+    said = ("kept: " if one.kept else "") + one.why
+    return [one.name, size, share, _latency(one, 1), _latency(one, 64), quality, drop, said]
+
+
+def _latency(one: RungReport, batch: int) -> str:
+    ratio = one.latency.ratios.get(batch) if one.latency else None
+    return f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})" if ratio else ""
+
+
+def _verdict(report: CompressionReport) -> list[str]:
+    lines = [f"The result is '{report.chosen}'." + ("" if report.targets_met else " It does not meet the targets.")]
+    chosen = next((one for one in report.rungs if one.name == report.chosen), None)
+    if chosen and (found := chosen.certificate):
+        where = "for every input from the smallest to the largest value of the training samples"
+        what = where if found.claim == "proven" else "on the training samples"
+        lines.append(
+            f"Equal {what}, in exact arithmetic. Largest measured difference of an output: "
+            f"{found.difference_float64:.1e} in float64 and {found.difference_float32:.1e} in float32 on "
+            f"{found.samples} samples, {found.difference_points:.1e} in float64 on {found.points} random inputs."
+        )
+    if report.test:
+        test = report.test
+        lines.append(
+            f"Test part, looked at once: {test.metric} {test.value:.4f}, the parent {test.parent:.4f} "
+            f"(drop {test.drop:+.2%}, at most {test.drop_bound:.2%}, {test.samples} samples)."
+        )
+    return lines + [f"Note: {note}" for note in report.notes]

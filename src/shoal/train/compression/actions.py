@@ -1,0 +1,315 @@
+"""The actions that a driver asks for. Each gets typed data, writes files below `out`, and returns typed data."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+
+from shoal.checkpoint.export import export_model
+from shoal.compression.bounds import Bounds
+from shoal.compression.dependency import find_groups
+from shoal.compression.groups import tensors_in
+from shoal.compression.importance import by_magnitude, by_taylor, by_zeros, cut_least
+from shoal.compression.lossless import FoundCut, cut_from_box, cut_from_samples, fold_step
+from shoal.compression.measure import measure_in_turns
+from shoal.compression.onnx_files import export_onnx, quantise_onnx
+from shoal.compression.packed_file import write_packed
+from shoal.compression.shape import CONVOLUTIONS, apply_steps, count_parameters, plain_state
+from shoal.errors import error
+from shoal.events import EventWriter
+from shoal.lanes.torch_setup import prepare_torch
+from shoal.spec.compression.measured import Certificate, ModelFile, ShapedModel
+from shoal.spec.compression.steps import LowRankStep, ShapeStep
+from shoal.spec.job import Job
+from shoal.spec.run_paths import RunPaths
+from shoal.train.compression.quality import judge
+from shoal.train.compression.subject import Subject, artefact_of, save_weights, single_input
+
+PROOF_SAMPLES = 512
+PROOF_POINTS = 2000
+IMPORTANCE_SAMPLES = 1024
+_STEPS: TypeAdapter[list[Any]] = TypeAdapter(list[ShapeStep])
+
+
+def answer(job: Job, paths: RunPaths, stream: EventWriter, *, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The answer of one action, as plain data."""
+    prepare_torch(job)
+    found: dict[str, Any] = ACTIONS[action](Subject(job), **arguments)
+    return found
+
+
+def _file(value: Any) -> ModelFile:
+    return ModelFile.model_validate(value)
+
+
+def _shaped(subject: Subject, file: ModelFile, steps: list[Any], out: str, **facts: Any) -> dict[str, Any]:
+    """Apply the steps to the model of the file and save the weights."""
+    model = apply_steps(subject.model(file), steps)
+    weights = save_weights(model.state_dict(), Path(out))
+    made = ShapedModel(steps=steps, weights=weights, parameters=count_parameters(model), **facts)
+    return made.model_dump(mode="json")
+
+
+def describe(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
+    """The model as it is, saved once more: its size is compared with that of others."""
+    return _shaped(subject, _file(file), [], out)
+
+
+def apply(subject: Subject, *, file: Any, steps: Any, out: str) -> dict[str, Any]:
+    """Known steps, from a recipe."""
+    return _shaped(subject, _file(file), _STEPS.validate_python(steps), out)
+
+
+def fold(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
+    """Batch norms as part of the layers before them."""
+    model_file = _file(file)
+    step = fold_step(subject.model(model_file))
+    return _shaped(subject, model_file, [step], out) if step else ShapedModel().model_dump(mode="json")
+
+
+def lossless(subject: Subject, *, file: Any, out: str, claim: str, box: str) -> dict[str, Any]:
+    """Everything that can go without an error: with a proof for a box of inputs, or on the training samples."""
+    model_file = _file(file)
+    model = subject.model(model_file)
+    steps: list[Any] = [step for step in [fold_step(model)] if step]
+    folded = apply_steps(copy.deepcopy(model), steps)
+    bounds = input_box(subject, per_feature=box == "features")
+    if claim == "proven":
+        cut = cut_from_box(folded.double(), bounds)
+    else:
+        cut = cut_from_samples(folded, (single_input(b) for b in subject.train_batches(len(subject.data.train), 256)))
+    steps += [cut.step] if cut.step else []
+    if not steps:
+        return ShapedModel(refused=dict(cut.refused)).model_dump(mode="json")
+    certificate = _certify(subject, model, steps, bounds, claim)
+    return _shaped(subject, model_file, steps, out, certificate=certificate, **_facts(cut))
+
+
+def _facts(cut: FoundCut) -> dict[str, Any]:
+    return {"removed": dict(cut.removed), "refused": dict(cut.refused)}
+
+
+@torch.no_grad()
+def _certify(subject: Subject, model: nn.Module, steps: list[Any], box: Bounds, claim: str) -> Certificate:
+    """Measure the largest difference of outputs, on training samples and on random points of the box."""
+    changed = apply_steps(copy.deepcopy(model), steps)
+    exact = copy.deepcopy(model).double()
+    exact_changed = apply_steps(copy.deepcopy(exact), steps)
+    single, double, samples = 0.0, 0.0, 0
+    for batch in subject.train_batches(PROOF_SAMPLES):
+        x = single_input(batch)
+        single = max(single, _difference(model, changed, x))
+        double = max(double, _difference(exact, exact_changed, x.double()))
+        samples += batch.size
+    generator = torch.Generator().manual_seed(subject.job.seed)
+    points = 0.0
+    for _ in range(PROOF_POINTS // 100):
+        share = torch.rand((100, *box.low.shape[1:]), dtype=torch.float64, generator=generator)
+        points = max(points, _difference(exact, exact_changed, box.low + share * (box.high - box.low)))
+    return Certificate(
+        claim=claim,
+        low=float(box.low.min()),
+        high=float(box.high.max()),
+        samples=samples,
+        points=PROOF_POINTS,
+        difference_float64=double,
+        difference_float32=single,
+        difference_points=points,
+    )
+
+
+def _difference(one: nn.Module, other: nn.Module, inputs: torch.Tensor) -> float:
+    return float((one(inputs) - other(inputs)).abs().max())
+
+
+def input_box(subject: Subject, *, per_feature: bool) -> Bounds:
+    """The smallest and largest values of the training samples: of all inputs together, or of each for itself."""
+    low = high = None
+    for batch in subject.train_batches(len(subject.data.train), 256):
+        x = single_input(batch).double()
+        small, large = x.amin(0, keepdim=True), x.amax(0, keepdim=True)
+        low = small if low is None else torch.minimum(low, small)
+        high = large if high is None else torch.maximum(high, large)
+    assert low is not None
+    assert high is not None
+    if not per_feature:
+        low, high = low.min().expand_as(low).clone(), high.max().expand_as(high).clone()
+    return Bounds(low, high)
+
+
+def prune(subject: Subject, *, file: Any, out: str, remove: float, importance: str) -> dict[str, Any]:
+    """Remove the channels that matter least. SH662 if no layer can be cut."""
+    model_file = _file(file)
+    model = subject.model(model_file)
+    example = next(subject.train_batches(2))
+    groups = find_groups(model, tuple(example.inputs))
+    if not groups.found:
+        why = "; ".join(f"{name}: {text}" for name, text in list(groups.refused.items())[:5])
+        raise error("SH662", f"no layer can be cut ({why})", where="prune")
+    if importance == "magnitude":
+        scores = by_magnitude(model, groups.found)
+    else:
+        steps = subject.lane_batches(IMPORTANCE_SAMPLES)
+        task = subject.task(model_file.shape)
+        if importance == "taylor":
+            scores = by_taylor(model, groups.found, steps, lambda batch: _mean_loss(task.loss(model, batch)))
+        else:
+            scores = by_zeros(model, groups.found, steps, lambda batch: task.predict(model, batch))
+    cut = cut_least(groups.found, scores, remove=remove)
+    model(*example.inputs)
+    with torch.no_grad():
+        apply_steps(copy.deepcopy(model), [cut])(*example.inputs)  # the user's own code must accept the shape
+    return _shaped(subject, model_file, [cut], out, refused=dict(groups.refused))
+
+
+def _mean_loss(loss: Any) -> torch.Tensor:
+    mean: torch.Tensor = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    return mean
+
+
+def low_rank(subject: Subject, *, file: Any, out: str, share: float) -> dict[str, Any]:
+    """Dense layers as products, where that has fewer weights."""
+    model_file = _file(file)
+    ranks = {}
+    for name, layer in subject.model(model_file).named_modules():
+        if isinstance(layer, nn.Linear):
+            rows, columns = layer.weight.shape
+            rank = max(int(min(rows, columns) * share), 1)
+            if rank * (rows + columns) < rows * columns:
+                ranks[name] = rank
+    if not ranks:
+        raise error("SH662", "no dense layer becomes smaller as a product", where="low_rank")
+    return _shaped(subject, model_file, [LowRankStep(layers=ranks)], out)
+
+
+def zero(subject: Subject, *, file: Any, out: str, keep: dict[str, float]) -> dict[str, Any]:
+    """Set the smallest weights of layers to zero."""
+    model_file = _file(file)
+    model = subject.model(model_file)
+    with torch.no_grad():
+        for name, share in keep.items():
+            weight: Any = model.get_submodule(name).weight
+            count = max(int(weight.numel() * share), 1)
+            order = weight.abs().flatten().sort(descending=True, stable=True).indices
+            mask = torch.zeros(weight.numel(), dtype=torch.bool)
+            mask[order[:count]] = True
+            weight.mul_(mask.reshape(weight.shape))
+    weights = save_weights(model.state_dict(), Path(out))
+    return ShapedModel(weights=weights, parameters=count_parameters(model)).model_dump(mode="json")
+
+
+def layers(subject: Subject, *, file: Any) -> dict[str, Any]:
+    """Dense layers and convolutions, with their numbers of weights."""
+    kinds = (nn.Linear, *CONVOLUTIONS)
+    found = {n: m.weight.numel() for n, m in subject.model(_file(file)).named_modules() if isinstance(m, kinds)}
+    return {"weights": found}
+
+
+def plain(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
+    """The weights at the values that are used, without masks, codes and rounding."""
+    model = subject.model(_file(file))
+    weights = save_weights(plain_state(model), Path(out))
+    return ShapedModel(weights=weights, parameters=count_parameters(model)).model_dump(mode="json")
+
+
+def onnx(subject: Subject, *, file: Any, out: str, bits: int, samples: int) -> dict[str, Any]:
+    """Write the model for onnxruntime. The batches that calibrate are those of the lanes in training."""
+    model, example = subject.model(_file(file)), next(subject.train_batches(2))
+    target = Path(out)
+    plain_file = target.with_name(f"float-{target.name}") if bits == 8 else target
+    export_onnx(model, tuple(example.inputs), plain_file)
+    if bits == 8:
+        lanes = [b for step in subject.lane_batches(samples) for b in step if b]
+        quantise_onnx(plain_file, target, [tuple(batch.inputs) for batch in lanes])
+        plain_file.unlink()
+    return _compared(subject, model, target, file)
+
+
+def _compared(subject: Subject, model: nn.Module, target: Path, file: Any) -> dict[str, Any]:
+    """The written file, with the largest difference of its outputs, loaded back."""
+    batch = next(subject.train_batches(64))
+    back = subject.model(_file(file).model_copy(update={"path": str(target)}))
+    with torch.no_grad():
+        pairs = zip(tensors_in(model(*batch.inputs)), tensors_in(back(*batch.inputs)), strict=True)
+        difference = max(float((one - other).abs().max()) for one, other in pairs)
+    return artefact_of(target).model_copy(update={"difference": difference}).model_dump(mode="json")
+
+
+def pack(subject: Subject, *, file: Any, out: str, bits: int) -> dict[str, Any]:
+    """Write the weights with few bits, entropy coded."""
+    model = subject.model(_file(file))
+    write_packed(Path(out), plain_state(model), bits=bits)
+    return _compared(subject, model, Path(out), file)
+
+
+def export(subject: Subject, *, file: Any, out: str, info: dict[str, Any], program: bool) -> dict[str, Any]:
+    """Write the model's directory as a training does."""
+    model, example = subject.model(_file(file)), next(subject.train_batches(2))
+    skipped: list[str] = []
+
+    def note(kind: str, /, **fields: Any) -> None:
+        skipped.append(f"{fields.get('what')}: {fields.get('reason')}")
+
+    content = export_model(
+        out,
+        model,
+        info=info | {"classes": subject.data.train.source.classes},
+        example_inputs=tuple(example.inputs),
+        program=program,
+        emit=note,
+    )
+    return {
+        "weights_sha256": content["weights_sha256"],
+        "parameters": count_parameters(model),
+        "samples": subject.data.sizes,
+        "skipped": skipped,
+        "platform": {
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        },
+    }
+
+
+def quality(subject: Subject, *, parent: Any, models: dict[str, Any], part: str) -> dict[str, Any]:
+    found = judge(subject, _file(parent), {name: _file(one) for name, one in models.items()}, part=part)
+    return {"found": [one.model_dump(mode="json") for one in found]}
+
+
+def latency(subject: Subject, *, models: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
+    """CPU time per call in turns, with one thread, as ratios to the first model."""
+    torch.set_num_threads(1)
+    built = {name: subject.model(_file(one)) for name, one in models.items()}
+    batches = {}
+    for size in sizes:
+        batch = next(subject.train_batches(size, size))
+        if batch.size == size:
+            batches[size] = batch.inputs
+    return {"found": [one.model_dump(mode="json") for one in measure_in_turns(built, batches)]}
+
+
+_ACTIONS = (
+    describe,
+    apply,
+    fold,
+    lossless,
+    prune,
+    low_rank,
+    zero,
+    layers,
+    plain,
+    onnx,
+    pack,
+    export,
+    quality,
+    latency,
+)
+ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {action.__name__: action for action in _ACTIONS}

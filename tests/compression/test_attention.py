@@ -1,0 +1,133 @@
+"""Heads of attention are found by what a model computes, and cut in a form that its code accepts."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.compression.dependency import find_groups
+from shoal.compression.importance import by_magnitude, by_taylor, by_zeros, cut_channels, cut_least
+from shoal.compression.shape import apply_steps, count_parameters
+from shoal.errors import ShoalError
+from shoal.spec.compression.steps import CutStep, Kept
+from tests.compression.networks import Apart, Encoder, Recurrent, Transformer
+
+TOKENS = torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def groups_of(make):
+    torch.manual_seed(0)
+    model = make().eval()
+    return model, find_groups(model, (TOKENS,))
+
+
+def members(group):
+    return {(one.layer, one.is_input) for one in group.members}
+
+
+def test_own_attention_keeps_its_width():
+    """Its code reshapes to the old width: zeros fill it."""
+    _, groups = groups_of(Transformer)
+    kinds = {one.name: (one.kind, one.channels) for one in groups.found}
+    assert kinds == {
+        f"blocks.{i}.{name}": kind for i in (0, 1) for name, kind in (("qkv", ("filled", 2)), ("up", ("channels", 64)))
+    }
+    assert members(groups.found[0]) == {("blocks.0.qkv", False), ("blocks.0.out", True)}
+    assert groups.found[0].members[0].columns[1] == tuple(16 * part + 8 + i for part in range(3) for i in range(8))
+    assert set(groups.refused) == {"head", *(f"blocks.{i}.{n}" for i in range(2) for n in ("out", "down"))}
+
+
+def test_heads_of_separate_layers_are_really_cut():
+    model, groups = groups_of(Apart)
+    assert [(one.kind, one.channels) for one in groups.found] == [("heads", 4)]
+    assert members(groups.found[0]) == {("q", False), ("k", False), ("v", False), ("out", True)}
+    small = apply_steps(model, [cut_least(groups.found, by_magnitude(model, groups.found), remove=0.5)])
+    assert {small.get_submodule(name).weight.shape for name in "qkv"} == {(8, 16)}
+
+
+@pytest.mark.parametrize("make", [Transformer, Apart, Encoder])
+def test_a_model_without_a_head_is_the_one_that_ignores_it(make):
+    model, groups = groups_of(make)
+    heads = [one for one in groups.found if one.kind != "channels"]
+    kept = [[c for c in range(one.channels) if c != 1] for one in heads]
+    small = apply_steps(copy.deepcopy(model), [cut_channels(heads, kept)])
+    assert count_parameters(small) < count_parameters(model)
+    with torch.no_grad():
+        for group in heads:
+            for member in group.members:
+                if member.is_input:
+                    model.get_submodule(member.layer).weight[:, list(member.columns[1])] = 0
+    assert torch.allclose(small(TOKENS), model(TOKENS), atol=1e-5)
+    again = apply_steps(make(), [cut_channels(heads, kept)]).eval()
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(TOKENS), small(TOKENS))
+
+
+@pytest.mark.parametrize("score", ["taylor", "zeros"])
+def test_scores_over_lanes_count_heads_too(score):
+    model, groups = groups_of(Encoder)
+    steps = [[TOKENS[:1], TOKENS[1:]]]
+    if score == "taylor":
+        scores = by_taylor(model, groups.found, steps, lambda batch: model(batch).square().mean())
+    else:
+        scores = by_zeros(model, groups.found, steps, model)
+    assert [len(one) for one in scores] == [one.channels for one in groups.found]
+    small = apply_steps(copy.deepcopy(model), [cut_least(groups.found, scores, remove=0.5)])
+    assert small(TOKENS).shape == model(TOKENS).shape
+    assert small.encoder.layers[0].self_attn.num_heads == 2
+    small.train()(TOKENS).sum().backward()
+
+
+def test_fewer_heads_give_weights_and_take_masks():
+    torch.manual_seed(0)
+    whole = nn.MultiheadAttention(8, 2).eval()
+    both = apply_steps(nn.Sequential(copy.deepcopy(whole)), [CutStep(layers={"0": Kept(heads="0-1")})])[0].eval()
+    x = torch.rand(5, 3, 8)
+    padding = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 3 + [True] * 2])
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    for masks in ({}, {"key_padding_mask": padding}, {"attn_mask": causal}):
+        for one, other in zip(whole(x, x, x, **masks), both(x, x, x, **masks), strict=True):
+            assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_a_recurrent_layer_is_named():
+    _, groups = groups_of(Recurrent)
+    assert groups.refused["recurrent"].startswith("a recurrent layer")
+    assert [one.name for one in groups.found] == ["head.0"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "why"),
+    [(Kept(heads="0,4"), "has no 4"), (Kept(out="0", wide="out"), "cannot keep its width")],
+)
+def test_heads_that_do_not_fit(kept, why):
+    with pytest.raises(ShoalError, match=why) as refused:
+        apply_steps(nn.Sequential(nn.MultiheadAttention(8, 2)), [CutStep(layers={"0": kept})])
+    assert refused.value.code == "SH660"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["Bert", "Llama"])
+def test_models_of_hugging_face(kind):
+    hub = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(hub, f"{kind}Config")(**sizes, intermediate_size=64)
+    name = "BertForSequenceClassification" if kind == "Bert" else "LlamaForCausalLM"
+    model = Logits(getattr(hub, name)(config)).eval()
+    groups = find_groups(model, (TOKENS,))
+    assert [one.kind for one in groups.found if "self" in one.name] == ["heads"] * 2
+    assert sum(one.kind == "channels" for one in groups.found) >= 2
+    small = apply_steps(copy.deepcopy(model), [cut_least(groups.found, by_magnitude(model, groups.found), remove=0.5)])
+    assert small(TOKENS).shape == model(TOKENS).shape
+    assert count_parameters(small) < 0.8 * count_parameters(model)
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).logits

@@ -1,0 +1,167 @@
+"""What is removed with a proof changes no output, on any point of the box; what cannot be proven stays."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shoal.compression.bounds import Bounds, propagate, trace
+from shoal.compression.lossless import cut_from_box, cut_from_samples, fold_step
+from shoal.compression.shape import apply_steps, count_parameters
+from shoal.errors import ShoalError
+from tests.compression.networks import Residual, Transformer, dense, randomise_norms
+
+ROUNDING = 1e-9
+
+
+def box(*shape, low=0.0, high=1.0):
+    return Bounds(torch.full((1, *shape), low).double(), torch.full((1, *shape), high).double())
+
+
+def points(bounds, count, seed=0):
+    share = torch.rand((count, *bounds.low.shape[1:]), generator=torch.Generator().manual_seed(seed)).double()
+    return bounds.low + share * (bounds.high - bounds.low)
+
+
+def cut(model, bounds):
+    """The model before and after, in float64, and what was found."""
+    model = model.double().eval()
+    steps = [step for step in [fold_step(model)] if step]
+    folded = apply_steps(copy.deepcopy(model), steps)
+    found = cut_from_box(folded, bounds)
+    return apply_steps(copy.deepcopy(model), [*steps, *([found.step] if found.step else [])]), found
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**31),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    shift=st.floats(-2, 0.5),
+    low=st.floats(-2, 1),
+    zeroed=st.booleans(),
+)
+def test_random_networks_are_equal_in_the_box(seed, sizes, shift, low, zeroed):
+    torch.manual_seed(seed)
+    model = dense(4, *sizes, 3)
+    with torch.no_grad():
+        for layer in list(model)[:-1:2]:
+            layer.bias += shift * torch.rand_like(layer.bias) * 3
+            if zeroed:
+                layer.weight *= (torch.rand(len(layer.weight), 1) > 0.3).float()
+            if len(layer.weight) > 2:
+                layer.weight[1], layer.bias[1] = layer.weight[0].clone(), layer.bias[0].clone()
+    bounds = box(4, low=low, high=low + 1.5)
+    small, found = cut(model, bounds)
+    x = points(bounds, 200)
+    assert (model(x) - small(x)).abs().max() < ROUNDING
+    assert count_parameters(small) <= count_parameters(model)
+    assert all(count < len(model.get_submodule(name).weight) for name, count in found.removed.items())
+
+
+def test_the_bounds_hold_for_every_point():
+    torch.manual_seed(1)
+    model = randomise_norms(Residual()).double()
+    graph, bounds = trace(model), box(1, 8, 8, low=-1.0)
+    found = propagate(graph, bounds)
+    assert not found.refused
+    values = {}
+
+    class Values(torch.fx.Interpreter):
+        def run_node(self, n):
+            values[n.name] = super().run_node(n)
+            return values[n.name]
+
+    Values(graph).run(points(bounds, 300))
+    for name, one in found.found.items():
+        assert (values[name] >= one.low).all(), name
+        assert (values[name] <= one.high).all(), name
+
+
+def test_convolutions_with_batch_norm_lose_dead_and_constant_channels():
+    torch.manual_seed(0)
+    model = randomise_norms(Residual())
+    with torch.no_grad():
+        model.third.bias[:2] = -1000  # never active
+        model.third.weight[3], model.third.bias[3] = 0, 0.3  # always the same
+    small, found = cut(model, box(1, 8, 8))
+    assert found.removed == {"third": 3}
+    assert small.third.out_channels == 3
+    assert small.head.in_features == 12
+    assert isinstance(small.norm, nn.Identity)
+    x = points(box(1, 8, 8), 100)
+    assert (model(x) - small(x)).abs().max() < ROUNDING
+    assert "combines it with another value" in found.refused["second"]
+
+
+def test_a_constant_before_a_padded_convolution_stays():
+    """Beside the border the padding is zero, and the constant is not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
+    with torch.no_grad():
+        model[0].weight[0], model[0].bias[0] = 0, 1.0
+        model[0].weight[1], model[0].bias[1] = 0, -1.0
+    small, found = cut(model, box(1, 6, 6))
+    assert found.removed == {"0": 1}
+    x = points(box(1, 6, 6), 50)
+    assert (model(x) - small(x)).abs().max() < ROUNDING
+
+
+def test_a_neuron_that_can_wake_up_is_not_proven_dead():
+    model = dense(2, 3, 1)
+    with torch.no_grad():
+        model[0].weight[:] = 1.0
+        model[0].bias[:] = torch.tensor([-3.0, -1.9, -2.1])
+        model[0].weight[0, 0] = 2.0
+    _, found = cut(model, box(2))  # largest sums: 0, 0.1, -0.1
+    assert found.removed == {"0": 1}
+    assert found.step.layers["0"].out == "0-1"
+
+
+def test_dead_on_samples_is_another_class():
+    """Equal on the samples, and not on every point of the box."""
+    torch.manual_seed(0)
+    model = dense(4, 16, 3).eval()
+    with torch.no_grad():
+        model[0].bias -= 0.6
+    samples = torch.rand(20, 4)
+    found = cut_from_samples(model, [samples[:7], samples[7:]])
+    assert found.step == cut_from_samples(model, [samples[7:], samples[:7]]).step
+    small = apply_steps(copy.deepcopy(model), [found.step])
+    assert (model.double()(samples.double()) - small.double()(samples.double())).abs().max() < 1e-6
+    proven = cut_from_box(model, box(4))
+    assert sum(found.removed.values()) > sum(proven.removed.values())
+    x = points(box(4, low=-3.0, high=3.0), 500)
+    assert (model(x) - small(x)).abs().max() > 1e-3
+
+
+def test_shared_layers_and_unknown_operations_are_refused():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
+
+    assert cut_from_box(Twice().double(), box(4)).step is None
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(torch.cumsum(self.layer(x), 1))
+
+    found = cut_from_box(Odd().double(), box(4))
+    assert found.step is None
+    assert found.refused["layer"] == "cumsum reads it"
+    assert "no bounds for cumsum" in found.refused["cumsum"]
+
+
+def test_a_model_that_cannot_be_traced_is_told():
+    with pytest.raises(ShoalError, match="cannot be traced"):
+        fold_step(Transformer())

@@ -1,0 +1,66 @@
+"""Bounds of paired differences, and times in turns."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.compression.measure import Z, drop_of, measure_in_turns, upper_bound_of_flips, upper_bound_of_mean
+
+
+@given(st.integers(1, 100_000))
+def test_no_change_still_has_a_bound(samples):
+    assert upper_bound_of_flips(0, 0, samples) == pytest.approx(Z**2 / (samples + Z**2), rel=1e-6)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(101, 5000))
+def test_the_bound_is_above_the_drop_and_grows_with_what_is_lost(lost, won, samples):
+    bound = upper_bound_of_flips(lost, won, samples)
+    assert (lost - won) / samples < bound <= 1
+    assert upper_bound_of_flips(lost + 1, won, samples) > bound
+
+
+def test_the_bound_holds_in_at_least_19_of_20_experiments_or_nearly():
+    """400 samples, 2 % lost and 1 % won in truth: the bound must cover 1 % about 95 times of 100."""
+    draw = random.Random(0)
+    covered = 0
+    for _ in range(1000):
+        flips = [draw.random() for _ in range(400)]
+        lost, won = sum(f < 0.02 for f in flips), sum(0.02 <= f < 0.03 for f in flips)
+        covered += upper_bound_of_flips(lost, won, 400) >= 0.01
+    assert covered >= 930
+
+
+def test_flips_and_means():
+    parent, model = [1.0] * 90 + [0.0] * 10, [1.0] * 88 + [0.0] * 12
+    drop, bound, least = drop_of(parent, model, sign=1)
+    assert drop == pytest.approx(0.02)
+    assert bound > drop > 0
+    assert least == upper_bound_of_flips(0, 0, 100)
+    assert drop_of(model, parent, sign=1)[0] == pytest.approx(-0.02)
+    losses, worse = [0.5, 1.0, 1.5], [0.55, 1.1, 1.65]
+    drop, bound, least = drop_of(losses, worse, sign=-1)
+    assert drop == pytest.approx(0.1)
+    assert bound > 0.1
+    assert least == 0
+    assert upper_bound_of_mean([0.1]) == math.inf
+
+
+def test_times_are_ratios_to_the_first():
+    calls = {"first": 0, "second": 0}
+
+    def model(name, work):
+        def run(*inputs):
+            calls[name] += 1
+            return sum(range(work))
+
+        return run
+
+    found = measure_in_turns({n: model(n, 2000) for n in calls}, {1: (), 8: ()}, rounds=3)
+    assert [one.name for one in found] == ["first", "second"]
+    assert found[0].ratios[1].median == 1.0
+    assert set(found[1].seconds) == {1, 8}
+    assert found[1].ratios[8].low <= found[1].ratios[8].median <= found[1].ratios[8].high
+    assert all(calls.values())

@@ -1,0 +1,50 @@
+"""ONNX files compute what the model computes, with any batch; the bytes depend on the model alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.compression.onnx_files import OnnxModel, export_onnx, quantise_onnx
+from shoal.errors import ShoalError
+from tests.compression.networks import Residual, Transformer, dense, randomise_norms
+
+for library in ("onnx", "onnxscript", "onnxruntime"):
+    pytest.importorskip(library, reason="the extra compress is not installed")
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (lambda: dense(8, 16, 3), torch.rand(7, 8)),
+        pytest.param(Residual, torch.rand(7, 1, 8, 8), marks=pytest.mark.long),
+        pytest.param(Transformer, torch.randint(0, 20, (7, 12)), marks=pytest.mark.long),
+    ],
+    ids=["dense", "convolutions", "transformer"],
+)
+def test_the_file_computes_what_the_model_does(tmp_path, make, x):
+    torch.manual_seed(0)
+    model = randomise_norms(make())
+    export_onnx(model, (x[:2],), tmp_path / "model.onnx")
+    runtime = OnnxModel(tmp_path / "model.onnx")
+    with torch.no_grad():
+        for count in (1, 7):
+            assert (runtime(x[:count]) - model(x[:count])).abs().max() < 1e-5
+        quantise_onnx(tmp_path / "model.onnx", tmp_path / "small.onnx", [(x[:4],), (x[4:],)])
+        quantise_onnx(tmp_path / "model.onnx", tmp_path / "again.onnx", [(x[4:],), (x[:4],)])
+        rounded = OnnxModel(tmp_path / "small.onnx")(x)
+    assert (tmp_path / "small.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
+    assert not torch.equal(rounded, model(x))
+    assert (rounded - model(x)).abs().max() < 0.1 * model(x).abs().max()
+    assert str(tmp_path).encode() not in (tmp_path / "model.onnx").read_bytes()
+    assert b".py" not in (tmp_path / "model.onnx").read_bytes()
+
+
+def test_what_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(ShoalError, match="tensors as inputs"):
+        export_onnx(nn.Identity(), ({"x": 1},), tmp_path / "model.onnx")
+    with pytest.raises(ShoalError, match="no samples"):
+        quantise_onnx(tmp_path / "model.onnx", tmp_path / "small.onnx", [])
+    (tmp_path / "bad.onnx").write_bytes(b"no model")
+    with pytest.raises(ShoalError, match="cannot load"):
+        OnnxModel(tmp_path / "bad.onnx")
+    assert not (tmp_path / "model.onnx").exists()

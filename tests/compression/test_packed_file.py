@@ -1,0 +1,96 @@
+"""A packed model comes back as it was written, or is refused."""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.compression.packed_file import read_packed, write_packed
+from shoal.compression.rounding import share_weight
+from shoal.errors import ShoalError
+from shoal.plan.compression import packed_share
+from tests.compression.networks import Residual
+
+
+@pytest.fixture(scope="module")
+def state():
+    torch.manual_seed(0)
+    model = Residual()
+    with torch.no_grad():
+        model.head.weight[:, ::2] = 0
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_weights_are_shared_values_and_zeros_stay(tmp_path, state, bits):
+    file = tmp_path / "model.packed"
+    write_packed(file, state, bits=bits)
+    found = read_packed(file)
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        back = found[name]
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+        if tensor.dim() > 1 and tensor.numel() > 2**bits:
+            assert len(back.unique()) <= 2**bits
+        assert ((tensor == 0) <= (back == 0)).all()
+    write_packed(tmp_path / "again", found, bits=bits)
+    again = read_packed(tmp_path / "again")
+    assert all(torch.equal(again[name], one) for name, one in found.items() if one.dim() < 2)
+    assert file.stat().st_size < sum(t.numel() * t.element_size() for t in state.values()) / (8 / bits) + 400
+
+
+def test_the_same_weights_give_the_same_bytes(tmp_path, state):
+    for name in ("one", "other"):
+        write_packed(tmp_path / name, state, bits=4)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+
+
+@settings(max_examples=60)
+@given(place=st.integers(0, 10_000), value=st.integers(1, 255), cut=st.booleans())
+def test_a_damaged_file_is_refused_or_read_as_it_was(tmp_path_factory, place, value, cut):
+    folder = tmp_path_factory.getbasetemp() / "packed"
+    folder.mkdir(exist_ok=True)
+    file = folder / "model.packed"
+    whole = {"weight": torch.arange(600.0).reshape(30, 20), "bias": torch.ones(7), "count": torch.tensor(3)}
+    write_packed(file, whole, bits=4)
+    good, content = read_packed(file), bytearray(file.read_bytes())
+    place %= len(content)
+    content = content[:place] if cut else content
+    if not cut:
+        content[place] ^= value
+    file.write_bytes(content)
+    found = None
+    with contextlib.suppress(ShoalError):
+        found = read_packed(file)
+    assert found is None or all(torch.equal(found[name], one) for name, one in good.items())
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(ShoalError, match="cannot be read"):
+        read_packed(tmp_path / "none")
+    (tmp_path / "text").write_text("no model")
+    with pytest.raises(ShoalError, match="does not begin"):
+        read_packed(tmp_path / "text")
+
+
+@given(st.integers(0, 2**31), st.integers(2, 5))
+@settings(max_examples=20)
+def test_sharing_is_a_projection(seed, bits):
+    """Values that are shared already stay as they are, and each weight goes to the nearest value."""
+    weight = torch.randn(20, 9, generator=torch.Generator().manual_seed(seed))
+    codes, values = share_weight(weight, bits)
+    back = values[codes.long()]
+    distances = (weight.flatten()[:, None].double() - values.double()).abs()
+    assert torch.allclose((weight - back).abs().flatten().double(), distances.min(1).values, atol=1e-6)
+
+
+def test_the_size_of_a_packed_file_is_foreseen(tmp_path):
+    """Within a fifth: it decides how many weights are set to zero for the size that is asked for."""
+    weight = torch.randn(100, 400, generator=torch.Generator().manual_seed(0))
+    for keep in (0.08, 0.25):
+        limit = weight.abs().flatten().kthvalue(int(weight.numel() * (1 - keep))).values
+        write_packed(tmp_path / "model.packed", {"weight": weight * (weight.abs() > limit)}, bits=4)
+        share = (tmp_path / "model.packed").stat().st_size / (4 * weight.numel())
+        assert 0.8 < share / packed_share(keep, bits=4) < 1.2

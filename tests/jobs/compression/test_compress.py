@@ -1,0 +1,124 @@
+"""A compressed run is a run like any other; the parent stays as it was; a recipe gives the same bytes again."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from shoal import api, cli
+from shoal.errors import ShoalError
+from shoal.jobs.compression.compress import CompressRequest, replay
+from shoal.jobs.fork_servers import ForkServerPool
+from shoal.jobs.probes import run_probe
+from shoal.jobs.run_index import run_summary
+from shoal.spec.compression.measured import read_recipe, read_report
+from shoal.spec.load import load_run_job
+from shoal.spec.run_paths import RunPaths
+from tests.jobs.compression.conftest import PARENT, digests
+
+
+def test_lossless_from_the_run_to_the_replay(run, compressed, job_dir, fork_server, monkeypatch, capsys):
+    parent = run(PARENT)
+    before = digests(parent.paths.root)
+    made = compressed(parent, steps=["lossless"])
+    assert digests(parent.paths.root) == before
+
+    report = made.report
+    row = report.rungs[-1]
+    assert (row.name, row.kept) == ("lossless", True)
+    assert report.chosen == "lossless"
+    assert row.certificate.claim == "proven"
+    assert row.certificate.difference_points < 1e-9
+    assert row.certificate.difference_float64 < 1e-9
+    assert row.quality.changed == 0
+    assert report.test.part == "test"
+    assert report.test.samples == round(1797 * 0.2)
+    assert any("cannot show a drop" in note for note in report.notes)
+
+    file = made.paths.model / "model.safetensors"
+    assert row.artefact.size_bytes == file.stat().st_size < before_size(parent)
+    assert row.artefact.path == "model.safetensors"
+    assert not (made.paths.root / "rungs").exists()
+    rungs = (made.paths.root / "compression.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in rungs] == ["rung", "parent", "lossless"]
+    assert "<circle" in (made.paths.root / "compression.svg").read_text()
+    assert row.size_ratio == file.stat().st_size / before_size(parent)
+    assert read_report(made.paths.root / "compression.json") == report
+
+    # like any other run
+    small, whole = (api.load(one.paths.root) for one in (made, parent))
+    assert small[0].out_features == 12
+    x = torch.rand(50, 64) * 16
+    assert (small(x) - whole(x)).abs().max() < 1e-3
+    row = run_summary(made.paths)
+    assert row["status"] == "finished"
+    job = load_run_job(made.paths.job)
+    answer = run_probe(
+        "evaluate", job, fork_server=fork_server, weights=str(made.paths.model), part="validation", source=None
+    )
+    assert answer["metrics"]["validation"]["accuracy"] == pytest.approx(report.rungs[-1].quality.value)
+    monkeypatch.setattr(ForkServerPool, "get", lambda *_, **__: fork_server)
+    monkeypatch.chdir(job_dir)
+    for words in (("show", made.paths.name), ("compare", parent.paths.name, made.paths.name)):
+        monkeypatch.setattr(sys, "argv", ["shoal", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert not left.value.code
+    assert "random inputs" in capsys.readouterr().out
+
+    # again, from the recipe
+    recipe = read_recipe(made.paths.root / "recipe.json")
+    request = CompressRequest(parent.paths, job_dir / "runs")
+    again = replay(request, recipe, fork_server=fork_server)
+    assert (again.paths.model / "model.safetensors").read_bytes() == file.read_bytes()
+
+    with pytest.raises(ShoalError, match="the recipe is for weights 000000000000") as refused:
+        replay(request, recipe.model_copy(update={"parent_sha256": "0" * 64}), fork_server=fork_server)
+    assert refused.value.code == "SH666"
+    assert run_summary(RunPaths.at(job_dir / "runs" / "parent-compressed-3"))["status"] == "failed"
+
+
+def before_size(parent):
+    return (parent.paths.model / "model.safetensors").stat().st_size
+
+
+@pytest.fixture
+def command(job_dir, monkeypatch, capsys):
+    def go(*words):
+        monkeypatch.chdir(job_dir)
+        monkeypatch.setattr(sys, "argv", ["shoal", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return left.value.code, capsys.readouterr()
+
+    return go
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--target", "speed<2"), "'speed<2' is not a target"),
+        (("--target", "size<120%"), "'size<120%' is not a target"),
+        (("--target", "size<20%", "--target", "size<10%"), "'size<10%' is not a target"),
+        (("--max-drop", "much"), "'much' is not a drop"),
+        (("--workers", "none"), "not a number of workers"),
+    ],
+)
+def test_bad_words_on_the_command_line(command, job_dir, words, said):
+    (job_dir / "runs" / "one-1").mkdir(parents=True)
+    (job_dir / "runs" / "one-1" / "job.yaml").write_text(json.dumps(PARENT))
+    code, printed = command("compress", "one-1", *words)
+    assert code == 6
+    assert "SH609" in printed.err
+    assert said in printed.err
+    assert len(list((job_dir / "runs").iterdir())) == 1
+
+
+def test_a_file_that_is_no_recipe(command, job_dir):
+    (job_dir / "runs" / "one-1").mkdir(parents=True)
+    (job_dir / "runs" / "one-1" / "job.yaml").write_text(json.dumps(PARENT))
+    (job_dir / "recipe.json").write_text('{"steps": [{"kind": "guess"}]}')
+    code, printed = command("compress", "one-1", "--replay", "recipe.json")
+    assert code == 6
+    assert "SH661" in printed.err

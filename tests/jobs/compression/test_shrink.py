@@ -1,0 +1,105 @@
+"""A model that becomes smaller during training: the second leg continues the first one's state, cut."""
+
+import json
+
+import pytest
+import torch
+
+from shoal import api
+from shoal.checkpoint.store import CheckpointStore
+from shoal.errors import ErrorGroup, ShoalError
+from shoal.plan.compression import shrink_step
+from shoal.spec.compression.steps import parse_indices
+from shoal.spec.load import load_run_job, make_job
+from shoal.spec.run_paths import RunPaths
+from tests.conftest import CNN, MLP
+
+pytest.importorskip("torch_pruning", reason="the extra compress is not installed")
+SHRINKING = MLP | {"shrink": {"at": "30%", "keep": "60%"}, "steps": 40, "evaluate": {"every_steps": 10}}
+
+
+CUT_AT = 20  # the first evaluation at or after 30 % of 40 steps
+
+
+def test_the_second_leg_continues_with_the_state_cut(run, job_dir):
+    result = run(SHRINKING)
+    assert (result.status, result.run) == ("finished", "mlp-shrunk-1")
+    first = RunPaths.at(job_dir / "runs" / "mlp-1")
+    assert json.loads((first.root / "second-leg.json").read_text()) == {"run": "mlp-shrunk-1"}
+
+    stores = [CheckpointStore(paths.checkpoints, job_sha256=None) for paths in (first, result.paths)]
+    whole, cut = (store.load(CUT_AT)[1] for store in stores)
+    assert stores[0].latest().step == CUT_AT
+    assert whole["schedule"] == cut["schedule"]
+    assert whole["loop"] == cut["loop"]
+    layers = load_run_job(result.paths.job).shape.steps[0].layers
+    kept = {name: parse_indices(layers[name].out) for name in layers if layers[name].out}
+    assert kept
+    for number, name in enumerate(whole["model"]):
+        layer, _, part = name.rpartition(".")
+        rows = kept.get(layer, range(len(whole["model"][name])))
+        inputs = layers[layer].inputs
+        columns = parse_indices(inputs) if inputs and part == "weight" else None
+        for old, new in (
+            (whole["model"][name], cut["model"][name]),
+            (
+                whole["optimizer"]["state"][number]["momentum_buffer"],
+                cut["optimizer"]["state"][number]["momentum_buffer"],
+            ),
+        ):
+            wanted = old[list(rows)]
+            assert torch.equal(wanted if columns is None else wanted[:, columns], new)
+    small = api.load(result.paths.root)
+    assert sum(p.numel() for p in small.parameters()) < sum(v.numel() for v in whole["model"].values())
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"sync": "server"}, "sync"),
+        ({"codec": "int8"}, "codec"),
+        ({"data": MLP["data"] | {"split": {"kind": "kfold", "folds": 3}}}, "data.split"),
+    ],
+)
+def test_jobs_that_cannot_shrink(job_dir, change, where):
+    with pytest.raises((ErrorGroup, ShoalError)) as refused:
+        make_job(SHRINKING | change, base_dir=str(job_dir))
+    errors = refused.value.errors if isinstance(refused.value, ErrorGroup) else [refused.value]
+    assert ("SH668", where) in [(one.code, one.where) for one in errors]
+
+
+def test_without_an_evaluation_in_time(job_dir):
+    job = make_job(SHRINKING, base_dir=str(job_dir))
+    assert shrink_step(job, 40, [10, 20, 40]) == 20
+    with pytest.raises(ShoalError, match="no evaluation lies between 30% of the 40 steps"):
+        shrink_step(job, 40, [10, 40])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", [SHRINKING, CNN | {"shrink": {"at": "30%"}}], ids=["mlp", "cnn"])
+def test_the_same_bits_on_one_worker_and_on_two_through_kills(run, job_dir, job):
+    alone = run(job, workers=1)
+    marks = job_dir / "marks"
+    marks.mkdir()
+    watcher = {"name": "faults.py:KillAt", "args": {"steps": [7, 33], "marks": str(marks)}}
+    killed = run(job, workers=2, watchers=[watcher], checkpoint={"every": "5 steps"})
+    assert {path.name for path in marks.iterdir()} == {"killed-7", "killed-33"}
+    assert killed.receipt.weights_sha256 == alone.receipt.weights_sha256
+
+
+@pytest.mark.long
+def test_the_same_bits_after_a_stop_in_each_leg(run, resume, job_dir):
+    whole = run(SHRINKING)
+
+    def stop_at(step):
+        return lambda paths, event, state: "stopped" if event.kind == "step" and event.step >= step else None
+
+    every_step = {"name": "faults.py:KillAt", "args": {"steps": [], "marks": str(job_dir)}}  # so that steps are seen
+    stopped = run(SHRINKING, look=stop_at(5), watchers=[every_step], runs="other")
+    assert stopped.status == "stopped"
+    again = resume(stopped.paths, look=stop_at(25))
+    assert (again.status, again.run) == ("stopped", "mlp-shrunk-1")
+    done = resume(stopped.paths)  # the first leg leads to the second
+    assert done.receipt.weights_sha256 == whole.receipt.weights_sha256
+    with pytest.raises(ShoalError, match="has finished"):
+        resume(stopped.paths)

@@ -1,0 +1,133 @@
+"""A task around the user's own: another shape, and a teacher. The same bits on any number of workers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal import api
+from shoal.compression import ProximalAdam
+from shoal.compression.bounds import Bounds
+from shoal.compression.lossless import cut_from_box
+from shoal.data.batch import Batch
+from shoal.errors import ErrorGroup, ShoalError
+from shoal.spec.compression.config import DistilConfig
+from shoal.spec.compression.steps import CutStep, Kept
+from shoal.spec.load import make_job
+from shoal.tasks.compressed import CompressedTask, DistilledTask, output_distance
+from shoal.tasks.task import PlainTask
+from tests.conftest import MLP
+
+CUT = {"steps": [{"kind": "cut", "layers": {"0": {"out": "0-9"}, "3": {"inputs": "0-9"}}}]}
+
+
+def net(width=6):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def a_batch():
+    torch.manual_seed(0)
+    return Batch((torch.rand(8, 4),), torch.randint(0, 3, (8,)), 8)
+
+
+def test_the_loss_is_mixed_with_the_distance_to_the_teacher():
+    torch.manual_seed(1)
+    model, teacher, batch = net(), net(9), a_batch()
+    task = DistilledTask(
+        PlainTask(model, nn.CrossEntropyLoss()),
+        DistilConfig(teacher="x", weight=0.25, temperature=3.0, features={"1": "1"}, feature_weight=2.0),
+        lambda: teacher,
+    )
+    mine, wanted = model(*batch.inputs), teacher(*batch.inputs)
+    soft = F.kl_div(F.log_softmax(mine / 3, 1), F.softmax(wanted / 3, 1), reduction="batchmean") * 9
+    a, b = (F.normalize(one[1](one[0](batch.inputs[0]))) for one in (model, teacher))
+    similar = (a @ a.T - b @ b.T).square().mean()
+    expected = 0.75 * F.cross_entropy(mine, batch.target) + 0.25 * (soft + 2 * similar)
+    assert torch.allclose(task.loss(model, batch), expected)
+    task.loss(model, batch).backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    assert all(p.grad is not None for p in model.parameters())
+    assert task.evaluate(model, batch)[0] == F.cross_entropy(mine, batch.target)
+    assert not model._forward_hooks
+    assert not model[1]._forward_hooks
+
+
+def test_a_teacher_that_gives_its_own_answers_adds_nothing():
+    model, batch = net(), a_batch()
+    output = model(*batch.inputs)
+    assert output_distance(output, output.detach(), 2.0).abs() < 1e-6
+    with pytest.raises(ShoalError, match="same shape"):
+        output_distance(output, output[:, :2], 2.0)
+
+
+def test_unknown_features_are_told():
+    model = net()
+    task = DistilledTask(
+        PlainTask(model, nn.CrossEntropyLoss()), DistilConfig(teacher="x", features={"7": "1"}), lambda: net()
+    )
+    with pytest.raises(ShoalError, match="no module '7'"):
+        task.loss(model, a_batch())
+
+
+def test_the_shape_is_applied_once():
+    task = CompressedTask(PlainTask(net(), nn.CrossEntropyLoss()), [CutStep(layers={"0": Kept(out="1,3")})])
+    assert task.model() is task.model()
+    assert task.to(torch.device("cpu"))[0].out_features == 2
+
+
+def test_a_cut_and_taught_run_has_the_same_bits_on_one_worker_and_on_two(run):
+    teacher = run(MLP, steps=20)
+    asked = {"shape": CUT, "distil": {"teacher": str(teacher.paths.model)}, "steps": 20}
+    found = [run(MLP | asked, workers=workers) for workers in (1, 2)]
+    assert found[0].receipt.parameters == 64 * 10 + 10 + 10 * 10 + 10
+    assert len({one.receipt.state_sha256 for one in found}) == 1
+
+
+def test_rounded_training_starts_from_the_weights_of_a_plain_run(run):
+    plain = run(MLP, steps=20)
+    rename = {"0.weight": "0.parametrizations.weight.original"}
+    job = MLP | {"shape": {"steps": [{"kind": "round", "layers": {"0": 3}}]}, "steps": 20}
+    made = run(job, init_from={"path": str(plain.paths.model), "rename": rename}, workers=2)
+    assert made.error is None
+    weight = api.load(made.paths.root)[0].weight
+    assert max(len(row.unique()) for row in weight) <= 7
+    assert made.receipt.init_from.loaded == made.receipt.init_from.tensors
+
+
+def test_shape_and_teacher_are_part_of_the_identity_of_a_job(job_dir):
+    plain, cut = (make_job(MLP | more, base_dir=str(job_dir)) for more in ({}, {"shape": CUT}))
+    assert plain.sha256() != cut.sha256()
+    asked = make_job(MLP | {"compress": {"target": {"size": "25%"}, "max_drop": "1%"}}, base_dir=str(job_dir))
+    assert asked.sha256() == plain.sha256()
+    assert asked.compress.target.size == 0.25
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"compress": {"target": {"size": "much"}}},
+        {"compress": {"steps": ["magic"]}},
+        {"shape": {"steps": []}},
+        {"shape": CUT, "shard": "fsdp", "workers": 2},
+    ],
+)
+def test_bad_sections_are_refused(job_dir, section):
+    with pytest.raises((ErrorGroup, ShoalError)):
+        make_job(MLP | section, base_dir=str(job_dir))
+
+
+def test_group_shrinkage_makes_neurons_provably_dead():
+    """A task that one neuron can do: of 32, most end with rows of zeros, and a proof removes them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = ProximalAdam(model.parameters(), lr=0.01, shrink=0.3)
+    x = torch.rand(256, 4)
+    y = torch.relu(x[:, :1] - x[:, 1:2])
+    for _ in range(400):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    box = Bounds(torch.zeros(1, 4).double(), torch.ones(1, 4).double())
+    found = cut_from_box(model.double(), box)
+    assert found.removed["0"] > 16
+    assert F.mse_loss(model(x.double()), y.double()) < 0.3 * y.var()
