@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shoal.fleet.agent import Agent, LaunchCommand, StopCommand
+from shoal.fleet.agents.agent import Agent, LaunchCommand, StopCommand
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.messages import ExitedReport, OutputReport
 from shoal.spec.run_paths import RunPaths

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from shoal.events import EventWriter, read_events
-from shoal.fleet.agent_reports import AgentReports
+from shoal.fleet.agents.agent_reports import AgentReports
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.control_server import ControlServer
 from shoal.fleet.driver_address import DriverAddress
@@ -150,8 +150,8 @@ def test_an_end_is_noted_once_and_an_unknown_seat_not_at_all(driver, agent):
 
 
 def test_a_flood_of_output_is_cut_and_said_once(driver, agent, monkeypatch):
-    monkeypatch.setattr("shoal.fleet.agent_reports.OUTPUT_BURST_BYTES", 1000)
-    monkeypatch.setattr("shoal.fleet.agent_reports.OUTPUT_BYTES_S", 0)
+    monkeypatch.setattr("shoal.fleet.agents.agent_reports.OUTPUT_BURST_BYTES", 1000)
+    monkeypatch.setattr("shoal.fleet.agents.agent_reports.OUTPUT_BYTES_S", 0)
     driver.reports.admit(99, AgentHello(role="agent", host="x", agent=SECRET))
     for connection in driver.reports._limits:
         driver.reports._limits[connection] = driver.reports._limits[99]

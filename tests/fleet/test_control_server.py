@@ -252,7 +252,7 @@ def test_silence_is_counted_for_each_caller(control, connect_client, monkeypatch
     assert control.silence_s(lively.number) < control.silence_s(silent.number)
     silent.say("beat")
     receive_until(control, "beat")
-    assert control.silence_s(silent.number) < 0.2
+    assert control.silence_s(silent.number) < control.silence_s(lively.number)
     assert control.silence_s(12345) == math.inf
 
 
@@ -274,7 +274,7 @@ def test_a_driver_that_does_not_take_holds_its_callers_up_and_loses_nothing(cont
         control.send(friend.number, "still sent")
         assert friend.next("still sent")
     assert len(control._inbox) <= held + 2
-    assert control.silence_s(friend.number) < 1
+    assert control.silence_s(friend.number) < TIMEOUT_S
     heard = receive_until(control, "flood", rows)
     assert [said.fields["number"] for said in heard] == list(range(rows))
     speaking.join()

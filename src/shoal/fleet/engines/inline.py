@@ -113,6 +113,9 @@ class InlineEngine:
     def running(self) -> list[int]:
         return sorted(self._processes)
 
+    def waiting(self) -> list[int]:
+        return []
+
     def stop(self, seats: Sequence[int]) -> None:
         for seat in seats:
             if seat in self._processes:

@@ -21,14 +21,20 @@ class LocalEngine:
     """See Engine. Each process has its own session, so that Ctrl-C in the terminal reaches only the driver.
 
     Several engines may share a fork server; their seats are distinguished by `paths`. `environment` replaces the fork
-    server's environment.
+    server's environment. `tied`: the processes end with the fork server, even if it is killed.
     """
 
     def __init__(
-        self, fork_server: ForkServer, paths: RunPaths, *, environment: Mapping[str, str] | None = None
+        self,
+        fork_server: ForkServer,
+        paths: RunPaths,
+        *,
+        environment: Mapping[str, str] | None = None,
+        tied: bool = False,
     ) -> None:
         self._fork_server = fork_server
         self._paths = paths
+        self._tied = tied
         self._environment = fork_server.environment if environment is None else dict(environment)
         self._seats: dict[str, int] = {}
         self._reattached: dict[int, Path] = {}  # seats and their locks
@@ -47,7 +53,8 @@ class LocalEngine:
                 launch.entry,
                 ["--seat", str(number), *launch.arguments],
                 logs=self._paths.logs / launch.seat.name,
-                environment=self._environment,
+                environment={**self._environment, **launch.environment},
+                tied=self._tied,
             )
 
     def poll(self, timeout_s: float) -> list[Exit]:
@@ -67,6 +74,9 @@ class LocalEngine:
 
     def running(self) -> list[int]:
         return sorted(self._seats.values())
+
+    def waiting(self) -> list[int]:
+        return []
 
     def stop(self, seats: Sequence[int]) -> None:
         for key, number in self._seats.items():

@@ -2,26 +2,116 @@
 
 from __future__ import annotations
 
+import secrets
+import sys
 from collections.abc import Mapping
+from functools import partial
 
+from shoal.errors import ShoalError, error
+from shoal.fleet.agents.agent_pipe import SetupCommand
 from shoal.fleet.engine import Engine, Node
+from shoal.fleet.engines.agent_pool import AgentPool
+from shoal.fleet.engines.agents import AgentEngine
+from shoal.fleet.engines.host_link import AgentHost
 from shoal.fleet.engines.local import LocalEngine, this_machine
+from shoal.fleet.engines.ray import actor_host, ray_nodes
+from shoal.fleet.engines.slurm import find_allocation, job_host, slurm_nodes, step_hosts
+from shoal.fleet.engines.ssh import AGENT_MODULE, ssh_hosts, ssh_nodes
 from shoal.fleet.forkserver import ForkServer
-from shoal.spec.engine import EngineConfig
+from shoal.spec.engine import EngineConfig, LocalEngineConfig, RayEngineConfig, SlurmEngineConfig, SshEngineConfig
 from shoal.spec.run_paths import RunPaths
+
+FIXED_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTHONHASHSEED",
+    "PYTHONUNBUFFERED",
+)
+"""Of the fork server's environment, what must be the same on every host. The rest is the host's own."""
 
 
 def capacity_of(config: EngineConfig) -> list[Node]:
     """What an engine of this kind could use now, for decisions before an engine exists."""
-    match config.kind:
-        case "local":
+    match config:
+        case LocalEngineConfig(apart=False):
             return [this_machine()]
+        case LocalEngineConfig():
+            return pretended_machines(config.machines)
+        case SshEngineConfig():
+            return ssh_nodes(config)
+        case SlurmEngineConfig():
+            return slurm_nodes(config, find_allocation())
+        case RayEngineConfig():
+            return ray_nodes(config)
 
 
 def make_engine(
     config: EngineConfig, paths: RunPaths, fork_server: ForkServer, *, environment: Mapping[str, str] | None = None
 ) -> Engine:
-    """The engine of one run. The caller owns the fork server and closes it after the engine."""
-    match config.kind:
-        case "local":
+    """The engine of one run. The caller owns the fork server and closes it after the engine. Engines with agents take
+    its environment and modules alone."""
+    match config:
+        case LocalEngineConfig(apart=False):
             return LocalEngine(fork_server, paths, environment=environment)
+        case LocalEngineConfig():
+            return AgentEngine(apart_hosts(config.machines, fork_server, notice=config.notice or ""), paths)
+        case SshEngineConfig():
+            return AgentEngine(ssh_hosts(config, setup=host_setup(config, fork_server)[0]), paths)
+        case SlurmEngineConfig():
+            return slurm_engine(config, paths, fork_server)
+        case RayEngineConfig():
+            return ray_engine(config, paths, fork_server)
+
+
+def slurm_engine(config: SlurmEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:
+    """Steps of the allocation in which this process runs, or a job per worker if it runs in none."""
+    setup, threads = host_setup(config, fork_server)
+    if allocation := find_allocation():
+        return AgentEngine(step_hosts(config, allocation, setup=setup), paths)
+    make_host = partial(job_host, config, name=f"shoal-{paths.name}", threads=threads, setup=setup)
+    return AgentPool(make_host, paths, nodes=slurm_nodes(config, None), max_hosts=config.jobs)
+
+
+def ray_engine(config: RayEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:
+    setup, threads = host_setup(config, fork_server)
+    name = f"{paths.name}-{secrets.token_hex(4)}"  # actors of another run may have the same name
+    make_host = partial(actor_host, config, name=name, threads=threads, setup=setup)
+    return AgentPool(make_host, paths, nodes=ray_nodes(config), max_hosts=config.seats)
+
+
+def host_setup(config: EngineConfig, fork_server: ForkServer) -> tuple[SetupCommand, int]:
+    """What the agent of a host is told first, and the threads of a worker there."""
+    fixed = fixed_variables(fork_server.environment)
+    setup = SetupCommand(environment=fixed, modules=fork_server.modules, notice=config.notice or "")
+    return setup, int(fixed.get("OMP_NUM_THREADS", "1"))
+
+
+def fixed_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in FIXED_VARIABLES if name in environment}
+
+
+def apart_hosts(machines: int, fork_server: ForkServer, *, notice: str = "") -> list[AgentHost]:
+    """Agents on this machine that pretend to be on machines of their own."""
+    command = (sys.executable, "-P", "-m", AGENT_MODULE)
+    fixed = fixed_variables(fork_server.environment)
+    setups = [
+        SetupCommand(environment=fixed, modules=fork_server.modules, machine=f"machine-{n}", notice=notice)
+        for n in range(machines)
+    ]
+    return [
+        AgentHost(node, command, setup, explain_agent, environment=fork_server.environment)
+        for node, setup in zip(pretended_machines(machines), setups, strict=True)
+    ]
+
+
+def pretended_machines(machines: int) -> list[Node]:
+    real = this_machine()
+    cores, memory_bytes = max(1, real.cores // machines), real.memory_bytes // machines
+    return [Node(f"machine-{n}", cores, memory_bytes, real.gpus, shares_run_dir=False) for n in range(machines)]
+
+
+def explain_agent(code: int, errors: str) -> ShoalError:
+    said = errors.strip().splitlines()[-1:] or ["it said nothing"]
+    return error("SH629", f"the agent ended with exit code {code}: {said[0][:300]}")

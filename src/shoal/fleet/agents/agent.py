@@ -27,6 +27,8 @@ class LaunchCommand(Spec):
     seat: Seat
     entry: str
     arguments: list[str] = Field(default_factory=list)
+    environment: dict[str, str] = Field(default_factory=dict, repr=False)
+    reach: str = ""
 
 
 class StopCommand(Spec):
@@ -42,7 +44,8 @@ AgentCommand = LaunchCommand | StopCommand
 
 class Agent:
     """Belongs to one thread. `poll` calls `report` with every line that a process printed, in order, and then once with
-    its exit. The directory `paths` is the agent's own; output goes to its logs."""
+    its exit. The directory `paths` is the agent's own; output goes to its logs. The processes are tied to the agent:
+    none outlives it, even if it is killed."""
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Agent:
         environment: Mapping[str, str],
         report: Callable[[AgentReport], None],
     ) -> None:
-        self._engine = LocalEngine(fork_server, paths, environment=environment)
+        self._engine = LocalEngine(fork_server, paths, environment=environment, tied=True)
         self._paths = paths
         self._report = report
         self._seats: dict[int, Seat] = {}
@@ -60,8 +63,8 @@ class Agent:
 
     def obey(self, command: AgentCommand) -> None:
         match command:
-            case LaunchCommand(seat=seat, entry=entry, arguments=arguments):
-                self._engine.start([Launch(seat, entry, tuple(arguments))])
+            case LaunchCommand(seat=seat, entry=entry, arguments=arguments, environment=added):
+                self._engine.start([Launch(seat, entry, tuple(arguments), environment=added)])
                 self._seats[seat.number] = seat
                 self._output[seat.number] = LineTail(self._paths.log(seat.number, seat.role))
             case StopCommand(seats=seats, how="terminate"):
@@ -93,4 +96,9 @@ class Agent:
         del self._output[one.seat]
         log = self._paths.error_log(one.seat, seat.role)
         errors = log.read_text(encoding="utf-8", errors="replace")[-MAX_ERROR_CHARACTERS:] if log.is_file() else ""
-        self._report(ExitedReport(seat=one.seat, code=one.code, reason=one.reason, errors=errors))
+        failed = (
+            {name: value[-MAX_ERROR_CHARACTERS:] for name, value in one.start_error.to_fields().items()}
+            if one.start_error
+            else None
+        )
+        self._report(ExitedReport(seat=one.seat, code=one.code, reason=one.reason, errors=errors, start_error=failed))

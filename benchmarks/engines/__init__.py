@@ -1,0 +1,1 @@
+"""How long starting, losing and replacing a worker takes with each engine."""

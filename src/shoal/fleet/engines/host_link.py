@@ -1,0 +1,250 @@
+"""The engine's end of one agent on one host: a process (ssh, or a local one) with pipes. Nothing here blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shoal.errors import ShoalError, error, error_from_fields, fork_error
+from shoal.fleet.agents.agent_pipe import (
+    BANNER,
+    MAX_NOISE_BYTES,
+    PING_INTERVAL_S,
+    PONG_TIMEOUT_S,
+    FailedReport,
+    LeavingReport,
+    PingCommand,
+    PipeCommand,
+    PipeReader,
+    PipeReport,
+    PongReport,
+    ReadyReport,
+    SetupCommand,
+    encode_line,
+    parse_report,
+)
+from shoal.fleet.engine import Node
+from shoal.net.errors import ProtocolError
+
+MAX_ERROR_BYTES = 8 << 10
+MAX_UNSENT_BYTES = 8 << 20
+CLOSE_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class AgentHost:
+    """How to start the agent of a host. `explain(code, stderr)` is the error when it ended before it was ready.
+    `queued`: the command may wait for the host for hours, and SIGTERM takes the request back."""
+
+    node: Node
+    command: tuple[str, ...]
+    setup: SetupCommand
+    explain: Callable[[int, str], ShoalError]
+    environment: Mapping[str, str] | None = None
+    queued: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+
+class HostLink:
+    """One agent, from its start to its end. `state` goes from "starting" to "ready" and "lost", never back.
+
+    `platform` is known when it is ready, `failure` if it was lost before. `reports` has what it said besides. `ended`:
+    it was told to end, and is lost soon. `doubtful`: it has not done what it was told, and has not been heard since.
+    """
+
+    def __init__(self, host: AgentHost, selector: selectors.BaseSelector) -> None:
+        self.host = host
+        self.state = "starting"
+        self.leaving = self.ended = self.doubtful = False
+        self.platform: dict[str, str] = {}
+        self.failure: ShoalError | None = None
+        self.reports: list[PipeReport] = []
+        self.since_s = time.monotonic()
+        self._selector = selector
+        self._banner_seen = False
+        self._noise_bytes = 0
+        self._unsent = encode_line(host.setup)
+        self._errors = b""
+        self._pinged_s = time.monotonic()
+        self._unanswered_since_s: float | None = None
+        try:
+            self._process = subprocess.Popen(
+                host.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=host.environment,
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the driver
+            )
+        except FileNotFoundError as failure:
+            raise error("SH607", f"the program {host.command[0]} is missing", fix="Install it.") from failure
+        except OSError as failure:
+            raise fork_error(failure) from failure
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin, self._stderr = self._process.stdin.fileno(), self._process.stderr.fileno()
+        os.set_blocking(self._stdin, False)
+        os.set_blocking(self._stderr, False)
+        self._reader = PipeReader(self._process.stdout.fileno())
+        self._open = {self._process.stdout.fileno(), self._stderr}
+        for descriptor in self._open:
+            selector.register(descriptor, selectors.EVENT_READ, self)
+
+    @property
+    def pid(self) -> int:
+        """Of the process on this machine."""
+        return self._process.pid
+
+    @property
+    def usable(self) -> bool:
+        """Whether another process may be started there."""
+        return self.state == "ready" and not (self.leaving or self.ended or self.doubtful)
+
+    def send(self, command: PipeCommand) -> None:
+        """Queue a command. Ignored if the agent is lost, or told to end."""
+        if self.state == "lost" or self.ended:
+            return
+        self._unsent += encode_line(command)
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self._lose("it does not read")
+        else:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what the pipe takes, and a ping if it is time."""
+        if self.state == "lost" or self.ended:
+            return
+        now = time.monotonic()
+        if not self._unsent and now > self._pinged_s + PING_INTERVAL_S:
+            self._pinged_s, self._unsent = now, encode_line(PingCommand())
+            self._unanswered_since_s = self._unanswered_since_s or now
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._stdin, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.read()  # it is gone; what it said last may explain it
+
+    def read(self) -> None:
+        """Take in what has arrived."""
+        if self.state == "lost":
+            return
+        self._read_errors()
+        try:
+            for line in self._reader.read_lines():
+                self._take(line)
+        except ProtocolError as failure:
+            self._lose(str(failure))
+            return
+        if self._reader.closed:
+            self._lose("it ended")
+        elif self.state == "ready" and time.monotonic() > (self._unanswered_since_s or math.inf) + PONG_TIMEOUT_S:
+            self._lose("it does not answer")
+
+    def _take(self, line: bytes) -> None:
+        if not self._banner_seen:
+            self._noise_bytes += len(line)
+            self._banner_seen = line.strip() == BANNER
+            if not self._banner_seen and (self._noise_bytes > MAX_NOISE_BYTES or b'"shoal-agent"' in line):
+                raise ProtocolError("it does not speak this version's protocol")
+            return
+        report = parse_report(line)
+        self._unanswered_since_s, self.doubtful = None, False
+        if isinstance(report, PongReport):
+            return
+        if isinstance(report, ReadyReport):
+            self.state, self.platform = "ready", dict(report.platform)
+        elif isinstance(report, FailedReport):
+            self.failure = error_from_fields(report.error).at(f"host {self.host.name}")
+        elif isinstance(report, LeavingReport):
+            self.leaving = True
+        else:
+            self.reports.append(report)
+
+    def _read_errors(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(self._stderr, 1 << 16):
+                self._errors = (self._errors + data)[-MAX_ERROR_BYTES:]
+            self._forget(self._stderr)  # closed: it would be readable for ever
+
+    def _lose(self, why: str) -> None:
+        was_ready, self.state = self.state == "ready", "lost"
+        self._close_pipes()
+        self._withdraw()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_TIMEOUT_S)
+        self._kill()
+        if not was_ready and self.failure is None:
+            text = self._errors.decode(errors="replace").strip()
+            self.failure = self.host.explain(self._process.returncode, text or why)
+
+    @property
+    def last_words(self) -> str:
+        """The last line of standard error of the agent or of ssh."""
+        lines = self._errors.decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+    def end(self) -> None:
+        """Close the agent's input: it kills its processes and ends. `wait` waits for that."""
+        self.ended = True
+        if not self._banner_seen:
+            self._withdraw()  # it does not read its input yet
+        self._close_input()
+
+    def _withdraw(self) -> None:
+        if self.host.queued and self._process.poll() is None:
+            self._process.terminate()
+
+    def _close_input(self) -> None:
+        if self._process.stdin and not self._process.stdin.closed:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Wait until the agent has ended, and with it all its processes. One that cannot be reached any more ends its
+        processes itself, when it has heard nothing for a minute."""
+        if self.state == "lost":
+            return
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while time.monotonic() < deadline and not self._reader.closed:
+            self._read_errors()
+            with contextlib.suppress(ProtocolError):
+                self._reader.read_lines()
+            time.sleep(0.005)
+        self.state = "lost"
+        self._close_pipes()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _forget(self, descriptor: int) -> None:
+        if descriptor in self._open:
+            self._open.discard(descriptor)
+            self._selector.unregister(descriptor)
+
+    def _close_pipes(self) -> None:
+        for descriptor in list(self._open):
+            self._forget(descriptor)
+        self._close_input()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe:
+                pipe.close()
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()

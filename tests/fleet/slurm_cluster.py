@@ -1,0 +1,185 @@
+"""A real slurmctld and three slurmd on this machine, on loopback, with a configuration and a key of their own."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+SLURM = all(shutil.which(name, path=PATH) for name in ("slurmctld", "slurmd", "srun", "munged", "setpriv"))
+NODES = ("n1", "n2", "n3")
+START_TIMEOUT_S = 60
+CONFIGURATION = """
+ClusterName=shoal
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={root}/munge/munge.sock,cred_expire=5
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+StateSaveLocation={root}/state
+SlurmctldPidFile={root}/run/slurmctld.pid
+SlurmctldLogFile={root}/log/slurmctld.log
+SlurmdSpoolDir={root}/spool/%n
+SlurmdPidFile={root}/run/slurmd.%n.pid
+SlurmdLogFile={root}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,bf_interval=2
+KillWait=5
+ReturnToService=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n[1-3] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 Boards=1 SocketsPerBoard=1 \
+CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000
+PartitionName=batch Nodes=n[1-3] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=urgent Nodes=n[1-3] PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class SlurmCluster:
+    """`environment` is what `srun` and its friends need to find it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        self.environment |= {"SLURM_CONF": str(root / "slurm.conf"), "PATH": PATH}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def run(self, *command, check=True, timeout=60):
+        done = subprocess.run(
+            list(command),
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def jobs(self):
+        """The jobs that are waiting or running: lines of job, state, name."""
+        return self.run("squeue", "--noheader", "--format=%i %T %j", "--states=all").splitlines()
+
+    def active_jobs(self):
+        states = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED")
+        return [line for line in self.jobs() if line.split()[1] in states]
+
+    def wait_for(self, condition, what):
+        until = time.monotonic() + START_TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < until, what
+            time.sleep(0.1)
+
+    def start_node(self, name):
+        self._start(f"slurmd.{name}", "slurmd", "-D", "-N", name, "-f", self.environment["SLURM_CONF"])
+
+    def kill_node(self, name):
+        """The machine crashes: slurmd, the steps on it, and their processes."""
+        daemon = self._daemons.pop(f"slurmd.{name}")
+        doomed = [psutil.Process(daemon.pid), *self.steps(name)]
+        doomed += [one for step in self.steps(name) for one in step.children(recursive=True)]
+        daemon.kill()
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        daemon.wait()
+
+    def steps(self, node):
+        """The slurmstepd processes of a node."""
+        log = str(self.root / "log" / f"slurmd.{node}.log")
+        found = []
+        for process in psutil.process_iter(["name"]):
+            with contextlib.suppress(psutil.Error):
+                if process.info["name"].startswith("slurmstepd"):
+                    found += [process] if any(file.path == log for file in process.open_files()) else []
+        return found
+
+    @contextlib.contextmanager
+    def running(self):
+        self._write()
+        try:
+            self._start_munge()
+            self._start("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
+            for name in NODES:
+                self.start_node(name)
+            self.wait_for(self._is_up, "the nodes are not idle")
+            yield self
+        finally:
+            self._end()
+
+    def _is_up(self):
+        for name, daemon in self._daemons.items():
+            assert daemon.poll() is None, f"{name} ended: {(self.root / 'log' / name).read_text()[-2000:]}"
+        return (
+            self.run("sinfo", "--noheader", "--format=%T %D", "--partition=batch", check=False) == f"idle {len(NODES)}"
+        )
+
+    def _write(self):
+        for name in ("state", "spool", "run", "log", "munge"):
+            (self.root / name).mkdir()
+        port = free_ports(1 + len(NODES))
+        text = CONFIGURATION.format(root=self.root, port=port, first=port + 1, last=port + len(NODES))
+        (self.root / "slurm.conf").write_text(text)
+        (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        key = self.root / "munge" / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        for path in (self.root / "munge", key):
+            shutil.chown(path, "munge", "munge")
+        for path in [self.root, *self.root.parents][:3]:
+            path.chmod(path.stat().st_mode | 0o011)  # munge runs as a user of its own
+
+    def _start_munge(self):
+        place = self.root / "munge"
+        options = [("socket", "munge.sock"), ("key-file", "munge.key"), ("pid-file", "munged.pid")]
+        options += [("log-file", "munged.log"), ("seed-file", "munge.seed")]
+        user = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
+        words = [f"--{name}={place / file}" for name, file in options]
+        self._start("munged", *user, "munged", "--force", "--foreground", *words)
+        self.wait_for((place / "munge.sock").exists, "munged does not listen")
+
+    def _start(self, name, *command):
+        with (self.root / "log" / name).open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                list(command), env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def _end(self):
+        with contextlib.suppress(Exception):
+            self.run("scancel", "--user=root", "--signal=KILL", check=False)
+        steps = [one for node in NODES for one in self.steps(node)]
+        for process in [*steps, *(one for step in steps for one in step.children(recursive=True))]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for daemon in self._daemons.values():
+            daemon.send_signal(signal.SIGKILL)
+            daemon.wait()
+
+
+def free_ports(count):
+    """The first of so many free ports in a row."""
+    for first in range(21000 + os.getpid() % 500 * 16, 32000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
+
+
+@contextlib.contextmanager
+def slurm_cluster(root):
+    with SlurmCluster(root).running() as cluster:
+        yield cluster

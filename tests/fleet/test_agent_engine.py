@@ -1,0 +1,231 @@
+"""The engine with agents: real agents and processes on this machine that share nothing but the test's files."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from shoal.fleet.agents.agent_pipe import SetupCommand
+from shoal.fleet.agents.host_agent import SCRATCH_PREFIX, remove_stale_directories, scratch_directory
+from shoal.fleet.engine import Node
+from shoal.fleet.engines.agents import AgentEngine
+from shoal.fleet.engines.host_link import AgentHost
+from shoal.fleet.engines.make import apart_hosts, explain_agent
+from shoal.fleet.forkserver import ForkServer
+from shoal.spec.run_paths import RunPaths
+from tests.fleet.engine_contract import PATIENCE_S, EngineContract, collect_exits, launch, wait_exits, wait_ready
+
+ENTRY = """
+import os, sys, time
+from pathlib import Path
+def main():
+    seat, word = int(sys.argv[2]), sys.argv[3]
+    print("hello", seat, Path(sys.argv[-1]).name, os.environ.get("SHOAL_MACHINE"), flush=True)
+    print("a warning", file=sys.stderr)
+    if word == "wait":
+        here = Path(__file__).parent
+        (here / f"pid-{seat}").write_text(str(os.getpid()))
+        (here / f"ready-{seat}").touch()
+        time.sleep(1000)
+    if word == "crash":
+        raise KeyError("oh")
+    sys.exit(int(word))
+"""
+
+
+@pytest.fixture
+def fork_server(tmp_path):
+    """Only its settings are used."""
+    (tmp_path / "seat_entry.py").write_text(ENTRY)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with ForkServer(os.environ | {"PYTHONPATH": path}, ["seat_entry"], at_once=False) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(fork_server, tmp_path):
+    made = AgentEngine(apart_hosts(2, fork_server), RunPaths(tmp_path))
+    yield made
+    made.close()
+
+
+class TestAgentEngine(EngineContract):
+    outlives_driver = False
+
+    @pytest.fixture
+    def make_engine(self, fork_server, tmp_path):
+        return lambda: AgentEngine(apart_hosts(1, fork_server), RunPaths(tmp_path))
+
+
+def pids(tmp_path, *seats):
+    return [int((tmp_path / f"pid-{seat}").read_text()) for seat in seats]
+
+
+def wait_gone(*processes):
+    psutil.wait_procs([psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)], timeout=PATIENCE_S)
+    assert not [pid for pid in processes if psutil.pid_exists(pid)]
+
+
+def test_seats_are_spread_over_the_hosts_and_their_output_comes_back(engine, tmp_path):
+    engine.start([launch(0, "0"), launch(1, "7")])
+    assert collect_exits(engine, 2) == {0: 0, 1: 7}
+    logs = [(tmp_path / "logs" / f"worker-{seat}.log").read_text() for seat in (0, 1)]
+    assert sorted(log.split()[3] for log in logs) == ["machine-0", "machine-1"]
+    assert [log.split()[2] for log in logs] == ["worker-0", "worker-1"]
+    assert (tmp_path / "logs" / "worker-1.err").read_text() == "a warning\n"
+
+
+def test_the_loss_of_an_agent_ends_its_seats_and_no_others(engine, tmp_path):
+    engine.start([launch(0, "wait"), launch(1, "wait")])
+    wait_ready(tmp_path, 0, 1, engine=engine)
+    doomed = engine.agent_pids()["machine-0"]
+    os.kill(doomed, signal.SIGKILL)
+    (one,) = wait_exits(engine, 1)
+    assert one.code is None
+    assert one.reason == "the loss of host machine-0"
+    wait_gone(*pids(tmp_path, one.seat))
+    assert engine.running() == [1 - one.seat]
+    engine.start([launch(5, "0")])  # its host comes back
+    assert collect_exits(engine, 1) == {5: 0}
+    engine.stop([1 - one.seat])
+    assert collect_exits(engine, 1) == {1 - one.seat: -9}
+
+
+DRIVER = """
+    import os, sys, time
+    from pathlib import Path
+    from shoal.fleet.engines.agents import AgentEngine
+    from shoal.fleet.engines.make import apart_hosts
+    from shoal.fleet.forkserver import ForkServer
+    from shoal.spec.run_paths import RunPaths
+    from tests.fleet.engine_contract import launch
+    root = Path(sys.argv[1])
+    engine = AgentEngine(apart_hosts(1, ForkServer(os.environ, ["seat_entry"], at_once=False)), RunPaths(root))
+    engine.start([launch(0, "wait"), launch(1, "wait")])
+    while True:
+        engine.poll(1)
+"""
+
+
+def test_nothing_outlives_a_driver_that_is_killed(fork_server, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path)]
+    with subprocess.Popen(command, env=fork_server.environment | {"TMPDIR": str(scratch)}) as driver:
+        wait_ready(tmp_path, 0, 1)
+        assert list(scratch.glob(f"{SCRATCH_PREFIX}*"))
+        others = [process.pid for process in psutil.Process(driver.pid).children(recursive=True)]
+        driver.kill()
+    wait_gone(*others, *pids(tmp_path, 0, 1))
+    assert list(scratch.glob(f"{SCRATCH_PREFIX}*")) == []
+
+
+def test_a_fork_server_that_is_killed_takes_its_processes_along(engine, tmp_path):
+    engine.start([launch(0, "wait", node="machine-1")])
+    wait_ready(tmp_path, 0, engine=engine)
+    psutil.Process(pids(tmp_path, 0)[0]).parent().kill()
+    (one,) = wait_exits(engine, 1)
+    assert one.seat == 0
+    wait_gone(*pids(tmp_path, 0))
+    engine.start([launch(1, "7", node="machine-1")])
+    assert collect_exits(engine, 1) == {1: 7}
+
+
+def test_a_host_that_is_taken_away_gets_no_more_seats(engine, tmp_path):
+    engine.start([launch(0, "wait"), launch(1, "wait")])
+    wait_ready(tmp_path, 0, 1, engine=engine)
+    os.kill(engine.agent_pids()["machine-0"], signal.SIGTERM)
+    (one,) = wait_exits(engine, 1)
+    assert one.code == -signal.SIGTERM  # it does not know the signal; a worker leaves
+    until = time.monotonic() + PATIENCE_S
+    while len(engine.capacity()) == 2 and time.monotonic() < until:
+        engine.poll(0.1)
+    assert [node.name for node in engine.capacity()] == ["machine-1"]
+    engine.start([launch(2, "0")])
+    assert collect_exits(engine, 1) == {2: 0}
+    assert "machine-1" in (tmp_path / "logs" / "worker-2.log").read_text()
+
+
+def fake_host(name, script):
+    node = Node(name, cores=1, memory_bytes=0, gpus=0, shares_run_dir=False)
+    return AgentHost(node, ("sh", "-c", script), SetupCommand(environment={}, modules=[]), explain_agent)
+
+
+def banner_and(line):
+    banner = '{"kind":"shoal-agent","protocol":1}'
+    return f"echo Welcome to this machine; echo '{banner}'; echo '{line}'; cat >/dev/null"
+
+
+def ready(torch):
+    return banner_and(f'{{"kind":"ready","platform":{{"torch":"{torch}"}}}}')
+
+
+@pytest.mark.parametrize(
+    ("scripts", "told"),
+    [
+        ([ready("2.13.0"), ready("2.12.1")], "SH654.*differ: torch 2.13.0 and 2.12.1"),
+        ([ready("2.13.0"), "echo no such thing >&2; exit 3"], "SH629.*exit code 3: no such thing"),
+        (["echo garbage; exit 0"], "SH629"),
+        (["""echo '{"kind":"shoal-agent","protocol":99}'; sleep 100"""], "version"),
+        ([banner_and('{"kind":"ready","platform":7}')], "malformed"),
+        ([banner_and("x" * 100)], "malformed"),
+        (["head -c 3000000 /dev/zero; sleep 100"], "too long"),
+        (["yes noise; sleep 100"], "version"),
+    ],
+)
+def test_a_host_that_cannot_be_used_is_an_error_before_anything_starts(tmp_path, scripts, told):
+    engine = AgentEngine([fake_host(f"h{n}", script) for n, script in enumerate(scripts)], RunPaths(tmp_path))
+    try:
+        engine.start([launch(0, "wait"), launch(1, "wait")])
+        found = wait_exits(engine, 2)
+    finally:
+        engine.close()
+    assert [one.code for one in found] == [1, 1]
+    for one in found:
+        assert re.search(told, str(one.start_error)), str(one.start_error)
+
+
+def test_reports_of_foreign_seats_have_no_effect(tmp_path):
+    exited = '{"kind":"exited","seat":7,"code":0,"reason":"x"}'
+    said = '{"kind":"ready","platform":{}}\n' + exited + '\n{"kind":"output","seat":8,"text":"x"}'
+    engine = AgentEngine([fake_host("h", banner_and(said))], RunPaths(tmp_path))
+    try:
+        engine.start([launch(0, "wait")])
+        assert engine.poll(0.3) == []
+        assert engine.running() == [0]
+        assert list((tmp_path / "logs").iterdir()) == []
+    finally:
+        engine.close()
+
+
+def test_a_kill_that_the_host_does_not_confirm_counts_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.fleet.engines.agents.KILL_CONFIRM_S", 0.05)
+    engine = AgentEngine([fake_host("h", banner_and('{"kind":"ready","platform":{}}'))], RunPaths(tmp_path))
+    try:
+        engine.start([launch(0, "wait")])
+        while engine._seats[0].link is None:
+            engine.poll(0.1)
+        engine.stop([0])
+        (one,) = wait_exits(engine, 1)
+        assert (one.code, one.reason) == (None, "SIGKILL, which its host did not confirm")
+    finally:
+        engine.close()
+
+
+def test_directories_of_killed_agents_are_removed_and_those_of_living_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = tmp_path / f"{SCRATCH_PREFIX}dead"
+    dead.mkdir()
+    (dead / ".lock").touch()
+    with scratch_directory() as living:
+        remove_stale_directories()
+        assert living.exists()
+        assert not dead.exists()
+    assert not living.exists()

@@ -1,0 +1,166 @@
+"""The engine over several real nodes of Ray on this machine. Run by `make test-ray`."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from shoal.fleet.engines.make import ray_engine
+from shoal.fleet.forkserver import ForkServer
+from shoal.spec.engine import RayEngineConfig
+from shoal.spec.run_paths import RunPaths
+from tests.fleet import engine_contract
+from tests.fleet.engine_contract import EngineContract, collect_exits, launch, wait_exits, wait_ready
+from tests.fleet.ray_nodes import ENVIRONMENT, ray_nodes
+from tests.fleet.test_agent_engine import ENTRY, pids, wait_gone
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: make test-ray"),
+]
+PATIENCE_S = 90
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with ray_nodes(2, tmp_path_factory.mktemp("ray") / "log") as made:
+        yield made
+
+
+@pytest.fixture
+def make(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_contract, "PATIENCE_S", PATIENCE_S)  # an actor takes seconds
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "seat_entry.py").write_text(ENTRY)
+    python = tmp_path / "python"  # the environment of an actor is its node's, not the driver's
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    made = []
+    with ForkServer(os.environ | {"OMP_NUM_THREADS": "1"}, ["seat_entry"], at_once=False) as fork_server:
+
+        def make(**fields):
+            config = RayEngineConfig(kind="ray", **({"address": cluster.address, "python": str(python)} | fields))
+            made.append(ray_engine(config, RunPaths(tmp_path), fork_server))
+            return made[-1]
+
+        yield make
+        for engine in made:
+            engine.close()
+    wait_for(lambda: not cluster.groups(), "placement groups are left")
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.1)
+
+
+class TestRayEngine(EngineContract):
+    outlives_driver = False
+
+    @pytest.fixture
+    def make_engine(self, make):
+        return make
+
+
+def test_a_killed_bridge_leaves_nothing_behind(make, tmp_path):
+    engine = make()
+    engine.start([launch(0, "wait"), launch(1, "wait")])
+    wait_ready(tmp_path, 0, 1, engine=engine)
+    os.kill(next(iter(engine.agent_pids().values())), signal.SIGKILL)
+    (one,) = wait_exits(engine, 1)
+    wait_gone(*pids(tmp_path, one.seat))
+    assert engine.running() == [1 - one.seat]
+    engine.start([launch(5, "0")])
+    assert collect_exits(engine, 1) == {5: 0}
+
+
+def test_a_node_that_dies_ends_its_seats_and_others_start_elsewhere(cluster, make, tmp_path):
+    engine = make()
+    engine.start([launch(0, "wait")])
+    wait_ready(tmp_path, 0, engine=engine)
+    ((node,),) = cluster.groups().values()
+    os.kill(cluster.ask(do="nodes")["nodes"][node], signal.SIGKILL)
+    (one,) = wait_exits(engine, 1)
+    assert (one.seat, one.code) == (0, None)
+    wait_gone(*pids(tmp_path, 0))
+    engine.start([launch(1, "7")])
+    assert collect_exits(engine, 1) == {1: 7}
+    cluster.ask(do="add")
+
+
+def test_a_drained_node_asks_its_processes_to_leave(cluster, make, tmp_path):
+    engine = make()
+    engine.start([launch(0, "wait")])
+    wait_ready(tmp_path, 0, engine=engine)
+    ((node,),) = cluster.groups().values()
+    assert cluster.ask(do="drain", node=node)["done"]
+    (one,) = wait_exits(engine, 1)
+    assert one.code == -signal.SIGTERM  # it does not know the signal; a worker leaves
+    engine.start([launch(1, "wait")])
+    wait_ready(tmp_path, 1, engine=engine)
+    wait_for(lambda: engine.poll(0.1) == [] and len(cluster.groups()) == 1, "the group on the drained node is left")
+    assert cluster.groups().popitem()[1] != [node]
+    cluster.ask(do="add")
+
+
+def test_what_does_not_fit_waits_and_is_withdrawn(cluster, make):
+    engine = make(resources={"no_such_thing": 1})
+    engine.start([launch(0, "0")])
+    wait_for(lambda: engine.poll(0.1) == [] and len(cluster.groups()) == 1, "nothing was asked for")
+    assert engine.waiting() == [0]
+    engine.stop([0])
+    assert collect_exits(engine, 1) == {0: -9}
+    wait_for(lambda: engine.poll(0.1) == [] and not cluster.groups(), "it is not withdrawn")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"address": "127.0.0.1:9"}, "SH657"),
+        ({"python": "/no/such/python"}, "SH657.*/no/such/python"),
+        ({"python": "/usr/bin/false"}, "SH657"),
+    ],
+)
+def test_what_ray_cannot_start_is_told(make, fields, told):
+    engine = make(**fields)
+    engine.start([launch(0, "0")])
+    (one,) = wait_exits(engine, 1)
+    assert re.search(told, str(one.start_error), re.DOTALL), str(one.start_error)
+
+
+DRIVER = """
+    import os, sys
+    from pathlib import Path
+    from shoal.fleet.engines.make import ray_engine
+    from shoal.fleet.forkserver import ForkServer
+    from shoal.spec.engine import RayEngineConfig
+    from shoal.spec.run_paths import RunPaths
+    from tests.fleet.engine_contract import launch
+    root, address, name = sys.argv[1:]
+    config = RayEngineConfig(kind="ray", address=address, python=f"{root}/python", resources={name: 1} if name else {})
+    engine = ray_engine(config, RunPaths(Path(root)), ForkServer(os.environ, ["seat_entry"], at_once=False))
+    engine.start([launch(0, "wait")])
+    while True:
+        engine.poll(1)
+"""
+
+
+@pytest.mark.parametrize("resource", ["", "no_such_thing"], ids=["running", "waiting"])
+def test_nothing_outlives_a_driver_that_is_killed(cluster, make, tmp_path, resource):
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path), cluster.address, resource]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()}) as driver:
+        wait_for(lambda: len(cluster.groups()) == 1, "nothing was asked for")
+        if not resource:
+            wait_ready(tmp_path, 0)
+        driver.kill()
+    wait_for(lambda: not cluster.groups(), "the group outlives its driver")
+    wait_gone(*([] if resource else pids(tmp_path, 0)))

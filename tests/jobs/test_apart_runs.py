@@ -1,0 +1,198 @@
+"""Workers without the run's directory: the same bits as one undisturbed worker, whatever is killed.
+
+Agents and workers are real processes on this machine. They get no path of the run: a directory of their own, and the
+driver's port.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from shoal.errors import ShoalError
+from shoal.events import read_events
+from shoal.jobs import commands
+from shoal.jobs.probes import run_probe
+from shoal.spec.load import make_job
+from shoal.spec.run_paths import RunPaths
+from tests.conftest import CNN, GPT, MLP
+from tests.jobs.background_run import background_run
+from tests.jobs.fault_injection import assert_same, fault_script, fired_faults, reference_receipt
+
+APART = {"kind": "local", "apart": True}
+TWO_MACHINES = APART | {"machines": 2}
+LONGER = MLP | {"steps": 400, "evaluate": {"every_steps": 100}}
+SMALL = MLP | {"steps": 24, "evaluate": {"every_steps": 8}}
+
+
+def agents_of(process):
+    return [
+        one for one in process.children(recursive=True) if "shoal.fleet.agents.host_agent" in " ".join(one.cmdline())
+    ]
+
+
+def open_files_below(pid, root):
+    """Everything of the process that is a path below this directory."""
+    process = psutil.Process(pid)
+    named = [
+        process.cwd(),
+        *process.cmdline(),
+        *process.environ().values(),
+        *(file.path for file in process.open_files()),
+    ]
+    return [name for name in named if str(root) in name]
+
+
+def test_the_same_bits_through_a_kill_without_the_runs_directory(run, job_dir):
+    """Checkpoints, the model, output and events all come through the driver."""
+    seen = []
+
+    def look(paths, event, state):
+        if event.kind == "worker_started":
+            seen.extend(open_files_below(event["pid"], paths.root))
+
+    job = SMALL | {"export": ["program"]}
+    faults = fault_script(job_dir, "kill worker 1 at step 7")
+    outcome = run(job, look, workers=2, engine=APART, watchers=faults, checkpoint={"every": "4 steps"})
+    assert fired_faults(job_dir) == {"kill worker 1 at step 7"}
+    assert_same(outcome, reference_receipt(run, job))
+    assert outcome.receipt.deaths_survived == 1
+    assert seen == []
+    assert (outcome.paths.model / "model.pt2").is_file()
+    assert outcome.receipt.bytes_saved > 0
+    assert agents_of(psutil.Process()) == []
+
+
+@pytest.mark.long
+def test_a_failure_in_the_users_code_is_the_runs_failure(run, job_dir):
+    (job_dir / "broken.py").write_text("def model():\n    print('here I am', flush=True)\n    raise KeyError('no')\n")
+    printed = []
+
+    def look(paths, event, state):
+        if event.kind == "printed":
+            printed.append(event["text"])
+
+    outcome = run(SMALL, look, model="broken.py:model", engine=APART, workers=1)
+    assert outcome.status == "failed"
+    assert "KeyError" in str(outcome.error)
+    assert printed == ["here I am"]
+    assert "KeyError" in (outcome.paths.error_log(0)).read_text()
+
+
+def test_what_cannot_be_sent_is_told_before_anything_starts(run, job_dir):
+    with (job_dir / "large.bin").open("wb") as file:
+        file.truncate(201 << 20)
+    with pytest.raises(ShoalError, match="SH655"):
+        run(SMALL, engine=APART)
+    assert not (job_dir / "runs").exists() or list((job_dir / "runs").iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_the_same_bits_on_two_machines_that_share_nothing(name, run, job_dir):
+    job = {"mlp": MLP, "cnn": CNN, "gpt": GPT}[name] | {"steps": 16}
+    faults = fault_script(job_dir, "kill worker 0 at step 5", "kill worker 1 at step 9")
+    outcome = run(job, workers=2, engine=TWO_MACHINES, watchers=faults, checkpoint={"every": "3 steps"})
+    assert len(fired_faults(job_dir)) == 2
+    assert_same(outcome, reference_receipt(run, job))
+    assert outcome.receipt.deaths_survived == 2
+
+
+@pytest.mark.long
+def test_the_loss_of_an_agent_is_survived_by_the_other_machine(run, job_dir):
+    ready = job_dir / "ready"
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
+    with background_run(run, LONGER, workers=2, engine=TWO_MACHINES, watchers=slow) as it:
+        it.wait_for_workers(2)
+        doomed = agents_of(psutil.Process())[0]
+        workers = doomed.children(recursive=True)
+        doomed.kill()
+        psutil.wait_procs(workers, timeout=30)
+        assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in workers)
+        it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
+        it.wait_for_workers(2)
+        ready.touch()
+    outcome = it.outcome.result()
+    assert_same(outcome, reference_receipt(run, LONGER))
+    reasons = [event["reason"] for event in it.events if event.kind == "worker_died"]
+    assert len(reasons) == 1
+    assert re.fullmatch(r"the loss of host machine-[01]", reasons[0])
+
+
+@pytest.mark.long
+def test_the_loss_of_the_only_agent_is_a_restart_from_the_checkpoint(run, job_dir):
+    ready = job_dir / "ready"
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(ready)}}]
+    with background_run(run, SMALL, workers=2, engine=APART, watchers=slow, checkpoint={"every": "2 steps"}) as it:
+        it.wait_until(lambda state: state.saved_step and state.saved_step >= 2)
+        agents_of(psutil.Process())[0].kill()
+        it.wait_until(lambda state: sum(w.state == "dead" for w in state.workers.values()) == 2)
+        ready.touch()
+    outcome = it.outcome.result()
+    assert_same(outcome, reference_receipt(run, SMALL))
+    assert any(event.kind == "resumed" for event in it.events)
+
+
+def run_cli(*arguments, cwd):
+    command = [sys.executable, "-c", "from shoal.cli import main; main()", *arguments]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_event(events: Path, found, process):
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        if events.exists() and any(found(event) for event in read_events(events)):
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+@pytest.mark.long
+def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir):
+    ready = job_dir / "ready"
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(ready)}}]
+    job = SMALL | {"workers": 2, "engine": TWO_MACHINES, "watchers": slow, "checkpoint": {"every": "2 steps"}}
+    (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
+    paths = RunPaths(job_dir / "runs" / "mlp-1")
+    with run_cli("run", "job.yaml", cwd=job_dir) as driver:
+        wait_for_event(paths.events, lambda event: event.kind == "saved" and event.step >= 4, driver)
+        others = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+        driver.stdout.read()
+    _, alive = psutil.wait_procs(others, timeout=30)
+    assert alive == []
+    ready.touch()
+    with run_cli("resume", "mlp-1", cwd=job_dir) as driver:
+        said = driver.stdout.read()
+    assert driver.returncode == 0, said
+    receipt = json.loads(paths.receipt.read_text())
+    assert receipt["weights_sha256"] == reference_receipt(run, SMALL).weights_sha256
+
+
+@pytest.mark.long
+def test_a_run_can_grow_shrink_and_drain_without_the_directory(run, job_dir):
+    ready = job_dir / "ready"
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(ready)}}]
+    job = SMALL | {"steps": 60}
+    with background_run(run, job, workers={"least": 1, "most": 4}, engine=TWO_MACHINES, watchers=slow) as it:
+        it.wait_until(lambda state: len(state.training_workers) >= 1)
+        commands.scale(it.paths, 3)
+        it.wait_for_workers(3)
+        commands.drain(it.paths, it.state.training_workers[0].name)
+        commands.scale(it.paths, 1)
+        it.wait_for_workers(1)
+        ready.touch()
+    assert_same(it.outcome.result(), reference_receipt(run, job))
+    assert it.outcome.result().receipt.deaths_survived == 0
+
+
+def test_a_job_for_other_machines_is_checked_on_this_one(job_dir, fork_server):
+    job = make_job(SMALL | {"engine": APART}, base_dir=str(job_dir))
+    assert run_probe("check", job, fork_server=fork_server)

@@ -1,0 +1,110 @@
+"""Whole runs over several real nodes of Ray: the same bits as one undisturbed worker. Run by `make test-ray`."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from shoal.events import read_events
+from shoal.spec.run_paths import RunPaths
+from tests.conftest import MLP
+from tests.fleet.ray_nodes import ENVIRONMENT, ray_nodes
+from tests.jobs.background_run import background_run
+from tests.jobs.fault_injection import assert_same, reference_receipt
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: make test-ray"),
+]
+SMALL = MLP | {"steps": 400, "evaluate": {"every_steps": 100}, "checkpoint": {"every": "50 steps"}}
+
+LONGER = SMALL | {"steps": 3000}  # ten minutes while steps are slow
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with ray_nodes(2, tmp_path_factory.mktemp("ray") / "log") as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(nodes, monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    yield nodes
+    wait_for(lambda: not nodes.groups(), "placement groups are left")
+
+
+@pytest.fixture
+def engine(cluster):
+    return {"kind": "ray", "address": cluster.address}
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.1)
+
+
+def slow(job_dir):
+    """Steps are slow until the file `ready` is there."""
+    return [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(job_dir / "ready")}}]
+
+
+def test_the_same_bits_through_a_kill(run, job_dir, engine):
+    with background_run(run, LONGER, workers=2, engine=engine, watchers=slow(job_dir)) as it:
+        it.wait_for_workers(2)
+        os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
+        it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
+        it.wait_for_workers(2)
+        (job_dir / "ready").touch()
+    outcome = it.outcome.result()
+    assert_same(outcome, reference_receipt(run, LONGER))
+    assert outcome.receipt.deaths_survived == 1
+
+
+def test_a_drained_node_is_a_planned_leave_and_a_dead_one_is_survived(run, job_dir, cluster, engine):
+    """Each worker fills a node."""
+    whole = engine | {"resources": {"CPU": 2}}
+    with background_run(run, LONGER, workers=2, engine=whole, watchers=slow(job_dir)) as it:
+        it.wait_for_workers(2)
+        drained, dead = (nodes[0] for nodes in cluster.groups().values())
+        assert cluster.ask(do="drain", node=drained)["done"]
+        it.wait_until(lambda state: any(w.state == "left" for w in state.workers.values()))
+        cluster.ask(do="add")
+        it.wait_for_workers(2)
+        os.kill(cluster.ask(do="nodes")["nodes"][dead], signal.SIGKILL)
+        it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
+        (job_dir / "ready").touch()
+    outcome = it.outcome.result()
+    assert_same(outcome, reference_receipt(run, LONGER))
+    assert outcome.receipt.deaths_survived == 1
+
+
+def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir, cluster, engine):
+    job = SMALL | {"workers": 2, "engine": engine, "watchers": slow(job_dir), "checkpoint": {"every": "2 steps"}}
+    (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
+    paths = RunPaths(job_dir / "runs" / "mlp-1")
+    command = [sys.executable, "-c", "from shoal.cli import main; main()"]
+    with subprocess.Popen([*command, "run", "job.yaml", "-q"], cwd=job_dir) as driver:
+        wait_for(
+            lambda: (
+                paths.events.exists()
+                and any(event.kind == "saved" and event.step >= 4 for event in read_events(paths.events))
+            ),
+            "it does not save",
+        )
+        driver.send_signal(signal.SIGKILL)
+    wait_for(lambda: not cluster.groups(), "groups outlive their driver")
+    (job_dir / "ready").touch()
+    said = subprocess.run([*command, "resume", "mlp-1", "-q"], cwd=job_dir, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout + said.stderr
+    receipt = json.loads(paths.receipt.read_text())
+    assert receipt["weights_sha256"] == reference_receipt(run, SMALL).weights_sha256
