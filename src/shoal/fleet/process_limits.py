@@ -1,0 +1,128 @@
+"""Hard limits of a worker: memory and cores. The worker sets them for itself before any code of the job runs.
+
+Where this user may make groups in cgroup v2, the kernel counts what the worker really uses. Elsewhere a resource limit
+bounds the memory that it may reserve, and its cores are whole ones. What cannot be enforced is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.spec.engine import LimitsConfig
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PERIOD_US = 100_000
+
+
+@dataclass(frozen=True)
+class CgroupParent:
+    """A group below which this process may make its own, with these controllers. `directory` is None if there is none;
+    then `why` says so."""
+
+    directory: Path | None = None
+    controllers: frozenset[str] = frozenset()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class LimitPlan:
+    """What to set: files of a cgroup, a resource limit on reserved memory, a set of cores. `notes` say what is not
+    enforced, or otherwise than written."""
+
+    cgroup_files: dict[str, str] = field(default_factory=dict)
+    data_bytes: int | None = None
+    cores: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plan_limits(limits: LimitsConfig, parent: CgroupParent, *, cores: Sequence[int], seat: int) -> LimitPlan:
+    """Decide how the limits are enforced. `cores` are those that this process may use now."""
+    files: dict[str, str] = {}
+    notes: list[str] = []
+    data_bytes: int | None = None
+    pinned: tuple[int, ...] = ()
+    if limits.memory_bytes is not None:
+        if "memory" in parent.controllers:
+            files |= {"memory.max": str(limits.memory_bytes), "memory.swap.max": "0"}
+        else:
+            data_bytes = limits.memory_bytes
+            notes.append(f"limits.memory bounds what the worker reserves, not what it uses: {parent.why}")
+    if limits.cpus is not None:
+        if "cpu" in parent.controllers:
+            files["cpu.max"] = f"{max(int(limits.cpus * PERIOD_US), 1000)} {PERIOD_US}"
+        elif limits.cpus >= len(cores):
+            notes.append(f"limits.cpus has no effect: there are {len(cores)} cores")
+        else:
+            pinned = pick_cores(cores, math.ceil(limits.cpus), seat=seat)
+            notes.append(f"limits.cpus is enforced as whole cores ({len(pinned)}): {parent.why}")
+    return LimitPlan(files, data_bytes, pinned, tuple(notes))
+
+
+def pick_cores(cores: Sequence[int], count: int, *, seat: int) -> tuple[int, ...]:
+    """So many neighbouring cores, others for the next seat."""
+    first = seat * count % len(cores)
+    return tuple(sorted({cores[(first + i) % len(cores)] for i in range(count)}))
+
+
+def apply_limits(limits: LimitsConfig, *, seat: int, run: str, root: Path = CGROUP_ROOT) -> list[str]:
+    """Set the limits for this process. Returns what the user should know; nothing if there are no limits."""
+    if limits == LimitsConfig():
+        return []
+    parent = find_cgroup_parent(root, Path("/proc/self/cgroup").read_text(encoding="utf-8"), need=_controllers(limits))
+    cores = sorted(os.sched_getaffinity(0))
+    plan = plan_limits(limits, parent, cores=cores, seat=seat)
+    if plan.cgroup_files and parent.directory is not None:
+        try:
+            enter_cgroup(parent.directory, f"shoal-{run}-{seat}-{os.getpid()}", plan.cgroup_files)
+        except OSError as failure:
+            plan = plan_limits(limits, CgroupParent(why=f"cgroup v2 refuses: {failure}"), cores=cores, seat=seat)
+    if plan.cores:
+        os.sched_setaffinity(0, plan.cores)
+    if plan.data_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (plan.data_bytes, plan.data_bytes))
+    return list(plan.notes)
+
+
+def _controllers(limits: LimitsConfig) -> frozenset[str]:
+    wanted = {"memory": limits.memory, "cpu": limits.cpus}
+    return frozenset(name for name, value in wanted.items() if value is not None)
+
+
+def find_cgroup_parent(root: Path, own_cgroups: str, *, need: Iterable[str]) -> CgroupParent:
+    """The group of this process, or the one above it, if this user may make groups there that have these controllers.
+    `own_cgroups` is the text of /proc/self/cgroup."""
+    own = next((line[3:] for line in own_cgroups.splitlines() if line.startswith("0::")), None)
+    if own is None or not (root / "cgroup.controllers").is_file():
+        return CgroupParent(why="this machine has no cgroup v2 with controllers")
+    here = root / own.lstrip("/")
+    for directory in (here, here.parent) if here != root else (here,):
+        found = _enabled(directory)
+        if found >= set(need) and all(os.access(p, os.W_OK) for p in (directory, directory / "cgroup.procs")):
+            return CgroupParent(directory, found)
+    return CgroupParent(why="this user may not make groups in cgroup v2")
+
+
+def _enabled(directory: Path) -> frozenset[str]:
+    try:
+        return frozenset((directory / "cgroup.subtree_control").read_text(encoding="ascii").split())
+    except OSError:
+        return frozenset()
+
+
+def enter_cgroup(parent: Path, name: str, files: dict[str, str]) -> None:
+    """Make a group with these settings, and move this process into it. Groups of workers that have left are removed."""
+    for old in parent.glob("shoal-*"):
+        with contextlib.suppress(OSError):  # in use
+            old.rmdir()
+    group = parent / name
+    group.mkdir()
+    for file, value in files.items():
+        with contextlib.suppress(FileNotFoundError) if file == "memory.swap.max" else contextlib.nullcontext():
+            (group / file).write_text(value, encoding="ascii")
+    (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")

@@ -1,0 +1,78 @@
+"""Which waiting job is next, and why the others wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from shoal.plan.queueing.entry import QueueEntry
+
+MAX_OVERTAKEN = 20
+"""Starts of later jobs of higher priority after which a job goes before them all."""
+
+
+def runnable(entries: Mapping[int, QueueEntry]) -> list[QueueEntry]:
+    """The waiting jobs that nothing but room keeps from starting, the next one first.
+
+    Order: jobs that were overtaken too often, then higher priority, then the user with fewer jobs before this one
+    (running, or earlier in this order), then the earlier submission. So a user with 10,000 jobs does not keep out the
+    others, and no priority keeps out a job for ever.
+    """
+    ready = [e for e in entries.values() if e.state == "waiting" and not unfinished_predecessors(e, entries)]
+    ready.sort(key=lambda e: e.id)
+    turns = Counter(e.user for e in entries.values() if e.state == "running")
+    keyed = []
+    for entry in ready:
+        keyed.append(((entry.overtaken < MAX_OVERTAKEN, -entry.priority, turns[entry.user], entry.id), entry))
+        turns[entry.user] += 1
+    return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def unfinished_predecessors(entry: QueueEntry, entries: Mapping[int, QueueEntry]) -> list[int]:
+    """The jobs that it comes after and that have not finished. One that is not in the queue any more has."""
+    return [number for number in entry.after if number in entries and entries[number].state != "finished"]
+
+
+def may_start(entry: QueueEntry, *, running: Sequence[QueueEntry], ready: Sequence[QueueEntry]) -> bool:
+    """Whether the job may start beside these, as far as early deaths matter.
+
+    A job that ended early before is tried alone: only when all others have outlived their first seconds, and nobody
+    starts until it has too. If the daemon dies with it, it alone is charged. New jobs wait until all such are tried;
+    runs that are resumed do not.
+    """
+    if any(one.early_deaths and not one.proven for one in running):
+        return False
+    if entry.early_deaths:
+        return all(one.proven for one in running)
+    return bool(entry.attempts) or not any(one.early_deaths for one in ready)
+
+
+def overtaken_by(started: QueueEntry, ready: Sequence[QueueEntry]) -> list[int]:
+    """The jobs that count one more start before theirs: of each lower priority, the earliest submission. Every job is
+    the earliest of its priority at some time, so each gets its turn."""
+    passed: dict[int, int] = {}
+    for entry in ready:
+        if entry.id < started.id and entry.priority < started.priority:
+            passed[entry.priority] = min(entry.id, passed.get(entry.priority, entry.id))
+    return sorted(passed.values())
+
+
+def explain(entry: QueueEntry, entries: Mapping[int, QueueEntry], *, served: bool, before: Mapping[int, int]) -> str:
+    """`served`: whether a daemon lives. `before`: how many jobs start before each, from `jobs_before`."""
+    if entry.state == "running":
+        orphaned = "" if served else "no daemon lives: `shoal up` resumes it. "
+        stopping = "it is being stopped. " if entry.cancel_requested else ""
+        return f"{orphaned}{stopping}{entry.reason}".strip()
+    if entry.state != "waiting":
+        return entry.reason
+    if unfinished := unfinished_predecessors(entry, entries):
+        names = ", ".join(f"{number} ({entries[number].state})" for number in unfinished)
+        return f"it comes after {names}"
+    if not served:
+        return "no daemon lives: `shoal up` starts one, and so does the next `shoal submit`"
+    return entry.reason or f"{before.get(entry.id, 0):,} waiting jobs are before it"
+
+
+def jobs_before(entries: Mapping[int, QueueEntry]) -> dict[int, int]:
+    """By job: how many others may start before it."""
+    return {entry.id: rank for rank, entry in enumerate(runnable(entries))}

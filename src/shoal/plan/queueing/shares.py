@@ -1,0 +1,98 @@
+"""How many workers each job of a queue gets now: what a policy is asked, and the plainest policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shoal.plan.queueing.entry import JobNeeds, QueueEntry
+
+
+@dataclass(frozen=True)
+class Share:
+    """Workers of a job, and why it has so many."""
+
+    workers: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What is known of a job besides its entry. Times are of the daemon's monotonic clock.
+
+    `turn_s`: for how long its present attempt has had workers. `speeds`: measured steps per second by number of
+    workers. `remaining`: steps that are left; None if unknown.
+    """
+
+    waiting_since_s: float = 0.0
+    served_s: float = 0.0
+    turn_s: float = 0.0
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    remaining: float | None = None
+
+
+@dataclass(frozen=True)
+class CoreCapacity:
+    """Cores and memory by node, and the most cores that the jobs of a user may have at a time."""
+
+    nodes: Mapping[str, int]
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def cores(self) -> int:
+        return sum(self.nodes.values())
+
+
+class SharePolicy(Protocol):
+    """Called on events. A running job that gets no workers is saved and waits; a waiting one that gets some is
+    started. A share without workers says why."""
+
+    def divide(
+        self,
+        now_s: float,
+        running: Sequence[QueueEntry],
+        ready: Sequence[QueueEntry],
+        *,
+        cluster: CoreCapacity,
+        facts: Mapping[int, JobFacts],
+    ) -> dict[int, Share]:
+        """By job. `ready` is in the order in which jobs should start."""
+
+
+class FirstComeFirstServed:
+    """Each job gets what it asks for at most, as far as there is room, and keeps it to its end."""
+
+    def divide(
+        self,
+        now_s: float,
+        running: Sequence[QueueEntry],
+        ready: Sequence[QueueEntry],
+        *,
+        cluster: CoreCapacity,
+        facts: Mapping[int, JobFacts],
+    ) -> dict[int, Share]:
+        shares = {entry.id: Share(entry.workers, entry.reason) for entry in running}
+        room = cluster.cores - sum(entry.workers * entry.needs.cores_per_worker for entry in running)
+        for entry in ready:
+            workers = fitting(entry.needs, room=room, whole=cluster.cores)
+            if not workers:
+                shares[entry.id] = Share(0, f"{room} of {cluster.cores} cores are free")
+                break
+            shares[entry.id] = Share(workers, f"{workers} of {entry.needs.most} workers fit")
+            room -= workers * entry.needs.cores_per_worker
+        return shares
+
+
+def fitting(needs: JobNeeds, *, room: int, whole: int) -> int:
+    """How many workers of a job fit into a number of free cores; 0 if fewer than its least do.
+
+    A job that needs more than the whole cluster gets it all: its workers then share cores, as with `shoal run`.
+    """
+    workers = min(room // needs.cores_per_worker, needs.most)
+    workers -= workers % needs.gang
+    if workers >= needs.least:
+        return workers
+    alone = room >= whole and needs.least * needs.cores_per_worker > whole
+    return needs.least if alone else 0

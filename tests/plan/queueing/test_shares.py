@@ -1,0 +1,85 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.plan.queueing.elastic_shares import ElasticShares
+from shoal.plan.queueing.entry import JobNeeds, QueueEntry
+from shoal.plan.queueing.shares import CoreCapacity, FirstComeFirstServed, JobFacts
+from shoal.plan.queueing.speed import MIN_SECONDS, Measured, SpeedMeter
+
+POLICIES = st.sampled_from([ElasticShares, FirstComeFirstServed])
+
+
+@st.composite
+def needs(draw):
+    least = draw(st.integers(1, 4))
+    most = least + draw(st.integers(0, 6))
+    return JobNeeds(least=least, most=most, cores=draw(st.integers(1, 2)), lanes=most)
+
+
+@settings(max_examples=60, deadline=None)
+@given(POLICIES, st.lists(needs(), min_size=1, max_size=6), st.integers(1, 8), st.data())
+def test_shares_keep_to_bounds_and_cores_and_all_jobs_end(make_policy, every, cores, data):
+    policy, now = make_policy(), 0.0
+    entries = {n: QueueEntry(id=n, needs=one, priority=data.draw(st.integers(0, 1))) for n, one in enumerate(every, 1)}
+    while alive := [e for e in entries.values() if e.state in ("waiting", "running")]:
+        now += 20.0
+        running = [e for e in alive if e.state == "running"]
+        ready = [e for e in alive if e.state == "waiting"]
+        facts = {e.id: JobFacts(turn_s=20.0 if e in running else 0.0) for e in alive}
+        shares = policy.divide(now, running, ready, cluster=CoreCapacity({"here": cores}), facts=facts)
+        given_out = 0
+        for entry in alive:
+            share = shares.get(entry.id)
+            workers = share.workers if share else 0
+            if workers:
+                assert entry.needs.least <= workers <= entry.needs.most
+                given_out += min(workers * entry.needs.cores_per_worker, cores)
+            state = "running" if workers else "waiting"
+            entries[entry.id] = entry.model_copy(update={"state": state, "workers": workers})
+        assert given_out <= cores
+        running = [e for e in entries.values() if e.state == "running"]
+        assert running, "the machine is idle while jobs wait"
+        done = data.draw(st.sampled_from(running))
+        entries[done.id] = done.model_copy(update={"state": "finished"})
+
+
+def test_a_job_that_is_larger_than_the_machine_runs_alone():
+    big, small = QueueEntry(id=1, needs=JobNeeds(least=4, most=4)), QueueEntry(id=2)
+    for policy in (ElasticShares(), FirstComeFirstServed()):
+        shares = policy.divide(
+            0.0, [], [big, small], cluster=CoreCapacity({"here": 2}), facts={1: JobFacts(), 2: JobFacts()}
+        )
+        assert sorted(share.workers for share in shares.values()) in ([0, 4], [0, 1], [1])
+
+
+def test_a_quota_bounds_the_cores_of_a_user():
+    entries = [QueueEntry(id=n, user="ann" if n < 4 else "bob", needs=JobNeeds(most=4, lanes=4)) for n in range(1, 6)]
+    facts = {n: JobFacts(speeds={1: 1.0, 2: 1.9, 4: 3.5}) for n in range(1, 6)}
+    shares = ElasticShares().divide(0.0, [], entries, cluster=CoreCapacity({"here": 8}, {"ann": 2}), facts=facts)
+    assert sum(shares[n].workers for n in (1, 2, 3)) <= 2
+    assert sum(shares[n].workers for n in (4, 5)) == 6
+
+
+def test_speed_is_measured_for_each_number_of_workers_without_the_pause_of_a_change():
+    meter = SpeedMeter()
+    meter.change_view(1)
+    for step in range(11):
+        meter.reach_step(step, 100.0 + step)  # one step per second
+    meter.change_view(2)
+    for step in range(11, 21):
+        meter.reach_step(step, 200.0 + step / 2)  # after a long pause: two
+    assert meter.speeds() == {1: 1.0, 2: 2.0}
+    assert meter.by_workers[2] == Measured(9, 4.5)
+
+
+def test_too_little_is_not_a_measurement():
+    assert Measured(2, 10.0).steps_per_s is None
+    assert Measured(100, MIN_SECONDS / 2).steps_per_s is None
+
+
+def test_memory_bounds_how_many_workers_fit():
+    needs = JobNeeds(most=4, lanes=4, memory_bytes=4 * 10**9)
+    capacity = CoreCapacity({"here": 8}, memory_bytes={"here": 9 * 10**9})
+    facts = {1: JobFacts(speeds={1: 1.0, 2: 1.9, 4: 3.5})}
+    shares = ElasticShares().divide(0.0, [], [QueueEntry(id=1, needs=needs)], cluster=capacity, facts=facts)
+    assert shares[1].workers == 2
