@@ -103,8 +103,8 @@ def signed(files, **changes):
     header = json.loads(first.partition(b" ")[2])
     state = json.loads(content) | changes.pop("state", {})
     content = json.dumps(state).encode()
-    first = json.dumps(header | {"state": snapshots._digest(content)} | changes).encode()
-    files[1].write_bytes(snapshots._digest(first).encode() + b" " + first + b"\n" + content + b"\n")
+    first = json.dumps(header | {"state": snapshots.content_digest(content)} | changes).encode()
+    files[1].write_bytes(snapshots.content_digest(first).encode() + b" " + first + b"\n" + content + b"\n")
 
 
 def test_a_snapshot_is_used(files):

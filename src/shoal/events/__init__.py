@@ -1,6 +1,7 @@
 """The events of a run: one append-only typed stream, folded into the state of the run."""
 
 from shoal.events.event import Event
+from shoal.events.quick_summary import quick_summary
 from shoal.events.run_state import RunState, describe_damage, replay
 from shoal.events.snapshot import RunStateReader, RunSummary, load_state, load_summary
 from shoal.events.state_parts import Curve
@@ -20,6 +21,7 @@ __all__ = [
     "describe_damage",
     "load_state",
     "load_summary",
+    "quick_summary",
     "read_events",
     "replay",
 ]

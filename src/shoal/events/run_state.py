@@ -11,7 +11,7 @@ from shoal.events.checks import Number, make_check
 from shoal.events.event import Event, kind_name
 from shoal.events.state_parts import Curve, LostResidual, RunFacts, ServerSummary, WorkerSummary
 
-FOLD_VERSION = 3
+FOLD_VERSION = 4
 """Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
 MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
@@ -171,7 +171,7 @@ def replay(events: Iterable[Event]) -> RunState:
 Fields = TypeVar("Fields")
 _HANDLERS: dict[str, Callable[[RunState, Event, Any], None]] = {}
 _NOTED_KINDS = ("save_failed", "save_skipped", "checkpoint_invalid", "cleanup_failed", "export_skipped", "evicted",
-                "refused", "caught_up", "loader_restarted")  # fmt: skip
+                "refused", "caught_up", "loader_restarted", "alert")  # fmt: skip
 """Kinds that do not change the state but are shown as lines."""
 
 
@@ -387,10 +387,17 @@ def _resumed(state: RunState, event: Event, resumed: schema.ResumedEvent) -> Non
 def _worker_died(state: RunState, event: Event, died: schema.WorkerDiedEvent) -> None:
     state.deaths += 1
     worker = state.worker(died.worker)
-    worker.state, worker.samples_per_s = "dead", 0.0
+    worker.state, worker.samples_per_s, worker.usage = "dead", 0.0, {}
     state.links.pop(died.worker, None)
     state.nobody_left = not any(one.state in ("training", "standing") for one in state.workers.values())
     state.note(event)
+
+
+@_folds(schema.UsageEvent)
+def _usage(state: RunState, event: Event, usage: schema.UsageEvent) -> None:
+    if usage.worker in state.workers:
+        numbers = {name: value for name, value in event.fields.items() if name != "worker" and value is not None}
+        state.workers[usage.worker].usage = numbers
 
 
 @_folds(schema.ServersWantedEvent)

@@ -345,6 +345,28 @@ class NoteEvent(NamedTuple):
 
 
 @_kind
+class UsageEvent(NamedTuple):
+    """What a worker uses, from its heartbeat: every 2 seconds."""
+
+    worker: str
+    cpu: Annotated[float, "cores that it kept busy"]
+    rss_bytes: Annotated[Count, "memory that it has"]
+    room_bytes: Annotated[Count, "memory that it may still take, by its limits and its machine"]
+    net_bytes_s: Annotated[Count, "what it exchanged with others"] = 0
+    device_bytes: Annotated[Count | None, "memory of its GPU that is used"] = None
+    device_total_bytes: Count | None = None
+
+
+@_kind
+class AlertEvent(NamedTuple):
+    """A rule of [`alerts`](job-file.md#alerts) speaks."""
+
+    when: str
+    text: str
+    about: Annotated[str, "the worker or metric"] = ""
+
+
+@_kind
 class WeightsLoadedEvent(NamedTuple):
     """The weights of `init_from` were loaded; every worker reports it. A list has at most 2,000 names, a count all."""
 

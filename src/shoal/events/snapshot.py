@@ -80,7 +80,11 @@ def load_summary(events: Path, snapshot: Path) -> RunSummary | None:
     with contextlib.suppress(OSError), snapshot.open("rb") as file, events.open("rb") as stream:
         header = _read_header(file)
         size = os.fstat(stream.fileno()).st_size
-        if header is not None and header["size"] == size and header["sample"] == _sample(stream, header["offset"]):
+        if (
+            header is not None
+            and header["size"] == size
+            and header["sample"] == stream_sample(stream, header["offset"])
+        ):
             return RunSummary(**header["summary"])
     return None
 
@@ -151,14 +155,14 @@ def _write(snapshot: Path, events: Path, offset: int, state: RunState) -> int:
             "version": SNAPSHOT_VERSION,
             "offset": offset,
             "size": _covered_size(stream, offset),
-            "sample": _sample(stream, offset),
-            "state": _digest(content),
+            "sample": stream_sample(stream, offset),
+            "state": content_digest(content),
             "summary": asdict(RunSummary.of(state)),
         }
     first = json.dumps(header, separators=(",", ":")).encode()
     temporary = snapshot.with_name(f"{snapshot.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        temporary.write_bytes(b"%s %s\n%s\n" % (_digest(first).encode(), first, content))
+        temporary.write_bytes(b"%s %s\n%s\n" % (content_digest(first).encode(), first, content))
         temporary.replace(snapshot)
     finally:
         temporary.unlink(missing_ok=True)
@@ -175,33 +179,33 @@ def _load(events: Path, snapshot: Path) -> tuple[RunState, int, int] | None:
     """The state in the snapshot, its offset and size; None if the snapshot is invalid."""
     with contextlib.suppress(OSError), snapshot.open("rb") as file, events.open("rb") as stream:
         header = _read_header(file)
-        if header is None or header["sample"] != _sample(stream, header["offset"]):
+        if header is None or header["sample"] != stream_sample(stream, header["offset"]):
             return None
         content = file.read(MAX_SNAPSHOT_BYTES).removesuffix(b"\n")
-        state = decode_state(content) if _digest(content) == header["state"] else None
+        state = decode_state(content) if content_digest(content) == header["state"] else None
         return (state, header["offset"], header["size"]) if state is not None else None
     return None
 
 
 def _read_header(file: BinaryIO) -> SnapshotHeader | None:
     digest, _, content = file.readline(MAX_SNAPSHOT_BYTES).rstrip(b"\n").partition(b" ")
-    if digest != _digest(content).encode():
+    if digest != content_digest(content).encode():
         return None
     header: SnapshotHeader = _parse(content)
     believed = _is_header(header) and header["version"] == SNAPSHOT_VERSION and _is_summary(header["summary"])
     return header if believed else None
 
 
-def _sample(stream: BinaryIO, offset: int) -> str:
+def stream_sample(stream: BinaryIO, offset: int) -> str:
     """A digest of the stream's beginning and of the end of the folded part. '' if the stream is shorter than
     `offset`."""
     fd = stream.fileno()
     start = max(offset - _SAMPLE_BYTES, 0)
     first, last = os.pread(fd, min(_SAMPLE_BYTES, offset), 0), os.pread(fd, offset - start, start)
-    return _digest(first + last) if len(last) == offset - start else ""
+    return content_digest(first + last) if len(last) == offset - start else ""
 
 
-def _digest(content: bytes) -> str:
+def content_digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
 
 

@@ -31,6 +31,8 @@ class WorkerSummary:
     has_joined: bool = False
     loading_s: float = 0.0
     """How long it loaded a checkpoint before it joined."""
+    usage: dict[str, Number] = field(default_factory=dict)
+    """The numbers of its last `usage` event."""
 
     @property
     def lifetime_s(self) -> float:

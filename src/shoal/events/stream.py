@@ -16,6 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from shoal.errors import is_disk_full
 from shoal.events.checks import is_count
 from shoal.events.event import Event
@@ -40,9 +42,10 @@ def parse_event(line: bytes) -> Event | None:
     if len(line) > MAX_LINE_BYTES:
         return None
     try:
-        row = json.loads(str(line, "utf-8"))
         if b"\\ud" in line:  # half of a surrogate pair cannot be printed
-            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+            row = json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace"))
+        else:
+            row = from_json(line, cache_strings="keys")  # four times as fast as json.loads
     except (ValueError, RecursionError):
         return None
     return from_row(row)

@@ -1,0 +1,23 @@
+"""What decides about the bits of a computation, besides the job: versions and the kind of processor."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+
+def platform_facts() -> dict[str, str]:
+    """The facts of this process. Torch is not imported here: its facts are known if somebody has imported it."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    facts = {"python": python, "shoal": str(sys.modules["shoal"].__version__), "machine": platform.machine()}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        facts |= {"torch": str(torch.__version__), "processor": str(torch.backends.cpu.get_cpu_capability())}
+    return facts
+
+
+def describe_difference(one: dict[str, str], other: dict[str, str]) -> str:
+    """What differs, such as "torch 2.13.0 and 2.12.1"; '' if nothing does."""
+    names = sorted({*one, *other})
+    differing = [name for name in names if one.get(name) != other.get(name)]
+    return ", ".join(f"{name} {one.get(name, 'missing')} and {other.get(name, 'missing')}" for name in differing)

@@ -1,0 +1,1 @@
+"""Looking into a live run: stacks, and profiles of some steps."""

@@ -1,0 +1,107 @@
+"""Which rules of `alerts` speak now. Pure: facts come in, sentences come out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.events import Event
+from shoal.plan.memory_forecast import size
+from shoal.plan.stragglers import slowest_worker
+from shoal.spec.alerts.config import AlertConfig
+
+PROGRESS = ("step", "evaluated", "saved", "joined", "resumed", "built", "view", "run_started")
+"""Events that show that a run is not stalled."""
+
+
+@dataclass(frozen=True)
+class RaisedAlert:
+    """A rule that speaks. `about`: the worker or metric, or ''."""
+
+    rule: AlertConfig
+    text: str
+    about: str = ""
+
+
+@dataclass
+class AlertJudge:
+    """The rules of one run, and when each spoke last. Times are of a clock that cannot be set."""
+
+    rules: Sequence[AlertConfig]
+    progress_s: float = 0.0
+    _spoke_s: dict[tuple[int, str], float] = field(default_factory=dict)
+
+    def observe(self, event: Event, now_s: float) -> list[RaisedAlert]:
+        if event.kind in PROGRESS:
+            self.progress_s = now_s
+        if event.kind == "step":
+            return self._judge_loss(event, now_s)
+        return self._judge_metrics(event, now_s) if event.kind == "evaluated" else []
+
+    def _judge_loss(self, event: Event, now_s: float) -> list[RaisedAlert]:
+        loss = event.get("loss")
+        if not isinstance(loss, float) or math.isfinite(loss):
+            return []
+        return self._speak("nan", f"the training loss is {loss} at step {event.step}", now_s, about="loss")
+
+    def _judge_metrics(self, event: Event, now_s: float) -> list[RaisedAlert]:
+        prefix = "" if event["split"] == "validation" else f"{event['split']}/"
+        raised: list[RaisedAlert] = []
+        for name, value in event["metrics"].items():
+            told = f"{prefix}{name} is {value:g} at step {event.step}"
+            if not math.isfinite(value):
+                raised += self._speak("nan", told, now_s, about=name)
+            for rule in self.rules:
+                if rule.when == "metric" and rule.metric in (prefix + name, f"{event['split']}/{name}"):
+                    raised += self._speak_if(rule, breaks(rule, value), f"{told}, {bounds(rule)}", now_s, about=name)
+        return raised
+
+    def memory(self, worker: str, text: str, now_s: float) -> list[RaisedAlert]:
+        return self._speak("memory", text, now_s, about=worker)
+
+    def look(self, now_s: float, *, work_s: Mapping[str, float], free_bytes: int | None) -> list[RaisedAlert]:
+        """What only time shows. `work_s`: seconds of work per step by worker that trains."""
+        raised: list[RaisedAlert] = []
+        slowest = slowest_worker(work_s)
+        for rule in self.rules:
+            if rule.when == "stalled":
+                silent_s = now_s - self.progress_s
+                told = f"nothing has happened for {silent_s:.0f} s"
+                raised += self._speak_if(rule, silent_s >= rule.stalled_after_s, told, now_s)
+            elif rule.when == "straggler" and slowest is not None:
+                name, share = slowest
+                told = f"{name} holds the others back: they need {share:.0%} less time for a step"
+                raised += self._speak_if(rule, share >= rule.straggler_share, told, now_s, about=name)
+            elif rule.when == "disk" and free_bytes is not None:
+                told = f"{size(free_bytes)} are free on the disk of the run"
+                raised += self._speak_if(rule, free_bytes < rule.free_bytes, told, now_s)
+        return raised
+
+    def end(self, status: str, why: str, now_s: float) -> list[RaisedAlert]:
+        if status == "finished":
+            return self._speak("finished", "the run has finished", now_s)
+        return self._speak("failed", f"the run failed: {why}", now_s) if status == "failed" else []
+
+    def _speak(self, when: str, text: str, now_s: float, *, about: str = "") -> list[RaisedAlert]:
+        own = [rule for rule in self.rules if rule.when == when]
+        return [one for rule in own for one in self._speak_if(rule, True, text, now_s, about=about)]
+
+    def _speak_if(
+        self, rule: AlertConfig, holds: bool, text: str, now_s: float, *, about: str = ""
+    ) -> list[RaisedAlert]:
+        key = self.rules.index(rule), about
+        before = self._spoke_s.get(key)
+        if not holds or (before is not None and now_s - before < rule.cooldown_s):
+            return []
+        self._spoke_s[key] = now_s
+        return [RaisedAlert(rule, text, about)]
+
+
+def breaks(rule: AlertConfig, value: float) -> bool:
+    return (rule.above is not None and value > rule.above) or (rule.below is not None and value < rule.below)
+
+
+def bounds(rule: AlertConfig) -> str:
+    told = [f"above {rule.above:g}"] if rule.above is not None else []
+    return " or ".join([*told, *([f"below {rule.below:g}"] if rule.below is not None else [])])

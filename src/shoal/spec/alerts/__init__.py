@@ -1,0 +1,1 @@
+"""The section `alerts` of a job: what somebody wants to be told."""

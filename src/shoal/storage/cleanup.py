@@ -1,0 +1,147 @@
+"""Cleaning up: a plan of what would go, and its application by its hash, so that nothing else goes.
+
+What goes moves to the trash. Runs that are driven or have tags never go. Checkpoints go only if the run has finished
+and its model is exported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from shoal.errors import ShoalError, error
+from shoal.events.checks import Count, make_check
+from shoal.jobs import run_dir, run_index
+from shoal.jobs.resume import has_finished
+from shoal.spec.run_paths import RunPaths, write_atomically
+from shoal.storage.disk_usage import directory_bytes
+from shoal.storage.tags import read_tags
+from shoal.storage.trash import TrashEntry, move_to_trash
+
+PLANS = ".trash/plans"
+MAX_PLAN_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class CleanupRules:
+    """Which runs may go. `statuses`: only runs with one of these; empty for all."""
+
+    older_than_s: float = 0.0
+    keep_newest: int = 0
+    statuses: tuple[str, ...] = ()
+    checkpoints_only: bool = False
+
+
+class PlanItem(TypedDict):
+    """`job_mtime_ns` and `events_bytes` say which run was meant: one that changed meanwhile does not go."""
+
+    run: str
+    part: str
+    freed_bytes: Count
+    job_mtime_ns: Count
+    events_bytes: Count
+
+
+_is_items: Callable[[Any], bool] = make_check(list[PlanItem])
+
+
+def make_plan(runs: Path, rules: CleanupRules) -> list[PlanItem]:
+    tags = read_tags(runs)
+    rows = {row["run"]: row for row in run_index.list_summaries(runs)}
+    found = [paths for paths in run_dir.list_runs(runs) if paths.root.parent == runs.resolve()]
+    protected = {paths.name for paths in _newest_of_each_job(found, rules.keep_newest)} | {
+        n for n, t in tags.items() if t
+    }
+    chosen = [one for one in found if one.name not in protected and _may_go(one, rows[one.name], rules)]
+    return [item for item in (_item(paths, rules) for paths in chosen) if item["freed_bytes"]]
+
+
+def _newest_of_each_job(found: Sequence[RunPaths], keep: int) -> list[RunPaths]:
+    """`found` is ordered, the oldest first."""
+    by_job: dict[str, list[RunPaths]] = {}
+    for paths in found:
+        by_job.setdefault(paths.name.rpartition("-")[0], []).append(paths)
+    return [paths for own in by_job.values() for paths in own[len(own) - keep :]] if keep else []
+
+
+def _may_go(paths: RunPaths, row: dict[str, Any], rules: CleanupRules) -> bool:
+    if run_dir.is_driven(paths) or (rules.statuses and row["status"] not in rules.statuses):
+        return False
+    if rules.checkpoints_only and not _has_model(paths):
+        return False
+    return time.time() - _last_change_t(paths) >= rules.older_than_s
+
+
+def _has_model(paths: RunPaths) -> bool:
+    """Whether every fold has finished, and has its model."""
+    return all(has_finished(one) and (one.model / "model.safetensors").is_file() for one in paths.folds or [paths])
+
+
+def _last_change_t(paths: RunPaths) -> float:
+    try:
+        return max(file.stat().st_mtime for file in (paths.job, paths.events) if file.exists())
+    except (OSError, ValueError):
+        return time.time()
+
+
+def _item(paths: RunPaths, rules: CleanupRules) -> PlanItem:
+    part = "checkpoints" if rules.checkpoints_only else ""
+    freed = directory_bytes(paths.root / part if part else paths.root).freed_bytes
+    mtime_ns, size = _identity(paths)
+    return {"run": paths.name, "part": part, "freed_bytes": freed, "job_mtime_ns": mtime_ns, "events_bytes": size}
+
+
+def _identity(paths: RunPaths) -> tuple[int, int]:
+    size = paths.events.stat().st_size if paths.events.exists() else 0
+    return paths.job.stat().st_mtime_ns, size
+
+
+def plan_hash(items: Sequence[PlanItem]) -> str:
+    return hashlib.sha256(json.dumps(items, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_plan(runs: Path, items: Sequence[PlanItem]) -> str:
+    """Keep the plan under its hash, and return the hash."""
+    directory = runs / PLANS
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name = plan_hash(items)
+    write_atomically(directory / f"{name}.json", json.dumps(items, indent=1))
+    return name
+
+
+def apply_plan(runs: Path, name: str) -> tuple[list[TrashEntry], list[str]]:
+    """Move exactly what the plan lists to the trash. Returns the entries, and a line for each item that stays because
+    its run has changed. SH674 if there is no such plan, or its content has another hash."""
+    if not name.isalnum() or len(name) != 16:
+        raise error("SH674", f"'{name}' is not the hash of a plan")
+    try:
+        content = (runs / PLANS / f"{name}.json").read_bytes()[:MAX_PLAN_BYTES]
+        items = json.loads(content)
+    except (OSError, ValueError, RecursionError) as failure:
+        raise error("SH674", f"there is no plan {name}", where=str(runs / PLANS)) from failure
+    if not _is_items(items) or plan_hash(items) != name:
+        raise error("SH674", f"the plan {name} was changed", where=str(runs / PLANS))
+    entries, stays = [], []
+    for item in items:
+        try:
+            entries.append(_apply(runs, item))
+        except (ShoalError, OSError) as failure:
+            stays.append(f"{item['run']} stays: {getattr(failure, 'message', failure)}")
+    (runs / PLANS / f"{name}.json").unlink(missing_ok=True)
+    return entries, stays
+
+
+def _apply(runs: Path, item: PlanItem) -> TrashEntry:
+    if Path(item["run"]).name != item["run"]:
+        raise error("SH674", "it is not a name")
+    paths = RunPaths(runs.resolve() / item["run"])
+    if read_tags(runs).get(paths.name):
+        raise error("SH674", "it has tags now")
+    if not paths.job.is_file() or _identity(paths) != (item["job_mtime_ns"], item["events_bytes"]):
+        raise error("SH674", "it has changed since the plan was made")
+    return move_to_trash(paths, runs, part=item["part"])

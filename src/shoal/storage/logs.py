@@ -1,0 +1,143 @@
+"""The logs of workers and servers, which stay after their death: listing, reading in pieces, searching."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from shoal.errors import error
+from shoal.spec.run_paths import RunPaths
+
+MAX_PIECE_BYTES = 1 << 18
+MAX_LOG_LINE = 4000
+SEARCH_PIECE_BYTES = 1 << 22
+_NAME = re.compile(r"(worker|server)-(\d{1,9})\.(log|err)")
+_ESCAPE = re.compile("\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b]*(?:\x07|\x1b\\\\)|[@-Z\\\\-_])")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+class LogFile(NamedTuple):
+    """`name`: worker-1.log for standard output, worker-1.err for standard error."""
+
+    name: str
+    size_bytes: int
+
+
+class LogPiece(NamedTuple):
+    """Whole lines from byte `start` to byte `end` of a log of `size_bytes`."""
+
+    start: int
+    end: int
+    size_bytes: int
+    lines: list[str]
+
+
+class LogMatch(NamedTuple):
+    name: str
+    offset: int
+    line: str
+
+
+def plain_line(line: bytes) -> str:
+    """The line without commands to a terminal, and not longer than a screen can use."""
+    text = line[: 4 * MAX_LOG_LINE].decode(errors="replace")
+    return _CONTROL.sub("", _ESCAPE.sub("", text))[:MAX_LOG_LINE]
+
+
+def list_logs(paths: RunPaths) -> list[LogFile]:
+    """In the order of seats, workers before servers."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(paths.logs):
+            if (named := _NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+                order = named[1] == "server", int(named[2]), named[3] == "err"
+                found.append((order, LogFile(entry.name, entry.stat(follow_symlinks=False).st_size)))
+    return [log for _, log in sorted(found)]
+
+
+def open_log(paths: RunPaths, name: str) -> BinaryIO:
+    """SH673 if the run has no such log. A link is not followed."""
+    if not _NAME.fullmatch(name):
+        raise error("SH673", f"'{name[:100]}' is not the name of a log", where=paths.name)
+    try:
+        folder = os.open(paths.logs, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder), "rb")
+        finally:
+            os.close(folder)
+    except OSError as failure:
+        names = ", ".join(log.name for log in list_logs(paths))
+        fix = f"It has: {names}." if names else "It has no logs."
+        raise error("SH673", f"'{paths.name}' has no log {name}", where=paths.name, fix=fix) from failure
+
+
+def read_tail(paths: RunPaths, name: str, *, lines: int) -> LogPiece:
+    """The last lines, as far as one piece reaches."""
+    with open_log(paths, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = max(size - MAX_PIECE_BYTES, 0)
+        file.seek(start)
+        found = file.read(size - start)
+    cut = found.find(b"\n") + 1 if start else 0
+    kept = found[cut:].splitlines(keepends=True)[-lines:]
+    return LogPiece(size - sum(map(len, kept)), size, size, [plain_line(row.rstrip(b"\r\n")) for row in kept])
+
+
+def read_after(paths: RunPaths, name: str, *, offset: int) -> LogPiece:
+    """The whole lines after an offset, as far as one piece reaches. A log that became shorter is read anew."""
+    with open_log(paths, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = offset if offset <= size else 0
+        file.seek(start)
+        found = file.read(MAX_PIECE_BYTES)
+    end = found.rfind(b"\n") + 1
+    if not end and len(found) == MAX_PIECE_BYTES:
+        end = len(found)  # one line that is longer than a piece
+    return LogPiece(start, start + end, size, [plain_line(row) for row in found[:end].split(b"\n")[:-1]])
+
+
+def search(paths: RunPaths, names: list[str], *, text: str, at_most: int) -> Iterator[LogMatch]:
+    """Lines that contain a text, over all these logs."""
+    left = at_most
+    for name in names:
+        for match in _search_one(paths, name, text.encode()):
+            if left == 0:
+                return
+            left -= 1
+            yield match
+
+
+def _search_one(paths: RunPaths, name: str, wanted: bytes) -> Iterator[LogMatch]:
+    """Finds the text in whole pieces, and cuts out its line only then."""
+    with open_log(paths, name) as file:
+        base, rest = 0, b""
+        while piece := file.read(SEARCH_PIECE_BYTES):
+            piece = rest + piece
+            end = piece.rfind(b"\n") + 1 or (len(piece) if len(piece) > 2 * SEARCH_PIECE_BYTES else 0)
+            yield from _lines_with(piece[:end], wanted, name, base)
+            base, rest = base + end, piece[end:]
+        yield from _lines_with(rest, wanted, name, base)
+
+
+def _lines_with(piece: bytes, wanted: bytes, name: str, base: int) -> Iterator[LogMatch]:
+    at = piece.find(wanted)
+    while at >= 0:
+        start = piece.rfind(b"\n", 0, at) + 1
+        end = piece.find(b"\n", at)
+        end = len(piece) if end < 0 else end
+        yield LogMatch(name, base + start, plain_line(piece[start:end]))
+        at = piece.find(wanted, end)
+
+
+def names_of(paths: RunPaths, who: str) -> list[str]:
+    """The logs of a worker or server; of all if `who` is ''. SH673 if there are none."""
+    names = [log.name for log in list_logs(paths)]
+    chosen = [name for name in names if not who or Path(name).stem == who or name == who]
+    if not chosen:
+        fix = f"It has: {', '.join(names)}." if names else "Workers write logs when they print something."
+        raise error("SH673", f"'{paths.name}' has no log{f' of {who}' if who else 's'}", where=paths.name, fix=fix)
+    return chosen

@@ -1,0 +1,228 @@
+"""Routes that change something. Each calls the function that the command line calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import Field
+from starlette.responses import Response
+
+from shoal.errors import ShoalError, error, error_from_fields
+from shoal.fleet.profile_request import MAX_PROFILED_STEPS
+from shoal.jobs import commands, run_dir
+from shoal.jobs.inspection import profiles
+from shoal.jobs.inspection.stacks import collect_stacks
+from shoal.jobs.resume import job_to_resume
+from shoal.spec.base import Spec
+from shoal.spec.run_paths import RunPaths
+from shoal.storage.tags import change_tags
+from shoal.storage.trash import empty_trash, move_to_trash, restore
+from shoal.web import answers
+from shoal.web.access import AccessControl, Identity
+from shoal.web.site import Operation
+from shoal.web.table import Api, Call, json_response, session_secret
+
+
+class ScaleBody(Spec):
+    workers: int | None = Field(None, ge=1, le=100_000)
+    servers: int | None = Field(None, ge=1, le=100_000)
+
+
+class DrainBody(Spec):
+    who: str = Field(min_length=1, max_length=40)
+
+
+class ProfileBody(Spec):
+    steps: int = Field(20, ge=1, le=MAX_PROFILED_STEPS)
+
+
+class TagBody(Spec):
+    add: list[str] = Field(default_factory=list, max_length=20)
+    remove: list[str] = Field(default_factory=list, max_length=100)
+
+
+class DeleteBody(Spec):
+    """`confirm`: the run's name again. `part`: '' for the whole run, or checkpoints."""
+
+    confirm: str = Field(max_length=300)
+    part: str = Field("", max_length=20)
+
+
+class EmptyTrashBody(Spec):
+    """`confirm` is the word `empty`."""
+
+    confirm: str = Field(max_length=20)
+    older_than_s: float = Field(0.0, ge=0)
+
+
+class SecretBody(Spec):
+    """A one-time code or a token."""
+
+    secret: str = Field(min_length=1, max_length=200)
+
+
+def stop_run(call: Call) -> Response:
+    def act() -> dict[str, Any]:
+        state = commands.stop(call.paths)
+        return {"status": state.status, "saved_step": state.saved_step}
+
+    return begin_operation(call, "stop", act)
+
+
+def resume_run(call: Call) -> Response:
+    """Starts `shoal resume` as a process of its own: it outlives this server."""
+    paths = call.paths.parent_run
+    job_to_resume(paths, ())
+    if run_dir.is_driven(paths):
+        raise error("SH602", f"'{paths.name}' is driven already")
+    return begin_operation(call, "resume", lambda: {"pid": _start_driver(paths)})
+
+
+def _start_driver(paths: RunPaths) -> int:
+    descriptor = os.open(paths.root / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    words = [sys.executable, "-m", "shoal", "resume", "--runs", str(paths.root.parent), "--quiet", "--", paths.name]
+    with os.fdopen(descriptor, "ab") as log:
+        started = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
+        )
+    return started.pid
+
+
+def scale_run(call: Call) -> Response:
+    def act() -> dict[str, Any]:
+        answer = commands.scale(call.paths, call.body.workers, servers=call.body.servers)
+        return {"wanted": answer.wanted, "servers_wanted": answer.servers_wanted, "notes": answer.notes}
+
+    return begin_operation(call, "scale", act)
+
+
+def drain_worker(call: Call) -> Response:
+    def act() -> dict[str, Any]:
+        seat, answer = commands.drain(call.paths, call.body.who)
+        went = commands.wait_for_departure(call.paths, seat)
+        return {"who": seat.name, "wanted": answer.wanted, "went": went or "the run ended first"}
+
+    return begin_operation(call, f"drain {call.body.who} of", act)
+
+
+def show_stacks(call: Call) -> Response:
+    """Signals the processes, so it is not for readers."""
+    return begin_operation(
+        call, "ask for the stacks of", lambda: {"processes": [asdict(one) for one in collect_stacks(call.paths)]}
+    )
+
+
+def profile_run(call: Call) -> Response:
+    def act() -> dict[str, Any]:
+        return {
+            "profile": profiles.profile_run(call.paths, steps=call.body.steps, stopping=call.site.stopping.is_set).name
+        }
+
+    return begin_operation(call, f"profile {call.body.steps} steps of", act)
+
+
+def tag_run(call: Call) -> Response:
+    def act() -> dict[str, Any]:
+        name = call.paths.parent_run.name
+        return {"tags": change_tags(call.site.runs, name, add=call.body.add, remove=call.body.remove)}
+
+    return begin_operation(call, "tag", act)
+
+
+def delete_run(call: Call) -> Response:
+    if call.body.confirm != call.paths.name:
+        raise error("SH609", "the name is not repeated", where="confirm", fix="Send the run's name as `confirm`.")
+
+    def act() -> dict[str, Any]:
+        entry = move_to_trash(call.paths, call.site.runs, part=call.body.part)
+        call.site.states.drop(call.paths)
+        call.site.histories.drop(call.paths)
+        return {"entry": entry.name, **entry.fields}
+
+    return begin_operation(call, "delete", act)
+
+
+def restore_run(call: Call) -> Response:
+    return begin_operation(call, "restore", lambda: {**restore(call.site.runs, call.names["entry"]).fields})
+
+
+def empty(call: Call) -> Response:
+    if call.body.confirm != "empty":
+        raise error("SH609", "it is not confirmed", where="confirm", fix="Send `empty` as `confirm`.")
+
+    def act() -> dict[str, Any]:
+        gone = empty_trash(call.site.runs, older_than_s=call.body.older_than_s)
+        return {"entries": len(gone), "freed_bytes": sum(one.fields["size_bytes"] for one in gone)}
+
+    return begin_operation(call, "empty the trash of", act)
+
+
+def show_operation(call: Call) -> answers.OperationAnswer:
+    operation = call.site.operation(call.names["operation"])
+    if not call.identity.sees(operation.run.partition("~")[0]):
+        raise error("SH601", "there is no such operation")
+    return _describe(operation)
+
+
+def begin_operation(call: Call, what: str, act: Callable[[], dict[str, Any]]) -> Response:
+    """200 if it is done already, 202 if it goes on; the answer has its number."""
+    operation = call.site.begin(what, call.names.get("run", "all runs"), call.identity.name, act)
+    found = _describe(operation)
+    return json_response(call.request, found, status=202 if found.state == "running" else 200)
+
+
+def _describe(operation: Operation) -> answers.OperationAnswer:
+    facts = {"operation": operation.name, "what": operation.what, "run": operation.run}
+    if not operation.future.done():
+        return answers.OperationAnswer(**facts, state="running")
+    failure = operation.future.exception()
+    if failure is None:
+        return answers.OperationAnswer(**facts, state="done", result=operation.future.result())
+    known = (
+        failure if isinstance(failure, ShoalError) else error_from_fields({"code": "SH605", "message": str(failure)})
+    )
+    return answers.OperationAnswer(**facts, state="failed", error={**known.to_fields(), "where": ""})
+
+
+class SessionRoutes:
+    """Exchange a code or a token for a cookie, and end the session."""
+
+    def __init__(self, access: AccessControl, *, cookie: str, secure: bool) -> None:
+        self._access, self._cookie, self._secure = access, cookie, secure
+        self.api: Api | None = None
+
+    def begin(self, call: Call) -> Response:
+        found = self._access.begin_session(call.body.secret)
+        if found is None:
+            assert self.api is not None
+            self.api.count_failure(call.request)
+            problem = {"type": "about:blank", "title": "the code is used or wrong", "status": 401}
+            return json_response(call.request, problem, status=401)
+        secret, identity = found
+        answer = json_response(call.request, _describe_identity(identity))
+        answer.set_cookie(
+            self._cookie,
+            secret,
+            max_age=30 * 24 * 3600,
+            httponly=True,
+            samesite="strict",
+            secure=self._secure,
+            path="/",
+        )
+        return answer
+
+    def end(self, call: Call) -> Response:
+        self._access.end_session(session_secret(call.request, self._cookie))
+        answer = json_response(call.request, {"ok": True})
+        answer.delete_cookie(self._cookie, httponly=True, samesite="strict", secure=self._secure, path="/")
+        return answer
+
+
+def _describe_identity(identity: Identity) -> dict[str, Any]:
+    runs = None if identity.runs is None else sorted(identity.runs)
+    return {"name": identity.name, "role": identity.role, "runs": runs, "expires_t": identity.expires_t}

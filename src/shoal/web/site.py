@@ -1,0 +1,251 @@
+"""What a server knows of its directory of runs: rows of the list, states and histories that follow the files, and
+operations that are going on. Everything here can be read again from the files."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from shoal.errors import error
+from shoal.events import RunState, RunStateReader
+from shoal.jobs import run_dir, run_index
+from shoal.spec.run_paths import RunPaths
+from shoal.storage.tags import read_tags
+
+if TYPE_CHECKING:
+    from shoal.storage.history import RunHistory
+    from shoal.web.searches import FollowedSearch
+
+MAX_STATES = 256
+MAX_SEARCHES = 16
+MAX_HISTORY_BYTES = 128 << 20
+MANY_NEW_RUNS = 200
+UNFINISHED = ("created", "starting", "training", "unreadable")
+LIST_LIFETIME_S = 1.0
+OPERATION_WAIT_S = 2.0
+MAX_OPERATIONS = 1000
+_PART = re.compile(r"(.+?)((?:~(?:fold|trial)-\d{1,6}){1,2})")
+
+Kept = TypeVar("Kept")
+
+
+class RunCache(Generic[Kept]):
+    """Objects by run that follow its files, each used by one thread at a time; the oldest are dropped."""
+
+    def __init__(self, make: Callable[[RunPaths], Kept], *, is_full: Callable[[list[Kept]], bool]) -> None:
+        self._make, self._is_full = make, is_full
+        self._kept: OrderedDict[Path, tuple[threading.Lock, list[Kept]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, paths: RunPaths) -> Iterator[Kept]:
+        with self._lock:
+            lock, holder = self._kept.pop(paths.root, (threading.Lock(), []))
+            self._kept[paths.root] = lock, holder
+            while len(self._kept) > 1 and self._is_full([one for _, held in self._kept.values() for one in held]):
+                self._kept.popitem(last=False)
+        with lock:
+            if not holder:
+                holder.append(self._make(paths))
+            yield holder[0]
+
+    def drop(self, paths: RunPaths) -> None:
+        with self._lock:
+            self._kept.pop(paths.root, None)
+
+
+class FollowedState:
+    """The state of a run. A stream that was replaced or cut is read from its beginning."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._open()
+
+    def _open(self) -> None:
+        self._inode, self._size = self._identity()
+        self._reader = RunStateReader(self._paths.events, self._paths.state_snapshot)
+
+    def _identity(self) -> tuple[int, int]:
+        try:
+            found = self._paths.events.stat()
+        except OSError:
+            return 0, 0
+        return found.st_ino, found.st_size
+
+    def catch_up(self) -> RunState:
+        inode, size = self._identity()
+        if inode != self._inode or size < self._size:
+            self._open()
+        self._size = size
+        state = self._reader.catch_up()
+        self._reader.save_if_useful()
+        return state
+
+
+class FollowedSummaries:
+    """The rows of all runs. A run that has ended is read again only when its stream changes: the next look costs one
+    `stat` for each run. Directories that are links are left out. Belongs to one thread at a time."""
+
+    def __init__(self, runs: Path) -> None:
+        self._runs = runs
+        self._known: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        present = self._present()
+        old = {name for name, stream in present.items() if self._is_current(name, stream)}
+        new = present.keys() - old
+        if len(new) > MANY_NEW_RUNS:  # with the index of `shoal runs`
+            found = {row["run"]: row for row in run_index.list_summaries(self._runs) if row["run"] in new}
+        else:
+            paths = (RunPaths(self._runs / name) for name in new)
+            found = {one.name: run_index.list_row(one) for one in paths if _is_file(one.job)}
+        kept = {name: self._known[name] for name in old}
+        self._known = kept | {name: (present[name], row) for name, row in found.items()}
+        return [row for _, row in self._known.values()]
+
+    def _is_current(self, name: str, stream: tuple[int, ...]) -> bool:
+        known = self._known.get(name)
+        return known is not None and known[0] == stream and known[1]["status"] not in UNFINISHED
+
+    def _present(self) -> dict[str, tuple[int, ...]]:
+        """Size, time of change and inode of each run's stream; nothing for a run that has none yet."""
+        found: dict[str, tuple[int, ...]] = {}
+        with os.scandir(self._runs) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+                    continue
+                try:
+                    stream = os.stat(f"{entry.path}/events.jsonl")
+                    found[entry.name] = stream.st_size, stream.st_mtime_ns, stream.st_ino
+                except OSError:
+                    found[entry.name] = ()
+        return found
+
+
+@dataclass
+class Operation:
+    """Something that was asked for, and goes on in a thread."""
+
+    name: str
+    what: str
+    run: str
+    by: str
+    future: Future[dict[str, Any]]
+    started_t: float = field(default_factory=time.time)
+
+
+class Site:
+    """Safe for several threads. `say` gets a line for each change that somebody makes."""
+
+    def __init__(self, runs: Path, *, say: Callable[[str], None] = lambda line: None) -> None:
+        self.runs = run_dir.check_runs(runs).resolve()
+        self.say = say
+        self.stopping = threading.Event()
+        self.states = RunCache(FollowedState, is_full=lambda held: len(held) > MAX_STATES)
+        self.histories = RunCache(
+            _open_history, is_full=lambda held: sum(one.size_bytes for one in held) > MAX_HISTORY_BYTES
+        )
+        self.searches = RunCache(_open_search, is_full=lambda held: len(held) > MAX_SEARCHES)
+        self._operations: OrderedDict[str, Operation] = OrderedDict()
+        self._pool = ThreadPoolExecutor(16, thread_name_prefix="operation")
+        self._list_lock = threading.Lock()
+        self._summaries = FollowedSummaries(self.runs)
+        self._listed: tuple[float, list[dict[str, Any]]] = (-1e9, [])
+
+    def find(self, name: str) -> RunPaths:
+        """A run by its name, or a fold or trial as `run~fold-0`. The name is that of a directory here, never a path."""
+        whole, parts = found.groups() if (found := _PART.fullmatch(name)) else (name, "")
+        root = self.runs / whole
+        is_name = whole == root.name and not whole.startswith(".") and "/" not in whole and whole.isprintable()
+        inner = [root.joinpath(*parts.split("~")[1 : n + 1]) for n in range(parts.count("~") + 1)]
+        if is_name and all(map(_is_directory, inner)) and _is_file(inner[-1] / "job.yaml"):
+            return RunPaths(inner[-1])
+        raise error("SH601", f"there is no run '{name[:200]}'")
+
+    def owner(self, paths: RunPaths) -> str:
+        """The name of the run that a token may see: that of the directory here."""
+        return paths.root.relative_to(self.runs).parts[0]
+
+    def rows(self, *, fresh: bool = False) -> list[dict[str, Any]]:
+        """The rows of the list, at most a second old, with tags."""
+        with self._list_lock:
+            at, rows = self._listed
+            if fresh or time.monotonic() - at > LIST_LIFETIME_S:
+                tags = read_tags(self.runs)
+                rows = [
+                    {**row, "job": row["run"].rpartition("-")[0] or row["run"], "tags": tags.get(row["run"], [])}
+                    for row in self._summaries.read()
+                ]
+                self._listed = time.monotonic(), rows
+            return rows
+
+    def forget_rows(self) -> None:
+        with self._list_lock:
+            self._listed = (-1e9, [])
+
+    def state(self, paths: RunPaths) -> RunState:
+        with self.states.use(paths) as one, run_dir.readable(paths):
+            return one.catch_up()
+
+    def begin(self, what: str, run: str, by: str, act: Callable[[], dict[str, Any]]) -> Operation:
+        """Do something in a thread, and wait a moment for it. Raises the error that it raised meanwhile."""
+        self.say(f"{by}: {what} {run}")
+        operation = Operation(secrets.token_hex(8), what, run, by, self._pool.submit(act))
+        while len(self._operations) >= MAX_OPERATIONS:
+            self._operations.popitem(last=False)
+        self._operations[operation.name] = operation
+        try:
+            operation.future.result(OPERATION_WAIT_S)
+        except TimeoutError:
+            if operation.future.done():
+                raise
+        finally:
+            self.forget_rows()
+        return operation
+
+    def operation(self, name: str) -> Operation:
+        found = self._operations.get(name)
+        if found is None:
+            raise error("SH601", f"there is no operation '{name[:50]}'", fix="See the state of the run.")
+        return found
+
+    def close(self) -> None:
+        self.stopping.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _open_history(paths: RunPaths) -> RunHistory:
+    from shoal.storage.history import RunHistory  # loads numpy, which the start of the server does without
+
+    return RunHistory(paths)
+
+
+def _open_search(paths: RunPaths) -> FollowedSearch:
+    from shoal.web.searches import FollowedSearch
+
+    return FollowedSearch(paths)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path, follow_symlinks=False).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,74 @@
+// Requests to the API. Errors are thrown as {status, title, fix, code}.
+const kept = new Map(); // path -> {tag, value}: an answer that has not changed is not sent again
+
+export class Problem extends Error {
+  constructor(fields, status) {
+    super(fields.title || `the server answers ${status}`);
+    Object.assign(this, { fix: "", code: "" }, fields, { status });
+  }
+}
+
+async function answerOf(response) {
+  const text = await response.text();
+  let value = {};
+  try { value = text ? JSON.parse(text) : {}; } catch { value = { title: "the answer is not JSON" }; }
+  if (!response.ok) throw new Problem(value, response.status);
+  return value;
+}
+
+async function send(path, options) {
+  try { return await fetch(path, { credentials: "same-origin", cache: "no-store", ...options }); }
+  catch { throw new Problem({ title: "The server of this page does not answer.", fix: "Start it again: shoal web" }, 0); }
+}
+
+export async function get(path) {
+  const before = kept.get(path);
+  const response = await send(`/api/v1/${path}`, before ? { headers: { "if-none-match": before.tag } } : {});
+  if (response.status === 304) return before.value;
+  const value = await answerOf(response);
+  const tag = response.headers.get("etag");
+  if (tag) {
+    kept.delete(path);
+    kept.set(path, { tag, value });
+    if (kept.size > 40) kept.delete(kept.keys().next().value);
+  }
+  return value;
+}
+
+export async function post(path, body = {}) {
+  const headers = { "content-type": "application/json", "x-shoal": "1" };
+  return answerOf(await send(`/api/v1/${path}`, { method: "POST", headers, body: JSON.stringify(body) }));
+}
+
+// Ask for something, and wait until it is done.
+export async function act(path, body) {
+  let found = await post(path, body);
+  while (found.state === "running") {
+    await new Promise((done) => setTimeout(done, 400));
+    found = await get(`operations/${found.operation}`);
+  }
+  if (found.state === "failed") throw new Problem({ ...found.error, title: found.error.message }, 409);
+  return found.result;
+}
+
+// New rows of runs, as they come; returns a function that ends it. Nothing is asked for while the page is hidden.
+export function follow(run, offset, onRows) {
+  let source = null;
+  let position = offset;
+  const open = () => {
+    source = new EventSource(`/api/v1/stream?runs=${encodeURIComponent(run)}&after=${position}`);
+    source.onmessage = (message) => {
+      const found = JSON.parse(message.data);
+      position = found.offset;
+      onRows(found);
+    };
+  };
+  const onVisible = () => {
+    if (document.hidden) { source?.close(); source = null; } else if (!source) open();
+  };
+  document.addEventListener("visibilitychange", onVisible);
+  onVisible();
+  return () => { document.removeEventListener("visibilitychange", onVisible); source?.close(); };
+}
+
+export const runPath = (run) => `runs/${encodeURIComponent(run)}`;

@@ -1,0 +1,58 @@
+// Runs side by side: overlaid curves, what differs, and whether they have the same bits.
+import { useEffect, useMemo, useState } from "./vendor/hooks.js";
+import { get, runPath } from "./api.js";
+import { html, ErrorBox, number, useAnswer } from "./show.js";
+import { change, link } from "./route.js";
+import { Chart, COLOURS, toLine } from "./chart.js";
+import { Parallel } from "./parallel.js";
+
+export function Compare({ query }) {
+  const names = (query.runs || "").split(",").filter(Boolean);
+  const [typed, setTyped] = useState(names.join(" "));
+  const [all, setAll] = useState(false);
+  const key = names.join(",");
+  const { value, problem } = useAnswer(async () => (names.length ? get(`compare?runs=${encodeURIComponent(key)}`) : null), key);
+  return html`<div class="bar"><h1>Compare</h1><form class="grow" onSubmit=${(e) => { e.preventDefault(); change({ runs: typed.split(/[\s,]+/).filter(Boolean).join(",") }); }}>
+      <input class="filter" aria-label="Runs to compare" placeholder="names of runs" value=${typed} onInput=${(e) => setTyped(e.target.value)} /> <button>Show</button></form></div>
+    <${ErrorBox} problem=${problem} />
+    ${!names.length && html`<p class="empty">Select runs in the list (key x), then Compare (key c); or write their names.</p>`}
+    ${value && html`<${Verdict} value=${value} /><${Overlay} names=${value.runs} />
+      ${value.runs.length > 1 && html`<${Parallel} value=${value} />`}
+      <div class="bar"><h2>${all ? "Everything" : "What differs"}</h2><label class="check"><input type="checkbox" checked=${all} onChange=${() => setAll(!all)} />all fields</label></div>
+      <div class="scroll"><table class="diff"><thead><tr><th></th>${value.runs.map((run, n) => html`<th><span class="dot c${n % 10}" aria-hidden="true"></span><a href=${link("run", run)}>${run}</a></th>`)}</tr></thead>
+        <tbody>${Object.entries(value.fields).filter(([name]) => all || value.differs.includes(name)).map(([name, cells]) => html`<tr class=${value.differs.includes(name) ? "differs" : ""}>
+          <th scope="row">${name.replace(/^job /, "")}</th>${cells.map((cell) => html`<td>${number(cell)}</td>`)}</tr>`)}</tbody></table></div>`}`;
+}
+
+function Verdict({ value }) {
+  if (value.runs.length < 2) return null;
+  if (value.same_bits === true) return html`<p class="proof good"><b>The same bits.</b> All ${value.runs.length} runs have the same weights, by SHA-256.</p>`;
+  const parted = value.part_at === null ? "" : ` Their losses part at step ${value.part_at}.`;
+  if (value.same_bits === false) return html`<p class="proof"><b>Different weights.</b>${parted}</p>`;
+  return html`<p class="proof">Not all of them have finished: whether the weights are the same is not known yet.${parted}</p>`;
+}
+
+function Overlay({ names }) {
+  const [found, setFound] = useState([]);
+  const [problem, setProblem] = useState(null);
+  useEffect(() => {
+    let over = false;
+    (async () => {
+      const points = Math.max(100, Math.min(500, Math.floor(10000 / names.length)));
+      const pages = [];
+      for (const name of names) {
+        try { pages.push([name, await get(`${runPath(name)}/series?points=${points}`)]); } catch (one) { setProblem(one); }
+        if (over) return;
+        if (pages.length % 10 === 0) setFound([...pages]);
+      }
+      setFound([...pages]);
+    })();
+    return () => { over = true; };
+  }, [names.join(",")]);
+  const charts = useMemo(() => {
+    const series = [...new Set(found.flatMap(([, list]) => list.names))].filter((name) => name !== "samples/s" && name !== "lr");
+    return series.map((title) => [title, found.flatMap(([name, list]) => list.series.filter((one) => one.name === title).map((one) => toLine(name, one)))]);
+  }, [found]);
+  return html`<${ErrorBox} problem=${problem} /><div class="legend">${names.slice(0, 30).map((name, n) => html`<span><i class="dot c${n % COLOURS.length}"></i>${name}</span>`)}</div>
+    <div class="charts">${charts.map(([title, lines]) => html`<${Chart} key=${title} title=${title} lines=${lines} />`)}</div>`;
+}

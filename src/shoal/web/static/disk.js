@@ -1,0 +1,38 @@
+// What runs occupy, the trash, and undo.
+import { useState } from "./vendor/hooks.js";
+import { act, get } from "./api.js";
+import { html, ErrorBox, count, size, useAnswer, useDialog, when } from "./show.js";
+import { link } from "./route.js";
+
+const PARTS = ["checkpoints", "model", "events", "logs", "other"];
+
+export function Disk({ me }) {
+  const { value, problem, refresh } = useAnswer(() => get("storage?limit=200"), "storage");
+  const [dialog, ask] = useDialog();
+  const [said, setSaid] = useState("");
+  const may = me.role !== "read";
+  if (!value) return html`<${ErrorBox} problem=${problem} />`;
+  const done = (text) => { setSaid(text); refresh(); };
+  const drop = (run) => ask({ title: `Delete the checkpoints of ${run}?`, danger: true, button: "Move to the trash", label: `Type ${run} to confirm`, must: run,
+    text: "The model, the curves and the receipt stay. A run that has not finished cannot be resumed without checkpoints.",
+    action: async (typed) => { await act(`runs/${encodeURIComponent(run)}/delete`, { confirm: typed, part: "checkpoints" }); done(`the checkpoints of ${run} are in the trash`); } });
+  const restore = (entry, run) => ask({ title: `Restore ${run}?`, text: "It goes back to where it was.", button: "Restore",
+    action: async () => { await act(`trash/${entry}/restore`); done(`${run} is back`); } });
+  const empty = () => ask({ title: "Empty the trash?", danger: true, button: "Delete for good", label: "Type empty to confirm", must: "empty",
+    text: `${value.trash.length} entries are deleted for good.`, action: async (typed) => {
+      const found = await act("trash/empty", { confirm: typed });
+      done(`${size(found.freed_bytes)} are free`);
+    } });
+  return html`<div class="bar"><h1>Disk</h1></div><${ErrorBox} problem=${problem} />
+    <dl class="facts"><div><dt>free</dt><dd>${size(value.free_bytes)}</dd></div><div><dt>of</dt><dd>${size(value.total_bytes)}</dd></div>
+      <div><dt>${count(value.runs)} runs</dt><dd>${size(value.freed_bytes)}</dd></div><div><dt>trash</dt><dd>${size(value.trash.reduce((sum, one) => sum + one.size_bytes, 0))}</dd></div></dl>
+    <p class="said" role="status">${said}</p>
+    <div class="scroll"><table><thead><tr><th>run</th><th>deleting frees</th><th>files</th>${PARTS.map((part) => html`<th>${part}</th>`)}<th></th></tr></thead>
+      <tbody>${value.rows.map((row) => html`<tr><td><a href=${link("run", row.run)}>${row.run}</a></td><td class="n">${size(row.freed_bytes)}</td><td class="n">${row.files}</td>
+        ${PARTS.map((part) => html`<td class="n">${row.parts[part] ? size(row.parts[part]) : "–"}</td>`)}
+        <td>${may && row.parts.checkpoints > 0 && html`<button onClick=${() => drop(row.run)}>Drop checkpoints</button>`}</td></tr>`)}</tbody></table></div>
+    <div class="bar"><h2>Trash</h2>${may && value.trash.length > 0 && html`<button class="danger" onClick=${empty}>Empty</button>`}</div>
+    ${value.trash.length ? html`<div class="scroll"><table><thead><tr><th>run</th><th>part</th><th>deleted</th><th>frees</th><th></th></tr></thead><tbody>
+      ${value.trash.map((one) => html`<tr><td>${one.run}</td><td>${one.part || "all"}</td><td>${when(one.t)}</td><td class="n">${size(one.size_bytes)}</td>
+        <td>${may && html`<button onClick=${() => restore(one.entry, one.run)}>Restore</button>`}</td></tr>`)}</tbody></table></div>` : html`<p class="empty">The trash is empty.</p>`}${dialog}`;
+}

@@ -1,0 +1,20 @@
+// The address keeps the view: #/run/name?tab=logs. `go` changes parts of it.
+export function current() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [page = "", ...rest] = path.split("/");
+  return { page: page || "runs", name: rest.map(decodeURIComponent).join("/"), query: Object.fromEntries(new URLSearchParams(query)) };
+}
+
+export function link(page, name = "", query = {}) {
+  const kept = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const text = new URLSearchParams(kept).toString();
+  return `#/${page}${name ? `/${encodeURIComponent(name)}` : ""}${text ? `?${text}` : ""}`;
+}
+
+export function change(query) {
+  const now = current();
+  history.replaceState(null, "", link(now.page, now.name, { ...now.query, ...query }));
+  dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+export const go = (...where) => { location.hash = link(...where); };

@@ -1,0 +1,236 @@
+// One run: curves, workers, timeline, receipt, logs, job; and what can be done to it.
+import { useEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
+import { act, follow, get, runPath } from "./api.js";
+import { html, ErrorBox, Status, count, number, seconds, size, useAnswer, useDialog } from "./show.js";
+import { change, go, link } from "./route.js";
+import { Chart, toLine } from "./chart.js";
+import { Timeline } from "./timeline.js";
+import { Logs } from "./logs.js";
+
+const TABS = [["curves", "Curves"], ["workers", "Workers"], ["timeline", "Timeline"], ["receipt", "Receipt"], ["logs", "Logs"], ["job", "Job"]];
+const REFETCH_POINTS = 400; // points appended by events before the curves are asked for again
+const LIVE = ["training", "starting"];
+
+export function Run({ name, query, me }) {
+  const tab = query.tab || "curves";
+  const { value: run, problem, refresh } = useAnswer(() => get(runPath(name)), name);
+  const [fresh, setFresh] = useState({ rows: [], n: 0 });
+  const offset = run ? run.offset : null;
+  const soon = useRef(null);
+  useEffect(() => {
+    if (offset === null) return undefined;
+    return follow(name, offset, ({ rows }) => {
+      setFresh((old) => ({ rows, n: old.n + 1 }));
+      if (!soon.current) soon.current = setTimeout(() => { soon.current = null; refresh(); }, rows.some((row) => row.kind !== "step") ? 300 : 1000);
+    });
+  }, [name, offset !== null]);
+  useEffect(() => {
+    const pressed = (event) => {
+      if (event.target.closest("input, select, textarea, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+      const chosen = TABS[Number(event.key) - 1];
+      if (chosen) change({ tab: chosen[0] });
+    };
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  }, []);
+  if (!run) return html`<${ErrorBox} problem=${problem} />`;
+  return html`<${Head} run=${run} me=${me} refresh=${refresh} name=${name} />
+    <${ErrorBox} problem=${problem} />
+    ${run.error && html`<div class="error"><b>${run.error.code} ${run.error.message}</b><div>${run.error.where} ${run.error.fix}</div></div>`}
+    ${run.folds.length > 0 && html`<p>Folds: ${run.folds.map((one) => html`<a class="fold" href=${link("run", one)}>${one.split("~")[1]}</a> `)}</p>`}
+    <div class="tabs" role="tablist" aria-label="Parts of the run">${TABS.map(([id, title]) => html`<button role="tab" id=${`tab-${id}`}
+      aria-selected=${tab === id} aria-controls="part" class=${tab === id ? "on" : ""} onClick=${() => change({ tab: id })}>${title}</button>`)}</div>
+    <section id="part" role="tabpanel" aria-labelledby=${`tab-${tab}`}>
+      ${tab === "curves" && html`<${Curves} name=${name} run=${run} fresh=${fresh} query=${query} />`}
+      ${tab === "workers" && html`<${Workers} run=${run} me=${me} name=${name} refresh=${refresh} />`}
+      ${tab === "timeline" && html`<${Timeline} name=${name} run=${run} />`}
+      ${tab === "receipt" && html`<${Receipt} name=${name} status=${run.status} />`}
+      ${tab === "logs" && html`<${Logs} name=${name} live=${LIVE.includes(run.status)} query=${query} />`}
+      ${tab === "job" && html`<${Job} name=${name} />`}
+    </section>`;
+}
+
+function Head({ run, me, refresh, name }) {
+  const [dialog, ask] = useDialog();
+  const [said, setSaid] = useState("");
+  const path = runPath(name);
+  const done = (text) => { setSaid(text); refresh(); };
+  const may = (role) => ["read", "operate", "submit"].indexOf(me.role) >= ["read", "operate", "submit"].indexOf(role);
+  const live = LIVE.includes(run.status);
+  const trial = name.includes("~trial-"); // its search steers it
+  const share = run.steps ? run.step / run.steps : 0;
+  const stop = () => ask({ title: `Stop ${name}?`, text: "It saves first; Resume continues it with the same weights.", button: "Save and stop",
+    action: async () => { const result = await act(`${path}/stop`); done(`${result.status}; ${result.saved_step === null ? "nothing was saved yet" : `saved at step ${result.saved_step}`}`); } });
+  const resume = () => ask({ title: `Resume ${name}?`, text: "A new process drives it from its last checkpoint. It runs the job's code.", button: "Resume",
+    action: async () => { const result = await act(`${path}/resume`); done(`process ${result.pid} drives it`); } });
+  const scale = () => ask({ title: "How many workers?", text: "The weights stay the same, bit for bit, if the job is exact.", label: "Workers", button: "Scale",
+    value: String(run.workers.filter((one) => one.state === "training").length || 1),
+    action: async (typed) => { const result = await act(`${path}/scale`, { workers: Number(typed) || 0 }); done([`${result.wanted} workers are wanted`, ...result.notes].join("; ")); } });
+  const tag = () => ask({ title: "Tags", text: "Words with spaces between. Runs with tags are never cleaned up.", label: "Tags", value: run.tags.join(" "), button: "Save",
+    action: async (typed) => {
+      const wanted = typed.split(/\s+/).filter(Boolean);
+      await act(`${path}/tags`, { add: wanted, remove: run.tags.filter((one) => !wanted.includes(one)) });
+      done("tags are changed");
+    } });
+  const remove = () => ask({ title: `Delete ${name}?`, danger: true, button: "Move to the trash", label: `Type ${run.name} to confirm`, must: run.name,
+    text: "The run moves to the trash, from where it can be restored (page Disk). Emptying the trash deletes it for good.",
+    action: async (typed) => { await act(`${path}/delete`, { confirm: typed }); go("disk"); } });
+  return html`<div class="bar"><h1>${trial ? html`<a href=${link("searches", name.split("~")[0])}>${name.split("~")[0]}</a>/${name.split("~").slice(1).join("/")}` : name.replaceAll("~", "/")}</h1><${Status} status=${run.status} />
+      ${run.tags.map((one) => html`<span class="tag">${one}</span>`)}
+      <span class="actions">
+        ${live && may("operate") && !trial && html`<button onClick=${scale}>Scale</button><button onClick=${stop}>Stop</button>`}
+        ${!live && run.status !== "finished" && may("submit") && !trial && html`<button onClick=${resume}>Resume</button>`}
+        ${may("operate") && !name.includes("~") && html`<button onClick=${tag}>Tag</button>
+          ${!live && html`<button class="danger" onClick=${remove}>Delete</button>`}`}
+        ${run.weights_sha256 && !run.folds.length && may("operate") && html`<a class="button" href=${`/api/v1/${path}/model`} download=${`${run.name}.safetensors`}>Model</a>`}
+        ${may("submit") && me.runs === null && !name.includes("~") && html`<a class="button" href=${link("queue", "", { submit: name })}>Submit again</a>`}
+        ${name.includes("-compressed-") && html`<a class="button" href=${link("compressions", name)}>Ladder</a>`}
+        <a class="button" href=${link("compare", "", { runs: name })}>Compare</a></span></div>
+    ${run.steps > 0 && html`<progress max="1" value=${share} aria-label="Progress">${share}</progress>`}
+    <dl class="facts">
+      <div><dt>step</dt><dd>${count(run.step)}${run.steps ? ` / ${count(run.steps)}` : ""}</dd></div>
+      <div><dt>training loss</dt><dd>${number(run.loss)}</dd></div>
+      ${Object.entries(run.metrics).slice(0, 4).map(([key, value]) => html`<div><dt>${run.folds.length || key.includes("/") ? key : `validation ${key}`}</dt><dd>${number(value)}</dd></div>`)}
+      ${live && html`<div><dt>samples/s</dt><dd>${count(Number(run.samples_per_s) || 0)}</dd></div><div><dt>left</dt><dd>${seconds(run.eta_s)}</dd></div>`}
+      <div><dt>workers</dt><dd>${run.workers.filter((one) => one.state === "training").length || run.workers.length}</dd></div>
+      <div><dt>deaths</dt><dd>${run.deaths}</dd></div>
+    </dl>
+    <p class="said" role="status">${said}</p>${run.damage && html`<p class="warn">${run.damage}</p>`}${dialog}`;
+}
+
+// The points that new events add to the curves on the screen.
+function append(pages, rows, saver) {
+  let added = 0;
+  const byName = new Map(pages.map((page) => [page.name, page]));
+  const add = (name, row, value) => {
+    const page = byName.get(name);
+    if (!page || typeof value !== "number" || row.step <= (page.step.at(-1) ?? -1)) return;
+    page.step = [...page.step, row.step]; page.t = [...page.t, row.t]; page.last = [...page.last, value];
+    if (page.least.length) { page.least = [...page.least, value]; page.most = [...page.most, value]; }
+    added += 1;
+  };
+  for (const row of rows) {
+    if (row.kind === "step" && (!saver || row.who === saver)) { add("loss", row, row.loss); add("lr", row, row.lr); }
+    if (row.kind === "evaluated") for (const [name, value] of Object.entries(row.metrics)) add(`${row.split}/${name}`, row, value);
+  }
+  return added;
+}
+
+function Curves({ name, run, fresh, query }) {
+  const [pages, setPages] = useState(null);
+  const [problem, setProblem] = useState(null);
+  const [range, setRange] = useState(query.from ? [Number(query.from), Number(query.to)] : null);
+  const byTime = query.x === "time";
+  const log = query.log === "1";
+  const added = useRef(0);
+  const load = async () => {
+    const zoom = range ? `&from=${Math.max(Math.floor(range[0]), 0)}&to=${Math.ceil(range[1])}` : "";
+    try {
+      const found = await get(`${runPath(name)}/series?points=500${zoom}`);
+      added.current = 0;
+      setPages(found.series);
+      setProblem(null);
+    } catch (one) { setProblem(one); }
+  };
+  useEffect(() => { load(); }, [name, range]);
+  useEffect(() => {
+    if (!pages || range || !fresh.rows.length) return;
+    const saver = run.workers.find((one) => one.saves && one.state === "training")?.name;
+    const evaluated = fresh.rows.some((row) => row.kind === "evaluated" && Object.keys(row.metrics).some((key) => !pages.find((page) => page.name === `${row.split}/${key}`)));
+    const copies = pages.map((page) => ({ ...page }));
+    added.current += append(copies, fresh.rows, saver);
+    if (added.current > REFETCH_POINTS || evaluated || fresh.rows.some((row) => row.kind === "resumed")) load();
+    else setPages(copies);
+  }, [fresh.n]);
+  const zoom = (from, to) => { if (!byTime) { setRange([from, to]); change({ from: Math.floor(from), to: Math.ceil(to) }); } };
+  const reset = () => { setRange(null); change({ from: "", to: "" }); };
+  const lines = useMemo(() => (pages || []).map((page) => [page, [toLine(page.name, page, byTime)]]), [pages, byTime]);
+  return html`<${ErrorBox} problem=${problem} /><div class="bar">
+      <label class="check"><input type="checkbox" checked=${byTime} onChange=${() => change({ x: byTime ? "" : "time" })} />over time</label>
+      <label class="check"><input type="checkbox" checked=${log} onChange=${() => change({ log: log ? "" : "1" })} />logarithmic</label>
+      ${range && html`<button onClick=${reset}>Steps ${Math.floor(range[0])} to ${Math.ceil(range[1])}: show all</button>`}
+      <span class="hint">Drag to zoom. Bands reach from the least to the greatest value: no peak is left out.</span></div>
+    <div class="charts">${lines.map(([page, one]) => html`<${Chart} key=${page.name} title=${page.name} lines=${one} byTime=${byTime}
+      log=${log && page.last.every((v) => v === null || v > 0)} onZoom=${zoom} onReset=${reset} />`)}</div>
+    ${!pages && !problem && html`<p class="empty" aria-busy="true">Reading the events…</p>`}
+    ${pages && !pages.length && html`<p class="empty">No step is made yet.</p>`}
+    <h2>What happened</h2><ol class="notes" reversed>${[...run.notes].reverse().map((line) => html`<li>${line}</li>`)}</ol>
+    ${run.plan.length > 0 && html`<h2>Plan and truth</h2><pre>${run.plan.join("\n")}</pre>`}`;
+}
+
+function Workers({ run, me, name, refresh }) {
+  const [dialog, ask] = useDialog();
+  const drain = (who) => ask({ title: `Let ${who} leave?`, text: "Its lanes move to the others first; nothing is lost, and it is not replaced.", button: "Drain",
+    action: async () => { await act(`${runPath(name)}/drain`, { who }); refresh(); } });
+  const [stacks, setStacks] = useState(null);
+  const look = async () => {
+    setStacks({ busy: true, processes: [] });
+    try { setStacks(await act(`${runPath(name)}/stacks`)); } catch (problem) { setStacks({ problem, processes: [] }); }
+  };
+  const lanes = run.workers.flatMap((one) => one.lanes.map((lane) => [lane, one.name])).sort((a, b) => a[0] - b[0]);
+  const place = new Map(run.workers.map((one, n) => [one.name, n]));
+  return html`${lanes.length > 0 && html`<div class="lanes" role="img" aria-label=${`Lanes: ${lanes.map(([lane, who]) => `${lane} by ${who}`).join(", ")}`}>
+      ${lanes.map(([lane, who]) => html`<span class="lane c${place.get(who) % 10}" title=${who}>${lane}</span>`)}</div>`}
+    <div class="scroll"><table><thead><tr><th>worker</th><th>state</th><th>lanes</th><th>step</th><th>samples</th><th>samples/s</th><th>cores</th><th>memory</th><th>network</th><th>host</th><th></th></tr></thead>
+    <tbody>${run.workers.map((one) => html`<tr key=${one.name}><td><span class="dot c${place.get(one.name) % 10}" aria-hidden="true"></span>
+        <a href=${link("run", name, { tab: "logs", log: `${one.name}.log` })}>${one.name}</a>${one.saves && one.state === "training" ? " (saves)" : ""}</td>
+      <td><${Status} status=${one.state} />${one.holds_back > 0.15 && html` <span class="warn">holds the others back: they need ${Math.round(100 * one.holds_back)} % less</span>`}</td>
+      <td>${one.lanes.join(" ")}</td><td class="n">${one.step}</td><td class="n">${count(one.samples)}</td><td class="n">${number(one.samples_per_s)}</td><${Usage} usage=${one.usage} /><td>${one.host}</td>
+      <td>${one.state === "training" && me.role !== "read" && html`<button onClick=${() => drain(one.name)}>Drain</button>`}</td></tr>`)}</tbody></table></div>
+    ${run.servers.length > 0 && html`<h2>Servers</h2><div class="scroll"><table><thead><tr><th>server</th><th>state</th><th>primary bytes</th><th>backup bytes</th><th>host</th></tr></thead>
+      <tbody>${run.servers.map((one) => html`<tr><td>${one.name}</td><td>${one.state}</td><td class="n">${count(one.primary_bytes)}</td><td class="n">${count(one.backup_bytes)}</td><td>${one.host}</td></tr>`)}</tbody></table></div>`}
+    ${LIVE.includes(run.status) && me.role !== "read" && html`<div class="bar"><h2>Stacks</h2><button onClick=${look} disabled=${stacks?.busy}>${stacks?.busy ? "…" : "Where is every thread now?"}</button></div>`}
+    ${stacks && html`<${ErrorBox} problem=${stacks.problem} />${stacks.processes.map((one) => html`<h3>${one.who}, process ${one.pid} on ${one.host}</h3>
+      ${one.problem ? html`<p class="warn">${one.problem}</p>` : html`<pre class="log" tabindex="0">${one.text}</pre>`}`)}`}
+    <${Profiles} run=${run} me=${me} name=${name} />${dialog}`;
+}
+
+// The last sample of what a worker uses, every two seconds.
+function Usage({ usage }) {
+  if (!("rss_bytes" in usage)) return html`<td class="n">–</td><td class="n">–</td><td class="n">–</td>`;
+  const total = usage.rss_bytes + usage.room_bytes;
+  return html`<td class="n">${number(usage.cpu)}</td>
+    <td class="n"><meter max=${total || 1} high=${0.95 * total} value=${usage.rss_bytes} aria-label="memory"></meter> ${size(usage.rss_bytes)} of ${size(total)}${"device_bytes" in usage ? html`<br />GPU ${size(usage.device_bytes)} of ${size(usage.device_total_bytes)}` : ""}</td>
+    <td class="n">${size(usage.net_bytes_s)}/s</td>`;
+}
+
+// Profiles of some steps: made on the live run, kept afterwards.
+function Profiles({ run, me, name }) {
+  const { value, problem, refresh } = useAnswer(() => get(`${runPath(name)}/profiles`), name);
+  const [state, setState] = useState({ busy: false, problem: null });
+  const [steps, setSteps] = useState("20");
+  const make = async (event) => {
+    event.preventDefault();
+    setState({ busy: true, problem: null });
+    try { await act(`${runPath(name)}/profile`, { steps: Number(steps) }); setState({ busy: false, problem: null }); refresh(); } catch (one) { setState({ busy: false, problem: one }); }
+  };
+  const live = LIVE.includes(run.status) && me.role !== "read";
+  if (problem?.status === 404 || (!live && !value?.length)) return null;
+  return html`<div class="bar"><h2>Profiles</h2>${live && html`<form onSubmit=${make}><label class="check"><input type="number" min="1" max="200" value=${steps} onInput=${(e) => setSteps(e.target.value)} />steps</label>
+      <button disabled=${state.busy}>${state.busy ? "…" : "Profile"}</button></form>`}</div><${ErrorBox} problem=${state.problem || problem} />
+    ${(value || []).map((one) => html`<details key=${one.name}><summary>${one.steps} steps from step ${count(one.first_step)} on, of ${one.workers.join(", ")}</summary>
+      <p><a href=${`/api/v1/${runPath(name)}/profiles/${one.name}`} download=${`${run.name}-${one.first_step}.trace.json.gz`}>Trace (${size(one.size_bytes)})</a> <span class="hint">opens in chrome://tracing or Perfetto</span></p>
+      ${Object.entries(one.missing).map(([who, why]) => html`<p class="warn">${who}: ${why}</p>`)}
+      <div class="scroll"><table><thead><tr><th>operator</th><th>calls</th><th>by itself</th><th>in all</th></tr></thead>
+        <tbody>${one.operators.map((row) => html`<tr><td><code>${row.name}</code></td><td class="n">${row.calls}</td><td class="n">${seconds(row.self_us / 1e6)}</td><td class="n">${seconds(row.total_us / 1e6)}</td></tr>`)}</tbody></table></div></details>`)}`;
+}
+
+const EXACT = new Map([[true, "yes"], [false, "no"], [null, "not checked"]]);
+
+function Receipt({ name, status }) {
+  const { value, problem } = useAnswer(() => get(`${runPath(name)}/receipt`), name + status);
+  if (!value) return html`<${ErrorBox} problem=${problem} />`;
+  if (value.damage) return html`<p class="warn">The receipt is damaged: ${value.damage}</p>`;
+  const receipt = value.receipt;
+  if (!receipt) return html`<p class="empty">There is no receipt before the run has finished.</p>`;
+  const rest = Object.entries(receipt).filter(([key]) => !["exact", "why", "weights_sha256", "run"].includes(key));
+  return html`${"exact" in receipt && html`<p class="proof ${receipt.exact === true ? "good" : ""}"><b>exact: ${EXACT.get(receipt.exact)}</b> ${receipt.why}<br />
+      SHA-256 of the weights <code>${receipt.weights_sha256}</code></p>`}
+    <div class="scroll"><table class="pairs"><tbody>${rest.map(([key, one]) => html`<tr><th scope="row">${key}</th>
+      <td>${one !== null && typeof one === "object" ? html`<pre>${JSON.stringify(one, null, 1)}</pre>` : number(one)}</td></tr>`)}</tbody></table></div>`;
+}
+
+function Job({ name }) {
+  const { value, problem } = useAnswer(() => get(`${runPath(name)}/job`), name);
+  return html`<${ErrorBox} problem=${problem} />${value && html`<pre class="job" tabindex="0">${value.yaml}</pre>`}`;
+}

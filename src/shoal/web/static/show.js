@@ -1,0 +1,110 @@
+// Numbers, times and small parts of pages.
+import { h } from "./vendor/preact.js";
+import { useEffect, useRef, useState } from "./vendor/hooks.js";
+import htm from "./vendor/htm.js";
+
+export const html = htm.bind(h);
+
+export const KINDS = {
+  compute_s: ["compute", "#2a9d8f"], data_s: ["data", "#8ab17d"], exchange_s: ["exchange", "#e9c46a"],
+  waiting_s: ["waiting", "#c9ccd1"], saving_s: ["saving", "#457b9d"], evaluation_s: ["evaluation", "#9d6bb5"],
+  recovery_s: ["recovery", "#e76f51"], startup_s: ["start-up", "#8d99ae"], checking_s: ["checking", "#b5838d"],
+};
+
+export function number(value) {
+  if (value === null || value === undefined || value === "") return "–";
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e6) return String(value);
+  if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(3).replace(/\.?0*e/, "e");
+  return String(size < 0.1 ? +value.toPrecision(4) : +value.toFixed(4));
+}
+
+export function count(value) { return Math.round(value).toLocaleString("en"); }
+
+export function size(bytes) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let n = 0;
+  while (bytes >= 1000 && n < 4) { bytes /= 1000; n += 1; }
+  return `${n ? bytes.toFixed(1) : bytes} ${units[n]}`;
+}
+
+export function seconds(value) {
+  if (typeof value !== "number") return "–";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (value < 100) return `${value.toFixed(1)} s`;
+  const minutes = Math.round(value / 60);
+  return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+}
+
+export function when(t) {
+  if (!t) return "–";
+  const date = new Date(t * 1000);
+  const two = (n) => String(n).padStart(2, "0");
+  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}`;
+}
+
+export function metricsText(metrics, most = 3) {
+  return Object.entries(metrics).slice(0, most).map(([name, value]) => `${name} ${number(value)}`).join("  ");
+}
+
+export const Status = ({ status }) =>
+  html`<span class="status ${String(status).replace(/[^a-z]/g, "-")}"><i aria-hidden="true"></i>${status}</span>`;
+
+export function ErrorBox({ problem }) {
+  return problem && html`<div class="error" role="alert"><b>${problem.code} ${problem.message}</b>
+    ${problem.fix && html`<div>${problem.fix}</div>`}</div>`;
+}
+
+// The value of an asynchronous function, again every `every` ms while the page is visible.
+export function useAnswer(ask, key, every = 0) {
+  const [found, setFound] = useState({ value: null, problem: null });
+  const current = useRef(key);
+  current.current = key;
+  const refresh = async () => {
+    try {
+      const value = await ask();
+      if (current.current === key) setFound({ value, problem: null });
+    } catch (problem) {
+      if (current.current === key) setFound((old) => ({ value: old.value, problem }));
+    }
+  };
+  useEffect(() => {
+    refresh();
+    if (!every) return undefined;
+    const timer = setInterval(() => { if (!document.hidden) refresh(); }, every);
+    return () => clearInterval(timer);
+  }, [key]);
+  return { ...found, refresh };
+}
+
+// A question before something is done. `ask({title, text, confirm, action, danger})` opens it.
+export function useDialog() {
+  const [asked, setAsked] = useState(null);
+  const box = useRef(null);
+  useEffect(() => { if (asked && box.current && !box.current.open) box.current.showModal(); }, [asked]);
+  const dialog = asked && html`<${Question} ...${asked} box=${box} close=${() => setAsked(null)} />`;
+  return [dialog, setAsked];
+}
+
+function Question({ title, text, label = "", value = "", must = null, button = "OK", danger, action, box, close }) {
+  const [typed, setTyped] = useState(value);
+  const [state, setState] = useState({ busy: false, problem: null });
+  const submit = async (event) => {
+    event.preventDefault();
+    setState({ busy: true, problem: null });
+    try { await action(typed); box.current?.close(); close(); } catch (problem) { setState({ busy: false, problem }); }
+  };
+  return html`<dialog ref=${box} onClose=${close} aria-labelledby="question">
+    <form onSubmit=${submit}>
+      <h2 id="question">${title}</h2>
+      <p>${text}</p>
+      ${label && html`<label>${label}<input autofocus value=${typed} onInput=${(e) => setTyped(e.target.value)} /></label>`}
+      <${ErrorBox} problem=${state.problem} />
+      <div class="buttons">
+        <button type="button" onClick=${() => box.current.close()}>Cancel</button>
+        <button class=${danger ? "danger" : "primary"} disabled=${state.busy || (must !== null && typed !== must)}>
+          ${state.busy ? "…" : button}</button>
+      </div>
+    </form></dialog>`;
+}

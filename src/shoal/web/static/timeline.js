@@ -1,0 +1,82 @@
+// Where each worker's time went, what happened when, and who carried which lanes at a moment.
+import { useEffect, useRef, useState } from "./vendor/hooks.js";
+import { get, runPath } from "./api.js";
+import { html, ErrorBox, KINDS, seconds, useAnswer } from "./show.js";
+
+const ROW = 26;
+const GAP = 6;
+const LEFT = 84;
+const MARKED = { worker_died: "#d62828", server_died: "#d62828", evicted: "#d62828", failed: "#d62828", view: "#6c757d", resumed: "#457b9d", replan: "#9d6bb5" };
+
+function draw(canvas, page) {
+  const names = Object.keys(page.workers).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const width = canvas.clientWidth;
+  const ratio = devicePixelRatio || 1;
+  const height = names.length * (ROW + GAP) + 18;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  canvas.style.height = `${height}px`;
+  const ctx = canvas.getContext("2d");
+  ctx.scale(ratio, ratio);
+  ctx.font = "12px system-ui";
+  const parts = Math.max(1, ...names.flatMap((name) => Object.values(page.workers[name]).map((one) => one.length)));
+  const step = (width - LEFT) / parts;
+  names.forEach((name, row) => {
+    const top = row * (ROW + GAP);
+    ctx.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--dim");
+    ctx.fillText(name, 0, top + ROW / 2 + 4);
+    for (let n = 0; n < parts; n += 1) {
+      const total = Object.values(page.workers[name]).reduce((sum, one) => sum + (one[n] || 0), 0);
+      let y = top + ROW;
+      const scale = ROW / Math.max(page.width_s, total);
+      for (const [kind, [, colour]] of Object.entries(KINDS)) {
+        const tall = (page.workers[name][kind]?.[n] || 0) * scale;
+        if (tall > 0) { ctx.fillStyle = colour; ctx.fillRect(LEFT + n * step, y - tall, Math.max(step - 0.5, 0.5), tall); y -= tall; }
+      }
+    }
+  });
+  for (const mark of page.marks) {
+    if (!MARKED[mark.kind] || page.start_t === null) continue;
+    const x = LEFT + ((mark.t - page.start_t) / (page.width_s * parts)) * (width - LEFT);
+    if (x < LEFT || x > width) continue;
+    ctx.fillStyle = MARKED[mark.kind];
+    ctx.fillRect(x, 0, 1.5, height - 14);
+  }
+  ctx.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--dim");
+  ctx.fillText("0 s", LEFT, height - 3);
+  const end = seconds(page.width_s * parts);
+  ctx.fillText(end, width - ctx.measureText(end).width, height - 3);
+}
+
+export function Timeline({ name, run }) {
+  const { value, problem } = useAnswer(() => get(`${runPath(name)}/timeline?bins=160`), name, ["training", "starting"].includes(run.status) ? 2000 : 0);
+  const canvas = useRef(null);
+  useEffect(() => {
+    if (!value || !canvas.current) return undefined;
+    const again = () => draw(canvas.current, value);
+    again();
+    const resized = new ResizeObserver(again);
+    resized.observe(canvas.current);
+    return () => resized.disconnect();
+  }, [value]);
+  if (!value) return html`<${ErrorBox} problem=${problem} />`;
+  const total = Object.values(run.times).reduce((sum, one) => sum + one, 0) || 1;
+  return html`<div class="legend">${Object.entries(KINDS).filter(([kind]) => run.times[kind] > 0).map(([kind, [label]]) => html`<span><i class=${`k-${kind}`}></i>${`${label} `}${seconds(run.times[kind])} (${Math.round((100 * run.times[kind]) / total)} %)</span>`)}</div>
+    <canvas ref=${canvas} class="timeline" role="img" aria-label="Time of each worker by kind; the legend has the sums"></canvas>
+    <p class="hint">Height: what the worker's time in that part of the run was spent on. Red lines: deaths. Grey lines: new views.</p>
+    <${History} marks=${value.marks} start=${value.marks[0]?.t} />`;
+}
+
+function History({ marks, start }) {
+  const views = marks.filter((mark) => mark.kind === "view" && Object.keys(mark.carries).length);
+  const [at, setAt] = useState(null);
+  const shown = at === null ? views.length - 1 : at;
+  const view = views[shown];
+  return html`<h2>History</h2>
+    ${view && html`<label class="slider">View ${shown + 1} of ${views.length}, step ${view.step}, after ${seconds(view.t - start)}
+      <input type="range" min="0" max=${views.length - 1} value=${shown} onInput=${(e) => setAt(Number(e.target.value))} /></label>
+      <ul class="carries">${Object.entries(view.carries).map(([who, lanes]) => html`<li><b>${who}</b> lanes ${lanes.join(" ")}</li>`)}</ul>`}
+    <div class="scroll tall"><table><thead><tr><th>after</th><th>step</th><th>what</th><th>who</th></tr></thead><tbody>
+      ${[...marks].reverse().slice(0, 300).map((mark) => html`<tr class=${MARKED[mark.kind] === "#d62828" ? "bad" : ""}><td class="n">${seconds(mark.t - start)}</td>
+        <td class="n">${mark.step}</td><td>${mark.kind.replaceAll("_", " ")}</td><td>${mark.who}</td></tr>`)}</tbody></table></div>`;
+}

@@ -1,0 +1,123 @@
+"""Alerts of a real run: a webhook and a command get them; what cannot be delivered is told, and the run goes on."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from shoal.events import load_state, read_events
+from shoal.jobs.alerts import sender
+from shoal.jobs.alerts.sender import AlertSender, deliver
+from shoal.spec.alerts.config import AlertConfig
+from tests.conftest import MLP
+
+CONTENT = {"run": "mlp-1", "when": "failed", "text": "it failed"}
+
+
+@pytest.fixture
+def webhook():
+    """An address on this machine, and what it got."""
+    got = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            if self.path == "/elsewhere":
+                self.send_response(302)
+                self.send_header("location", "/hook")
+            else:
+                got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self.send_response(500 if self.path == "/broken" else 204)
+            self.end_headers()
+
+        def log_message(self, *words):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", got
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_run_tells_its_end_and_its_metrics(run, webhook, tmp_path):
+    address, got = webhook
+    told = tmp_path / "told.json"
+    alerts = [
+        {"when": "finished", "webhook": f"{address}/hook"},
+        {"when": "metric", "metric": "accuracy", "above": 0.0, "command": ["sh", "-c", f"cat > {told}"]},
+        {"when": "failed", "webhook": f"{address}/hook"},
+        {"when": "disk", "free": "900000 TB"},
+    ]
+    done = run(MLP, steps=20, alerts=alerts)
+    assert [(one["when"], one["run"]) for one in got] == [("finished", done.paths.name)]
+    assert got[0]["text"] == got[0]["content"] == f"{done.paths.name}: the run has finished"
+    assert json.loads(told.read_text())["when"] == "metric"
+    events = [event["when"] for event in read_events(done.paths.events) if event.kind == "alert"]
+    assert [when for when in events if when != "disk"] == ["metric", "finished"]
+    plain = run(MLP, steps=20)
+    assert done.receipt.weights_sha256 == plain.receipt.weights_sha256
+    assert done.receipt.job_sha256 == plain.receipt.job_sha256  # alerts are no part of the result
+
+
+def test_what_cannot_be_delivered_is_told_without_the_address(webhook):
+    address, got = webhook
+    one = AlertSender()
+    for rule in (
+        {"webhook": f"{address}/broken"},
+        {"webhook": f"{address}/elsewhere"},
+        {"webhook": "http://127.0.0.1:1/secret"},
+        {"webhook": "env:NO_SUCH_VARIABLE"},
+        {"command": ["sh", "-c", "echo no >&2; exit 3"]},
+        {"command": ["/no/such/program"]},
+    ):
+        one.send(AlertConfig(when="failed", **rule), CONTENT)
+    one.close()
+    failures = one.take_failures()
+    assert len(failures) == 6
+    assert "answers 500" in failures[0]
+    assert "answers 302" in failures[1]
+    assert "secret" not in "".join(failures)
+    assert "NO_SUCH_VARIABLE" in failures[3]
+    assert "ended with 3: no" in failures[4]
+    assert len(got) == 1  # the redirect was not followed
+
+
+def test_a_command_gets_words_not_a_shell_line(tmp_path, monkeypatch):
+    target = tmp_path / "argument"
+    rule = AlertConfig(when="failed", command=["sh", "-c", f'printf %s "$1" > {target}', "-", "$(touch nothing); x"])
+    deliver(rule, CONTENT, {"PATH": "/usr/bin:/bin"})
+    assert target.read_text() == "$(touch nothing); x"
+
+
+def test_a_hook_that_hangs_holds_nobody_up(monkeypatch):
+    started, free = threading.Event(), threading.Event()
+
+    def hang(*words):
+        started.set()
+        free.wait()
+
+    monkeypatch.setattr(sender, "deliver", hang)
+    one = AlertSender()
+    for _ in range(sender.MAX_WAITING + 5):
+        one.send(AlertConfig(when="failed", command=["true"]), CONTENT)
+    assert started.wait(60)
+    one.close(timeout_s=0.05)
+    assert any("dropped" in text for text in one.take_failures())
+    free.set()
+
+
+def test_usage_is_part_of_a_state(tmp_path):
+    from shoal.events import Event
+    from shoal.events.stream import format_event
+
+    usage = {"worker": "worker-0", "cpu": 0.5, "rss_bytes": 10, "room_bytes": 90}
+    rows = [
+        Event("worker_started", 1.0, "worker-0", None, {"pid": 1, "host": "a", "threads": 1, "torch": ""}),
+        Event("usage", 2.0, "driver", None, usage),
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(format_event, rows)))
+    state = load_state(tmp_path / "events.jsonl", tmp_path / "state")
+    assert state.workers["worker-0"].usage == {"cpu": 0.5, "rss_bytes": 10, "room_bytes": 90}

@@ -1,0 +1,262 @@
+"""The API over runs of the past: lists, curves, events, comparisons, changes with undo."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal.events import Event
+from shoal.events.stream import format_event
+from shoal.jobs import run_dir
+from shoal.spec.run_paths import RunPaths
+from shoal.storage.tags import change_tags
+from shoal.web.open_metrics import HELP
+from shoal.web.openapi import make_document
+from shoal.web.run_filter import select_rows
+from shoal.web.stream import FollowedRun, parse_positions
+from tests.web.test_attacks import table
+
+
+def get(client, path, **params):
+    answer = client.get(f"/api/v1/{path}", params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def append(paths, *events):
+    with paths.events.open("ab") as file:
+        file.write(b"".join(map(format_event, events)))
+
+
+def step(n, loss, who="worker-0"):
+    return Event("step", 1.7e9 + n, who, n, {"loss": loss, "samples": 50, "wall_s": 0.01})
+
+
+def test_runs_are_filtered_sorted_and_paged(served):
+    change_tags(served.runs, "mlp-2", add=["best"])
+    client = served.client("read")
+    every = get(client, "runs", sort="run")
+    assert [row["run"] for row in every["rows"]] == ["cnn-1", "mlp-1", "mlp-2"]
+    assert [row["run"] for row in get(client, "runs", where="mlp", sort="-run")["rows"]] == ["mlp-2", "mlp-1"]
+    assert [row["run"] for row in get(client, "runs", where="tags=best accuracy>=0.5")["rows"]] == ["mlp-2"]
+    assert get(client, "runs", where="status=failed")["total"] == 0
+    first = get(client, "runs", sort="run", limit=2)
+    rest = get(client, "runs", sort="run", limit=2, cursor=first["cursor"])
+    assert [row["run"] for row in first["rows"] + rest["rows"]] == ["cnn-1", "mlp-1", "mlp-2"]
+    assert rest["cursor"] is None
+    assert {group["job"]: group["runs"] for group in every["groups"]} == {"mlp": 2, "cnn": 1}
+
+
+def test_rows_without_a_value_come_last():
+    rows = [
+        {"run": "a", "metrics": {"x": 1.0}},
+        {"run": "b", "metrics": {}},
+        {"run": "c", "metrics": {"x": float("nan")}},
+    ]
+    rows += [{"run": "d", "metrics": {"x": 3.0}}]
+    assert [row["run"] for row in select_rows(rows, where="", sort="-x")] == ["d", "a", "b", "c"]
+
+
+def test_the_state_of_a_run(served):
+    page = get(served.client("read"), "runs/mlp-1")
+    assert (page["status"], page["step"], page["steps"]) == ("finished", 60, 60)
+    assert page["metrics"] == {"accuracy": 0.5, "loss": 0.7}
+    assert page["workers"][0]["name"] == "worker-0"
+
+
+def test_an_answer_that_has_not_changed_is_not_sent_again(served):
+    client = served.client("read")
+    first = client.get("/api/v1/runs/mlp-1")
+    again = client.get("/api/v1/runs/mlp-1", headers={"if-none-match": first.headers["etag"]})
+    assert again.status_code == 304
+    assert again.content == b""
+
+
+def test_series_of_a_zoom_and_of_nan(served):
+    append(served.site.find("mlp-1"), step(61, float("nan")), step(62, float("inf")), step(63, -4.0))
+    client = served.client("read")
+    (loss,) = get(client, "runs/mlp-1/series", names="loss")["series"]
+    assert loss["points"] == 63
+    assert loss["not_finite"] == [61, 62]
+    assert loss["last"][-3:] == [None, None, -4.0]
+    (loss,) = get(client, "runs/mlp-1/series", names="loss", points=4)["series"]
+    assert (min(loss["least"]), max(loss["most"])) == (-4.0, 2.3)
+    (loss,) = get(client, "runs/mlp-1/series", names="loss", **{"from": 10, "to": 12})["series"]
+    assert loss["step"] == [10, 11, 12]
+
+
+def test_a_metric_that_is_nan_is_json(served):
+    append(
+        served.site.find("mlp-1"),
+        Event("evaluated", 1.8e9, "worker-0", 70, {"split": "validation", "metrics": {"loss": float("nan")}}),
+    )
+    assert get(served.client("read"), "runs/mlp-1")["metrics"]["loss"] == "nan"
+    assert get(served.client("read"), "runs", where="mlp-1")["rows"][0]["metrics"]["loss"] == "nan"
+
+
+def test_events_have_positions_to_go_on_from(served):
+    client = served.client("read")
+    first = get(client, "runs/mlp-1/events", limit=10)
+    rest = get(client, "runs/mlp-1/events", after=first["end"], limit=5000)
+    content = RunPaths(served.runs / "mlp-1").events.read_bytes()
+    assert [json.loads(line) for line in content.splitlines()] == first["rows"] + rest["rows"]
+    assert [row["kind"] for row in get(client, "runs/mlp-1/events", kind="saved")["rows"]] == ["saved"]
+    beyond = get(client, "runs/mlp-1/events", after=(1 << 62) - 1)
+    assert (beyond["rows"], beyond["end"]) == ([], len(content))
+
+
+def test_a_stream_goes_on_where_it_was(served):
+    paths = served.site.find("mlp-1")
+    followed = FollowedRun("mlp-1", paths, None)
+    assert followed.read()["rows"] == []
+    assert followed.read() is None
+    append(paths, step(61, 1.0), step(62, 2.0))
+    assert [row["step"] for row in followed.read()["rows"]] == [61, 62]
+    position = f"mlp-1:{followed.offset}"
+    append(paths, step(63, 3.0))
+    again = FollowedRun("mlp-1", paths, parse_positions(position, ["mlp-1"])["mlp-1"])
+    assert [row["step"] for row in again.read()["rows"]] == [63]
+
+
+def test_positions_that_make_no_sense_are_left_out():
+    assert parse_positions("7", ["a"]) == {"a": 7}
+    assert parse_positions("7", ["a", "b"]) == {}
+    assert parse_positions("a:1,b:x,c:3,:4,b:99999999999999999999", ["a", "b"]) == {"a": 1}
+
+
+def test_two_runs_part_where_their_losses_differ(served):
+    client = served.client("read")
+    assert get(client, "compare", runs="mlp-1,mlp-2")["same_bits"] is True
+    paths = served.site.find("cnn-1")
+    content = paths.events.read_text().replace('"step":30,"loss":', '"step":30,"loss":9').replace("abab", "cdcd")
+    paths.events.write_text(content)
+    found = get(client, "runs/mlp-1/diff", **{"with": "cnn-1"})
+    assert found["same_bits"] is False
+    assert found["part_at"] == 30
+    assert "job name" not in found["differs"]
+
+
+def test_receipt_job_timeline_and_logs(served):
+    client = served.client("read")
+    assert get(client, "runs/mlp-1/receipt")["receipt"]["weights_sha256"] == "ab" * 32
+    assert "models.py:mlp" in get(client, "runs/mlp-1/job")["yaml"]
+    assert get(client, "runs/mlp-1/timeline")["marks"][0]["kind"] == "run_started"
+    logs = served.runs / "mlp-1" / "logs"
+    logs.mkdir()
+    (logs / "worker-0.log").write_text("one\ntwo\n")
+    assert get(client, "runs/mlp-1/logs") == [{"name": "worker-0.log", "size_bytes": 8}]
+    assert get(client, "runs/mlp-1/logs/worker-0.log")["lines"] == ["one", "two"]
+    assert get(client, "runs/mlp-1/search", find="tw")["matches"][0]["line"] == "two"
+
+
+def test_a_deleted_run_comes_back(served):
+    client = served.client("operate")
+    answer = client.post("/api/v1/runs/mlp-1/delete", json={"confirm": "mlp-1"})
+    assert answer.json()["state"] == "done"
+    assert client.get("/api/v1/runs/mlp-1").status_code == 404
+    (entry,) = get(client, "storage")["trash"]
+    assert client.post(f"/api/v1/trash/{entry['entry']}/restore", json={}).json()["state"] == "done"
+    assert get(client, "runs/mlp-1")["step"] == 60
+    assert any("delete mlp-1" in line for line in served.said)
+
+
+def test_a_finished_run_cannot_be_stopped_or_resumed(served):
+    client = served.client("submit")
+    for verb in ("stop", "resume"):
+        answer = client.post(f"/api/v1/runs/mlp-1/{verb}", json={})
+        assert answer.status_code == 409
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["code"] == "SH604"
+        assert answer.json()["fix"]
+        assert str(served.runs) not in answer.text
+
+
+def test_a_run_that_another_driver_drives_is_not_resumed(served):
+    (served.runs / "mlp-1" / "receipt.json").unlink()
+    with run_dir.driver_lock(served.site.find("mlp-1")):
+        assert served.client("submit").post("/api/v1/runs/mlp-1/resume", json={}).json()["code"] == "SH602"
+
+
+@pytest.mark.parametrize("damage", ["events", "receipt", "job", "directory"])
+def test_a_damaged_run_hides_no_other(served, damage):
+    root = served.runs / "mlp-1"
+    if damage == "directory":
+        (root / "events.jsonl").unlink()
+        (root / "events.jsonl").mkdir()
+    else:
+        name = {"events": "events.jsonl", "receipt": "receipt.json", "job": "job.yaml"}[damage]
+        (root / name).write_bytes(b"\xff{[" * 100)
+    client = served.client("read")
+    assert get(client, "runs")["total"] == 3
+    for path in ("", "/series", "/timeline", "/receipt", "/job", "/events", "/logs", "/diff?with=mlp-2"):
+        answer = client.get(f"/api/v1/runs/mlp-1{path}")
+        assert answer.status_code < 500 or answer.json()["code"] == "SH605", (path, answer.text)
+    assert get(client, "runs/mlp-2")["step"] == 60
+
+
+def test_metrics_are_of_live_runs_only(served):
+    client = served.client("read")
+    assert client.get("/metrics").text == "# EOF\n"
+    paths = served.site.find("mlp-1")
+    rows = paths.events.read_bytes().splitlines(keepends=True)
+    paths.events.write_bytes(b"".join(rows[:20]))
+    served.site.forget_rows()
+    with run_dir.driver_lock(paths):
+        text = client.get("/metrics").text
+    assert 'shoal_run_step{run="mlp-1"} 16.0' in text
+    assert "mlp-2" not in text
+    assert text.endswith("# EOF\n")
+
+
+def test_every_route_is_described_with_its_role():
+    document = make_document(table())
+    described = {(method.upper(), path) for path, verbs in document["paths"].items() for method in verbs}
+    assert described == {(route.method, route.path) for route in table()}
+    for verbs in document["paths"].values():
+        for one in verbs.values():
+            assert one["x-role"] in ("public", "read", "operate", "submit")
+            assert one["responses"]["200"]["content"]
+    text = json.dumps(document)
+    for name in set(text.split('"#/components/schemas/')[1:]):
+        assert name.split('"')[0] in document["components"]["schemas"]
+
+
+def test_the_list_follows_runs_that_come_grow_and_go(served, written_run):
+    client = served.client("read")
+
+    def listed():
+        served.site.forget_rows()
+        return {row["run"]: row["step"] for row in get(client, "runs")["rows"]}
+
+    assert listed() == {"mlp-1": 60, "mlp-2": 60, "cnn-1": 60}
+    append(served.site.find("mlp-1"), step(61, 0.1))
+    shutil.copytree(written_run, served.runs / "mlp-3")
+    shutil.rmtree(served.runs / "mlp-2")
+    (served.runs / "no-run").mkdir()
+    (served.runs / "link").symlink_to(served.runs / "mlp-1")
+    assert listed() == {"mlp-1": 61, "mlp-3": 60, "cnn-1": 60}
+    assert listed() == {"mlp-1": 61, "mlp-3": 60, "cnn-1": 60}
+
+
+def test_the_dashboard_asks_for_numbers_that_there_are():
+    panels = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())["panels"]
+    asked = {name for one in panels for name in re.findall(r"shoal_\w+", one["targets"][0]["expr"])}
+    given = {f"{name}_total" if kind == "counter" else name for name, (kind, _) in HELP.items()}
+    assert asked <= given
+    assert len(asked) >= 12
+
+
+def test_the_model_is_sent_to_those_who_may_have_it(served):
+    model = served.runs / "mlp-1" / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights" * 100_000)
+    answer = served.client("operate").get("/api/v1/runs/mlp-1/model", stays=True)
+    assert answer.content == b"weights" * 100_000
+    assert answer.headers["content-disposition"].startswith("attachment")
+    assert served.client("read").get("/api/v1/runs/mlp-1/model").status_code == 403
+    assert served.client("operate").get("/api/v1/runs/mlp-2/model").json()["code"] == "SH606"
+    (served.runs / "mlp-2" / "model").mkdir()
+    (served.runs / "mlp-2" / "model" / "model.safetensors").symlink_to(model / "model.safetensors")
+    assert served.client("operate").get("/api/v1/runs/mlp-2/model").status_code == 409

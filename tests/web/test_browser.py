@@ -1,0 +1,287 @@
+"""The page in a real browser, over live runs: every page and every button, kills included."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.jobs.queue import client as queue
+from shoal.spec.load import load_run_job, save_job
+from shoal.spec.receipt import read_receipt_file
+from shoal.web.access import TokenFile
+from tests.conftest import FIXTURES
+from tests.jobs.past_run import write_run
+from tests.web import past_work
+from tests.web.browser import chromium, open_browser
+from tests.web.live_run import serving, state_of, training, wait_until
+
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(not chromium(), reason="there is no Chromium")]
+TABS = ["Curves", "Workers", "Timeline", "Receipt", "Logs", "Job"]
+PATIENCE_MS = 120_000
+ADDRESSES = [
+    "#/runs", "#/runs?group=1", "#/compare?runs=mlp-1,mlp-2,cnn-1", "#/disk", "#/searches", "#/searches/small-1",
+    "#/queue", "#/queue/1", "#/compressions", "#/compressions/mlp-compressed-1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as one:
+        yield one
+
+
+class Page:
+    """A page with what went wrong in it, and every address that it asked."""
+
+    def __init__(self, browser, **options):
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.failures, self.asked = [], []
+        self.page.on("pageerror", lambda failure: self.failures.append(str(failure)))
+        self.page.on("console", lambda message: message.type == "error" and self.failures.append(message.text))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+
+@pytest.fixture
+def past(tmp_path):
+    for name in ("mlp-1", "mlp-2", "cnn-1"):
+        write_run(tmp_path / "runs" / name)
+    past_work.write_search(tmp_path / "runs" / "small-1")
+    past_work.write_compression(tmp_path / "runs" / "mlp-compressed-1")
+    job = load_run_job(tmp_path / "runs" / "mlp-1" / "job.yaml").model_copy(update={"base_dir": str(FIXTURES)})
+    save_job(job, tmp_path / "runs" / "mlp-1" / "job.yaml")
+    queue.submit([job], runs=tmp_path / "runs", start=False)
+    with serving(tmp_path / "runs") as server:
+        yield server
+
+
+def test_the_link_logs_in_once_and_the_code_leaves_the_address(browser, past):
+    link = past.link()
+    first, second = Page(browser), Page(browser)
+    first.page.goto(link)
+    first.page.get_by_role("link", name="mlp-1").wait_for()
+    assert "code=" not in first.page.url
+    assert first.page.evaluate("document.cookie") == ""
+    second.page.goto(link)
+    second.page.get_by_label("Token or code").wait_for()
+    token = TokenFile(past.site.runs).create("guest", role="read", runs=["mlp-1"], expires_t=None)
+    second.page.get_by_label("Token or code").fill(token)
+    second.page.get_by_role("button", name="Open").click()
+    second.page.get_by_role("link", name="mlp-1").wait_for()
+    assert second.page.get_by_role("link", name="mlp-2").count() == 0
+    assert second.page.get_by_role("link", name="Disk").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_every_page_without_errors_or_sideways_scrolling(browser, past, scheme, width):
+    one = Page(browser, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = one.page
+    page.goto(past.link())
+    page.get_by_role("link", name="mlp-1").wait_for()
+    for address in [*ADDRESSES, "#/run/mlp-1"]:
+        page.goto(f"{past.url}/{address}")
+        page.locator("h1").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+    for tab in TABS:
+        page.get_by_role("tab", name=tab).click()
+        page.locator(f"[role=tab][aria-selected=true]:has-text('{tab}')").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
+    assert one.failures == []
+    assert all(address.startswith(past.url) for address in one.asked)  # attack 32: nothing is asked elsewhere
+
+
+def test_keys_do_everything_in_the_list(browser, past):
+    page = Page(browser).page
+    page.goto(past.link())
+    page.get_by_role("link", name="mlp-1").wait_for()
+    page.keyboard.press("/")
+    page.keyboard.type("mlp")
+    page.get_by_text("3 runs").wait_for()
+    page.keyboard.press("Tab")
+    page.evaluate("document.activeElement.blur()")
+    for key in ("x", "j", "x", "c"):
+        page.keyboard.press(key)
+    page.get_by_text("The same bits.").wait_for()
+    assert "runs=" in page.url
+    page.keyboard.press("Escape")
+    page.get_by_role("link", name="cnn-1").wait_for()
+    page.keyboard.press("Enter")
+    page.get_by_role("tab", name="Curves").wait_for()
+    page.keyboard.press("4")
+    page.get_by_text("SHA-256 of the weights").wait_for()
+
+
+def test_zooming_asks_for_the_range_and_keeps_it_in_the_address(browser, past):
+    page = Page(browser, viewport={"width": 1280, "height": 900}).page
+    page.goto(past.link())
+    page.goto(f"{past.url}/#/run/mlp-1")
+    plot = page.locator(".u-over").first
+    plot.wait_for()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 40, steps=5)
+    page.mouse.up()
+    page.get_by_role("button", name=re.compile("show all")).wait_for()
+    assert "from=" in page.url
+    page.reload()
+    page.get_by_role("button", name=re.compile("show all")).click()
+    page.wait_for_url(lambda url: "from=" not in url)
+
+
+def test_a_run_is_deleted_only_by_its_name_and_comes_back(browser, past):
+    page = Page(browser).page
+    page.goto(past.link())
+    page.goto(f"{past.url}/#/run/mlp-2")
+    page.get_by_role("button", name="Delete").click()
+    button = page.get_by_role("button", name="Move to the trash")
+    assert button.is_disabled()
+    page.get_by_label("Type mlp-2 to confirm").fill("mlp-1")
+    assert button.is_disabled()
+    page.get_by_label("Type mlp-2 to confirm").fill("mlp-2")
+    button.click()
+    page.get_by_role("button", name="Restore").click()
+    page.locator("dialog").get_by_role("button", name="Restore").click()
+    page.get_by_text("mlp-2 is back").wait_for()
+    assert (past.site.runs / "mlp-2" / "job.yaml").is_file()
+
+
+def test_a_search_leads_to_its_trials(browser, past):
+    one = Page(browser)
+    page = one.page
+    page.goto(past.link())
+    page.get_by_role("link", name="Searches").click()
+    page.get_by_role("link", name="small-1").click()
+    page.get_by_text("Pareto front").wait_for()
+    page.get_by_text("Which values matter").wait_for()
+    page.locator("table.trials").get_by_role("link", name="0", exact=True).click()
+    page.locator(".u-over").first.wait_for()
+    assert page.get_by_role("button", name="Delete").count() == 0  # its search steers it
+    page.get_by_role("link", name="small-1").click()
+    page.get_by_text("(best)").wait_for()
+    assert one.failures == []
+
+
+def test_the_queue_is_steered(browser, past, monkeypatch):
+    monkeypatch.setattr(queue, "ensure_served", lambda paths: False)
+    page = Page(browser).page
+    page.goto(past.link())
+    page.goto(f"{past.url}/#/run/mlp-1")
+    page.get_by_role("link", name="Submit again").click()
+    page.get_by_label("Changed fields").fill("seed=4")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("job 2 is waiting").wait_for()
+    page.locator("tr", has=page.get_by_role("link", name="2", exact=True)).get_by_role(
+        "button", name="Priority"
+    ).click()
+    page.get_by_label("Priority", exact=True).fill("5")
+    page.get_by_role("button", name="Change").click()
+    page.get_by_text("job 2 has priority 5").wait_for()
+    page.locator("tr", has=page.get_by_role("link", name="2", exact=True)).get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Cancel the job").click()
+    page.get_by_text("job 2 is cancelled").wait_for()
+    page.get_by_role("link", name="2", exact=True).click()
+    page.get_by_text("it was cancelled").first.wait_for()
+    assert queue.look(past.site.runs).entries[2].priority == 5
+
+
+def test_hostile_text_stays_text(browser, tmp_path):
+    told = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
+    paths = write_run(tmp_path / "runs" / "<img src=x onerror=window.hacked=1>")
+    paths.logs.mkdir()
+    paths.log(0).write_text(told)
+    content = paths.events.read_text().replace("weights from a file", told.replace('"', ""))
+    paths.events.write_text(content)
+    with serving(tmp_path / "runs") as server:
+        one = Page(browser)
+        one.page.goto(server.link())
+        one.page.get_by_role("link", name="<img").click()
+        one.page.get_by_text("<script>window.hacked=1</script>").first.wait_for()
+        for tab in TABS:
+            one.page.get_by_role("tab", name=tab).click()
+        assert one.page.evaluate("window.hacked") is None
+        assert one.failures == []
+
+
+def test_a_live_run_is_seen_and_steered(browser, tmp_path):
+    """Kill, scale, drain, stop, resume: each is seen on the page without a reload."""
+    with training(tmp_path / "job", tmp_path / "runs") as paths, serving(tmp_path / "runs") as server:
+        one = Page(browser, viewport={"width": 1280, "height": 900})
+        page = one.page
+        page.goto(server.link())
+        page.locator("tr", has_text="digits-1").get_by_text("training").wait_for()
+        page.get_by_role("link", name="digits-1").click()
+        page.locator(".u-over").first.wait_for()
+        step = page.locator(".facts dd").first
+        before = step.inner_text()
+        page.wait_for_function("before => document.querySelector('.facts dd').innerText !== before", arg=before)
+
+        page.get_by_role("button", name="Scale").click()
+        page.get_by_role("textbox", name="Workers").fill("2")
+        page.locator("dialog").get_by_role("button", name="Scale").click()
+        page.get_by_text("2 workers are wanted").wait_for()
+        wait_until(lambda: len(state_of(paths).training_workers) == 2)
+
+        os.kill(state_of(paths).training_workers[0].pid, signal.SIGKILL)
+        page.locator(".notes").get_by_text(re.compile("died")).first.wait_for()
+        wait_until(lambda: len(state_of(paths).training_workers) == 2)
+
+        page.get_by_role("tab", name="Workers").click()
+        page.get_by_role("button", name="Where is every thread now?").click()
+        page.get_by_text(re.compile("Current thread")).first.wait_for()
+        page.get_by_role("button", name="Drain").first.click()
+        page.locator("dialog").get_by_role("button", name="Drain").click()
+        page.locator("td .status", has_text="left").wait_for()
+
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_role("button", name="Save and stop").click()
+        page.get_by_text(re.compile("stopped; saved at step")).wait_for()
+        page.get_by_role("button", name="Resume").click()
+        page.locator("dialog").get_by_role("button", name="Resume").click()
+        page.locator(".bar .status", has_text=re.compile("training|starting")).wait_for()
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_role("button", name="Save and stop").click()
+        page.get_by_text(re.compile("stopped; saved at step")).wait_for()
+        assert read_receipt_file(paths.receipt).found is None
+        assert one.failures == []
+
+
+AXE = Path(sys.prefix) / "axe.min.js"
+RUN_AXE = "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']})"
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="there is no axe-core")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_has_a_serious_barrier(browser, past, scheme):
+    page = Page(browser, viewport={"width": 1280, "height": 900}, color_scheme=scheme).page
+    page.goto(past.link())
+    page.get_by_role("link", name="mlp-1").wait_for()
+    addresses = [*ADDRESSES, *(f"#/run/mlp-1?tab={tab.lower()}" for tab in TABS)]
+    found = {}
+    for address in addresses:
+        page.goto(f"{past.url}/{address}")
+        page.locator("h1").first.wait_for()
+        page.locator("#part > *" if "run/" in address else "main table, main .empty").first.wait_for()
+        page.evaluate(AXE.read_text())
+        for one in page.evaluate(RUN_AXE)["violations"]:
+            if one["impact"] in ("serious", "critical"):
+                found[address, one["id"]] = [node["html"][:200] for node in one["nodes"][:3]]
+    assert found == {}
+
+
+def test_a_file_opens_from_disk(browser, tmp_path):
+    from shoal.web.single_file import export_html
+
+    export_html(write_run(tmp_path / "mlp-1"), tmp_path / "mlp-1.html")
+    one = Page(browser)
+    one.page.goto(f"file://{tmp_path}/mlp-1.html")
+    one.page.locator(".u-over").first.wait_for()
+    one.page.get_by_role("tab", name="Receipt").click()
+    one.page.get_by_text("SHA-256 of the weights").wait_for()
+    assert one.failures == []
+    assert {address.split(":")[0] for address in one.asked} <= {"file", "data"}

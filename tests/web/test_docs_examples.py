@@ -1,0 +1,35 @@
+"""The examples of docs/web.md: curl asks a real server, and every route of the API stands in the table."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from shoal.web.access import TokenFile
+from tests.docs.pages import ROOT, blocks
+from tests.jobs.past_run import write_run
+from tests.web.live_run import serving
+from tests.web.test_attacks import table
+
+PAGE = ROOT / "docs" / "web.md"
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl")
+def test_the_curl_examples_run(tmp_path):
+    write_run(tmp_path / "digits-1")
+    token = TokenFile(tmp_path).create("docs", role="submit", runs=[], expires_t=None)
+    (block,) = [one for one in blocks(PAGE) if "curl" in one.marks]
+    with serving(tmp_path) as server:
+        for line in block.text.splitlines():
+            command = line.replace("$URL", server.url).replace("$TOKEN", token).replace("curl -s", "curl -sf")
+            answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+            assert answer.stdout.endswith("# EOF\n") or json.loads(answer.stdout)
+
+
+def test_every_route_stands_in_the_table():
+    text = PAGE.read_text()
+    for route in table():
+        last = re.sub(r"\{\w+\}", "", route.path.removeprefix("/api/v1")).rstrip("/").rsplit("/", 1)[-1]
+        assert last in ("healthz", "me", "session", "end") or f"/{last}" in text, route.path

@@ -1,0 +1,84 @@
+"""A live run that the API steers has the weights of the undisturbed one; a server that dies disturbs nobody."""
+
+import gzip
+import json
+import os
+import signal
+from collections import Counter
+
+import pytest
+
+from shoal.spec.receipt import read_receipt_file
+from shoal.web.access import TokenFile
+from tests.web.live_run import serving, state_of, training, wait_until
+from tests.web.test_serve import ask, web_process
+
+pytestmark = pytest.mark.long
+EPOCHS = 60
+
+
+def act(url, token, path, body):
+    found = json.loads(ask(f"{url}/api/v1/{path}", token, body).read())
+    while found["state"] == "running":
+        found = json.loads(ask(f"{url}/api/v1/operations/{found['operation']}", token).read())
+    assert found["state"] == "done", found
+    return found["result"]
+
+
+def finished_weights(paths):
+    wait_until(lambda: read_receipt_file(paths.receipt).own is not None)
+    return read_receipt_file(paths.receipt).own.weights_sha256
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with training(directory / "job", directory / "runs", epochs=EPOCHS, workers="1") as paths:
+        return finished_weights(paths)
+
+
+def check_profile(paths, url, token, name):
+    """The three workers are processes of one trace, and each made the same five steps."""
+    (listed,) = json.loads(ask(f"{url}/api/v1/runs/digits-1/profiles", token).read())
+    assert (listed["workers"], listed["missing"]) == ([f"worker-{n}" for n in range(3)], {})
+    assert any(one["name"].startswith("aten::") for one in listed["operators"])
+    sent = ask(f"{url}/api/v1/runs/digits-1/profiles/{name}", token).read()
+    events = json.loads(gzip.decompress(sent))["traceEvents"]
+    assert sorted({e["args"]["name"] for e in events if e["name"] == "process_name"}) == listed["workers"]
+    steps = Counter(e["name"] for e in events if str(e["name"]).startswith("step "))
+    assert steps == {f"step {listed['first_step'] + n}": 3 for n in range(5)}
+    assert not (paths.profiles / name).exists()
+
+
+def test_scaled_drained_stopped_and_resumed_by_the_api(tmp_path, undisturbed):
+    with (
+        training(tmp_path / "job", tmp_path / "runs", epochs=EPOCHS, workers="1") as paths,
+        serving(tmp_path / "runs") as server,
+    ):
+        token = TokenFile(tmp_path / "runs").create("t", role="submit", runs=[], expires_t=None)
+        assert act(server.url, token, "runs/digits-1/scale", {"workers": 3})["wanted"] == 3
+        wait_until(lambda: len(state_of(paths).training_workers) == 3)
+        told = act(server.url, token, "runs/digits-1/stacks", {})["processes"]
+        assert [(one["who"], one["problem"]) for one in told] == [(f"worker-{n}", "") for n in range(3)]
+        assert all("train" in one["text"] for one in told)
+        name = act(server.url, token, "runs/digits-1/profile", {"steps": 5})["profile"]
+        check_profile(paths, server.url, token, name)
+        assert act(server.url, token, "runs/digits-1/drain", {"who": "worker-0"})["who"] == "worker-0"
+        assert act(server.url, token, "runs/digits-1/stop", {})["status"] == "stopped"
+        assert act(server.url, token, "runs/digits-1/resume", {})["pid"]
+        assert finished_weights(paths) == undisturbed
+
+
+def test_a_server_that_is_killed_or_frozen_is_not_noticed(tmp_path, undisturbed):
+    with training(tmp_path / "job", tmp_path / "runs", epochs=EPOCHS, workers="2") as paths:
+        token = TokenFile(tmp_path / "runs").create("t", role="read", runs=[], expires_t=None)
+        with web_process(tmp_path / "runs") as (process, link):
+            url = link.partition("/#")[0]
+            for _ in range(100):
+                ask(f"{url}/api/v1/runs/digits-1/series", token).read()
+            os.kill(process.pid, signal.SIGSTOP)
+            before = state_of(paths).step
+            wait_until(lambda: state_of(paths).step > before + 50 or read_receipt_file(paths.receipt).own)
+            process.kill()
+        assert finished_weights(paths) == undisturbed
+        assert state_of(paths).deaths == 0

@@ -1,0 +1,122 @@
+"""`shoal web` as a process: its link, its end, what it loads, and a live run that it steers."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+from shoal.spec.run_paths import RunPaths
+from shoal.web.access import TokenFile
+from shoal.web.serve import WebServer
+from tests.jobs.past_run import call_verb, write_run
+
+
+@contextlib.contextmanager
+def web_process(runs, *words):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal", "web", "--runs", str(runs), "--listen", "127.0.0.1:0", *words],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        link = next(line.strip() for line in process.stdout if "#code=" in line)
+        yield process, link
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def ask(url, token, body=None, headers=None):
+    sent = {"authorization": f"Bearer {token}", "content-type": "application/json", **(headers or {})}
+    data = None if body is None else json.dumps(body).encode()
+    return urllib.request.urlopen(urllib.request.Request(url, data=data, headers=sent), timeout=60)
+
+
+def test_the_page_answers_and_ends_with_open_streams(tmp_path):
+    write_run(tmp_path / "mlp-1")
+    token = TokenFile(tmp_path).create("t", role="read", runs=[], expires_t=None)
+    with web_process(tmp_path) as (process, link):
+        url = link.partition("/#")[0]
+        assert b"<title>Shoal" in urllib.request.urlopen(url, timeout=60).read()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{url}/api/v1/runs", timeout=60)
+        assert refused.value.code == 401
+        with ask(f"{url}/api/v1/stream?runs=mlp-1&after=0", token) as stream:
+            lines = [stream.readline() for _ in range(4)]
+            assert lines[2].startswith(b"id: mlp-1:")
+            assert json.loads(lines[3].removeprefix(b"data: "))["rows"][0]["kind"] == "run_started"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) in (0, 130)
+
+
+def test_the_server_never_loads_torch(tmp_path):
+    code = (
+        "import sys; import shoal.cli, shoal.web.serve; from pathlib import Path;"
+        "s = shoal.web.serve.WebServer(Path(sys.argv[1]), listen='127.0.0.1:0'); s.site.rows();"
+        "bad = {'torch', 'sklearn', 'pyarrow', 'torchmetrics'} & set(sys.modules); print(sorted(bad))"
+    )
+    write_run(tmp_path / "mlp-1")
+    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_two_servers_at_once(tmp_path):
+    write_run(tmp_path / "mlp-1")
+    servers = [WebServer(tmp_path, listen="127.0.0.1:0", say=lambda line: None) for _ in range(2)]
+    assert servers[0].url != servers[1].url
+    for server in servers:
+        assert len(server.site.rows()) == 1
+        server._listener.close()
+
+
+def test_user_mistakes_have_codes(tmp_path, capsys, monkeypatch):
+    for words, sign in (
+        (["web", "--runs", tmp_path / "none"], "SH605"),
+        (["web", "--runs", tmp_path, "--listen", "0.0.0.0:1"], "SH675"),
+        (["web", "--runs", tmp_path, "--listen", "192.0.2.1:1"], "SH675"),
+        (["web", "--runs", tmp_path, "--listen", "192.0.2.1:1", "--tls", tmp_path], "SH619"),
+        (["tokens", "--create", "x", "--role", "root", "--runs", tmp_path], "SH676"),
+        (["tokens", "--revoke", "x", "--runs", tmp_path], "SH676"),
+        (["trash", "--restore", "x", "--runs", tmp_path], "SH671"),
+        (["gc", "--apply", "../../x", "--runs", tmp_path], "SH674"),
+    ):
+        code, _, err = call_verb(capsys, monkeypatch, *words)
+        assert code == 6, words
+        assert sign in err
+        assert "Traceback" not in err
+
+
+def test_tokens_of_a_verb(tmp_path, capsys, monkeypatch):
+    code, token, _ = call_verb(capsys, monkeypatch, "tokens", "--create", "ci", "--role", "operate", "--runs", tmp_path)
+    assert code == 0
+    listed = call_verb(capsys, monkeypatch, "tokens", "--runs", tmp_path, "--json")[1]
+    assert [(one["name"], one["role"]) for one in json.loads(listed)] == [("ci", "operate")]
+    assert token.strip() not in listed
+    assert "sha256" not in listed
+    assert TokenFile(tmp_path).find(token.strip()).role == "operate"
+    call_verb(capsys, monkeypatch, "tokens", "--revoke", "ci", "--runs", tmp_path)
+    assert TokenFile(tmp_path).find(token.strip()) is None
+
+
+def test_a_file_opens_without_a_server(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "mlp-1")
+    out = tmp_path / "mlp-1.html"
+    assert call_verb(capsys, monkeypatch, "export", "mlp-1", "--to", "html", "--out", out, "--runs", tmp_path)[0] == 0
+    text = out.read_text()
+    assert "</script><script>" not in text.split('id="data">')[1].split("</script>")[0]
+    assert "src=" not in text.split("<body>")[0].replace("default-src", "").replace("img-src", "")
+    assert '"shoal/main.js"' in text
+
+
+def test_a_hostile_name_stays_text_in_a_file(tmp_path):
+    from shoal.web.single_file import make_page
+
+    write_run(tmp_path / "x").root.rename(tmp_path / "x<script>")
+    page = make_page(RunPaths(tmp_path / "x<script>"))
+    assert "x<script>" not in page
