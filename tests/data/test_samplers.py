@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.data.sample_hash import hash_values
 from shoal.data.samplers import assign_longest_first, jump_hash, make_sampler
 from shoal.errors import DataError
-from shoal.spec.data import BalancedSamplerConfig, HashSamplerConfig, RandomSamplerConfig
+from shoal.spec.data import BalancedSamplerConfig, HashSamplerConfig, RandomSamplerConfig, WeightedSamplerConfig
 
 from .memory_source import MemorySource
 
@@ -272,3 +272,48 @@ def test_repeated_ids_are_sampled_as_often_as_they_occur(seed):
         sampler = make_sampler_of(spec=spec, n=8, lanes=2, batch_size=4, seed=seed, ids=ids, blocks=True)
         sampled = np.concatenate([part for s in range(sampler.steps_per_epoch) for part in step_ids(sampler, s)])
         assert np.array_equal(np.sort(sampled), ids)
+
+
+# ---- weighted ----
+
+
+def draw(spec: WeightedSamplerConfig, source: MemorySource, ids: np.ndarray, *, lanes: int, steps: int) -> list[int]:
+    sampler = make_sampler(spec, ids=ids, lanes=lanes, batch_size=50, seed=3, source=source)
+    return [int(i) for step in range(steps) for lane in range(lanes) for i in sampler.ids(step, lane)]
+
+
+def test_classes_are_drawn_equally_often_and_lanes_do_not_change_the_batch():
+    source = MemorySource(1000, target=(np.arange(1000) % 10 == 0).astype(np.int64))  # one in ten
+    ids = np.arange(0, 1000)[np.arange(1000) % 7 != 0]
+    one, four = (draw(WeightedSamplerConfig(kind="weighted"), source, ids, lanes=n, steps=200) for n in (1, 4))
+    assert one == four
+    assert set(one) <= set(ids.tolist())
+    rare = np.mean([i % 10 == 0 for i in one])
+    assert 0.47 < rare < 0.53  # 10,000 draws: six standard deviations
+
+
+def test_weights_decide_how_often_a_sample_is_drawn():
+    source = MemorySource(4, importance=[0.0, 1.0, 3.0, 0.0])
+    spec = WeightedSamplerConfig(kind="weighted", by="importance")
+    drawn = draw(spec, source, np.arange(4), lanes=2, steps=9000)
+    counts = np.bincount(drawn, minlength=4)
+    assert counts[[0, 3]].tolist() == [0, 0]
+    assert 0.73 < counts[2] / counts.sum() < 0.77
+    again = make_sampler(spec, ids=np.arange(4), lanes=2, batch_size=3, seed=3, source=source)
+    later = [again.ids(step, 0).tolist() for step in (5, 0, 5)]
+    assert later[0] == later[2]  # any step at any time
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"by": "nothing"}, "no column 'nothing'"),
+        ({"by": "zero"}, "all weights are 0"),
+        ({"by": "negative"}, "the weight of sample 0"),
+        ({"balance": "number"}, "no classes to balance"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_told(spec, words):
+    source = MemorySource(3, zero=np.zeros(3), negative=-np.ones(3), number=np.array([0.5, 0.25, 1.0]))
+    with pytest.raises(DataError, match=words):
+        draw(WeightedSamplerConfig(kind="weighted", **spec), source, np.arange(3), lanes=1, steps=1)

@@ -317,37 +317,24 @@ def test_the_mean_of_torchs_losses_is_known():
 
 
 @pytest.mark.parametrize(
-    ("loss", "output", "target", "fix"),
+    ("loss", "output", "target", "code", "fix"),
     [
-        (nn.CrossEntropyLoss(), torch.randn(4, 3), torch.rand(4), "whole numbers .* as int64, not float32"),
-        (nn.CrossEntropyLoss(), torch.randn(4, 3), torch.tensor([0, 1, 2, 3]), "go from 0 to 3, .* for 0 to 2"),
-        (nn.CrossEntropyLoss(ignore_index=0), torch.randn(4, 3), torch.tensor([1, 2, 3, 0]), "from 1 to 3"),
-        (
-            nn.CrossEntropyLoss(),
-            torch.randn(4, 3),
-            torch.zeros(4, 2, dtype=torch.int64),
-            "without its second dimension",
-        ),
-        (nn.CrossEntropyLoss(), torch.randn(4, 3), torch.zeros(4, dtype=torch.int32), "as int64, not int32"),
-        (
-            nn.CrossEntropyLoss(torch.ones(5)),
-            torch.randn(4, 3),
-            torch.tensor([0, 1, 2, 0]),
-            "weight` 3 numbers, .* not 5",
-        ),
-        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(5)), torch.randn(4, 3), torch.ones(4, 3), "pos_weight` 3 numbers"),
-        (nn.NLLLoss(), torch.randn(4, 3), torch.zeros(4, 3), "whole numbers"),
-        (nn.BCELoss(), torch.rand(4, 3), torch.rand(4), "same shape"),
-        (nn.MSELoss(), torch.randn(4, 4), torch.rand(4), "same shape"),  # torch would broadcast
-        (nn.MSELoss(), torch.randn(4, 3), torch.rand(4, 1), "same shape"),
-        (nn.MSELoss(), {"a": torch.randn(4)}, torch.rand(4), "write a Task"),
+        (nn.CrossEntropyLoss(ignore_index=0), torch.randn(4, 3), torch.tensor([1, 2, 3, 0]), "SH712", "label - 1"),
+        (nn.CrossEntropyLoss(), torch.randn(4, 3), torch.zeros(4, 2).long(), "SH402", "without its second dimension"),
+        (nn.CrossEntropyLoss(torch.ones(5)), torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), "SH402", "3 numbers, .* 5"),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(5)), torch.randn(4, 3), torch.ones(4, 3), "SH402", "3 numbers"),
+        (nn.NLLLoss(), torch.randn(4, 3), torch.zeros(4, 3), "SH402", "without its second dimension"),
+        (nn.BCELoss(), torch.rand(4, 3), torch.rand(4), "SH713", "same shape"),
+        (nn.MSELoss(), torch.randn(4, 4), torch.rand(4), "SH713", "same shape"),  # torch would broadcast
+        (nn.MSELoss(), torch.randn(4, 3), torch.rand(4, 1), "SH713", "same shape"),
+        (nn.MSELoss(), {"a": torch.randn(4)}, torch.rand(4), "SH402", "write a Task"),
     ],
 )
-def test_the_loss_and_not_the_model_is_blamed(loss, output, target, fix):
+def test_the_loss_and_not_the_model_is_blamed(loss, output, target, code, fix):
     model = nn.Identity()
-    with pytest.raises(ShoalError) as caught:
+    with pytest.raises(ShoalError) as caught, torch.no_grad():
         PlainTask(model, loss).loss(model, Batch((output,), target, 4))
-    assert (caught.value.code, caught.value.where) == ("SH402", "loss")
+    assert caught.value.code == code
     assert caught.value.message.startswith(f"{type(loss).__name__} of an output ")
     assert re.search(fix, caught.value.fix), caught.value.fix
 

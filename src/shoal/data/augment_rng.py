@@ -68,6 +68,18 @@ class Augment:
             return apply_user_function(self.function, batch, "augment")
 
 
+@dataclass(frozen=True)
+class AugmentSequence:
+    """Several augmentations in order. Each draws from a generator of its own, whether it takes one or not."""
+
+    steps: tuple[Augment, ...]
+
+    def __call__(self, batch: Batch, *, generator: torch.Generator) -> Batch:
+        for step in self.steps:
+            batch = step(batch, int(torch.randint(2**62, (), generator=generator)))
+        return batch
+
+
 def apply_user_function(function: Callable[[Batch], Any], batch: Batch, role: str) -> Batch:
     """The batch that the user's function returns. Its failures become errors that name its line."""
     try:

@@ -28,9 +28,9 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def random_words(count: int, *, key: int) -> NDArray[np.uint64]:
-    """`count` random 64-bit numbers: splitmix64 from the state `key`."""
-    return splitmix64(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key))
+def random_words(count: int, *, key: int, first: int = 0) -> NDArray[np.uint64]:
+    """`count` random 64-bit numbers from number `first` on: splitmix64 from the state `key`."""
+    return splitmix64(np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key))
 
 
 def random_ids(n: int, count: int, *, key: int) -> Ids:

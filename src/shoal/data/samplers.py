@@ -1,6 +1,6 @@
 """Samplers: the samples of each lane at each step, as a pure function of step and lane. No worker keeps state for it.
 
-Every sample occurs exactly once per epoch.
+Every sample occurs exactly once per epoch, unless samples are drawn by weight.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.permutation import BlockShuffle, Ids, IndexOrder, Permutation, block_edges
-from shoal.data.sample_hash import Hashes, hash_values
+from shoal.data.permutation import BlockShuffle, Ids, IndexOrder, Permutation, block_edges, random_words
+from shoal.data.sample_hash import Hashes, category_codes, hash_values
 from shoal.data.source import DataSource
 from shoal.errors import did_you_mean, error
-from shoal.spec.data import BalancedSamplerConfig, HashSamplerConfig, SamplerConfig, ShuffledSamplerConfig
+from shoal.spec.data import (
+    BalancedSamplerConfig,
+    HashSamplerConfig,
+    SamplerConfig,
+    ShuffledSamplerConfig,
+    WeightedSamplerConfig,
+)
 from shoal.spec.seeds import derive_seed
 
 PAGE_SAMPLES = 1 << 16
@@ -52,6 +58,27 @@ class EpochShuffle:
         if self._edges is not None:
             return BlockShuffle(self._edges, open_blocks=self._spec.open_blocks, key=key)
         return Permutation(len(self._ids), key)
+
+
+class WeightedDraws:
+    """The samples of each epoch, drawn with replacement: each draw is a pure function of epoch and position."""
+
+    window_samples = 0
+
+    def __init__(self, ids: Ids, weights: NDArray[np.float64], *, key: int) -> None:
+        self._ids, self._key = ids, key
+        self._until = np.cumsum(weights)
+        self._last = int(np.flatnonzero(weights)[-1])
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """The samples at positions start..stop-1 of an epoch."""
+        words = random_words(stop - start, key=derive_seed(self._key, epoch), first=start)
+        drawn = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._until[-1]
+        found: Ids = self._ids[np.minimum(np.searchsorted(self._until, drawn, side="right"), self._last)]
+        return found
 
 
 class LaneSampler(ABC):
@@ -110,7 +137,7 @@ class RandomLaneSampler(LaneSampler):
     """Each batch is divided into contiguous ranges. If it does not divide evenly, the first lanes get one sample
     more."""
 
-    def __init__(self, shuffle: EpochShuffle, *, lanes: int, batch_size: int, drop_last: bool) -> None:
+    def __init__(self, shuffle: EpochShuffle | WeightedDraws, *, lanes: int, batch_size: int, drop_last: bool) -> None:
         super().__init__(len(shuffle), lanes=lanes, batch_size=batch_size, drop_last=drop_last)
         self._shuffle = shuffle
         self.window_steps = -(-shuffle.window_samples // batch_size)
@@ -244,9 +271,12 @@ def make_sampler(
             EpochShuffle(ids[lane == i], spec=spec, blocks=source.blocks, key=derive_seed(key, i)) for i in range(lanes)
         ]
         return HashLaneSampler(shuffles, batch_size=batch_size, drop_last=drop_last)
+    if isinstance(spec, WeightedSamplerConfig):
+        draws = WeightedDraws(ids, _weights(spec, ids, source), key=key)
+        return RandomLaneSampler(draws, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
     shuffle = EpochShuffle(ids, spec=spec, blocks=source.blocks, key=key)
     if isinstance(spec, BalancedSamplerConfig):
-        costs = _costs(spec, source)
+        costs = _costs(spec.by, source, what="cost")
         return BalancedLaneSampler(shuffle, costs=costs, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
     return RandomLaneSampler(shuffle, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
 
@@ -267,21 +297,37 @@ def _hash_keys(spec: HashSamplerConfig, ids: Ids, source: DataSource) -> Hashes:
     return hash_values(ids if spec.by is None else _column(spec.by, source)[ids])
 
 
-def _costs(spec: BalancedSamplerConfig, source: DataSource) -> NDArray[np.float64]:
-    values = _load_costs(spec.by) if spec.by.endswith(".npy") else _column(spec.by, source)
+def _weights(spec: WeightedSamplerConfig, ids: Ids, source: DataSource) -> NDArray[np.float64]:
+    """The weight of each of these samples."""
+    if spec.by is not None:
+        weights = _costs(spec.by, source, what="weight")[ids]
+    else:
+        values = _column(spec.balance, source, field="balance")[ids]
+        if values.ndim > 1 or (values.dtype.kind == "f" and (values != np.round(values)).any()):
+            message = f"'{spec.balance}' has no classes to balance"
+            raise error("SH355", message, where=f"{_WHERE}.balance", fix="Name a column with classes, or write `by`.")
+        classes = category_codes(values)[1]
+        weights = 1.0 / np.bincount(classes)[classes]
+    if not weights.sum() > 0:
+        raise error("SH355", "all weights are 0", where=f"{_WHERE}.by", fix="Give some sample a weight above 0.")
+    return weights
+
+
+def _costs(by: str, source: DataSource, *, what: str) -> NDArray[np.float64]:
+    values = _load_costs(by) if by.endswith(".npy") else _column(by, source)
     if values.dtype.kind not in "biuf":
-        raise error("SH355", f"the costs '{spec.by}' are not numbers", where=f"{_WHERE}.by")
+        raise error("SH355", f"the {what}s '{by}' are not numbers", where=f"{_WHERE}.by")
     if values.shape != (len(source),):
         shape = "×".join(map(str, values.shape))
-        raise error("SH355", f"'{spec.by}' has {shape} costs for {len(source)} samples", where=f"{_WHERE}.by")
+        raise error("SH355", f"'{by}' has {shape} {what}s for {len(source)} samples", where=f"{_WHERE}.by")
     costs = values.astype(np.float64)
     bad = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
     if bad.size:
         raise error(
             "SH355",
-            f"the cost of sample {bad[0]} in '{spec.by}' is {costs[bad[0]]} ({bad.size} such samples)",
+            f"the {what} of sample {bad[0]} in '{by}' is {costs[bad[0]]} ({bad.size} such samples)",
             where=f"{_WHERE}.by",
-            fix="Costs must be finite numbers from 0 upwards.",
+            fix=f"{what.capitalize()}s must be finite numbers from 0 upwards.",
         )
     return costs
 
@@ -296,8 +342,8 @@ def _load_costs(path: str) -> NDArray[Any]:
     return values
 
 
-def _column(name: str, source: DataSource) -> NDArray[Any]:
+def _column(name: str, source: DataSource, *, field: str = "by") -> NDArray[Any]:
     if name not in source.columns():
         fix = did_you_mean(name, source.columns())
-        raise error("SH356", f"the data has no column '{name}'", where=f"{_WHERE}.by", fix=fix)
+        raise error("SH356", f"the data has no column '{name}'", where=f"{_WHERE}.{field}", fix=fix)
     return source.column(name)

@@ -260,6 +260,29 @@ SplitConfig = Annotated[
 ]
 
 
+class ClusterConfig(Spec):
+    """Clusters of similar samples, as the column `cluster` of the split: `group`, `by` or `stratify`.
+
+    What is compared: the columns `by`, the numbers that the function `features` returns for a batch, or all inputs.
+    `count` clusters by k-means; or samples within `distance` of each other, and chains of them, are one cluster. With
+    `scale`, each feature has mean 0 and deviation 1 before distances are taken.
+    """
+
+    by: Columns | None = None
+    features: Ref | None = None
+    count: Annotated[int, Field(ge=2)] | None = None
+    distance: Annotated[float, Field(gt=0)] | None = None
+    scale: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> ClusterConfig:
+        if (self.count is None) == (self.distance is None):
+            raise ValueError("clusters need count or distance, and not both")
+        if self.by is not None and self.features is not None:
+            raise ValueError("by and features do not go together: keep one of the two")
+        return self
+
+
 # ---- samplers: which sample goes to which lane ----
 
 
@@ -294,7 +317,28 @@ class BalancedSamplerConfig(ShuffledSamplerConfig):
     by: str = "size"
 
 
-SamplerConfig = Annotated[RandomSamplerConfig | HashSamplerConfig | BalancedSamplerConfig, Field(discriminator="kind")]
+class WeightedSamplerConfig(Spec):
+    """Draws samples with replacement. An epoch has as many draws as there are samples.
+
+    `by` is a column or a .npy file with the weight of each sample. Without it, every class of the column `balance` is
+    drawn equally often.
+    """
+
+    kind: Literal["weighted"]
+    by: str | None = None
+    balance: str = "target"
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> WeightedSamplerConfig:
+        if self.by is not None and "balance" in self.model_fields_set:
+            raise ValueError("by and balance do not go together: keep one of the two")
+        return self
+
+
+SamplerConfig = Annotated[
+    RandomSamplerConfig | HashSamplerConfig | BalancedSamplerConfig | WeightedSamplerConfig,
+    Field(discriminator="kind"),
+]
 
 
 class LoaderConfig(Spec):
@@ -311,8 +355,9 @@ class DataConfig(Spec):
     validation: SourceConfig | None = None
     test: SourceConfig | None = None
     split: SplitConfig = Field(default_factory=NoSplitConfig)
+    clusters: ClusterConfig | None = None
     sampler: SamplerConfig = Field(default_factory=RandomSamplerConfig)
-    augment: Ref | None = None
+    augment: Ref | list[Ref] | None = None
     transform: Ref | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
     leaks: Literal["fail", "warn", "ignore"] = "warn"
@@ -325,3 +370,12 @@ class DataConfig(Spec):
         if not isinstance(value, dict):
             return value
         return {k: {"kind": v} if k in ("split", "sampler") and isinstance(v, str) else v for k, v in value.items()}
+
+    @model_validator(mode="after")
+    def _clusters_are_used(self) -> DataConfig:
+        used = [getattr(self.split, field, None) for field in ("group", "by", "stratify")]
+        if self.clusters is not None and "cluster" not in used:
+            raise ValueError(
+                "the split does not use the clusters: write group: cluster, by: cluster or stratify: cluster"
+            )
+        return self

@@ -22,6 +22,8 @@ from shoal.errors import describe_exception, error
 from shoal.spec.base import Ref
 from shoal.spec.names import DEFAULT_MODULES
 from shoal.spec.resolve import build_ref, import_ref
+from shoal.tasks.batch_facts import loss_facts, mistake_error, place_of
+from shoal.tasks.mistakes import Mistake, recognise
 from shoal.tasks.user_errors import is_out_of_memory
 
 ClassLoss = nn.CrossEntropyLoss | nn.NLLLoss
@@ -151,24 +153,50 @@ def check_no_ignored_targets(loss: ClassLoss, target: Any) -> None:
 
 
 @contextlib.contextmanager
-def explain_errors(loss: Any, output: Any, target: Any) -> Iterator[None]:
-    """An error in one of torch's losses is about the output and the target: SH402 says so, not that the model failed.
+def explain_errors(loss: Any, output: Any, target: Any, *, model: nn.Module | None = None) -> Iterator[None]:
+    """An error in one of torch's losses is about the output and the target: a known mistake gets its own error, others
+    SH402, so that nobody takes it for a failure of the model.
 
-    Also SH402 if the loss would silently broadcast: every output would be compared with every target.
+    An error also if the loss would silently broadcast, or if it has one class to choose from.
     """
-    tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
-    if isinstance(loss, _SAME_SHAPE_LOSSES) and tensors and output.shape != target.shape:
-        raise error("SH402", f"{_call(loss, output, target)}: their shapes differ", where="loss", fix=_SHAPE_FIX)
+    known = _known_without_failure(loss, output, target)
+    if known is not None:
+        raise mistake_error(known, model)
     try:
         yield
     except Exception as failure:
         if is_out_of_memory(failure) or (isinstance(output, Tensor) and output.is_meta):
             raise
-        message = f"{_call(loss, output, target)}: {describe_exception(failure)}"
-        raise error("SH402", message, where="loss", fix=_fix(loss, output, target)) from failure
+        text = describe_exception(failure)
+        fix = _fix(loss, output, target)
+        if not fix and (found := recognise(loss_facts(loss, output, target, failure=text))):
+            raise mistake_error(found, model) from failure
+        message = f"{_call(loss, output, target)}: {text}"
+        raise error("SH402", message, where="loss", fix=fix or _last_fix(loss)) from failure
+
+
+def _known_without_failure(loss: Any, output: Any, target: Any) -> Mistake | None:
+    """A mistake that shapes show and that torch would not report."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return None
+    broadcasts = isinstance(loss, _SAME_SHAPE_LOSSES) and output.shape != target.shape
+    chooses_nothing = isinstance(loss, ClassLoss) and output.dim() == target.dim() == 1 and output.dim() == 1
+    return recognise(loss_facts(loss, output, target)) if broadcasts or chooses_nothing else None
+
+
+def look_at_first_batch(loss: Any, output: Any, target: Any, *, model: nn.Module) -> str:
+    """What the user must know about a batch that torch's loss takes without an error; '' if nothing. Raises what makes
+    training impossible."""
+    found = recognise(loss_facts(loss, output, target))
+    if found is None:
+        return ""
+    if found.fatal:
+        raise mistake_error(found, model)
+    return f"{found.code} {place_of(found, model)}: {found.message}. {found.fix}"
 
 
 def _fix(loss: Any, output: Any, target: Any) -> str:
+    """A fix that concerns the loss's own arguments; '' if there is none."""
     if isinstance(loss, nn.Module) and len(inspect.signature(loss.forward).parameters) > 2:
         return f"Write a Task: {type(loss).__name__} takes more than an output and a target."
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
@@ -178,20 +206,13 @@ def _fix(loss: Any, output: Any, target: Any) -> str:
         weights = getattr(loss, name, None)
         if weights is not None and len(weights) not in (1, outputs):
             return f"Give `loss.args.{name}` {outputs} numbers, as many as the model has outputs, not {len(weights)}."
-    if not isinstance(loss, ClassLoss):
-        return _SHAPE_FIX
-    if target.shape == output.shape or output.dim() < 2:
-        return "Give whole numbers (the classes) without the dimension of the classes, or probabilities as floats."
-    if target.dtype not in (torch.int64, torch.uint8):
-        return f"The target must be whole numbers (the classes) as int64, not {_describe(target)}; or use MSELoss."
-    kept = target[target != loss.ignore_index]
-    classes = output.shape[1]
-    if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= classes):
-        there = (
-            f"Targets go from {int(kept.min())} to {int(kept.max())}, but the model has outputs for 0 to {classes - 1}"
-        )
-        return f"{there}. Give the model more outputs, or number the classes from 0."
-    return "The target must have the output's shape without its second dimension, which is that of the classes."
+    return ""
+
+
+def _last_fix(loss: Any) -> str:
+    if isinstance(loss, ClassLoss):
+        return "The target must have the output's shape without its second dimension, which is that of the classes."
+    return _SHAPE_FIX
 
 
 def _call(loss: Any, output: Any, target: Any) -> str:

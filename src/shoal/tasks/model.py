@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +16,12 @@ from torch import nn
 from shoal.checkpoint.export import load_weights
 from shoal.errors import did_you_mean, error
 from shoal.spec.base import Ref
+from shoal.spec.compression.config import DistilConfig
 from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig
 from shoal.spec.names import DEFAULT_MODULES
 from shoal.spec.resolve import build_ref, import_ref
 from shoal.spec.sharding import PipelineParallelConfig
+from shoal.tasks.compressed import CompressedTask, DistilledTask
 from shoal.tasks.initial_weights import WeightMatch, first_names, match_weights
 from shoal.tasks.losses import build_loss
 from shoal.tasks.metrics import build_metrics
@@ -28,10 +31,32 @@ Made = TypeVar("Made")
 
 
 def build_task(job: Job) -> Task:
-    """The user's own task, or a PlainTask from the job's model, loss and metrics."""
+    """The user's own task, or a PlainTask from the job's model, loss and metrics; with the job's shape and teacher."""
+    task = build_own_task(job)
+    if job.shape is not None:
+        task = CompressedTask(task, job.shape.steps)
+    return task if job.distil is None else DistilledTask(task, job.distil, partial(build_teacher, job, job.distil))
+
+
+def build_own_task(job: Job) -> Task:
+    """The task without shape and teacher."""
     if job.task is not None:
         return build_instance(job.task, Task, "shoal.Task", field="task", base_dir=job.base_dir)
     return build_plain_task(job, build_model(job))
+
+
+def build_teacher(job: Job, distil: DistilConfig) -> nn.Module:
+    """The teacher with its weights. SH406 if they do not fit it."""
+    if distil.model is not None:
+        teacher = build_instance(distil.model, nn.Module, "torch.nn.Module", field="model", base_dir=job.base_dir)
+    else:
+        teacher = build_own_task(job).model()
+    path = distil.teacher if "://" in distil.teacher else str(Path(job.base_dir) / distil.teacher)
+    try:
+        teacher.load_state_dict(load_weights(path))
+    except RuntimeError as failure:
+        raise error("SH406", str(failure).splitlines()[-1].strip(), where="distil.teacher") from failure
+    return teacher
 
 
 def build_model(job: Job) -> nn.Module:

@@ -13,6 +13,7 @@ from shoal.data.batch import Batch
 from shoal.errors import error
 from shoal.lanes.loss import Loss
 from shoal.tasks import losses
+from shoal.tasks.batch_facts import explain_model_errors
 
 
 class Task:
@@ -53,6 +54,11 @@ class Task:
     def evaluates_in_one_pass(self) -> bool:
         """Whether `evaluate` calls the model once."""
         return type(self).evaluate is not Task.evaluate
+
+    def look_at(self, model: nn.Module, batch: Batch) -> str:
+        """What the user must know about the first batch; '' if nothing. Called once before training, with a forward
+        pass that leaves no trace; raises what makes training impossible."""
+        return ""
 
     def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
         """torchmetrics objects by name. `example` is (prediction, target) of a batch, if available."""
@@ -113,14 +119,26 @@ class PlainTask(Task):
         return super().to(device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        output, target = self._aligned(model(*batch.inputs), batch.target)
+        output, target = self._aligned(self._forward(model, batch), batch.target)
         if not (self._is_weighted or self._whole_batches or self._class_loss is None):
             losses.check_no_ignored_targets(self._class_loss, target)
         return self._compute_loss(output, target)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Loss, Any]:
-        output = model(*batch.inputs)
+        output = self._forward(model, batch)
         return self._evaluation_loss(*self._aligned(output, batch.target), batch.size), output
+
+    def look_at(self, model: nn.Module, batch: Batch) -> str:
+        if not self._is_torch_loss:
+            return ""
+        output, target = self._forward(model, batch), batch.target
+        if self._class_loss is None or not isinstance(output, Tensor) or output.dim() > 2:
+            output, target = self._aligned(output, target)
+        return losses.look_at_first_batch(self._loss, output, target, model=model)
+
+    def _forward(self, model: nn.Module, batch: Batch) -> Any:
+        with explain_model_errors(batch):
+            return model(*batch.inputs)
 
     def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
         return self._metrics(example) if self._metrics else {}
@@ -138,18 +156,18 @@ class PlainTask(Task):
         if class_loss is None or self._is_weighted or not losses.has_ignored_targets(class_loss, target):
             value = self._compute_loss(output, target)
             return (value, size) if isinstance(value, Tensor) and self._is_sum else value
-        with losses.explain_errors(class_loss, output, target):
+        with losses.explain_errors(class_loss, output, target, model=self._model):
             total, weight = losses.sum_and_weight(class_loss, output, target)
         return total * (size / target.numel()), weight * (size / target.numel())
 
     def _compute_loss(self, output: Any, target: Any) -> Loss:
         if self._class_loss is not None and self._is_weighted:
-            with losses.explain_errors(self._class_loss, output, target):
+            with losses.explain_errors(self._class_loss, output, target, model=self._model):
                 return losses.sum_and_weight(self._class_loss, output, target)
         if not self._is_torch_loss:
             own: Loss = self._loss(output, target)
             return own
-        with losses.explain_errors(self._loss, output, target):
+        with losses.explain_errors(self._loss, output, target, model=self._model):
             value: Tensor = self._loss(output, target)
         return value
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from shoal.errors import ShoalError, describe_exception
 from shoal.net.errors import LinkError
 from shoal.spec.resolve import is_users_failure, user_error
+from shoal.tasks.batch_facts import known_failure
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
@@ -30,6 +31,8 @@ def as_shoal_error(failure: BaseException, code: str, doing: str) -> ShoalError:
         code = "SH407"
     elif "Expected more than 1 value per channel" in describe_exception(failure):
         code = "SH412"
+    elif code == "SH401" and (known := known_failure(failure)):
+        return known
     return user_error(code, failure, doing)
 
 

@@ -1,0 +1,157 @@
+"""Reads from tensors and source code what recognising a mistake needs: facts of a batch, and the user's line."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.batch import Batch
+from shoal.errors import ShoalError, describe_exception, error
+from shoal.spec.resolve import is_user_file, is_users_failure, user_line
+from shoal.tasks.mistakes import CLASS_LOSSES, BatchFacts, Mistake, TensorFacts, recognise
+
+_VIEWS = ("View", "Reshape", "Squeeze", "Unsqueeze", "Unsafe", "Transpose", "Permute", "ToCopy", "Alias")
+_MAX_VIEWS = 8
+_WORDS_BEFORE_NO_GRADIENT = ("argmax", "detach", "no_grad", "round", "item", "numpy", "data", "max")
+
+
+def tensor_facts(value: Any, *, read: bool = True) -> TensorFacts | None:
+    """The facts of a tensor, with the range of its values if `read`; None for other objects."""
+    if not isinstance(value, Tensor):
+        return None
+    dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    if not read or value.is_meta or not value.numel() or value.is_complex():
+        return TensorFacts(dtype, shape)
+    values = value.detach().to("cpu", torch.float64)
+    whole = bool((values == values.floor()).all())
+    one_hot = whole and values.dim() > 1 and shape[1] > 1 and _is_one_hot(values)
+    return TensorFacts(dtype, shape, float(values.min()), float(values.max()), whole, one_hot)
+
+
+def _is_one_hot(values: Tensor) -> bool:
+    return bool(((values == 0) | (values == 1)).all()) and bool((values.sum(1) == 1).all())
+
+
+def loss_facts(loss: Any, output: Any, target: Any, *, failure: str = "") -> BatchFacts:
+    """The facts of a call of one of torch's losses with these tensors. Targets that the loss ignores do not count."""
+    ignored, kept = getattr(loss, "ignore_index", None), target
+    if ignored is not None and isinstance(target, Tensor) and not target.is_floating_point() and not target.is_meta:
+        kept = target[target != ignored] if bool((target == ignored).any()) else target
+    facts, shown = tensor_facts(kept), tensor_facts(target, read=False)
+    if facts is not None and shown is not None:
+        facts = TensorFacts(shown.dtype, shown.shape, facts.low, facts.high, facts.is_whole, facts.is_one_hot)
+    return BatchFacts(
+        loss=type(loss).__name__ if isinstance(loss, nn.Module) else "",
+        output=tensor_facts(output),
+        target=facts,
+        classes=_classes(loss, output),
+        last_op=last_operation(output),
+        has_gradient=not torch.is_grad_enabled() or not isinstance(output, Tensor) or output.requires_grad,
+        failure=failure,
+    )
+
+
+def _classes(loss: Any, output: Any) -> int:
+    if type(loss).__name__ not in CLASS_LOSSES or not isinstance(output, Tensor) or not output.dim():
+        return 0
+    return output.shape[1] if output.dim() > 1 else 1
+
+
+def last_operation(output: Any) -> str:
+    """`softmax`, `sigmoid` or another operation of torch that made the output, apart from views; '' if unknown."""
+    function = getattr(output, "grad_fn", None)
+    for _ in range(_MAX_VIEWS):
+        if function is None or not function.name().startswith(_VIEWS):
+            break
+        function = function.next_functions[0][0]
+    return "" if function is None else re.sub(r"Backward\d*$", "", function.name()).lower()
+
+
+# ---- errors ----
+
+
+@contextlib.contextmanager
+def explain_model_errors(batch: Batch) -> Iterator[None]:
+    """A known mistake in the block becomes its own error, with the shapes of the batch; others pass."""
+    try:
+        yield
+    except Exception as failure:
+        if not is_users_failure(failure):
+            raise
+        inputs = tuple(f for value in batch.inputs if (f := tensor_facts(value, read=False)))
+        known = known_failure(failure, inputs=inputs)
+        if known is None:
+            raise
+        raise known from failure
+
+
+def known_failure(failure: BaseException, *, inputs: tuple[TensorFacts, ...] = ()) -> ShoalError | None:
+    """The error for an exception of the model that is recognised by its text, at the user's line."""
+    found = recognise(BatchFacts(inputs=inputs, failure=describe_exception(failure)))
+    return (
+        None if found is None else error(found.code, found.message, where=user_line(failure) or "model", fix=found.fix)
+    )
+
+
+def mistake_error(mistake: Mistake, model: nn.Module | None) -> ShoalError:
+    """The error of a mistake. It is placed at the user's line if the model is what to look at."""
+    return error(mistake.code, mistake.message, where=place_of(mistake, model), fix=mistake.fix)
+
+
+def place_of(mistake: Mistake, model: nn.Module | None) -> str:
+    fields = {"target": "data.source", "loss": "loss"}
+    if mistake.about in fields or model is None:
+        return fields.get(mistake.about, "model")
+    words = {"SH716": _WORDS_BEFORE_NO_GRADIENT, "SH719": ("softmax", "sigmoid")}.get(mistake.code, ())
+    return (
+        _line_of_words(model, words)
+        or _line_of_last_layer(model)
+        or next((_line(type(m).forward, 0) for m in model.modules() if _line(type(m).forward, 0)), "model")
+    )
+
+
+def _line_of_words(model: nn.Module, words: Sequence[str]) -> str:
+    """The last line of a forward of the user that uses one of the words, in the order of the words; '' if none does."""
+    for word in words:
+        for module in model.modules():
+            numbers = [n for n, line in enumerate(_source(type(module).forward)) if re.search(rf"\b{word}\b", line)]
+            if numbers:
+                return _line(type(module).forward, numbers[-1])
+    return ""
+
+
+def _line_of_last_layer(model: nn.Module) -> str:
+    """The line of the user's class that makes the model's last layer with parameters; '' if it is not found."""
+    named = [
+        name for name, module in model.named_modules() if name and any(True for _ in module.parameters(recurse=False))
+    ]
+    if not named:
+        return ""
+    first = re.escape(named[-1].partition(".")[0])
+    made = type(model).__init__
+    numbers = [n for n, line in enumerate(_source(made)) if re.search(rf"\bself\.{first}\s*(:.*)?=", line)]
+    return _line(made, numbers[-1]) if numbers else ""
+
+
+def _source(function: Any) -> list[str]:
+    """The lines of a function of the user's own; none for those of libraries."""
+    code = getattr(function, "__code__", None)
+    if code is None or not is_user_file(code.co_filename):
+        return []
+    try:
+        return inspect.getsourcelines(function)[0]
+    except (OSError, TypeError):
+        return []
+
+
+def _line(function: Any, offset: int) -> str:
+    code = getattr(function, "__code__", None)
+    if code is None or not is_user_file(code.co_filename):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno + offset}"

@@ -1,0 +1,309 @@
+"""Recognises the commonest mistakes in model, loss and data from facts about one batch.
+
+A recogniser is a pure function from facts to a mistake or None. The first one that recognises something answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+CLASS_LOSSES = ("CrossEntropyLoss", "NLLLoss")
+PROBABILITY_LOSSES = ("BCELoss", "BCEWithLogitsLoss")
+NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+_CLASS_FIX = "Write `target_as: class` in a csv or parquet source; a Dataset of your own returns"
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor's dtype and shape and, if they were read, the range of its values and whether all are whole numbers."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float | None = None
+    high: float | None = None
+    is_whole: bool = False
+    is_one_hot: bool = False
+
+    @property
+    def is_float(self) -> bool:
+        return "float" in self.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+    @property
+    def with_range(self) -> str:
+        if self.low is None or self.high is None:
+            return str(self)
+        return f"{self} from {self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What is known of a forward pass. `failure` is what torch said, `last_op` the operation that made the output,
+    `ignored` the target that the loss ignores, `classes` the number of outputs that count classes."""
+
+    loss: str = ""
+    inputs: tuple[TensorFacts, ...] = ()
+    output: TensorFacts | None = None
+    target: TensorFacts | None = None
+    classes: int = 0
+    last_op: str = ""
+    has_gradient: bool = True
+    failure: str = ""
+
+    @property
+    def call(self) -> str:
+        return f"{self.loss} of an output {self.output} and a target {self.target and self.target.with_range}"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`about` is what the user has to look at. A mistake that is not fatal trains, but not as it should."""
+
+    code: str
+    message: str
+    fix: str
+    about: str = "model"
+    fatal: bool = True
+
+
+Recogniser = Callable[[BatchFacts], Mistake | None]
+
+
+def recognise(facts: BatchFacts) -> Mistake | None:
+    """The mistake that explains these facts, if one of the known ones does."""
+    return next((found for recogniser in RECOGNISERS if (found := recogniser(facts))), None)
+
+
+# ---- what the loss gets ----
+
+
+def _whole_output(facts: BatchFacts) -> Mistake | None:
+    """argmax in forward: classes have no gradient."""
+    output = facts.output
+    if output is None or (output.is_float and facts.has_gradient) or "complex" in output.dtype:
+        return None
+    what = "carries no gradient" if output.is_float else "is whole numbers, which have no gradient"
+    fix = "Return the scores of all classes, without argmax, round, detach, numpy or no_grad: metrics choose the class."
+    return Mistake("SH716", f"the model's output {output} {what}", fix, about="output")
+
+
+def _float_labels(facts: BatchFacts) -> Mistake | None:
+    target, output = facts.target, facts.output
+    if facts.loss not in CLASS_LOSSES or target is None or output is None or len(target.shape) >= len(output.shape):
+        return None
+    if target.is_float and not target.is_whole:
+        fix = "To predict numbers use MSELoss and one output for each; for classes give class numbers."
+        return Mistake("SH714", f"{facts.call}: the labels are no class numbers", fix, about="loss")
+    if target.is_float:
+        fix = f"{_CLASS_FIX} an int, or label.long()."
+        return Mistake("SH710", f"{facts.call}: class numbers must be int64", fix, about="target")
+    if target.dtype not in ("int64", "uint8"):
+        message = f"{facts.call}: class numbers must be int64, not {target.dtype}"
+        return Mistake("SH717", message, "Convert them: label.long().", about="target")
+    return None
+
+
+def _one_output(facts: BatchFacts) -> Mistake | None:
+    """A class loss of one output: torch would take the batch for the scores of one sample."""
+    target, output = facts.target, facts.output
+    if facts.loss not in CLASS_LOSSES or target is None or output is None or facts.classes != 1:
+        return None
+    fix = "For two classes give the model 2 outputs, or use BCEWithLogitsLoss; for numbers use MSELoss."
+    return Mistake("SH714", f"{facts.call}: with one output there is nothing to choose from", fix, about="loss")
+
+
+def _one_hot_labels(facts: BatchFacts) -> Mistake | None:
+    target, output = facts.target, facts.output
+    if facts.loss not in CLASS_LOSSES or target is None or output is None or not target.is_one_hot:
+        return None
+    if len(target.shape) == len(output.shape) and target.shape[1] != output.shape[1]:
+        message = f"{facts.call}: the labels are one-hot for {target.shape[1]} classes, not for {output.shape[1]}"
+        return Mistake("SH713", message, f"Give the last layer {target.shape[1]} outputs.", about="output")
+    if facts.failure and len(target.shape) == len(output.shape):
+        fix = "Give class numbers: label.argmax(-1); or use CrossEntropyLoss, which takes one-hot labels as floats."
+        return Mistake("SH711", f"{facts.call}: the labels are one-hot", fix, about="target")
+    return None
+
+
+def _labels_from_one(facts: BatchFacts) -> Mistake | None:
+    target, classes = facts.target, facts.classes
+    if facts.loss not in CLASS_LOSSES or target is None or target.is_float or not _has_range(target) or classes < 2:
+        return None
+    low, high = target.low or 0, target.high or 0
+    if low >= 0 and high < classes:
+        return None
+    told = f"labels go from {low:g} to {high:g}, and the model has outputs for 0 to {classes - 1}"
+    if low < 0 or (low >= 1 and high - low < classes):
+        fix = f"Number the classes from 0. {_CLASS_FIX} label - {low:g}."
+        return Mistake("SH712", f"{facts.call}: {told}", fix, about="target")
+    fix = f"Give the last layer at least {high + 1:g} outputs, one for each class."
+    return Mistake("SH713", f"{facts.call}: {told}", fix, about="output")
+
+
+def _labels_outside_probabilities(facts: BatchFacts) -> Mistake | None:
+    target, output = facts.target, facts.output
+    if facts.loss not in PROBABILITY_LOSSES or target is None or output is None or target.shape != output.shape:
+        return None
+    if not _has_range(target) or ((target.low or 0) >= 0 and (target.high or 0) <= 1):
+        return None
+    fix = "Let the two classes be 0 and 1; for more classes use CrossEntropyLoss, for numbers MSELoss."
+    return Mistake("SH712", f"{facts.call}: labels must be in 0..1", fix, about="target")
+
+
+def _wrong_loss(facts: BatchFacts) -> Mistake | None:
+    """A loss that compares number by number gets class numbers for several outputs, or another number of them."""
+    target, output = facts.target, facts.output
+    if facts.loss not in (*NUMBER_LOSSES, *PROBABILITY_LOSSES) or target is None or output is None:
+        return None
+    if target.shape == output.shape:
+        return None
+    message = f"{facts.call}: their shapes differ"
+    each = _numbers_per_sample(target)
+    if not target.is_float and each == 1 and _numbers_per_sample(output) > 1:
+        fix = "For class numbers use CrossEntropyLoss; for numbers give the last layer one output."
+        return Mistake("SH714", message, fix, about="loss")
+    plural = "" if each == 1 else "s"
+    fix = f"Give the last layer {each} output{plural} for each sample, in the same shape; or use another loss."
+    return Mistake("SH713", message, fix, about="output")
+
+
+def _scores_for_probabilities(facts: BatchFacts) -> Mistake | None:
+    output = facts.output
+    if output is None or not _has_range(output):
+        return None
+    low, high = output.low or 0, output.high or 0
+    told = f"the model's output is {output.with_range}"
+    if facts.loss == "BCELoss" and (low < 0 or high > 1):
+        fix = "Use BCEWithLogitsLoss, which takes scores; or end the model with a sigmoid."
+        return Mistake("SH714", f"BCELoss takes probabilities, and {told}", fix, about="loss")
+    if facts.loss == "NLLLoss" and high > 0 and not facts.failure:
+        fix = "Use CrossEntropyLoss, which takes scores; or end the model with log_softmax."
+        return Mistake("SH714", f"NLLLoss takes log-probabilities, and {told}", fix, about="loss", fatal=False)
+    return None
+
+
+def _softmax_twice(facts: BatchFacts) -> Mistake | None:
+    """The loss applies softmax or sigmoid itself: a second one flattens the gradient, and training stalls."""
+    doubled = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}.get(facts.loss, "")
+    if not doubled or facts.last_op != doubled or facts.failure:
+        return None
+    message = f"the model ends with {doubled}, and {facts.loss} applies {doubled} itself: it trains badly"
+    return Mistake("SH719", message, f"Return the scores without {doubled}.", about="output", fatal=False)
+
+
+# ---- what the model gets ----
+
+
+def _wrong_input_shape(facts: BatchFacts) -> Mistake | None:
+    for pattern, tell in _SHAPE_FAILURES:
+        if found := re.search(pattern, facts.failure):
+            message, fix = tell(found)
+            return Mistake("SH715", f"{message}{_given(facts)}", fix, about="failure")
+    return None
+
+
+def _product(found: re.Match[str]) -> tuple[str, str]:
+    _, given, expected, _ = (int(number) for number in found.groups())
+    fix = f"Give the layer in_features={given}, or the data {expected} columns; images need nn.Flatten() before it."
+    return f"a layer expects {expected} features and gets {given}", fix
+
+
+def _channels(found: re.Match[str]) -> tuple[str, str]:
+    shape, expected, given = found.groups()
+    sizes = [int(size) for size in shape.split(", ")]
+    if sizes[-1] == int(expected) and len(sizes) == 4:
+        fix = "The channels are last: move them with x.permute(0, 3, 1, 2) in data.transform or forward."
+    else:
+        fix = f"Give the layer in_channels={given}, or the data {expected} channels, as [samples, channels, …]."
+    return f"a convolution expects {expected} channels and gets {given}, in [{shape}]", fix
+
+
+def _dimensions(found: re.Match[str]) -> tuple[str, str]:
+    fix = "Give images as [samples, channels, height, width] and series as [samples, channels, time]: data.transform."
+    return f"a layer gets the wrong number of dimensions: {found.group(0)}", fix
+
+
+def _other_shape(found: re.Match[str]) -> tuple[str, str]:
+    return (
+        f"shapes do not fit: {found.group(0)}",
+        "Change the sizes of the layer at this line, or the shape of the data.",
+    )
+
+
+_SHAPE_FAILURES: tuple[tuple[str, Callable[[re.Match[str]], tuple[str, str]]], ...] = (
+    (r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)", _product),
+    (r"expected input\[([\d, ]+)\] to have (\d+) channels, but got (\d+) channels", _channels),
+    (r"Expected \dD .* input to conv\w+, but got input of size: \[[\d, ]*\]", _dimensions),
+    (r"expected \dD(?: or \dD)? input \(got \dD input\)", _dimensions),
+    (r"input\.size\(-1\) must be equal to input_size\. Expected \d+, got \d+", _other_shape),
+    (r"Given normalized_shape=.*", _other_shape),
+    (r"running_mean should contain \d+ elements not \d+", _other_shape),
+    (r"shape '\[[-\d, ]*\]' is invalid for input of size \d+", _other_shape),
+    (r"Kernel size can't be greater than actual input size", _other_shape),
+    (r"The size of tensor a \(\d+\) must match the size of tensor b \(\d+\).*", _other_shape),
+    (r"Sizes of tensors must match except in dimension.*", _other_shape),
+    (r"was expecting embedding dimension of \d+, but got \d+", _other_shape),
+)
+
+
+def _wrong_input_dtype(facts: BatchFacts) -> Mistake | None:
+    if "argument #1 'indices' to have one of the following scalar types" in facts.failure:
+        fix = "Give whole numbers: x.long() in forward, or int64 in the data."
+        return Mistake("SH717", f"nn.Embedding takes whole numbers{_given(facts)}", fix, about="failure")
+    found = re.search(r"same dtype, but got (\w+) and (\w+)", facts.failure) or re.search(
+        r"(?:Input type|expected scalar type) \(?([\w ]+?)\)? (?:and|but found) (?:\w+ type \()?(\w+)", facts.failure
+    )
+    if not found:
+        return None
+    fix = "Convert the input: x.float() in forward or data.transform; a model in float64 needs x.double()."
+    message = f"the dtypes of input and layer differ ({found.group(1)} and {found.group(2)}){_given(facts)}"
+    return Mistake("SH717", message, fix, about="failure")
+
+
+def _wrong_device(facts: BatchFacts) -> Mistake | None:
+    found = re.search(
+        r"Expected all tensors to be on the same device.*|Tensor on device \S+ is not on the expected device \S+|"
+        r"Input type \([\w.]+\) and weight type \([\w.]+\) should be the same.*cuda.*",
+        facts.failure,
+    )
+    if not found:
+        return None
+    fix = "Make tensors in forward with device=x.device, or register them as buffers; Shoal moves model and batch."
+    return Mistake("SH718", f"tensors are on different devices: {found.group(0).rstrip('!')}", fix, about="failure")
+
+
+def _given(facts: BatchFacts) -> str:
+    if not facts.inputs:
+        return ""
+    return f"; the batch is {', '.join(map(str, facts.inputs))}"
+
+
+def _has_range(tensor: TensorFacts) -> bool:
+    return tensor.low is not None and tensor.high is not None
+
+
+def _numbers_per_sample(tensor: TensorFacts) -> int:
+    count = 1
+    for size in tensor.shape[1:]:
+        count *= size
+    return count
+
+
+RECOGNISERS: tuple[Recogniser, ...] = (
+    _wrong_device,
+    _wrong_input_dtype,
+    _whole_output,
+    _one_output,
+    _one_hot_labels,
+    _float_labels,
+    _labels_from_one,
+    _labels_outside_probabilities,
+    _wrong_loss,
+    _scores_for_probabilities,
+    _softmax_twice,
+    _wrong_input_shape,
+)

@@ -1,0 +1,168 @@
+"""The commonest mistakes, each as a real job that `shoal check` checks: code, facts, the user's line and the fix."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import CATALOGUE, EXIT_TRAIN, ShoalError
+from shoal.events import read_events
+from shoal.spec.load import make_job
+from shoal.spec.run_paths import RunPaths
+from shoal.tasks.mistakes import BatchFacts, TensorFacts, recognise
+from shoal.train.probe_main import check
+from tests.conftest import FIXTURES
+from tests.train.fake_strategy import RecordingStream
+
+SOURCE = (FIXTURES / "mistakes.py").read_text().splitlines()
+
+
+def job(model="Net", *, labels="classes", inputs="float", loss="CrossEntropyLoss", metrics=(), **args):
+    return {
+        "model": {"name": f"mistakes.py:{model}", "args": args},
+        "loss": loss,
+        "metrics": list(metrics),
+        "optimizer": {"name": "SGD", "args": {"lr": 0.1}},
+        "data": {
+            "source": {
+                "kind": "python",
+                "factory": {"name": "mistakes.py:Samples", "args": {"labels": labels, "inputs": inputs}},
+            },
+            "split": "holdout",
+        },
+        "batch_size": 16,
+        "steps": 3,
+        "lanes": 2,
+    }
+
+
+ERRORS = {
+    "float labels": (job(labels="float"), "SH710", "data.source", "float32 [8] from 0 to 2", "label.long()"),
+    "labels of another whole type": (job(labels="int32"), "SH717", "data.source", "int32 [8]", "label.long()"),
+    "one-hot labels": (job(labels="one_hot", loss="NLLLoss"), "SH711", "data.source", "[8, 3]", "argmax(-1)"),
+    "labels from 1": (job(labels="from_one"), "SH712", "data.source", "from 1 to 3, .* for 0 to 2", "label - 1"),
+    "labels 1 and 2": (
+        job(labels="one_two", loss="BCEWithLogitsLoss", outputs=1), "SH712", "data.source", "from 1 to 2", "be 0 and 1",
+    ),
+    "too few outputs": (job(outputs=2), "SH713", "outputs", "from 0 to 2, .* for 0 to 1", "at least 3 outputs"),
+    "outputs and one-hot labels": (job(labels="one_hot_4"), "SH713", "outputs", "for 4 classes, not", "4 outputs"),
+    "too many outputs": (
+        job(labels="number", loss="MSELoss"), "SH713", "outputs", r"output float32 \[8, 3\].* \[8\]", "layer 1 output",
+    ),
+    "classes as numbers": (job(loss="MSELoss"), "SH714", "loss", "their shapes differ", "CrossEntropyLoss"),
+    "classes as yes and no": (job(loss="BCEWithLogitsLoss"), "SH714", "loss", "shapes differ", "CrossEntropyLoss"),
+    "numbers as classes": (job(labels="number"), "SH714", "loss", "from 0.1 to 1.5", "MSELoss"),
+    "one output": (job(outputs=1), "SH714", "loss", r"\[8, 1\] and a target int64", "BCEWithLogitsLoss"),
+    "scores as probabilities": (
+        job(labels="binary", loss="BCELoss", outputs=1), "SH714", "loss", "from -", "BCEWithLogitsLoss",
+    ),
+    "too few columns": (
+        job(width=64), "SH715", "inputs", r"expects 64 .* gets 6; .*\[8, 6\]", "in_features=6",
+    ),
+    "channels": (job("Conv", inputs="image"), "SH715", "conv", "3 channels and gets 1", "in_channels=1"),
+    "channels last": (job("Conv", inputs="channels_last"), "SH715", "conv", "and gets 8", "permute(0, 3, 1, 2)"),
+    "no image": (job("Conv"), "SH715", "conv", r"dimensions: .*\[8, 6\]", "samples, channels, height, width"),
+    "argmax": (job("EndsWithArgmax"), "SH716", "argmax", r"int64 \[8\] is whole numbers", "scores of all classes"),
+    "detached": (job("Detached"), "SH716", "detach", "carries no gradient", "detach"),
+    "double inputs": (job(inputs="double"), "SH717", "inputs", r"Double and Float.*float64 \[8, 6\]", r"x.float\(\)"),
+    "whole inputs": (job(inputs="whole"), "SH717", "inputs", r"Long and Float.*int64 \[8, 6\]", r"x.float\(\)"),
+    "float words": (job("Words"), "SH717", "words", r"Embedding .*float32 \[8, 6\]", r"x.long\(\)"),
+    "device": (job("OtherDevice"), "SH718", "device", "meta .* cpu", "device=x.device"),
+}  # fmt: skip
+
+NOTES = {
+    "softmax": (job("EndsWithSoftmax"), "SH719", "softmax", "CrossEntropyLoss applies softmax itself"),
+    "sigmoid": (
+        job("EndsWithSigmoid", labels="binary", loss="BCEWithLogitsLoss"), "SH719", "sigmoid", "applies sigmoid itself",
+    ),
+    "scores as log-probabilities": (job(loss="NLLLoss"), "SH714", "loss", "NLLLoss takes log-probabilities"),
+}  # fmt: skip
+
+RIGHT = {
+    "classes": job(metrics=["accuracy"]),
+    "one-hot labels as probabilities": job(labels="one_hot"),
+    "yes or no": job(labels="binary", loss="BCEWithLogitsLoss", outputs=1, metrics=["accuracy"]),
+    "probabilities": job("EndsWithSigmoid", labels="binary", loss="BCELoss"),
+    "numbers": job(labels="number", loss="MSELoss", outputs=1),
+}
+
+
+@pytest.fixture
+def ask(job_dir):
+    def go(fields):
+        made = make_job(fields, base_dir=str(job_dir))
+        return check(made, RunPaths.at(job_dir / "run"), RecordingStream("clerk"))
+
+    return go
+
+
+def place(where, job_dir):
+    """The field of the job, or the line of the fixture with this mark."""
+    lines = [n for n, line in enumerate(SOURCE, 1) if line.endswith(f"# mistake {where}")]
+    return f"{job_dir / 'mistakes.py'}:{lines[0]}" if lines else where
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_mistake_is_recognised(name, ask, job_dir):
+    fields, code, where, message, fix = ERRORS[name]
+    with pytest.raises(ShoalError) as caught:
+        ask(fields)
+    failure = caught.value
+    assert (failure.code, failure.where) == (code, place(where, job_dir)), str(failure)
+    assert failure.exit_code == EXIT_TRAIN
+    assert found(message, failure.message), failure.message
+    assert found(fix, failure.fix), failure.fix
+
+
+def found(pattern, text):
+    """Words of the text, or a regular expression."""
+    return pattern in text or re.search(pattern, text)
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_trains_badly_is_noted(name, ask, job_dir):
+    fields, code, where, message = NOTES[name]
+    notes = ask(fields)["notes"]
+    assert len([n for n in notes if n.startswith(f"{code} {place(where, job_dir)}: ") and message in n]) == 1, notes
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_job_is_left_alone(name, ask):
+    assert ask(RIGHT[name])["notes"] == []
+
+
+def test_a_run_tells_the_same_before_its_first_step(run):
+    outcome = run(job("EndsWithSoftmax"))
+    assert outcome.status == "finished"
+    notes = [e["message"] for e in read_events(outcome.paths.events) if e.kind == "note"]
+    assert [note for note in notes if note.startswith("SH719")]
+
+
+tensors = st.builds(
+    TensorFacts,
+    st.sampled_from(["float32", "int64", "bool", "bfloat16", "complex64"]),
+    st.lists(st.integers(0, 4), max_size=4).map(tuple),
+    st.none() | st.floats(-3, 3),
+    st.none() | st.floats(-3, 3),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@settings(max_examples=40)
+@given(
+    st.builds(
+        BatchFacts,
+        loss=st.sampled_from(["", "CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MSELoss"]),
+        output=st.none() | tensors,
+        target=st.none() | tensors,
+        classes=st.integers(0, 4),
+        last_op=st.sampled_from(["", "softmax", "sigmoid", "addmm"]),
+        has_gradient=st.booleans(),
+        failure=st.text(max_size=30),
+    )
+)
+def test_any_facts_get_a_known_mistake_or_none(facts):
+    mistake = recognise(facts)
+    assert mistake is None or (mistake.code in CATALOGUE and mistake.fix)
