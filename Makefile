@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # one process per core, one thread per process
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all check coverage bench setup clean
+.PHONY: demo test test-all test-browser test-ssh test-slurm test-ray check coverage bench setup clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal run examples/digits/job.yaml
@@ -14,8 +14,24 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev check
 	$(PYTEST) -n 2 --dist worksteal -q
 
+test-browser: $(VENV)/.dev
+	tools/install_browser.sh $(BIN)/python
+	$(PYTEST) -q -m browser tests/web
+
 test-all: $(VENV)/.dev check
-	$(PYTEST) -n 2 --dist worksteal -q -m ""
+	$(PYTEST) -n 2 --dist worksteal -q -m "not browser and not ssh and not slurm and not ray"
+
+test-ssh: $(VENV)/.dev
+	tools/install_sshd.sh
+	$(PYTEST) -q -m ssh
+
+test-slurm: $(VENV)/.dev
+	tools/install_slurm.sh
+	$(PYTEST) -q -m slurm
+
+test-ray: $(VENV)/.dev
+	$(PIP) --no-build-isolation -e '.[dev,ray]'
+	$(PYTEST) -q -m ray
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from shoal.events.stream import STRICT_VARIABLE
@@ -68,6 +69,15 @@ GPT = MLP | {
     "steps": 30,
     "lanes": 4,
 }
+
+
+@pytest.fixture(autouse=True)
+def own_threads():
+    """A test that changes torch's threads changes no later test's sums. They are set even if torch says that they are
+    the same: OpenMP's number is what it tells, and MKL may have another one."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,6 +41,9 @@ class TwoHostEngine:
     def running(self) -> list[int]:
         return sorted(self._near.running() + self._far.running())
 
+    def waiting(self) -> list[int]:
+        return []
+
     def stop(self, seats: Sequence[int]) -> None:
         for engine in (self._near, self._far):
             engine.stop(seats)

@@ -22,17 +22,19 @@ def main() -> None:
     report.take_names(parser, "part", PARTS)
     parser.add_argument("--data", type=Path, help="a directory with MNIST's IDX files and a shakespeare text")
     parser.add_argument("--quick", action="store_true", help="small sizes, few turns: does it work?")
+    parser.add_argument("--turns", type=int, help="how often each side runs; 7, or 3 with --quick")
     asked = parser.parse_args()
     console = Console()
     os.environ.update(report.environment())
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
+        turns = asked.turns or (3 if asked.quick else 7)
         data = gather(asked.data, Path(scratch, "data"))
-        bench = Bench(Path(scratch), data, repeats=3 if asked.quick else 7, quick=asked.quick, say=console.print)
+        bench = Bench(Path(scratch), data, repeats=turns, quick=asked.quick, say=console.print)
         for part in asked.parts or PARTS:
             rows = importlib.import_module(f"benchmarks.overhead.{part}").measure(bench)
             console.print(report.table(part, rows))
             if not asked.quick:
-                report.keep("overhead", part, {"rows": rows})
+                report.keep("overhead", part, {"turns": turns, "rows": rows})
 
 
 if __name__ == "__main__":

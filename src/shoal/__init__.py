@@ -20,6 +20,7 @@ _PLACES = {
     "make_job": "shoal.spec.load",
     "run": "shoal.api",
     "resume": "shoal.api",
+    "search": "shoal.api",
     "load": "shoal.api",
     "Task": "shoal.tasks.task",
     "SparseTable": "shoal.lanes.sparse.embedding",
@@ -39,6 +40,7 @@ __all__ = [
     "make_job",
     "resume",
     "run",
+    "search",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,10 @@ from shoal.errors import error
 from shoal.jobs import run_dir, run_executor, run_index
 from shoal.jobs.run_executor import OnEvent
 from shoal.jobs.run_result import RunResult
+from shoal.jobs.search.driver import OnUpdate, SearchOutcome, run_search
+from shoal.jobs.search.space_file import search_fields
 from shoal.spec.job import Job
-from shoal.spec.load import check_job, load_job, load_run_job
+from shoal.spec.load import check_job, load_job, load_run_job, make_job
 from shoal.spec.resolve import calling_user_line
 
 if TYPE_CHECKING:
@@ -43,6 +45,25 @@ def resume(
     """Resume a run that was stopped or crashed. `sets` change how it continues: `["shard=none", "workers=1"]`."""
     _refuse_in_worker()
     return _raise_if_failed(run_executor.resume(run_dir.find(str(run), Path(runs)), overrides=sets, on_event=look))
+
+
+def search(
+    job: Job | str | os.PathLike[str],
+    *,
+    space: Mapping[str, Any] | None = None,
+    workers: int | None = None,
+    runs: str | os.PathLike[str] = "runs",
+    look: OnUpdate | None = None,
+) -> SearchOutcome:
+    """Search over jobs: the job's `search`, or `space` with the fields of one (or with the space alone).
+
+    The outcome has the receipt, with the winner; `shoal.load(f"{name}/trial-{winner}")` is its model.
+    """
+    _refuse_in_worker()
+    checked = job if isinstance(job, Job) else load_job(Path(job))
+    if space is not None:
+        checked = make_job({**checked.dump(), "search": search_fields(space)}, base_dir=checked.base_dir)
+    return run_search(check_job(checked), runs=Path(runs), workers=workers, on_update=look)
 
 
 def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", best: bool = False) -> nn.Module:

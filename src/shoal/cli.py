@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+from shoal import cli_cluster, cli_compress, cli_inspect, cli_queue, cli_search, cli_web
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train PyTorch models on whatever machines there are: the same weights, bit for bit, through any crash.",
 )
+app.add_typer(cli_search.app, name="search")
 
 
 def _check_runs(runs: Path) -> Path:
@@ -61,6 +63,7 @@ def run(
     sets: Sets = NO_OVERRIDES,
     workers: Annotated[str, typer.Option(help="2, or 1..8 for elastic.")] = "",
     listen: Annotated[str, typer.Option(help="The address of this machine where others may join.")] = "",
+    engine: cli_cluster.Engine = "",
     runs: Runs = RUNS,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -70,8 +73,8 @@ def run(
     from shoal.terminal import hints, reports
     from shoal.terminal.live import make_display
 
-    asked = {"workers": workers, "network.listen": listen}
-    checked = _load(job, [*sets, *(f"{field}={value}" for field, value in asked.items() if value)])
+    asked = [f"{field}={value}" for field, value in (("workers", workers), ("network.listen", listen)) if value]
+    checked = _load(job, [*cli_cluster.engine_kind(engine), *sets, *asked])
     if workers and not (quiet or as_json) and (hint := hints.lanes_hint(checked, job, sets)):
         reports.print_lines(_console(), hint)
     if checked.sync.kind == "auto" and not (quiet or as_json):
@@ -83,15 +86,24 @@ def run(
 
 @app.command()
 def resume(
-    run: RunName, sets: Sets = NO_OVERRIDES, runs: Runs = RUNS, as_json: AsJson = False, quiet: Quiet = False
+    run: RunName,
+    sets: Sets = NO_OVERRIDES,
+    engine: cli_cluster.Engine = "",
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Continue a run after a crash, Ctrl-C or reboot."""
     from shoal.jobs import run_dir, run_executor
     from shoal.terminal.live import make_display
 
     paths = run_dir.find(run, runs)
+    if paths.search_journal.is_file() and not (sets or engine):
+        cli_search.resume_search(str(paths.root), workers=None, runs=runs, as_json=as_json, quiet=quiet)
     with make_display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
-        outcome = run_executor.resume(paths, overrides=sets, on_event=shown.on_event)
+        outcome = run_executor.resume(
+            paths, overrides=[*cli_cluster.engine_kind(engine), *sets], on_event=shown.on_event
+        )
     _print_and_exit(outcome, as_json=as_json)
 
 
@@ -235,6 +247,9 @@ def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     from shoal.terminal import reports
 
     paths = run_dir.find(run, runs)
+    if paths.search_journal.is_file():
+        cli_search.show_search(str(paths.root), runs=runs, as_json=as_json)
+        return
     console = _console()
     stored = read_receipt_file(paths.receipt)
     if as_json:
@@ -253,6 +268,7 @@ def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     if stored.own:
         console.print()
         reports.print_receipt(console, stored.own)
+    cli_compress.print_report_of(console, paths)
     reports.print_receipt_damage(console, stored.damage, paths)
 
 
@@ -314,6 +330,9 @@ def stop(run: RunName, runs: Runs = RUNS) -> None:
     from shoal.terminal import reports
 
     paths = run_dir.find(run, runs)
+    if paths.search_journal.is_file():
+        cli_search.stop_search(str(paths.root), runs=runs)
+        return
     reports.print_stopped(_console(), paths.name, commands.stop(paths), folds=bool(paths.folds))
 
 
@@ -323,34 +342,6 @@ def token(run: RunName, runs: Runs = RUNS) -> None:
     from shoal.jobs import commands, run_dir
 
     print(commands.read_token(run_dir.find(run, runs)))
-
-
-@app.command()
-def join(
-    where: Annotated[str, typer.Argument(help="HOST:PORT, as `shoal run --listen` shows it.", show_default=False)],
-    token: Annotated[
-        str,
-        typer.Option(envvar="SHOAL_TOKEN", help="Better by the environment: others see command lines."),
-    ] = "",
-    directory: Annotated[Path, typer.Option("--dir", help="Where the job's code and data lie here.")] = Path("."),
-    workers: Annotated[int, typer.Option(help="How many workers this machine gives.")] = 1,
-    tls: Annotated[Path | None, typer.Option(help="cert.pem, key.pem and ca.pem, if the job has network.tls.")] = None,
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", envvar="SHOAL_TRUST_CODE", help="Execute any code that the run names.")
-    ] = False,
-    allow: Annotated[
-        str, typer.Option(envvar="SHOAL_ALLOW", help="Only code of these: model.py,package.module", show_default=False)
-    ] = "",
-) -> None:
-    """Work for a run that another machine drives. Its job names code that runs here, with your rights."""
-    from shoal.jobs.join import join
-    from shoal.spec.trust import CodeTrust
-    from shoal.terminal import reports
-
-    trust = CodeTrust.from_text(allow, everything=trust_code)
-    show = partial(reports.print_lines, _console())
-    code = join(where, token, base_dir=directory, workers=workers, tls_dir=tls, trust=trust, show=show)
-    sys.exit(code)
 
 
 @app.command()
@@ -421,6 +412,12 @@ def chaos(
     sys.exit(0 if verdict.same else 1)
 
 
+cli_queue.register(app)
+cli_cluster.register(app)
+cli_web.register(app)
+cli_inspect.register(app)
+
+
 def _load_for_workers(path: Path, sets: list[str], workers: int | None) -> Job:
     """Load the job for up to this many workers; a sharded job gets exactly this many."""
     from shoal.errors import ErrorGroup
@@ -456,6 +453,9 @@ def _print_and_exit(result: RunResult, *, as_json: bool) -> NoReturn:
     from shoal.terminal import exit_status
 
     sys.exit(exit_status.print_result(result, _console(), _console(True), as_json=as_json))
+
+
+cli_compress.register(app)
 
 
 def main() -> NoReturn:

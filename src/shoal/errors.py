@@ -165,6 +165,54 @@ CATALOGUE: dict[str, Entry] = {
     "SH627": Entry("the run directory is gone", "Start a new run; leave the directory in place while it runs."),
     "SH628": Entry("the operating system allows no more files or processes", "Raise the limit, or use fewer workers."),
     "SH629": Entry("workers cannot be started in this environment", "Mend the installation."),
+    "SH630": Entry("the search cannot go on as it began", "Go on with the version of Shoal that began it."),
+    "SH631": Entry("the journal of a search is damaged", "Restore search.jsonl from a copy, or start a new search."),
+    "SH632": Entry("a run is not a search, nor a search a run", "Name the other; `shoal runs` lists both."),
+    "SH633": Entry("the search is not running", "`shoal search resume` goes on; `shoal search show` tells its state."),
+    "SH634": Entry("a trial does not fit into the memory",
+                   "Narrow the space, raise lanes or limits.memory, or search on a larger machine."),
+    "SH635": Entry("a drawing needs matplotlib", "Install it: pip install 'shoal[plot]'."),
+    "SH641": Entry("the queue has a daemon already", "`shoal down` ends it; or use it as it is."),
+    "SH642": Entry("the queue file cannot be used",
+                   "Check the permissions and the disk; the runs themselves are not touched."),
+    "SH643": Entry("the queue file would lie on a network file system",
+                   "Give a directory on a disk of this machine: --runs DIR."),
+    "SH644": Entry("the queue file is damaged",
+                   "Move the directory .queue aside and keep it (sqlite3's .recover reads it); `shoal runs` lists the "
+                   "runs, and `shoal resume RUN` goes on with each."),
+    "SH645": Entry("the queue file was written by a newer version", "Update Shoal."),
+    "SH646": Entry("no such job in the queue", "`shoal queue` lists the jobs."),
+    "SH647": Entry("the job's state does not allow this", "`shoal queue` shows the states."),
+    "SH648": Entry("the daemon of the queue did not start", "See its log; `shoal up` runs it in the foreground."),
+    "SH651": Entry("a host cannot be reached", "Try `ssh HOST true`; check the name, the network and the firewall."),
+    "SH652": Entry("ssh does not let you in", "Make `ssh -o BatchMode=yes HOST true` work: ssh-copy-id, ssh-agent."),
+    "SH653": Entry("a host cannot run workers",
+                   "Install the same Shoal there, and name its interpreter: engine.python, or `python` of the host."),
+    "SH654": Entry("hosts would compute different bits", "Give all hosts the same versions and kind of processor."),
+    "SH655": Entry("the job's directory is too large to be sent to other machines",
+                   "Name what is not needed in .gitignore or .shoalignore; give large data by a URL or absolute path."),
+    "SH656": Entry("Slurm gives no machine", "Try `srun --ntasks=1 hostname` with the same options."),
+    "SH657": Entry("Ray gives no machine", "Try `ray status`; check engine.address, and that the cluster is up."),
+    "SH660": Entry("a step of compression does not fit the model", "Use the recipe with a run of the same job."),
+    "SH661": Entry("not a recipe of a compression", "Give the recipe.json of a run that shoal compress made."),
+    "SH662": Entry("the model cannot be compressed in this way", "Leave the step out; see docs/compression.md."),
+    "SH663": Entry("no compressed model meets the targets", "Ask for less, allow a larger drop, or train longer."),
+    "SH664": Entry("a library for compression is missing", "Install it: pip install 'shoal[compress]'."),
+    "SH665": Entry("the data cannot decide", "Give a larger validation part, or a larger --max-drop."),
+    "SH666": Entry("the replay gives another result", "Use the same parent, versions and kind of machine."),
+    "SH667": Entry("the packed model is damaged", "Compress the run again."),
+    "SH668": Entry("the job cannot shrink its model", "Remove `shrink`, or what is named; see docs/compression.md."),
+    "SH669": Entry("the model cannot be cut during training", "Remove `shrink`, or use another model or optimizer."),
+    "SH671": Entry("the trash does not have it, or its place is taken", "`shoal trash` lists what can be restored."),
+    "SH672": Entry("not a tag", "Use up to 40 letters, digits, dots, dashes and underscores; at most 20 tags."),
+    "SH673": Entry("no such log", "Name a worker or server of the run, such as worker-1."),
+    "SH674": Entry("the plan of a cleanup cannot be applied", "Make a new plan: shoal gc."),
+    "SH675": Entry("the web page cannot be served like this", "See --help."),
+    "SH676": Entry("no such token", "`shoal tokens` lists them."),
+    "SH677": Entry("a trial is steered by its search", "Stop or resume the search."),
+    "SH678": Entry("no such profile", "`shoal profile RUN` makes one."),
+    "SH679": Entry("no worker wrote a profile", "See the notes of the run: shoal show RUN."),
+    "SH690": Entry("no manifest can be made of this", "See docs/kubernetes.md."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
     "SH702": Entry("the arrays do not match those of the servers",
@@ -175,6 +223,22 @@ CATALOGUE: dict[str, Entry] = {
     "SH705": Entry("the saved file cannot be used", "Give a file that `save` wrote, for the same optimizer."),
     "SH706": Entry("a step out of turn", "Push the client's current step: client.step."),
     "SH707": Entry("no answer in time", "Check that every worker runs, or give connect a longer timeout_s."),
+    # 71x: known mistakes in model, loss and labels, as tasks/mistakes.py recognises them
+    "SH710": Entry("class labels are floats", "Give class numbers as int64: target_as: class, or label.long()."),
+    "SH711": Entry("labels are one-hot, and the loss takes class numbers", "Give label.argmax(-1)."),
+    "SH712": Entry("labels do not start at 0, or are outside of 0..1", "Number the classes from 0."),
+    "SH713": Entry("the model has the wrong number of outputs", "Give the last layer the number shown."),
+    "SH714": Entry("the loss does not fit what is to be learnt",
+                   "Classes: CrossEntropyLoss; yes or no: BCEWithLogitsLoss; numbers: MSELoss."),
+    "SH715": Entry("the input does not have the shape that a layer expects", "Change the layer, or data.transform."),
+    "SH716": Entry("the model's output has no gradient: argmax, round or detach in forward",
+                   "Return the scores of all classes."),
+    "SH717": Entry("dtypes do not fit", "Convert where the message says: x.float(), label.long()."),
+    "SH718": Entry("tensors are on different devices", "Make tensors with device=x.device, or register buffers."),
+    "SH719": Entry("softmax or sigmoid before a loss that applies it itself", "Return the scores without it."),
+    # 72x: what jobs bring to their data
+    "SH720": Entry("an augmentation does not fit the data", "Choose another one, or change data.transform."),
+    "SH730": Entry("clusters cannot be made of this data", "Name columns with numbers in data.clusters.by."),
 }  # fmt: skip
 
 
@@ -247,13 +311,14 @@ class ErrorGroup(ShoalError):  # noqa: N818 - it holds several errors
 
 _FAMILIES: dict[str, type[ShoalError]] = {
     "1": JobError, "2": JobError, "3": DataError, "4": TrainError, "5": CheckpointError, "6": RunError,
-    "7": RunError,
+    "7": RunError, "71": TrainError, "72": DataError, "73": DataError,
 }  # fmt: skip
 
 
 def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalError:
     """The error of the right family for a code: `raise error("SH301", "no such file: a.csv")`."""
-    return _FAMILIES[code[2]](code, message, where=where, fix=fix)
+    family = _FAMILIES.get(code[2:4]) or _FAMILIES[code[2]]
+    return family(code, message, where=where, fix=fix)
 
 
 def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
@@ -377,7 +442,8 @@ def suggest_path(path: Path, *, suffixes: tuple[str, ...] = ()) -> str:
 def render_docs() -> str:
     """The text of docs/errors.md."""
     groups = {"1": "The job file", "2": "Names", "3": "Data and splits", "4": "Training", "5": "Checkpoints",
-              "6": "Runs and processes", "7": "Servers for other programs"}  # fmt: skip
+              "6": "Runs and processes", "70": "Servers for other programs", "71": "Known mistakes",
+              "72": "Augmentation", "73": "Clusters"}  # fmt: skip
     lines = ["# Errors and exit codes", "",
              "Every error says what is wrong, where, and what to do. Made by `python -m shoal.errors`.", "",
              "| exit code | meaning |", "|---|---|",
@@ -385,15 +451,15 @@ def render_docs() -> str:
              f"| {EXIT_BUG} | a bug in Shoal: the traceback is shown, please report it; for `verify` and `chaos`: "
              "the weights differ |",
              f"| {EXIT_JOB} | the job file or the command line is wrong (SH1xx, SH2xx) |",
-             f"| {EXIT_DATA} | the data is wrong or cannot be read (SH3xx) |",
-             f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx) |",
+             f"| {EXIT_DATA} | the data is wrong or cannot be read (SH3xx, SH72x, SH73x) |",
+             f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx), known mistakes (SH71x) |",
              f"| {EXIT_CHECKPOINT} | a checkpoint cannot be written or read (SH5xx) |",
-             f"| {EXIT_RUN} | runs, processes, engines (SH6xx), servers for other programs (SH7xx) |",
+             f"| {EXIT_RUN} | runs, processes, engines (SH6xx), servers for other programs (SH70x) |",
              f"| {EXIT_INTERRUPTED} | stopped by Ctrl-C; saved, `shoal resume` goes on |",
              f"| {EXIT_TERMINATED} | stopped by SIGTERM or `shoal stop`; saved, `shoal resume` goes on |"]  # fmt: skip
     for digit, title in groups.items():
         lines += ["", f"## {title}", "", "| code | what | what to do |", "|---|---|---|"]
-        lines += [f"| {c} | {e.title} | {e.fix} |" for c, e in CATALOGUE.items() if c[2] == digit]
+        lines += [f"| {c} | {e.title} | {e.fix} |" for c, e in CATALOGUE.items() if c[2:].startswith(digit)]
     return "\n".join(lines) + "\n"
 
 

@@ -18,6 +18,8 @@ HEADINGS = {
     "InitFromConfig": "init_from",
     "DataConfig": "data",
     "LoaderConfig": "data.loader",
+    "ClusterConfig": "data.clusters",
+    "WeightedSamplerConfig": "sampler: weighted",
     "ClipConfig": "clip",
     "WorkersConfig": "workers",
     "LanesSyncConfig": "sync: lanes",
@@ -38,15 +40,43 @@ HEADINGS = {
     "FsdpConfig": "shard: fsdp",
     "TensorParallelConfig": "shard: tensor",
     "PipelineParallelConfig": "shard: pipeline",
-    "LocalEngineConfig": "engine",
+    "LocalEngineConfig": "engine: local",
+    "SshEngineConfig": "engine: ssh",
+    "SshHost": "engine.hosts",
+    "SlurmEngineConfig": "engine: slurm",
+    "RayEngineConfig": "engine: ray",
     "ElasticConfig": "elastic",
     "NetworkConfig": "network",
+    "LimitsConfig": "limits",
+    "AlertConfig": "alerts",
     "PlanConfig": "plan",
     "EvaluationConfig": "evaluate",
     "MonitorConfig": "best",
     "EarlyStoppingConfig": "stop_early",
     "CheckpointConfig": "checkpoint",
     "FaultInjectionConfig": "faults",
+    "SearchConfig": "search",
+    "ObjectiveConfig": "search.metric",
+    "ConstraintConfig": "search.constraints",
+    "ModelShape": "shape",
+    "FoldStep": "shape.steps: fold",
+    "CutStep": "shape.steps: cut",
+    "Kept": "shape.steps: cut: layers",
+    "LowRankStep": "shape.steps: low_rank",
+    "MaskStep": "shape.steps: mask",
+    "RoundStep": "shape.steps: round",
+    "ShareStep": "shape.steps: share",
+    "DistilConfig": "distil",
+    "ShrinkConfig": "shrink",
+    "CompressConfig": "compress",
+    "TargetConfig": "compress.target",
+    "TuneConfig": "compress.tune",
+    "BudgetConfig": "search.budget",
+    "FullPolicyConfig": "search.policy: full",
+    "PromotePolicyConfig": "search.policy: promote",
+    "HyperbandPolicyConfig": "search.policy: hyperband",
+    "PopulationPolicyConfig": "search.policy: population",
+    "SamplerConfig": "search.policy.sampler",
 }
 
 
@@ -92,11 +122,14 @@ def _type(field: Any) -> str:
     if get_args(schema.strip_annotated(first))[:1] and schema.is_section(get_args(schema.strip_annotated(first))[0]):
         inner = get_args(schema.strip_annotated(first))[0]
         return "a list of names" if issubclass(inner, Ref) else "a list of sections"
+    if "each item: a section with `kind" in (described := schema.describe_type(field)):
+        return "a list of sections with `kind`"
     if schema.is_section(first) and not others:
         return "a name" if issubclass(schema.strip_annotated(first), Ref) else "a section"
     if schema.is_section(first):
-        return "a section with `kind`"
-    return schema.describe_type(field)
+        is_name = issubclass(schema.strip_annotated(first), Ref)
+        return "a name or a list of names" if is_name else "a section with `kind`"
+    return described
 
 
 def _default(value: Any) -> str:

@@ -62,9 +62,26 @@ def play(block: Block, folder, monkeypatch):
 
 
 MARKED = [page for page in PAGES if page.name != "README.md" and any(b.is_executed for b in blocks(page))]
+SLOW = {
+    "data.md",
+    "servers.md",
+    "training.md",
+    "checkpoints.md",
+    "planning.md",
+    "local.md",
+    "compression.md",
+    "shards.md",
+    "workers.md",
+    "runs.md",
+    "job-file.md",
+}
 
 
-@pytest.mark.parametrize("page", MARKED, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.long) if page.name in SLOW else page for page in MARKED],
+    ids=lambda page: page.name,
+)
 def test_marked_blocks_run(page, folder, monkeypatch):
     for block in blocks(page):
         play(block, folder, monkeypatch)

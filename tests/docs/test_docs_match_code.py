@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from shoal import errors
+from shoal import cli_search, errors
 from shoal.cli import app
 from shoal.events.run_state import _HANDLERS
 from shoal.events.schema import KINDS
 from shoal.events.schema_docs import render_table
+from shoal.jobs.search.receipt import SearchReceipt
 from shoal.spec.names import METRIC_ALIASES
 from shoal.spec.receipt import Receipt
 from tests.conftest import MLP
@@ -59,7 +60,18 @@ def test_every_field_of_the_receipt_is_told():
 def test_every_verb_is_told():
     told = [row[0].strip("`").split()[1] for row in table_under(DOCS / "runs.md", "Commands")]
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert set(told) == names
+    assert set(told) == names | {group.name for group in app.registered_groups}
+
+
+def test_every_verb_of_searches_is_told():
+    told = [row[0].strip("`").split()[2] for row in table_under(DOCS / "search.md", "The first search")]
+    names = {command.name or command.callback.__name__ for command in cli_search.app.registered_commands}
+    assert set(told) - {"JOB"} == names - {cli_search.START}
+
+
+def test_every_field_of_the_receipt_of_a_search_is_told():
+    told = [name for row in table_under(DOCS / "search.md", "The receipt") for name in re.findall(r"`(\w+)`", row[0])]
+    assert set(told) == set(SearchReceipt.model_fields)
 
 
 def test_every_short_name_of_a_metric_is_told():

@@ -22,7 +22,7 @@ from shoal.errors import CheckpointError, ShoalError
 from shoal.events import RunState, RunStateReader, load_state, load_summary, read_events, summary_index
 from shoal.events.checks import is_finite, is_number
 from shoal.events.schema import KINDS, to_row
-from shoal.events.snapshot import _digest, encode_state
+from shoal.events.snapshot import content_digest, encode_state
 from shoal.events.stream import MAX_LINE_BYTES, parse_event
 from shoal.fleet.driver_address import check_driver_address, read_driver_address
 from shoal.jobs import run_dir, run_index
@@ -330,11 +330,11 @@ def test_damaged_snapshots(paths, job, data):
         part = data.draw(st.sampled_from(["layout", "plan", "replans", "result", "error", "facts", "curves", ""]))
         changed = state | {part: data.draw(mutated(state[part]))} if part else data.draw(mutated(state))
         content = json.dumps(changed).encode()
-        header["state"] = _digest(content)
+        header["state"] = content_digest(content)
     if how == "header":
         header = data.draw(mutated(header))
     first = json.dumps(header).encode()
-    forged = _digest(first).encode() + b" " + first + b"\n" + content + b"\n"
+    forged = content_digest(first).encode() + b" " + first + b"\n" + content + b"\n"
     paths.state_snapshot.write_bytes(data.draw(flipped(written)) if how == "flip" else forged)
     load_summary(paths.events, paths.state_snapshot)
     if how == "flip":

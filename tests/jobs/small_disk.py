@@ -86,6 +86,7 @@ def summary(outcome, disk):
         "exit": outcome.exit_code,
         "weights": outcome.receipt and outcome.receipt.weights_sha256,
         "save_failed": [e.step for e in events if e.kind == "save_failed"],
+        "save_skipped": [e.step for e in events if e.kind == "save_skipped"],
         "saved": [e.step for e in events if e.kind == "saved"],
         "recovered": [e.step for e in events if e.kind == "saved" and e.get("recovered")],
         "notes": [e["message"] for e in events if e.kind == "note"],

@@ -164,7 +164,7 @@ def long_job(job_dir):
     return str(job_dir / "job.yaml")
 
 
-@pytest.mark.parametrize("number", [*long_only(signal.SIGINT, signal.SIGTERM), signal.SIGKILL])
+@pytest.mark.parametrize("number", [*long_only(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)])
 def test_a_stopped_or_killed_driver_is_resumed_to_the_same_weights(number, long_job, job_dir, run):
     undisturbed = run(MLP, steps=800).receipt
     command = ShoalCommand(job_dir, "run", long_job, "--json")

@@ -37,6 +37,7 @@ def ignore(*_):
     pass
 
 
+@pytest.mark.long
 def test_a_bad_day_changes_nothing(job_dir, fork_server):
     told = []
 
@@ -75,6 +76,7 @@ def test_the_command(job_dir, command):
     assert (code, "SH616" in said.err) == (6, True)
 
 
+@pytest.mark.long
 def test_one_worker_alone_is_started_again(job_dir, fork_server):
     job = make_job(LASTING | {"checkpoint": {"every": "20 steps"}}, base_dir=str(job_dir))
     faults = parse_faults("kill worker 0 at step 50\nkill worker 0 at step 150")
@@ -122,3 +124,9 @@ def test_a_job_without_servers_has_none_to_kill(job_dir, fork_server):
     job = make_job(MLP, base_dir=str(job_dir))
     with pytest.raises(ShoalError, match=r"SH609.*has no servers"):
         chaos(job, {"kill server": 1}, workers=2, runs=job_dir, on_event=ignore, fork_server=fork_server)
+
+
+def test_workers_on_other_machines_are_not_signalled(job_dir, fork_server):
+    job = make_job(MLP | {"engine": {"kind": "ssh", "hosts": ["one"]}}, base_dir=str(job_dir))
+    with pytest.raises(ShoalError, match=r"SH110.*faults with the engine ssh"):
+        chaos(job, {"kill": 1}, workers=2, runs=job_dir, on_event=ignore, fork_server=fork_server)

@@ -73,6 +73,7 @@ def test_a_loss_with_a_divisor_of_its_own(run):
 # ---- coming and going ----
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*long_only("int8", "topk with momentum"), "lowrank"])
 def test_residuals_follow_lanes_that_move(name, run, job_dir):
     changes = {"steps": 300, "evaluate": {"every_steps": 150}, "codec": CODECS[name]}

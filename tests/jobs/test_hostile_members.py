@@ -267,6 +267,7 @@ def test_half_open_connections_do_not_keep_a_worker_out(harness, monkeypatch):
 
 def test_a_flood_of_events_costs_its_sender_the_connection(harness, monkeypatch):
     monkeypatch.setattr("shoal.fleet.event_relay.ROW_BURST_BYTES", 10_000)
+    monkeypatch.setattr("shoal.fleet.event_relay.ROW_BYTES_S", 1)  # however slowly it is sent
     foe, seat = harness.join()
     for n in range(200):
         foe.say("event", row=row(seat, "note", message=f"{n} {'x' * 500}"))

@@ -119,6 +119,7 @@ def test_a_job_that_cannot_be_built_here_is_told_and_the_run_goes_on(
     assert it.outcome.result().error is None
 
 
+@pytest.mark.long
 def test_a_machine_that_trusts_nothing_executes_nothing(run, copied_job_dir, second_fork_server):
     """The refusal names what was asked for and what to write; the run goes on."""
     (copied_job_dir / "models.py").write_text(f"open({str(copied_job_dir / 'executed')!r}, 'w')\n")

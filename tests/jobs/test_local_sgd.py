@@ -72,6 +72,7 @@ def test_with_a_codec(codec, run):
         assert_same(run(job, workers=workers), reference_receipt(run, job))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", ["none", *long_only("lowrank", "int8", "sign", "topk")])
 def test_in_several_fragments(codec, run):
     job = LARGE | {"codec": codec}

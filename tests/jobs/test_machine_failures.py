@@ -13,7 +13,7 @@ import pytest
 from shoal.events import read_events
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_executor
-from shoal.jobs.worker_group import WORKER_MODULE
+from shoal.jobs.remote.worker_launches import WORKER_MODULE
 from shoal.spec.load import make_job
 from tests.conftest import FIXTURES, MLP
 
@@ -148,16 +148,22 @@ def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_r
     found = small_disk["for a while"]
     assert (found["status"], found["exit"]) == ("finished", 0)
     assert found["weights"] == small_disk["undisturbed"]["weights"]
-    assert found["save_failed"] == [15, 20, 25]
-    assert found["saved"] == [5, 10, 30, 35, 40]
-    assert found["recovered"] == [30]
+    assert found["save_failed"]
+    assert not [step for step in found["save_failed"] if not 12 <= step <= 28], "only while there was no room"
+    assert not [step for step in found["saved"] if 12 <= step <= 28]
+    assert found["saved"][-1] == 40
+    assert found["recovered"] == [next(step for step in found["saved"] if step > 28)]
+    due = [5, 10, 15, 20, 25, 30, 35, 40]
+    told = {*found["saved"], *found["save_failed"], *found["save_skipped"]}
+    assert set(due) <= told, "a save that is due is written, fails, or finds the one before still being written"
     assert found["temporary"] == []
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_its_own_code_and_resume_goes_on(small_disk):
     found = small_disk["to the end"]
     assert (found["status"], found["error"]["code"], found["exit"]) == ("failed", "SH510", 5)
-    assert found["saved"] == [5, 10]
+    assert found["saved"]
+    assert set(found["saved"]) <= {5, 10}
     assert found["temporary"] == []
     resumed = small_disk["resumed"]
     assert resumed["status"] == "finished"

@@ -100,7 +100,7 @@ def test_a_job_with_a_shard_is_planned_with_its_shard(job_dir):
 
 
 def test_errors_of_the_model_are_told(facts):
-    with pytest.raises(Exception, match="SH401"):
+    with pytest.raises(Exception, match="SH715"):
         facts(MLP, model="models.py:WrongInputWidth")
 
 
@@ -126,6 +126,7 @@ def test_what_the_job_says(job_dir, changes, own):
     assert job_choice(job(job_dir, **changes)) == own
 
 
+@pytest.mark.long
 def test_a_plan_names_one_way_and_all_reasons(job_dir, fork_server):
     wanted = PlanRequest(**LAN, hosts=2, most=6)
     own = {"codec": {"kind": "int8", "block": 64}, "sync": {"kind": "server", "staleness": "inf"}}
@@ -163,6 +164,7 @@ def shoal(*words, cwd):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_the_command(job_dir):
     """With one lane, so that what is picked does not depend on how fast this machine is."""
     (job_dir / "job.yaml").write_text(yaml.safe_dump(MLP))

@@ -161,6 +161,7 @@ def test_a_run_that_is_other_than_planned_is_planned_again(run, measured):
     assert plan_lines.plan_lines(load_run_state(found.paths))[-1].startswith("  again, with ")
 
 
+@pytest.mark.long
 def test_what_a_user_chose_is_left_alone(run, measured):
     measured()
     asked = []
@@ -178,6 +179,7 @@ def test_what_a_user_chose_is_left_alone(run, measured):
     assert "a user chose the number of workers" in first["reason"]
 
 
+@pytest.mark.long
 def test_a_death_in_a_planned_run_is_a_death_like_any_other(run, measured, job_dir):
     """For a moment there are fewer than the job wants, and what is known is of more."""
     measured()

@@ -238,7 +238,7 @@ def test_a_directory_is_driven_once(runs, submit, job_dir):
 
 
 class FakeForkServer:
-    def __init__(self, threads, *, modules=(), python=""):
+    def __init__(self, threads, *, modules=(), python="", at_once=True):
         self.key = threads, tuple(modules), python
         self.closed = False
 
@@ -265,7 +265,7 @@ def test_a_job_with_other_threads_gets_another_fork_server(monkeypatch, job_dir)
     one, two = (make_job(MLP | {"threads": threads}, base_dir=str(job_dir)) for threads in (1, 2))
     with ForkServerPool() as pool:
         assert (pool.for_job(one).key[0], pool.for_job(two).key[0]) == (1, 2)
-        assert "torchmetrics" in pool.for_job(one).key[1]
+        assert "shoal.tasks.first_metric" in pool.for_job(one).key[1]
 
 
 def test_a_fork_server_that_was_brought_serves_all_and_stays_open():

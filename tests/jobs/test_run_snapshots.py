@@ -54,6 +54,7 @@ def test_folds_are_listed_with_their_means(run):
     paths = run(MLP | folds, **SHORT).folds[0].paths.parent_run
     long_ago = time.time() - 100
     os.utime(paths.events, (long_ago, long_ago))
-    for _ in range(2):
+    for has_snapshot in (False, True):
+        assert paths.state_snapshot.exists() is has_snapshot
         assert run_index.run_summary(paths)["metrics"] == run_index.fold_means(paths) != {}
-    assert paths.state_snapshot.exists()
+        load_run_state(paths)

@@ -14,7 +14,8 @@ from shoal.events import read_events
 from shoal.fleet.driver_address import read_driver_address
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.orphans import find_orphans
-from shoal.jobs import commands, run_executor, server_group, worker_group
+from shoal.jobs import commands, run_executor, server_group
+from shoal.jobs.remote import worker_launches
 from shoal.net.listener import connect_host
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
@@ -38,7 +39,7 @@ def begin(job_dir, fake_fork_server, monkeypatch):
     """Drives a job, or goes on with a run, in another thread; stops it at the end."""
     monkeypatch.setattr(server_group, "SERVER_MODULE", "fake_server")
     monkeypatch.setattr(server_group, "STATS_INTERVAL_S", 0.1)
-    monkeypatch.setattr(worker_group, "WORKER_MODULE", "fake_worker")
+    monkeypatch.setattr(worker_launches, "WORKER_MODULE", "fake_worker")
 
     @contextlib.contextmanager
     def go(job=SERVING, *, resumed=None, stops=True):
@@ -120,6 +121,7 @@ def test_a_killed_server_is_missed_at_once_and_replaced(begin):
         it.wait_for_workers(2)
 
 
+@pytest.mark.long  # it waits for half a minute
 def test_a_frozen_server_is_evicted_and_replaced(begin):
     with begin() as it:
         it.wait_until(fully_serving(3))
@@ -248,11 +250,12 @@ DRIVER = """
 import sys
 from pathlib import Path
 from shoal.fleet.forkserver import ForkServer
-from shoal.jobs import run_executor, server_group, worker_group
+from shoal.jobs import run_executor, server_group
+from shoal.jobs.remote import worker_launches
 from shoal.spec.load import make_job
 import json, os
 
-server_group.SERVER_MODULE, worker_group.WORKER_MODULE = "fake_server", "fake_worker"
+server_group.SERVER_MODULE, worker_launches.WORKER_MODULE = "fake_server", "fake_worker"
 job = make_job(json.loads(sys.argv[2]), base_dir=sys.argv[1], check_names=False)
 
 def look(paths, event, run_state):

@@ -119,6 +119,7 @@ def test_without_backup_the_checkpoint_is_used(run):
 # ---- checkpoints ----
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [server_sync(3), server_sync(1, 0)])
 def test_resume_with_other_servers(after, run, resume):
     first = run(

@@ -47,6 +47,7 @@ def test_an_exact_job_is_the_same_everywhere(job_dir, command):
     assert len({row["state_sha256"] for row in verdict["runs"]}) == 1
 
 
+@pytest.mark.long
 def test_a_job_that_depends_on_the_worker_is_found_out(job_dir, command):
     (job_dir / "job.yaml").write_text(yaml.safe_dump(UNEVEN))
     code, said = command("verify", "job.yaml", "--workers", "1,2")

@@ -10,7 +10,8 @@ from shoal.events.stream import parse_event
 from shoal.fleet.control_server import ControlMessage
 from shoal.fleet.engine import Exit, Node
 from shoal.fleet.roster import SeatNumbers
-from shoal.jobs.worker_group import WORKER_MODULE, WorkerGroup
+from shoal.jobs.remote.worker_launches import WORKER_MODULE, DirectoryLaunches
+from shoal.jobs.worker_group import WorkerGroup
 from shoal.plan.membership_policy import StartWorkers
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
@@ -33,6 +34,9 @@ class FakeEngine:
 
     def running(self):
         return self.seats
+
+    def waiting(self):
+        return []
 
     def stop(self, seats):
         self.stopped += seats
@@ -124,6 +128,76 @@ def test_a_process_that_waited_for_anothers_seat_does_not_get_its_place(harness)
     assert 11 not in harness.group.roster.connections
     harness.connect(12, seat=3, pid=7)
     assert harness.group.roster.seat_of(12) == 3
+
+
+APART = {"managed": True, "can_save": True, "needs_job": True}
+
+
+class RecordingLaunches(DirectoryLaunches):
+    def __init__(self, paths):
+        super().__init__(paths)
+        self.said = []
+
+    def welcome(self):
+        return {"remote": {"code": "here"}}
+
+    def admit(self, seat):
+        self.said.append(("admit", seat))
+
+    def dismiss(self, seat):
+        self.said.append(("dismiss", seat))
+
+
+@pytest.fixture
+def apart(harness, job_dir):
+    harness.group._launches = RecordingLaunches(RunPaths(job_dir / "runs" / "mlp-1"))
+    harness.group.tick()
+    harness.connect(10, seat=3, attachment=APART, nonce="one")
+    return harness
+
+
+def test_a_second_incarnation_of_a_seat_is_refused(apart):
+    """Also with the pid that the first one has on another machine, and whether the first one is heard or not."""
+    for connection in (11, 12):
+        apart.connect(connection, seat=3, attachment=APART, nonce="two")
+        assert apart.control.dropped[-1] == connection
+        apart.say(10, "lost")
+    apart.connect(13, seat=3, attachment=APART, nonce="one")
+    assert apart.group.roster.seat_of(13) == 3
+
+
+def test_a_worker_whose_end_was_not_seen_is_not_heard_any_more(apart):
+    apart.engine.seats.remove(3)
+    apart.group.handle_exit(Exit(3, None, "the loss of host a"))
+    assert 10 in apart.control.dropped
+    assert apart.group._launches.said == [("admit", 3), ("dismiss", 3)]
+    apart.connect(14, seat=3, attachment=APART, nonce="one")
+    assert apart.control.dropped[-1] == 14
+    (died,) = apart.events("worker_died")
+    assert died["reason"] == "the loss of host a"
+
+
+def test_a_worker_apart_gets_the_job_and_is_believed_like_one_with_the_directory(apart):
+    (_, _, welcome) = next(sent for sent in apart.control.sent if sent[0] == 10)
+    assert welcome["job"]["name"] == "mlp"
+    assert welcome["remote"] == {"code": "here"}
+    row = {"kind": "failed", "t": 1.0, "who": "worker-3", "code": "SH603", "message": "m", "where": "", "fix": ""}
+    apart.say(10, "event", row=json.dumps(row))
+    (failed,) = apart.events("failed")
+    assert failed["message"] == "m"
+
+
+@pytest.mark.parametrize("kind", ["run_ended", "view", "worker_died", "seats_given"])
+def test_a_worker_apart_does_not_speak_for_the_driver_or_for_others(apart, kind):
+    row = {"kind": kind, "t": 1.0, "who": "worker-3", "status": "finished", "seats": [], "worker": "worker-4"}
+    apart.say(10, "event", row=json.dumps(row))
+    assert apart.control.dropped[-1] == 10
+    assert apart.events("run_ended") == apart.events("worker_died") == []
+
+
+def test_an_evicted_worker_apart_cannot_write_any_more(apart):
+    apart.group.evict(3, "too slow")
+    assert apart.group._launches.said[-1] == ("dismiss", 3)
 
 
 def test_a_worker_is_welcomed_into_its_seat(harness):
@@ -259,3 +333,27 @@ def test_what_listeners_of_workers_refused_is_added_up(harness):
     for connection, refused in ((10, 2), (11, 1), (10, 3)):
         harness.say(connection, "beat", phase="compute", refused=refused)
     assert harness.group.refused == 4
+
+
+def test_a_kill_for_lack_of_memory_is_named(training, monkeypatch):
+    counted = [7]
+    monkeypatch.setattr("shoal.jobs.worker_group.oom_kills", lambda: counted[0])
+    training.group._oom_kills = 7
+    for seat in (3, 4):
+        training.engine.seats.remove(seat)
+    assert training.group.handle_exit(Exit.with_code(3, -9)) == "SIGKILL"  # somebody's kill -9
+    counted[0] = 8
+    why = training.group.handle_exit(Exit.with_code(4, -9))
+    assert why == "SIGKILL (the kernel's out-of-memory killer was at work)"
+    assert training.events("worker_died")[1]["reason"] == why
+
+
+def test_usage_becomes_an_event_at_most_once_a_second(training):
+    usage = {"cpu": 1.5, "rss_bytes": 10, "room_bytes": 20}
+    for _ in range(50):
+        training.say(3, "beat", phase="compute", usage=usage)
+    told = training.events("usage")
+    assert told[0]["worker"] == "worker-3"
+    assert len(told) < 50
+    training.say(4, "beat", phase="compute", usage=usage | {"cpu": -1.0})  # costs its connection
+    assert all(event["worker"] == "worker-3" for event in training.events("usage"))

@@ -1,5 +1,7 @@
 """What a loss may return, and what it may not."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,9 @@ def test_one_number_in_a_list_is_one_number():
         ((value(), value()), "the weight of the loss depends on the model"),
         ((value(), torch.ones(4)), r"returns float32 \[4\] as its weight"),
         ((value(), "4"), "an object of type str as its weight"),
+        ((value(), -1), r"returns -1\.0 as its weight"),
+        ((value(), math.nan), "returns nan as its weight"),
+        ((value(), torch.tensor(math.inf)), "returns inf as its weight"),
     ],
 )
 def test_anything_else_is_refused_as_a_mistake_of_the_loss(result, words):

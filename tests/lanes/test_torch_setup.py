@@ -37,5 +37,5 @@ def faults(*arguments, **environment):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is another one")
 def test_pages_are_not_fetched_again_in_every_step():
     pages = STEPS * PIECE / 4096
-    assert faults("keep") < 10 * STEPS
+    assert faults("keep") < pages / 4  # now and then a piece lies elsewhere
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="65536") > pages / 2, "whoever has chosen already is not overruled"

@@ -33,10 +33,13 @@ class Workload:
         return {"adamw": torch.optim.AdamW, "momentum": torch.optim.SGD, "sgd": torch.optim.SGD}[self.optimizer]
 
     def replica(self):
-        torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(20, self.hidden), nn.BatchNorm1d(self.hidden), nn.ReLU(), nn.Linear(self.hidden, 5)
         )
+        generator = torch.Generator().manual_seed(0)  # its own: other threads may draw from the process's generator
+        for layer in (model[0], model[3]):
+            for parameter in layer.parameters():
+                nn.init.uniform_(parameter, -0.2, 0.2, generator=generator)
         options = {"adamw": {"lr": 1e-2}, "momentum": {"lr": 0.1, "momentum": 0.9}, "sgd": {"lr": 0.1}}[self.optimizer]
         optimizer = self.optimizer_class(model.parameters(), **options)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)

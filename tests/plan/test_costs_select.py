@@ -241,6 +241,7 @@ THREADED = replace(LARGE_MODEL, times={1: LARGE_MODEL.times[1], 2: LaneTime(0.00
     links,
     allowances,
 )
+@pytest.mark.long
 def test_every_no_has_its_sentence_and_the_pick_is_about_the_fastest(measured, hosts, link, allow):
     found = made(measured=measured, there=machine(*hosts), link=link, allow=allow)
     assert all(row.reason for row in found.candidates)

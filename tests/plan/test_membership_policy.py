@@ -13,6 +13,7 @@ from shoal.plan.membership_policy import (
     StartWorkers,
 )
 from shoal.spec.view import Attachment
+from tests.conftest import long_only
 from tests.plan.membership_simulation import NO_ADDRESS, MembershipSimulation
 from tests.plan.simulated_worker import require
 
@@ -26,7 +27,7 @@ def attached(*, managed, can_save):
 STARTED, JOINED = attached(managed=True, can_save=True), attached(managed=False, can_save=False)
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", [*range(4), *long_only(*range(4, 8))])
 def test_whatever_happens_the_rules_hold_and_when_nothing_more_happens_all_lanes_train(block):
     """What must always hold is checked in the world; here: it comes to rest, and stays there."""
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
@@ -588,3 +589,40 @@ def test_nobody_is_beyond_the_end_of_the_job():
     view = harness.last.number
     assert "beyond the end" in harness.policy.stopped_at(7, harness.now_s, view=view, position=402)
     assert harness.policy.stopped_at(7, harness.now_s, view=view, position=401) == ""
+
+
+def test_workers_begin_without_those_that_have_no_machine_yet():
+    harness = PolicyHarness()
+    harness.policy.waiting = frozenset({1})
+    harness.arrive(0)
+    harness.stop_at({0: 0})
+    harness.stop_at({0: 10})
+    assert set(harness.last.carries) == {0}
+
+
+def leave_all(harness):
+    for seat in (0, 1):
+        harness.policy.drain(seat, "terminated", replace=True)
+    harness.decide(2 * SHORTEST_VIEW_S)
+
+
+def test_if_all_leave_and_others_have_no_machine_the_state_goes_by_checkpoint():
+    harness = PolicyHarness().train({0: 10, 1: 10})
+    leave_all(harness)
+    assert harness.started == 4
+    assert harness.last.halt == ""  # others may come in time
+    harness.policy.waiting = frozenset({2, 3})
+    harness.decide()
+    assert harness.last.halt == "boundary"
+    harness.stop_at({0: 12, 1: 12})
+    assert (harness.last.leave, harness.last.saver) == ([0], 0)
+    harness.policy.gone(0, left_cleanly=True)
+    harness.decide()
+    assert (harness.last.leave, harness.last.saver) == ([1], 1)
+
+
+def test_if_all_leave_and_others_come_those_that_leave_train_on():
+    harness = PolicyHarness().train({0: 10, 1: 10})
+    harness.policy.waiting = frozenset({3})
+    leave_all(harness)
+    assert harness.last.halt == ""

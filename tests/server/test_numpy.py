@@ -114,6 +114,7 @@ def test_nothing_of_torch_in_a_worker(start, worker):
     assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("staleness", [0, *long_only(3), "inf"])
 def test_counters_through_deaths_of_servers(staleness, start, worker):
     steps = 400

@@ -85,8 +85,16 @@ class SimulatedForkServer:
         self._exit_codes: dict[str, int | None] = {}
 
     def start(
-        self, key: str, entry: str, arguments: Sequence[str], *, logs: object, environment: Mapping[str, str]
+        self,
+        key: str,
+        entry: str,
+        arguments: Sequence[str],
+        *,
+        logs: object,
+        environment: Mapping[str, str],
+        tied: bool,
     ) -> None:
+        require(tied, "a worker would outlive its agent")
         own = str(SimulatedPath(arguments[arguments.index("--run") + 1]) / "events.jsonl")
         worker = self._agent.run.fork(self._agent, environment[AGENT_VARIABLE], output=f"{logs}.log", own_events=own)
         worker.on_exit = lambda: self._exited(key, worker)
@@ -148,8 +156,10 @@ class SimulatedAgent(Process):
         self.check_return()
 
     def kill(self) -> None:
-        """SIGKILL. Its workers go on: nobody tells them."""
+        """SIGKILL. The kernel kills its workers, which are tied to it."""
         if self.alive:
+            for worker in self.workers:
+                worker.kill()
             self.world.log(f"{self.name} ends", SIGKILL)
             self.alive = self.frozen = False
             if self.control is not None and self.control._link is not None:

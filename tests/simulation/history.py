@@ -284,7 +284,7 @@ def _chosen_agent(run: SimulatedRun, fault: Fault) -> SimulatedAgent | None:
 
 
 def crash_agent(run: SimulatedRun, fault: Fault) -> None:
-    """The agent dies, its workers go on."""
+    """The agent dies, and its workers with it."""
     if agent := _chosen_agent(run, fault):
         agent.kill()
 
@@ -293,8 +293,6 @@ def crash_machine(run: SimulatedRun, fault: Fault) -> None:
     """A whole machine is gone. It joins again later, or never."""
     if agent := _chosen_agent(run, fault):
         agent.kill()
-        for worker in agent.workers:
-            worker.kill()
         if fault.other < 0.7:
             run.world.at(fault.duration_s, join_machine, run, fault)
 

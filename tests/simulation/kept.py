@@ -100,4 +100,17 @@ KEPT = {
     "a worker freezes before it connects": History(
         3570, workers=3, lanes=3, steps=3, save_every=2, faults=(Fault(0.0, "freeze_for_good", 0.388, 0.0, 0.46),)
     ),
+    "a follower is further than it said when its source dies": History(
+        50338,
+        workers=2,
+        lanes=3,
+        steps=9,
+        save_every=1,
+        faults=(
+            Fault(0.18663980098507355, "kill", 0.08625661911642091, 0.7292622971063615, 0.019354774984047),
+            Fault(0.6380273092832958, "slow_down", 0.4314306604806004, 0.6346219003630158, 2.3678988448646745),
+            Fault(0.6443548364227619, "isolate_machine", 0.13031486654345026, 0.2715694978416282, 6.362925371225435),
+            Fault(0.7283835668785716, "kill", 0.012781546614016426, 0.8145681905022885, 0.5316197358316409),
+        ),
+    ),
 }

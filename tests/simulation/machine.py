@@ -72,6 +72,9 @@ class SimulatedEngine:
     def running(self) -> list[int]:
         return sorted(self._watched)
 
+    def waiting(self) -> list[int]:
+        return []
+
     def stop(self, seats: Sequence[int]) -> None:
         for seat in seats:
             if seat in self._watched:

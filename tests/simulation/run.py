@@ -108,6 +108,7 @@ class SimulatedRun:
         self.directories = Directories()
         self.driver: DriverProcess | None = None
         self.results: list[RunResult] = []
+        self.followers: set[int] = set()  # seats that have followed, and have not been in a training view since
         self.impaired: set[Process] = set()
         """Processes that were frozen or cut off."""
         self.was_slow = False
@@ -207,14 +208,17 @@ class SimulatedRun:
 
     def check_view(self, group: Any, view: View) -> None:
         self.world.log("view", view)
+        self.followers |= set(view.followers)
         if not view.carries:
             return
         dealt = sorted(lane for mine in view.carries.values() for lane in mine)
         require(dealt == list(range(self.lanes)), f"view {view.number} does not deal each lane once")
         members = {seat: self.worker_at(member.address) for seat, member in group.membership.members.items()}
         for seat, worker in members.items():
-            if worker.alive and not group.roster.is_evicted(seat) and worker.activity.phase != "following":
+            # A follower may be further than it last said. It does not enter this view then, and says where it stands.
+            if worker.alive and not group.roster.is_evicted(seat) and seat not in self.followers:
                 require((worker.position or 0) <= view.position, f"view {view.number} loses steps of {worker.name}")
+        self.followers -= set(view.carries)
         lost = [one.progress.step for one in self.workers if one.exit_code and one.progress is not None]
         kept = max([step_of(view.position), *lost])
         for worker in self.workers:

@@ -202,6 +202,7 @@ class ShardedRun:
         self.network = Network(self.world)
         self.replica_size, self.lanes, self.steps, self.save_every = replica_size, lanes, steps, save_every
         self.ranks: list[Rank] = []
+        self.released: set[int] = set()  # seats that were told to leave
         self.votes: defaultdict[tuple[int, int | None], set[int]] = defaultdict(set)
         self.checkpoint: int | None = None
         self.disk_is_full = False
@@ -286,14 +287,20 @@ class ShardedRun:
         require(
             not self.together or all(one == row[0] for row in rows.values() for one in row), "ranks differ in lanes"
         )
-        self._check_holders(view, [self.ranks[seat] for seat in view.carries])
+        team = [self.ranks[seat] for seat in view.carries]
+        if all(rank.alive for rank in team):  # else it makes no step, and a holder outside it is in the next one
+            self._check_holders(view, team)
 
     def _check_holders(self, view: View, team: list[Rank]) -> None:
-        """No shard is lost while a holder lives: a view has a holder of each shard of the newest step that has one."""
-        best = max((rank.held.step or 0 for rank in self.alive()), default=0)
+        """No state is lost while its holders live: the team has a holder of each shard of the newest step, if each
+        shard has a living one."""
+        living = [rank for seat, rank in enumerate(self.ranks) if rank.alive and seat not in self.released]
+        best = max((rank.held.step or 0 for rank in living), default=0)
         if best <= (self.checkpoint or 0):
             return
-        held = {rank.held.part for rank in self.alive() if rank.held.step == best}
+        held = {rank.held.part for rank in living if rank.held.step == best}
+        if len(held) < self.replica_size:
+            return
         kept = {rank.held.part for rank in team if rank.held.step == best}
         require(held <= kept, f"view {view.number} leaves out the shards {held - kept} of step {best}")
 
@@ -301,6 +308,7 @@ class ShardedRun:
         if not view.stop and view.leave:
             staying = self.driver.policy.members.keys() - set(view.leave)  # also one of whose death nobody knows yet
             self._check_holders(view, [self.ranks[seat] for seat in staying])
+        self.released |= set(view.leave)
 
     def check_recovery(self, view: View, held: dict[int, HeldShard], point: RecoveryPoint) -> None:
         """All members decide the same, and a state whose shards are all there is not given up."""

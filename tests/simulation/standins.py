@@ -16,7 +16,8 @@ from unittest import mock
 import shoal.server.supervisor  # noqa: F401  # so that its clock is replaced too
 from shoal.checkpoint import store
 from shoal.checkpoint.model_check import VerifiedModel
-from shoal.fleet import agent, control_client
+from shoal.fleet import control_client
+from shoal.fleet.agents import agent
 from shoal.fleet.engines import local
 from shoal.jobs import commands, join, run_driver, server_group, worker_group
 from shoal.strategies import replicated

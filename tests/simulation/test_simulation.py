@@ -103,6 +103,9 @@ def test_a_mistake_in_the_placement_of_chunks_is_found(name):
 KEPT_SHARDS = {
     "a worker outside the view leaves with the only copy of a shard": 854,
     "a worker leaves with the only copy after the others went back to a checkpoint": 199,
+    "a member that changed its column is left out for one with another shard": 2662,
+    "a member of the next view has just died": 8897,
+    "the last holder of a shard died, and the others of that step leave": 13744,
 }
 """Seeds of sharded histories that failed once."""
 

@@ -36,6 +36,7 @@ from shoal.train.elastic import ElasticLoop
 from shoal.train.loop import Loop, LoopResult, TrainSchedule
 from shoal.train.progress import Progress
 from shoal.train.reporting import Reporter, StepStats
+from shoal.train.run_output import DirectoryOutput
 from shoal.train.watchers import BestMetric
 from shoal.train.worker import JOINED, STARTED_BY_ENGINE, WorkerSession, emit_to_both
 from tests.simulation.agents import SimulatedPaths
@@ -533,7 +534,7 @@ class SimulatedWorker(Process):
             splits=splits,
             store=store,
             membership=self.control,
-            conclude=partial(conclude_run, built, PATHS, self.progress, store),
+            conclude=partial(conclude_run, built, DirectoryOutput(PATHS), self.progress, store),
             leave_reason=self._leave_reason,
         )
 

@@ -111,7 +111,7 @@ TABLE = {
     "unknown in a source": Row("    target: y", "    targt: y", "SH103", 15, "data.source.targt", "'target'"),
     "of another kind": Row("validation: 0.2", "folds: 5", "SH103", 18, "data.split.folds", "kfold"),
     "unknown in data": Row("  split:", "  spilt:", "SH103", 16, "data.spilt", "Did you mean 'split'?"),
-    "a key that is a boolean": Row("seed: 1", "on: 1", "SH103", 2, "on", "Allowed: base_dir"),
+    "a key that is a boolean": Row("seed: 1", "on: 1", "SH103", 2, "on", "Allowed: alerts"),
     # -- missing fields
     "no path": Row("    path: rows.csv\n", "", "SH104", 12, "data.source.path", "Add `path:` with text"),
     "no kind": Row("    kind: csv\n", "", "SH104", 12, "data.source.kind", "csv, parquet"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError, single_errors
-from shoal.spec import Job, Ref, check_job, load_job, make_job, save_job
+from shoal.spec import Job, Ref, check_job, load_job, make_job, save_job, yaml_document
 from shoal.spec.yaml_document import parse_document, parse_value, write_value
 
 JOB = """\
@@ -290,3 +290,16 @@ def test_workers_that_are_left_open(changes: dict[str, Any], most: int) -> None:
     job = make_job(body | {"batch_size": 8, "epochs": 1} | changes, check_names=False)
     assert job.workers.most == most
     assert job.lane_count == changes.get("lanes", 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["yes", "1e3", "0x1f", "~", "a: b", "x #y", "-", "multi\nline\n", "tab\t", "long " * 60, "é", "😀", ""]
+)
+def test_job_files_are_the_same_with_and_without_libyaml(text, monkeypatch):
+    data = {"text": text, "list": [text, {"of": text}], "number": 1.5e-9, "none": None, "empty": [{}, []]}
+    fast = write_value(data)
+    assert parse_document(fast, name="job", own=True).data == data
+    monkeypatch.setattr(yaml_document, "_FastDumper", None)
+    monkeypatch.setattr(yaml_document, "_FastLoader", None)
+    assert write_value(data) == fast
+    assert parse_document(fast, name="job", own=True).data == data

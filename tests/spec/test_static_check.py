@@ -36,11 +36,12 @@ COMMON = {
 SOURCE = {"kind": "python", "factory": "trap.py:Anything"}
 PARTS = {
     "name": "parts", "model": "trap.py:Anything", "loss": "pkg/trap.py:Anything", "metrics": ["trap:Anything"],
-    "data": {"source": SOURCE, "validation": SOURCE, "test": SOURCE, "augment": "trap.py:Anything",
+    "data": {"source": SOURCE, "validation": SOURCE, "test": SOURCE, "augment": ["trap.py:Anything", "pkg:Anything"],
              "transform": "pkg:Anything", "sampler": {"kind": "balanced", "by": "size"}},
     **COMMON,
 }  # fmt: skip
-TASK = {"name": "task", "task": "trap.py:Anything", "data": {"source": SOURCE}, **COMMON}
+CLUSTERS = {"clusters": {"features": "trap.py:Anything", "count": 2}, "split": {"kind": "grouped", "by": "cluster"}}
+TASK = {"name": "task", "task": "trap.py:Anything", "data": {"source": SOURCE, **CLUSTERS}, **COMMON}
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ LINES = [
     ("cleanup_failed", {"reason": "denied"}, "old checkpoints could not be removed: denied"),
     ("export_skipped", {"what": "model.pt2", "reason": "a loop"}, "model.pt2 was not exported: a loop"),
     ("note", {"message": "anything"}, "anything"),
+    ("alert", {"when": "disk", "text": "1.0 GB are free", "about": ""}, "alert: 1.0 GB are free"),
     ("weights_loaded", {"path": "a-1", "loaded": 4, "tensors": 4}, "initialised from a-1: 4 of 4 tensors"),
     ("weights_loaded", {"path": "w", "loaded": 3, "tensors": 12, "missing": list("abcdefg"), "missing_count": 8,
                         "left_over": ["old"], "left_over_count": 1, "mismatched": ["'x' is [1]"],

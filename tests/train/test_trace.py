@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.events import Event
+from shoal.spec.run_paths import RunPaths
 from shoal.train.reporting import Reporter
+from shoal.train.run_output import DirectoryOutput
 from shoal.train.trace import DIGEST_BYTES, StateTrace
 from tests.train.fake_strategy import RecordingStream
 
@@ -17,11 +19,19 @@ def rows(path):
     return [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
 
 
+def append_to(path):
+    def append(row):
+        with path.open("a") as file:
+            file.write(row)
+
+    return append
+
+
 def traced(path, *states):
     """The rows for these states, one after each step."""
     path.unlink(missing_ok=True)
     coming = iter(states)
-    trace = StateTrace(path, lambda: next(coming))
+    trace = StateTrace(append_to(path), lambda: next(coming))
     for step in range(1, len(states) + 1):
         assert trace.watch(Event("step", step=step)) is None
     return rows(path)
@@ -50,7 +60,7 @@ def test_a_digest_changes_with_any_bit(tmp_path_factory, values, data):
 
 @pytest.mark.parametrize("kind", ["evaluated", "joined", "finished"])
 def test_only_steps_have_rows(tmp_path, kind):
-    trace = StateTrace(tmp_path / "trace.jsonl", lambda: pytest.fail("the state is not needed"))
+    trace = StateTrace(DirectoryOutput(RunPaths(tmp_path)).append_trace, lambda: pytest.fail("the state is not needed"))
     trace.watch(Event(kind, step=3))
     assert rows(tmp_path / "trace.jsonl") == []
 
@@ -61,7 +71,9 @@ def test_without_a_whole_state_there_are_no_rows(tmp_path):
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_only_the_leader_traces(tmp_path, leads):
-    reporter = Reporter(RecordingStream(), [StateTrace(tmp_path / "trace.jsonl", lambda: {"w": torch.ones(1)})])
+    reporter = Reporter(
+        RecordingStream(), [StateTrace(DirectoryOutput(RunPaths(tmp_path)).append_trace, lambda: {"w": torch.ones(1)})]
+    )
     reporter.is_leader = leads
     reporter.notify_watchers(Event("step", step=1))
     assert len(rows(tmp_path / "trace.jsonl")) == leads

@@ -32,7 +32,7 @@ def _no_emit(kind: str, /, **fields: Any) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run at a local path or fsspec URL. Used by one thread.
+    """The checkpoints of one run at a local path, an fsspec URL, or in other files. Used by one thread.
 
     Several stores, in this or other processes, may share a path and its blobs under different names. A save blocks
     training only for a copy in memory; one background thread does the rest, one save at a time. A failed save leaves
@@ -43,7 +43,7 @@ class CheckpointStore:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | CheckpointFiles,
         *,
         job_sha256: str | None,
         every: SaveInterval = ("auto", 0),
@@ -54,7 +54,7 @@ class CheckpointStore:
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._files = open_files(path)
+        self._files = open_files(path) if isinstance(path, str | os.PathLike) else path
         self._directory = manifest_directory(name)
         self._job_sha256 = job_sha256
         self._every = every

@@ -10,7 +10,7 @@ import hmac
 import itertools
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class ControlServer:
         """If `port` is in use, another port is chosen; see the attribute `port`. `secret` is an earlier driver's, see
         `driver_address`."""
         self.secret = secret or new_token()
+        self.token = token
         listener = _listening_socket(listen, port)
         self.host: str
         self.port: int
@@ -80,8 +81,14 @@ class ControlServer:
         self._received_bytes = 0  # written by the connection thread
         self._consumed_bytes = 0  # written by the driver's thread
         self._inbox_ready = Wakeup()
+        self._doors: dict[str, Callable[[socket.socket, dict[str, Any]], None]] = {}
         self._connection_thread = ConnectionThread(on_message=self._on_message, inbox_full=self._inbox_full)
         self._listener = AuthenticatedListener([listener], token, self._on_connect, tls_contexts=tls_contexts)
+
+    def open_door(self, role: str, serve: Callable[[socket.socket, dict[str, Any]], None]) -> None:
+        """Let `serve(sock, hello)` have the connections of this role, each in a thread of its own. It owns the socket;
+        a LinkError counts the caller as refused."""
+        self._doors[role] = serve
 
     @property
     def address(self) -> str:
@@ -163,6 +170,9 @@ class ControlServer:
 
     def _on_connect(self, sock: socket.socket, hello: bytes) -> None:
         greeting, address = decode_object(hello), format_address(*sock.getpeername()[:2])
+        if door := self._doors.get(str(greeting.get("role"))):
+            door(sock, greeting)
+            return
         number = next(self._numbers)
         self._addresses[number] = address
         self._connection_thread.add(number, sock, greeting, len(hello))

@@ -1,7 +1,8 @@
 """Events of a worker that cannot reach the run's directory: what the driver writes to the run's stream for it.
 
-Such a worker never saves, so it reports its own work and nothing about the result. Rows of other kinds, and numbers
-that its work cannot have, are refused. Its clock is not used: each event gets the driver's time.
+A worker that joined never saves, so it reports its own work and nothing about the result. Rows of other kinds, and
+numbers that its work cannot have, are refused. A worker that the run's engine started is believed as if it had written
+the row itself. Nobody's clock is used: each event gets the driver's time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ RESERVED_KINDS = frozenset({
     "servers_wanted", "server_started", "chunk_table", "server_stats", "server_died", "server_left", "servers_lost",
 })  # fmt: skip
 """What only the driver, or the worker that saves, can know. A worker that joined and reports it is refused."""
+DRIVER_KINDS = RESERVED_KINDS - {"resumed", "layout", "evaluated", "best", "saved", "finished"} | {"seats_given"}
+"""What no worker reports."""
 RELAYED_KINDS = frozenset({
     "worker_started", "caught_up", "link_measured", "joined", "stopped", "step", "note", "left", "failed",
     "residual_lost", "loader_restarted", "weights_loaded",
@@ -36,11 +39,13 @@ MAX_ROW_SECONDS = 1e6
 
 @dataclass
 class EventRelay:
-    """Checks the events of one worker, in order. `batch_size` and `lanes` are the job's."""
+    """Checks the events of one worker, in order. `batch_size` and `lanes` are the job's. `managed`: the run's engine
+    started it."""
 
     name: str
     lanes: int
     batch_size: int
+    managed: bool = False
     _limit: RateLimit = field(default_factory=lambda: RateLimit(ROW_BYTES_S, ROW_BURST_BYTES))
     _step: int = 0
 
@@ -49,6 +54,8 @@ class EventRelay:
         `last_step` is the job's, once it is known. The failure of a worker that joined does not fail the run."""
         if not self._limit.allows(len(row), time.monotonic()):
             raise ProtocolError("it sends too many events")
+        if self.managed:
+            return self._relay_own(row)
         event = parse_event(row.encode("utf-8", "replace"))
         if event is None:
             raise ProtocolError("it sends an event that breaks the schema")
@@ -69,6 +76,12 @@ class EventRelay:
         elif event.kind == "step" and not self._advance(event, last_step):
             return None
         return Event(event.kind, time.time(), self.name, event.step, fields)
+
+    def _relay_own(self, row: str) -> Event:
+        event = parse_event(row.encode("utf-8", "replace"))
+        if event is None or event.who != self.name or event.kind in DRIVER_KINDS:
+            raise ProtocolError("it sends an event that is not its own, or breaks the schema")
+        return Event(event.kind, time.time(), self.name, event.step, event.fields)
 
     def _check_joined(self, event: Event) -> None:
         if event.get("saves", True) or not all(lane < self.lanes for lane in event["lanes"]):

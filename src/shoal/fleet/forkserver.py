@@ -16,33 +16,46 @@ from types import TracebackType
 
 from shoal.errors import ShoalError, error, error_from_fields, fork_error
 
+MAX_HELD = 8
+"""Things that one fork server is asked to hold."""
+
 
 class ForkServer:
     """Shared by the engines of one process, also by engines in other threads. Its creator closes it.
 
     `environment` is set before its Python starts (threads, hash seed); `modules` are imported once. Workers outlive a
-    fork server that is killed; the next `start` then starts a new one. `adopt` watches a process that an earlier driver
-    started; the exit code of such a process is unknown (None).
+    fork server that is killed, unless they are tied to it; the next `start` then starts a new one. `adopt` watches a
+    process that an earlier driver started; the exit code of such a process is unknown (None).
+
+    `platform` is what decides about bits (see `platform_facts`), once it has imported the modules; before, it is empty.
     """
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str], *, python: str = "") -> None:
-        """`python` is the interpreter to use instead of this process's."""
+    def __init__(
+        self, environment: Mapping[str, str], modules: Sequence[str], *, python: str = "", at_once: bool = True
+    ) -> None:
+        """`python` is the interpreter to use instead of this process's. `at_once`: begin to import now, and not with
+        the first `start`."""
         self.environment = dict(environment)
+        self.modules = list(modules)
+        self.platform: dict[str, str] = {}
         self._python = python or sys.executable
-        self._modules = list(modules)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._pids: dict[str, int | None] = {}
         self._exit_codes: dict[str, int | None] = {}
         self._start_errors: dict[str, ShoalError] = {}
         self._watched: dict[int, str] = {}  # pidfds of processes that are not children of the fork server
         self._lock = threading.RLock()
-        self._spawn()
+        self._held: list[tuple[str, str]] = []
+        if at_once:
+            self._spawn()
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: files in the user's directory must not shadow modules that torch imports.
-            command = [self._python, "-P", "-m", "shoal.fleet.forkserver_main", str(theirs.fileno()), *self._modules]
+            command = [self._python, "-P", "-m", "shoal.fleet.forkserver_main", str(theirs.fileno()), *self.modules]
             try:
                 self._process = subprocess.Popen(
                     command,
@@ -54,13 +67,22 @@ class ForkServer:
             except OSError as failure:
                 ours.close()
                 raise fork_error(failure) from failure
-        self._control: socket.socket | None = ours
+        self._control = ours
         self._ready = False
         self._selector.register(ours, selectors.EVENT_READ)
         self._partial = b""
+        for entry, argument in self._held:
+            self._send_command({"hold": entry, "argument": argument})
 
     def start(
-        self, key: str, entry: str, arguments: Sequence[str], *, logs: Path, environment: Mapping[str, str]
+        self,
+        key: str,
+        entry: str,
+        arguments: Sequence[str],
+        *,
+        logs: Path,
+        environment: Mapping[str, str],
+        tied: bool = False,
     ) -> None:
         order: dict[str, object] = {
             "start": key,
@@ -70,12 +92,22 @@ class ForkServer:
             "errors": f"{logs}.err",
             "environment": dict(environment),
             "directory": os.getcwd(),
+            "tied": tied,
         }
         with self._lock:
             if self._control is None:
                 self._spawn()
             self._pids[key] = None
             self._send_command(order)
+
+    def hold(self, entry: str, argument: str) -> None:
+        """Let the fork server call `hold(argument)` of a module, once: processes that it forks later find the result.
+        A new fork server after a death does it again."""
+        with self._lock:
+            if (entry, argument) not in self._held and len(self._held) < MAX_HELD:
+                self._held.append((entry, argument))
+                if self._control is not None:
+                    self._send_command({"hold": entry, "argument": argument})
 
     def adopt(self, key: str, pid: int) -> None:
         """Watch a process that an earlier driver left behind."""
@@ -131,7 +163,7 @@ class ForkServer:
         *lines, self._partial = (self._partial + data).split(b"\n")
         for row in map(json.loads, lines):
             if "ready" in row:
-                self._ready = True
+                self._ready, self.platform = True, row["platform"]
             elif "born" in row:
                 self._pids[row["born"]] = row["pid"]
             else:
@@ -152,6 +184,7 @@ class ForkServer:
         """The fork server died. The workers that it forked live on, and this process watches them from now on."""
         if self._control is None:
             return
+        assert self._process is not None
         self._selector.unregister(self._control)
         self._control.close()
         self._control = None
@@ -167,6 +200,12 @@ class ForkServer:
     def _startup_error(self, code: int) -> ShoalError:
         message = f"{self._python} ended with exit code {code} before it had loaded Shoal"
         return error("SH629", message, fix=f"Try: {self._python} -c 'import shoal, torch'.")
+
+    def startup_failure(self) -> ShoalError | None:
+        """Why the fork server ended before it was ready; None if it is ready, or still starts."""
+        if self._control is not None or self._process is None or self._ready:
+            return None
+        return self._startup_error(self._process.returncode)
 
     def pop_start_error(self, key: str) -> ShoalError | None:
         """Why the process of an exit could not be started; None if it was."""
@@ -190,7 +229,8 @@ class ForkServer:
             self.poll(1.0)
         if self._control is not None:
             self._control.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
         self._selector.close()
 
     def __enter__(self) -> ForkServer:

@@ -1,14 +1,18 @@
 """The fork server: one process that has all heavy modules imported and forks a worker in milliseconds.
 
+A process that is tied to the fork server is killed by the kernel when the fork server ends, however that happens.
+
 It is started as `python -m shoal.fleet.forkserver_main FD MODULE...` and exchanges lines of JSON over the inherited
-socket: it receives `start` and `kill`, and sends `ready`, `born` and `gone`. It never runs worker code itself, so it
-stays single-threaded and safe to fork. It exits when its driver is gone; workers notice that their parent has changed.
+socket: it receives `start`, `kill` and `hold`, and sends `ready`, `born` and `gone`. It never runs worker code itself,
+so it stays single-threaded and safe to fork. What it holds is opened in its own thread. It exits when its driver is
+gone; workers notice that their parent has changed.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -23,6 +27,9 @@ import traceback
 from typing import Any, NoReturn
 
 from shoal.errors import describe_exception, error, fork_error, traceback_text
+from shoal.fleet.platform_facts import platform_facts
+
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> NoReturn:
@@ -30,7 +37,7 @@ def main() -> NoReturn:
     failures = _import_modules(sys.argv[2:])
     gc.collect()
     gc.freeze()  # keep pages shared: a child's garbage collector does not touch them
-    _send(control, {"ready": True})
+    _send(control, {"ready": True, "platform": platform_facts()})
     serve(control, failures)
     os._exit(0)
 
@@ -86,6 +93,10 @@ def _handle(
             _start(command, control, children)
         else:
             _report_failed_import(command, control, failure)
+    elif "hold" in command:
+        with contextlib.suppress(Exception):  # a worker opens it itself, and reports what is wrong
+            importlib.import_module(command["hold"]).hold(command["argument"])
+            gc.freeze()
     elif "kill" in command:
         for pid, key in children.items():
             if key == command["kill"]:
@@ -93,13 +104,14 @@ def _handle(
 
 
 def _start(command: dict[str, Any], control: socket.socket, children: dict[int, str]) -> None:
+    parent = os.getpid()
     try:
         pid = os.fork()
     except OSError as failure:
         _send(control, {"gone": command["start"], "code": 1, "error": fork_error(failure).to_fields()})
         return
     if pid == 0:
-        _run_child(command, control)
+        _run_child(command, control, parent)
     children[pid] = command["start"]
     _send(control, {"born": command["start"], "pid": pid})
 
@@ -130,10 +142,20 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
         control.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _run_child(command: dict[str, Any], control: socket.socket) -> NoReturn:
+def _tie_to(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _run_child(command: dict[str, Any], control: socket.socket, parent: int) -> NoReturn:
     """Runs in the child: set up session, output and environment, then call the entry's main()."""
     code = 1
     try:
+        if command["tied"]:
+            _tie_to(parent)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)

@@ -22,7 +22,7 @@ from shoal.spec.view import Address, Attachment, Role
 MAX_SEAT = 10**9
 MAX_VIEW = 1 << 31
 MAX_CUTS = 1 << 16
-MAX_ERROR_CHARACTERS = 2000
+MAX_ERROR_CHARACTERS = 8000
 MAX_LINE_CHARACTERS = 4000
 MAX_REASON_CHARACTERS = 200
 MAX_ROW_CHARACTERS = 1 << 20
@@ -45,12 +45,14 @@ class Message(Spec):
 
 
 class WorkerHello(Message):
-    """`key` proves that the driver gave the seat to this process. `agent` is the secret of the `shoal join` that
+    """`key` proves that the driver gave the seat to this process. `nonce` is a random text that the process made when
+    it started: a seat belongs to the first process that takes it. `agent` is the secret of the `shoal join` that
     started it. `view` and `table` are the newest that it has seen, maybe from an earlier driver."""
 
     role: Literal["worker"]
     seat: SeatNumber | None
     key: Name = ""
+    nonce: Name = ""
     agent: Name = ""
     attachment: Attachment
     pid: Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -97,6 +99,17 @@ Hello = WorkerHello | ServerHello | AgentHello | UserHello
 # ---- messages of workers and servers ----
 
 
+class UsageFields(Message):
+    """What a worker uses; see the event `usage`."""
+
+    cpu: Annotated[float, Field(ge=0, le=1e6)]
+    rss_bytes: Quantity
+    room_bytes: Quantity
+    net_bytes_s: Quantity = 0
+    device_bytes: Quantity | None = None
+    device_total_bytes: Quantity | None = None
+
+
 class BeatMessage(Message):
     """A heartbeat: what the training thread does now, see `train.activity`, and counters. `served` is a server's."""
 
@@ -112,6 +125,7 @@ class BeatMessage(Message):
     lanes_timed_s: Seconds = 0.0
     line: Annotated[str, Field(max_length=8192)] = ""
     leaving: bool = False
+    usage: UsageFields | None = None
     refused: Quantity = 0
     served_bytes: Quantity = 0
     served: Annotated[dict[Name, Annotated[float, Field(ge=0, le=1e30)]], Field(max_length=64)] = Field(
@@ -167,13 +181,17 @@ class FilledMessage(Message):
 
 
 class ExitedReport(Message):
-    """A process has exited; see `Exit`. `errors` is the end of its standard error."""
+    """A process has exited; see `Exit`. `errors` is the end of its standard error, `start_error` the fields of an
+    error."""
 
     kind: Literal["exited"] = "exited"
     seat: SeatNumber
     code: Annotated[int, Field(ge=-64, le=255)] | None
     reason: Name
     errors: Annotated[str, Field(max_length=MAX_ERROR_CHARACTERS)] = ""
+    start_error: dict[Name, Annotated[str, Field(max_length=MAX_ERROR_CHARACTERS)]] | None = Field(
+        default=None, max_length=8
+    )
 
 
 class OutputReport(Message):

@@ -23,6 +23,7 @@ from shoal.errors import (
 )
 from shoal.events import EventWriter
 from shoal.fleet.control_client import ControlClient
+from shoal.fleet.stack_dumps import answer_stack_requests
 from shoal.spec.private_file import open_lock_file
 from shoal.spec.resolve import calling_user_line, is_users_failure, user_line
 from shoal.spec.run_paths import RunPaths
@@ -109,8 +110,9 @@ def connect_to_driver(control: ControlClient) -> None:
 
 @contextlib.contextmanager
 def hold_seat_lock(paths: RunPaths, seat: int, *, role: Role = "worker") -> Iterator[None]:
-    """Hold the seat's lock as long as this process lives, so that another driver can find it."""
-    with open_lock_file(paths.seat_lock(seat, role)) as lock:
+    """Hold the seat's lock as long as this process lives, so that another driver can find it. A user of this machine
+    who finds it may ask for its stacks."""
+    with answer_stack_requests(paths.stacks(seat, role)), open_lock_file(paths.seat_lock(seat, role)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(str(os.getpid()))

@@ -29,7 +29,8 @@ _FIRST_HEARTBEAT = BeatMessage(kind="beat", phase="building")
 @dataclass
 class Peer:
     """A connected process: a worker, a server or a client. `managed`: the driver's engine reports its exit.
-    `same_host`: the driver can read its state in /proc.
+    `same_host`: the driver can read its state in /proc. `sends_events`: it cannot open the run directory. `nonce`
+    tells it from other processes, also from those with its pid on another machine.
 
     It stays in the roster after its connection is lost (at `disconnected_at_s`), because it may reconnect.
     """
@@ -39,6 +40,8 @@ class Peer:
     host: str = ""
     managed: bool = True
     same_host: bool = True
+    sends_events: bool = False
+    nonce: str = ""
     last_heartbeat: BeatMessage = _FIRST_HEARTBEAT
     disconnected_at_s: float | None = None
     said_bye: bool = False
@@ -72,10 +75,10 @@ class Roster:
         self._starting_until_s.pop(seat, None)
         return old is None
 
-    def is_other_process(self, seat: int, pid: int) -> bool:
+    def is_other_process(self, seat: int, pid: int, nonce: str = "") -> bool:
         """Whether another process than this one has connected with the seat: it lives, or its exit is not known yet."""
         peer = self._peers.get(seat)
-        return peer is not None and peer.pid != pid
+        return peer is not None and (peer.pid, peer.nonce) != (pid, nonce)
 
     def disconnect(self, seat: int) -> None:
         """The connection was lost, or is closed by the driver. The process may still live and reconnect."""

@@ -85,7 +85,11 @@ def chaos(
 
 
 def _job_for(job: Job, faults: Mapping[FaultKind, int] | Sequence[Fault], workers: int) -> Job:
-    """The job with every setting pinned that its result depends on. SH609 if faults are for servers and it has none."""
+    """The job with every setting pinned that its result depends on. SH609 if faults are for servers and it has none.
+    SH110 if workers run on other machines: faults are signals to processes of this one."""
+    if job.engine.kind != "local":
+        fix = "Disturb it on this machine: --set engine=local"
+        raise error("SH110", f"faults with the engine {job.engine.kind}", where="engine", fix=fix)
     if job.sync.kind != "server" and _fault_count(faults, "kill server"):
         raise error("SH609", f"the job has no servers: its sync is {job.sync.kind}", where="--server-kills")
     with_lanes = _with_spare_lanes(job, workers + _fault_count(faults, "join"))

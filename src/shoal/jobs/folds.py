@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
-from shoal.jobs.run_result import RunResult
+from shoal.jobs.run_result import PAUSED, RunResult
 from shoal.spec.data import FoldSplitConfig
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
@@ -13,30 +14,33 @@ from shoal.spec.run_paths import RunPaths, write_atomically
 
 
 class FoldSchedule:
-    """Runs folds in order, up to `parallel` at the same time. After a fold that did not finish, no other fold is
-    started. Folds that finished in an earlier start are not run again."""
+    """Runs folds in order, up to `parallel` at the same time; with several seeds, all folds with each.
 
-    def __init__(self, job: Job, paths: RunPaths) -> None:
+    After a fold that did not finish, no other fold is started. Folds that finished in an earlier start are not run
+    again. `until`: pause after so many folds.
+    """
+
+    def __init__(self, job: Job, paths: RunPaths, *, until: int | None = None) -> None:
         split = job.data.split
-        assert isinstance(split, FoldSplitConfig)
         self._paths = paths
-        self._parallel = split.parallel
-        self._folds = [paths.fold(number) for number in range(split.folds)]
+        self._parallel = split.parallel if isinstance(split, FoldSplitConfig) else 1
+        self._until = job.fold_count if until is None else min(until, job.fold_count)
+        self._folds = [paths.fold(number) for number in range(job.fold_count)]
         self._results: dict[RunPaths, RunResult] = {}
         self._waiting: dict[RunPaths, Job] = {}
         for number, fold in enumerate(self._folds):
             if receipt := read_receipt_file(fold.receipt).own:
                 self._results[fold] = RunResult(fold, "finished", receipt=receipt)
             else:  # also if the receipt is damaged: the fold's driver writes it again from the events
-                data = job.data.model_copy(update={"split": split.model_copy(update={"fold": number})})
-                self._waiting[fold] = job.model_copy(update={"data": data})
+                self._waiting[fold] = job.fold(number)
                 fold.root.mkdir(exist_ok=True)
                 save_job(self._waiting[fold], fold.job)
 
     def take_next(self, active: int) -> tuple[RunPaths, Job] | None:
         """The fold to start next while `active` folds are running; None if there is none to start now."""
         failed = any(result.status != "finished" for result in self._results.values())
-        if failed or not self._waiting or active >= self._parallel:
+        enough = len(self._results) + active >= self._until
+        if failed or enough or not self._waiting or active >= self._parallel:
             return None
         fold = next(iter(self._waiting))
         return fold, self._waiting.pop(fold)
@@ -51,6 +55,8 @@ class FoldSchedule:
             self._results |= {fold: RunResult(fold, stop_reason) for fold in self._waiting}
         results = tuple(self._results[fold] for fold in self._folds if fold in self._results)
         whole = RunResult.of_folds(self._paths, results)
+        if whole.status == "finished" and len(results) < len(self._folds):
+            return replace(whole, status=PAUSED)
         if whole.status == "finished":
             write_atomically(self._paths.receipt, json.dumps(whole.receipt_data(), indent=2) + "\n")
         return whole

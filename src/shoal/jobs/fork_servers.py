@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from types import TracebackType
 
 from shoal.fleet.forkserver import ForkServer
+from shoal.jobs.remote.worker_launches import WORKER_MODULE
 from shoal.jobs.server_group import SERVER_MODULE
-from shoal.jobs.worker_group import WORKER_MODULE
 from shoal.spec.job import Job
+from shoal.spec.run_paths import cache_directory
 
 OPTIMIZER_MODULE = "torch._dynamo"  # torch imports it with the first optimizer, which takes a second
+METRICS_MODULE = "shoal.tasks.first_metric"
+DATA_MODULE = "shoal.data.datasets"
 
 
 class ForkServerPool:
     """One fork server per (interpreter, threads, modules), started on first use and closed with the pool. A `shared`
-    fork server serves every job instead, and its creator closes it. Belongs to one thread."""
+    fork server serves every job instead, and its creator closes it. `preload`: further modules that each imports.
+    Belongs to one thread."""
 
-    def __init__(self, shared: ForkServer | None = None) -> None:
+    def __init__(self, shared: ForkServer | None = None, *, preload: Sequence[str] = ()) -> None:
         self._shared = shared
-        self._made: dict[tuple[str, int, frozenset[str]], ForkServer] = {}
+        self._preload = tuple(preload)
+        self._made: dict[tuple[str, int, frozenset[str], bool], ForkServer] = {}
 
     def get(self, threads: int, *, modules: Sequence[str] = (), python: str = "") -> ForkServer:
         if self._shared is not None:
             return self._shared
-        key = python, threads, frozenset(modules)
-        if key not in self._made:
-            self._made[key] = make_fork_server(threads, modules=modules, python=python)
-        return self._made[key]
+        return self._get(threads, modules, python, at_once=True)
 
     def for_job(self, job: Job) -> ForkServer:
-        return self.get(job.threads, modules=modules_to_preload(job))
+        """The fork server for the job's engine. It imports nothing for an engine whose processes are elsewhere."""
+        if self._shared is not None:
+            return self._shared
+        return self._get(job.threads, modules_to_preload(job), "", at_once=job.engine.shares_run_dir)
+
+    def _get(self, threads: int, modules: Sequence[str], python: str, *, at_once: bool) -> ForkServer:
+        key = python, threads, frozenset(modules), at_once
+        if key not in self._made:
+            self._made[key] = make_fork_server(
+                threads, modules=[*modules, *self._preload], python=python, at_once=at_once
+            )
+        return self._made[key]
 
     def close(self) -> None:
         """Close the fork servers of the pool. No process that they forked is left."""
@@ -47,7 +61,9 @@ class ForkServerPool:
         self.close()
 
 
-def make_fork_server(threads: int, *, modules: Sequence[str] = (), python: str = "") -> ForkServer:
+def make_fork_server(
+    threads: int, *, modules: Sequence[str] = (), python: str = "", at_once: bool = True
+) -> ForkServer:
     """A fork server for workers; it imports `modules` once for all of them.
 
     The one place that sets environment variables: threads are fixed before torch is loaded, and sets iterate in the
@@ -61,7 +77,16 @@ def make_fork_server(threads: int, *, modules: Sequence[str] = (), python: str =
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
     }
-    return ForkServer(environment, [WORKER_MODULE, SERVER_MODULE, OPTIMIZER_MODULE, *modules], python=python)
+    preloaded = [WORKER_MODULE, SERVER_MODULE, OPTIMIZER_MODULE, *modules]
+    return ForkServer(environment, preloaded, python=python, at_once=at_once)
+
+
+def hold_data(fork_server: ForkServer, job: Job) -> None:
+    """Let the fork server hold the opened data of the job for its workers, where that is possible."""
+    if job.engine.shares_run_dir and job.fold_count == 1:
+        data = job.data.model_dump(mode="json", exclude={"transform", "augment", "loader", "sampler"})
+        asked = {"data": data, "seed": job.seed, "base_dir": job.base_dir, "cache_dir": str(cache_directory())}
+        fork_server.hold(DATA_MODULE, json.dumps(asked, sort_keys=True))
 
 
 def modules_to_preload(job: Job) -> list[str]:
@@ -69,7 +94,7 @@ def modules_to_preload(job: Job) -> list[str]:
     data = job.data
     kinds = {source.kind for source in (data.source, data.validation, data.test) if source is not None}
     wanted = {
-        "torchmetrics": bool(job.metrics),
+        METRICS_MODULE: bool(job.metrics),
         "sklearn.datasets": "sklearn" in kinds,
         "sklearn.model_selection": data.split.kind in ("kfold", "stratified", "grouped", "holdout"),
         "pyarrow.parquet": "parquet" in kinds,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN, EXIT_TERMINATED, ShoalError, error, error_from_fields
 from shoal.events import Event, EventReader
-from shoal.fleet.agent import Agent, LaunchCommand, StopCommand
+from shoal.fleet.agents.agent import Agent, LaunchCommand, StopCommand
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress
 from shoal.fleet.forkserver import ForkServer
@@ -22,8 +22,8 @@ from shoal.fleet.messages import AgentReport, ExitedReport, OutputReport
 from shoal.fleet.process_main import WELCOME_TIMEOUT_S
 from shoal.jobs import commands
 from shoal.jobs.fork_servers import make_fork_server
+from shoal.jobs.remote.worker_launches import WORKER_MODULE
 from shoal.jobs.run_executor import catch_stop_signals
-from shoal.jobs.worker_group import WORKER_MODULE
 from shoal.net.address import parse_address
 from shoal.net.handshake import new_token
 from shoal.spec.certificates import TlsContexts, load_tls_contexts
@@ -33,6 +33,8 @@ from shoal.spec.trust import CodeTrust
 from shoal.spec.view import Seat
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
+RETRY_S = 1.0
+"""Between two attempts to reach a driver that is not there yet."""
 AGENT_VARIABLE = "SHOAL_AGENT"
 """A secret that this agent shares with its workers, so that nobody else can report their exits and output."""
 POLL_S = 0.1
@@ -78,6 +80,24 @@ def join(
         ):
             joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured, *_trust_options(trust)])
             return joined.supervise()
+
+
+def wait_for_driver(where: str, token: str, *, tls_dir: Path | None = None, wait_s: float) -> None:
+    """Return when a driver answers at `where`. SH610 if none does in time, SH615 if the token is wrong. Checks nothing
+    if there is no time to wait."""
+    if not wait_s:
+        return
+    contact = _parse_address(where, token)
+    contexts = load_tls_contexts(tls_dir, where="--tls") if tls_dir else None
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            commands.fetch_welcome(contact, tls_contexts=contexts)
+            return
+        except ShoalError as failure:
+            if failure.code != "SH610" or time.monotonic() >= until_s:
+                raise
+        time.sleep(RETRY_S)
 
 
 def _trust_options(trust: CodeTrust) -> list[str]:

@@ -16,6 +16,7 @@ from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.coroutines import Steps, run_steps
 from shoal.jobs.fork_servers import ForkServerPool
+from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.run_paths import RunPaths
@@ -32,7 +33,8 @@ def run_probe(
     fork_server: ForkServer | None = None,
     **arguments: Any,
 ) -> Mapping[str, Any]:
-    """Run a probe (`check`, `split`, `measure` or `evaluate`) and return its answer. Raises the errors of the probe."""
+    """Run a probe (`check`, `split`, `measure`, `evaluate` or `shape`) on this machine, whatever the job's engine is,
+    and return its answer. Raises its errors."""
     with ForkServerPool(fork_server) as fork_servers:
         return run_steps(probe_steps(probe, job, fork_servers.for_job(job), on_event=on_event, **arguments))
 
@@ -53,7 +55,7 @@ def probe_steps(
         paths = RunPaths.at(scratch)
         save_job(job, paths.job)
         reader = EventReader(paths.events)
-        engine = stack.enter_context(contextlib.closing(make_engine(job.engine, paths, fork_server)))
+        engine = stack.enter_context(contextlib.closing(make_engine(LocalEngineConfig(), paths, fork_server)))
         engine.start([Launch(Seat(number=0), PROBE_MODULE, ("--run", scratch, probe, json.dumps(arguments)))])
         while True:
             exits = engine.poll(0)

@@ -16,9 +16,12 @@ from shoal.spec.run_paths import RunPaths
 def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
     """The run's job with these overrides applied.
 
-    SH604 if the run has finished. SH609 if the overrides change what it trains, or if workers of the run still live
-    with the old settings.
+    SH632 if it is a search. SH604 if the run has finished. SH609 if the overrides change what it trains, or if workers
+    of the run still live with the old settings.
     """
+    if paths.search_journal.is_file():
+        fix = f"shoal search resume {paths.name} goes on with it."
+        raise error("SH632", f"'{paths.name}' is a search", where=str(paths.root), fix=fix)
     if has_finished(paths):
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
     job = load_run_job(paths.job)

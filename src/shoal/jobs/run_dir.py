@@ -10,7 +10,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.job import Job
@@ -34,23 +34,31 @@ def check_runs(runs: Path) -> Path:
     return runs
 
 
-def create(job: Job, runs: Path) -> RunPaths:
-    """Create the directory `<job name>-<n>` and save the resolved job in it."""
-    check_runs(runs)
+def create(job: Job, runs: Path, *, reserved: RunPaths | None = None) -> RunPaths:
+    """Create the directory `<job name>-<n>`, or use the reserved one, and save the resolved job in it."""
+    paths = reserve(job.name, runs) if reserved is None else reserved
     try:
-        runs.mkdir(parents=True, exist_ok=True)
-        number = 1 + max((_run_number(p.name, job.name) for p in runs.iterdir()), default=0)
-        while True:
-            try:
-                (runs / f"{job.name}-{number}").mkdir()
-                break
-            except FileExistsError:  # another driver has just created it
-                number += 1
-        paths = RunPaths.at(runs / f"{job.name}-{number}")
+        paths.root.mkdir(parents=True, exist_ok=True)  # a reserved one may have been removed
         save_job(job, paths.job)
     except OSError as failure:
         raise error("SH605", f"{runs}: {failure.strerror}", where=str(runs)) from failure
     return paths
+
+
+def reserve(name: str, runs: Path) -> RunPaths:
+    """A new directory `<name>-<n>`. It is a run once it has a job: `create` saves it there."""
+    check_runs(runs)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((_run_number(p.name, name) for p in runs.iterdir()), default=0)
+        while True:
+            try:
+                (runs / f"{name}-{number}").mkdir()
+                return RunPaths.at(runs / f"{name}-{number}")
+            except FileExistsError:  # another driver has just created it
+                number += 1
+    except OSError as failure:
+        raise error("SH605", f"{runs}: {failure.strerror}", where=str(runs)) from failure
 
 
 def _run_number(directory: str, name: str) -> int:
@@ -71,15 +79,24 @@ def find(run: str, runs: Path) -> RunPaths:
 
 
 def resolve_init_from(job: Job, runs: Path) -> Job:
-    """The job with the run in `init_from` given by its path instead of its name."""
-    init = job.init_from
-    if init is None or init.path is None or "/" in init.path or (Path(job.base_dir) / init.path).exists():
-        return job
+    """The job with the runs in `init_from` and `distil` given by their paths instead of their names."""
+    update: dict[str, Any] = {}
+    if job.init_from is not None and job.init_from.path is not None:
+        path = _run_path(job, job.init_from.path, runs, field="init_from.path")
+        update["init_from"] = job.init_from.model_copy(update={"path": path})
+    if job.distil is not None:
+        path = _run_path(job, job.distil.teacher, runs, field="distil.teacher")
+        update["distil"] = job.distil.model_copy(update={"teacher": path})
+    return job.model_copy(update=update) if update else job
+
+
+def _run_path(job: Job, path: str, runs: Path, *, field: str) -> str:
+    if "/" in path or (Path(job.base_dir) / path).exists():
+        return path
     try:
-        path = str(find(init.path, runs).root)
+        return str(find(path, runs).root)
     except ShoalError as failure:
-        raise failure.at("init_from.path") from None
-    return job.model_copy(update={"init_from": init.model_copy(update={"path": path})})
+        raise failure.at(field) from None
 
 
 def list_runs(runs: Path) -> list[RunPaths]:

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.checkpoint.model_check import VerifiedModel, verify_model
 from shoal.errors import ShoalError, error, error_from_fields
 from shoal.events import Event, EventWriter, LineTail, RunState, RunStateReader, describe_damage
-from shoal.fleet.agent_reports import AgentReports
+from shoal.fleet.agents.agent_reports import AgentReports
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.driver_address import DriverAddress, read_driver_address, write_driver_address
 from shoal.fleet.engine import Exit
@@ -25,13 +25,15 @@ from shoal.fleet.messages import AgentHello, UserHello, parse_hello, parse_user_
 from shoal.fleet.orphans import locked_seats
 from shoal.fleet.rate_limit import RateLimit
 from shoal.fleet.roster import SeatNumbers
+from shoal.jobs.alerts.watch import RunWatch
 from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.coroutines import BackgroundCall
 from shoal.jobs.plan_file import read_plan_file
 from shoal.jobs.receipt import make_receipt
+from shoal.jobs.remote.worker_launches import TOKEN_VARIABLE, DirectoryLaunches, RemoteLaunches, WorkerLaunches
 from shoal.jobs.replanner import Replanner
 from shoal.jobs.run_health import ensure_descriptors, find_damage, server_loss, worker_death, write_receipt
-from shoal.jobs.run_result import RunResult
+from shoal.jobs.run_result import PAUSED, RunResult
 from shoal.jobs.server_group import ServerGroup
 from shoal.jobs.worker_group import WorkerGroup, initial_workers
 from shoal.net.errors import ProtocolError
@@ -44,6 +46,7 @@ from shoal.spec.view import Seat
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that workers have to exit after the run has finished."""
+MIN_TOKEN_CHARACTERS = 16
 MAX_USERS = 64
 """Connections of users. The oldest is closed for one more."""
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 1, 20
@@ -64,9 +67,11 @@ class RunDriver:
         *,
         on_event: OnRunEvent | None = None,
         trace: bool = False,
+        until: int | None = None,
     ) -> None:
         self.job = job
         self.paths = paths
+        self._until = until
         self.engine = make_engine(job.engine, paths, fork_server)
         self._on_event = on_event
         self._trace = trace
@@ -76,6 +81,8 @@ class RunDriver:
         self.state = self._reader.state
         self._output_tails: dict[int, tuple[str, LineTail]] = {}
         self._replanner: Replanner | None = None
+        self._watch = RunWatch(job, paths, self._stream)
+        self._exit.callback(self._watch.close)
         self._users: dict[int, UserHello] = {}  # by connection, the oldest first
         self._refusal_limit = RateLimit(REFUSALS_PER_S, REFUSALS_AT_ONCE)
         self._last_step_known = False
@@ -105,6 +112,7 @@ class RunDriver:
         free = first_free_seat([*self.state.workers, *self.state.servers, *taken])
         seat_numbers = SeatNumbers(max(free, self.state.seats_given))
         self.control = self._exit.enter_context(contextlib.closing(open_control(self.job, self.paths)))
+        launches = self._exit.enter_context(contextlib.closing(self._make_launches()))
         self._exit.callback(lambda: self.engine.close())  # noqa: PLW0108  # a test may replace the engine
         self.server_group = self._make_server_group(seat_numbers)
         self.worker_group = WorkerGroup(
@@ -115,8 +123,9 @@ class RunDriver:
             self._stream,
             seat_numbers=seat_numbers,
             server_group=self.server_group,
-            trace=self._trace,
+            launches=launches,
         )
+        self.worker_group.membership.pause_at = self._until
         self.commands = CommandHandler(self.worker_group.membership, self.server_group)
         if not already_finished:
             tls = self.job.network.tls is not None
@@ -139,6 +148,11 @@ class RunDriver:
             if known is None or known.state not in ("dead", "left", "failed", "finished"):
                 died: dict[str, Any] = {seat.role: seat.name, "reason": "it ended while the run had no driver"}
                 self._stream.emit(f"{seat.role}_died", **died)
+
+    def _make_launches(self) -> WorkerLaunches:
+        if self.job.engine.shares_run_dir:
+            return DirectoryLaunches(self.paths, trace=self._trace)
+        return RemoteLaunches(self.job, self.paths, self.control, token=self.control.token, trace=self._trace)
 
     def _make_server_group(self, seat_numbers: SeatNumbers) -> ServerGroup | None:
         sync = self.job.sync
@@ -219,6 +233,10 @@ class RunDriver:
             return self._shut_down()
         if not self.paths.events.exists() and (gone := find_damage(self.paths)):
             return self._failed(gone)
+        if self.worker_group.membership.pause_reached:
+            self.stop(PAUSED)
+        if not self.job.engine.shares_run_dir and not self.engine.capacity():
+            self.stop("terminated")  # every machine is being taken away: save while there is time
         self.worker_group.tick()
         if self.stop_reason and not self.worker_group.seats:
             return RunResult(self.paths, self.stop_reason)
@@ -268,6 +286,7 @@ class RunDriver:
             except ShoalError as failure:
                 result = self._failed(failure)
         self.worker_group.dismiss(f"the run is {result.status}")  # else remote workers wait for another driver
+        self._watch.end(result.status, str(result.error.message) if result.error else "")
         self._stream.emit("run_ended", status=result.status, refused=self.control.refused + self.worker_group.refused)
         self._read_events()
         self._reader.save()
@@ -346,7 +365,9 @@ class RunDriver:
         for event in self._reader.read_new():
             if self._replanner:
                 self._replanner.observe(event, self.state)
+            self._watch.observe(event)
             self._notify(event)
+        self._watch.tick(self.state)
         self._reader.save_if_due()
         self._last_step_known = self._last_step_known or bool(self.state.built_by)
         if self._last_step_known and self.state.steps_total:
@@ -421,13 +442,28 @@ class RunDriver:
 
 def open_control(job: Job, paths: RunPaths) -> ControlServer:
     """Open the control server with an earlier driver's token and, if it is free, port. Its address is written to the
-    run directory for the workers."""
+    run directory for the workers. A token in the environment comes first: a launcher may give it to all machines."""
     known = read_driver_address(paths.driver_address)
     token, port, secret = (known.token, known.port, known.secret) if known else (new_token(), 0, "")
+    token = given_token() or token
     contexts = tls_contexts_for(job)
+    port = job.network.port or port
     control = ControlServer(token, listen=job.network.listen, port=port, tls_contexts=contexts, secret=secret)
+    if job.network.port and control.port != port:
+        control.close()
+        raise error("SH611", f"port {port} is in use", where="network.port", fix="Choose another port, or none.")
     write_driver_address(paths.driver_address, DriverAddress(control.host, control.port, token, control.secret))
     return control
+
+
+def given_token() -> str:
+    """The token of the environment; '' if there is none. SH615 if it could be guessed."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if token and len(token) < MIN_TOKEN_CHARACTERS:
+        message = f"the token has {len(token)} characters"
+        fix = f"Give at least {MIN_TOKEN_CHARACTERS} random ones, such as `openssl rand -hex 16` prints."
+        raise error("SH615", message, where=TOKEN_VARIABLE, fix=fix)
+    return token
 
 
 def first_free_seat(names: Iterable[str]) -> int:

@@ -14,14 +14,17 @@ from typing import TypeVar
 from shoal.errors import EXIT_TERMINATED
 from shoal.events import Event, EventWriter, RunState, load_state
 from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.messages import ScaleRequest
 from shoal.jobs import run_dir
+from shoal.jobs.compression.shrink_legs import run_legs
 from shoal.jobs.coroutines import TICK_S, Steps
 from shoal.jobs.folds import FoldSchedule
 from shoal.jobs.fork_servers import ForkServerPool
+from shoal.jobs.remote.code_archive import find_code
 from shoal.jobs.resolve_auto import resolve_auto_steps
 from shoal.jobs.resume import job_to_resume
 from shoal.jobs.run_driver import RunDriver
-from shoal.jobs.run_result import RunResult
+from shoal.jobs.run_result import PAUSED, RunResult
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.run_paths import RunPaths
@@ -34,9 +37,11 @@ OnEvent = Callable[[RunPaths, Event, RunState], str | None]
 class RunHandle:
     """A submitted run. `paths` is None until its directory exists; a job with `sync: auto` is planned first."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: int | None = None) -> None:
         self.paths: RunPaths | None = None
+        self.until = until
         self.stop_reason = ""
+        self.wanted_workers: int | None = None
         self._result: RunResult | None = None
         self._failure: BaseException | None = None
 
@@ -54,6 +59,10 @@ class RunHandle:
 
     def stop(self, why: str) -> None:
         self.stop_reason = self.stop_reason or why
+
+    def scale(self, wanted_workers: int) -> None:
+        """As `shoal scale` does, also before the run has started. Each fold gets so many workers."""
+        self.wanted_workers = wanted_workers
 
     def set_result(self, result: RunResult) -> None:
         self._result = result
@@ -74,22 +83,45 @@ class RunExecutor:
         self._active: dict[RunHandle, Steps[RunResult]] = {}
         self._filenos: dict[RunHandle, Sequence[int] | None] = {}  # None: it has not started
 
-    def submit(self, job: Job, *, runs: Path, on_event: OnEvent | None = None, trace: bool = False) -> RunHandle:
+    def submit(
+        self,
+        job: Job,
+        *,
+        runs: Path,
+        on_event: OnEvent | None = None,
+        trace: bool = False,
+        reserved: RunPaths | None = None,
+        until: int | None = None,
+    ) -> RunHandle:
         """Run a checked job in a new directory; a job with `sync: auto` is planned first. A job with folds is one run.
 
+        `until`: pause the run after the first evaluation at or after this step, or after so many folds. A paused run
+        may be resumed to the bits of an undisturbed one.
+
         `trace`: the workers record a digest of the state after every step (only for a job without folds); see
-        `jobs.verify`.
+        `jobs.verify`. `reserved`: the directory to use, such as one from `run_dir.reserve`.
         """
-        return self._add(lambda handle: self._new_run(handle, job, runs, on_event, trace=trace))
+        return self._add(
+            lambda handle: self._new_run(handle, job, runs, on_event, trace=trace, reserved=reserved), until
+        )
 
     def submit_resume(
-        self, paths: RunPaths, *, overrides: Sequence[str] = (), on_event: OnEvent | None = None
+        self,
+        paths: RunPaths,
+        *,
+        overrides: Sequence[str] = (),
+        on_event: OnEvent | None = None,
+        until: int | None = None,
     ) -> RunHandle:
-        """Resume from the newest valid checkpoint; finished folds are not run again.
+        """Resume from the newest valid checkpoint; finished folds are not run again. `until`: see `submit`.
 
         `overrides` (`path=value`) change how the run continues (`workers=2`, `shard=none`), but not what it trains.
         """
-        return self._add(lambda handle: self._resumed_run(handle, paths, overrides, on_event))
+        return self._add(lambda handle: self._resumed_run(handle, paths, overrides, on_event), until)
+
+    def submit_steps(self, make_steps: Callable[[RunHandle], Steps[RunResult]]) -> RunHandle:
+        """Advance other work as a run is advanced, such as a search whose trials are runs of this executor."""
+        return self._add(make_steps)
 
     def stop(self, run: RunHandle, why: str) -> None:
         """Stop at the next step boundary: one worker saves, all exit, and `why` becomes the run's status."""
@@ -100,10 +132,11 @@ class RunExecutor:
         """Runs that have not ended. A job with folds and each of its active folds count separately."""
         return list(self._active)
 
-    def tick(self, timeout_s: float = TICK_S) -> None:
-        """Wait until a run has something to do or the timeout expires, then advance every run."""
+    def tick(self, timeout_s: float = TICK_S, *, also: Sequence[int] = ()) -> None:
+        """Wait until a run has something to do, one of `also` is readable, or the timeout expires, then advance every
+        run."""
         filenos = self._filenos.values()
-        wait({fileno for some in filenos for fileno in some or ()}, 0 if None in filenos else timeout_s)
+        wait({*also, *(fileno for some in filenos for fileno in some or ())}, 0 if None in filenos else timeout_s)
         for handle in reversed(list(self._active)):  # folds before the run that waits for them
             self._resume(handle)
 
@@ -119,7 +152,7 @@ class RunExecutor:
         """Abort all active runs. No process of theirs is left."""
         with contextlib.ExitStack() as stack:
             for handle in self._active:
-                stack.callback(self._break_off, handle)
+                stack.callback(self.break_off, handle)
 
     def __enter__(self) -> RunExecutor:
         return self
@@ -131,8 +164,8 @@ class RunExecutor:
 
     # ---- implementation ----
 
-    def _add(self, make_steps: Callable[[RunHandle], Steps[RunResult]]) -> RunHandle:
-        handle = RunHandle()
+    def _add(self, make_steps: Callable[[RunHandle], Steps[RunResult]], until: int | None = None) -> RunHandle:
+        handle = RunHandle(until)
         self._active[handle] = make_steps(handle)
         self._filenos[handle] = None
         return handle
@@ -149,7 +182,8 @@ class RunExecutor:
             handle.set_failure(failure)
             self._forget(handle)
 
-    def _break_off(self, handle: RunHandle) -> None:
+    def break_off(self, handle: RunHandle) -> None:
+        """Abort a run: none of its processes is left. It can be resumed."""
         steps = self._active.get(handle)
         if steps is not None:
             self._forget(handle)
@@ -161,12 +195,21 @@ class RunExecutor:
         del self._filenos[handle]
 
     def _new_run(
-        self, handle: RunHandle, job: Job, runs: Path, on_event: OnEvent | None, *, trace: bool
+        self,
+        handle: RunHandle,
+        job: Job,
+        runs: Path,
+        on_event: OnEvent | None,
+        *,
+        trace: bool,
+        reserved: RunPaths | None,
     ) -> Steps[RunResult]:
         job = run_dir.resolve_init_from(job, run_dir.check_runs(runs))
+        if not job.engine.shares_run_dir:
+            find_code(Path(job.base_dir))  # what cannot be sent is told before the run has a directory
         self.fork_servers.for_job(job)  # start loading torch early
         job, plan_file = yield from _unless_stopped(handle, resolve_auto_steps(job, self.fork_servers))
-        paths = run_dir.create(job, runs)
+        paths = run_dir.create(job, runs, reserved=reserved)
         if plan_file:
             plan_file.write(paths)
         return (yield from self._locked_run(handle, job, paths, on_event, trace=trace))
@@ -193,19 +236,49 @@ class RunExecutor:
                 save_job(job, paths.job)
             if job.fold_count > 1:
                 return (yield from self._folds(handle, job, paths, on_event))
+            if job.shrink is not None:
+                return (yield from self._legs(handle, job, paths, on_event, trace=trace))
             return (yield from self._one_run(handle, job, paths, on_event, trace=trace))
+
+    def _legs(
+        self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None, *, trace: bool
+    ) -> Steps[RunResult]:
+        """A run whose model becomes smaller on the way. A caller's `until` counts for both legs."""
+        until = handle.until
+
+        def drive(leg: Job, where: RunPaths, pause_at: int | None) -> Steps[RunResult]:
+            handle.until = pause_at
+            return self._one_run(handle, leg, where, on_event, trace=trace)
+
+        return (yield from run_legs(job, paths, drive=drive, fork_server=self.fork_servers.for_job(job), until=until))
 
     def _one_run(
         self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None, *, trace: bool = False
     ) -> Steps[RunResult]:
+        """Drive the run. If the workers died at the pause before the state was saved, they train that part again."""
         handle.paths = paths
+        for _ in range(job.elastic.restarts):
+            result = yield from self._drive(handle, job, paths, on_event, trace=trace)
+            if result.status != PAUSED or (result.saved_step or 0) >= (handle.until or 0):
+                return result
+        return (yield from self._drive(handle, job, paths, on_event, trace=trace))
+
+    def _drive(
+        self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None, *, trace: bool
+    ) -> Steps[RunResult]:
         watch = None if on_event is None else lambda event, state: on_event(paths, event, state)
+        fork_server = self.fork_servers.for_job(job)
         with contextlib.closing(
-            RunDriver(job, paths, self.fork_servers.for_job(job), on_event=watch, trace=trace)
+            RunDriver(job, paths, fork_server, on_event=watch, trace=trace, until=handle.until)
         ) as driver:
             driver.start()
+            scaled: int | None = None
             while True:
-                handle.stop(driver.stop_reason or driver.stop_requested)
+                if handle.wanted_workers not in (None, scaled) and not driver.stop_reason:
+                    scaled = handle.wanted_workers
+                    driver.commands.handle(ScaleRequest(kind="scale", wanted=scaled))
+                if driver.stop_reason != PAUSED:
+                    handle.stop(driver.stop_reason or driver.stop_requested)
                 if handle.stop_reason:
                     driver.stop(handle.stop_reason)
                 result = driver.tick()
@@ -215,7 +288,7 @@ class RunExecutor:
 
     def _folds(self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None) -> Steps[RunResult]:
         """Run each fold as a run of its own. Stopping one fold stops all."""
-        schedule = FoldSchedule(job, paths)
+        schedule = FoldSchedule(job, paths, until=handle.until)
         active: list[RunHandle] = []
         with contextlib.closing(EventWriter(paths.events, "driver")) as stream:
             stream.emit("run_started", run=paths.name)
@@ -224,17 +297,19 @@ class RunExecutor:
                     for fold in list(active):
                         handle.stop(fold.stop_reason)
                         fold.stop(handle.stop_reason)
+                        fold.wanted_workers = handle.wanted_workers
                         if fold.done:
                             active.remove(fold)
                             schedule.add(fold.result())
                     while not handle.stop_reason and (following := schedule.take_next(len(active))):
                         active.append(self._add_fold(*following, on_event))
+                        active[-1].wanted_workers = handle.wanted_workers
                     if not active:
                         break
                     yield ()
             finally:
                 for fold in active:
-                    self._break_off(fold)
+                    self.break_off(fold)
             result = schedule.finish(handle.stop_reason)
             stream.emit("run_ended", status=result.status)
             return result

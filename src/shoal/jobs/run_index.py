@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from shoal.checkpoint import manifest
 from shoal.errors import error
-from shoal.events import RunState, RunSummary, SummaryIndex, describe_damage, load_state, load_summary
+from shoal.events import RunState, RunSummary, SummaryIndex, describe_damage, load_state, load_summary, quick_summary
 from shoal.jobs import run_dir
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
@@ -29,23 +30,49 @@ def list_summaries(runs: Path) -> list[dict[str, Any]]:
     for paths in found:
         try:
             summary = index.summary(paths.name, f"{paths.root}/events.jsonl", partial(_summary, paths))
-            rows.append(_row(paths, summary))
+            rows.append(_row(paths, summary) | _of_search(paths, summary))
         except OSError as failure:
-            row = _row(paths, RunSummary.of(RunState(status="unreadable")))
-            rows.append(row | {"damage": f"the run cannot be read: {failure.strerror}"})
+            rows.append(_unreadable_row(paths, failure))
     index.save_if_useful()
     return rows
+
+
+def _of_search(paths: RunPaths, found: RunSummary) -> dict[str, Any]:
+    """The fields of a search in place of those of a run; nothing for a run."""
+    if found.status != "created" or not paths.search_journal.is_file():
+        return {}
+    from shoal.jobs.search.summary import summary_row  # numpy takes a tenth of a second to import
+
+    return summary_row(paths)
+
+
+def list_row(paths: RunPaths) -> dict[str, Any]:
+    """One row of `shoal runs`, also of a run that cannot be read."""
+    try:
+        summary = _summary(paths)
+        return _row(paths, summary) | _of_search(paths, summary)
+    except OSError as failure:
+        return _unreadable_row(paths, failure)
+
+
+def _unreadable_row(paths: RunPaths, failure: OSError) -> dict[str, Any]:
+    row = _row(paths, RunSummary.of(RunState(status="unreadable")))
+    return row | {"damage": f"the run cannot be read: {failure.strerror}"}
 
 
 def run_summary(paths: RunPaths) -> dict[str, Any]:
     """One row of `shoal runs`. SH605 if the events cannot be read."""
     with run_dir.readable(paths):
-        return _row(paths, _summary(paths))
+        summary = _summary(paths)
+        return _row(paths, summary) | _of_search(paths, summary)
 
 
 def _summary(paths: RunPaths) -> RunSummary:
-    """Reads only the header of the state snapshot if that is up to date."""
+    """Reads only the header of the state snapshot if that is up to date, or the stream if that is short."""
     found = load_summary(paths.events, paths.state_snapshot)
+    if found is None:
+        with contextlib.suppress(FileNotFoundError):
+            found = quick_summary(paths.events)
     return RunSummary.of(load_state(paths.events, paths.state_snapshot)) if found is None else found
 
 
@@ -57,6 +84,7 @@ def _row(paths: RunPaths, found: RunSummary) -> dict[str, Any]:
         "steps": found.steps_total,
         "metrics": found.metrics if found.steps_total else fold_means(paths),  # only the folds make steps
         "started": _started(paths, found),
+        "started_t": found.started_t,
         "weights_sha256": found.weights_sha256,
         "damage": describe_damage(found.skipped_rows),
     }

@@ -9,7 +9,9 @@ from shoal.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, S
 from shoal.spec.receipt import Receipt, metrics_mean_and_std
 from shoal.spec.run_paths import RunPaths
 
-EXIT_BY_STATUS = {"finished": EXIT_OK, "interrupted": EXIT_INTERRUPTED}
+PAUSED = "paused"
+"""The status of a run that stopped where its caller wanted: it has a checkpoint of exactly that step."""
+EXIT_BY_STATUS = {"finished": EXIT_OK, PAUSED: EXIT_OK, "interrupted": EXIT_INTERRUPTED}
 
 
 @dataclass(frozen=True)

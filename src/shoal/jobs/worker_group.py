@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
-from shoal.fleet.engine import Engine, Exit, Launch, Node
+from shoal.fleet.engine import Engine, Exit, Node
 from shoal.fleet.event_relay import EventRelay
 from shoal.fleet.messages import (
     BeatMessage,
@@ -17,6 +17,7 @@ from shoal.fleet.messages import (
     CutsMessage,
     EventMessage,
     StandingMessage,
+    UsageFields,
     WorkerHello,
     WorkerMessage,
     parse_hello,
@@ -24,7 +25,9 @@ from shoal.fleet.messages import (
     printable,
 )
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
+from shoal.fleet.usage import oom_kills
 from shoal.jobs.liveness import LivenessCheck
+from shoal.jobs.remote.worker_launches import DirectoryLaunches, WorkerLaunches
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.errors import ProtocolError
 from shoal.net.host_id import host_id
@@ -32,9 +35,8 @@ from shoal.plan.membership_policy import EvictWorker, MembershipAction, PublishV
 from shoal.plan.sharded_membership import make_membership_policy
 from shoal.spec.job import MAX_WORKERS, Job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Seat, View, position_of
+from shoal.spec.view import View, position_of
 
-WORKER_MODULE = "shoal.train.worker"
 EXIT_TIMEOUT_S = 10.0
 """Seconds that a worker has to exit after its connection was closed, if it was told to leave."""
 MAX_UNSEEN_VIEWS = 1000
@@ -46,7 +48,7 @@ class WorkerGroup:
     """A roster of workers and the membership policy. Belongs to the driver's thread.
 
     Call `tick` whenever something is readable, and periodically. `server_group` is None for a run without servers; it
-    supplies the chunk table that is sent to workers.
+    supplies the chunk table that is sent to workers. Without `launches`, workers open the run's directory.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class WorkerGroup:
         *,
         seat_numbers: SeatNumbers,
         server_group: ServerGroup | None,
-        trace: bool = False,
+        launches: WorkerLaunches | None = None,
     ) -> None:
         self.membership = make_membership_policy(job, wanted_workers=initial_workers(job, engine.capacity()))
         self.roster = Roster(control)
@@ -70,7 +72,7 @@ class WorkerGroup:
         self._stream = stream
         self._seat_numbers = seat_numbers
         self._server_group = server_group
-        self._arguments = ("--run", str(paths.root), *(["--trace"] if trace else []))
+        self._launches = launches or DirectoryLaunches(paths)
         self._liveness = LivenessCheck(self.roster)
         self._latest_views: dict[int, View] = {}
         self._final_view: View | None = None  # also sent to workers that connect after the end
@@ -78,6 +80,9 @@ class WorkerGroup:
         self._relays: dict[int, EventRelay] = {}  # for workers that joined
         self._agents: dict[int, str] = {}  # by seat: the secret of the agent that started the worker, or ''
         self._last_step: int | None = None
+        self._usage_at_s: dict[int, float] = {}
+        self._oom_kills = oom_kills()
+        self._withdrawn: set[int] = set()  # seats that had no machine yet when the run ended
 
     def start(self, reattached: Iterable[int], *, view_number: int = 0) -> None:
         """Expect the workers that outlived an earlier driver, whose newest known view was `view_number`. `tick` starts
@@ -90,6 +95,7 @@ class WorkerGroup:
     def tick(self) -> list[MembershipAction]:
         """Evict failed workers, then carry out the policy's actions and return them."""
         now = time.monotonic()
+        self._watch_waiting(now)
         if self._liveness.is_due(now):
             self._check_liveness(now)
         actions = self.membership.decide(now)
@@ -104,12 +110,24 @@ class WorkerGroup:
 
     def handle_exit(self, one: Exit) -> str:
         """Handle the exit of a worker of the engine. Returns why it died, or '' if it exited cleanly."""
+        if one.seat in self._withdrawn:
+            self._remove_worker(one.seat, left_cleanly=True)
+            return ""
+        if one.code is None:  # it may live on somewhere, and must not be heard any more
+            self.roster.disconnect(one.seat)
         self._remove_worker(one.seat, left_cleanly=one.code == 0)
         why = self.roster.readmit(one.seat)
         if one.code == 0:
             return ""
-        self._stream.emit("worker_died", worker=f"worker-{one.seat}", reason=why or one.reason)
-        return why or one.reason
+        why = why or one.reason + self._name_oom_kill(one)
+        self._stream.emit("worker_died", worker=f"worker-{one.seat}", reason=why)
+        return why
+
+    def _name_oom_kill(self, one: Exit) -> str:
+        """What the kernel of this machine says of a process that was killed; '' if it did not run out of memory."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        is_killed = one.reason == "SIGKILL" and self._oom_kills > before
+        return " (the kernel's out-of-memory killer was at work)" if is_killed else ""
 
     def stop(self, why: str) -> None:
         """Stop at a step boundary: one worker saves, then all exit."""
@@ -120,10 +138,12 @@ class WorkerGroup:
         """Let all workers exit immediately, without saving."""
         if self._final_view is None:
             self._publish(self.membership.dismiss(why))
+        self._withdraw_waiting()
 
     def evict(self, seat: int, why: str) -> None:
         """Remove the worker from the run, and kill it if the engine runs it."""
         self._stream.emit("evicted", worker=f"worker-{seat}", host=self.roster.host(seat), reason=why)
+        self._launches.dismiss(seat)
         if seat in self._engine.running():
             self.roster.evict(seat, why)
             self._engine.stop([seat])
@@ -187,8 +207,12 @@ class WorkerGroup:
             printable(hello.host),
             managed=attachment.managed,
             same_host=address.host_id == host_id(),
+            sends_events=attachment.needs_job,
+            nonce=hello.nonce,
         )
         self.roster.connect(seat, peer)
+        if attachment.managed:
+            self._launches.admit(seat)
         known = seat in self.membership.members
         training = hello.training and not known
         self.membership.arrived(seat, attachment, address=address, view=hello.view, training=training)
@@ -209,9 +233,10 @@ class WorkerGroup:
             raise ProtocolError("the servers lost the state that it holds")
         proved = hello.seat is not None and self._control.holds_key(f"worker-{hello.seat}", hello.key)
         if attachment.managed:
-            if not proved or hello.seat not in self.seats or self.roster.is_other_process(hello.seat, hello.pid):
+            seat = hello.seat if proved else None
+            if seat is None or seat not in self.seats or self.roster.is_other_process(seat, hello.pid, hello.nonce):
                 raise ProtocolError(f"seat {hello.seat} is not its seat")
-            return hello.seat
+            return seat
         if attachment.can_save:
             raise ProtocolError("it joined, so it cannot save")
         joined = sum(not member.managed for member in self.membership.members.values())
@@ -229,7 +254,8 @@ class WorkerGroup:
     def _welcome(self, connection: int, seat: int, hello: WorkerHello) -> None:
         key = self._control.key(f"worker-{seat}")
         joined = {"job": self._job.dump(), "key": key} if hello.attachment.needs_job else {}
-        self._control.send(connection, "welcome", seat=seat, run=self._paths.name, **joined)
+        remote = self._launches.welcome() if hello.attachment.managed else {}
+        self._control.send(connection, "welcome", seat=seat, run=self._paths.name, **joined, **remote)
         if self._final_view and self._final_view.number <= hello.view:  # the worker ignores a number below its newest
             self._final_view = self._final_view.model_copy(update={"number": hello.view + 1})
         if newest := self._final_view or self._latest_views.get(seat):
@@ -283,8 +309,17 @@ class WorkerGroup:
         if beat.lanes_timed:
             now_s = time.monotonic()
             self.membership.observe_lanes(seat, now_s, count=beat.lanes_timed, total_s=beat.lanes_timed_s)
+        if beat.usage is not None:
+            self._report_usage(seat, beat.usage)
         if beat.leaving:
             self.membership.drain(seat, "terminated", replace=True)
+
+    def _report_usage(self, seat: int, usage: UsageFields) -> None:
+        """At most one event per second for each worker, however often it tells."""
+        now = time.monotonic()
+        if now - self._usage_at_s.get(seat, -math.inf) >= 1.0:
+            self._usage_at_s[seat] = now
+            self._stream.emit("usage", worker=f"worker-{seat}", **usage.model_dump(exclude_none=True))
 
     def _handle_standing(self, seat: int, standing: StandingMessage) -> None:
         if why := self.membership.stopped_at(
@@ -294,10 +329,12 @@ class WorkerGroup:
 
     def _relay(self, seat: int, row: str) -> None:
         """Write the event of a worker that cannot reach the run directory."""
-        if self.roster[seat].managed:
+        peer = self.roster[seat]
+        if not peer.sends_events:
             raise ProtocolError("it can reach the run directory, and sends its events")
         if seat not in self._relays:
-            self._relays[seat] = EventRelay(f"worker-{seat}", self._job.lane_count, self._job.batch_size)
+            lanes, batch_size = self._job.lane_count, self._job.batch_size
+            self._relays[seat] = EventRelay(f"worker-{seat}", lanes, batch_size, managed=peer.managed)
         event = self._relays[seat].relay(row, host=self.roster.host(seat), last_step=self._last_step)
         if event is not None:
             self._stream.append(event)
@@ -309,7 +346,21 @@ class WorkerGroup:
         for seat in seats:
             self.membership.expect(seat)
             self.roster.expect_start(seat, until_s=time.monotonic() + START_TIMEOUT_S)
-        self._engine.start([Launch(Seat(number=seat), WORKER_MODULE, self._arguments) for seat in seats])
+        self._engine.start([self._launches.launch(seat) for seat in seats])
+
+    def _watch_waiting(self, now_s: float) -> None:
+        """Seats without a machine: their time to connect has not begun, and a run that ends does not wait for them."""
+        if self.membership.stop_reason:
+            self._withdraw_waiting()
+        waiting = self._engine.waiting()
+        for seat in waiting:
+            self.roster.expect_start(seat, until_s=now_s + START_TIMEOUT_S)
+        self.membership.waiting = frozenset(waiting)
+
+    def _withdraw_waiting(self) -> None:
+        if waiting := self._engine.waiting():
+            self._withdrawn.update(waiting)
+            self._engine.stop(waiting)
 
     def _take_seats(self, count: int) -> list[int]:
         """New seats, on record before anybody has them: a driver that takes over must not give them out again."""
@@ -358,6 +409,7 @@ class WorkerGroup:
         self.roster.remove(seat)
         self._latest_views.pop(seat, None)
         self._relays.pop(seat, None)
+        self._launches.dismiss(seat)
 
 
 def _view_fields(action: PublishView) -> dict[str, Any]:
@@ -374,6 +426,6 @@ def _view_fields(action: PublishView) -> dict[str, Any]:
 
 def initial_workers(job: Job, nodes: Iterable[Node]) -> int:
     """The number of workers at the start: as many as the engine's machines have cores for, within the job's bounds."""
-    room = sum(node.cores // job.threads for node in nodes)
+    room = sum(node.room(job.threads) for node in nodes)
     room -= room % job.workers_per_replica
     return max(job.workers.least, min(job.workers.most, room))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,10 @@ def _checked_weight(weight: Any, device: torch.device) -> Tensor:
     if not isinstance(weight, Tensor | float | int) or (isinstance(weight, Tensor) and weight.numel() != 1):
         message = f"the loss returns {_describe(weight)} as its weight, not one number"
         raise error("SH402", message, where="loss", fix=_RETURN)
+    on_host = not isinstance(weight, Tensor) or weight.device.type == "cpu"  # reading another device would wait for it
+    if on_host and not 0 <= float(weight) < math.inf:
+        message = f"the loss returns {float(weight)} as its weight"
+        raise error("SH402", message, where="loss", fix="Return a finite weight of at least 0: what divides the sum.")
     return torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()).clone()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -160,15 +160,22 @@ class Replica:
         """Find the moving buffers: run one forward pass and restore all buffers."""
         if not any(True for _ in self.model.buffers()):
             return
+        with self.rehearsal() as before, torch.no_grad():
+            self._loss(self.model, batch)
+            changed = [n for n, b in self.model.named_buffers() if n in before and _differs(b, before[n])]
+        self._set_moving_buffers(changed)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[dict[str, Tensor]]:
+        """A block for forward passes as in the first step. It gets a copy of all buffers, and restores them."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.set_train_mode()
         self.rng.seed_all(self._seed, seeds.LANE, 0, 0)
-        with torch.no_grad(), self.autocast_context():
-            self._loss(self.model, batch)
-            changed = [n for n, b in self.model.named_buffers() if n in before and _differs(b, before[n])]
+        with self.autocast_context():
+            yield before
+        with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(before[name])
-        self._set_moving_buffers(changed)
 
     def _set_moving_buffers(self, names: list[str]) -> None:
         self.moving_buffers = MovingBuffers(self.model, names)

@@ -19,7 +19,7 @@ from typing import Literal
 from shoal.events.schema import LANES_MOVE
 from shoal.plan import lane_assignment
 from shoal.plan.lane_balance import LaneBalance
-from shoal.spec.view import Address, Attachment, View
+from shoal.spec.view import Address, Attachment, View, is_evaluated, step_of
 
 JOIN_WAIT_S = 5.0
 """Seconds that a ready worker waits for workers that are being started, so that they enter together."""
@@ -109,6 +109,10 @@ class MembershipPolicy:
     stop_reason: str = ""
     final_position: int | None = None
     """The position at the end of the job, once it is known."""
+    pause_at: int | None = None
+    """The step after whose evaluation the run pauses."""
+    waiting: frozenset[int] = frozenset()
+    """Expected workers for which the cluster has no machine yet. That may take hours."""
     _final_saver: int | None = None
     _final_state_saved: bool = False
     _dismissed: bool = False
@@ -213,6 +217,14 @@ class MembershipPolicy:
         """The worker has computed `count` lanes in `total_s`, both since it started."""
         if seat in self.members:
             self.balance.observe(seat, now_s, count=count, total_s=total_s)
+
+    @property
+    def pause_reached(self) -> bool:
+        """Whether a worker has stopped where the run pauses. The others stop there too, without being asked."""
+        return self.pause_at is not None and any(
+            m.stopped and is_evaluated(m.position) and step_of(m.position or 0) >= self.pause_at
+            for m in self.members.values()
+        )
 
     def exchange_stalled(self) -> None:
         """All workers wait for each other."""
@@ -360,17 +372,17 @@ class MembershipPolicy:
         if lost:
             return "now", f"{worker_names(lost)} {'is' if len(lost) == 1 else 'are'} gone"
         stopped = [s for s in self.view.carries if self.members[s].stopped]
-        if stopped and (not self._halt_requested or self._never_trained(stopped)):
+        if stopped and not self.pause_reached and (not self._halt_requested or self._never_trained(stopped)):
             return "now", f"{worker_names(stopped)} stopped"
         if self._stalled:
             return "now", "a link is cut"
         if now_s - self._view_entered_s < SHORTEST_VIEW_S:
             return "", ""
         leaving = [s for s in training if self.members[s].leaving]
-        if leaving and self._can_continue():
+        if leaving and (self._can_continue() or self._nobody_comes()):
             return "boundary", f"{worker_names(leaving)} leaves"
         new = [m for m in self._newcomers() if m.catch_up_attempted]
-        if new and (not self._expected or any(now_s - m.ready_since_s > JOIN_WAIT_S for m in new)):
+        if new and (not self._coming() or any(now_s - m.ready_since_s > JOIN_WAIT_S for m in new)):
             return "boundary", f"{worker_names(m.seat for m in new)} joins"
         if self._should_rebalance(now_s):
             return "boundary", LANES_MOVE
@@ -401,6 +413,16 @@ class MembershipPolicy:
         """Whether the others can continue without the leaving workers."""
         return any(m.can_save for m in self._eligible_members())
 
+    def _coming(self) -> set[int]:
+        """Expected workers that have a machine: they will be here soon."""
+        return self._expected - self.waiting
+
+    def _nobody_comes(self) -> bool:
+        """Whether all workers leave, and the cluster has no machine for others: the state goes by checkpoint, because
+        those that leave will be killed soon."""
+        expected = self._expected - self.members.keys()
+        return bool(expected) and expected <= self.waiting and all(m.leaving for m in self.members.values())
+
     def _start_catch_up(self, newcomers: list[Member]) -> list[MembershipAction]:
         """The newcomers catch up from a training worker, if possible not from the saver."""
         source = min(self._training_seats(), key=lambda seat: (not self._is_not_saver(self.members[seat]), seat))
@@ -428,12 +450,12 @@ class MembershipPolicy:
         standing = [m for _, m in sorted(self.members.items()) if m.stopped]
         if self._training_seats() or not standing or any(m.busy for m in self.members.values()):
             return None
-        if self._expected and all(m.position in (None, 0) for m in standing):
+        if self._coming() and all(m.position in (None, 0) for m in standing):
             return None  # workers that start at the same time enter together
         best = max((m.position for m in standing if m.position is not None), default=None)
         team = [m for m in standing if not m.leaving]
         if not any(m.position == best for m in team):
-            if team and best and self.lanes == 1:
+            if best and ((team and self.lanes == 1) or self._nobody_comes()):
                 return self._hand_over(best, standing)
             team = standing  # a leaving worker stays until another worker has its state
         savers = [m for m in team if m.can_save]
@@ -452,7 +474,8 @@ class MembershipPolicy:
         return self._publish(View(number=self.view_number + 1, loads=member.seat), [member.seat])
 
     def _hand_over(self, best: int, standing: list[Member]) -> PublishView:
-        """With one lane, a leaving worker and its successor cannot share the work: the state moves by checkpoint."""
+        """With one lane, a leaving worker and its successor cannot share the work. Or there is no successor yet. The
+        state moves by checkpoint."""
         holder = next(m for m in standing if m.position == best)
         self._loading_seat, holder.busy = None, True
         return self._release([holder.seat], saver=holder.seat)
@@ -470,6 +493,7 @@ class MembershipPolicy:
             position=best,
             source=holder.seat if behind else None,
             saver=saver.seat,
+            pause_at=self.pause_at,
         )
         self.view, self._halt_requested, self._stalled = view, "", False
         self._interrupted = False

@@ -141,7 +141,7 @@ class ShardedMembershipPolicy(MembershipPolicy):
         standing = [m for _, m in sorted(self.members.items()) if m.stopped]
         if self._training_seats() or any(m.busy for m in self.members.values()):
             return None
-        if self._expected and all(m.position in (None, 0) for m in standing):
+        if self._coming() and all(m.position in (None, 0) for m in standing):
             return None  # workers that start at the same time enter together
         team = self._able_to_save([m for m in standing if not m.leaving or self._may_hold_only_copy(m)])
         rows = self._replica_count(team)
@@ -149,6 +149,9 @@ class ShardedMembershipPolicy(MembershipPolicy):
             return None
         self._view_entered_s = now_s + (SAVE_RETRY_S if any(m.leaving for m in team) else 0.0)
         return self._enter_sharded_view(self._in_rank_order(team, rows), rows)
+
+    def _nobody_comes(self) -> bool:
+        return False  # a worker that leaves saves its shard by itself
 
     def _able_to_save(self, members: Sequence[Member]) -> list[Member]:
         return [m for m in members if m.can_save]
@@ -165,6 +168,8 @@ class ShardedMembershipPolicy(MembershipPolicy):
             column = self._columns.get(member.seat) if member.position else None
             fits = column is not None and len(columns[column]) < replicas
             (columns[column] if fits and column is not None else spare).append(member)
+        # of equally new ones, those first whose shard is unknown: it may be the one that is missing
+        spare.sort(key=lambda m: (-(m.position or 0), m.seat in self._columns))
         for row in range(replicas):
             for holders in columns:
                 if len(holders) <= row:
@@ -180,6 +185,7 @@ class ShardedMembershipPolicy(MembershipPolicy):
             position=max((m.position or 0 for m in members), default=0),
             saver=min(members, key=lambda m: (self._is_not_saver(m), places[m.seat])).seat,
             places=places,
+            pause_at=self.pause_at,
         )
         self.view, self._halt_requested, self._stalled, self._interrupted = view, "", False, False
         self._positions_before = {m.seat: m.position for m in members}

@@ -14,6 +14,7 @@ from shoal.spec import static_names
 from shoal.spec.static_names import Binding, ModuleNames
 
 MAX_IMPORTS = 12
+_OWN_PLACES = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib"))
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ def is_standard_library(module: str, path: str) -> bool:
     """Whether code comes with Python itself. A user's own file of the same name does not."""
     if not path.endswith((".py", ".so")):
         return module.partition(".")[0] in sys.stdlib_module_names
-    own = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib"))
-    return path.startswith(own) and not {"site-packages", "dist-packages"} & set(Path(path).parts)
+    return path.startswith(_OWN_PLACES) and not {"site-packages", "dist-packages"} & set(Path(path).parts)
 
 
 def definitions_in_file(path: Path, attributes: tuple[str, ...], *, base: str) -> list[Definition]:

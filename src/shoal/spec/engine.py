@@ -2,21 +2,161 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from shoal.spec.base import Spec
 
+MAX_HOSTS = 1024
+_HOST = re.compile(r"[A-Za-z0-9_.:@\[\]%][A-Za-z0-9_.:@\[\]%-]{0,254}")
+_SRUN_OPTION = re.compile(r"--[a-z][a-z-]{0,63}(=[^\x00-\x1f]{1,1024})?")
+_OWN_SRUN_OPTIONS = frozenset(
+    f"--{name}"
+    for name in (
+        *("jobid", "nodelist", "nodes", "ntasks", "ntasks-per-node", "overlap", "input", "output", "error", "label"),
+        *("pty", "multi-prog", "kill-on-bad-exit", "wait", "test-only", "immediate", "unbuffered", "quiet", "mpi"),
+        *("cpu-bind", "no-kill", "chdir"),
+    )
+)
+_PYTHON = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+_NOTICE = Annotated[str, Field(pattern=r"^(/|https?://)[^\x00-\x20]{1,1023}$")]
+
 
 class LocalEngineConfig(Spec):
-    """Workers and servers are processes on this machine."""
+    """Workers and servers are processes on this machine.
+
+    `apart`: they do not use the run's directory, as on a cluster without a shared file system: code, checkpoints, the
+    model and output go through the driver. `machines`: on how many machines they pretend to be then. `notice`: see
+    SshEngineConfig.
+    """
 
     kind: Literal["local"] = "local"
+    apart: bool = False
+    machines: Annotated[int, Field(ge=1, le=64)] = 1
+    notice: _NOTICE | None = None
+
+    @property
+    def shares_run_dir(self) -> bool:
+        return not self.apart
 
 
-EngineConfig = LocalEngineConfig
-"""The engine section of a job: one class per `kind`. Today there is one."""
+class SshHost(Spec):
+    """A host as ssh names it, how many workers it is for, and the interpreter there. A text alone is a host."""
+
+    host: str
+    seats: PositiveInt = 1
+    python: _PYTHON | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"host": value} if isinstance(value, str) else value
+
+    @field_validator("host")
+    @classmethod
+    def _is_no_option(cls, host: str) -> str:
+        if not _HOST.fullmatch(host):
+            raise ValueError("write a host or user@host, as ssh takes it, without spaces and not beginning with '-'")
+        return host
+
+
+class SshEngineConfig(Spec):
+    """Workers and servers run on these hosts, which the user's ssh reaches without a question.
+
+    `hostfile`: a file with the hosts instead, one per line. `python`: the interpreter on hosts that name none.
+    `config`: a file for ssh to read instead of the user's own. `notice`: a file or URL on each machine that says that
+    the machine will be taken away.
+    """
+
+    kind: Literal["ssh"]
+    hosts: Annotated[list[SshHost], Field(max_length=MAX_HOSTS)] = Field(default_factory=list)
+    hostfile: str | None = None
+    python: _PYTHON = "python3"
+    config: str | None = None
+    notice: _NOTICE | None = None
+
+    @field_validator("hosts")
+    @classmethod
+    def _named_once(cls, hosts: list[SshHost]) -> list[SshHost]:
+        names = [one.host for one in hosts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{twice[0]} is named twice: give one entry with more seats")
+        return hosts
+
+    @model_validator(mode="after")
+    def _names_hosts(self) -> SshEngineConfig:
+        if bool(self.hosts) == (self.hostfile is not None):
+            raise ValueError("give `hosts` or `hostfile`, one of the two")
+        return self
+
+    @property
+    def shares_run_dir(self) -> bool:
+        return False
+
+    def python_of(self, host: SshHost) -> str:
+        return host.python or self.python
+
+
+class SlurmEngineConfig(Spec):
+    """Workers are steps of Slurm. Inside an allocation they share its nodes; outside, each is a job of its own.
+
+    `seats`: workers per node of the allocation; left out, as its cores allow. `jobs`: at most so many jobs at the same
+    time outside of an allocation. `options`: for srun, such as `--partition=gpu`. `python`: the interpreter on the
+    nodes; left out, the driver's own.
+    """
+
+    kind: Literal["slurm"]
+    seats: PositiveInt | None = None
+    jobs: Annotated[int, Field(ge=1, le=MAX_HOSTS)] = 64
+    options: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
+    python: _PYTHON | None = None
+    notice: _NOTICE | None = None
+
+    @field_validator("options")
+    @classmethod
+    def _are_options(cls, options: list[str]) -> list[str]:
+        for one in options:
+            name = one.partition("=")[0]
+            if not _SRUN_OPTION.fullmatch(one):
+                raise ValueError(f"write {one!r} as one word that begins with --, such as --partition=gpu")
+            if name in _OWN_SRUN_OPTIONS:
+                raise ValueError(f"{name} is set by Shoal")
+        return options
+
+    @property
+    def shares_run_dir(self) -> bool:
+        return False
+
+
+class RayEngineConfig(Spec):
+    """Workers run on a cluster of Ray, each in a placement group of its own.
+
+    `address`: of the cluster; `auto` is the one of this machine. `seats`: at most so many workers. `resources`: of a
+    worker, besides a CPU for each thread, such as `GPU: 1`. `python`: the interpreter on the nodes; left out, Ray's.
+    """
+
+    kind: Literal["ray"]
+    address: Annotated[str, Field(pattern=r"^(auto|[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5})$")] = "auto"
+    seats: Annotated[int, Field(ge=1, le=MAX_HOSTS)] = 64
+    resources: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,63}$")], PositiveFloat] = Field(
+        default_factory=dict, max_length=32
+    )
+    python: _PYTHON | None = None
+    notice: _NOTICE | None = None
+
+    @property
+    def shares_run_dir(self) -> bool:
+        return False
+
+
+EngineConfig = Annotated[
+    LocalEngineConfig | SshEngineConfig | SlurmEngineConfig | RayEngineConfig, Field(discriminator="kind")
+]
+"""The engine section of a job: one class per `kind`."""
 
 
 class ElasticConfig(Spec):
@@ -31,12 +171,39 @@ class ElasticConfig(Spec):
     balance: bool = True
 
 
+class LimitsConfig(Spec):
+    """What one worker may take of its machine: memory (`2 GB`) and cores (`1.5`). Left out: no limit."""
+
+    memory: str | None = None
+    cpus: PositiveFloat | None = None
+
+    @field_validator("memory")
+    @classmethod
+    def _known_size(cls, memory: str | None) -> str | None:
+        if memory is not None and not _SIZE.fullmatch(memory):
+            raise ValueError("write a size such as 512 MB or 2 GB")
+        return memory
+
+    @property
+    def memory_bytes(self) -> int | None:
+        if self.memory is None:
+            return None
+        number, unit = _SIZE.fullmatch(self.memory).groups()  # type: ignore[union-attr]
+        return int(float(number) * {"MB": 10**6, "GB": 10**9, "TB": 10**12}[unit])
+
+
+_SIZE = re.compile(r"(?=.*[1-9])(\d{1,6}(?:\.\d{1,6})?) ?(MB|GB|TB)")
+
+
 class NetworkConfig(Spec):
     """How processes reach each other. `listen`: the address of this machine on which workers on other machines can
-    join.
+    join. `port`: the driver's port, for a firewall; left out, any. `advertise`: the name or address under which workers
+    of the engine reach the driver, if it is another one.
 
     `tls`: a directory with cert.pem, key.pem and ca.pem, which encrypt all TCP connections.
     """
 
     listen: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    advertise: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     tls: str | None = None

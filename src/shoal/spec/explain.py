@@ -71,8 +71,9 @@ def stray_booleans(data: Mapping[str, Any], *, model: type[Spec]) -> list[ShoalE
     numbers = (int, float)
     return [
         _wrong_type(place, kinds, value)
-        for place, kinds, value in schema.leaf_values(model, dict(data))
-        if isinstance(value, bool) and kinds and all(schema.strip_annotated(k) in numbers for k in kinds)
+        for place, kind, value in schema.leaf_values(model, dict(data))
+        if isinstance(value, bool) and (kinds := schema.union_members(kind))
+        if all(schema.strip_annotated(k) in numbers for k in kinds)
     ]
 
 

@@ -18,9 +18,13 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.spec.alerts.config import AlertConfig
 from shoal.spec.base import Ref, Spec
+from shoal.spec.compression.config import CompressConfig, DistilConfig, ShrinkConfig
+from shoal.spec.compression.steps import ModelShape
 from shoal.spec.data import DataConfig, FoldSplitConfig
-from shoal.spec.engine import ElasticConfig, EngineConfig, LocalEngineConfig, NetworkConfig
+from shoal.spec.engine import ElasticConfig, EngineConfig, LimitsConfig, LocalEngineConfig, NetworkConfig
+from shoal.spec.search import SearchConfig
 from shoal.spec.sharding import NoShardingConfig, ShardingConfig
 
 MAX_WORKERS = 1024
@@ -331,18 +335,22 @@ class PlanConfig(Spec):
     allow: list[Literal["codecs", "local", "staleness", "threads"]] = Field(default_factory=list)
 
 
-_NOT_IN_IDENTITY = {
+NOT_IN_IDENTITY = {
     "name",
     "workers",
     "engine",
     "elastic",
     "self_check",
     "network",
+    "limits",
+    "alerts",
     "plan",
     "checkpoint",
     "watchers",
     "export",
     "faults",
+    "search",
+    "compress",
     "base_dir",
 }
 _HASHED_NAMES = {
@@ -361,6 +369,7 @@ class Job(Spec):
 
     name: str = "job"
     seed: NonNegativeInt = 0
+    seeds: Annotated[int, Field(ge=1, le=100)] = 1
 
     model: Ref | None = None
     loss: Ref | None = None
@@ -369,6 +378,9 @@ class Job(Spec):
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(name="AdamW"))
     schedule: LRScheduleConfig | None = None
     init_from: InitFromConfig | None = None
+    shape: ModelShape | None = None
+    distil: DistilConfig | None = None
+    shrink: ShrinkConfig | None = None
 
     data: DataConfig
     batch_size: PositiveInt = 32
@@ -389,6 +401,8 @@ class Job(Spec):
     elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     self_check: Annotated[float, Field(ge=0, le=1)] = 0.003
     network: NetworkConfig = Field(default_factory=NetworkConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    alerts: Annotated[list[AlertConfig], Field(max_length=50)] = Field(default_factory=list)
     plan: PlanConfig = Field(default_factory=PlanConfig)
 
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -398,6 +412,8 @@ class Job(Spec):
     export: list[Literal["program"]] = Field(default=["program"])
     watchers: list[Ref] = Field(default_factory=list)
     faults: FaultInjectionConfig = Field(default_factory=FaultInjectionConfig)
+    search: SearchConfig | None = None
+    compress: CompressConfig = Field(default_factory=CompressConfig)
 
     base_dir: str = "."
 
@@ -411,6 +427,8 @@ class Job(Spec):
         if not isinstance(value, dict):
             return value
         value = {k: {"kind": v} if k in _SHORT_FORM_FIELDS and isinstance(v, str) else v for k, v in value.items()}
+        if isinstance(engine := value.get("engine"), dict):
+            value["engine"] = {"kind": "local"} | engine
         if isinstance(value.get("metrics"), str):
             value["metrics"] = [value["metrics"]]
         undecided = value.get("sync") == {"kind": "auto"} and value.get("workers") is None
@@ -446,9 +464,31 @@ class Job(Spec):
 
     @property
     def fold_count(self) -> int:
-        """Number of runs of this job: its folds, or 1."""
+        """Number of runs of this job: its folds times its seeds."""
+        return self.seeds * self._folds
+
+    @property
+    def _folds(self) -> int:
         split = self.data.split
         return split.folds if isinstance(split, FoldSplitConfig) and split.fold is None else 1
+
+    @property
+    def averages_seeds(self) -> bool:
+        """Whether a trial of this job is trained with several seeds."""
+        return self.seeds > 1 or (self.search is not None and self.search.seeds > 1)
+
+    @property
+    def averages_runs(self) -> bool:
+        """Whether a trial of this job is several runs, whose mean counts."""
+        return self.fold_count > 1 or self.averages_seeds
+
+    def fold(self, number: int) -> Job:
+        """One of the runs of this job: all folds with the first seed, then all with the next one."""
+        update: dict[str, Any] = {"seed": self.seed + number // self._folds, "seeds": 1}
+        if self._folds > 1:
+            split = self.data.split.model_copy(update={"fold": number % self._folds})
+            update["data"] = self.data.model_copy(update={"split": split})
+        return self.model_copy(update=update)
 
     def dump(self) -> dict[str, Any]:
         """The job as plain data, without fields whose value and default are None."""
@@ -460,13 +500,17 @@ class Job(Spec):
 
     def sha256(self) -> str:
         """The identity of what the job produces. How it is run (workers, servers, engine) is not part of it."""
-        body = self.model_dump(mode="json", exclude=_NOT_IN_IDENTITY)
+        body = self.model_dump(mode="json", exclude=NOT_IN_IDENTITY)
         if isinstance(self.sync, ServerSyncConfig):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})
             body["sync"] = stale if self.sync.inexact_reason else LanesSyncConfig().model_dump()
         body["lanes"] = self.lane_count
-        if self.shard.kind == "none":
-            del body["shard"]
+        unused = [name for name in ("shape", "distil", "shrink") if getattr(self, name) is None]
+        unused += ["seeds"] if self.seeds == 1 else []
+        for name in unused + ["shard"] * (self.shard.kind == "none"):
+            del body[name]
+        if self.data.clusters is None:
+            del body["data"]["clusters"]
         for section, names in _HASHED_NAMES.items():
             if section in body:
                 body[section] = {names.get(name, name): value for name, value in body[section].items()}

@@ -16,6 +16,7 @@ from shoal.spec.job import Job
 from shoal.spec.migrate import migrate_job
 from shoal.spec.names import check_names as check_all_names
 from shoal.spec.overrides import apply_overrides
+from shoal.spec.remote.hostfile import with_hosts_of_file
 from shoal.spec.rules import check_rules
 from shoal.spec.run_paths import write_atomically
 from shoal.spec.yaml_document import YamlDocument, read_document, write_value
@@ -36,7 +37,7 @@ def load_run_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
 
     Names and files that it refers to are not checked: they may be on another machine.
     """
-    document = read_document(path)
+    document = read_document(path, own=True)
     migrated = replace(document, data=migrate_job(document.data))
     return _load(migrated, Path(path).parent, overrides, check_names=False)
 
@@ -58,7 +59,10 @@ def check_job(job: Job, *, where: LocateField = str, check_names: bool = True) -
 
     Returns the job with an absolute `base_dir`; a relative one starts at the current directory.
     """
-    job = _with_absolute_paths(job)
+    try:
+        job = with_hosts_of_file(_with_absolute_paths(job))
+    except ErrorGroup as failure:
+        _raise_problems(failure.errors, where)
     problems = check_rules(job)
     if check_names:
         problems += check_all_names(job) + check_files(job)

@@ -17,6 +17,7 @@ DEFAULT_MODULES: Mapping[str, Sequence[str]] = {
     "loss": ("torch.nn",),
     "schedule": ("torch.optim.lr_scheduler",),
     "metrics": ("torchmetrics",),
+    "augment": ("shoal.data.augmentations",),
 }
 
 METRIC_ALIASES: Mapping[str, Ref] = {

@@ -51,7 +51,10 @@ def _set_field(data: dict[str, Any], path: Sequence[str], value: Any, *, model: 
         elif not isinstance(here[slot], dict | list):
             here[slot] = _expand_short_form(here[slot], kind, place, path)
         here = here[slot]
-    here[_key_or_index(here, path[-1], ".".join(path))] = value
+    last = _key_or_index(here, path[-1], ".".join(path))
+    if last == "kind" and here.get("kind", value) != value:
+        here.clear()  # what one kind needs means nothing to another
+    here[last] = value
     return made
 
 

@@ -297,9 +297,14 @@ def calling_user_line() -> str:
 
 def _innermost_user_line(frames: traceback.StackSummary) -> str:
     for frame in reversed(frames):
-        if not frame.filename.startswith(("<", *_library_paths())):
+        if is_user_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return ""
+
+
+def is_user_file(path: str) -> bool:
+    """Whether source code at this path is the user's own."""
+    return not path.startswith(("<", *_library_paths()))
 
 
 def _library_paths() -> list[str]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError, did_you_mean, error
 from shoal.spec.data import ColumnSplitConfig, HoldoutSplitConfig, NoSplitConfig
+from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.job import (
     ELEMENTWISE_OPTIMIZERS,
+    NOT_IN_IDENTITY,
     EvaluationConfig,
     Job,
     LocalSgdSyncConfig,
@@ -21,6 +24,7 @@ from shoal.spec.job import (
     ServerSyncConfig,
 )
 from shoal.spec.names import iter_refs, metric_name, metric_names
+from shoal.spec.search.rules import check_search
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 
 MAX_ENCODED_LANES = 256
@@ -249,6 +253,35 @@ def _listen(job: Job) -> list[ShoalError]:
     return [error("SH106", f"'{where}' is not one address of this machine", where="network.listen", fix=fix)]
 
 
+def _without_directory(job: Job) -> list[ShoalError]:
+    """What workers that cannot open the run's directory do not get."""
+    engine = job.engine
+    if engine.shares_run_dir:
+        if isinstance(engine, LocalEngineConfig) and engine.machines > 1:
+            fix = "Add `apart: true`, or remove `machines`."
+            return [error("SH107", "`machines` is for workers apart", where="engine.machines", fix=fix)]
+        if engine.notice:
+            fix = "Add `apart: true`, or send SIGTERM to the driver: all workers save and stop."
+            return [error("SH107", "`notice` is for workers apart", where="engine.notice", fix=fix)]
+        return []
+    problems = []
+    if job.sync.kind == "server":
+        message = "parameter servers need the run's directory, which is not on the machines of this engine"
+        fix = "Use another sync, or engine: local and `shoal join` on the other machines."
+        problems.append(error("SH110", message, where="sync", fix=fix))
+    path = job.init_from.path if job.init_from else None
+    if path and "://" not in path and not _is_sent(job, path):
+        message = f"the weights at {path} are not sent to other machines"
+        fix = "Put the .safetensors file into the job's directory, or give a URL."
+        problems.append(error("SH110", message, where="init_from.path", fix=fix))
+    return problems
+
+
+def _is_sent(job: Job, path: str) -> bool:
+    """Whether this is a file in the job's directory, named relative to it."""
+    return not Path(path).is_absolute() and ".." not in Path(path).parts and (Path(job.base_dir) / path).is_file()
+
+
 def _tls_supported(job: Job) -> list[ShoalError]:
     if job.network.tls is None or (job.sync.kind != "ddp" and isinstance(job.shard, NoShardingConfig)):
         return []
@@ -342,6 +375,9 @@ def _shard(job: Job) -> list[ShoalError]:
     if job.sync.kind == "auto":
         message = "`sync: auto` does not support sharded models"
         found.append(error("SH110", message, where="sync", fix="Use `sync: lanes`, or remove `shard`."))
+    for name in (name for name in ("shape", "distil") if getattr(job, name) is not None):
+        message = f"`{name}` changes a model before it is sharded, which is not supported"
+        found.append(error("SH110", message, where=name, fix=f"Remove `{name}` or `shard`."))
     if job.codec.kind != "none":
         message = f"sharded gradients are sent unchanged and do not use `codec: {job.codec.kind}`"
         found.append(error("SH110", message, where="codec", fix="Remove `codec` or `shard`."))
@@ -368,6 +404,33 @@ def _whole_replicas(job: Job) -> list[ShoalError]:
     return found
 
 
+def _search(job: Job) -> list[ShoalError]:
+    known = ["loss", *metric_names(job.metrics)] if job.task is None else None
+    found = check_search(job, not_searched=sorted(NOT_IN_IDENTITY), known_metrics=known)
+    if job.search is not None and not has_validation(job):
+        fix = "Add `data.split` (for example holdout) or `data.validation`."
+        found.append(error("SH107", "a search needs validation samples, but the job has none", where="search", fix=fix))
+    return found
+
+
+def _shrink(job: Job) -> list[ShoalError]:
+    """A model that changes its shape must be whole in one checkpoint, without state of another shape beside it."""
+    if job.shrink is None:
+        return []
+    obstacles = {
+        "sync": job.sync.kind != "lanes" and f"`sync: {job.sync.kind}`",
+        "codec": job.codec.kind != "none" and f"`codec: {job.codec.kind}`",
+        "shard": job.shard.kind != "none" and f"`shard: {job.shard.kind}`",
+        "shape": job.shape is not None and "`shape`",
+        "search": job.search is not None and "`search`",
+        "data.split": job.fold_count > 1 and "folds",
+        "data": not has_validation(job) and "no validation part",
+        "engine": not job.engine.shares_run_dir and "workers without the run's directory",
+        "checkpoint.path": job.checkpoint.path is not None and "`checkpoint.path`",
+    }
+    return [error("SH668", f"the job has {what}", where=where) for where, what in obstacles.items() if what]
+
+
 RULES: tuple[Rule, ...] = (
     _training_length,
     _what_is_trained,
@@ -384,6 +447,7 @@ RULES: tuple[Rule, ...] = (
     _device,
     _init_from,
     _listen,
+    _without_directory,
     _tls_supported,
     _outer_optimizer,
     _server_copies,
@@ -391,4 +455,6 @@ RULES: tuple[Rule, ...] = (
     _unusable_optimizer,
     _reduction,
     _shard,
+    _search,
+    _shrink,
 )

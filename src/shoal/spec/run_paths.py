@@ -46,6 +46,11 @@ class RunPaths:
         return f"{checkpoint_path.rstrip('/')}/{self.parent_run.name}" if checkpoint_path else str(self.checkpoints)
 
     @property
+    def search_journal(self) -> Path:
+        """The journal of a search. A directory that has one is that of a search, not of a run."""
+        return self.root / "search.jsonl"
+
+    @property
     def driver_address(self) -> Path:
         """Address and token of the driver, readable only by this user."""
         return self.root / ".control.json"
@@ -95,6 +100,11 @@ class RunPaths:
         return RunPaths(self.root / f"fold-{number}")
 
     @property
+    def code(self) -> Path:
+        """Archives of the job's directory, for workers that do not have it; shared by all folds."""
+        return self.parent_run.root / ".code"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
@@ -105,6 +115,20 @@ class RunPaths:
     def error_log(self, seat: int, role: Role = "worker") -> Path:
         """Standard error of a worker or server: warnings and tracebacks."""
         return self.logs / f"{role}-{seat}.err"
+
+    def stacks(self, seat: int, role: Role = "worker") -> Path:
+        """Where a worker or server writes its stacks when it is asked for them."""
+        return self.logs / f"{role}-{seat}.stacks"
+
+    @property
+    def profiles(self) -> Path:
+        """Profiles of some steps, and what workers wrote for one that is being made."""
+        return self.root / "profiles"
+
+    @property
+    def profile_request(self) -> Path:
+        """The last request for a profile. Workers look for it between steps."""
+        return self.root / ".profile.json"
 
     @property
     def saving_lock(self) -> Path:

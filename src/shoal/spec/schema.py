@@ -79,14 +79,14 @@ def matching_alternative(alternatives: list[Any], value: Any) -> Any:
     return next(filter(fits, alternatives), Any)
 
 
-def leaf_values(kind: Any, value: Any, place: str = "") -> Iterator[tuple[str, list[Any], Any]]:
-    """Each single value of plain data with its field and the types that it may have."""
+def leaf_values(kind: Any, value: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each single value of plain data with its field and its type."""
     if isinstance(value, dict | list):
         inner = matching_alternative(union_members(kind), value)
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaf_values(child_type(inner, key), item, f"{place}.{key}" if place else str(key))
     else:
-        yield place, union_members(kind), value
+        yield place, kind, value
 
 
 _TYPE_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}

@@ -13,7 +13,7 @@ from shoal.spec.job import Job
 from shoal.spec.names import DEFAULT_MODULES, METRIC_ALIASES, expand_alias, find_definitions, iter_refs
 from shoal.spec.resolve import parse_ref
 
-_BUILDING_BLOCKS = ("torch.nn", "torch.optim", "torch.optim.lr_scheduler")
+_BUILDING_BLOCKS = ("shoal.data.augmentations", "torch.nn", "torch.optim", "torch.optim.lr_scheduler")
 """Modules whose classes only compute, whatever their arguments."""
 _METRICS = frozenset(ref.name for ref in METRIC_ALIASES.values())
 

@@ -36,8 +36,9 @@ class Address(Spec):
 
 class Attachment(Spec):
     """How a worker or server belongs to its run, as stated in its hello. `managed`: the run's engine started it and
-    will report its exit. `can_save`: it can write the run directory. `needs_job`: it has no job file, and needs the job
-    in the welcome. Its machine is in its address."""
+    will report its exit. `can_save`: it can write checkpoints and the model, itself or through the driver.
+    `needs_job`: it cannot open the run directory, needs the job in the welcome, and sends its events. Its machine is in
+    its address."""
 
     model_config = ConfigDict(strict=True)
 
@@ -57,6 +58,8 @@ class View(Spec):
     Other views request something. `halt`: the members stop, at the next step boundary or now, and report their
     position. `loads`: this seat loads the newest checkpoint. `followers`: these seats catch up from the memory of the
     source while it goes on training. `leave`: these seats exit. `stop`: all workers exit, for this reason.
+
+    `pause_at`, in a training view: the members stop at the boundary after the first evaluation at or after this step.
     """
 
     number: PositiveInt
@@ -71,6 +74,7 @@ class View(Spec):
     followers: list[int] = Field(default_factory=list)
     leave: list[int] = Field(default_factory=list)
     stop: str = ""
+    pause_at: NonNegativeInt | None = None
 
     def concerns(self, seat: int) -> bool:
         """Whether the process in this seat must act on the view."""
@@ -86,3 +90,8 @@ def position_of(step: int, *, evaluated: bool) -> int:
 
 def step_of(position: int) -> int:
     return position // 2
+
+
+def is_evaluated(position: int | None) -> bool:
+    """Whether the position is one after an evaluation."""
+    return position is not None and position % 2 == 1

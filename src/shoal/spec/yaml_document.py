@@ -6,6 +6,7 @@ the text that was written, even if it is `on`, `no` or `1`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ SET_OPTION = "--set"
 YAML_FILES = (".yaml", ".yml")
 MAX_BYTES = 4 << 20
 MAX_NODES = 200_000
+MAX_FAST_DEPTH = 1000
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,14 @@ class YamlDocument:
         return self.lines.get(field_path, 0)
 
 
-def read_document(path: str | Path) -> YamlDocument:
-    """Read a job file; the errors name its lines."""
-    return parse_document(_read_text(Path(path)), name=str(path))
+def read_document(path: str | Path, *, own: bool = False) -> YamlDocument:
+    """Read a job file; the errors name its lines. `own`: `write_value` wrote it."""
+    return parse_document(_read_text(Path(path)), name=str(path), own=own)
 
 
-def parse_document(text: str, *, name: str) -> YamlDocument:
+def parse_document(text: str, *, name: str, own: bool = False) -> YamlDocument:
     """Parse a YAML text whose top level is a mapping."""
-    data, lines = _parse(text, name)
+    data, lines = _parse(text, name, own=own)
     for number, line in enumerate(text.splitlines() if isinstance(data, str) else (), 1):
         if no_space := _no_space_error(line, f"{name}:{number}"):
             raise no_space
@@ -85,7 +87,8 @@ def write_value(data: Any) -> str:
 
 
 def _dump(data: Any, *, readable: bool) -> str:
-    return yaml.dump(data, Dumper=_Yaml12Dumper, sort_keys=False, allow_unicode=readable, width=100)
+    dumper = _FastDumper if _FastDumper and str(data).isascii() else _Yaml12Dumper  # libyaml escapes some letters
+    return yaml.dump(data, Dumper=dumper, sort_keys=False, allow_unicode=readable, width=100)
 
 
 def _read_text(path: Path) -> str:
@@ -142,7 +145,15 @@ def _set_resolvers() -> None:
         _Yaml12Loader.add_implicit_resolver(_TAG + tag, re.compile(pattern, flags), keys)
 
 
+def _in_c(name: str) -> Any:
+    """A class of PyYAML in C, with the scalars of `_Yaml12Loader`; None if PyYAML was built without libyaml."""
+    if not yaml.__with_libyaml__:
+        return None
+    return type(name, (getattr(yaml, name),), {"yaml_implicit_resolvers": _Yaml12Loader.yaml_implicit_resolvers})
+
+
 _set_resolvers()
+_FastLoader, _FastDumper = _in_c("CSafeLoader"), _in_c("CSafeDumper")
 _Yaml12Dumper.yaml_implicit_resolvers = _Yaml12Loader.yaml_implicit_resolvers
 
 _SCALAR_PARSERS: dict[str, Callable[[str], Any]] = {
@@ -170,10 +181,10 @@ _BRACKETS = {"{": "}", "[": "]"}
 _BRACKET_TOKENS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|[ \n]#[^\n]*|\n(?=\w+: )|[][{}]""")
 
 
-def _parse(text: str, name: str) -> tuple[Any, dict[str, int | str]]:
+def _parse(text: str, name: str, *, own: bool = False) -> tuple[Any, dict[str, int | str]]:
     walk = _NodeConverter(name)
     try:
-        node = yaml.compose(text, Loader=_Yaml12Loader)
+        node = _compose(text, own=own)
         value = None if node is None else walk.convert(node, "")
     except yaml.MarkedYAMLError as failure:
         raise _yaml_error(failure, text, name) from None
@@ -186,6 +197,18 @@ def _parse(text: str, name: str) -> tuple[Any, dict[str, int | str]]:
     if walk.problems:
         raise ErrorGroup(walk.problems)
     return value, walk.lines
+
+
+def _compose(text: str, *, own: bool) -> yaml.Node | None:
+    """The nodes of the text. libyaml is ten times as fast, but it accepts some mistakes and recurses on the C stack: it
+    gets only texts that were written here, and none that may be nested deeply."""
+    deepest = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
+    if own and _FastLoader is not None and deepest < MAX_FAST_DEPTH:
+        with contextlib.suppress(yaml.YAMLError):
+            fast: yaml.Node | None = yaml.compose(text, Loader=_FastLoader)
+            return fast
+    node: yaml.Node | None = yaml.compose(text, Loader=_Yaml12Loader)
+    return node
 
 
 def _yaml_error(failure: yaml.MarkedYAMLError, text: str, name: str) -> ShoalError:

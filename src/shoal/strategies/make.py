@@ -81,6 +81,10 @@ def build_model(
     _check_tables(job, replica)
     with wrap_user_errors("SH401", "the first batch"):
         replica.probe(example.to(device))
+        with replica.rehearsal():
+            note = task.look_at(replica.model, example.to(device))
+    if note:
+        report("note", message=note)
     rebuild = partial(build_replica, job, device, steps=steps, steps_per_epoch=steps_per_epoch, report=_report_nothing)
     return WholeJobModel(job, task, replica, steps, rebuild)
 

@@ -152,6 +152,7 @@ _LINES: Mapping[str, Callable[[Event], str]] = {
     "export_skipped": lambda e: f"{e['what']} was not exported: {e['reason']}",
     "loader_restarted": lambda e: f"a loader process of {e.who} {e['reason']}; another one builds its batch again",
     "note": lambda e: str(e["message"]),
+    "alert": lambda e: f"alert: {e['text']}",
     "weights_loaded": _weights_loaded,
     "evicted": _evicted,
     "refused": lambda e: f"{e.get('name') or 'a process'} at {e.get('address')} was refused: {e['reason']}",

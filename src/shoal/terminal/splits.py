@@ -27,6 +27,8 @@ def print_split(console: Console, answer: Mapping[str, Any]) -> None:
     for name, part in answer["own_sources"].items():
         table.add_row("", name, formatting.count(part["size"]), "", "a source of its own")
     console.print(table)
+    if report.get("clusters"):
+        _print_clusters(console, report["clusters"])
     leaks = [f"fold {f['fold']}: {leak['text']}" for f in report["folds"] for leak in f["leaks"]]
     for leak in [*leaks, *answer["leaks_between_sources"]]:
         console.print(Text(f"leak: {leak}", style="yellow"), soft_wrap=True)
@@ -50,6 +52,20 @@ def _print_checks(
         names = " and ".join(own_sources)
         table.add_row("", Text(f"train against the own source of {names}: duplicates checked, groups and times NOT"))
     console.print(table)
+
+
+def _print_clusters(console: Console, clusters: Mapping[str, Any]) -> None:
+    count = formatting.count(clusters["count"])
+    console.print(Text(f"{count} clusters of {clusters['smallest']} to {clusters['largest']} samples"))
+    for fold, found in clusters["folds"].items():
+        if found["distance"] is None:
+            continue
+        line = (
+            f"fold {fold}: {found['on_both_sides']} clusters are on both sides; held-out samples are "
+            f"{found['distance']:.3g} from the nearest training sample (median), {found['random_distance']:.3g} in a "
+            "random split"
+        )
+        console.print(Text(line), soft_wrap=True)
 
 
 def _print_hints(console: Console, hints: Sequence[Mapping[str, Any]]) -> None:

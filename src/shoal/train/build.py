@@ -23,7 +23,7 @@ from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.fleet.membership import Membership
 from shoal.lanes.replica import Replica
-from shoal.spec.data import BalancedSamplerConfig, SamplerConfig
+from shoal.spec.data import BalancedSamplerConfig, SamplerConfig, WeightedSamplerConfig
 from shoal.spec.job import Job
 from shoal.spec.names import expand_alias
 from shoal.spec.resolve import import_ref
@@ -39,6 +39,7 @@ from shoal.train.devices import pick_device
 from shoal.train.loop import Loop, TrainSchedule
 from shoal.train.progress import Progress
 from shoal.train.reporting import Reporter, StepStats
+from shoal.train.run_output import DirectoryOutput, RunOutput
 from shoal.train.trace import StateTrace
 from shoal.train.watchers import BestMetric, EarlyStopping
 
@@ -86,31 +87,10 @@ def build(
 ) -> BuiltJob:
     """Open the data, build model and optimizer, and take one example batch. Reports `built` with their sizes."""
     device = choose_device(wanted_device(job))
-    data = open_datasets(
-        job.data,
-        seed=job.seed,
-        base_dir=job.base_dir,
-        cache_dir=cache_dir,
-        notify=lambda message: report("note", message=message),
-    )
-    sampler = make_sampler(
-        _sampler_config(job),
-        ids=data.train.ids,
-        lanes=job.lane_count,
-        batch_size=job.batch_size,
-        seed=job.seed,
-        drop_last=job.drop_last,
-        source=data.train.source,
-    )
-    steps = job.steps or (job.epochs or 1) * sampler.steps_per_epoch
-    example = _example(data, sampler)
+    data, sampler = open_training_data(job, cache_dir=cache_dir, report=report)
+    schedule = schedule_of(job, sampler.steps_per_epoch)
+    steps, example = schedule.steps, example_batch(data, sampler)
     model = build_model(job, example, device, steps=steps, steps_per_epoch=sampler.steps_per_epoch, report=report)
-    schedule = TrainSchedule(
-        steps,
-        _evaluation_interval(job, sampler.steps_per_epoch),
-        sync_schedule=sync_schedule_of(job),
-        keep_best=job.checkpoint.keep_best > 0,
-    )
     _note_late_evaluations(schedule, data, report)
     chunk = job.evaluate.batch_size or job.batch_size
     evaluator = Evaluator(
@@ -129,6 +109,36 @@ def build(
     return BuiltJob(job, data, sampler, example, model, evaluator, schedule)
 
 
+def open_training_data(job: Job, *, cache_dir: Path, report: Callable[..., object]) -> tuple[Datasets, LaneSampler]:
+    """The data of a job, and the sampler that deals its training samples to lanes."""
+    data = open_datasets(
+        job.data,
+        seed=job.seed,
+        base_dir=job.base_dir,
+        cache_dir=cache_dir,
+        notify=lambda message: report("note", message=message),
+    )
+    sampler = make_sampler(
+        _sampler_config(job),
+        ids=data.train.ids,
+        lanes=job.lane_count,
+        batch_size=job.batch_size,
+        seed=job.seed,
+        drop_last=job.drop_last,
+        source=data.train.source,
+    )
+    return data, sampler
+
+
+def schedule_of(job: Job, steps_per_epoch: int) -> TrainSchedule:
+    return TrainSchedule(
+        job.steps or (job.epochs or 1) * steps_per_epoch,
+        _evaluation_interval(job, steps_per_epoch),
+        sync_schedule=sync_schedule_of(job),
+        keep_best=job.checkpoint.keep_best > 0,
+    )
+
+
 def _note_late_evaluations(schedule: TrainSchedule, data: Datasets, report: Callable[..., object]) -> None:
     every = schedule.sync_schedule.steps_per_sync
     if "validation" in data.held_out and every > min(schedule.evaluate_every, schedule.steps):
@@ -142,12 +152,12 @@ def _note_late_evaluations(schedule: TrainSchedule, data: Datasets, report: Call
 def _sampler_config(job: Job) -> SamplerConfig:
     """The job's sampler config. A relative path of a cost file is resolved against the job's directory."""
     sampler = job.data.sampler
-    if isinstance(sampler, BalancedSamplerConfig) and sampler.by.endswith(".npy"):
-        return sampler.model_copy(update={"by": str(Path(job.base_dir) / sampler.by)})
+    if isinstance(sampler, BalancedSamplerConfig | WeightedSamplerConfig) and (sampler.by or "").endswith(".npy"):
+        return sampler.model_copy(update={"by": str(Path(job.base_dir, str(sampler.by)))})
     return sampler
 
 
-def _example(data: Datasets, sampler: LaneSampler) -> Batch:
+def example_batch(data: Datasets, sampler: LaneSampler) -> Batch:
     """The first batch of the first lane, transformed as for the model."""
     batch = data.train.source.take(sampler.ids(0, 0))
     return data.train.transform(batch) if data.train.transform else batch
@@ -165,9 +175,12 @@ def build_loop(
     stream: EventWriter,
     has_state: bool,
     trace: bool = False,
+    output: RunOutput | None = None,
 ) -> tuple[Loop, StepContext]:
-    """Build the worker's loop with its reporter, store and strategy. Also returns the context of the strategy."""
+    """Build the worker's loop with its reporter, store and strategy. Also returns the context of the strategy. Without
+    `output`, `paths` is the run's directory."""
     job = built.job
+    output = output or DirectoryOutput(paths)
     best = BestMetric(job.best)
     user_watchers = [_make_watcher(name, paths, job) for name in job.watchers]
     watchers = [best, *([EarlyStopping(job.stop_early)] if job.stop_early else []), *user_watchers]
@@ -187,7 +200,7 @@ def build_loop(
         batches=make_batch_loader(built, report=reporter.report),
         task=built.task,
         evaluator=built.evaluator,
-        store=open_store(job, paths, report=reporter.report),
+        store=open_store(job, output, report=reporter.report),
         peers=session.peers,
         progress=progress,
         activity=session.activity,
@@ -198,7 +211,7 @@ def build_loop(
     strategy = built.model.make_strategy(context)
     session.activity.moved_bytes = strategy.moved_bytes
     if trace:
-        reporter.watchers.append(StateTrace(paths.trace, strategy.state))
+        reporter.watchers.append(StateTrace(output.append_trace, strategy.state))
     loop = Loop(
         built.train_schedule,
         strategy=strategy,
@@ -206,14 +219,14 @@ def build_loop(
         splits=built.data.held_out,
         store=context.store,
         membership=session.membership,
-        conclude=partial(conclude_run, built, paths, progress, context.store),
+        conclude=partial(conclude_run, built, output, progress, context.store),
         leave_reason=session.leave_reason,
     )
     return loop, context
 
 
 def conclude_run(
-    built: BuiltJob, paths: RunPaths, progress: Progress, store: CheckpointStore, final: FinalModel
+    built: BuiltJob, output: RunOutput, progress: Progress, store: CheckpointStore, final: FinalModel
 ) -> None:
     """Export the model, wait for the last save, and report `finished`. May be repeated after a crash."""
     job, reporter = built.job, progress.reporter
@@ -225,12 +238,13 @@ def conclude_run(
         "classes": built.data.train.source.classes,
     }
     final.export(
-        paths.model,
+        output.paths.model,
         example_inputs=built.example.inputs,
         program="program" in job.export,
         emit=reporter.report,
         info=info,
     )
+    output.publish_model()
     store.wait()
     reporter.report(
         "finished",
@@ -263,16 +277,16 @@ def make_batch_loader(built: BuiltJob, *, report: Report = no_report) -> BatchLo
     )
 
 
-def open_store(job: Job, paths: RunPaths, *, report: Callable[..., object]) -> CheckpointStore:
+def open_store(job: Job, output: RunOutput, *, report: Callable[..., object]) -> CheckpointStore:
     return CheckpointStore(
-        paths.store(job.checkpoint.path),
+        output.store(job),
         job_sha256=job.resume_compatibility_sha256(),
         every=job.checkpoint.interval,
         keep=job.checkpoint.keep,
         keep_best=job.checkpoint.keep_best,
         metric_sign=job.best.sign,
         emit=report,
-        name=paths.checkpoint_namespace,
+        name=output.namespace,
     )
 
 

@@ -52,3 +52,11 @@ def claim_slot(directory: Path, slots: int) -> int:
             else:
                 return slot
     raise AssertionError
+
+
+def device_memory() -> tuple[int, int] | None:
+    """Used and total bytes of the current GPU; None before this process uses one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free, total

@@ -66,9 +66,12 @@ class Loop:
         self.membership = membership
         self.conclude = conclude
         self.leave_reason = leave_reason
+        self.at_boundary: Callable[[int], None] = lambda step: None  # called before each step
         self._reporter = progress.reporter
         self._reporter.is_leader = False  # until a view names this worker as its saver
         self._view = 0
+        self._pause_at: int | None = None
+        self._reported_at: int | None = None  # the step of the last evaluation that this worker has reported
         self._seat = -1
         self._may_stop_alone = False
 
@@ -83,8 +86,11 @@ class Loop:
                 return discarded
             if self.finished:
                 return self._finish()
+            if self._pause_due():
+                return self._pause()
             if self._may_stop_alone and self._must_halt():
                 return None
+            self.at_boundary(self.progress.step)
             outcome = self.strategy.run_step(_never if self._may_stop_alone else self._must_halt)
             if isinstance(outcome, Discarded):
                 return outcome
@@ -105,7 +111,7 @@ class Loop:
         """Switch to this view, and report `joined`."""
         progress, reporter = self.progress, self._reporter
         takes_lead = self._seat == seat and not reporter.is_leader and view.saver == seat
-        self._view, self._seat = view.number, seat
+        self._view, self._seat, self._pause_at = view.number, seat, view.pause_at
         self._may_stop_alone = len(view.carries) == 1 or not self.strategy.traits.lockstep
         reporter.is_leader = view.saver == seat
         progress.stats.restart_clock()
@@ -117,7 +123,7 @@ class Loop:
     def _report_evaluation_again(self) -> None:
         """Report the last evaluation again, as the new leader: the previous one may have died before it did."""
         progress, stream, best = self.progress, self._reporter.stream, self.progress.best
-        step = progress.evaluated_at
+        step = self._reported_at = progress.evaluated_at
         if step is None:
             return
         stream.emit("evaluated", step=step, split="validation", metrics=progress.metrics, again=True)
@@ -125,6 +131,18 @@ class Loop:
             stream.emit("best", step=step, metric=best.monitor.metric, value=best.value, again=True)
             if self.schedule.keep_best and progress.evaluated:
                 self.strategy.save_alone()
+
+    # ---- the pause ----
+
+    def _pause_due(self) -> bool:
+        progress = self.progress
+        return self._pause_at is not None and progress.step >= self._pause_at and progress.evaluated
+
+    def _pause(self) -> Discarded | None:
+        """Save, and stop with all members at this boundary: the driver lets the workers exit."""
+        self.flush()
+        self.strategy.save(force=True)
+        return self.strategy.leave_view()
 
     # ---- evaluation ----
 
@@ -154,6 +172,7 @@ class Loop:
         if isinstance(metrics, Discarded):
             return metrics
         seconds = round(time.perf_counter() - began, 6)
+        self._reported_at = self.progress.step if self._reporter.is_leader else self._reported_at
         self._reporter.report_from_leader(
             "evaluated", step=self.progress.step, split=name, metrics=metrics, evaluation_s=seconds
         )
@@ -176,6 +195,8 @@ class Loop:
         self.flush()
         if self.progress.has_state:
             if self._reporter.is_leader:
+                if self.progress.evaluated and self._reported_at != self.progress.step:
+                    self._report_evaluation_again()
                 self.strategy.save_alone()
             self.store.wait()
         self._reporter.report("left", step=self.progress.step, why=why)

@@ -1,4 +1,4 @@
-"""The probe process, which the driver starts: answers `check`, `split`, `measure` and `evaluate` for a job or a run."""
+"""The probe process, which the driver starts: answers the questions of PROBES for a job or a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ import torch
 
 from shoal.checkpoint.export import load_weights
 from shoal.data import report
+from shoal.data.augment_rng import Augment
+from shoal.data.cluster_report import cluster_report
+from shoal.data.clusters import ClusteredSource
 from shoal.data.datasets import DatasetSplit, bind_ref, leaks_between_sources, open_datasets
+from shoal.data.prefetch import BatchBuilder
 from shoal.data.source import open_source
 from shoal.data.split import split
 from shoal.errors import error
@@ -31,12 +35,14 @@ from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths, cache_directory
+from shoal.spec.seeds import AUGMENT
 from shoal.strategies.make import build_replica
 from shoal.tasks.evaluation import Evaluator
 from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.build import BuiltJob, build
 from shoal.train.devices import pick_device
 from shoal.train.profile import profile_job
+from shoal.train.shape import describe_shape
 
 
 def main() -> None:
@@ -128,9 +134,9 @@ def _loss_notes(built: BuiltJob, *, has_weight: bool) -> list[str]:
 
 
 def _forward_backward(built: BuiltJob, ids: Any, lane: int) -> LaneSum:
-    part = built.data.train
-    batch = part.source.take(ids)
-    batch = part.transform(batch) if part.transform else batch
+    part, augment = built.data.train, built.data.augment
+    augmentation = Augment.of(augment) if augment else None
+    batch = BatchBuilder(part.source, built.job.seed, AUGMENT, part.transform, augmentation).build((0, lane), ids)
     with wrap_user_errors("SH401", f"one step, lane {lane}"):
         share = len(ids) / built.sampler.batch_samples(0)
         return built.replica.forward_backward(0, lane, batch.to(built.replica.device), share=share)
@@ -154,12 +160,14 @@ def describe_split(job: Job, paths: RunPaths, stream: EventWriter, *, export: st
         data = data.model_copy(update={"split": data.split.model_copy(update={"fold": folds[0]})})
     assembled = open_datasets(data, seed=job.seed, base_dir=job.base_dir, cache_dir=cache_directory())
     source = assembled.train.source
-    parts = {n: split(data.split, source, seed=job.seed, fold=n) for n in folds}
-    answer = report.split_report(source, parts, data.split)
+    columns = assembled.columns or source
+    parts = {n: split(data.split, columns, seed=job.seed, fold=n) for n in folds}
+    answer = report.split_report(columns, parts, data.split)
+    answer["clusters"] = cluster_report(columns, parts) if isinstance(columns, ClusteredSource) else None
     own = {n: {"size": len(p)} for n, p in assembled.held_out.items() if p.source is not source}
     leaks = [str(leak) for leak in leaks_between_sources(assembled)]
     if export is not None:
-        report.export_split(parts, source, Path(export))
+        report.export_split(parts, columns, Path(export))
     return {"report": answer, "own_sources": own, "leaks_between_sources": leaks, "exported": export}
 
 
@@ -214,11 +222,28 @@ def evaluate(
     }
 
 
+def compress(job: Job, paths: RunPaths, stream: EventWriter, **arguments: Any) -> dict[str, Any]:
+    """One action of compression; see `shoal.train.compression`."""
+    from shoal.train.compression import actions
+
+    return actions.answer(job, paths, stream, **arguments)
+
+
+def shrink(job: Job, paths: RunPaths, stream: EventWriter, **arguments: Any) -> dict[str, Any]:
+    """Cut the state of a run's first leg."""
+    from shoal.train.compression import shrink as cutting
+
+    return cutting.answer(job, stream, **arguments)
+
+
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "check": check,
     "split": describe_split,
     "measure": profile_job,
     "evaluate": evaluate,
+    "shape": describe_shape,
+    "compress": compress,
+    "shrink": shrink,
 }
 
 

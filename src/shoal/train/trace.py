@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 from shoal.checkpoint.state_tree import State, flatten
 from shoal.checkpoint.tensor_bytes import bytes_of
@@ -20,8 +19,9 @@ class StateTrace:
 
     alone = True
 
-    def __init__(self, path: Path, state: Callable[[], State | None]) -> None:
-        self._path = path
+    def __init__(self, append: Callable[[str], None], state: Callable[[], State | None]) -> None:
+        """`append` gets each row."""
+        self._append = append
         self._state = state
 
     def watch(self, event: Event) -> None:
@@ -33,5 +33,4 @@ class StateTrace:
             name.lstrip("/"): hashlib.blake2b(bytes_of(tensor), digest_size=DIGEST_BYTES).hexdigest()
             for name, tensor in tensors.items()
         }
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": event.step, "tensors": digests}) + "\n")
+        self._append(json.dumps({"step": event.step, "tensors": digests}) + "\n")

@@ -1,13 +1,16 @@
 """The worker process: `python -m shoal.train.worker --seat 0 --run DIR`. Started by an engine, never by hand.
 
-A worker on another machine is started with `--join HOST:PORT` instead of a seat. The driver sends it its seat and the
-job, and receives its events. The token comes through the environment, where other users cannot see it.
+A worker without the run's directory is started with `--join HOST:PORT`. The driver sends it the job, and receives its
+events. The token comes through the environment, where other users cannot see it. If the key of its seat does too, the
+run's engine started it: then it can do whatever a worker with the directory can, through the driver. Otherwise the
+driver gives it a seat, and `--seat` is only its number among the workers of `shoal join`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,12 +23,14 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.driver_files import DriverConnections
 from shoal.collectives.peer_services import PeerServices
 from shoal.errors import ShoalError
 from shoal.events import EventWriter
 from shoal.events.stream import parse_event
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
+from shoal.fleet.process_limits import apply_limits
 from shoal.fleet.process_main import (
     WELCOME_TIMEOUT_S,
     connect_to_driver,
@@ -33,24 +38,34 @@ from shoal.fleet.process_main import (
     hold_seat_lock,
     run_reporting_errors,
 )
+from shoal.fleet.usage import UsageSampler
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.net.address import parse_address
+from shoal.net.errors import LinkError
+from shoal.net.handshake import new_token
+from shoal.net.listener import connect_host
 from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job, save_job
+from shoal.spec.remote.file_requests import RemoteRun
 from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.trust import CodeTrust, require_trust
 from shoal.spec.view import Attachment, View
 from shoal.train.activity import Activity
 from shoal.train.build import TrainingSession, build, build_loop
-from shoal.train.devices import claim_device
+from shoal.train.devices import claim_device, device_memory
 from shoal.train.elastic import ElasticLoop
+from shoal.train.fetch_code import fetch_code
+from shoal.train.run_output import DirectoryOutput, DriverOutput, RunOutput
+from shoal.train.step_profiler import StepProfiler
 
 TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 AGENT_VARIABLE = "SHOAL_AGENT"
+KEY_VARIABLE = "SHOAL_SEAT_KEY"
 STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
+STARTED_APART = Attachment(managed=True, can_save=True, needs_job=True)
 JOINED = Attachment(managed=False, can_save=False, needs_job=True)
 
 
@@ -69,6 +84,8 @@ def main() -> None:
     if arguments.join:
         contexts = load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None
         trust = CodeTrust.from_text(arguments.allow, everything=arguments.trust_code)
+        if KEY_VARIABLE in os.environ:
+            sys.exit(run_apart_worker(paths, arguments.join, arguments.seat, tls_contexts=contexts))
         sys.exit(run_remote_worker(paths, arguments.join, arguments.dir, trust=trust, tls_contexts=contexts))
     who = f"worker-{arguments.seat}"
     sys.exit(
@@ -84,7 +101,8 @@ class WorkerSession:
     """This worker's identity towards its driver. The control client's thread calls `on_seat_changed` when the driver
     gives it another seat, `on_view` with each new view, and `on_chunk_table` with each new chunk table. Every driver
     that welcomes the worker gets its `chunk_boundaries`. `agent` is the secret of the agent that started it, and `key`
-    the driver's proof of its seat, both for a worker that joined."""
+    the driver's proof of its seat, both for a worker without the run's directory. `nonce` tells this process from
+    another one in its seat."""
 
     driver_address: Callable[[], DriverAddress | None]
     peers: PeerServices
@@ -93,11 +111,13 @@ class WorkerSession:
     seat: int | None = None
     agent: str = ""
     key: str = ""
+    nonce: str = field(default_factory=new_token)
     leaving: bool = False
     on_seat_changed: Callable[[int], None] = lambda seat: None
     on_view: Callable[[View], None] = lambda view: None
     on_chunk_table: Callable[[ChunkTable], None] = lambda table: None
     chunk_boundaries: list[int] = field(default_factory=list)
+    usage: UsageSampler | None = None
 
     def make_control_client(self, tls_contexts: TlsContexts | None) -> ControlClient:
         control = ControlClient(
@@ -116,6 +136,7 @@ class WorkerSession:
             "role": "worker",
             "seat": self.seat,
             "key": self._seat_key(),
+            "nonce": self.nonce,
             "agent": self.agent,
             "attachment": self.attachment.model_dump(),
             "pid": os.getpid(),
@@ -132,7 +153,10 @@ class WorkerSession:
         return (driver.key(f"worker-{self.seat}") if driver else "") or self.key
 
     def _heartbeat(self) -> dict[str, Any]:
-        return self.activity.heartbeat() | ({"leaving": True} if self.leaving else {}) | self.peers.stats()
+        self.usage = self.usage or UsageSampler(lambda: self.activity.moved_bytes(), device_memory)  # noqa: PLW0108
+        used = self.usage.sample()
+        row = self.activity.heartbeat() | ({"leaving": True} if self.leaving else {}) | self.peers.stats()
+        return row if used is None else row | {"usage": used}
 
     def _on_welcome(self, control: ControlClient, fields: dict[str, Any]) -> None:
         if self.chunk_boundaries:
@@ -155,7 +179,7 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
         open_session(driver_address, latest, STARTED_BY_ENGINE, seat=seat, tls_contexts=contexts) as (session, control),
     ):
         connect_to_driver(control)
-        train(job, paths, session, control, stream, trace=trace)
+        train(job, DirectoryOutput(paths), session, control, stream, trace=trace)
 
 
 def run_remote_worker(
@@ -183,11 +207,45 @@ def run_remote_worker(
         def work(stream: EventWriter) -> None:
             require_trust(job, trust)
             print(f"joined run {welcome['run']} as worker-{session.seat}", flush=True)
-            train(job, paths, session, control, stream)
+            train(job, DirectoryOutput(paths), session, control, stream)
 
         code = run_reporting_errors(stream, work)
         control.send("bye")  # without it the driver would count this worker as dead
         return code
+
+
+def run_apart_worker(scratch: RunPaths, driver: str, seat: int, *, tls_contexts: TlsContexts | None = None) -> int:
+    """Run a worker of the run's engine that cannot open the run's directory. It ends with its agent."""
+    address = DriverAddress(*parse_address(driver), os.environ.pop(TOKEN_VARIABLE, ""))
+    key = os.environ.pop(KEY_VARIABLE, "")
+    with open_session(address, lambda: address, STARTED_APART, seat=seat, tls_contexts=tls_contexts) as (
+        session,
+        control,
+    ):
+        session.key = key
+        stream = EventWriter.to_callback(lambda row: control.send("event", row=row.decode()), f"worker-{seat}")
+        connections = DriverConnections(partial(connect_for_files, address, seat, key, tls_contexts))
+
+        def work(stream: EventWriter) -> None:
+            connect_to_driver(control)
+            welcome = control.connect(WELCOME_TIMEOUT_S)
+            remote = RemoteRun.model_validate(welcome["remote"])
+            code = fetch_code(connections, remote.code, cache_directory())
+            job = Job.model_validate(welcome["job"]).model_copy(update={"base_dir": str(code)})
+            output = DriverOutput(scratch, connections, remote.store_name, remote.namespace)
+            train(job, output, session, control, stream, trace=remote.trace)
+
+        with contextlib.closing(connections):
+            return run_reporting_errors(stream, work)
+
+
+def connect_for_files(address: DriverAddress, seat: int, key: str, tls_contexts: TlsContexts | None) -> socket.socket:
+    """A connection for files. OSError if the driver cannot be reached."""
+    hello = json.dumps({"role": "files", "seat": seat, "key": key}).encode()
+    try:
+        return connect_host(address.host, address.port, address.token, hello, tls_contexts=tls_contexts)
+    except LinkError as failure:
+        raise ConnectionError(f"the driver cannot be asked for files: {failure}") from failure
 
 
 def emit_to_both(control: ControlClient, own_stream: EventWriter, row: bytes) -> None:
@@ -228,7 +286,7 @@ def own_address(driver_address: DriverAddress) -> str:
 
 def train(
     job: Job,
-    paths: RunPaths,
+    output: RunOutput,
     session: WorkerSession,
     control: ControlClient,
     stream: EventWriter,
@@ -238,6 +296,8 @@ def train(
     """Build the job, then run the elastic loop to its end."""
     assert session.seat is not None
     leave_reason = install_leave_handler(session, control, job.elastic.patience_s)
+    for message in apply_limits(job.limits, seat=session.seat, run=output.paths.name):
+        stream.emit("note", message=message)
     prepare_torch(job)
     stream.emit(
         "worker_started",
@@ -250,10 +310,22 @@ def train(
     ways_out = TrainingSession(
         control, session.peers, session.activity, partial(place_chunks, session, control), leave_reason
     )
+    attachment = session.attachment
     loop, context = build_loop(
-        built, paths, session=ways_out, stream=stream, has_state=session.attachment.can_save, trace=trace
+        built,
+        output.paths,
+        session=ways_out,
+        stream=stream,
+        has_state=attachment.can_save,
+        trace=trace,
+        output=output,
     )
-    save_lock = paths.saving_lock if session.attachment.can_save else None
+    has_directory = attachment.can_save and not attachment.needs_job
+    if has_directory:
+        notes = partial(stream.emit, "note")
+        profiler = StepProfiler(output.paths, who=lambda: stream.who, note=lambda text: notes(message=text))
+        loop.at_boundary = profiler.at_boundary
+    save_lock = output.paths.saving_lock if has_directory else None
     elastic = ElasticLoop(loop, peers=session.peers, seat=session.seat, save_lock=save_lock)
     session.on_view, session.on_seat_changed = elastic.on_view, elastic.on_seat_changed
     try:
