@@ -23,7 +23,7 @@ def test_both_ways():
         found = measure_link(here)
     answering.join()
     there.close()
-    assert 0 < found.latency_s < 0.015, "no piece waits until the one before it was acknowledged"
+    assert 0 < found.latency_s < 0.035, "no piece waits for a delayed acknowledgement, which takes 0.04 s"
     assert min(found.send_bytes_s, found.receive_bytes_s) > 1e6
 
 
