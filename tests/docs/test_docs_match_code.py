@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from shoal import cli_search, errors
+from shoal import errors
 from shoal.cli import app
+from shoal.cli import search as cli_search
 from shoal.events.run_state import _HANDLERS
 from shoal.events.schema import KINDS
 from shoal.events.schema_docs import render_table

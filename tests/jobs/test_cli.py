@@ -7,6 +7,7 @@ import sys
 import pytest
 import yaml
 
+from shoal.cli import app
 from tests.conftest import MLP, long_only
 
 
@@ -31,6 +32,11 @@ def test_help_is_quick_and_does_not_load_torch():
     assert done.returncode == 0, done.stderr
     for verb in ("run", "resume", "check", "plan", "split", "evaluate", "runs", "show", "compare", "join", "verify"):
         assert verb in done.stdout
+
+
+def test_every_verb_stands_in_a_panel_of_the_help():
+    verbs = [*app.registered_commands, *app.registered_groups]
+    assert [verb.name or verb.callback.__name__ for verb in verbs if not verb.rich_help_panel] == []
 
 
 @pytest.mark.long

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli import output
+from shoal.cli.options import RUNS, AsJson, RunName, Runs
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -17,14 +20,15 @@ if TYPE_CHECKING:
     from shoal.spec.run_paths import RunPaths
 
 NO_TARGETS: list[str] = []
+PANEL = "Train"
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(compress)
+    app.command(rich_help_panel=PANEL)(compress)
 
 
 def compress(
-    run: Annotated[str, typer.Argument(help="A run: its name, its path, or 'last'.", show_default=False)],
+    run: RunName,
     target: Annotated[
         list[str], typer.Option("--target", help="'size<25%' or 'latency<50%' of the parent.", show_default=False)
     ] = NO_TARGETS,
@@ -32,8 +36,8 @@ def compress(
     lossless: Annotated[bool, typer.Option("--lossless", help="Only what is proven; nothing is trained.")] = False,
     replay: Annotated[Path | None, typer.Option(help="Take the steps of this recipe.json.")] = None,
     workers: Annotated[str, typer.Option(help="For tuning: 2, or 1..8.", show_default=False)] = "",
-    runs: Annotated[Path, typer.Option("--runs", help="The local directory of runs.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
 ) -> None:
     """Make a run's model smaller and faster, with proof that it still does its job."""
     from shoal.jobs import run_dir
@@ -42,11 +46,10 @@ def compress(
     from shoal.jobs.compression.compress import replay as take_steps
     from shoal.spec.compression.measured import read_recipe
     from shoal.spec.load import load_run_job
-    from shoal.terminal.console import make_console
 
     parent = run_dir.find(run, runs)
     config = _config(load_run_job(parent.job).compress, target, max_drop, lossless=lossless)
-    console = make_console(to_stderr=as_json)
+    console = output.console(as_json)
     request = CompressRequest(
         parent, runs, workers=_workers(workers), show=lambda text: console.print(text, style="dim")
     )
@@ -81,12 +84,11 @@ def _workers(text: str) -> WorkersConfig | None:
 
 def _print(made: Compressed, config: CompressConfig, *, as_json: bool) -> None:
     from shoal.terminal.compression import print_report
-    from shoal.terminal.console import json_line, make_console
 
     if as_json:
-        print(json_line({"run": made.paths.name, **made.report.model_dump(mode="json")}))
+        output.print_json({"run": made.paths.name, **made.report.model_dump(mode="json")})
         return
-    console = make_console(to_stderr=False)
+    console = output.console()
     print_report(console, made.report)
     console.print(f"Written: {made.paths.root}")
 
@@ -94,11 +96,10 @@ def _print(made: Compressed, config: CompressConfig, *, as_json: bool) -> None:
 def _missed(made: Compressed, request: CompressRequest) -> int:
     """The exit code of a result that does not meet the targets; the reason goes to standard error."""
     from shoal.errors import error
-    from shoal.terminal.console import make_console
 
     message = f"the best that was found is '{made.report.chosen}', in {made.paths.name}"
     failure = error("SH663", message, where=request.parent.name)
-    make_console(to_stderr=True).print(str(failure), markup=False)
+    output.console(True).print(str(failure), markup=False)
     return failure.exit_code
 
 

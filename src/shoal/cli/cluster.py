@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Engine = Annotated[
-    str, typer.Option("--engine", help="Where workers run: local, ssh, slurm or ray.", show_default=False)
-]
+from shoal.cli import output
+from shoal.cli.options import JobFile
+
+PANEL = "Other machines"
 
 
-def engine_kind(engine: str) -> list[str]:
-    """As an override. The other fields of the engine's section are kept if it is of this kind already."""
-    return [f"engine.kind={engine}"] if engine else []
+def register(app: typer.Typer) -> None:
+    for verb in (join, manifest):
+        app.command(rich_help_panel=PANEL)(verb)
 
 
 def manifest(
-    job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
+    job: JobFile,
     kind: Annotated[str, typer.Option(help="rayjob (KubeRay) or jobset (JobSet).")] = "rayjob",
     image: Annotated[str, typer.Option(help="An image with Shoal and the job's directory.", show_default=False)] = "",
     directory: Annotated[str, typer.Option("--dir", help="Where the job's directory is in the image.")] = "/job",
@@ -66,16 +66,8 @@ def join(
     """Work for a run that another machine drives. Its job names code that runs here, with your rights."""
     from shoal.jobs.join import join, wait_for_driver
     from shoal.spec.trust import CodeTrust
-    from shoal.terminal import reports
-    from shoal.terminal.console import make_console
 
     trust = CodeTrust.from_text(allow, everything=trust_code)
-    show = partial(reports.print_lines, make_console())
     wait_for_driver(where, token, tls_dir=tls, wait_s=wait)
-    code = join(where, token, base_dir=directory, workers=workers, tls_dir=tls, trust=trust, show=show)
+    code = join(where, token, base_dir=directory, workers=workers, tls_dir=tls, trust=trust, show=output.print_lines)
     sys.exit(code)
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(join)
-    app.command()(manifest)

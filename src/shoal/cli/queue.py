@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from shoal.cli import output
+from shoal.cli.options import NO_OVERRIDES, RUNS, AsJson, JobFile, Runs, Sets
 
-
-def _check_runs(runs: Path) -> Path:
-    from shoal.jobs import run_dir
-
-    return run_dir.check_runs(runs)
-
-
-Runs = Annotated[Path, typer.Option("--runs", help="The local directory of runs.", callback=_check_runs)]
-AsJson = Annotated[bool, typer.Option("--json", help="Rows of JSON for scripts.")]
 JobId = Annotated[int, typer.Argument(help="The number of the job, as `shoal queue` shows it.", show_default=False)]
-RUNS = Path("runs")
-NO_OVERRIDES: list[str] = []
+PANEL = "Queue"
 NO_IDS: list[int] = []
 
 
+def register(app: typer.Typer) -> None:
+    for verb in (submit, queue, cancel, priority, release, top, up, down):
+        app.command(rich_help_panel=PANEL)(verb)
+
+
 def submit(
-    job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
+    job: JobFile,
     priority: Annotated[int, typer.Option(help="Higher goes first, from -100 to 100.")] = 0,
     user: Annotated[str, typer.Option(help="Whose job it is: for quotas and turns.", show_default=False)] = "",
     after: Annotated[list[int], typer.Option(help="Only after this job has finished.", show_default=False)] = NO_IDS,
-    sets: Annotated[
-        list[str],
-        typer.Option("--set", help="Change a field of the job: --set optimizer.args.lr=0.01", show_default=False),
-    ] = NO_OVERRIDES,
+    sets: Sets = NO_OVERRIDES,
     search: Annotated[bool, typer.Option("--search", help="Run the job's search instead of the job itself.")] = False,
     runs: Runs = RUNS,
     as_json: AsJson = False,
@@ -47,9 +38,9 @@ def submit(
     kind: Literal["training", "search"] = "search" if search else "training"
     entries = client.submit([checked], runs=runs, user=user, priority=priority, after=after, kind=kind)
     if as_json:
-        _print_json(entries[0].model_dump(mode="json"))
+        output.print_json(entries[0].model_dump(mode="json"))
     else:
-        queue_tables.print_submitted(_console(), entries)
+        queue_tables.print_submitted(output.console(), entries)
 
 
 def queue(
@@ -68,21 +59,20 @@ def queue(
         raise error("SH646", f"there is no job {why} in the queue", where="--why")
     rows = queue_tables.shown_entries(view, everything=everything) if why is None else [view.entries[why]]
     if as_json:
-        _print_json(queue_tables.queue_data(view, rows))
+        output.print_json(queue_tables.queue_data(view, rows))
     elif why is None:
-        queue_tables.print_queue(_console(), view, everything=everything)
+        queue_tables.print_queue(output.console(), view, everything=everything)
     else:
-        queue_tables.print_why(_console(), view.entries[why], view, client.read_history(runs, why))
+        queue_tables.print_why(output.console(), view.entries[why], view, client.read_history(runs, why))
 
 
 def cancel(job: JobId, runs: Runs = RUNS) -> None:
     """Cancel a job of the queue. A running one is saved and stopped."""
     from shoal.jobs.queue import client
-    from shoal.terminal import reports
 
     entry = client.cancel(runs, job)
     said = "is cancelled" if entry.has_ended else "is saved and stopped at its next step"
-    reports.print_lines(_console(), f"job {entry.id} {said}")
+    output.print_lines(f"job {entry.id} {said}")
 
 
 def priority(
@@ -92,10 +82,9 @@ def priority(
 ) -> None:
     """Change the priority of a job of the queue that has not ended. Negative: -- ID -5."""
     from shoal.jobs.queue import client
-    from shoal.terminal import reports
 
     entry = client.set_priority(runs, job, to)
-    reports.print_lines(_console(), f"job {entry.id} has priority {entry.priority}")
+    output.print_lines(f"job {entry.id} has priority {entry.priority}")
 
 
 def release(job: JobId, runs: Runs = RUNS) -> None:
@@ -103,7 +92,7 @@ def release(job: JobId, runs: Runs = RUNS) -> None:
     from shoal.jobs.queue import client
     from shoal.terminal import queue_tables
 
-    queue_tables.print_submitted(_console(), [client.release(runs, job)])
+    queue_tables.print_submitted(output.console(), [client.release(runs, job)])
 
 
 def top(
@@ -115,7 +104,9 @@ def top(
     from shoal.jobs.queue import client
     from shoal.terminal import queue_tables
 
-    queue_tables.watch_queue(_console(), partial(client.look, runs), partial(client.read_history, runs), once=once)
+    queue_tables.watch_queue(
+        output.console(), partial(client.look, runs), partial(client.read_history, runs), once=once
+    )
 
 
 def up(
@@ -127,38 +118,17 @@ def up(
     runs: Runs = RUNS,
 ) -> None:
     """Serve the queue in the foreground, for several users, until Ctrl-C or `shoal down`."""
-    from functools import partial
 
     from shoal.jobs.queue import client, serve
-    from shoal.terminal import reports
 
     for user, cores in serve.parse_quotas(quota).items():
         client.set_quota(runs, user, cores)
-    show = partial(reports.print_lines, _console())
-    serve.serve(runs, policy=policy, engine=serve.parse_engine(engine), show=show)
+    serve.serve(runs, policy=policy, engine=serve.parse_engine(engine), show=output.print_lines)
 
 
 def down(runs: Runs = RUNS) -> None:
     """End the daemon of the queue. Its runs are saved; the next daemon resumes them."""
     from shoal.jobs.queue import client
-    from shoal.terminal import reports
 
     ended = client.down(runs)
-    reports.print_lines(_console(), "the daemon has ended" if ended else "no daemon serves the queue")
-
-
-def register(app: typer.Typer) -> None:
-    for verb in (submit, queue, cancel, priority, release, top, up, down):
-        app.command()(verb)
-
-
-def _console() -> Console:
-    from shoal.terminal.console import make_console
-
-    return make_console()
-
-
-def _print_json(value: object) -> None:
-    from shoal.terminal.console import json_line
-
-    print(json_line(value))
+    output.print_lines("the daemon has ended" if ended else "no daemon serves the queue")

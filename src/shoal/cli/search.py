@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from shoal.cli import output
+from shoal.cli.options import NO_OVERRIDES, RUNS, AsJson, JobFile, Quiet, Runs
 
+if TYPE_CHECKING:
     from shoal.jobs.search.driver import SearchOutcome
 
 START = "start"
-RUNS = Path("runs")
-NO_OVERRIDES: list[str] = []
 
 
 class SearchGroup(TyperGroup):
@@ -36,22 +35,13 @@ app = typer.Typer(
 )
 
 
-def _check_runs(runs: Path) -> Path:
-    from shoal.jobs import run_dir
-
-    return run_dir.check_runs(runs)
-
-
 SearchName = Annotated[str, typer.Argument(help="A search: its name, its path, or 'last'.", show_default=False)]
 Workers = Annotated[int | None, typer.Option(min=1, help="Workers for all trials together.", show_default=False)]
-Runs = Annotated[Path, typer.Option("--runs", help="The local directory of runs.", callback=_check_runs)]
-AsJson = Annotated[bool, typer.Option("--json", help="Rows of JSON for scripts.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the receipt.")]
 
 
 @app.command(START)
 def start(
-    job: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
+    job: JobFile,
     space: Annotated[Path | None, typer.Option(help="A file with the search, in place of the job's own.")] = None,
     workers: Workers = None,
     sets: Annotated[
@@ -67,7 +57,7 @@ def start(
     from shoal.terminal.search_live import make_search_display
 
     checked = load_search_job(job, space=space, overrides=sets)
-    with make_search_display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
+    with make_search_display(output.console(as_json), as_json=as_json, quiet=quiet) as shown:
         outcome = run_search(checked, runs=runs, workers=workers, on_update=shown.on_update)
     _print_and_exit(outcome, as_json=as_json)
 
@@ -85,7 +75,7 @@ def resume_search(search: str, *, workers: int | None, runs: Path, as_json: bool
     from shoal.terminal.search_live import make_search_display
 
     paths = search_dir.find(search, runs)
-    with make_search_display(_console(as_json), as_json=as_json, quiet=quiet) as shown:
+    with make_search_display(output.console(as_json), as_json=as_json, quiet=quiet) as shown:
         outcome = driver.resume_search(paths, workers=workers, on_update=shown.on_update)
     _print_and_exit(outcome, as_json=as_json)
 
@@ -98,12 +88,11 @@ def stop(search: SearchName, runs: Runs = RUNS) -> None:
 
 def stop_search(search: str, *, runs: Path) -> None:
     from shoal.jobs.search import search_dir, stopping
-    from shoal.terminal import reports
 
     paths = search_dir.find(search, runs)
     ended = stopping.stop_search(paths)
     told = "ended before it could be stopped" if ended else f"stopped. Go on with: shoal search resume {paths.name}"
-    reports.print_lines(_console(), f"{paths.name}: {told}")
+    output.print_lines(f"{paths.name}: {told}")
 
 
 @app.command()
@@ -125,9 +114,9 @@ def show_search(search: str, *, runs: Path, as_json: bool, png: Path | None = No
     if png is not None:
         search_png.draw_search(found, png)
     if as_json:
-        _print_json(search_data(found))
+        output.print_json(search_data(found))
     else:
-        search_report.print_search(_console(), found)
+        search_report.print_search(output.console(), found)
 
 
 @app.command()
@@ -138,7 +127,7 @@ def best(search: SearchName, runs: Runs = RUNS, as_json: AsJson = False) -> None
     found = load_search(search, runs)
     text = best_job_text(found)
     if as_json and found.best is not None:
-        _print_json({**trial_data(found, found.best), "job": text})
+        output.print_json({**trial_data(found, found.best), "job": text})
     else:
         print(text, end="")
 
@@ -152,9 +141,9 @@ def compare(first: SearchName, second: SearchName, runs: Runs = RUNS, as_json: A
     compared = compare_searches(load_search(first, runs), load_search(second, runs))
     if as_json:
         both = {found.paths.name: search_data(found) for found in (compared.first, compared.second)}
-        _print_json({"same": compared.same, "difference": compared.difference, "searches": both})
+        output.print_json({"same": compared.same, "difference": compared.difference, "searches": both})
     else:
-        search_report.print_search_comparison(_console(), compared)
+        search_report.print_search_comparison(output.console(), compared)
     sys.exit(0 if compared.same else 1)
 
 
@@ -164,21 +153,9 @@ def _print_and_exit(outcome: SearchOutcome, *, as_json: bool) -> NoReturn:
 
     if outcome.receipt is None:
         fix = f"{outcome.paths.name} is {outcome.status}: shoal search resume {outcome.paths.name} goes on."
-        reports.print_lines(_console(True), fix)
+        reports.print_lines(output.console(True), fix)
     elif as_json:
-        _print_json({"kind": "receipt", **json.loads(outcome.receipt.model_dump_json())})
+        output.print_json({"kind": "receipt", **json.loads(outcome.receipt.model_dump_json())})
     else:
-        search_report.print_search_receipt(_console(), outcome.receipt)
+        search_report.print_search_receipt(output.console(), outcome.receipt)
     sys.exit(outcome.exit_code)
-
-
-def _console(to_stderr: bool = False) -> Console:
-    from shoal.terminal.console import make_console
-
-    return make_console(to_stderr=to_stderr)
-
-
-def _print_json(value: Any) -> None:
-    from shoal.terminal.console import json_line
-
-    print(json_line(value))

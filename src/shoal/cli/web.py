@@ -1,0 +1,69 @@
+"""The verbs of the web page: web, tokens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli import output
+from shoal.cli.options import RUNS, AsJson, Runs
+
+DAY_S = 86400.0
+PANEL = "Web page"
+
+
+def register(app: typer.Typer) -> None:
+    for verb in (web, tokens):
+        app.command(rich_help_panel=PANEL)(verb)
+
+
+def web(
+    runs: Runs = RUNS,
+    listen: Annotated[str, typer.Option(help="ADDRESS:PORT of this machine.", show_default=False)] = "",
+    tls: Annotated[Path | None, typer.Option(help="A directory with cert.pem and key.pem.", show_default=False)] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="A name of this machine that browsers use.", show_default=False)
+    ] = None,
+) -> None:
+    """See and steer runs in a browser. Prints a link with a one-time code; Ctrl-C ends it, and no run notices."""
+    from shoal.errors import error
+
+    try:
+        from shoal.web.serve import WebServer
+    except ModuleNotFoundError as failure:
+        if failure.name not in ("starlette", "uvicorn"):
+            raise
+        raise error("SH207", f"the web page needs {failure.name}", fix="pip install 'shoal[web]'") from None
+    server = WebServer(runs, listen=listen, tls=tls, names=tuple(name or ()), say=output.print_lines)
+    output.print_lines(f"{server.url} serves the runs in {runs}", "Open this link once, in one browser:")
+    print(f"  {server.link()}", flush=True)
+    output.print_lines("Ctrl-C ends the page; runs go on.")
+    server.run()
+
+
+def tokens(
+    make: Annotated[str, typer.Option("--create", help="Make a token with this name.", show_default=False)] = "",
+    role: Annotated[str, typer.Option(help="read, operate or submit.")] = "read",
+    only: Annotated[str, typer.Option(help="Only these runs: a,b", show_default=False)] = "",
+    days: Annotated[float, typer.Option(min=0, help="It expires after so many days; 0: never.")] = 30,
+    revoke: Annotated[str, typer.Option(help="Revoke the token with this name.", show_default=False)] = "",
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """List, make and revoke tokens of the web page and its API. A token is shown once."""
+    from shoal.terminal import access_reports
+    from shoal.web.access import ROLES, TokenFile
+
+    file = TokenFile(runs)
+    if make:
+        chosen = next((one for one in ROLES if one == role), role)
+        until = time.time() + days * DAY_S if days else None
+        token = file.create(make, role=chosen, runs=[one for one in only.split(",") if one], expires_t=until)  # type: ignore[arg-type]
+        print(token)
+    elif revoke:
+        file.revoke(revoke)
+    else:
+        access_reports.print_tokens(file.read(), as_json=as_json)
