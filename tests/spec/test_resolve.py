@@ -1,6 +1,7 @@
 """Names: found without importing, imported, called, and told of objects."""
 
 import functools
+import os
 import pickle
 import subprocess
 import sys
@@ -385,3 +386,14 @@ def test_a_script_is_named_by_its_file(folder: Path) -> None:
     assert run([sys.executable, "script.py"]).stdout.strip() == f"{folder}/script.py:A"
     assert run([sys.executable, "-m", "pkg.script"]).stdout.strip() == "pkg.script:A"
     assert "SH608" in run([sys.executable, "-c", SCRIPT]).stderr
+
+
+def test_packages_of_another_environment_are_not_the_users(tmp_path):
+    """Such as those of the system, where an environment was made with them, or of the user's own site-packages."""
+    there = tmp_path / "lib" / "site-packages"
+    (there / "package").mkdir(parents=True)
+    code = f"from shoal.spec.resolve import is_user_file; print(is_user_file({str(there / 'package' / 'a.py')!r}))"
+    for path, said in ((there, "False"), (tmp_path, "True")):
+        environment = os.environ | {"PYTHONPATH": str(path)}
+        told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert told.stdout.strip() == said

@@ -225,6 +225,20 @@ def test_what_has_grown_too_large_to_be_set_back_is_not_set_to_the_start():
     assert len(module.log) == MAX_ITEMS + 1
 
 
+class Uncopied(str):
+    def __new__(cls):
+        return super().__new__(cls, "*")
+
+
+def test_what_cannot_be_copied_is_left_as_it_is():
+    module = users_module(star=Uncopied(), stars=[Uncopied()], number=1)
+    data = ModuleData([module])
+    module.number = 2
+    assert data.changed() == ["users.number"]
+    data.restore()
+    assert module.number == 1
+
+
 def test_modules_that_a_module_of_the_user_imports_are_the_users_too(monkeypatch):
     helper = users_module()
     helper.__name__ = "helper"

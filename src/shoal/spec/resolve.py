@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -307,10 +308,13 @@ def is_user_file(path: str) -> bool:
     return not path.startswith(("<", *_library_paths()))
 
 
-def _library_paths() -> list[str]:
-    """Directories with code that is not the user's: the standard library, installed packages, this package."""
+@functools.cache
+def _library_paths() -> tuple[str, ...]:
+    """Directories with code that is not the user's: the standard library, packages of this environment and of another
+    one that it sees (the system's, or the user's own), this package."""
     paths = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return [*paths, str(Path(__file__).parent.parent)]
+    seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    return (*paths, *seen, str(Path(__file__).parent.parent))
 
 
 # ---- calling ----
@@ -390,7 +394,7 @@ def _is_users_file(module: str, file: str) -> bool:
     """Whether it is a script or a file beside it, which a worker would not find on its own sys.path."""
     if module == "__main__" or module.startswith(f"{USER_PACKAGE}."):
         return True
-    return "." not in module and file.endswith(".py") and not file.startswith(tuple(_library_paths()))
+    return "." not in module and file.endswith(".py") and is_user_file(file)
 
 
 def _lookup(module: types.ModuleType, name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import sysconfig
 import threading
 import time
 from collections import Counter, deque
@@ -12,9 +11,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from shoal.spec.resolve import is_user_file
+
 RECENT_LANES = 15
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_SHOAL_ROOT = __file__.rpartition("/train/")[0]
 
 
 class Activity:
@@ -67,12 +66,7 @@ class Activity:
         if frame is None:
             return ""
         innermost, found = frame, frame
-        while found is not None and not _is_user_code(found):
+        while found is not None and not is_user_file(found.f_code.co_filename):
             found = found.f_back  # type: ignore[assignment]
         shown: FrameType = found or innermost
         return f"{shown.f_code.co_filename}:{shown.f_lineno} in {shown.f_code.co_name}"
-
-
-def _is_user_code(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return not file.startswith((*_LIBRARIES, _SHOAL_ROOT, "<"))

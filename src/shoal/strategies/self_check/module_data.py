@@ -10,12 +10,10 @@ import copy
 import functools
 import os
 import sys
-import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import shoal
+from shoal.spec.resolve import is_user_file
 from shoal.strategies.self_check.hidden_state import (
     MAX_ITEMS,
     PLAIN,
@@ -33,8 +31,6 @@ from shoal.strategies.self_check.hidden_state import (
 )
 
 MAX_COPIED_BYTES = 1 << 20
-_PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_NOT_THE_USERS = (*_PATHS, str(Path(shoal.__file__).parent))
 _Cached = functools._lru_cache_wrapper
 
 
@@ -108,7 +104,7 @@ def _defined_in(one: object) -> str:
 
 def _is_users(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not file.startswith(_NOT_THE_USERS)
+    return isinstance(file, str) and is_user_file(file)
 
 
 def _data_of(module: ModuleType) -> Iterator[_Saved]:
@@ -180,7 +176,11 @@ def _save(place: _Place) -> Iterator[_Saved]:
     elif value is os.environ:
         yield _Saved(place, value, dict(value))
     elif _is_small_data(value, MAX_ITEMS):
-        yield _Saved(place, value, copy.deepcopy(value))
+        try:
+            content = copy.deepcopy(value)
+        except Exception:  # a class of the user may refuse copies in any way; its values are not looked at
+            return
+        yield _Saved(place, value, content)
 
 
 def _is_small_data(value: Any, room: int) -> bool:
