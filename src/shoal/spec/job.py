@@ -24,6 +24,7 @@ from shoal.spec.compression.config import CompressConfig, DistilConfig, ShrinkCo
 from shoal.spec.compression.steps import ModelShape
 from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.engine import ElasticConfig, EngineConfig, LimitsConfig, LocalEngineConfig, NetworkConfig
+from shoal.spec.loop.config import AverageConfig
 from shoal.spec.search import SearchConfig
 from shoal.spec.sharding import NoShardingConfig, ShardingConfig
 
@@ -160,9 +161,14 @@ class WorkersConfig(Spec):
 
 
 class LanesSyncConfig(Spec):
-    """Exact synchronous training: the same bits on any number of workers."""
+    """Exact synchronous training: the same bits on any number of workers.
+
+    `exchange`: `host` adds in host memory, `device` on the device over torch's process group (NCCL, or gloo on the
+    CPU), with the same bits. `auto` is `device` on CUDA where torch has NCCL.
+    """
 
     kind: Literal["lanes"] = "lanes"
+    exchange: Literal["auto", "host", "device"] = "auto"
     inexact_reason: ClassVar[str] = ""
 
 
@@ -341,6 +347,8 @@ NOT_IN_IDENTITY = {
     "engine",
     "elastic",
     "self_check",
+    "accumulate",
+    "gradient_checkpointing",
     "network",
     "limits",
     "alerts",
@@ -361,7 +369,7 @@ _HASHED_NAMES = {
 """Names under which fields enter the identity of a job. Checkpoints store it: whatever a field is called later, its
 name in the hash stays. tests/spec/job_identities.json has recorded hashes."""
 
-_SHORT_FORM_FIELDS = ("sync", "codec", "shard", "engine")
+_SHORT_FORM_FIELDS = ("sync", "codec", "shard", "engine", "average")
 
 
 class Job(Spec):
@@ -387,8 +395,12 @@ class Job(Spec):
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     drop_last: bool = False
+    accumulate: PositiveInt = 1
     clip: ClipConfig | None = None
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    average: AverageConfig | None = None
+    gradient_checkpointing: bool | list[str] = False
+    compile: bool = False
 
     lanes: PositiveInt | None = None
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
@@ -445,8 +457,8 @@ class Job(Spec):
 
     @property
     def lane_count(self) -> int:
-        """`lanes`, or the maximum number of workers."""
-        return self.lanes or self.workers.most
+        """`lanes`, or the maximum number of workers; times `accumulate`: a lane that accumulates is several lanes."""
+        return (self.lanes or self.workers.most) * self.accumulate
 
     @property
     def clips_by_norm(self) -> bool:
@@ -496,7 +508,8 @@ class Job(Spec):
 
     def resume_compatibility_sha256(self) -> str:
         """Equal for jobs that can resume from each other's checkpoints, even if the model is sharded differently."""
-        return self.model_copy(update={"shard": NoShardingConfig(), "lanes": self.lane_count}).sha256()
+        update = {"shard": NoShardingConfig(), "lanes": self.lane_count, "accumulate": 1}
+        return self.model_copy(update=update).sha256()
 
     def sha256(self) -> str:
         """The identity of what the job produces. How it is run (workers, servers, engine) is not part of it."""
@@ -504,9 +517,11 @@ class Job(Spec):
         if isinstance(self.sync, ServerSyncConfig):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})
             body["sync"] = stale if self.sync.inexact_reason else LanesSyncConfig().model_dump()
+        body["sync"].pop("exchange", None)  # the same bits
         body["lanes"] = self.lane_count
         unused = [name for name in ("shape", "distil", "shrink") if getattr(self, name) is None]
-        unused += ["seeds"] if self.seeds == 1 else []
+        unused += [name for name, unset in (("seeds", 1), ("average", None), ("compile", False))
+                   if getattr(self, name) == unset]  # fmt: skip
         for name in unused + ["shard"] * (self.shard.kind == "none"):
             del body[name]
         if self.data.clusters is None:
