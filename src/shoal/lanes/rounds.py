@@ -213,6 +213,7 @@ class ClosureReplica(RoundsReplica):
         sums: list[LaneSum] = []
 
         def closure() -> Tensor:
+            self._drop_grads()
             total = rounds.total(lambda lane, batch, share: self.forward_backward(step, lane, batch, share=share))
             if total is None:
                 raise error("SH412", f"no lane has samples at step {step}")
@@ -224,10 +225,13 @@ class ClosureReplica(RoundsReplica):
             return losses[-1]
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
-        for parameter in self.trainable:
-            parameter.grad = None
+        self._drop_grads()
         self.finish_step(step, sums[0])
         return losses[0]
+
+    def _drop_grads(self) -> None:
+        for parameter in self.trainable:
+            parameter.grad = None
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

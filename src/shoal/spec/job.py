@@ -14,6 +14,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -369,6 +370,18 @@ _HASHED_NAMES = {
 """Names under which fields enter the identity of a job. Checkpoints store it: whatever a field is called later, its
 name in the hash stays. tests/spec/job_identities.json has recorded hashes."""
 
+
+def _accumulating_lanes(job: dict[str, Any], accumulate: int) -> dict[str, int]:
+    """The fields of a job that accumulates; none if its lanes or workers are not valid."""
+    lanes = job.get("lanes")
+    if lanes is None:
+        try:
+            lanes = WorkersConfig.model_validate(job.get("workers") or 1).most
+        except ValidationError:
+            return {}
+    return {"lanes": lanes * accumulate, "accumulate": 1} if type(lanes) is int and lanes > 0 else {}
+
+
 _SHORT_FORM_FIELDS = ("sync", "codec", "shard", "engine", "average")
 
 
@@ -434,7 +447,8 @@ class Job(Spec):
     def _short_forms(cls, value: Any) -> Any:
         """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec, shard and engine.
 
-        `workers: auto` means from one worker to one per lane. It is the default with `sync: auto` and `lanes`.
+        `workers: auto` means from one worker to one per lane. It is the default with `sync: auto` and `lanes`. A lane
+        that accumulates over several parts of its batch is that many lanes, so `accumulate` becomes 1.
         """
         if not isinstance(value, dict):
             return value
@@ -446,6 +460,8 @@ class Job(Spec):
         undecided = value.get("sync") == {"kind": "auto"} and value.get("workers") is None
         if (undecided or value.get("workers") == "auto") and type(lanes := value.get("lanes")) is int and lanes > 0:
             value["workers"] = {"least": 1, "most": min(lanes, MAX_WORKERS)}
+        if type(accumulate := value.get("accumulate")) is int and accumulate > 1:
+            value |= _accumulating_lanes(value, accumulate)
         return value
 
     @field_validator("name")
@@ -457,8 +473,8 @@ class Job(Spec):
 
     @property
     def lane_count(self) -> int:
-        """`lanes`, or the maximum number of workers; times `accumulate`: a lane that accumulates is several lanes."""
-        return (self.lanes or self.workers.most) * self.accumulate
+        """`lanes`, or the maximum number of workers."""
+        return self.lanes or self.workers.most
 
     @property
     def clips_by_norm(self) -> bool:
@@ -508,8 +524,7 @@ class Job(Spec):
 
     def resume_compatibility_sha256(self) -> str:
         """Equal for jobs that can resume from each other's checkpoints, even if the model is sharded differently."""
-        update = {"shard": NoShardingConfig(), "lanes": self.lane_count, "accumulate": 1}
-        return self.model_copy(update=update).sha256()
+        return self.model_copy(update={"shard": NoShardingConfig(), "lanes": self.lane_count}).sha256()
 
     def sha256(self) -> str:
         """The identity of what the job produces. How it is run (workers, servers, engine) is not part of it."""

@@ -27,7 +27,7 @@ def check_loop(job: Job) -> list[ShoalError]:
     if wanted["precision"] and job.codec.kind != "none":
         message = f"a loss scale and `codec: {job.codec.kind}` do not go together: gradients may overflow in the codec"
         found.append(error("SH863", message, where="codec", fix="Remove `codec`, or use `precision: bf16`."))
-    return found + _average(job) + _accumulate(job)
+    return found + _average(job)
 
 
 def check_rounds(job: Job, what: str, *, where: str) -> ShoalError | None:
@@ -57,9 +57,3 @@ def _average(job: Job) -> list[ShoalError]:
     fix = "Remove `decay`, or use `kind: ema`."
     return [error("SH107", "`average: swa` is a plain mean and has no decay", where="average.decay", fix=fix)]
 
-
-def _accumulate(job: Job) -> list[ShoalError]:
-    if job.accumulate == 1 or job.shard.kind == "none":
-        return []
-    fix = "Use `lanes`, or `microbatches` of the pipeline."
-    return [error("SH863", f"`shard: {job.shard.kind}` does not support `accumulate`", where="accumulate", fix=fix)]
