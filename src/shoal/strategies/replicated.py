@@ -21,6 +21,7 @@ from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.state_stream import total_from_entry
 from shoal.data.datasets import DatasetSplit
 from shoal.lanes.carry import LaneCarry
+from shoal.lanes.device_copy import DeviceCopies
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
 from shoal.net.errors import LinkError
@@ -56,6 +57,7 @@ class ReplicatedStrategy:
         self._progress = context.progress
         self._replica = replica
         self._held: HeldWeights = held or replica
+        self._to_device = DeviceCopies(replica.device)  # batches are made on the CPU
         self._group = group
         self._sync = sync
         self._lanes: Sequence[int] = []
@@ -213,11 +215,6 @@ class ReplicatedStrategy:
         step = self._progress.step
         with wrap_user_errors("SH401", f"step {step}, lane {lane}"):
             return self._replica.forward_backward(step, lane, self._to_device(batch), share=weight, sink=sink)
-
-    def _to_device(self, batch: Any) -> Any:
-        """Move a batch to the replica's device: batches are made on the CPU."""
-        device = self._replica.device
-        return batch if device.type == "cpu" else batch.to(device)
 
     # ---- evaluation ----
 
