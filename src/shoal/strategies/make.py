@@ -58,7 +58,7 @@ from shoal.strategies.torch_ddp import TorchDdpSync
 from shoal.tasks.compilation import compile_model, one_at_a_time
 from shoal.tasks.lazy_parameters import initialise_lazy_parameters
 from shoal.tasks.model import build_lr_schedule, build_task, load_initial_weights
-from shoal.tasks.optimizer import make_optimizer, make_optimizers
+from shoal.tasks.optimizer import check_task, make_optimizer, make_optimizers
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 
@@ -239,6 +239,7 @@ def build_replica(
     rng = LaneRng(device)
     rng.seed_all(job.seed, seeds.MODEL)
     task = build_task(job)
+    check_task(job, task)
     if task.carries:
         task.carry = {}
     with wrap_user_errors("SH204", "making the model"):

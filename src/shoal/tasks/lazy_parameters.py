@@ -7,12 +7,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.data.batch import Batch
+from shoal.errors import error
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def refuse_lazy_parameters(model: nn.Module) -> None:
+    """SH866 for a model whose layers get their shapes from a batch, where a model is cut before there is one."""
+    if has_lazy_parameters(model):
+        raise error("SH866", "the model has lazy modules, and the job has a shard", where="model")
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from shoal.lanes.rounds import needs_closure
 from shoal.lanes.weight_average import has_modes
 from shoal.spec.base import Ref
 from shoal.spec.job import Job, OptimizerConfig
-from shoal.spec.loop.rules import check_rounds
+from shoal.spec.loop.rules import check_rounds, refusal, supports_loop_settings
 from shoal.spec.rules import UNUSABLE_OPTIMIZERS
 from shoal.tasks.model import build_instance, match_names
 from shoal.tasks.task import Task
@@ -34,13 +34,21 @@ def make_optimizer(job: Job, task: Task, model: nn.Module) -> Optimizer:
     what = f"{type(optimizer).__name__}, which computes the loss several times in a step"
     if needs_closure(optimizer) and (problem := check_rounds(job, what, where="optimizer")):
         raise problem
+    if has_modes(optimizer) and not supports_loop_settings(job):
+        raise refusal(job, f"{type(optimizer).__name__}, which has other weights in evaluation", where="optimizer")
     return optimizer
+
+
+def check_task(job: Job, task: Task) -> None:
+    """SH860 or SH863 for a task whose step the job's sync cannot make."""
+    if task.has_phases and (problem := check_rounds(job, "a Task with several phases in a step", where="task")):
+        raise problem
+    if task.carries and not supports_loop_settings(job):
+        raise refusal(job, "a Task whose lanes carry something on", where="task")
 
 
 def make_optimizers(job: Job, task: Task, model: nn.Module) -> Mapping[str, Optimizer]:
     """The optimizers of a task with phases, checked."""
-    if problem := check_rounds(job, "a Task with several phases in a step", where="task"):
-        raise problem
     found = task.optimizers(model)
     if not found or not all(isinstance(one, Optimizer) for one in found.values()):
         raise error("SH861", f"{type(task).__name__}.optimizers(model) returns no optimizers by name", where="task")

@@ -40,6 +40,7 @@ from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.seeds import AUGMENT
 from shoal.strategies.make import build_replica
 from shoal.tasks.evaluation import Evaluator
+from shoal.tasks.optimizer import check_task
 from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.build import BuiltJob, build
 from shoal.train.devices import pick_device
@@ -73,6 +74,7 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
         stream.emit(kind, **fields)
 
     built = build(job, cache_dir=cache_directory(), report=report)
+    check_task(load_run_job(paths.job), built.task)  # with the shard that `job` is without
     replica, sampler = built.replica, built.sampler
     start = time.perf_counter()
     rounds = LoneRounds(built)

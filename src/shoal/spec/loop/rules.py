@@ -18,26 +18,31 @@ def check_loop(job: Job) -> list[ShoalError]:
         "compile": job.compile and "`compile`",
         "gradient_checkpointing": bool(job.gradient_checkpointing) and "`gradient_checkpointing`",
     }
-    supports = job.sync.kind in ("lanes", "ddp") and job.shard.kind == "none"
+    supports = supports_loop_settings(job)
     everywhere = ("compile", "gradient_checkpointing")  # on whole models
     found = []
     for where, what in wanted.items():
         if what and not (supports or (where in everywhere and job.shard.kind == "none")):
-            found.append(_refusal(job, what, where))
+            found.append(refusal(job, what, where))
     if wanted["precision"] and job.codec.kind != "none":
         message = f"a loss scale and `codec: {job.codec.kind}` do not go together: gradients may overflow in the codec"
         found.append(error("SH863", message, where="codec", fix="Remove `codec`, or use `precision: bf16`."))
     return found + _average(job)
 
 
+def supports_loop_settings(job: Job) -> bool:
+    """Whether every worker holds the whole replica and makes every update of it."""
+    return job.sync.kind in ("lanes", "ddp") and job.shard.kind == "none"
+
+
 def check_rounds(job: Job, what: str, *, where: str) -> ShoalError | None:
     """Steps with several rounds (phases, closures) need exact lanes. None if the job has them."""
     if job.sync.kind == "lanes" and job.shard.kind == "none" and job.codec.kind == "none":
         return None
-    return _refusal(job, what, where, "Use `sync: lanes` without `codec` and `shard`.", code="SH860")
+    return refusal(job, what, where, "Use `sync: lanes` without `codec` and `shard`.", code="SH860")
 
 
-def _refusal(
+def refusal(
     job: Job, what: str, where: str, fix: str = "Use `sync: lanes` without `shard`.", *, code: str = "SH863"
 ) -> ShoalError:
     if job.shard.kind != "none":
@@ -56,4 +61,3 @@ def _average(job: Job) -> list[ShoalError]:
         return []  # written out in the job of a run
     fix = "Remove `decay`, or use `kind: ema`."
     return [error("SH107", "`average: swa` is a plain mean and has no decay", where="average.decay", fix=fix)]
-
