@@ -239,14 +239,14 @@ CATALOGUE: dict[str, Entry] = {
     "SH720": Entry("an augmentation does not fit the data", "Choose another one, or change data.transform."),
     "SH730": Entry("clusters cannot be made of this data", "Name columns with numbers in data.clusters.by."),
     # 86x: the training loop
-    "SH860": Entry("a step with several rounds needs exact lanes", "Use `sync: lanes` without `codec` and `shard`."),
+    "SH860": Entry("a step with several passes needs exact lanes", "Use `sync: lanes` without `codec` and `shard`."),
     "SH861": Entry("the optimizers of a Task do not fit its step",
                    "Let optimizers(model) return one for each name that step() yields."),
     "SH862": Entry("the phases of a step differ between lanes or steps",
                    "Yield the same names in the same order for every batch; yield None as the loss to skip one."),
     "SH863": Entry("the sync does not support a setting of the loop", "Use `sync: lanes`, or remove the setting."),
     "SH864": Entry("gradient checkpointing does not fit the model", "Name modules of the model; * is a wildcard."),
-    "SH865": Entry("a step has too many rounds", "Lower max_iter or max_eval of the optimizer."),
+    "SH865": Entry("a step has too many passes", "Lower max_iter or max_eval of the optimizer."),
     "SH866": Entry("lazy modules are not supported here", "Give the layers their sizes, or remove `shard`."),
     "SH867": Entry("compiled code does not fit the job", "Remove `compile`, or use batches of fewer different shapes."),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from shoal.spec.job import (
     MonitorConfig,
     ServerSyncConfig,
 )
-from shoal.spec.loop.rules import CLOSURE_OPTIMIZERS, check_loop, check_rounds
+from shoal.spec.loop.rules import CLOSURE_OPTIMIZERS, check_loop, check_passes
 from shoal.spec.names import iter_refs, metric_name, metric_names
 from shoal.spec.search.rules import check_search
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
@@ -331,11 +331,11 @@ def _unusable_optimizer(job: Job) -> list[ShoalError]:
 
 
 def _closures(job: Job) -> list[ShoalError]:
-    """An optimizer with a closure computes several rounds in a step."""
+    """An optimizer with a closure computes several passes in a step."""
     name = _torch_name(job.optimizer.name, "torch.optim")
     if job.task is not None or name not in CLOSURE_OPTIMIZERS:
         return []
-    problem = check_rounds(job, f"{name}, which computes the loss several times in a step", where="optimizer.name")
+    problem = check_passes(job, f"{name}, which computes the loss several times in a step", where="optimizer.name")
     if problem is None and job.precision == "fp16":
         fix = "Use `precision: bf16`."
         problem = error("SH863", f"{name} has no loss scale", where="precision", fix=fix)

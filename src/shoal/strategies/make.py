@@ -20,9 +20,9 @@ from shoal.lanes.clipping import Clipping
 from shoal.lanes.dense_gradients import check_layers
 from shoal.lanes.gradient_checkpointing import checkpoint_modules
 from shoal.lanes.loss_scale import LossScale
+from shoal.lanes.passes import ClosureReplica, MultiPassReplica, PhasedReplica, needs_closure
 from shoal.lanes.replica import Replica
 from shoal.lanes.rng import LaneRng
-from shoal.lanes.rounds import ClosureReplica, PhasedReplica, RoundsReplica, needs_closure
 from shoal.lanes.weight_average import WeightAverage
 from shoal.paramserver.push_buffers import PushCodec
 from shoal.sharding.build_replica import ShardedReplicaBuilder, make_replica_builder
@@ -48,8 +48,8 @@ from shoal.strategies.local_sgd.strategy import LocalSgdStrategy
 from shoal.strategies.ordered_sync import OrderedAllReduceSync, OrderedSync
 from shoal.strategies.parameter_server import ParameterServerStrategy
 from shoal.strategies.parameter_server_sync import ParameterServerSync
+from shoal.strategies.passes import MultiPassStrategy
 from shoal.strategies.replicated import ReplicatedStrategy
-from shoal.strategies.rounds import RoundsStrategy
 from shoal.strategies.self_check.recompute import Rebuild
 from shoal.strategies.self_check.strategy import CheckedJob, SelfCheck
 from shoal.strategies.sharded import ShardedStrategy
@@ -147,8 +147,8 @@ class WholeJobModel:
         job, kind = self.job, self.job.sync.kind
         if job.inexact_reason or not job.self_check:
             return strategy
-        if isinstance(self.replica, RoundsReplica):
-            context.report("self_checked", lanes=0, failure="a step with several rounds is not computed again")
+        if isinstance(self.replica, MultiPassReplica):
+            context.report("self_checked", lanes=0, failure="a step with several passes is not computed again")
             return strategy
         if self.replica.tables:
             context.report("self_checked", lanes=0, failure="the rows of sparse tables are on servers")
@@ -178,9 +178,9 @@ class WholeJobModel:
             sync: GradientSync = TorchDdpSync(
                 job.lane_count, group, backend=job.sync.backend, device=self.replica.device, on_total=on_total
             )
-        elif isinstance(self.replica, RoundsReplica):
+        elif isinstance(self.replica, MultiPassReplica):
             ordered = self._plain_sync(group, context)
-            return RoundsStrategy(context, self.replica, group=group, sync=ordered)
+            return MultiPassStrategy(context, self.replica, group=group, sync=ordered)
         else:
             sync, _ = self._lanes_sync(group, context)
         return ReplicatedStrategy(context, self.replica, group=group, sync=sync)
@@ -268,7 +268,7 @@ def build_replica(
 def _make_replica(
     job: Job, task: Task, model: nn.Module, schedule_of: Callable[..., Any], *, steps_per_epoch: int, rng: LaneRng
 ) -> Replica:
-    """One update per step, or a step in several rounds."""
+    """One update per step, or a step in several passes."""
     settings: dict[str, Any] = {
         "seed": job.seed,
         "schedule_every": steps_per_epoch if job.schedule and job.schedule.every == "epoch" else 1,

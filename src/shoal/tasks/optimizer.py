@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import error
-from shoal.lanes.rounds import needs_closure
+from shoal.lanes.passes import needs_closure
 from shoal.lanes.weight_average import has_modes
 from shoal.spec.base import Ref
 from shoal.spec.job import Job, OptimizerConfig
-from shoal.spec.loop.rules import check_rounds, refusal, supports_loop_settings
+from shoal.spec.loop.rules import check_passes, refusal, supports_loop_settings
 from shoal.spec.rules import UNUSABLE_OPTIMIZERS
 from shoal.tasks.model import build_instance, match_names
 from shoal.tasks.task import Task
@@ -28,11 +28,11 @@ FUSED_CPU_DTYPES: Mapping[str, Collection[torch.dtype]] = {"Adam": _ALL, "AdamW"
 
 
 def make_optimizer(job: Job, task: Task, model: nn.Module) -> Optimizer:
-    """The Task's own optimizer, or the job's, checked. SH860 if its step needs rounds that the job cannot give."""
+    """The Task's own optimizer, or the job's, checked. SH860 if its step needs passes that the job cannot give."""
     optimizer = task.optimizer(model) or build_optimizer(job.optimizer, model, base_dir=job.base_dir)
     check_optimizer(optimizer)
     what = f"{type(optimizer).__name__}, which computes the loss several times in a step"
-    if needs_closure(optimizer) and (problem := check_rounds(job, what, where="optimizer")):
+    if needs_closure(optimizer) and (problem := check_passes(job, what, where="optimizer")):
         raise problem
     if has_modes(optimizer) and not supports_loop_settings(job):
         raise refusal(job, f"{type(optimizer).__name__}, which has other weights in evaluation", where="optimizer")
@@ -41,7 +41,7 @@ def make_optimizer(job: Job, task: Task, model: nn.Module) -> Optimizer:
 
 def check_task(job: Job, task: Task) -> None:
     """SH860 or SH863 for a task whose step the job's sync cannot make."""
-    if task.has_phases and (problem := check_rounds(job, "a Task with several phases in a step", where="task")):
+    if task.has_phases and (problem := check_passes(job, "a Task with several phases in a step", where="task")):
         raise problem
     if task.carries and not supports_loop_settings(job):
         raise refusal(job, "a Task whose lanes carry something on", where="task")

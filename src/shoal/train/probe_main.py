@@ -27,9 +27,9 @@ from shoal.data.split import split
 from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.fleet.process_main import run_reporting_errors
+from shoal.lanes.passes import ComputeLane, MultiPassReplica
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, add
-from shoal.lanes.rounds import ComputeLane, RoundsReplica
 from shoal.lanes.torch_setup import prepare_torch
 from shoal.paramserver.sparse.offline import bind_checkpoint_rows
 from shoal.sharding.build_replica import unsharded_job
@@ -77,15 +77,15 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
     check_task(load_run_job(paths.job), built.task)  # with the shard that `job` is without
     replica, sampler = built.replica, built.sampler
     start = time.perf_counter()
-    rounds = LoneRounds(built)
+    passes = LonePasses(built)
     replica.begin_step()
-    if isinstance(replica, RoundsReplica):
-        loss = float(replica.take_step(0, rounds))
+    if isinstance(replica, MultiPassReplica):
+        loss = float(replica.take_step(0, passes))
     else:
-        total = rounds.total(lambda lane, batch, share: replica.forward_backward(0, lane, batch, share=share))
+        total = passes.total(lambda lane, batch, share: replica.forward_backward(0, lane, batch, share=share))
         assert total is not None
         loss = float(replica.apply(0, total))  # one update with the whole batch, whichever sync the job has
-    notes += _loss_notes(built, has_weight=rounds.has_weight)
+    notes += _loss_notes(built, has_weight=passes.has_weight)
     seconds = time.perf_counter() - start
     part = next(iter(built.data.held_out.values()), None)
     if part is not None:
@@ -137,8 +137,8 @@ def _loss_notes(built: BuiltJob, *, has_weight: bool) -> list[str]:
     return notes
 
 
-class LoneRounds:
-    """The lanes of the first step, all computed here. See Rounds."""
+class LonePasses:
+    """The lanes of the first step, all computed here. See Passes."""
 
     keeps_undo = False
 

@@ -35,8 +35,8 @@ def supports_loop_settings(job: Job) -> bool:
     return job.sync.kind in ("lanes", "ddp") and job.shard.kind == "none"
 
 
-def check_rounds(job: Job, what: str, *, where: str) -> ShoalError | None:
-    """Steps with several rounds (phases, closures) need exact lanes. None if the job has them."""
+def check_passes(job: Job, what: str, *, where: str) -> ShoalError | None:
+    """Steps with several passes (phases, closures) need exact lanes. None if the job has them."""
     if job.sync.kind == "lanes" and job.shard.kind == "none" and job.codec.kind == "none":
         return None
     return refusal(job, what, where, "Use `sync: lanes` without `codec` and `shard`.", code="SH860")

@@ -1,6 +1,6 @@
-"""Steps in several rounds with `sync: lanes`: several optimizers in turn, or an optimizer that calls a closure.
+"""Steps in several passes with `sync: lanes`: several optimizers in turn, or an optimizer that calls a closure.
 
-Every round is an ordered all-reduce of its own. The step counts when its last round is applied; a member that is lost
+Every pass is an ordered all-reduce of its own. The step counts when its last pass is applied; a member that is lost
 before takes the whole step back.
 """
 
@@ -14,7 +14,7 @@ from shoal.collectives.group import ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.errors import error
 from shoal.lanes.lane_sum import LaneSum
-from shoal.lanes.rounds import MAX_ROUNDS, ComputeLane, RoundsReplica
+from shoal.lanes.passes import MAX_PASSES, ComputeLane, MultiPassReplica
 from shoal.net.errors import LinkError
 from shoal.strategies.context import StepContext
 from shoal.strategies.ordered_sync import OrderedSync
@@ -23,15 +23,15 @@ from shoal.strategies.step import attempt_step
 from shoal.tasks.user_errors import wrap_user_errors
 
 
-class StepRounds:
-    """See Rounds. `batches` are those of this worker's lanes; None for a lane without samples."""
+class StepPasses:
+    """See Passes. `batches` are those of this worker's lanes; None for a lane without samples."""
 
     def __init__(
         self,
         step: int,
         batches: Mapping[int, Any],
         *,
-        replica: RoundsReplica,
+        replica: MultiPassReplica,
         sync: OrderedSync,
         context: StepContext,
         keeps_undo: bool,
@@ -46,8 +46,8 @@ class StepRounds:
         self.waited_s = self.exchange_s = 0.0
 
     def total(self, compute: ComputeLane) -> LaneSum | None:
-        if self._number == MAX_ROUNDS:
-            raise error("SH865", f"step {self._step} asks for more than {MAX_ROUNDS} rounds", where="optimizer")
+        if self._number == MAX_PASSES:
+            raise error("SH865", f"step {self._step} asks for more than {MAX_PASSES} passes", where="optimizer")
         sums = self._sync.begin_step()
         self._context.activity.begin("compute", self._step)
         for lane, batch in self._batches.items():
@@ -55,7 +55,7 @@ class StepRounds:
         self._context.activity.begin("exchange", self._step)
         if self._replica.carry and not self._number:
             exchange_carry(self._replica.carry, self._sync.group, self._step)
-        label = self._step * MAX_ROUNDS + self._number
+        label = self._step * MAX_PASSES + self._number
         self._number += 1
         agreed = self._sync.reduce(self._replica, label, sums, halt=self.halt)
         if isinstance(agreed, Discarded):
@@ -71,17 +71,17 @@ class StepRounds:
             return compute(lane, batch, batch.size / self._samples)
 
 
-class RoundsStrategy(ReplicatedStrategy):
+class MultiPassStrategy(ReplicatedStrategy):
     """See Strategy."""
 
-    def __init__(self, context: StepContext, replica: RoundsReplica, *, group: ViewGroup, sync: OrderedSync) -> None:
+    def __init__(self, context: StepContext, replica: MultiPassReplica, *, group: ViewGroup, sync: OrderedSync) -> None:
         super().__init__(context, replica, group=group, sync=sync)
-        self._rounds_replica = replica
+        self._multi_pass_replica = replica
         self._ordered_sync = sync
 
     def _apply_entry(self, entry: Mapping[str, Any]) -> None:
         """Only totals of single updates are streamed: a new worker fetches the whole state when it enters."""
-        raise LinkError("a job with several rounds in a step cannot be followed")
+        raise LinkError("a job with several passes in a step cannot be followed")
 
     def run_step(self, must_halt: Callable[[], bool]) -> Committed | Discarded:
         step, context = self._progress.step, self._context
@@ -109,19 +109,19 @@ class RoundsStrategy(ReplicatedStrategy):
 
     def _take_step(self, batches: Mapping[int, Any], halt: bool) -> Committed | Discarded:
         step, began = self._progress.step, time.perf_counter()
-        rounds = StepRounds(
+        passes = StepPasses(
             step,
             batches,
-            replica=self._rounds_replica,
+            replica=self._multi_pass_replica,
             sync=self._ordered_sync,
             context=self._context,
             keeps_undo=not self._alone,
             halt=halt,
         )
         try:
-            loss = self._rounds_replica.take_step(step, rounds)
+            loss = self._multi_pass_replica.take_step(step, passes)
         except LinkError as failure:
             return Discarded(str(failure))
-        seconds = time.perf_counter() - began - rounds.waited_s - rounds.exchange_s
+        seconds = time.perf_counter() - began - passes.waited_s - passes.exchange_s
         self._context.activity.record_lane_time(seconds / len(self._lanes))
-        return Committed(loss, rounds.bytes_sent, rounds.halt, rounds.waited_s, rounds.exchange_s)
+        return Committed(loss, passes.bytes_sent, passes.halt, passes.waited_s, passes.exchange_s)

@@ -1,4 +1,4 @@
-"""Steps in several rounds, and what belongs to a lane or to a replica besides its weights."""
+"""Steps in several passes, and what belongs to a lane or to a replica besides its weights."""
 
 import copy
 import itertools
@@ -14,10 +14,10 @@ from shoal.errors import ShoalError
 from shoal.lanes.carry import LaneCarry
 from shoal.lanes.gradient_checkpointing import checkpoint_modules
 from shoal.lanes.loss_scale import LossScale
+from shoal.lanes.passes import ClosureReplica, PhasedReplica
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import Replica, add
 from shoal.lanes.rng import LaneRng
-from shoal.lanes.rounds import ClosureReplica, PhasedReplica
 from shoal.lanes.weight_average import WeightAverage
 from shoal.net.errors import LinkError
 from shoal.spec import seeds
@@ -36,18 +36,18 @@ def digits(n, seed=0):
 
 
 class Lanes:
-    """The rounds of a step whose lanes are all here. `fail_at`: the round in which a member is lost."""
+    """The passes of a step whose lanes are all here. `fail_at`: the pass in which a member is lost."""
 
     keeps_undo = True
 
     def __init__(self, batch, lanes, fail_at=None):
         self.batches, self.size = batch.chunk(lanes), batch.size
-        self.fail_at, self.rounds = fail_at, 0
+        self.fail_at, self.passes = fail_at, 0
 
     def total(self, compute):
-        if self.rounds == self.fail_at:
+        if self.passes == self.fail_at:
             raise LinkError("a member is lost")
-        self.rounds += 1
+        self.passes += 1
         sums = TreeSum(len(self.batches), add)
         for lane, batch in enumerate(self.batches):
             sums.push_lane(lane, compute(lane, batch, batch.size / self.size))
@@ -179,9 +179,9 @@ def test_lbfgs_of_one_lane_has_the_bits_of_pytorchs_own_loop():
     for step in range(3):
         expected = reference.step(closure)
         replica.begin_step()
-        rounds = Lanes(batch, 1)
-        assert replica.take_step(step, rounds).item() == pytest.approx(expected.item())
-        assert rounds.rounds > 1
+        passes = Lanes(batch, 1)
+        assert replica.take_step(step, passes).item() == pytest.approx(expected.item())
+        assert passes.passes > 1
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
@@ -240,7 +240,7 @@ def test_an_average_begins_at_its_step():
 
 
 class Modes(torch.optim.SGD):
-    """As schedule-free optimizers: other weights in evaluation, and a way back that rounds."""
+    """As schedule-free optimizers: other weights in evaluation, and a way back that passes."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr=lr)

@@ -1,7 +1,7 @@
 """Steps that need the sum over all lanes more than once: several optimizers in turn, or an optimizer with a closure.
 
-In each round every lane computes, and the lanes are added on the tree. What a replica does between rounds is a function
-of these sums, so all replicas do the same and ask for the same next round.
+In each pass every lane computes, and the lanes are added on the tree. What a replica does between passes is a function
+of these sums, so all replicas do the same and ask for the same next pass.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shoal.lanes.moving_buffers import changed_buffers
 from shoal.lanes.replica import Replica, optimizer_step
 from shoal.spec import seeds
 
-MAX_ROUNDS = 1 << 12
-"""Rounds in one step, at most."""
+MAX_PASSES = 1 << 12
+"""Passes in one step, at most."""
 
 Phase = tuple[Loss | None, str]
 """What a task's step yields: a loss, and the name of the optimizer that takes its gradient. None: nothing to add."""
@@ -33,21 +33,21 @@ ComputeLane = Callable[[int, Any, float], LaneSum | None]
 """Computes a lane from its number, its batch and its share of the samples."""
 
 
-class Rounds(Protocol):
+class Passes(Protocol):
     """The lanes of one step."""
 
     keeps_undo: bool
-    """Whether the step may be discarded after a round has changed the replica."""
+    """Whether the step may be discarded after a pass has changed the replica."""
 
     def total(self, compute: ComputeLane) -> LaneSum | None:
         """The sum over all lanes of the job; None if no lane adds anything. LinkError if a member is lost."""
 
 
-class RoundsReplica(Replica):
+class MultiPassReplica(Replica):
     """A replica that updates itself in `take_step`. `forward_backward` and `apply` are no whole step of it."""
 
-    def take_step(self, step: int, rounds: Rounds) -> Tensor:
-        """All rounds of a step with their updates. Returns the loss of the first."""
+    def take_step(self, step: int, passes: Passes) -> Tensor:
+        """All passes of a step with their updates. Returns the loss of the first."""
         raise NotImplementedError
 
     def begin_step(self) -> None:
@@ -78,7 +78,7 @@ class RoundsReplica(Replica):
             self.moving_buffers.snapshot()
 
 
-class PhasedReplica(RoundsReplica):
+class PhasedReplica(MultiPassReplica):
     """A task with several optimizers: each phase of its step yields a loss for one of them.
 
     A lane's step is one generator, which waits at each phase until that phase's optimizer has made its update. So what
@@ -110,7 +110,7 @@ class PhasedReplica(RoundsReplica):
             raise error("SH862", "the step of the task yields nothing", where="task")
         self._set_moving_buffers(changed)
 
-    def take_step(self, step: int, rounds: Rounds) -> Tensor:
+    def take_step(self, step: int, passes: Passes) -> Tensor:
         lanes: dict[int, Iterator[Phase]] = {}
         losses = []
 
@@ -120,10 +120,10 @@ class PhasedReplica(RoundsReplica):
             return self._compute_phase(lanes[lane], number, step=step, lane=lane, share=share)
 
         for number, name in enumerate(self.phases):
-            total = rounds.total(partial(compute, number))
+            total = passes.total(partial(compute, number))
             if total is not None:
                 is_last = number + 1 == len(self.phases)  # after it, nothing can be discarded any more
-                losses.append(self._apply_phase(name, total, keep=rounds.keeps_undo and not is_last))
+                losses.append(self._apply_phase(name, total, keep=passes.keeps_undo and not is_last))
         for lane in lanes.values():
             self._finish_lane(lane)
         self._finish(step)
@@ -200,21 +200,21 @@ class PhasedReplica(RoundsReplica):
             schedule.load_state_dict(state["schedule"][name])
 
 
-class ClosureReplica(RoundsReplica):
-    """An optimizer that computes the loss several times in a step, such as LBFGS: each call of its closure is a round.
+class ClosureReplica(MultiPassReplica):
+    """An optimizer that computes the loss several times in a step, such as LBFGS: each call of its closure is a pass.
 
-    Every round of a step has the same batch and the same random numbers.
+    Every pass of a step has the same batch and the same random numbers.
     """
 
-    def take_step(self, step: int, rounds: Rounds) -> Tensor:
-        if rounds.keeps_undo:
+    def take_step(self, step: int, passes: Passes) -> Tensor:
+        if passes.keeps_undo:
             self._prepare_undo(self.optimizer)
         losses: list[Tensor] = []
         sums: list[LaneSum] = []
 
         def closure() -> Tensor:
             self._drop_grads()
-            total = rounds.total(lambda lane, batch, share: self.forward_backward(step, lane, batch, share=share))
+            total = passes.total(lambda lane, batch, share: self.forward_backward(step, lane, batch, share=share))
             if total is None:
                 raise error("SH412", f"no lane has samples at step {step}")
             self.scale_sum(total)
