@@ -103,7 +103,6 @@ CATALOGUE: dict[str, Entry] = {
     "SH411": Entry("the device does not exist", "Use device: auto or cpu."),
     "SH412": Entry("a step is not possible with so few samples", "Raise batch_size, lower lanes, or drop_last: true."),
     "SH413": Entry("the update of the weights failed", "Fix the optimizer's or the schedule's arguments."),
-    "SH414": Entry("the optimizer needs a closure", "Use an optimizer whose step() takes none, such as Adam or SGD."),
     "SH415": Entry("the servers lost what they held", "Start the run again: shoal resume goes on from the checkpoint."),
     "SH417": Entry("servers cannot use the optimizer", "Use one that treats every element by itself, or sync: lanes."),
     "SH416": Entry("a server refuses a step", "Start the run again: shoal resume goes on from the checkpoint."),
@@ -239,6 +238,17 @@ CATALOGUE: dict[str, Entry] = {
     # 72x: what jobs bring to their data
     "SH720": Entry("an augmentation does not fit the data", "Choose another one, or change data.transform."),
     "SH730": Entry("clusters cannot be made of this data", "Name columns with numbers in data.clusters.by."),
+    # 86x: the training loop
+    "SH860": Entry("a step with several passes needs exact lanes", "Use `sync: lanes` without `codec` and `shard`."),
+    "SH861": Entry("the optimizers of a Task do not fit its step",
+                   "Let optimizers(model) return one for each name that step() yields."),
+    "SH862": Entry("the phases of a step differ between lanes or steps",
+                   "Yield the same names in the same order for every batch; yield None as the loss to skip one."),
+    "SH863": Entry("the sync does not support a setting of the loop", "Use `sync: lanes`, or remove the setting."),
+    "SH864": Entry("gradient checkpointing does not fit the model", "Name modules of the model; * is a wildcard."),
+    "SH865": Entry("a step has too many passes", "Lower max_iter or max_eval of the optimizer."),
+    "SH866": Entry("lazy modules are not supported here", "Give the layers their sizes, or remove `shard`."),
+    "SH867": Entry("compiled code does not fit the job", "Remove `compile`, or use batches of fewer different shapes."),
 }  # fmt: skip
 
 
@@ -311,7 +321,7 @@ class ErrorGroup(ShoalError):  # noqa: N818 - it holds several errors
 
 _FAMILIES: dict[str, type[ShoalError]] = {
     "1": JobError, "2": JobError, "3": DataError, "4": TrainError, "5": CheckpointError, "6": RunError,
-    "7": RunError, "71": TrainError, "72": DataError, "73": DataError,
+    "7": RunError, "71": TrainError, "72": DataError, "73": DataError, "86": TrainError,
 }  # fmt: skip
 
 
@@ -452,7 +462,7 @@ def render_docs() -> str:
              "the weights differ |",
              f"| {EXIT_JOB} | the job file or the command line is wrong (SH1xx, SH2xx) |",
              f"| {EXIT_DATA} | the data is wrong or cannot be read (SH3xx, SH72x, SH73x) |",
-             f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx), known mistakes (SH71x) |",
+             f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx, SH86x), known mistakes (SH71x) |",
              f"| {EXIT_CHECKPOINT} | a checkpoint cannot be written or read (SH5xx) |",
              f"| {EXIT_RUN} | runs, processes, engines (SH6xx), servers for other programs (SH70x) |",
              f"| {EXIT_INTERRUPTED} | stopped by Ctrl-C; saved, `shoal resume` goes on |",

@@ -140,11 +140,60 @@ def test_optimizers_that_servers_cannot_use(name: str) -> None:
 
 
 @pytest.mark.parametrize("sync", ["lanes", "server", "local"])
-@pytest.mark.parametrize(("name", "code"), [("LBFGS", "SH414"), ("torch.optim:SparseAdam", "SH420")])
-def test_optimizers_that_need_another_kind_of_step(name: str, code: str, sync: str) -> None:
-    (problem,) = check_rules(job(sync=sync, optimizer=name))
-    assert (problem.code, problem.where) == (code, "optimizer.name")
+def test_optimizers_of_sparse_gradients(sync: str) -> None:
+    (problem,) = check_rules(job(sync=sync, optimizer="torch.optim:SparseAdam"))
+    assert (problem.code, problem.where) == ("SH420", "optimizer.name")
     assert problem.fix
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sync": "server"}, {"sync": "local"}, {"sync": "ddp"}, {"sync": "auto"}, {"codec": "bf16"}]
+)
+def test_closures_need_exact_lanes(changes: dict[str, str]) -> None:
+    (problem,) = check_rules(job(optimizer="LBFGS", **changes))
+    assert (problem.code, problem.where) == ("SH860", "optimizer.name")
+    assert next(iter(changes.values())) in problem.message
+    assert found(job(optimizer="LBFGS")) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "where"),
+    [({"average": "ema"}, "average"), ({"precision": "fp16"}, "precision")],
+)
+@pytest.mark.parametrize("sync", ["server", "local", "auto"])
+def test_settings_of_the_loop_that_a_sync_does_not_support(setting: dict[str, str], where: str, sync: str) -> None:
+    (problem,) = check_rules(job(sync=sync, **setting))
+    assert (problem.code, problem.where) == ("SH863", where)
+    assert f"sync: {sync}" in problem.message
+    assert found(job(**setting)) == found(job(sync="ddp", **setting)) == []
+
+
+def test_other_settings_of_the_loop() -> None:
+    assert found(job(precision="fp16", codec="int8")) == [("SH863", "codec")]
+    assert found(job(average={"kind": "swa", "decay": 0.5})) == [("SH107", "average.decay")]
+    assert found(job(optimizer="LBFGS", precision="fp16")) == [("SH863", "precision")]
+    sharded = {"shard": "fsdp", "workers": 2, "lanes": 2}
+    for setting in ({"compile": True}, {"gradient_checkpointing": ["0"]}, {"average": "ema"}, {"precision": "fp16"}):
+        assert ("SH863", next(iter(setting))) in found(job(**sharded, **setting))
+
+
+@pytest.mark.parametrize(
+    ("fields", "lanes"),
+    [({"lanes": 2}, 6), ({"workers": 2}, 6), ({"workers": "1..4"}, 12), ({}, 3), ({"workers": {"most": 2}}, 6)],
+)
+def test_accumulation_is_more_lanes(fields: dict[str, Any], lanes: int) -> None:
+    made = job(**fields, accumulate=3)
+    assert (made.lane_count, made.accumulate) == (lanes, 1)
+    assert made.sha256() == job(**{**fields, "lanes": lanes}).sha256()
+    assert Job.model_validate(made.dump()).lane_count == lanes
+
+
+def test_what_changes_no_bit_is_no_part_of_the_identity() -> None:
+    one = job()
+    for setting in ({"gradient_checkpointing": ["0"]}, {"sync": {"kind": "lanes", "exchange": "device"}}):
+        assert job(**setting).sha256() == one.sha256()
+    for setting in ({"average": "ema"}, {"precision": "fp16"}, {"compile": True}):
+        assert job(**setting).sha256() != one.sha256()
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import torch
 from shoal.collectives import torch_group
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.transport.shared_memory import SharedMemory
+from shoal.collectives.view_process_group import pick_backend
 from shoal.errors import ShoalError
 from shoal.spec.load import make_job
 from shoal.strategies import torch_ddp
-from shoal.strategies.torch_ddp import TorchDdpSync, pick_backend
+from shoal.strategies.torch_ddp import TorchDdpSync
 from tests.collectives.worker_processes import RecordingReplica, WorkerProcesses, lane_sum, single_worker_total
 from tests.conftest import CNN, GPT, MLP
 

@@ -173,12 +173,6 @@ def test_an_optimizer_of_the_user_with_a_name_of_torchs_gets_no_kernel(tmp_path)
 # ---- refused ----
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused():
-    with pytest.raises(ShoalError, match="computes the loss several times") as caught:
-        check_optimizer(optim.LBFGS(net().parameters()))
-    assert caught.value.code == "SH414"
-
-
 def test_an_optimizer_of_sparse_gradients_is_refused():
     with pytest.raises(ShoalError, match="only sparse gradients") as caught:
         check_optimizer(optim.SparseAdam(net().parameters()))

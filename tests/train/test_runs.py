@@ -174,7 +174,7 @@ def test_tensorboard(run):
         ({"init_from": {"freeze": ["nothing.*"]}}, "SH405", "nothing"),
         ({"optimizer": {"name": "SGD", "args": {"lr": 0.1}, "groups": [{"match": "hea*"}]}}, "SH405", "hea"),
         ({"optimizer": {"name": "SGD", "args": {"lr": 0.1, "momentun": 0.9}}}, "SH205", "momentun"),
-        ({"optimizer": {"name": "LBFGS"}}, "SH414", "closure"),
+        ({"optimizer": {"name": "LBFGS"}, "sync": "server"}, "SH860", "several times"),
         ({"schedule": {"name": "OneCycleLR", "args": {"max_lr": 0.1, "total_steps": 9}}}, "SH413", "step 10 times"),
         ({"device": "cuda:7"}, "SH411", "cuda:7"),
         ({"best": {"metric": "accuracy"}, "metrics": ["f1"]}, "SH106", "accuracy"),

@@ -32,6 +32,8 @@ from shoal.errors import ShoalError, error, from_os_error
 PROGRAM = "model.pt2"
 MODEL_SECTION = "model"
 """The section of a checkpoint's state that holds the weights by name."""
+EVALUATED_SECTION = "evaluated"
+"""The section with the weights that were evaluated, if they are not those that are trained."""
 _VERSIONS = {name: version(name) for name in ("shoal", "torch", "safetensors")}
 """Read here, because that takes 20 ms: a forked process has it already."""
 FIX_NO_WEIGHTS = "Give a run, a checkpoint or a .safetensors file."
@@ -97,7 +99,8 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Weights by name from a .safetensors file, a model, a run, a store of checkpoints, or a manifest in one.
 
     The finished model of a run takes precedence over its checkpoints. From a checkpoint, only the section `model` is
-    read. SH501 if there is nothing to load, SH505 if a file is not safetensors, SH502 if a checkpoint is damaged.
+    read, or `evaluated` if there is one. SH501 if there is nothing to load, SH505 if a file is not safetensors, SH502
+    if a checkpoint is damaged.
     """
     return dict(open_weights(path))
 
@@ -243,7 +246,9 @@ def _weights_at(store: CheckpointStore, step: int, *, where: str) -> Mapping[str
     if names is not None:
         saved = open_pieces(store.files, {PIECES_SECTION: store.load(step, section=PIECES_SECTION)[1]})
         return AssembledTensors(saved, {name: f"/model/{first}" for name, first in names.items()})
-    return _model_section(store.load(step, section=MODEL_SECTION)[1], where=where)
+    evaluated = store.load(step, section=EVALUATED_SECTION)[1]
+    weights = store.load(step, section=MODEL_SECTION)[1] if evaluated is None else evaluated
+    return _model_section(weights, where=where)
 
 
 def _from_store(root: Path) -> Mapping[str, Tensor]:
@@ -253,12 +258,10 @@ def _from_store(root: Path) -> Mapping[str, Tensor]:
         fix = f"Give one of their manifests, such as {root / names[0]}/<step>.json."
         raise error("SH501", f"several runs share this store: {', '.join(names)}", where=str(root), fix=fix)
     store = CheckpointStore(root, job_sha256=None, name=names[0]) if names else None
-    found = store.load_latest(section=MODEL_SECTION) if store else None
+    found = store.load_latest(section=EVALUATED_SECTION) if store else None
     if store is None or found is None:
         raise error("SH501", "no checkpoint here is complete", where=str(root), fix=FIX_NO_WEIGHTS)
-    if found[1] is None:
-        return _weights_at(store, found[0].step, where=str(root))
-    return _model_section(found[1], where=str(root))
+    return _weights_at(store, found[0].step, where=str(root))
 
 
 def _model_section(section: State, *, where: str) -> dict[str, Tensor]:

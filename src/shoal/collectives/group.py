@@ -38,6 +38,7 @@ class Channel(enum.IntEnum):
     SAVE_PIECES = 14
     LEAVE_VIEW = 15
     SELF_CHECK = 16
+    CARRY = 17
 
     def label(self, number: int) -> int:
         return self << _NUMBER_BITS | number

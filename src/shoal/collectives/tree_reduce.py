@@ -35,7 +35,7 @@ class TreeReduce:
         self._ends: list[int] = []
         self._operations: list[list[tuple[Tensor, Tensor | None, Tensor]]] = []
         self._chunks_done = 0
-        self._scratch = torch.empty(_scratch_depth(tree) * CHUNK_BYTES, dtype=torch.uint8)
+        self._scratch = torch.empty(_scratch_depth(tree) * CHUNK_BYTES, dtype=torch.uint8, device=out.device)
         for region in regions:
             shape = tree if region.is_summed else _lowest_leaf(tree)
             for piece in _chunks(region):

@@ -20,11 +20,11 @@ class Batch:
     size: int
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin(self) -> Batch:
         """A copy in page-locked memory, from which `to(..., non_blocking=True)` copies during computation."""
-        return self._map_tensors(Tensor.pin_memory)
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def chunk(self, count: int) -> list[Batch]:
         """The samples as `count` batches in order, or fewer if there are fewer samples. A value without one row per
@@ -41,7 +41,7 @@ class Batch:
             tuple(_map_nested(value, act) for value in self.inputs), _map_nested(self.target, act), last - first
         )
 
-    def _map_tensors(self, act: Callable[[Tensor], Tensor]) -> Batch:
+    def map_tensors(self, act: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(tuple(_map_nested(value, act) for value in self.inputs), _map_nested(self.target, act), self.size)
 
 

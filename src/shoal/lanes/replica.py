@@ -19,14 +19,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shoal.errors import error
+from shoal.lanes.carry import LaneCarry
 from shoal.lanes.clipping import Clipping, clip_coefficient, divisor_of, scale_gradients, slice_norms
 from shoal.lanes.dense_gradients import sparse_gradient_error
 from shoal.lanes.flat_layout import FlatLayout
 from shoal.lanes.lane_sum import LaneSum, add
 from shoal.lanes.loss import LossFunction, split_loss
+from shoal.lanes.loss_scale import LossScale
+from shoal.lanes.moving_buffers import MovingBuffers, changed_buffers
 from shoal.lanes.rng import LaneRng
 from shoal.lanes.sparse.embedding import InitialRows, sparse_tables
 from shoal.lanes.sparse.rows import scale_rows
+from shoal.lanes.weight_average import WeightAverage, evaluation_weights, has_modes
 from shoal.spec import seeds
 
 __all__ = [
@@ -65,57 +69,6 @@ class LaneObserver(Protocol):
         """The optimizer is about to use this sum over all lanes."""
 
 
-class MovingBuffers:
-    """The buffers that a forward pass changes (a batch norm's running statistics), found by name at each use."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self.names = list(names)
-        self._locations = [_locate(model, name) for name in names]
-        self._is_float = [module._buffers[key].is_floating_point() for module, key in self._locations]  # type: ignore[union-attr]
-        self._at_start: list[Tensor] = []
-
-    @property
-    def float_names(self) -> list[str]:
-        """The names of the buffers that are averaged."""
-        return [name for name, floats in zip(self.names, self._is_float, strict=True) if floats]
-
-    @property
-    def int_names(self) -> list[str]:
-        return [name for name, floats in zip(self.names, self._is_float, strict=True) if not floats]
-
-    def _current(self, is_float: bool) -> list[Tensor]:
-        found = (m._buffers[k] for (m, k), f in zip(self._locations, self._is_float, strict=True) if f is is_float)
-        return [buffer for buffer in found if buffer is not None]
-
-    @torch.no_grad()
-    def snapshot(self) -> None:
-        """Save the values from which every lane of this step starts."""
-        self._at_start = [b.clone() for b in self._current(True) + self._current(False)]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for buffer, start in zip(self._current(True) + self._current(False), self._at_start, strict=True):
-            buffer.copy_(start)
-
-    @torch.no_grad()
-    def weighted_copies(self, share: float) -> tuple[list[Tensor], list[Tensor]]:
-        return [b * share for b in self._current(True)], [b.clone() for b in self._current(False)]
-
-    def templates(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Tensors with the shapes and dtypes of `weighted_copies`."""
-        return self._current(True), self._current(False)
-
-    @torch.no_grad()
-    def assign(self, float_buffers: list[Tensor], int_buffers: list[Tensor]) -> None:
-        for buffer, value in zip(self._current(True) + self._current(False), float_buffers + int_buffers, strict=True):
-            buffer.copy_(value)
-
-
-def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
-
-
 class Replica:
     """Owned by the training loop's thread."""
 
@@ -151,6 +104,9 @@ class Replica:
         self._autocast = autocast
         self._share_tensors: dict[tuple[float, torch.dtype], Tensor] = {}
         self.observer: LaneObserver | None = None
+        self.average: WeightAverage | None = None
+        self.loss_scale: LossScale | None = None
+        self.carry: LaneCarry | None = None
         self.tables = sparse_tables(model)
         for number, table in enumerate(self.tables):
             table.spec = replace(table.spec, number=number, seed=seed)
@@ -160,10 +116,14 @@ class Replica:
         """Find the moving buffers: run one forward pass and restore all buffers."""
         if not any(True for _ in self.model.buffers()):
             return
-        with self.rehearsal() as before, torch.no_grad():
-            self._loss(self.model, batch)
-            changed = [n for n, b in self.model.named_buffers() if n in before and _differs(b, before[n])]
+        with self.rehearsal() as before:
+            self._rehearse(batch)
+            changed = changed_buffers(self.model, before)
         self._set_moving_buffers(changed)
+
+    @torch.no_grad()
+    def _rehearse(self, batch: Any) -> None:
+        self._loss(self.model, batch)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[dict[str, Tensor]]:
@@ -192,10 +152,14 @@ class Replica:
         """Undo a discarded step: its lanes have changed nothing but the moving buffers."""
         if self.moving_buffers.names:
             self.moving_buffers.restore()
+        if self.carry:
+            self.carry.drop()
 
     def set_train_mode(self) -> None:
         """Training mode; layers whose parameters are all frozen stay in eval mode, running statistics included."""
         self.model.train()
+        if has_modes(self.optimizer):
+            self.optimizer.train()  # type: ignore[attr-defined]
         for module in self.model.modules():
             own = list(module.parameters(recurse=False))
             if own and module._buffers and not any(p.requires_grad for p in own):
@@ -224,16 +188,26 @@ class Replica:
         for table in self.tables:
             table.take_gradients()  # of a discarded pass
         self.rng.seed_lane(self._seed, seeds.LANE, step, lane)
+        if self.carry:
+            self.carry.give(step, lane)
         with self.autocast_context():
             result = self._loss(self.model, batch)
+        if self.carry:
+            self.carry.take(lane)
+        return self._lane_sum(result, share, sink)
+
+    def _lane_sum(self, result: Any, share: float, sink: GradientSink | None = None) -> LaneSum:
+        """The lane's sum from what its loss returned."""
         loss, count = split_loss(result)
         weight = share if count is None else 1.0
+        # Before backward: with gradient checkpointing, backward runs forward passes again.
+        averaged, first = self.moving_buffers.weighted_copies(share) if self.moving_buffers.names else ([], [])
+        scaled = weight * self.loss_scale.scale if self.loss_scale else weight
         # A weight of 1 changes no bit and is skipped: a single lane costs no more than plain PyTorch.
-        self._backward(loss, self._share_tensor(weight, loss) if weight != 1 else None, sink)
+        self._backward(loss, self._share_tensor(scaled, loss) if scaled != 1 else None, sink)
         value = loss.detach().double()
         if weight != 1:
             value *= weight
-        averaged, first = self.moving_buffers.weighted_copies(share) if self.moving_buffers.names else ([], [])
         rows = [table.take_gradients() for table in self.tables]
         return LaneSum(self._collect_grads(sink), averaged, first, value, count, rows)
 
@@ -279,11 +253,12 @@ class Replica:
         """Update the weights from a sum that `scale_sum` has already scaled."""
         if self.observer:
             self.observer.total_scaled(step, total)
-        for parameter, grad in zip(self.trainable, total.grads, strict=True):
-            parameter.grad = grad
-        optimizer_step(self.optimizer)
-        for parameter in self.trainable:
-            parameter.grad = None
+        if self.loss_scale is None or self.loss_scale.accept(total.grads):
+            for parameter, grad in zip(self.trainable, total.grads, strict=True):
+                parameter.grad = grad
+            optimizer_step(self.optimizer)
+            for parameter in self.trainable:
+                parameter.grad = None
         return self.finish_step(step, total)
 
     def adopt_storage(self, values: Sequence[Tensor]) -> bool:
@@ -315,6 +290,10 @@ class Replica:
         if self.moving_buffers.names:
             self.moving_buffers.assign(total.float_buffers, total.int_buffers)
         self.step_schedule(step)
+        if self.average:
+            self.average.update(step)
+        if self.carry:
+            self.carry.commit()
         return total.loss.clone() if total.count is None else total.loss / divisor_of(total.count)
 
     def step_schedule(self, step: int) -> None:
@@ -330,6 +309,8 @@ class Replica:
     def scale_sum(self, total: LaneSum) -> None:
         """Turn the sum into the gradient: divide by the count, then clip."""
         grads, clip, count, coefficient = total.grads, self.clipping, total.count, None
+        if self.loss_scale:
+            self.loss_scale.unscale(grads)
         if clip.norm is not None:
             coefficient = clip_coefficient(slice_norms(self.layout.slices_of(grads)), clip=clip.norm, count=count)
         divisor = None if count is None else divisor_of(count, grads[0].dtype)
@@ -371,6 +352,15 @@ class Replica:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
 
+    def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the model has the weights to evaluate and to export."""
+        return evaluation_weights(self.model, self.optimizer, self.average)
+
+    @property
+    def has_evaluation_weights(self) -> bool:
+        """Whether those differ from the weights that are trained."""
+        return has_modes(self.optimizer) or bool(self.average and self.average.values)
+
     @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -383,7 +373,13 @@ class Replica:
             "schedule": self.schedule.state_dict() if self.schedule else None,
             # state_dict() omits buffers that are not persistent
             "moving": {name: self.model.get_buffer(name) for name in self.moving_buffers.names},
+            **{name: part.state() for name, part in self._parts().items()},
         }
+
+    def _parts(self) -> dict[str, WeightAverage | LossScale | LaneCarry]:
+        """What else has a state, by its section of a checkpoint."""
+        found = {"average": self.average, "loss_scale": self.loss_scale, "carry": self.carry}
+        return {name: part for name, part in found.items() if part is not None}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -393,6 +389,8 @@ class Replica:
         self._set_moving_buffers(list(state["moving"]))
         for name, value in state["moving"].items():
             self.model.get_buffer(name).copy_(value)
+        for name, part in self._parts().items():
+            part.load_state(state[name])
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
@@ -410,7 +408,3 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-
-
-def _differs(a: Tensor, b: Tensor) -> bool:
-    return not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,9 +36,32 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES) and mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES))
 
 
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def tell_missing_kernels(tell: Callable[[str], object]) -> None:
+    """Call `tell` once for each operation that torch says has no deterministic kernel here."""
+    told: set[str] = set()
+    show = warnings.showwarning
+
+    def look(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        operation, found, _ = str(message).partition(f" {_NOT_DETERMINISTIC}")
+        if not found:
+            show(message, category, *args, **kwargs)
+        elif operation not in told:
+            told.add(operation)
+            tell(f"{operation} has no deterministic kernel on this device")
+
+    warnings.showwarning = look
+    warnings.filterwarnings("always", message=f".*{_NOT_DETERMINISTIC}")
+
+
 def prepare_torch(job: Job) -> None:
     """Make results reproducible: a fixed number of threads, deterministic kernels."""
     keep_freed_memory()
+    if torch.cuda.is_available():
+        os.environ.setdefault(CUBLAS_VARIABLE, ":4096:8")  # without it cuBLAS adds in any order
     torch.set_num_threads(job.threads)
     if job.threads > 1 or torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)

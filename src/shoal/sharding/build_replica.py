@@ -32,6 +32,7 @@ from shoal.spec import seeds
 from shoal.spec.job import InitFromConfig, Job
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 from shoal.tasks.initial_weights import WeightMatch, match_weights
+from shoal.tasks.lazy_parameters import refuse_lazy_parameters
 from shoal.tasks.model import (
     build_lr_schedule,
     build_model,
@@ -39,7 +40,7 @@ from shoal.tasks.model import (
     build_task,
     set_trainable,
 )
-from shoal.tasks.optimizer import make_optimizer
+from shoal.tasks.optimizer import check_task, make_optimizer
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 
@@ -67,6 +68,7 @@ class ShardedReplicaBuilder:
         """Build the replica with the job's initial weights. If `layout` has the job's kind and number of shards, the
         model is split as there. Members communicate here: `as_link_errors` turns the loss of one into a LinkError."""
         job, task = self.job, self.task
+        check_task(job, task)
         self.rng.seed_all(job.seed, seeds.MODEL)
         if self.rng_state is not None:
             torch.set_rng_state(self.rng_state)
@@ -76,6 +78,7 @@ class ShardedReplicaBuilder:
         if sparse_tables(deferred_init.model):
             raise error("SH418", "the model has sparse tables, and the job has a shard", where="shard")
         check_layers(deferred_init.model)
+        refuse_lazy_parameters(deferred_init.model)
         with wrap_user_errors("SH413", "making the optimizer"):
             optimizer_factory = OptimizerFactory(make_optimizer(job, task, deferred_init.model), deferred_init.model)
         with wrap_user_errors("SH401", "the first batch"), as_link_errors():

@@ -14,6 +14,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -24,6 +25,7 @@ from shoal.spec.compression.config import CompressConfig, DistilConfig, ShrinkCo
 from shoal.spec.compression.steps import ModelShape
 from shoal.spec.data import DataConfig, FoldSplitConfig
 from shoal.spec.engine import ElasticConfig, EngineConfig, LimitsConfig, LocalEngineConfig, NetworkConfig
+from shoal.spec.loop.config import AverageConfig
 from shoal.spec.search import SearchConfig
 from shoal.spec.sharding import NoShardingConfig, ShardingConfig
 
@@ -160,9 +162,14 @@ class WorkersConfig(Spec):
 
 
 class LanesSyncConfig(Spec):
-    """Exact synchronous training: the same bits on any number of workers."""
+    """Exact synchronous training: the same bits on any number of workers.
+
+    `exchange`: `host` adds in host memory, `device` on the device over torch's process group (NCCL, or gloo on the
+    CPU), with the same bits. `auto` is `device` on CUDA where torch has NCCL.
+    """
 
     kind: Literal["lanes"] = "lanes"
+    exchange: Literal["auto", "host", "device"] = "auto"
     inexact_reason: ClassVar[str] = ""
 
 
@@ -341,6 +348,8 @@ NOT_IN_IDENTITY = {
     "engine",
     "elastic",
     "self_check",
+    "accumulate",
+    "gradient_checkpointing",
     "network",
     "limits",
     "alerts",
@@ -361,7 +370,19 @@ _HASHED_NAMES = {
 """Names under which fields enter the identity of a job. Checkpoints store it: whatever a field is called later, its
 name in the hash stays. tests/spec/job_identities.json has recorded hashes."""
 
-_SHORT_FORM_FIELDS = ("sync", "codec", "shard", "engine")
+
+def _accumulating_lanes(job: dict[str, Any], accumulate: int) -> dict[str, int]:
+    """The fields of a job that accumulates; none if its lanes or workers are not valid."""
+    lanes = job.get("lanes")
+    if lanes is None:
+        try:
+            lanes = WorkersConfig.model_validate(job.get("workers") or 1).most
+        except ValidationError:
+            return {}
+    return {"lanes": lanes * accumulate, "accumulate": 1} if type(lanes) is int and lanes > 0 else {}
+
+
+_SHORT_FORM_FIELDS = ("sync", "codec", "shard", "engine", "average")
 
 
 class Job(Spec):
@@ -387,8 +408,12 @@ class Job(Spec):
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     drop_last: bool = False
+    accumulate: PositiveInt = 1
     clip: ClipConfig | None = None
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    average: AverageConfig | None = None
+    gradient_checkpointing: bool | list[str] = False
+    compile: bool = False
 
     lanes: PositiveInt | None = None
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
@@ -422,7 +447,8 @@ class Job(Spec):
     def _short_forms(cls, value: Any) -> Any:
         """`sync: lanes` stands for `sync: {kind: lanes}`; the same for codec, shard and engine.
 
-        `workers: auto` means from one worker to one per lane. It is the default with `sync: auto` and `lanes`.
+        `workers: auto` means from one worker to one per lane. It is the default with `sync: auto` and `lanes`. A lane
+        that accumulates over several parts of its batch is that many lanes, so `accumulate` becomes 1.
         """
         if not isinstance(value, dict):
             return value
@@ -434,6 +460,8 @@ class Job(Spec):
         undecided = value.get("sync") == {"kind": "auto"} and value.get("workers") is None
         if (undecided or value.get("workers") == "auto") and type(lanes := value.get("lanes")) is int and lanes > 0:
             value["workers"] = {"least": 1, "most": min(lanes, MAX_WORKERS)}
+        if type(accumulate := value.get("accumulate")) is int and accumulate > 1:
+            value |= _accumulating_lanes(value, accumulate)
         return value
 
     @field_validator("name")
@@ -504,9 +532,11 @@ class Job(Spec):
         if isinstance(self.sync, ServerSyncConfig):
             stale = self.sync.model_dump(include={"kind", "staleness", "staleness_aware"})
             body["sync"] = stale if self.sync.inexact_reason else LanesSyncConfig().model_dump()
+        body["sync"].pop("exchange", None)  # the same bits
         body["lanes"] = self.lane_count
         unused = [name for name in ("shape", "distil", "shrink") if getattr(self, name) is None]
-        unused += ["seeds"] if self.seeds == 1 else []
+        unused += [name for name, unset in (("seeds", 1), ("average", None), ("compile", False))
+                   if getattr(self, name) == unset]  # fmt: skip
         for name in unused + ["shard"] * (self.shard.kind == "none"):
             del body[name]
         if self.data.clusters is None:

@@ -23,13 +23,13 @@ from shoal.spec.job import (
     MonitorConfig,
     ServerSyncConfig,
 )
+from shoal.spec.loop.rules import CLOSURE_OPTIMIZERS, check_loop, check_passes
 from shoal.spec.names import iter_refs, metric_name, metric_names
 from shoal.spec.search.rules import check_search
 from shoal.spec.sharding import NoShardingConfig, PipelineParallelConfig
 
 MAX_ENCODED_LANES = 256
 UNUSABLE_OPTIMIZERS = {
-    "LBFGS": ("SH414", "calls a closure that computes the loss several times in a step; lanes compute it once"),
     "SparseAdam": ("SH420", "takes only sparse gradients; lanes add dense ones"),
 }
 """torch's optimizers that need another kind of step: code and reason."""
@@ -315,7 +315,7 @@ def _elementwise_optimizer(job: Job) -> list[ShoalError]:
     """Servers, and workers with `shard`, update slices of tensors."""
     name = _torch_name(job.optimizer.name, "torch.optim")
     whole = not isinstance(job.sync, ServerSyncConfig) and isinstance(job.shard, NoShardingConfig)
-    if whole or name in ELEMENTWISE_OPTIMIZERS or name in UNUSABLE_OPTIMIZERS:
+    if whole or name in ELEMENTWISE_OPTIMIZERS or name in UNUSABLE_OPTIMIZERS or name in CLOSURE_OPTIMIZERS:
         return []
     holders, instead = (
         ("servers", "`sync: lanes`") if isinstance(job.shard, NoShardingConfig) else ("workers", "`shard: none`")
@@ -328,6 +328,18 @@ def _elementwise_optimizer(job: Job) -> list[ShoalError]:
 def _unusable_optimizer(job: Job) -> list[ShoalError]:
     code, why = UNUSABLE_OPTIMIZERS.get(_torch_name(job.optimizer.name, "torch.optim"), ("", ""))
     return [error(code, f"{job.optimizer.name} {why}", where="optimizer.name")] if code else []
+
+
+def _closures(job: Job) -> list[ShoalError]:
+    """An optimizer with a closure computes several passes in a step."""
+    name = _torch_name(job.optimizer.name, "torch.optim")
+    if job.task is not None or name not in CLOSURE_OPTIMIZERS:
+        return []
+    problem = check_passes(job, f"{name}, which computes the loss several times in a step", where="optimizer.name")
+    if problem is None and job.precision == "fp16":
+        fix = "Use `precision: bf16`."
+        problem = error("SH863", f"{name} has no loss scale", where="precision", fix=fix)
+    return [problem] if problem else []
 
 
 def _reduction(job: Job) -> list[ShoalError]:
@@ -457,4 +469,6 @@ RULES: tuple[Rule, ...] = (
     _shard,
     _search,
     _shrink,
+    _closures,
+    check_loop,
 )

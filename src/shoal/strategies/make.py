@@ -9,21 +9,30 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from shoal.collectives.group import ViewGroup
+from shoal.collectives.torch_group import has_nccl
 from shoal.data.batch import Batch
 from shoal.errors import error
+from shoal.lanes.carry import LaneCarry
 from shoal.lanes.clipping import Clipping
 from shoal.lanes.dense_gradients import check_layers
+from shoal.lanes.gradient_checkpointing import checkpoint_modules
+from shoal.lanes.loss_scale import LossScale
+from shoal.lanes.passes import ClosureReplica, MultiPassReplica, PhasedReplica, needs_closure
 from shoal.lanes.replica import Replica
 from shoal.lanes.rng import LaneRng
+from shoal.lanes.weight_average import WeightAverage
 from shoal.paramserver.push_buffers import PushCodec
 from shoal.sharding.build_replica import ShardedReplicaBuilder, make_replica_builder
 from shoal.spec import seeds
-from shoal.spec.job import DdpSyncConfig, Job, LocalSgdSyncConfig, ServerSyncConfig
+from shoal.spec.job import DdpSyncConfig, Job, LanesSyncConfig, LocalSgdSyncConfig, ServerSyncConfig
+from shoal.spec.run_paths import cache_directory
 from shoal.spec.sharding import NoShardingConfig
 from shoal.strategies.base import GradientSync, Strategy
 from shoal.strategies.context import StepContext
+from shoal.strategies.device_sync import DeviceAllReduceSync
 from shoal.strategies.encoded_sync import EncodedAllReduceSync
 from shoal.strategies.fault_injection import FaultInjection
 from shoal.strategies.local_sgd.fragments import (
@@ -36,21 +45,26 @@ from shoal.strategies.local_sgd.outer_optimizer import OuterOptimizer
 from shoal.strategies.local_sgd.replica import LocalReplica
 from shoal.strategies.local_sgd.schedule import SyncSchedule
 from shoal.strategies.local_sgd.strategy import LocalSgdStrategy
-from shoal.strategies.ordered_sync import OrderedAllReduceSync
+from shoal.strategies.ordered_sync import OrderedAllReduceSync, OrderedSync
 from shoal.strategies.parameter_server import ParameterServerStrategy
 from shoal.strategies.parameter_server_sync import ParameterServerSync
+from shoal.strategies.passes import MultiPassStrategy
 from shoal.strategies.replicated import ReplicatedStrategy
 from shoal.strategies.self_check.recompute import Rebuild
 from shoal.strategies.self_check.strategy import CheckedJob, SelfCheck
 from shoal.strategies.sharded import ShardedStrategy
 from shoal.strategies.sharded_commit import ShardedSync
 from shoal.strategies.torch_ddp import TorchDdpSync
+from shoal.tasks.compilation import compile_model, one_at_a_time
+from shoal.tasks.lazy_parameters import initialise_lazy_parameters
 from shoal.tasks.model import build_lr_schedule, build_task, load_initial_weights
-from shoal.tasks.optimizer import make_optimizer
+from shoal.tasks.optimizer import check_task, make_optimizer, make_optimizers
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
 
 Report = Callable[..., object]
+AUTOCAST = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of forward passes."""
 
 
 class JobModel(Protocol):
@@ -77,15 +91,21 @@ def build_model(
     """The job's model at step 0 of a run of `steps` steps."""
     if not isinstance(job.shard, NoShardingConfig):
         return ShardedJobModel(make_replica_builder(job, example, steps=steps, steps_per_epoch=steps_per_epoch))
-    task, replica = build_replica(job, device, steps=steps, steps_per_epoch=steps_per_epoch, report=report)
+    length = {"steps": steps, "steps_per_epoch": steps_per_epoch}
+    example = example.to(device)
+    task, replica = build_replica(job, device, example=example, report=report, **length)
     _check_tables(job, replica)
-    with wrap_user_errors("SH401", "the first batch"):
-        replica.probe(example.to(device))
+    with wrap_user_errors("SH401", "the first batch"), one_at_a_time(cache_directory(), job.compile):
+        replica.probe(example)
         with replica.rehearsal():
-            note = task.look_at(replica.model, example.to(device))
+            note = task.look_at(replica.model, example)
+        if job.compile:
+            replica.begin_step()
+            replica.forward_backward(0, 0, example, share=1.0)
+            replica.undo_step()
     if note:
         report("note", message=note)
-    rebuild = partial(build_replica, job, device, steps=steps, steps_per_epoch=steps_per_epoch, report=_report_nothing)
+    rebuild = partial(build_replica, job, device, example=example, report=_report_nothing, **length)
     return WholeJobModel(job, task, replica, steps, rebuild)
 
 
@@ -127,6 +147,9 @@ class WholeJobModel:
         job, kind = self.job, self.job.sync.kind
         if job.inexact_reason or not job.self_check:
             return strategy
+        if isinstance(self.replica, MultiPassReplica):
+            context.report("self_checked", lanes=0, failure="a step with several passes is not computed again")
+            return strategy
         if self.replica.tables:
             context.report("self_checked", lanes=0, failure="the rows of sparse tables are on servers")
             return strategy
@@ -155,6 +178,9 @@ class WholeJobModel:
             sync: GradientSync = TorchDdpSync(
                 job.lane_count, group, backend=job.sync.backend, device=self.replica.device, on_total=on_total
             )
+        elif isinstance(self.replica, MultiPassReplica):
+            ordered = self._plain_sync(group, context)
+            return MultiPassStrategy(context, self.replica, group=group, sync=ordered)
         else:
             sync, _ = self._lanes_sync(group, context)
         return ReplicatedStrategy(context, self.replica, group=group, sync=sync)
@@ -165,7 +191,7 @@ class WholeJobModel:
         on_total = peers.state_publisher.publish_total
         if codec is None:
             fragments = plain_fragments(group, lanes=lanes, device=replica.device)
-            return OrderedAllReduceSync(lanes, group, on_total=on_total), fragments
+            return self._plain_sync(group, context), fragments
         sync = EncodedAllReduceSync(
             lanes, group, settings=codec, replica=replica, peers=peers, report=context.report, on_total=on_total
         )
@@ -176,6 +202,15 @@ class WholeJobModel:
             residuals=peers.residuals,
             device=replica.device,
         )
+
+    def _plain_sync(self, group: ViewGroup, context: StepContext) -> OrderedSync:
+        """Lane sums are sent unchanged: through host memory, or on the device."""
+        on_total, lanes = context.peers.state_publisher.publish_total, self.job.lane_count
+        wanted = self.job.sync.exchange if isinstance(self.job.sync, LanesSyncConfig) else "host"
+        device = self.replica.device
+        if wanted == "device" or (wanted == "auto" and device.type == "cuda" and has_nccl()):
+            return DeviceAllReduceSync(lanes, group, device=device, on_total=on_total)
+        return OrderedAllReduceSync(lanes, group, on_total=on_total)
 
     def _local_sgd(self, config: LocalSgdSyncConfig, group: ViewGroup, context: StepContext) -> Strategy:
         schedule = sync_schedule_of(self.job)
@@ -197,33 +232,67 @@ class WholeJobModel:
 
 
 def build_replica(
-    job: Job, device: torch.device, *, steps: int, steps_per_epoch: int, report: Report
+    job: Job, device: torch.device, *, example: Batch | None, steps: int, steps_per_epoch: int, report: Report
 ) -> tuple[Task, Replica]:
-    """The task, and the whole replica at step 0: a pure function of the job."""
+    """The task, and the whole replica at step 0: a pure function of the job and of its first batch, `example`, from
+    which lazy modules get their shapes."""
     rng = LaneRng(device)
     rng.seed_all(job.seed, seeds.MODEL)
     task = build_task(job)
+    check_task(job, task)
+    if task.carries:
+        task.carry = {}
     with wrap_user_errors("SH204", "making the model"):
         model = task.to(device)
+    if example is not None:
+        initialise_lazy_parameters(task, model, example)
     if job.init_from is not None:
         facts = load_initial_weights(model, job.init_from, base_dir=job.base_dir)
         if facts:
             report("weights_loaded", **facts)
     check_layers(model)
-    optimizer = make_optimizer(job, task, model)
+    checkpoint_modules(model, job.gradient_checkpointing)
+    if job.compile:
+        compile_model(model, cache_directory())
     epochs = -(-steps // steps_per_epoch)
-    replica = Replica(
-        model,
-        optimizer,
-        task.loss,
-        seed=job.seed,
-        schedule=build_lr_schedule(job.schedule, optimizer, steps=steps, epochs=epochs, base_dir=job.base_dir),
-        schedule_every=steps_per_epoch if job.schedule and job.schedule.every == "epoch" else 1,
-        clipping=Clipping(job.clip.norm, job.clip.value) if job.clip else None,
-        autocast=torch.bfloat16 if job.precision == "bf16" else None,
-        rng=rng,
-    )
+    schedule_of = partial(build_lr_schedule, job.schedule, steps=steps, epochs=epochs, base_dir=job.base_dir)
+    replica = _make_replica(job, task, model, schedule_of, steps_per_epoch=steps_per_epoch, rng=rng)
+    replica.loss_scale = LossScale() if job.precision == "fp16" else None
+    if job.average is not None:
+        replica.average = WeightAverage(model, **job.average.model_dump())
+    if task.carries:
+        replica.carry = LaneCarry(task, steps_per_epoch=steps_per_epoch, device=device)
     return task, replica
+
+
+def _make_replica(
+    job: Job, task: Task, model: nn.Module, schedule_of: Callable[..., Any], *, steps_per_epoch: int, rng: LaneRng
+) -> Replica:
+    """One update per step, or a step in several passes."""
+    settings: dict[str, Any] = {
+        "seed": job.seed,
+        "schedule_every": steps_per_epoch if job.schedule and job.schedule.every == "epoch" else 1,
+        "clipping": Clipping(job.clip.norm, job.clip.value) if job.clip else None,
+        "autocast": AUTOCAST[job.precision],
+        "rng": rng,
+    }
+    if task.has_phases:
+        optimizers = make_optimizers(job, task, model)
+        schedules = {name: schedule_of(one) for name, one in optimizers.items()} if job.schedule else {}
+        first, schedule = next(iter(optimizers.values())), next(iter(schedules.values()), None)
+        phased = PhasedReplica(model, first, task.loss, schedule=schedule, **settings)
+        if phased.schedule_needs_metric:
+            message = "a schedule that needs a metric does not know which optimizer to change"
+            raise error("SH861", message, where="schedule", fix="Use a schedule without one in a task with phases.")
+        return phased.bind(task.step, optimizers, schedules)
+    optimizer = make_optimizer(job, task, model)
+    schedule = schedule_of(optimizer)
+    if not needs_closure(optimizer):
+        return Replica(model, optimizer, task.loss, schedule=schedule, **settings)
+    if task.carries:
+        message = f"{type(optimizer).__name__} computes a lane several times, and the task carries something on"
+        raise error("SH863", message, where="optimizer", fix="Use an optimizer without a closure, such as Adam.")
+    return ClosureReplica(model, optimizer, task.loss, schedule=schedule, **settings)
 
 
 def _check_tables(job: Job, replica: Replica) -> None:

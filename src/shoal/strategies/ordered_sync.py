@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from shoal.collectives.allreduce_plan import AllReducePlan
 from shoal.collectives.group import ViewGroup
@@ -19,11 +20,47 @@ from shoal.strategies.base import HeldWeights
 from shoal.strategies.sync_defaults import NO_SAMPLES, OnTotal, SyncDefaults
 
 
-class OrderedAllReduceSync(SyncDefaults):
-    """A single worker that carries all lanes has no peers: its tree is complete as it is. Memory for the exchange is
-    allocated at the first step that needs it and kept over views."""
+@dataclass(frozen=True)
+class Agreed:
+    """What all members know after an exchange. `total` is None if no lane had samples, and valid until the next one."""
+
+    total: LaneSum | None
+    halt: bool
+    bytes_sent: int = 0
+    waited_s: float = 0.0
+    exchange_s: float = 0.0
+
+
+class OrderedSync(SyncDefaults):
+    """Syncs that add all lanes on the fixed tree; they differ in where the sums travel."""
 
     exact = True
+
+    def commit(
+        self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
+    ) -> Committed | Discarded:
+        agreed = self.reduce(held, step, sums, halt=halt)
+        if isinstance(agreed, Discarded):
+            return agreed
+        if agreed.total is None:
+            return Discarded(NO_SAMPLES)
+        loss = self._apply(held, step, agreed.total)
+        return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, agreed.exchange_s)
+
+    def reduce(self, held: HeldWeights, label: int, sums: TreeSum[LaneSum], *, halt: bool) -> Agreed | Discarded:
+        """The sum over all lanes. Members give the same labels in the same order."""
+        raise NotImplementedError
+
+    def reconfigure(self, view: View, seat: int) -> Discarded | None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class OrderedAllReduceSync(OrderedSync):
+    """A single worker that carries all lanes has no peers: its tree is complete as it is. Memory for the exchange is
+    allocated at the first step that needs it and kept over views."""
 
     def __init__(self, lanes: int, group: ViewGroup, *, on_total: OnTotal | None = None) -> None:
         super().__init__(lanes, group, on_total)
@@ -44,27 +81,21 @@ class OrderedAllReduceSync(SyncDefaults):
             return None
         return exchange.gradient_sink(step, sums, lane, halt=halt)
 
-    def commit(
-        self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
-    ) -> Committed | Discarded:
+    def reduce(self, held: HeldWeights, label: int, sums: TreeSum[LaneSum], *, halt: bool) -> Agreed | Discarded:
         group = self._group
         if group.broken:
             return Discarded(group.broken)
         if group.mesh is None:
-            total = sums.total()
-            return Discarded(NO_SAMPLES) if total is None else Committed(self._apply(held, step, total), halt=halt)
+            return Agreed(sums.total(), halt)
         began = time.perf_counter()
         try:
-            exchange = self._allreduce or self._make_allreduce(group.mesh, held, step)
-            agreed = exchange.run(step, sums.partials, halt=halt)
+            exchange = self._allreduce or self._make_allreduce(group.mesh, held, label)
+            found = exchange.run(label, sums.partials, halt=halt)
         except LinkError as failure:
             self._overlaps = self._overlaps and not isinstance(failure, OverlapError)
             return group.discard(failure)
-        if agreed.total is None:
-            return Discarded(NO_SAMPLES)
-        exchange_s = time.perf_counter() - began - agreed.waited_s
-        loss = self._apply(held, step, agreed.total)
-        return Committed(loss, agreed.bytes_sent, agreed.halt, agreed.waited_s, exchange_s)
+        exchange_s = time.perf_counter() - began - found.waited_s
+        return Agreed(found.total, found.halt, found.bytes_sent, found.waited_s, exchange_s)
 
     def _make_allreduce(self, mesh: Mesh, held: HeldWeights, step: int) -> OrderedAllReduce:
         """Called at the first step of a view."""

@@ -10,15 +10,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.checkpoint.export import export_model
+from shoal.checkpoint.export import EVALUATED_SECTION, export_model
 from shoal.checkpoint.layout import LOOP, SYNC, is_sharded, whole_state
 from shoal.checkpoint.sha256 import state_sha256, weights_sha256
 from shoal.checkpoint.sharded_files import open_pieces
+from shoal.checkpoint.state_format import pack_state, unpack_state
 from shoal.checkpoint.state_tree import State
 from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.collectives.state_stream import total_from_entry
 from shoal.data.datasets import DatasetSplit
+from shoal.lanes.carry import LaneCarry
+from shoal.lanes.device_copy import DeviceCopies
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import GradientSink, LaneSum, Replica
 from shoal.net.errors import LinkError
@@ -54,6 +57,7 @@ class ReplicatedStrategy:
         self._progress = context.progress
         self._replica = replica
         self._held: HeldWeights = held or replica
+        self._to_device = DeviceCopies(replica.device)  # batches are made on the CPU
         self._group = group
         self._sync = sync
         self._lanes: Sequence[int] = []
@@ -127,7 +131,7 @@ class ReplicatedStrategy:
     def _apply_entry(self, entry: Mapping[str, Any]) -> None:
         progress, kind = self._progress, entry["kind"]
         if kind == "state":
-            if entry["state"][LOOP]["task"] is not None:
+            if entry["state"][LOOP]["task"] is not None or "carry" in entry["state"]:
                 raise LinkError("a task that remembers cannot be followed")
             self._load_state(entry["state"])
         elif kind == "step":
@@ -184,13 +188,21 @@ class ReplicatedStrategy:
             sink = None
             if batch is not None:
                 stats.add_samples(batch.size)
-                if lane == self._lanes[-1] and self._replica.observer is None:  # an observer sees whole sums
+                if lane == self._lanes[-1] and self._may_overlap:
                     sink = self._sync.gradient_sink(self._held, step, sums, lane, halt=halt)
             weight = self._lane_weight(lane, batch.size if batch else 0, total)
             sums.push_lane(lane, None if batch is None else self._forward_backward(lane, batch, weight, sink))
             stats.add_time("compute_s", clock() - t1)
         activity.record_lane_time((clock() - began) / len(self._lanes))
+        if self._replica.carry:
+            exchange_carry(self._replica.carry, self._group, step)
         return halt
+
+    @property
+    def _may_overlap(self) -> bool:
+        """Gradients may leave during backward: not if an observer sees whole sums, or if what lanes carry leaves
+        first."""
+        return self._replica.observer is None and self._replica.carry is None
 
     def _lanes_to_compute(self, step: int) -> Sequence[int]:
         return self._lanes
@@ -203,11 +215,6 @@ class ReplicatedStrategy:
         step = self._progress.step
         with wrap_user_errors("SH401", f"step {step}, lane {lane}"):
             return self._replica.forward_backward(step, lane, self._to_device(batch), share=weight, sink=sink)
-
-    def _to_device(self, batch: Any) -> Any:
-        """Move a batch to the replica's device: batches are made on the CPU."""
-        device = self._replica.device
-        return batch if device.type == "cpu" else batch.to(device)
 
     # ---- evaluation ----
 
@@ -222,14 +229,15 @@ class ReplicatedStrategy:
             return self._group.gather(Channel[split.name.upper()].label(step), content)
 
         try:
-            return context.evaluator.evaluate_distributed(
-                self._replica,
-                split,
-                lanes=self._lanes,
-                gather=gather,
-                is_aborted=self._group.aborted,
-                on_chunk=lambda: context.activity.begin("evaluation", step),
-            )
+            with self._replica.evaluation_weights():
+                return context.evaluator.evaluate_distributed(
+                    self._replica,
+                    split,
+                    lanes=self._lanes,
+                    gather=gather,
+                    is_aborted=self._group.aborted,
+                    on_chunk=lambda: context.activity.begin("evaluation", step),
+                )
         except LinkError as failure:
             return Discarded(str(failure))
 
@@ -282,7 +290,12 @@ class ReplicatedStrategy:
         """The state with what other members or servers hold. LinkError if they cannot be reached."""
         if discarded := self._complete_replica():
             raise LinkError(discarded.why)
-        return whole_state(self._held.state(), self._progress.state(), self._sync.state())
+        state = whole_state(self._held.state(), self._progress.state(), self._sync.state())
+        if self._replica.has_evaluation_weights:
+            with self._replica.evaluation_weights():
+                model = self._replica.model.state_dict()
+                state[EVALUATED_SECTION] = {name: value.detach().clone() for name, value in model.items()}
+        return state
 
     def _complete_replica(self) -> Discarded | None:
         """Fetch into the replica what is held elsewhere, so that it can be saved."""
@@ -334,12 +347,15 @@ class ReplicatedStrategy:
     def _final_model(self) -> FinalModel | Discarded:
         """Save the last commit. Returns its complete model."""
         self._save(force=True)
-        model = self._replica.model
-        return FinalModel(
-            weights_sha256(model.state_dict()),
-            state_sha256(self._held.state()),
-            lambda target, **options: export_model(target, model, **options),
-        )
+        replica = self._replica
+
+        def export(target: Any, **options: Any) -> object:
+            with replica.evaluation_weights():
+                return export_model(target, replica.model, **options)
+
+        with replica.evaluation_weights():
+            weights = weights_sha256(replica.model.state_dict())
+        return FinalModel(weights, state_sha256(self._held.state()), export)
 
     def abort(self, view: int) -> None:
         self._group.abort(view)
@@ -351,3 +367,17 @@ class ReplicatedStrategy:
     def close(self) -> None:
         self._catch_up.close()
         self._sync.close()
+
+
+def exchange_carry(carry: LaneCarry, group: ViewGroup, step: int) -> None:
+    """Tell all members what this worker's lanes carry on, and learn it of theirs. LinkError if a member is lost."""
+    found = group.gather(Channel.CARRY.label(step), pack_state(carry.new))
+    if isinstance(found, Discarded):
+        raise LinkError(found.why)
+    for seat, content in found.items():
+        carried = unpack_state(content)
+        if not isinstance(carried, dict) or not all(
+            type(lane) is int and isinstance(part, dict) for lane, part in carried.items()
+        ):
+            raise LinkError(f"worker-{seat} sent something that no lane carries")
+        carry.add_peers(carried)

@@ -21,7 +21,7 @@ OnTotal = Callable[[int, LaneSum], None]
 class SyncDefaults:
     def __init__(self, lanes: int, group: ViewGroup, on_total: OnTotal | None) -> None:
         self._lanes = lanes
-        self._group = group
+        self.group = self._group = group
         self._on_total = on_total
 
     def begin_step(self) -> TreeSum[LaneSum]:

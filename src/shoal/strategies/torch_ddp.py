@@ -21,8 +21,8 @@ from torch.distributed import BroadcastOptions
 
 from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
-from shoal.collectives.torch_group import AbortableProcessGroup, TorchGroup, has_nccl, rendezvous
-from shoal.errors import error
+from shoal.collectives.torch_group import TorchGroup
+from shoal.collectives.view_process_group import ViewProcessGroup
 from shoal.lanes.flat_layout import FlatLayout, write_lane_sum
 from shoal.lanes.lane_sum import LaneSum, add, mixed_counts_error
 from shoal.lanes.reduction_tree import TreeSum
@@ -32,17 +32,7 @@ from shoal.strategies.base import HeldWeights
 from shoal.strategies.sync_defaults import NO_SAMPLES, OnTotal, SyncDefaults
 
 BUCKET_BYTES = 25 << 20
-CLOSE_TIMEOUT_S = 2.0
 _STEP_HEADER = struct.Struct("<??i32s")
-
-
-def pick_backend(wanted: str, device: torch.device) -> str:
-    """`auto` is nccl for CUDA where torch has it, else gloo."""
-    possible = device.type == "cuda" and has_nccl()
-    if wanted == "nccl" and not possible:
-        fix = "Write sync.backend: auto or gloo."
-        raise error("SH411", f"nccl does not work on device '{device}' here", where="sync.backend", fix=fix)
-    return ("nccl" if possible else "gloo") if wanted == "auto" else wanted
 
 
 class StepHeader(NamedTuple):
@@ -122,35 +112,19 @@ class TorchDdpSync(SyncDefaults):
         self, lanes: int, group: ViewGroup, *, backend: str, device: torch.device, on_total: OnTotal | None = None
     ) -> None:
         super().__init__(lanes, group, on_total)
-        self._backend = pick_backend(backend, device)
-        self._device = device
-        group.on_abort.append(self._leave_process_group)
-        self._process_group: AbortableProcessGroup | None = None
+        self._process_group = ViewProcessGroup(group, backend=backend, device=device)
         self._buffer: AllReduceBuffer | None = None
 
     def reconfigure(self, view: View, seat: int) -> Discarded | None:
-        self._leave()
-        if discarded := self._group.enter(view, seat):
-            return discarded
-        if self._group.mesh is None:
-            return None
-        ranks = {member: rank for rank, member in enumerate(sorted(view.carries))}
-        try:
-            with rendezvous(self._group, ranks) as place:
-                self._process_group = AbortableProcessGroup(self._backend, place, self._device)
-                if self._group.aborted():
-                    self._process_group.leave()
-                self._process_group.run(lambda group: None)  # returns when all members have connected
-        except LinkError as failure:
-            return self._discard(failure)
-        return None
+        self._buffer = None
+        return self._process_group.enter(view, seat)
 
     def commit(
         self, held: HeldWeights, step: int, sums: TreeSum[LaneSum], *, halt: bool = False
     ) -> Committed | Discarded:
         if self._group.broken:
             return Discarded(self._group.broken)
-        if self._process_group is None:
+        if not self._process_group.exists:
             total = sums.total()
             return Discarded(NO_SAMPLES) if total is None else Committed(self._apply(held, step, total), halt=halt)
         room = self._buffer = self._buffer or AllReduceBuffer(held)
@@ -168,33 +142,15 @@ class TorchDdpSync(SyncDefaults):
                 return Discarded(NO_SAMPLES)
             self._process_group.run(partial(room.allreduce, root))
         except LinkError as failure:
-            return self._discard(failure)
+            return self._process_group.discard(failure)
         exchange_s = time.perf_counter() - met
         loss = self._apply(held, step, room.total(counted=list(said.values())[root].counted))
         halting = any(one.halt for one in said.values())
         return Committed(loss, room.ring_bytes(len(said)), halting, waited_s=met - began, exchange_s=exchange_s)
 
-    def _discard(self, failure: LinkError) -> Discarded:
-        """Leave the process group at once, so that members that wait for this worker notice the failure."""
-        self._leave_process_group()
-        return Discarded(self._group.broken) if self._group.broken else self._group.discard(failure)
-
-    def _leave_process_group(self) -> None:
-        """May be called from any thread."""
-        process_group = self._process_group
-        if process_group:
-            process_group.leave()
-
-    def _leave(self) -> AbortableProcessGroup | None:
-        process_group, self._process_group, self._buffer = self._process_group, None, None
-        if process_group:
-            process_group.leave()
-        self._group.leave()
-        return process_group
-
     def close(self) -> None:
-        if process_group := self._leave():
-            process_group.join(CLOSE_TIMEOUT_S)
+        self._buffer = None
+        self._process_group.close()
 
 
 def _root_rank(headers: Mapping[int, StepHeader]) -> int | None:

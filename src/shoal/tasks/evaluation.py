@@ -175,6 +175,8 @@ class Evaluator:
         for chunk, batch in self._batches(split, chunks):
             batch = batch.to(replica.device)
             replica.rng.seed_all(self._seed, seeds.EVALUATION, chunk)
+            if self._task.carries:
+                self._task.carry = {}
             with replica.autocast_context(), wrap_user_errors("SH401", f"evaluation of {split.name}, chunk {chunk}"):
                 loss, output = self._task.evaluate(replica.model, batch)
             yield chunk, batch, loss, output

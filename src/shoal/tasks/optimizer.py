@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import error
+from shoal.lanes.passes import needs_closure
+from shoal.lanes.weight_average import has_modes
 from shoal.spec.base import Ref
 from shoal.spec.job import Job, OptimizerConfig
+from shoal.spec.loop.rules import check_passes, refusal, supports_loop_settings
 from shoal.spec.rules import UNUSABLE_OPTIMIZERS
 from shoal.tasks.model import build_instance, match_names
 from shoal.tasks.task import Task
@@ -26,10 +28,36 @@ FUSED_CPU_DTYPES: Mapping[str, Collection[torch.dtype]] = {"Adam": _ALL, "AdamW"
 
 
 def make_optimizer(job: Job, task: Task, model: nn.Module) -> Optimizer:
-    """The Task's own optimizer, or the job's, checked."""
+    """The Task's own optimizer, or the job's, checked. SH860 if its step needs passes that the job cannot give."""
     optimizer = task.optimizer(model) or build_optimizer(job.optimizer, model, base_dir=job.base_dir)
     check_optimizer(optimizer)
+    what = f"{type(optimizer).__name__}, which computes the loss several times in a step"
+    if needs_closure(optimizer) and (problem := check_passes(job, what, where="optimizer")):
+        raise problem
+    if has_modes(optimizer) and not supports_loop_settings(job):
+        raise refusal(job, f"{type(optimizer).__name__}, which has other weights in evaluation", where="optimizer")
     return optimizer
+
+
+def check_task(job: Job, task: Task) -> None:
+    """SH860 or SH863 for a task whose step the job's sync cannot make."""
+    if task.has_phases and (problem := check_passes(job, "a Task with several phases in a step", where="task")):
+        raise problem
+    if task.carries and not supports_loop_settings(job):
+        raise refusal(job, "a Task whose lanes carry something on", where="task")
+
+
+def make_optimizers(job: Job, task: Task, model: nn.Module) -> Mapping[str, Optimizer]:
+    """The optimizers of a task with phases, checked."""
+    found = task.optimizers(model)
+    if not found or not all(isinstance(one, Optimizer) for one in found.values()):
+        raise error("SH861", f"{type(task).__name__}.optimizers(model) returns no optimizers by name", where="task")
+    for name, one in found.items():
+        check_optimizer(one)
+        if needs_closure(one) or has_modes(one):
+            message = f"the optimizer '{name}' of a phase ({type(one).__name__}) needs more than one update of a step"
+            raise error("SH861", message, where="task", fix="Use one such as Adam or SGD in a task with phases.")
+    return found
 
 
 def build_optimizer(spec: OptimizerConfig, model: nn.Module, *, base_dir: str) -> Optimizer:
@@ -65,12 +93,10 @@ def _param_groups(spec: OptimizerConfig, everything: Sequence[str]) -> list[tupl
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """SH414 if its step needs a closure, SH420 if it takes only sparse gradients, SH423 if its kernel is wrong."""
+    """SH420 if it takes only sparse gradients, SH423 if its kernel is wrong."""
     kind = type(optimizer)
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is closure.empty
-    if needs_closure or isinstance(optimizer, torch.optim.SparseAdam):
-        code, why = UNUSABLE_OPTIMIZERS["LBFGS" if needs_closure else "SparseAdam"]
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        code, why = UNUSABLE_OPTIMIZERS["SparseAdam"]
         raise error(code, f"{kind.__name__} {why}", where="optimizer")
     if kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in FUSED_CPU_DTYPES:
         return

@@ -3,7 +3,7 @@ full control write their own `Task`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,12 +31,37 @@ class Task:
     """Whether it is known by what `loss` divides, if it returns a mean."""
     has_untrained_parameters = False
     """Whether the loss has parameters that no optimizer gets."""
+    carries = False
+    """Whether lanes hand something to themselves at the next step, in `carry`."""
+    carry: dict[str, Any]
+    """What this lane left here at the step before: tensors, numbers, text, in dicts and lists. Empty at the first step
+    of an epoch, and in evaluations. What `loss` leaves here, cut off from the graph, is there at the lane's next step,
+    whichever worker computes it."""
 
     def model(self) -> nn.Module:
         raise NotImplementedError("a Task needs model()")
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        raise NotImplementedError("a Task needs loss()")
+        """Without a loss of its own, a task with phases is evaluated with the loss of its first phase."""
+        if not self.has_phases:
+            raise NotImplementedError("a Task needs loss()")
+        return next(found for found, _ in self.step(model, batch) if found is not None)
+
+    def step(self, model: nn.Module, batch: Batch) -> Iterator[tuple[Loss | None, str]]:
+        """Instead of `loss`, for several optimizers: yields (loss, name of the optimizer) for each phase of a step.
+
+        At a yield, the losses of all lanes are added, and that optimizer makes its update; then the next phase begins.
+        Every batch has the same phases. A loss of None adds nothing.
+        """
+        raise NotImplementedError("a Task with phases needs step()")
+
+    @property
+    def has_phases(self) -> bool:
+        return type(self).step is not Task.step
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizers of a task with phases, by name."""
+        return {}
 
     def to(self, device: torch.device) -> nn.Module:
         """The model on its device; override it if the loss has tensors to move, too."""

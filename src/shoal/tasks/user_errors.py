@@ -29,6 +29,8 @@ def as_shoal_error(failure: BaseException, code: str, doing: str) -> ShoalError:
         code = "SH428"
     elif is_out_of_memory(failure):
         code = "SH407"
+    elif type(failure).__name__ == "FailOnRecompileLimitHit":
+        code = "SH867"
     elif "Expected more than 1 value per channel" in describe_exception(failure):
         code = "SH412"
     elif code == "SH401" and (known := known_failure(failure)):

@@ -17,6 +17,7 @@ import torch
 from shoal.checkpoint.export import load_weights
 from shoal.data import report
 from shoal.data.augment_rng import Augment
+from shoal.data.batch import Batch
 from shoal.data.cluster_report import cluster_report
 from shoal.data.clusters import ClusteredSource
 from shoal.data.datasets import DatasetSplit, bind_ref, leaks_between_sources, open_datasets
@@ -26,6 +27,7 @@ from shoal.data.split import split
 from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.fleet.process_main import run_reporting_errors
+from shoal.lanes.passes import ComputeLane, MultiPassReplica
 from shoal.lanes.reduction_tree import TreeSum
 from shoal.lanes.replica import LaneSum, add
 from shoal.lanes.torch_setup import prepare_torch
@@ -38,6 +40,7 @@ from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.seeds import AUGMENT
 from shoal.strategies.make import build_replica
 from shoal.tasks.evaluation import Evaluator
+from shoal.tasks.optimizer import check_task
 from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.build import BuiltJob, build
 from shoal.train.devices import pick_device
@@ -71,17 +74,18 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
         stream.emit(kind, **fields)
 
     built = build(job, cache_dir=cache_directory(), report=report)
+    check_task(load_run_job(paths.job), built.task)  # with the shard that `job` is without
     replica, sampler = built.replica, built.sampler
     start = time.perf_counter()
-    sums: TreeSum[LaneSum] = TreeSum(job.lane_count, add)
+    passes = LonePasses(built)
     replica.begin_step()
-    for lane in range(job.lane_count):
-        ids = sampler.ids(0, lane)
-        sums.push_lane(lane, _forward_backward(built, ids, lane) if len(ids) else None)
-    total = sums.total()
-    assert total is not None
-    notes += _loss_notes(built, has_weight=total.count is not None)
-    loss = float(replica.apply(0, total))  # one update with the whole batch, whichever sync the job has
+    if isinstance(replica, MultiPassReplica):
+        loss = float(replica.take_step(0, passes))
+    else:
+        total = passes.total(lambda lane, batch, share: replica.forward_backward(0, lane, batch, share=share))
+        assert total is not None
+        loss = float(replica.apply(0, total))  # one update with the whole batch, whichever sync the job has
+    notes += _loss_notes(built, has_weight=passes.has_weight)
     seconds = time.perf_counter() - start
     part = next(iter(built.data.held_out.values()), None)
     if part is not None:
@@ -133,13 +137,34 @@ def _loss_notes(built: BuiltJob, *, has_weight: bool) -> list[str]:
     return notes
 
 
-def _forward_backward(built: BuiltJob, ids: Any, lane: int) -> LaneSum:
-    part, augment = built.data.train, built.data.augment
+class LonePasses:
+    """The lanes of the first step, all computed here. See Passes."""
+
+    keeps_undo = False
+
+    def __init__(self, built: BuiltJob) -> None:
+        self._lanes, self.has_weight = built.job.lane_count, False
+        self._batches = {lane: _first_batch(built, lane) for lane in range(self._lanes)}
+        self._samples = sum(batch.size for batch in self._batches.values() if batch)
+
+    def total(self, compute: ComputeLane) -> LaneSum | None:
+        sums: TreeSum[LaneSum] = TreeSum(self._lanes, add)
+        for lane, batch in self._batches.items():
+            with wrap_user_errors("SH401", f"one step, lane {lane}"):
+                sums.push_lane(lane, compute(lane, batch, batch.size / self._samples) if batch else None)
+        total = sums.total()
+        self.has_weight = self.has_weight or (total is not None and total.count is not None)
+        return total
+
+
+def _first_batch(built: BuiltJob, lane: int) -> Batch | None:
+    """The batch of a lane at step 0, on the replica's device; None if it has no samples."""
+    part, augment, ids = built.data.train, built.data.augment, built.sampler.ids(0, lane)
+    if not len(ids):
+        return None
     augmentation = Augment.of(augment) if augment else None
     batch = BatchBuilder(part.source, built.job.seed, AUGMENT, part.transform, augmentation).build((0, lane), ids)
-    with wrap_user_errors("SH401", f"one step, lane {lane}"):
-        share = len(ids) / built.sampler.batch_samples(0)
-        return built.replica.forward_backward(0, lane, batch.to(built.replica.device), share=share)
+    return batch.to(built.replica.device)
 
 
 def _shape(value: Any) -> Any:
@@ -191,6 +216,7 @@ def evaluate(
     task, replica = build_replica(
         job.model_copy(update={"init_from": None}),
         pick_device(job.device),
+        example=None,
         steps=1,
         steps_per_epoch=1,
         report=stream.emit,

@@ -39,7 +39,7 @@ from shoal.fleet.process_main import (
     run_reporting_errors,
 )
 from shoal.fleet.usage import UsageSampler
-from shoal.lanes.torch_setup import prepare_torch
+from shoal.lanes.torch_setup import prepare_torch, tell_missing_kernels
 from shoal.net.address import parse_address
 from shoal.net.errors import LinkError
 from shoal.net.handshake import new_token
@@ -299,6 +299,7 @@ def train(
     for message in apply_limits(job.limits, seat=session.seat, run=output.paths.name):
         stream.emit("note", message=message)
     prepare_torch(job)
+    tell_missing_kernels(lambda why: stream.emit("self_checked", lanes=0, why=why))
     stream.emit(
         "worker_started",
         pid=os.getpid(),
