@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # one process per core, one thread per process
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-browser test-ssh test-slurm test-ray check coverage bench setup clean
+.PHONY: demo test test-all test-browser test-ssh test-slurm test-ray test-compat check coverage bench setup clean
 
 demo: $(VENV)/.demo
 	$(BIN)/shoal run examples/digits/job.yaml
@@ -19,7 +19,7 @@ test-browser: $(VENV)/.dev
 	$(PYTEST) -q -m browser tests/web
 
 test-all: $(VENV)/.dev check
-	$(PYTEST) -n 2 --dist worksteal -q -m "not browser and not ssh and not slurm and not ray"
+	$(PYTEST) -n 2 --dist worksteal -q -m "not browser and not ssh and not slurm and not ray and not compat"
 
 test-ssh: $(VENV)/.dev
 	tools/install_sshd.sh
@@ -32,6 +32,11 @@ test-slurm: $(VENV)/.dev
 test-ray: $(VENV)/.dev
 	$(PIP) --no-build-isolation -e '.[dev,ray]'
 	$(PYTEST) -q -m ray
+
+# what other libraries bring; writes the table of docs/compatibility.md from what passed
+test-compat: $(VENV)/.dev
+	$(PIP) --no-build-isolation -e '.[dev,compat]'
+	$(PYTEST) -q -m "compat or compat_row" --compatibility-table docs/compatibility.md
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from shoal.events.stream import STRICT_VARIABLE
 from shoal.jobs import run_executor
 from shoal.jobs.fork_servers import make_fork_server
 from shoal.spec.load import make_job
+from tests.compat.table import pytest_addoption, pytest_collection_modifyitems, pytest_configure  # noqa: F401
 
 settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's matter
 settings.load_profile("shoal")

@@ -1,0 +1,1 @@
+"""What users of other libraries bring. `make test-compat` installs them and runs this directory."""
