@@ -24,7 +24,8 @@ from benchmarks.overhead.side_by_side import Bench, Numbers, Row, in_turns, medi
 from shoal.data.batch_loader import BatchLoader
 from shoal.data.samplers import make_sampler
 from shoal.data.source import open_source
-from shoal.spec.data import NpzSourceConfig, ParquetSourceConfig, RandomSamplerConfig
+from shoal.spec.data import RandomSamplerConfig
+from shoal.spec.sources.config import NpzSourceConfig, ParquetSourceConfig
 
 BATCH, WIDTH, GROUP_ROWS = 256, 128, 8192
 Batches = Iterable[Any]

@@ -249,6 +249,14 @@ CATALOGUE: dict[str, Entry] = {
     "SH865": Entry("a step has too many passes", "Lower max_iter or max_eval of the optimizer."),
     "SH866": Entry("lazy modules are not supported here", "Give the layers their sizes, or remove `shard`."),
     "SH867": Entry("compiled code does not fit the job", "Remove `compile`, or use batches of fewer different shapes."),
+    "SH830": Entry("the collate function failed", "Fix the function; the message is its own."),
+    "SH831": Entry("the weights of samples cannot be used",
+                   "Name a column of numbers from 0 upwards, or a .npy file with one number for each sample."),
+    "SH832": Entry("the loss cannot be weighted", "Use a loss of torch.nn, or write a Task that uses batch.weight."),
+    "SH833": Entry("a column cannot be encoded like this", "Choose another encoding in data.source.encode."),
+    "SH834": Entry("a tar shard cannot be used", "Write shards as WebDataset does; see docs/data.md."),
+    "SH835": Entry("the stream does not give the samples that it should",
+                   "Let the IterableDataset give the same samples in the same order each time; check `length`."),
 }  # fmt: skip
 
 

@@ -32,7 +32,8 @@ from shoal.data.sources.parquet_groups import ParquetRowGroupSource
 from shoal.data.sources.parquet_rows import ParquetReader
 from shoal.data.sources.table import choose_columns
 from shoal.errors import ShoalError
-from shoal.spec.data import LoaderConfig, NpySourceConfig, ParquetSourceConfig, RandomSamplerConfig
+from shoal.spec.data import LoaderConfig, RandomSamplerConfig
+from shoal.spec.sources.config import NpySourceConfig, ParquetSourceConfig
 
 LANES = 3
 
@@ -480,7 +481,8 @@ def test_a_scout_has_blocks_decoded_before_they_are_needed(tmp_path):
     table = pa.table({"x": np.arange(4000, dtype=np.float32), "y": np.arange(4000) % 3})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=100)
     rows = ParquetReader(
-        find_files("t.parquet", options=SourceOptions(str(tmp_path), "fail", tmp_path, print), suffixes=("",))
+        find_files("t.parquet", options=SourceOptions(str(tmp_path), "fail", tmp_path, print), suffixes=("",)),
+        "t.parquet",
     )
     layout = choose_columns(
         ParquetSourceConfig(kind="parquet", path="t.parquet", target="y"),

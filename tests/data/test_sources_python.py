@@ -8,7 +8,7 @@ import torch
 
 from shoal.data.source import open_source
 from shoal.errors import ShoalError
-from shoal.spec.data import PythonSourceConfig
+from shoal.spec.sources.config import PythonSourceConfig
 
 CODE = """
 import torch

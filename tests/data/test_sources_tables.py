@@ -301,7 +301,7 @@ import sys
 import numpy as np
 from pydantic import TypeAdapter
 from shoal.data.source import open_source
-from shoal.spec.data import SourceConfig
+from shoal.spec.sources.config import SourceConfig
 
 def megabytes(field):
     fields = dict(line.split(":", 1) for line in open("/proc/self/status"))

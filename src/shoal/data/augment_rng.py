@@ -6,7 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,11 @@ def apply_user_function(function: Callable[[Batch], Any], batch: Batch, role: st
         raise user_error("SH311", failure, role) from failure
     if not isinstance(made, Batch):
         raise error("SH311", f"{role} returned a {type(made).__name__}", fix="Return a shoal.data.batch.Batch.")
+    if batch.weight is not None and made.weight is None:  # the function made a new batch of the same samples
+        if made.size != batch.size:
+            message = f"{role} returned {made.size} samples for {batch.size}, and their weights are lost"
+            raise error("SH311", message, fix="Return a batch with `weight`, too.")
+        return replace(made, weight=batch.weight)
     return made
 
 

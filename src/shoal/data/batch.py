@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`size` samples. Inputs and target are tensors, or dicts, lists and tuples of tensors from a dataset."""
+    """`size` samples. Inputs and target are tensors, or dicts, lists and tuples of tensors from a dataset. `weight` is
+    the weight of each sample in the loss, if the job has weights."""
 
     inputs: tuple[Any, ...]
     target: Any
     size: int
+    weight: Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -37,12 +39,15 @@ class Batch:
         def act(tensor: Tensor) -> Tensor:
             return tensor[first:last] if tensor.dim() and len(tensor) == self.size else tensor
 
-        return Batch(
-            tuple(_map_nested(value, act) for value in self.inputs), _map_nested(self.target, act), last - first
-        )
+        return replace(self.map_tensors(act), size=last - first)
 
     def map_tensors(self, act: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(tuple(_map_nested(value, act) for value in self.inputs), _map_nested(self.target, act), self.size)
+        return Batch(
+            tuple(_map_nested(value, act) for value in self.inputs),
+            _map_nested(self.target, act),
+            self.size,
+            _map_nested(self.weight, act),
+        )
 
 
 def _map_nested(value: Any, act: Callable[[Tensor], Tensor]) -> Any:

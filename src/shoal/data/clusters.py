@@ -40,6 +40,7 @@ class ClusteredSource(DataSource):
     def __init__(self, source: DataSource, features: Features, labels: Ids) -> None:
         self.source, self.features, self.labels = source, features, labels
         self.in_memory, self.per_sample, self.classes = source.in_memory, source.per_sample, source.classes
+        self.encoders, self.is_sequential = source.encoders, source.is_sequential
 
     def __len__(self) -> int:
         return len(self.source)

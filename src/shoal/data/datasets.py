@@ -15,8 +15,10 @@ import numpy as np
 from shoal.data.augment_rng import Augment, AugmentSequence
 from shoal.data.batch import Batch
 from shoal.data.clusters import with_clusters
+from shoal.data.fitted import Fitted
 from shoal.data.held import HELD, MAX_HELD, key_of
 from shoal.data.leaks import Leak, find_duplicates, find_leaks
+from shoal.data.sample_weights import with_weights
 from shoal.data.source import DataSource, Ids, Notify, no_notify, open_source
 from shoal.data.split import SplitIds, split
 from shoal.errors import error
@@ -111,7 +113,10 @@ def _open(data: DataConfig, *, seed: int, base_dir: str, cache_dir: Path, notify
         "cache_dir": str(cache_dir),
         "notify": notify,
     }
-    source = open_source(data.source, **options)
+    if data.weight is not None:
+        options["not_inputs"] = (data.weight,)
+    source = with_weights(open_source(data.source, **options), data.weight, base_dir=base_dir)
+    fitted = Fitted.of(source)
     columns = with_clusters(source, data.clusters, seed=seed, base_dir=base_dir)
     split_ids = split(data.split, columns, seed=seed, fold=_fold_number(data))
     train = DatasetSplit("train", source, split_ids.train)
@@ -121,7 +126,7 @@ def _open(data: DataConfig, *, seed: int, base_dir: str, cache_dir: Path, notify
     for name, ids in (("validation", split_ids.validation), ("test", split_ids.test)):
         own = getattr(data, name)
         if own is not None:
-            other = open_source(own, training_source=source, **options)
+            other = with_weights(open_source(own, fitted=fitted, **options), data.weight, base_dir=base_dir)
             held_out[name] = DatasetSplit(name, other, np.arange(len(other), dtype=np.int64))
         elif len(ids):
             held_out[name] = DatasetSplit(name, source, ids)

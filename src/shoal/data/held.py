@@ -10,7 +10,8 @@ import os
 from typing import TYPE_CHECKING
 
 from shoal.data.files import absolute_path, is_url
-from shoal.spec.data import DataConfig, SourceConfig
+from shoal.spec.data import DataConfig
+from shoal.spec.sources.config import SourceConfig
 
 if TYPE_CHECKING:
     from shoal.data.datasets import OpenedData
@@ -27,7 +28,7 @@ HELD: dict[str, OpenedData] = {}
 
 def key_of(data: DataConfig, *, seed: int, base_dir: str) -> str:
     """Equal for what opens the same, with size and time of every file. '' if it may not be held."""
-    if data.clusters is not None:  # they may be made by the user's code
+    if data.clusters is not None or data.weight is not None:  # the user's code, or a file that is not in `stamps`
         return ""
     stamps: list[tuple[str, int, int]] = []
     for source in (data.source, data.validation, data.test):

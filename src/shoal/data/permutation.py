@@ -95,12 +95,15 @@ class BlockShuffle:
     """A random order that touches few storage blocks at a time.
 
     The blocks are permuted, each `open_blocks` consecutive permuted blocks form a window, and positions are permuted
-    inside each window. `edges` are the starts of the blocks, and n (see `block_edges`).
+    inside each window. `edges` are the starts of the blocks, and n (see `block_edges`). With `in_order`, the blocks
+    stay where they are: storage that can only be read from its beginning.
     """
 
-    def __init__(self, edges: Ids, *, open_blocks: int, key: int) -> None:
+    def __init__(self, edges: Ids, *, open_blocks: int, key: int, in_order: bool = False) -> None:
         count = len(edges) - 1
-        blocks = Permutation(count, derive_seed(key, 0))(np.arange(count))
+        blocks = np.arange(count)
+        if not in_order:
+            blocks = Permutation(count, derive_seed(key, 0))(blocks)
         self._starts = edges[blocks]
         self._ends = np.cumsum(edges[blocks + 1] - self._starts)
         self._windows = np.append(self._ends[open_blocks - 1 : -1 : open_blocks], self._ends[-1:])

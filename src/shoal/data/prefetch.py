@@ -210,4 +210,5 @@ def _process_count(source: DataSource, loader: LoaderConfig) -> int:
     if loader.workers != "auto":
         return loader.workers
     spare = len(os.sched_getaffinity(0)) - 1
-    return min(_MAX_AUTO_PROCESSES, spare) if source.per_sample else 0
+    most = 1 if source.is_sequential else _MAX_AUTO_PROCESSES  # each process reads a stream from its beginning
+    return min(most, spare) if source.per_sample else 0

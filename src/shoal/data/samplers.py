@@ -6,16 +6,16 @@ Every sample occurs exactly once per epoch, unless samples are drawn by weight.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.number_column import named_column, number_of_each_sample
 from shoal.data.permutation import BlockShuffle, Ids, IndexOrder, Permutation, block_edges, random_words
 from shoal.data.sample_hash import Hashes, category_codes, hash_values
 from shoal.data.source import DataSource
-from shoal.errors import did_you_mean, error
+from shoal.errors import error
 from shoal.spec.data import (
     BalancedSamplerConfig,
     HashSamplerConfig,
@@ -34,14 +34,18 @@ _WHERE = "data.sampler"
 class EpochShuffle:
     """The order of the given samples in each epoch."""
 
-    def __init__(self, ids: Ids, *, spec: ShuffledSamplerConfig, blocks: Ids | None, key: int) -> None:
+    def __init__(
+        self, ids: Ids, *, spec: ShuffledSamplerConfig, blocks: Ids | None, key: int, is_sequential: bool = False
+    ) -> None:
         in_blocks = spec.shuffle and blocks is not None
         self._ids = np.sort(ids) if in_blocks else ids
         self._edges = block_edges(self._ids, blocks) if in_blocks and blocks is not None else None
         self._spec = spec
         self._key = key
+        self._open_blocks = 1 if is_sequential else spec.open_blocks
+        self._is_sequential = is_sequential
         blocks_used = len(self._edges) - 1 if self._edges is not None else 0
-        self.window_samples = len(ids) * spec.open_blocks // blocks_used if blocks_used else 0
+        self.window_samples = len(ids) * self._open_blocks // blocks_used if blocks_used else 0
         """About how many samples are shuffled together if storage has blocks; 0 if all samples are."""
 
     def __len__(self) -> int:
@@ -56,7 +60,7 @@ class EpochShuffle:
     def _permutation(self, epoch: int) -> IndexOrder:
         key = derive_seed(self._key, epoch)
         if self._edges is not None:
-            return BlockShuffle(self._edges, open_blocks=self._spec.open_blocks, key=key)
+            return BlockShuffle(self._edges, open_blocks=self._open_blocks, key=key, in_order=self._is_sequential)
         return Permutation(len(self._ids), key)
 
 
@@ -265,16 +269,18 @@ def make_sampler(
     directory."""
     _check_sizes(len(ids), batch_size, drop_last)
     key = derive_seed(seed, _STREAM)
+    storage: dict[str, Any] = {"blocks": source.blocks, "is_sequential": source.is_sequential}
     if isinstance(spec, HashSamplerConfig):
         lane = jump_hash(_hash_keys(spec, ids, source), lanes)
-        shuffles = [
-            EpochShuffle(ids[lane == i], spec=spec, blocks=source.blocks, key=derive_seed(key, i)) for i in range(lanes)
-        ]
+        shuffles = [EpochShuffle(ids[lane == i], spec=spec, key=derive_seed(key, i), **storage) for i in range(lanes)]
         return HashLaneSampler(shuffles, batch_size=batch_size, drop_last=drop_last)
     if isinstance(spec, WeightedSamplerConfig):
+        if source.is_sequential:
+            fix = "Use the random sampler, or a Dataset with __getitem__."
+            raise error("SH355", "samples of a stream cannot be drawn in any order", where=_WHERE, fix=fix)
         draws = WeightedDraws(ids, _weights(spec, ids, source), key=key)
         return RandomLaneSampler(draws, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
-    shuffle = EpochShuffle(ids, spec=spec, blocks=source.blocks, key=key)
+    shuffle = EpochShuffle(ids, spec=spec, key=key, **storage)
     if isinstance(spec, BalancedSamplerConfig):
         costs = _costs(spec.by, source, what="cost")
         return BalancedLaneSampler(shuffle, costs=costs, lanes=lanes, batch_size=batch_size, drop_last=drop_last)
@@ -314,36 +320,8 @@ def _weights(spec: WeightedSamplerConfig, ids: Ids, source: DataSource) -> NDArr
 
 
 def _costs(by: str, source: DataSource, *, what: str) -> NDArray[np.float64]:
-    values = _load_costs(by) if by.endswith(".npy") else _column(by, source)
-    if values.dtype.kind not in "biuf":
-        raise error("SH355", f"the {what}s '{by}' are not numbers", where=f"{_WHERE}.by")
-    if values.shape != (len(source),):
-        shape = "×".join(map(str, values.shape))
-        raise error("SH355", f"'{by}' has {shape} {what}s for {len(source)} samples", where=f"{_WHERE}.by")
-    costs = values.astype(np.float64)
-    bad = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
-    if bad.size:
-        raise error(
-            "SH355",
-            f"the {what} of sample {bad[0]} in '{by}' is {costs[bad[0]]} ({bad.size} such samples)",
-            where=f"{_WHERE}.by",
-            fix=f"{what.capitalize()}s must be finite numbers from 0 upwards.",
-        )
-    return costs
-
-
-def _load_costs(path: str) -> NDArray[Any]:
-    if not Path(path).is_file():
-        raise error("SH301", f"no such file: {path}", where=f"{_WHERE}.by")
-    try:
-        values: NDArray[Any] = np.load(path, allow_pickle=False)
-    except ValueError as failure:
-        raise error("SH307", f"{path} is not an array of numbers: {failure}", where=f"{_WHERE}.by") from None
-    return values
+    return number_of_each_sample(by, source, what=what, where=f"{_WHERE}.by", codes=("SH355", "SH356"))
 
 
 def _column(name: str, source: DataSource, *, field: str = "by") -> NDArray[Any]:
-    if name not in source.columns():
-        fix = did_you_mean(name, source.columns())
-        raise error("SH356", f"the data has no column '{name}'", where=f"{_WHERE}.{field}", fix=fix)
-    return source.column(name)
+    return named_column(name, source, where=f"{_WHERE}.{field}", code="SH356")

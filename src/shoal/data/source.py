@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.data.batch import Batch
+from shoal.data.fitted import ColumnEncoder, Fitted
 from shoal.errors import did_you_mean, error
-from shoal.spec import data as spec_of
 from shoal.spec.run_paths import cache_directory
+from shoal.spec.sources import config as spec_of
 
 Ids = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
@@ -40,6 +42,10 @@ class DataSource(Protocol):
     """Number of bad rows that were skipped."""
     classes: tuple[Any, ...] | None = None
     """The classes (or tokens) in the order of their numbers, if the source has numbered them."""
+    encoders: Mapping[str, ColumnEncoder] = MappingProxyType({})
+    """How columns become inputs, if the source has encoded them."""
+    is_sequential: bool = False
+    """Samples can only be read in order, from the first one: `blocks` must not be permuted."""
 
     def __len__(self) -> int: ...
 
@@ -85,14 +91,20 @@ class DataSource(Protocol):
 class SourceOptions:
     """Options of `open_source`: base of relative paths, handling of bad rows, cache directory.
 
-    `classes` are the classes of the training source, which this source must number in the same way.
+    `fitted` is what the training source has learnt: this source must number classes and encode columns in the same
+    way. `not_inputs` are columns that have another use.
     """
 
     base_dir: str
     on_bad_row: Literal["fail", "skip"]
     cache_dir: Path
     notify: Notify
-    classes: tuple[Any, ...] | None = None
+    fitted: Fitted | None = None
+    not_inputs: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> tuple[Any, ...] | None:
+        return None if self.fitted is None else self.fitted.classes
 
     @property
     def skip_bad_rows(self) -> bool:
@@ -110,15 +122,17 @@ def open_source(
     on_bad_row: Literal["fail", "skip"] = "fail",
     cache_dir: str | None = None,
     notify: Notify = no_notify,
-    training_source: DataSource | None = None,
+    fitted: Fitted | None = None,
+    not_inputs: tuple[str, ...] = (),
 ) -> DataSource:
     """The source that a spec describes.
 
-    Validation and test data get the `training_source`, so that classes and tokens have the same numbers.
+    Validation and test data, and new data of a trained model, get what the training source has `fitted`, so that
+    classes and tokens have the same numbers, and columns the same encoding. `not_inputs` are no inputs unless the spec
+    names them.
     """
     cache = Path(cache_dir) if cache_dir else cache_directory()
-    classes = training_source.classes if training_source is not None else None
-    return _open(spec, SourceOptions(base_dir, on_bad_row, cache, notify, classes))
+    return _open(spec, SourceOptions(base_dir, on_bad_row, cache, notify, fitted, not_inputs))
 
 
 def _open(spec: spec_of.SourceConfig, options: SourceOptions) -> DataSource:
@@ -152,6 +166,10 @@ def _open(spec: spec_of.SourceConfig, options: SourceOptions) -> DataSource:
             from shoal.data.sources.text import open_text
 
             return open_text(spec, options)
+        case spec_of.TarSourceConfig():
+            from shoal.data.sources.tar_shards import open_tar_shards
+
+            return open_tar_shards(spec, options)
         case spec_of.PythonSourceConfig():
             from shoal.data.sources.dataset import open_python
 

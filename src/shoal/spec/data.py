@@ -1,4 +1,4 @@
-"""The data section of a job: sources, splits, and samplers."""
+"""The data section of a job: splits and samplers; sources are in `sources`."""
 
 from __future__ import annotations
 
@@ -7,114 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from shoal.spec.base import Ref, Spec
+from shoal.spec.sources.config import Columns, SourceConfig
 
-Columns = str | list[str]
-TargetAs = Literal["auto", "class", "number"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-# ---- sources: one class per `kind` ----
-
-
-class CsvSourceConfig(Spec):
-    """CSV files. `path` is a file, a glob, a directory or a URL; large files are read once into a cache.
-
-    `inputs` default to all numeric columns except the target. Integers in the target are class numbers; texts are
-    numbered in sorted order. `target_as: class` numbers any value, `number` requires floats.
-    """
-
-    kind: Literal["csv"]
-    path: str
-    inputs: Columns | None = None
-    target: Columns | None = None
-    target_as: TargetAs = "auto"
-    delimiter: str = Field(default=",", min_length=1, max_length=1)
-    header: bool = True
-
-
-class ParquetSourceConfig(Spec):
-    """Parquet files, read by row group and shuffled in blocks; fields as for csv."""
-
-    kind: Literal["parquet"]
-    path: str
-    inputs: Columns | None = None
-    target: Columns | None = None
-    target_as: TargetAs = "auto"
-
-
-class NpySourceConfig(Spec):
-    """One array per file, memory-mapped: `path` holds the inputs, `target` the labels.
-
-    Floats and bytes become float32 without scaling, other integers int64 (tokens, classes).
-    """
-
-    kind: Literal["npy"]
-    path: str
-    target: str | None = None
-
-
-class NpzSourceConfig(Spec):
-    """Named arrays in one file: `inputs` and `target` are their names; types as for npy."""
-
-    kind: Literal["npz"]
-    path: str
-    inputs: Columns = "x"
-    target: str | None = "y"
-
-
-class IdxSourceConfig(Spec):
-    """MNIST's format, plain or gzipped: `path` the images, `target` the labels. Pixels become floats in 0..1."""
-
-    kind: Literal["idx"]
-    path: str
-    target: str | None = None
-
-
-class ImagesSourceConfig(Spec):
-    """A folder with one sub-folder of images per class. `size` (height, width) is needed if image sizes differ."""
-
-    kind: Literal["images"]
-    path: str
-    size: tuple[PositiveInt, PositiveInt] | None = None
-    channels: Literal[1, 3] = 3
-
-
-class TextSourceConfig(Spec):
-    """Text for a language model: sample i is `context` tokens, its target the same shifted by one."""
-
-    kind: Literal["text"]
-    path: str
-    context: PositiveInt = 64
-    stride: PositiveInt | None = None
-    level: Literal["char", "byte"] = "char"
-
-
-class PythonSourceConfig(Spec):
-    """A function or class that returns a torch Dataset with a length."""
-
-    kind: Literal["python"]
-    factory: Ref
-
-
-class SklearnSourceConfig(Spec):
-    """scikit-learn's built-in sets, by the name of their loader: digits, iris, wine, breast_cancer, diabetes."""
-
-    kind: Literal["sklearn"]
-    name: Literal["digits", "iris", "wine", "breast_cancer", "diabetes"]
-
-
-SourceConfig = Annotated[
-    CsvSourceConfig
-    | ParquetSourceConfig
-    | NpySourceConfig
-    | NpzSourceConfig
-    | IdxSourceConfig
-    | ImagesSourceConfig
-    | TextSourceConfig
-    | PythonSourceConfig
-    | SklearnSourceConfig,
-    Field(discriminator="kind"),
-]
 
 
 # ---- splits: which samples train, which validate, which test ----
@@ -349,13 +244,15 @@ class LoaderConfig(Spec):
 
 
 class DataConfig(Spec):
-    """Training data. `validation` and `test` name separate sources instead of a split."""
+    """Training data. `validation` and `test` name separate sources instead of a split. `weight` is a column or a .npy
+    file with the weight of each sample in the loss."""
 
     source: SourceConfig
     validation: SourceConfig | None = None
     test: SourceConfig | None = None
     split: SplitConfig = Field(default_factory=NoSplitConfig)
     clusters: ClusterConfig | None = None
+    weight: str | None = None
     sampler: SamplerConfig = Field(default_factory=RandomSamplerConfig)
     augment: Ref | list[Ref] | None = None
     transform: Ref | None = None

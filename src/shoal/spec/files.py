@@ -8,8 +8,9 @@ from pathlib import Path
 
 from shoal.errors import ShoalError, error, suggest_path
 from shoal.spec.certificates import tls_contexts_for
-from shoal.spec.data import BalancedSamplerConfig, IdxSourceConfig, NpySourceConfig, PythonSourceConfig, SourceConfig
+from shoal.spec.data import BalancedSamplerConfig
 from shoal.spec.job import Job
+from shoal.spec.sources.config import IdxSourceConfig, NpySourceConfig, PythonSourceConfig, SourceConfig
 
 
 def check_files(job: Job) -> list[ShoalError]:

@@ -362,6 +362,8 @@ NOT_IN_IDENTITY = {
     "compress",
     "base_dir",
 }
+_LATER_DATA_FIELDS = ("clusters", "weight")
+_LATER_SOURCE_FIELDS = ("encode", "missing", "collate", "length", "window")
 _HASHED_NAMES = {
     "data": {"sampler": "deal"},
     "shard": {"size": "ways"},
@@ -539,9 +541,17 @@ class Job(Spec):
                    if getattr(self, name) == unset]  # fmt: skip
         for name in unused + ["shard"] * (self.shard.kind == "none"):
             del body[name]
-        if self.data.clusters is None:
-            del body["data"]["clusters"]
+        _drop_unused_data_fields(body["data"])
         for section, names in _HASHED_NAMES.items():
             if section in body:
                 body[section] = {names.get(name, name): value for name, value in body[section].items()}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _drop_unused_data_fields(data: dict[str, Any]) -> None:
+    """Fields that came later and are not used do not change the identity of a job."""
+    sources = [source for name in ("source", "validation", "test") if (source := data[name])]
+    for part, names in ((data, _LATER_DATA_FIELDS), *((source, _LATER_SOURCE_FIELDS) for source in sources)):
+        for name in names:
+            if part.get(name, 0) is None:
+                del part[name]

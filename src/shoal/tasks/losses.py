@@ -132,11 +132,15 @@ def _target_weight(loss: ClassLoss, output: Tensor, target: Tensor) -> Tensor:
     if target.is_floating_point():  # probabilities of the classes: class weights do not divide them
         classes = output.shape[min(output.dim() - 1, 1)]
         return torch.tensor(output.numel() / classes, dtype=torch.float64)
+    return target_weights(loss, target).sum()
+
+
+def target_weights(loss: ClassLoss, target: Tensor) -> Tensor:
+    """The weight of each target, in float64: that of its class, or 1; 0 if it is ignored."""
     kept = target != loss.ignore_index
     if loss.weight is None:
-        return kept.sum().double()
-    weights = loss.weight.double()[torch.where(kept, target, 0).long()]
-    return torch.where(kept, weights, 0.0).sum()
+        return kept.double()
+    return torch.where(kept, loss.weight.double()[torch.where(kept, target, 0).long()], 0.0)
 
 
 # ---- errors ----

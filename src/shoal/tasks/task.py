@@ -14,6 +14,7 @@ from shoal.errors import error
 from shoal.lanes.loss import Loss
 from shoal.tasks import losses
 from shoal.tasks.batch_facts import explain_model_errors
+from shoal.tasks.weighted_loss import weighted_loss
 
 
 class Task:
@@ -147,11 +148,16 @@ class PlainTask(Task):
         output, target = self._aligned(self._forward(model, batch), batch.target)
         if not (self._is_weighted or self._whole_batches or self._class_loss is None):
             losses.check_no_ignored_targets(self._class_loss, target)
+        if batch.weight is not None:
+            return weighted_loss(self._loss, output, target, batch.weight)
         return self._compute_loss(output, target)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Loss, Any]:
         output = self._forward(model, batch)
-        return self._evaluation_loss(*self._aligned(output, batch.target), batch.size), output
+        aligned = self._aligned(output, batch.target)
+        if batch.weight is not None:
+            return weighted_loss(self._loss, *aligned, batch.weight), output
+        return self._evaluation_loss(*aligned, batch.size), output
 
     def look_at(self, model: nn.Module, batch: Batch) -> str:
         if not self._is_torch_loss:

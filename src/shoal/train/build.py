@@ -17,6 +17,7 @@ from shoal.collectives.peer_services import PeerServices
 from shoal.data.batch import Batch
 from shoal.data.batch_loader import BatchLoader
 from shoal.data.datasets import Datasets, open_datasets
+from shoal.data.fitted import Fitted
 from shoal.data.prefetch import Report, no_report
 from shoal.data.samplers import LaneSampler, make_sampler
 from shoal.errors import error
@@ -235,7 +236,7 @@ def conclude_run(
         "step": progress.step,
         "run_weights_sha256": final.weights_sha256,
         "metrics": progress.metrics,
-        "classes": built.data.train.source.classes,
+        **Fitted.of(built.data.train.source).model_info(),
     }
     final.export(
         output.paths.model,

@@ -21,6 +21,7 @@ from shoal.data.batch import Batch
 from shoal.data.cluster_report import cluster_report
 from shoal.data.clusters import ClusteredSource
 from shoal.data.datasets import DatasetSplit, bind_ref, leaks_between_sources, open_datasets
+from shoal.data.fitted import Fitted
 from shoal.data.prefetch import BatchBuilder
 from shoal.data.source import open_source
 from shoal.data.split import split
@@ -233,7 +234,7 @@ def evaluate(
             base_dir=job.base_dir,
             on_bad_row=job.data.on_bad_row,
             cache_dir=str(cache_directory()),
-            training_source=data.train.source,
+            fitted=Fitted.of(data.train.source),
         )
         transform = bind_ref(job.data.transform, base_dir=job.base_dir)
         parts, part = {"data": DatasetSplit("data", other, np.arange(len(other), dtype=np.int64), transform)}, "data"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Augmentation:
 
 
 def with_input(batch: Batch, x: Tensor) -> Batch:
-    return Batch((x, *batch.inputs[1:]), batch.target, batch.size)
+    return replace(batch, inputs=(x, *batch.inputs[1:]))
 
 
 def number(value: Any, name: str, *, low: float = 0.0, high: float = float("inf")) -> float:

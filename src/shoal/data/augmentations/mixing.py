@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ class MixUp(Augmentation):
         partner = torch.randperm(len(x), generator=generator)
         mixed, share = self.mix(x, x[partner], share, generator)
         weight = per_sample(share, target)
-        return Batch((mixed, *batch.inputs[1:]), target * weight + target[partner] * (1 - weight), batch.size)
+        both = target * weight + target[partner] * (1 - weight)
+        return replace(batch, inputs=(mixed, *batch.inputs[1:]), target=both)
 
     def mix(self, x: Tensor, other: Tensor, share: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         """The mixed samples, and the share that each has kept of itself."""

@@ -22,7 +22,7 @@ from shoal.data.sources.arrays import (
     find_good_rows,
 )
 from shoal.errors import did_you_mean, error
-from shoal.spec.data import NpySourceConfig, NpzSourceConfig
+from shoal.spec.sources.config import NpySourceConfig, NpzSourceConfig
 
 HELD_BYTES = 256 << 20
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch
+from shoal.data.fitted import ColumnEncoder
 from shoal.data.source import Array, DataSource, Ids
 from shoal.errors import error
 
@@ -99,6 +100,7 @@ class ArraySource(DataSource):
         good_rows: Ids | None = None,
         skipped_rows: int = 0,
         classes: tuple[Any, ...] | None = None,
+        encoders: Mapping[str, ColumnEncoder] | None = None,
         names: tuple[str, ...] = (),
         lookup: Callable[[str], Array] | None = None,
     ) -> None:
@@ -111,6 +113,7 @@ class ArraySource(DataSource):
         self.in_memory = all(isinstance(rows, InMemoryRows) for rows in (*inputs, target) if rows is not None)
         self.skipped_rows = skipped_rows
         self.classes = classes
+        self.encoders = encoders or {}
 
     def __len__(self) -> int:
         return self._size

@@ -6,7 +6,7 @@ import numpy as np
 
 from shoal.data.source import Array
 from shoal.data.sources.arrays import ArraySource, InMemoryRows
-from shoal.spec.data import SklearnSourceConfig
+from shoal.spec.sources.config import SklearnSourceConfig
 
 
 def open_sklearn(spec: SklearnSourceConfig) -> ArraySource:

@@ -10,7 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,12 @@ import pyarrow.csv as pa_csv
 
 from shoal.data.cache import SMALL_BYTES, cached_directory
 from shoal.data.files import DataFile, find_files, local_path
+from shoal.data.fitted import Fitted
 from shoal.data.source import Array, SourceOptions
 from shoal.data.sources.arrays import ArraySource
-from shoal.data.sources.table import (
-    ColumnKind,
-    ColumnLayout,
-    choose_columns,
-    column_chunks,
-    count_numbers,
-    distinct_values,
-    to_float32,
-    to_numpy,
-)
+from shoal.data.sources.encoding import ColumnKind
+from shoal.data.sources.hive import PartitionColumns
+from shoal.data.sources.table import ColumnLayout, choose_columns, column_chunks, fit_layout, saved_layout
 from shoal.data.sources.table_cache import (
     LoadedTable,
     TableBlock,
@@ -40,8 +34,9 @@ from shoal.data.sources.table_cache import (
     load_in_memory,
     write_cache,
 )
+from shoal.data.sources.values import count_numbers, to_float32, to_numpy
 from shoal.errors import ShoalError, did_you_mean, error
-from shoal.spec.data import CsvSourceConfig
+from shoal.spec.sources.config import CsvSourceConfig
 
 _SUFFIXES = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".csv.bz2", ".csv.zst")
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
@@ -51,13 +46,13 @@ _BLOCK_BYTES = 1 << 20
 
 def open_csv(spec: CsvSourceConfig, options: SourceOptions) -> ArraySource:
     files = find_files(spec.path, options=options, suffixes=_SUFFIXES)
-    reader = CsvReader([local_path(file, options=options) for file in files], spec, skip_bad_rows=options.skip_bad_rows)
+    reader = CsvReader(files, spec, options)
     if _uncompressed_bytes(files) <= SMALL_BYTES:
         schema, table = _load_in_memory(reader, spec, options)
     else:
         schema, table = _load_through_cache(reader, spec, options, key=[file.cache_key for file in files])
 
-    layout = schema.layout(spec)
+    layout = schema.layout(spec, options)
 
     def lookup(name: str) -> Array:
         chunks = column_chunks((block.table for block in reader.blocks([name])), name)
@@ -75,34 +70,39 @@ def open_csv(spec: CsvSourceConfig, options: SourceOptions) -> ArraySource:
 
 @dataclass(frozen=True)
 class CsvSchema:
-    """Types and classes, which are known only after reading all rows."""
+    """Types, classes and encoders, which are known only after reading all rows."""
 
     kinds: dict[str, ColumnKind]
-    classes: tuple[str, ...] | None
+    fitted: Fitted
     misshapen: int
 
-    def layout(self, spec: CsvSourceConfig) -> ColumnLayout:
-        layout = choose_columns(spec, self.kinds, where=spec.path)
-        return layout if self.classes is None else layout.with_classes(self.classes)
+    def layout(self, spec: CsvSourceConfig, options: SourceOptions) -> ColumnLayout:
+        return saved_layout(_choose(spec, self.kinds, options), self.fitted)
+
+
+def _choose(spec: CsvSourceConfig, kinds: dict[str, ColumnKind], options: SourceOptions) -> ColumnLayout:
+    return choose_columns(spec, kinds, not_inputs=options.not_inputs, where=spec.path)
 
 
 def _infer_schema(
     reader: CsvReader, loaded: list[TableBlock] | None, spec: CsvSourceConfig, options: SourceOptions
 ) -> CsvSchema:
     kinds = _column_kinds(loaded or reader.blocks(), reader.names)
-    layout = choose_columns(spec, kinds, where=spec.path)
-    classes = None
-    if layout.target_type == "class":
-        (target,) = layout.targets
-        blocks = loaded or reader.blocks([target])
-        classes = options.classes or distinct_values(column_chunks((block.table for block in blocks), target))
-    return CsvSchema(kinds, classes, reader.malformed_rows)
+
+    def read(name: str) -> Iterator[pa.Array]:
+        blocks = loaded or reader.blocks([name])
+        return column_chunks((block.table for block in blocks), name)
+
+    layout = fit_layout(_choose(spec, kinds, options), spec, options, read=read)
+    fitted = Fitted(classes=layout.classes, encoders=dict(layout.encoders))
+    return CsvSchema(kinds, fitted, reader.malformed_rows)
 
 
 def _load_in_memory(reader: CsvReader, spec: CsvSourceConfig, options: SourceOptions) -> tuple[CsvSchema, LoadedTable]:
     blocks = list(reader.blocks())
     schema = _infer_schema(reader, blocks, spec, options)
-    return schema, load_in_memory(blocks, schema.layout(spec), skip_bad_rows=options.skip_bad_rows, where=spec.path)
+    layout = schema.layout(spec, options)
+    return schema, load_in_memory(blocks, layout, skip_bad_rows=options.skip_bad_rows, where=spec.path)
 
 
 def _load_through_cache(
@@ -111,17 +111,17 @@ def _load_through_cache(
     def make(directory: Path) -> None:
         options.notify(f"reading {spec.path} into the cache in {options.cache_dir}, once")
         survey = _infer_schema(reader, None, spec, options)
-        layout = survey.layout(spec)
+        layout = survey.layout(spec, options)
         write_cache(directory, reader.blocks(layout.columns), layout, skip_bad_rows=options.skip_bad_rows)
-        (directory / "survey.json").write_text(json.dumps(asdict(survey)))
+        noted = {"kinds": survey.kinds, "fitted": survey.fitted.model_dump(mode="json"), "misshapen": survey.misshapen}
+        (directory / "survey.json").write_text(json.dumps(noted))
 
     directory = cached_directory(
-        options.cache_dir, ["csv", key, spec.model_dump(), options.on_bad_row, options.classes], make
+        options.cache_dir, ["csv", key, spec.model_dump(), options.on_bad_row, options.fitted, options.not_inputs], make
     )
     noted = json.loads((directory / "survey.json").read_text())
-    classes = None if noted["classes"] is None else tuple(noted["classes"])
-    schema = CsvSchema(noted["kinds"], classes, noted["misshapen"])
-    return schema, load_cache(directory, schema.layout(spec), where=spec.path)
+    schema = CsvSchema(noted["kinds"], Fitted.model_validate(noted["fitted"]), noted["misshapen"])
+    return schema, load_cache(directory, schema.layout(spec, options), where=spec.path)
 
 
 def _uncompressed_bytes(files: list[DataFile]) -> int:
@@ -131,21 +131,27 @@ def _uncompressed_bytes(files: list[DataFile]) -> int:
 class CsvReader:
     """The text fields of the files. `malformed_rows` counts the rows with a wrong number of fields in the last pass."""
 
-    def __init__(self, paths: Sequence[str], spec: CsvSourceConfig, *, skip_bad_rows: bool) -> None:
-        self._paths = paths
+    def __init__(self, files: Sequence[DataFile], spec: CsvSourceConfig, options: SourceOptions) -> None:
+        self._paths = [local_path(file, options=options) for file in files]
+        self._partitions = PartitionColumns(files, spec.path)
         self._spec = spec
-        self._skip_bad_rows = skip_bad_rows
+        self._skip_bad_rows = options.skip_bad_rows
         self.malformed_rows = 0
-        self.names = self._header(paths[0])
+        header = self._header(self._paths[0])
+        self._in_paths = tuple(name for name in self._partitions.names if name not in header)
+        self.names = [*header, *self._in_paths]
 
     def blocks(self, columns: Sequence[str] | None = None) -> Iterator[TableBlock]:
         """All rows, or these columns of them."""
         self.malformed_rows = 0
-        for path in self._paths:
-            yield from self._blocks(path, list(columns or self.names))
+        for file in range(len(self._paths)):
+            yield from self._blocks(file, list(columns or self.names))
 
-    def _blocks(self, path: str, columns: list[str]) -> Iterator[TableBlock]:
+    def _blocks(self, file: int, columns: list[str]) -> Iterator[TableBlock]:
+        path = self._paths[file]
         there = self._header(path)
+        in_path = [name for name in columns if name in self._in_paths]
+        columns = [name for name in columns if name not in in_path] or there[:1]
         for name in columns:
             if name not in there:
                 raise error("SH303", f"no column '{name}'", where=path, fix=did_you_mean(name, there))
@@ -157,7 +163,11 @@ class CsvReader:
 
         start = 0
         try:
-            for table in self._open(path, columns, on_wrong):
+            for batch in self._open(path, columns, on_wrong):
+                table = pa.Table.from_batches([batch])
+                for name in in_path:
+                    words = pa.repeat(pa.scalar(self._partitions.words(name, file), pa.string()), table.num_rows)
+                    table = table.append_column(name, words)
                 yield TableBlock(table, lambda row, start=start: self._locate(path, start + row))  # type: ignore[misc]
                 start += table.num_rows
         except pa.ArrowInvalid as failure:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -11,22 +14,78 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.batch import Batch
 from shoal.data.source import Array, DataSource, Ids, SourceOptions, format_ids
+from shoal.data.sources.stream import DEFAULT_WINDOW, StreamSource, stream_length
 from shoal.errors import describe_exception, error
 from shoal.spec.base import Ref
-from shoal.spec.data import PythonSourceConfig
 from shoal.spec.resolve import build_ref, import_ref, is_users_failure, user_error
+from shoal.spec.sources.config import PythonSourceConfig
+
+Collate = Callable[[list[Any]], Any]
 
 
 def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
     dataset = _build_dataset(spec.factory, options.base_dir)
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    collate = bind_collate(spec.collate, base_dir=options.base_dir)
+    if isinstance(dataset, IterableDataset):
+        return _open_stream(dataset, spec, collate)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise error("SH206", f"'{spec.factory.name}' returns a {type(dataset).__name__}, which is not a dataset",
-                    fix="Give a torch Dataset with __len__ and __getitem__.")  # fmt: skip
+                    fix="Give a torch Dataset with __len__ and __getitem__, or an IterableDataset.")  # fmt: skip
     if len(dataset) == 0:
         raise error("SH302", "the dataset is empty", where=spec.factory.name)
-    if type(dataset) is TensorDataset and len(dataset.tensors) > 1:
+    if type(dataset) is TensorDataset and len(dataset.tensors) > 1 and collate is None:
         return TensorDatasetSource(dataset)
-    return PythonDatasetSource(dataset)
+    return PythonDatasetSource(dataset, collate)
+
+
+def _open_stream(dataset: Any, spec: PythonSourceConfig, collate: Collate | None) -> StreamSource:
+    try:
+        length = stream_length(dataset, spec.length)
+    except Exception as failure:
+        _raise_sample_error(failure, "of the stream")
+    if not length:
+        raise error("SH302", "the stream is empty", where=spec.factory.name)
+    window = spec.window or DEFAULT_WINDOW
+    return StreamSource(
+        dataset, length=length, window=window, make_batch=lambda samples, ids: make_batch(samples, ids, collate)
+    )
+
+
+def bind_collate(ref: Ref | None, *, base_dir: str) -> Collate | None:
+    """The function with its arguments bound, or an instance of the class."""
+    if ref is None:
+        return None
+    target = import_ref(ref, base_dir=base_dir)
+    if isinstance(target, type):
+        return cast(Collate, build_ref(ref, base_dir=base_dir))
+    return cast(Collate, functools.partial(target, **ref.args))
+
+
+def make_batch(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
+    """The samples as one batch: by the user's function, or stacked as torch does."""
+    if collate is not None:
+        return _collated(collate, samples, ids)
+    try:
+        collated = default_collate(samples)
+    except Exception as failure:  # torch raises TypeError and RuntimeError, types of the user anything
+        message = f"samples {format_ids(ids)} do not make a batch: {describe_exception(failure)}"
+        fix = "Give samples of one type and shape, or write `collate` in data.source."
+        raise error("SH306", message, fix=fix) from failure
+    inputs, target = _split_target(collated, samples[0])
+    return Batch(inputs, target, len(ids))
+
+
+def _collated(collate: Collate, samples: list[Any], ids: Ids) -> Batch:
+    try:
+        made = collate(samples)
+    except BaseException as failure:
+        if not is_users_failure(failure):
+            raise
+        raise user_error("SH830", failure, f"collate of samples {format_ids(ids)}") from failure
+    if isinstance(made, Batch):
+        return replace(made, size=len(ids))
+    inputs, target = _split_target(made, made)
+    return Batch(inputs, target, len(ids))
 
 
 def _build_dataset(factory: Ref, base_dir: str) -> Any:
@@ -65,22 +124,16 @@ class PythonDatasetSource(DataSource):
     in_memory = False
     per_sample = True
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None = None) -> None:
         self._dataset = dataset
+        self._collate = collate
         self._size = len(dataset)
 
     def __len__(self) -> int:
         return self._size
 
     def take(self, ids: Ids) -> Batch:
-        samples = self._samples([int(i) for i in ids])
-        try:
-            collated = default_collate(samples)
-        except Exception as failure:  # torch raises TypeError and RuntimeError, types of the user anything
-            raise error("SH306", f"samples {format_ids(ids)} do not make a batch: {describe_exception(failure)}",
-                        fix="Give samples of one type and shape.") from failure  # fmt: skip
-        inputs, target = _split_target(collated, samples[0])
-        return Batch(inputs, target, len(ids))
+        return make_batch(self._samples([int(i) for i in ids]), ids, self._collate)
 
     def sizes(self) -> Array:
         """The dataset's `sizes` attribute, or the bytes of each sample, which builds every sample once."""

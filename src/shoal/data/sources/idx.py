@@ -14,7 +14,7 @@ from shoal.data.files import find_file
 from shoal.data.source import Array, SourceOptions
 from shoal.data.sources.arrays import ArraySource, InMemoryRows, check_same_length, find_good_rows
 from shoal.errors import error
-from shoal.spec.data import IdxSourceConfig
+from shoal.spec.sources.config import IdxSourceConfig
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 

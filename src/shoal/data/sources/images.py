@@ -11,8 +11,9 @@ import torch
 from shoal.data.batch import Batch
 from shoal.data.files import DataFile, find_files, local_path
 from shoal.data.source import Array, DataSource, Ids, SourceOptions
+from shoal.data.sources.image_pixels import PixelReader, format_size
 from shoal.errors import error
-from shoal.spec.data import ImagesSourceConfig
+from shoal.spec.sources.config import ImagesSourceConfig
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -24,8 +25,7 @@ class ImageFolderSource(DataSource):
     per_sample = True
 
     def __init__(self, spec: ImagesSourceConfig, options: SourceOptions) -> None:
-        self._pillow = _import_pillow()
-        self._mode = "L" if spec.channels == 1 else "RGB"
+        self._pixels = PixelReader(channels=spec.channels, size=spec.size)
         self._size = spec.size
         files = find_files(spec.path.rstrip("/"), options=options, suffixes=_SUFFIXES)
         names = [_class_name(file) for file in files]
@@ -45,7 +45,7 @@ class ImageFolderSource(DataSource):
         shape = self._expected_shape(images[0])
         for i, image in zip(ids, images, strict=True):
             if image.shape != shape:
-                raise error("SH306", f"an image of {_format_shape(image.shape)} among images of {_format_shape(shape)}",
+                raise error("SH306", f"an image of {format_size(image.shape)} among images of {format_size(shape)}",
                             where=self._paths[i], fix="Set data.source.size: [height, width].")  # fmt: skip
         pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
         return Batch((pixels.float().div_(255),), torch.from_numpy(self._labels[ids]), len(ids))
@@ -71,34 +71,16 @@ class ImageFolderSource(DataSource):
         return self._first_shape
 
     def _load_image(self, i: int) -> Array:
-        path = self._paths[i]
-        try:
-            with self._pillow.open(path) as file:
-                image = file.convert(self._mode)
-                if self._size is not None:
-                    image = image.resize(self._size[::-1], self._pillow.Resampling.BILINEAR)
-        except Exception as failure:  # Pillow's plug-ins raise exceptions of many types
-            raise error("SH307", f"not a readable image: {failure}", where=path,
-                        fix="Remove the file, or set data.on_bad_row: skip.") from failure  # fmt: skip
-        pixels = np.asarray(image)
-        return pixels if pixels.ndim == 3 else pixels[:, :, None]
+        return self._pixels.read(self._paths[i], self._paths[i])
 
     def _skip_unreadable(self) -> None:
-        good = [i for i in range(len(self._paths)) if self._is_readable(i)]
+        good = [i for i in range(len(self._paths)) if self._pixels.is_readable(self._paths[i])]
         self.skipped_rows = len(self._paths) - len(good)
         if not good:
             raise error("SH302", "no readable image", where=os.path.dirname(self._paths[0]))
         self._files = [self._files[i] for i in good]
         self._paths = [self._paths[i] for i in good]
         self._labels = self._labels[good]
-
-    def _is_readable(self, i: int) -> bool:
-        try:
-            with self._pillow.open(self._paths[i]) as file:
-                file.load()
-        except Exception:  # as above
-            return False
-        return True
 
 
 def _class_name(file: DataFile) -> str:
@@ -112,15 +94,3 @@ def _class_numbers(names: list[str], files: list[DataFile], classes: tuple[Any, 
             raise error("SH310", f"the training data has no class '{name}'", where=file.path,
                         fix="Remove the folder, or train on it too.")  # fmt: skip
     return np.array([number[name] for name in names], dtype=np.int64)
-
-
-def _format_shape(shape: tuple[int, ...]) -> str:
-    return f"{shape[0]}×{shape[1]}"
-
-
-def _import_pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as failure:
-        raise error("SH207", "images need Pillow", fix="pip install 'shoal[images]'") from failure
-    return Image

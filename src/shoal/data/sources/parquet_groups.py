@@ -12,8 +12,9 @@ import torch
 from shoal.data.batch import Batch
 from shoal.data.source import Array, DataSource, Ids
 from shoal.data.sources.parquet_rows import ParquetReader
-from shoal.data.sources.table import ColumnLayout, ConvertedRows, to_numpy
+from shoal.data.sources.table import ColumnLayout, ConvertedRows
 from shoal.data.sources.table_cache import TableBlock, convert_block
+from shoal.data.sources.values import to_numpy
 from shoal.errors import error
 
 # Enough for the windows in which samplers shuffle, and no more memory than that needs.
@@ -36,7 +37,7 @@ class ParquetRowGroupSource(DataSource):
         self._lock = threading.Lock()
         self._decode_locks: dict[int, threading.Lock] = {}
         self._bad_rows = self._find_bad_rows()
-        self.classes = layout.classes
+        self.classes, self.encoders = layout.classes, layout.encoders
         self.skipped_rows = sum(len(rows) for rows in self._bad_rows.values())
         ends = np.cumsum([g.rows - len(self._bad_rows.get(i, ())) for i, g in enumerate(reader.groups)])
         self._size = int(ends[-1])

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shoal.data.source import Array
+from shoal.data.fitted import ColumnEncoder, Fitted
+from shoal.data.source import Array, SourceOptions
+from shoal.data.sources.encoding import ColumnKind, apply, check_encodings, fit
+from shoal.data.sources.values import is_list, is_text, parse_numbers, to_float32, to_plain_array
 from shoal.errors import did_you_mean, error
-from shoal.spec.data import CsvSourceConfig, ParquetSourceConfig
+from shoal.spec.sources.config import TableConfig
 
-ColumnKind = Literal["int", "float", "list", "text", "other", "empty"]
-TableSpec = CsvSourceConfig | ParquetSourceConfig
 MAX_CLASSES = 1 << 16
 
 _NUMERIC: tuple[ColumnKind, ...] = ("int", "float", "list")
-_BOOLEAN = re.compile(r"true|false", re.IGNORECASE)
-_NUMBER_PATTERNS = {
-    pa.int64(): r"^-?\d{1,18}$",
-    pa.float64(): r"(?i)^-?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf|infinity)$",
+_FIXES: dict[ColumnKind, str] = {
+    "text": "Write `encode: {{{name}: onehot}}` (or number, or calendar for times) in data.source, or leave it out.",
+    "time": "Write `encode: {{{name}: calendar}}` (or standard) in data.source, or leave it out.",
+    "other": "Leave it out of the inputs.",
 }
+_BOOLEAN = re.compile(r"true|false", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ColumnLayout:
     stacked: bool
     tokens: bool = False
     classes: tuple[Any, ...] | None = None
+    encoders: Mapping[str, ColumnEncoder] = field(default_factory=dict)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -68,20 +71,33 @@ class ConvertedRows:
 
 
 def choose_columns(
-    spec: TableSpec, kinds: Mapping[str, ColumnKind], *, token_columns: Iterable[str] = (), where: str
+    spec: TableConfig,
+    kinds: Mapping[str, ColumnKind],
+    *,
+    not_inputs: Iterable[str] = (),
+    token_columns: Iterable[str] = (),
+    where: str,
 ) -> ColumnLayout:
     """The layout for a spec and columns of these kinds. `token_columns` are lists of integers."""
     targets = _names(spec.target)
+    encoded = spec.encode or {}
+    check_encodings(spec, kinds, where=where)
     if spec.inputs is None:
-        inputs = tuple(name for name, kind in kinds.items() if kind in _NUMERIC and name not in targets)
+        others = {*targets, *not_inputs}
+        usable = [name for name, kind in kinds.items() if kind in _NUMERIC or name in encoded]
+        inputs = tuple(name for name in usable if name not in others)
     else:
         inputs = _names(spec.inputs)
     for name in (*inputs, *targets):
         if name not in kinds:
             raise error("SH303", f"no column '{name}'", where=where, fix=did_you_mean(name, kinds))
     for name in inputs:
-        if kinds[name] in ("text", "other"):
-            raise error("SH310", f"the input '{name}' does not hold numbers", where=where)
+        if kinds[name] in _FIXES and name not in encoded:
+            fix = _FIXES[kinds[name]].format(name=name)
+            raise error("SH310", f"the input '{name}' does not hold numbers", where=where, fix=fix)
+    unused = [name for name in (*encoded, *(spec.missing or {})) if name not in inputs]
+    if unused:
+        raise error("SH833", f"'{unused[0]}' is no input, so nothing is to be encoded", where=where)
     if not inputs:
         raise error("SH310", "no column of numbers for the inputs", where=where)
     return ColumnLayout(
@@ -93,11 +109,47 @@ def choose_columns(
     )
 
 
+def fit_layout(
+    layout: ColumnLayout,
+    spec: TableConfig,
+    options: SourceOptions,
+    *,
+    read: Callable[[str], Iterable[pa.Array]],
+) -> ColumnLayout:
+    """The layout with the numbers of classes and the encoders of columns: those of the training data, or fitted to all
+    values of a column, which `read` gives."""
+    fitted = options.fitted
+    named = {**(spec.encode or {}), **(spec.missing or {})}
+    encoders = {
+        name: fitted.encoders[name]
+        if fitted is not None and name in fitted.encoders
+        else fit(
+            read(name),
+            how=(spec.encode or {}).get(name),
+            missing=(spec.missing or {}).get(name),
+            name=name,
+            where=spec.path,
+        )
+        for name in layout.inputs
+        if name in named
+    }
+    layout = replace(layout, encoders=encoders)
+    if layout.target_type != "class":
+        return layout
+    return layout.with_classes(options.classes or distinct_values(read(layout.targets[0])))
+
+
+def saved_layout(layout: ColumnLayout, fitted: Fitted) -> ColumnLayout:
+    """The layout with what was fitted when it was written to the cache."""
+    layout = replace(layout, encoders=fitted.encoders)
+    return layout if fitted.classes is None else layout.with_classes(fitted.classes)
+
+
 def _names(columns: str | list[str] | None) -> tuple[str, ...]:
     return () if columns is None else (columns,) if isinstance(columns, str) else tuple(columns)
 
 
-def _target_type(spec: TableSpec, kinds: list[ColumnKind], where: str) -> Literal["int", "float", "class", "none"]:
+def _target_type(spec: TableConfig, kinds: list[ColumnKind], where: str) -> Literal["int", "float", "class", "none"]:
     if not kinds:
         return "none"
     words = any(kind not in ("int", "float", "empty") for kind in kinds)
@@ -140,16 +192,20 @@ def _convert_inputs(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> A
     if layout.tokens:
         return to_matrix(to_plain_array(table.column(layout.inputs[0])), np.dtype(np.int64), layout.inputs[0])
     columns = [to_plain_array(table.column(name)) for name in layout.inputs]
-    if any(is_list(column.type) for column in columns):
-        parts = [
-            to_matrix(column, np.dtype(np.float32), name) if is_list(column.type) else to_float32(column)[:, None]
-            for name, column in zip(layout.inputs, columns, strict=True)
-        ]
-        return np.concatenate(parts, axis=1)
+    if layout.encoders or any(is_list(column.type) for column in columns):
+        return np.concatenate(
+            [_input_part(column, name, layout) for name, column in zip(layout.inputs, columns, strict=True)], axis=1
+        )
     out = np.empty((table.num_rows, len(columns)), dtype=np.float32)
     for i, column in enumerate(columns):
         out[:, i] = to_float32(column)
     return out
+
+
+def _input_part(column: pa.Array, name: str, layout: ColumnLayout) -> Array:
+    if name in layout.encoders:
+        return apply(column, layout.encoders[name])
+    return to_matrix(column, np.dtype(np.float32), name) if is_list(column.type) else to_float32(column)[:, None]
 
 
 def _convert_target(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> tuple[Array | None, Array]:
@@ -172,16 +228,7 @@ def _to_integers(column: pa.Array, layout: ColumnLayout) -> pa.Array:
     if layout.target_type == "class":
         known = pa.array(list(layout.classes or ()), type=column.type)
         return pc.index_in(column, value_set=known, skip_nulls=True).cast(pa.int64())
-    return _parse_numbers(column, pa.int64()) if _is_text(column.type) else column.cast(pa.int64())
-
-
-def to_float32(column: pa.Array) -> Array:
-    """The column as float32, with NaN for unreadable values."""
-    if _is_text(column.type):
-        column = _parse_numbers(column, pa.float64())
-    if pa.types.is_boolean(column.type):
-        column = column.cast(pa.uint8())
-    return np.asarray(column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False))
+    return parse_numbers(column, pa.int64()) if is_text(column.type) else column.cast(pa.int64())
 
 
 def to_matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
@@ -196,53 +243,6 @@ def to_matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
     return values.reshape(len(column), -1)
 
 
-def to_plain_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One array without chunks and dictionaries."""
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    return column
-
-
-def _parse_numbers(words: pa.Array, wanted: pa.DataType) -> pa.Array:
-    """Texts as numbers, null for texts that are not numbers; `true` and `false` are 1 and 0."""
-    try:
-        return words.cast(wanted)
-    except pa.ArrowInvalid:
-        tidy = pc.replace_substring_regex(pc.utf8_trim_whitespace(words), r"^\+", "")
-        lower = pc.utf8_lower(tidy)
-        tidy = pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", tidy))
-        readable = pc.match_substring_regex(tidy, _NUMBER_PATTERNS[wanted])
-        return pc.if_else(readable, tidy, pa.scalar(None, tidy.type)).cast(wanted)
-
-
-def count_numbers(words: pa.Array) -> tuple[int, int]:
-    """How many of these texts are numbers, and how many are integers."""
-    numbers, whole = _parse_numbers(words, pa.float64()), _parse_numbers(words, pa.int64())
-    return len(numbers) - numbers.null_count, len(whole) - whole.null_count
-
-
-def is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def to_numpy(column: pa.Array | pa.ChunkedArray) -> Array:
-    """Any column as a numpy array: numbers, times as datetime64, texts as str."""
-    column = to_plain_array(column)
-    if pa.types.is_decimal(column.type):
-        column = column.cast(pa.float64())
-    if _is_text(column.type):
-        return np.array(column.fill_null("").to_pylist(), dtype=str)
-    if pa.types.is_date(column.type):
-        column = column.cast(pa.timestamp("ms"))
-    return np.asarray(column.to_numpy(zero_copy_only=False))
-
-
 # ---- messages for bad rows ----
 
 
@@ -250,16 +250,32 @@ def explain_bad_row(table: pa.Table | pa.RecordBatch, row: int, layout: ColumnLa
     """The code and the message for a bad row. Slow, and called once."""
     for name in layout.columns:
         value = table.column(name)[row].as_py()
+        encoder = layout.encoders.get(name)
+        if value is None and encoder is not None and encoder.missing is not None:
+            continue
         if value is None:
             return "SH305", f"column '{name}' has no value"
         numbered = name in layout.targets and layout.target_type == "class"
         if numbered and value not in (layout.classes or ()):
             return "SH310", f"column '{name}': the training data has no class {value!r}"
-        if not numbered and not isinstance(value, list):
+        if encoder is not None:
+            fault = _encoding_problem(table, row, name, encoder)
+            if fault:
+                return fault
+        elif not numbered and not isinstance(value, list):
             fault = _value_problem(value, name)
             if fault:
                 return fault
     return "SH305", "a value is missing, not a number (NaN) or infinite"
+
+
+def _encoding_problem(
+    table: pa.Table | pa.RecordBatch, row: int, name: str, encoder: ColumnEncoder
+) -> tuple[str, str] | None:
+    one = to_plain_array(table.column(name).slice(row, 1))
+    if np.isfinite(apply(one, encoder)).all():
+        return None
+    return "SH304", f"column '{name}': {one[0].as_py()!r} cannot be encoded as '{encoder.how}'"
 
 
 def _value_problem(value: Any, name: str) -> tuple[str, str] | None:

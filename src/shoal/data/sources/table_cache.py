@@ -112,6 +112,7 @@ def array_source(
         None if table.target is None else _row_array(table.target, where),
         skipped_rows=skipped_rows,
         classes=layout.classes,
+        encoders=layout.encoders,
         names=names,
         lookup=lambda name: np.delete(lookup(name), table.bad_rows),
     )

@@ -14,7 +14,7 @@ from shoal.data.cache import SMALL_BYTES, NpyWriter, cached_directory
 from shoal.data.files import find_files, local_path
 from shoal.data.source import Array, DataSource, Ids, SourceOptions
 from shoal.errors import error
-from shoal.spec.data import TextSourceConfig
+from shoal.spec.sources.config import TextSourceConfig
 
 _CHUNK = 1 << 20
 _BYTE_VOCABULARY = tuple(range(256))

@@ -22,6 +22,7 @@ from shoal.compression.measure import measure_in_turns
 from shoal.compression.onnx_files import export_onnx, quantise_onnx
 from shoal.compression.packed_file import write_packed
 from shoal.compression.shape import CONVOLUTIONS, apply_steps, count_parameters, plain_state
+from shoal.data.fitted import Fitted
 from shoal.errors import error
 from shoal.events import EventWriter
 from shoal.lanes.torch_setup import prepare_torch
@@ -260,7 +261,7 @@ def export(subject: Subject, *, file: Any, out: str, info: dict[str, Any], progr
     content = export_model(
         out,
         model,
-        info=info | {"classes": subject.data.train.source.classes},
+        info=info | Fitted.of(subject.data.train.source).model_info(),
         example_inputs=tuple(example.inputs),
         program=program,
         emit=note,
