@@ -226,6 +226,28 @@ def evaluate(
         reports.print_lines(_console(), f"{name} ({count} samples): {formatting.metrics(metrics)}")
 
 
+@app.command()
+def predict(
+    run: RunName,
+    data: Annotated[str, typer.Option(help="Data of the job's kind, without labels: a path or URL.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .parquet or .csv.")] = Path("predictions.parquet"),
+    workers: Annotated[int, typer.Option(min=1, max=256, help="So many processes.")] = 1,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the last.")] = False,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """What a run's model says of new data: a row for each row, in the same order."""
+    from shoal.jobs import run_dir
+    from shoal.jobs.predictions import predict as write
+    from shoal.terminal import formatting, reports
+
+    found = write(run_dir.find(run, runs), data=data, out=out, workers=workers, best=best)
+    if as_json:
+        _print_json({"out": str(found.out), "samples": found.samples, "deaths_survived": found.deaths_survived})
+        return
+    reports.print_lines(_console(), f"{formatting.count(found.samples)} predictions: {found.out}")
+
+
 @app.command(name="runs")
 def list_runs(runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs."""

@@ -180,20 +180,27 @@ def gc(
 
 def export(
     run: RunName,
-    to: Annotated[str, typer.Option(help="csv, parquet, html, tensorboard or safetensors.")] = "csv",
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "--to",
+            help="Curves: csv, parquet, tensorboard. The model: safetensors, onnx, pt2, hf. All: html.",
+        ),
+    ] = "csv",
     out: Annotated[Path | None, typer.Option(help="The file; beside this run's name by default.")] = None,
     runs: Runs = RUNS,
 ) -> None:
-    """A run's curves for other programs, its weights, or the whole run as one HTML file."""
+    """A run's curves or its model for other programs, or the whole run as one HTML file."""
     from shoal.errors import error
     from shoal.jobs import run_dir
 
     paths = run_dir.find(run, runs)
-    target = out or Path(f"{paths.name}.{to}" if to != "tensorboard" else f"{paths.name}-tensorboard")
-    if to != "html":
-        from shoal.storage.export import export as write
+    from shoal.storage import export as exports
 
-        write(paths, to, target)
+    target = out or Path(f"{paths.name}{'-' if kind in exports.DIRECTORIES else '.'}{kind}")
+    if kind != "html":
+        exports.export(paths, kind, target)
     else:
         try:
             from shoal.web.single_file import export_html
