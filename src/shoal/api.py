@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import error
-from shoal.jobs import run_dir, run_executor, run_index
+from shoal.jobs import predictions, run_dir, run_executor, run_index
 from shoal.jobs.run_executor import OnEvent
 from shoal.jobs.run_result import RunResult
 from shoal.jobs.search.driver import OnUpdate, SearchOutcome, run_search
@@ -17,6 +17,7 @@ from shoal.jobs.search.space_file import search_fields
 from shoal.spec.job import Job
 from shoal.spec.load import check_job, load_job, load_run_job, make_job
 from shoal.spec.resolve import calling_user_line
+from shoal.spec.run_paths import cache_directory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,12 +68,19 @@ def search(
 
 
 def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", best: bool = False) -> nn.Module:
-    """The trained model of a run, in evaluation mode, on the CPU."""
+    """The trained model of a run, in evaluation mode, on the CPU: an object of your own class.
+
+    `run` may be the directory `model` of a run alone, copied from another machine: it has the job and the code of the
+    model, which is executed.
+    """
     from shoal.checkpoint.export import load_weights
+    from shoal.checkpoint.model_check import MODEL_INFO
     from shoal.lanes.sparse.embedding import sparse_tables
     from shoal.paramserver.sparse.offline import bind_checkpoint_rows
     from shoal.tasks.model import build_task
 
+    if (Path(run) / MODEL_INFO).is_file():
+        return _load_directory(Path(run))
     paths = run_dir.find(str(run), Path(runs))
     job = load_run_job(paths.job)
     model = build_task(job).model()
@@ -80,6 +88,37 @@ def load(run: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs", 
     if tables := sparse_tables(model):
         bind_checkpoint_rows(tables, run_index.find_checkpoint(paths, job, best=best), seed=job.seed)
     return model.eval()
+
+
+def _load_directory(directory: Path) -> nn.Module:
+    from shoal.checkpoint.export import load_weights
+    from shoal.checkpoint.model_code import read_model_info, unpack_code
+    from shoal.tasks.model import build_task
+
+    info = read_model_info(directory)
+    own = Path(str(info["job"].get("base_dir", "")))
+    base_dir = (
+        own if own.is_dir() and directory.resolve().is_relative_to(own) else unpack_code(directory, cache_directory())
+    )
+    job = make_job({**info["job"], "base_dir": str(base_dir)}, base_dir=base_dir, check_names=False)
+    model = build_task(job).model()
+    model.load_state_dict(load_weights(directory))
+    return model.eval()
+
+
+def predict(
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] = "predictions.parquet",
+    workers: int = 1,
+    runs: str | os.PathLike[str] = "runs",
+    best: bool = False,
+) -> Path:
+    """Write what the run's model says of new data without labels, a row for each row. Returns the path of the file."""
+    _refuse_in_worker()
+    paths = run_dir.find(str(run), Path(runs))
+    return predictions.predict(paths, data=os.fspath(data), out=Path(out), workers=workers, best=best).out
 
 
 def _raise_if_failed(result: RunResult) -> RunResult:

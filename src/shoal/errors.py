@@ -238,6 +238,16 @@ CATALOGUE: dict[str, Entry] = {
     # 72x: what jobs bring to their data
     "SH720": Entry("an augmentation does not fit the data", "Choose another one, or change data.transform."),
     "SH730": Entry("clusters cannot be made of this data", "Name columns with numbers in data.clusters.by."),
+    # 80x: models of other libraries; 81x: what is made of a finished run
+    "SH800": Entry("the model does not compute its loss itself", "Name a loss, or give the batch what it needs."),
+    "SH801": Entry("a library that the job needs is not installed", "Install what the message names."),
+    "SH802": Entry("the Hugging Face dataset cannot be used like this", "See the table of `kind: huggingface`."),
+    "SH803": Entry("the frozen weights are not those that the run began with",
+                   "Give the job the same base model, or start a new run."),
+    "SH810": Entry("the model cannot be exported in this format", "Use another format: shoal export --help."),
+    "SH811": Entry("not a model's directory", "Give a run, or the directory `model` of one, with model.json."),
+    "SH812": Entry("there is nothing to predict from", "Give a file that the job's kind of source reads: --data."),
+    "SH813": Entry("a prediction cannot be written as a column", "Let predict return tensors with a row per sample."),
     # 86x: the training loop
     "SH860": Entry("a step with several passes needs exact lanes", "Use `sync: lanes` without `codec` and `shard`."),
     "SH861": Entry("the optimizers of a Task do not fit its step",
@@ -329,7 +339,7 @@ class ErrorGroup(ShoalError):  # noqa: N818 - it holds several errors
 
 _FAMILIES: dict[str, type[ShoalError]] = {
     "1": JobError, "2": JobError, "3": DataError, "4": TrainError, "5": CheckpointError, "6": RunError,
-    "7": RunError, "71": TrainError, "72": DataError, "73": DataError, "86": TrainError,
+    "7": RunError, "71": TrainError, "72": DataError, "73": DataError, "8": TrainError, "81": RunError, "83": DataError,
 }  # fmt: skip
 
 
@@ -461,7 +471,8 @@ def render_docs() -> str:
     """The text of docs/errors.md."""
     groups = {"1": "The job file", "2": "Names", "3": "Data and splits", "4": "Training", "5": "Checkpoints",
               "6": "Runs and processes", "70": "Servers for other programs", "71": "Known mistakes",
-              "72": "Augmentation", "73": "Clusters"}  # fmt: skip
+              "72": "Augmentation", "73": "Clusters", "80": "Models of other libraries",
+              "81": "Exports and predictions"}  # fmt: skip
     lines = ["# Errors and exit codes", "",
              "Every error says what is wrong, where, and what to do. Made by `python -m shoal.errors`.", "",
              "| exit code | meaning |", "|---|---|",
@@ -469,10 +480,12 @@ def render_docs() -> str:
              f"| {EXIT_BUG} | a bug in Shoal: the traceback is shown, please report it; for `verify` and `chaos`: "
              "the weights differ |",
              f"| {EXIT_JOB} | the job file or the command line is wrong (SH1xx, SH2xx) |",
-             f"| {EXIT_DATA} | the data is wrong or cannot be read (SH3xx, SH72x, SH73x) |",
-             f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx, SH86x), known mistakes (SH71x) |",
+             f"| {EXIT_DATA} | the data is wrong or cannot be read (SH3xx, SH72x, SH73x, SH83x) |",
+             f"| {EXIT_TRAIN} | model, loss, metric or watcher failed (SH4xx, SH86x), known mistakes (SH71x), "
+             "models of other libraries (SH80x) |",
              f"| {EXIT_CHECKPOINT} | a checkpoint cannot be written or read (SH5xx) |",
-             f"| {EXIT_RUN} | runs, processes, engines (SH6xx), servers for other programs (SH70x) |",
+             f"| {EXIT_RUN} | runs, processes, engines (SH6xx), servers for other programs (SH70x), "
+             "exports and predictions (SH81x) |",
              f"| {EXIT_INTERRUPTED} | stopped by Ctrl-C; saved, `shoal resume` goes on |",
              f"| {EXIT_TERMINATED} | stopped by SIGTERM or `shoal stop`; saved, `shoal resume` goes on |"]  # fmt: skip
     for digit, title in groups.items():

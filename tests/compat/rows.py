@@ -49,7 +49,9 @@ def rows_of_file(path):
         return []
     section = section_of(text)
     return [
-        Row.declare(section, *map(ast.literal_eval, call.args), **{k.arg: ast.literal_eval(k.value) for k in call.keywords})
+        Row.declare(
+            section, *map(ast.literal_eval, call.args), **{k.arg: ast.literal_eval(k.value) for k in call.keywords}
+        )
         for call in ast.walk(ast.parse(text))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)

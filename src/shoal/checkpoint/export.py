@@ -66,7 +66,7 @@ def export_model(
             emit("export_skipped", what=WEIGHTS, reason=f"not plain tensors: {', '.join(left_out)}")
         _write(target / MODEL_INFO, [json.dumps(content, indent=2, default=str).encode()])
     except OSError as problem:
-        raise _write_error(problem, target) from problem
+        raise write_error(problem, target) from problem
     return content
 
 
@@ -91,7 +91,7 @@ def export_sharded_model(
         content = {**info, **_description(weights), "program": None}
         _write(target / MODEL_INFO, [json.dumps(content, indent=2, default=str).encode()])
     except OSError as problem:
-        raise _write_error(problem, target) from problem
+        raise write_error(problem, target) from problem
     return content
 
 
@@ -135,7 +135,7 @@ def _plain_weights(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
     return weights, [name for name in state if name not in weights]
 
 
-def _write_error(problem: OSError, target: Path) -> ShoalError:
+def write_error(problem: OSError, target: Path) -> ShoalError:
     doing = "the model could not be written"
     full = from_os_error(problem, doing=doing, where=str(target))
     return full or error("SH503", f"{doing}: {problem}", where=str(target))
@@ -159,15 +159,20 @@ def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, .
     try:
         if not example_inputs:
             raise ValueError("there are no example inputs")
-        with _eval_mode(model), torch.no_grad():
-            program = torch.export.export(model, example_inputs, dynamic_shapes=_batch_dims(example_inputs))
-        with atomic_replace(target) as temp:
-            torch.export.save(program, temp)
+        save_program(model, example_inputs, target)
     except Exception as problem:
         reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__
         emit("export_skipped", what=PROGRAM, reason=reason)
         return False
     return True
+
+
+def save_program(model: nn.Module, example_inputs: tuple[Any, ...], target: Path) -> None:
+    """Write the model as torch.export traces it. Raises whatever tracing raises."""
+    with _eval_mode(model), torch.no_grad():
+        program = torch.export.export(model, example_inputs, dynamic_shapes=_batch_dims(example_inputs))
+    with atomic_replace(target) as temp:
+        torch.export.save(program, temp)
 
 
 def _batch_dims(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The verbs about runs, live or past: runs, show, compare, evaluate, logs, export, tag."""
+"""The verbs about runs, live or past: runs, show, compare, evaluate, predict, logs, export, tag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PANEL = "Runs and results"
 
 def register(app: typer.Typer) -> None:
     app.command("runs", rich_help_panel=PANEL)(list_runs)
-    for verb in (show, compare, evaluate, logs, export, tag):
+    for verb in (show, compare, evaluate, predict, logs, export, tag):
         app.command(rich_help_panel=PANEL)(verb)
 
 
@@ -111,6 +111,27 @@ def evaluate(
         output.print_lines(f"{name} ({count} samples): {formatting.metrics(metrics)}")
 
 
+def predict(
+    run: RunName,
+    data: Annotated[str, typer.Option(help="Data of the job's kind, without labels: a path or URL.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .parquet or .csv.")] = Path("predictions.parquet"),
+    workers: Annotated[int, typer.Option(min=1, max=256, help="So many processes.")] = 1,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the last.")] = False,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """What a run's model says of new data: a row for each row, in the same order."""
+    from shoal.jobs import run_dir
+    from shoal.jobs.predictions import predict as write
+    from shoal.terminal import formatting
+
+    found = write(run_dir.find(run, runs), data=data, out=out, workers=workers, best=best)
+    if as_json:
+        output.print_json({"out": str(found.out), "samples": found.samples, "deaths_survived": found.deaths_survived})
+        return
+    output.print_lines(f"{formatting.count(found.samples)} predictions: {found.out}")
+
+
 def logs(
     run: RunName,
     who: Annotated[str, typer.Argument(help="worker-1 or server-0; all if left out.", show_default=False)] = "",
@@ -129,20 +150,26 @@ def logs(
 
 def export(
     run: RunName,
-    to: Annotated[str, typer.Option(help="csv, parquet, html, tensorboard or safetensors.")] = "csv",
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "--to",
+            help="Curves: csv, parquet, tensorboard. The model: safetensors, onnx, pt2, hf. All: html.",
+        ),
+    ] = "csv",
     out: Annotated[Path | None, typer.Option(help="The file; beside this run's name by default.")] = None,
     runs: Runs = RUNS,
 ) -> None:
-    """A run's curves for other programs, its weights, or the whole run as one HTML file."""
+    """A run's curves or its model for other programs, or the whole run as one HTML file."""
     from shoal.errors import error
     from shoal.jobs import run_dir
+    from shoal.storage import export as exports
 
     paths = run_dir.find(run, runs)
-    target = out or Path(f"{paths.name}.{to}" if to != "tensorboard" else f"{paths.name}-tensorboard")
-    if to != "html":
-        from shoal.storage.export import export as write
-
-        write(paths, to, target)
+    target = out or Path(f"{paths.name}{'-' if kind in exports.DIRECTORIES else '.'}{kind}")
+    if kind != "html":
+        exports.export(paths, kind, target)
     else:
         try:
             from shoal.web.single_file import export_html

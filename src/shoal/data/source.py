@@ -47,6 +47,9 @@ class DataSource(Protocol):
     is_sequential: bool = False
     """Samples can only be read in order, from the first one: `blocks` must not be permuted."""
 
+    input_columns: tuple[str, ...] | None = None
+    """The columns that the inputs are made of, in their order, if the source is a table."""
+
     def __len__(self) -> int: ...
 
     def take(self, ids: Ids) -> Batch:
@@ -174,6 +177,10 @@ def _open(spec: spec_of.SourceConfig, options: SourceOptions) -> DataSource:
             from shoal.data.sources.dataset import open_python
 
             return open_python(spec, options)
+        case spec_of.HuggingFaceSourceConfig():
+            from shoal.data.sources.huggingface import open_huggingface
+
+            return open_huggingface(spec, options)
         case spec_of.SklearnSourceConfig():
             from shoal.data.sources.builtin import open_sklearn
 

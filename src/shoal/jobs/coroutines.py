@@ -32,6 +32,27 @@ def run_steps(steps: Steps[T]) -> T:
         wait(filenos, TICK_S)
 
 
+def all_steps(every: Sequence[Steps[T]]) -> Steps[list[T]]:
+    """Run several side by side. Returns their results in order; the first exception closes the others."""
+    waiting: dict[int, Sequence[int]] = {}
+    results: dict[int, T] = {}
+    try:
+        while len(results) < len(every):
+            for number, steps in enumerate(every):
+                if number in results:
+                    continue
+                try:
+                    waiting[number] = next(steps)
+                except StopIteration as end:
+                    results[number] = end.value
+                    waiting.pop(number, None)
+            yield [fileno for filenos in waiting.values() for fileno in filenos]
+    finally:
+        for steps in every:
+            steps.close()
+    return [results[number] for number in range(len(every))]
+
+
 def in_thread(call: Callable[[], T]) -> Steps[T]:
     """Run a slow call in a thread of its own, as steps."""
     background = BackgroundCall(call)

@@ -20,6 +20,9 @@ DEFAULT_MODULES: Mapping[str, Sequence[str]] = {
     "augment": ("shoal.data.augmentations",),
 }
 
+MODEL_LOSS = "model"
+"""`loss: model`: the model computes its loss itself."""
+
 METRIC_ALIASES: Mapping[str, Ref] = {
     "accuracy": Ref(name="torchmetrics:Accuracy"),
     "precision": Ref(name="torchmetrics:Precision"),
@@ -84,6 +87,8 @@ def check_names(job: Job) -> list[ShoalError]:
     imported. `where` of each error is the field."""
     found = []
     for place, field, ref in iter_refs(job):
+        if field == "loss" and ref.name == MODEL_LOSS:
+            continue
         full = expand_alias(ref, field=field)
         try:
             check_ref(full, base_dir=job.base_dir, default_modules=DEFAULT_MODULES.get(field, ()))

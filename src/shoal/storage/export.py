@@ -1,8 +1,9 @@
-"""The curves of a run for other programs (CSV, Parquet, TensorBoard; every point, not a sample), and its weights."""
+"""A run for other programs: its curves (CSV, Parquet, TensorBoard; every point, not a sample) and its model."""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import TextIO
 
 from shoal.errors import error
-from shoal.jobs import run_dir
+from shoal.jobs import run_dir, run_index
+from shoal.jobs.probes import run_probe
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
 from shoal.storage.history import RunHistory
 
@@ -34,7 +37,7 @@ def export(paths: RunPaths, kind: str, target: Path) -> None:
     """Write the file, or the directory for TensorBoard; completely or not at all. SH609 if the kind is not known."""
     write = WRITERS.get(kind)
     if write is None:
-        raise error("SH609", f"'{kind}' is not a format", where="--to", fix=f"Use one of: {', '.join(WRITERS)}, html.")
+        raise error("SH609", f"'{kind}' is not a format", where="--format", fix=f"Use one of: {', '.join(KINDS)}.")
     if target.exists():
         raise error("SH609", f"{target} exists", where="--out", fix="Name a file that does not exist yet.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -113,9 +116,31 @@ def _write_model(paths: RunPaths, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
+def _write_with_torch(kind: str) -> Callable[[RunPaths, Path], None]:
+    def write(paths: RunPaths, target: Path) -> None:
+        """Another process builds the model: this one never loads torch."""
+        job = load_run_job(paths.job)
+        weights = run_index.find_weights(paths, job, best=False)
+        if weights != str(paths.model):
+            raise error("SH606", f"'{paths.name}' has no model of its own yet", where=str(paths.root))
+        try:
+            example = json.loads((paths.model / "model.json").read_bytes()).get("example")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            example = None
+        run_probe("export", job, weights=weights, example=example, kind=kind, out=str(target.resolve()))
+
+    return write
+
+
 WRITERS: dict[str, Callable[[RunPaths, Path], None]] = {
     "csv": _write_csv,
     "parquet": _write_parquet,
     "tensorboard": _write_tensorboard,
     "safetensors": _write_model,
+    "onnx": _write_with_torch("onnx"),
+    "pt2": _write_with_torch("pt2"),
+    "hf": _write_with_torch("hf"),
 }
+KINDS = (*WRITERS, "html")
+DIRECTORIES = ("tensorboard", "hf")
+"""Kinds that are written as a directory."""

@@ -25,6 +25,7 @@ class WrappedTask(Task):
         self.inner = inner
         self.logits = inner.logits
         self.knows_divisor = inner.knows_divisor
+        self.predicts_classes = inner.predicts_classes
         self.has_untrained_parameters = inner.has_untrained_parameters
 
     def model(self) -> nn.Module:
@@ -38,6 +39,9 @@ class WrappedTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Loss, Any]:
         return self.inner.evaluate(model, batch)
+
+    def target(self, model: nn.Module, batch: Batch) -> Any:
+        return self.inner.target(model, batch)
 
     @property
     def evaluates_in_one_pass(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class Evaluator:
                 self._task.carry = {}
             with replica.autocast_context(), wrap_user_errors("SH401", f"evaluation of {split.name}, chunk {chunk}"):
                 loss, output = self._task.evaluate(replica.model, batch)
-            yield chunk, batch, loss, output
+            yield chunk, replace(batch, target=self._task.target(replica.model, batch)), loss, output
 
     def _batches(self, split: DatasetSplit, chunks: Iterable[int]) -> Iterator[tuple[int, Batch]]:
         return evaluation_batches(

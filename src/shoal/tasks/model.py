@@ -18,13 +18,14 @@ from shoal.errors import did_you_mean, error
 from shoal.spec.base import Ref
 from shoal.spec.compression.config import DistilConfig
 from shoal.spec.job import InitFromConfig, Job, LRScheduleConfig
-from shoal.spec.names import DEFAULT_MODULES
+from shoal.spec.names import DEFAULT_MODULES, MODEL_LOSS
 from shoal.spec.resolve import build_ref, import_ref
 from shoal.spec.sharding import PipelineParallelConfig
 from shoal.tasks.compressed import CompressedTask, DistilledTask
 from shoal.tasks.initial_weights import WeightMatch, first_names, match_weights
 from shoal.tasks.losses import build_loss
 from shoal.tasks.metrics import build_metrics
+from shoal.tasks.own_loss import OwnLossTask
 from shoal.tasks.task import PlainTask, Task
 
 Made = TypeVar("Made")
@@ -82,10 +83,13 @@ def build_instance(ref: Ref, kind: type[Made], kind_name: str, *leading: Any, fi
 def build_plain_task(job: Job, model: nn.Module) -> Task:
     """The task of a job that names model, loss and metrics."""
     assert job.loss is not None
+    metrics = functools.partial(build_metrics, job.metrics, base_dir=job.base_dir)
+    if job.loss.name == MODEL_LOSS:
+        return OwnLossTask(model, metrics)
     return PlainTask(
         model,
         build_loss(job.loss, base_dir=job.base_dir),
-        functools.partial(build_metrics, job.metrics, base_dir=job.base_dir),
+        metrics,
         mentions_ignored="ignore_index" in job.loss.args,
         whole_batches=job.lane_count == 1 and not isinstance(job.shard, PipelineParallelConfig),
     )

@@ -28,6 +28,8 @@ class Task:
 
     logits: bool | None = None
     """Whether predictions are logits, which classification metrics need as probabilities. None: decided by values."""
+    predicts_classes = False
+    """Whether the last dimension of a prediction (the second one of a PlainTask) are scores of classes."""
     knows_divisor = False
     """Whether it is known by what `loss` divides, if it returns a mean."""
     has_untrained_parameters = False
@@ -75,6 +77,10 @@ class Task:
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Loss, Any]:
         """Loss and predictions in evaluation; override it if one forward pass gives both."""
         return self.loss(model, batch), self.predict(model, batch)
+
+    def target(self, model: nn.Module, batch: Batch) -> Any:
+        """What metrics compare the predictions with."""
+        return batch.target
 
     @property
     def evaluates_in_one_pass(self) -> bool:
@@ -131,6 +137,7 @@ class PlainTask(Task):
             mentions_ignored or losses.has_target_weights(self._class_loss)
         )
         self._is_sum = self._is_torch_loss and loss.reduction == "sum"
+        self.predicts_classes = self._class_loss is not None
         self.has_untrained_parameters = losses.has_parameters(loss)
         self.knows_divisor = losses.is_mean_known(loss)
         self.logits = True if isinstance(loss, _LOSSES_ON_LOGITS) else None

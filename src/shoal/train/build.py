@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.example_inputs import describe_example
+from shoal.checkpoint.export import write_error
+from shoal.checkpoint.model_code import CODE, pack_code
 from shoal.checkpoint.store import CheckpointStore
 from shoal.collectives.peer_services import PeerServices
 from shoal.data.batch import Batch
@@ -237,6 +240,9 @@ def conclude_run(
         "run_weights_sha256": final.weights_sha256,
         "metrics": progress.metrics,
         **Fitted.of(built.data.train.source).model_info(),
+        "input_columns": built.data.train.source.input_columns,
+        "example": describe_example(built.example.inputs),
+        "code": pack_model_code(output.paths.model, job.base_dir),
     }
     final.export(
         output.paths.model,
@@ -262,6 +268,14 @@ def conclude_run(
             "cpu": torch.backends.cpu.get_cpu_capability(),
         },
     )
+
+
+def pack_model_code(directory: Path, base_dir: str) -> list[str]:
+    """The names of the user's modules, which are packed beside the model."""
+    try:
+        return pack_code(directory / CODE, base_dir)
+    except OSError as problem:
+        raise write_error(problem, directory) from problem
 
 
 def make_batch_loader(built: BuiltJob, *, report: Report = no_report) -> BatchLoader:

@@ -263,6 +263,20 @@ def shrink(job: Job, paths: RunPaths, stream: EventWriter, **arguments: Any) -> 
     return cutting.answer(job, stream, **arguments)
 
 
+def predict(job: Job, paths: RunPaths, stream: EventWriter, **arguments: Any) -> dict[str, Any]:
+    """A share of the predictions of `shoal predict`."""
+    from shoal.train.predict import write_predictions
+
+    return write_predictions(job, stream, **arguments)
+
+
+def export(job: Job, paths: RunPaths, stream: EventWriter, **arguments: Any) -> dict[str, Any]:
+    """The model of a finished run in another format."""
+    from shoal.train.export_formats import write_model
+
+    return write_model(job, **arguments)
+
+
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "check": check,
     "split": describe_split,
@@ -271,6 +285,8 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "shape": describe_shape,
     "compress": compress,
     "shrink": shrink,
+    "predict": predict,
+    "export": export,
 }
 
 

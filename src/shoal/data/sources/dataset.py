@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.batch import Batch
 from shoal.data.source import Array, DataSource, Ids, SourceOptions, format_ids
+from shoal.data.sources.huggingface import HUGGING_FACE_MODULE, HuggingFaceSource
 from shoal.data.sources.stream import DEFAULT_WINDOW, StreamSource, stream_length
 from shoal.errors import describe_exception, error
 from shoal.spec.base import Ref
@@ -25,6 +26,8 @@ Collate = Callable[[list[Any]], Any]
 
 def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
     dataset = _build_dataset(spec.factory, options.base_dir)
+    if type(dataset).__module__ == HUGGING_FACE_MODULE:
+        return HuggingFaceSource(dataset, options.classes)
     collate = bind_collate(spec.collate, base_dir=options.base_dir)
     if isinstance(dataset, IterableDataset):
         return _open_stream(dataset, spec, collate)
@@ -118,8 +121,9 @@ class TensorDatasetSource(DataSource):
 
 
 class PythonDatasetSource(DataSource):
-    """Samples that Python code builds. (x, y) is input and target, (x1, x2, y) has two inputs; any other sample is one
-    input without a target. Attributes of the dataset with one value per sample are its columns."""
+    """Samples that Python code builds. (x, y) is input and target, (x1, x2, y) has two inputs. A dict is one input, and
+    its `labels` are the target. Any other sample is one input without a target. Attributes of the dataset with one
+    value per sample are its columns."""
 
     in_memory = False
     per_sample = True
@@ -198,6 +202,8 @@ def _split_target(value: Any, sample: Any) -> tuple[tuple[Any, ...], Any]:
     """Inputs and target. The sample shows whether it is a pair, because collating turns tuples into lists."""
     if isinstance(sample, list | tuple) and len(sample) > 1:
         return tuple(value[:-1]), value[-1]
+    if isinstance(value, dict):
+        return (value,), value.get("labels", value.get("label"))
     return (value,), None
 
 

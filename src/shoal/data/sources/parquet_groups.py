@@ -31,6 +31,7 @@ class ParquetRowGroupSource(DataSource):
     def __init__(self, reader: ParquetReader, layout: ColumnLayout, *, skip_bad_rows: bool) -> None:
         self._reader = reader
         self._layout = layout
+        self.input_columns = layout.inputs
         self._skip_bad_rows = skip_bad_rows
         self._cache: OrderedDict[int, ConvertedRows] = OrderedDict()
         self._cache_bytes = 0

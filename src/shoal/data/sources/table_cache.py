@@ -107,7 +107,7 @@ def array_source(
     lookup: Callable[[str], Array],
 ) -> ArraySource:
     """`lookup` returns a column including its bad rows, which are removed here."""
-    return ArraySource(
+    source = ArraySource(
         (_row_array(table.inputs, where),),
         None if table.target is None else _row_array(table.target, where),
         skipped_rows=skipped_rows,
@@ -116,6 +116,8 @@ def array_source(
         names=names,
         lookup=lambda name: np.delete(lookup(name), table.bad_rows),
     )
+    source.input_columns = layout.inputs
+    return source
 
 
 def _row_array(array: Array, where: str) -> RowArray:

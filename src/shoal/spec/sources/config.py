@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -131,6 +131,32 @@ class PythonSourceConfig(Spec):
     window: PositiveInt | None = None
 
 
+class HuggingFaceSourceConfig(Spec):
+    """A dataset of Hugging Face's `datasets` (a directory of `save_to_disk`), or CSV, JSON, Parquet or text files that
+    it reads. Batches are dicts, for models with `loss: model`.
+
+    `split` is a part of a dict of datasets. A `tokenizer` (a directory that `from_pretrained` reads, or tokenizer.json)
+    turns the column `text`, or a pair of columns, into tokens. Without one, columns of numbers go to the model. Lists
+    of different lengths are padded. `labels: input_ids` is for language models.
+    """
+
+    kind: Literal["huggingface"]
+    path: str
+    split: str | None = None
+    tokenizer: str | None = None
+    text: Columns | None = None
+    labels: str | None = None
+    max_length: PositiveInt = 128
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        if (self.tokenizer is None) != (self.text is None):
+            raise ValueError("`tokenizer` and `text` belong together: give both or none")
+        if isinstance(self.text, list) and len(self.text) not in (1, 2):
+            raise ValueError("`text` is one column, or a pair of columns")
+        return self
+
+
 class SklearnSourceConfig(Spec):
     """scikit-learn's built-in sets, by the name of their loader: digits, iris, wine, breast_cancer, diabetes."""
 
@@ -148,6 +174,7 @@ SourceConfig = Annotated[
     | TextSourceConfig
     | TarSourceConfig
     | PythonSourceConfig
+    | HuggingFaceSourceConfig
     | SklearnSourceConfig,
     Field(discriminator="kind"),
 ]

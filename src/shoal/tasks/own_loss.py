@@ -1,0 +1,123 @@
+"""`loss: model`: a model that computes its loss itself, as those of Hugging Face do.
+
+The batch is a dict, the model is called with its entries by name, and its answer has `loss` and `logits` (or `logits`
+alone, without labels). Such models divide their loss by the labels that are not -100, so the mean of a lane is
+multiplied by their number, and lanes add sums and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.batch import Batch
+from shoal.errors import error
+from shoal.lanes.loss import Loss
+from shoal.tasks.batch_facts import explain_model_errors
+from shoal.tasks.task import Task
+
+IGNORED_LABEL = -100
+
+
+class OwnLossTask(Task):
+    """The task of a job with `loss: model`."""
+
+    knows_divisor = True
+    logits = True
+    predicts_classes = True
+
+    def __init__(self, model: nn.Module, metrics: Callable[[Any], Mapping[str, Any]]) -> None:
+        self._model = model
+        self._metrics = metrics
+
+    def model(self) -> nn.Module:
+        return self._model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return self._weighted(model, self._forward(model, batch), batch)
+
+    def predict(self, model: nn.Module, batch: Batch) -> Any:
+        return aligned_logits(model, self._forward(model, batch), batch)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Loss, Any]:
+        output = self._forward(model, batch)
+        return self._weighted(model, output, batch), aligned_logits(model, output, batch)
+
+    def target(self, model: nn.Module, batch: Batch) -> Any:
+        return batch.target[..., 1:] if predicts_next(model, batch.target) else batch.target
+
+    def metrics(self, example: tuple[Any, Any] | None = None) -> Mapping[str, Any]:
+        return self._metrics(example)
+
+    def _forward(self, model: nn.Module, batch: Batch) -> Any:
+        with explain_model_errors(batch):
+            return model(**named_inputs(batch))
+
+    def _weighted(self, model: nn.Module, output: Any, batch: Batch) -> Loss:
+        mean = field_of(output, "loss")
+        if not isinstance(mean, Tensor):
+            what = f"the model returns {type(output).__name__} without a loss"
+            fix = "Give the data a column `labels`, or name a loss: `loss: CrossEntropyLoss`."
+            raise error("SH800", what, where="loss", fix=fix)
+        weight = label_weight(model, output, batch)
+        if weight == 0:  # the mean of no labels is no number
+            return _first_tensor(output).float().nan_to_num().sum() * 0.0, torch.zeros((), dtype=torch.float64)
+        return mean.float() * weight, torch.tensor(weight, dtype=torch.float64)
+
+
+def named_inputs(batch: Batch) -> Mapping[str, Any]:
+    """The batch by the names of the model's arguments. SH800 if it has none."""
+    if len(batch.inputs) == 1 and isinstance(batch.inputs[0], Mapping):
+        return batch.inputs[0]
+    fix = "Let the dataset return dicts such as {'input_ids': ..., 'labels': ...}, or use `kind: huggingface`."
+    raise error(
+        "SH800", "a model with its own loss is called by name, and the batch has no names", where="loss", fix=fix
+    )
+
+
+def field_of(output: Any, name: str) -> Any:
+    """A field of a model's answer, which is an object or a dict; None if it has none."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def aligned_logits(model: nn.Module, output: Any, batch: Batch) -> Any:
+    """The logits that belong to the labels in their order. A causal model's position predicts the next token."""
+    logits = field_of(output, "logits")
+    if logits is None:
+        raise error("SH800", f"the model returns {type(output).__name__} without logits", where="loss")
+    return logits[..., :-1, :] if predicts_next(model, batch.target) else logits
+
+
+def label_weight(model: nn.Module, output: Any, batch: Batch) -> int:
+    """By what the model divides its loss: the labels that are not ignored if there is one per token, else samples."""
+    labels, logits = batch.target, field_of(output, "logits")
+    per_token = (
+        isinstance(labels, Tensor)
+        and isinstance(logits, Tensor)
+        and not labels.is_floating_point()
+        and labels.dim() > 1
+        and logits.dim() == labels.dim() + 1
+    )
+    if not per_token:
+        return batch.size
+    counted = labels[..., 1:] if predicts_next(model, labels) else labels
+    return int((counted != IGNORED_LABEL).sum())
+
+
+def predicts_next(model: nn.Module, labels: Any) -> bool:
+    """Whether the model compares position i with label i + 1, as the causal models of Hugging Face do."""
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
+        return False
+    own = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return own == "ForCausalLMLoss" and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    found = field_of(output, "logits")
+    if isinstance(found, Tensor):
+        return found
+    first: Tensor = field_of(output, "loss")
+    return first

@@ -1,0 +1,131 @@
+"""The worker's side of `shoal predict`: predictions of its share of the chunks, as an Arrow file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.export import load_weights
+from shoal.data.batch_loader import evaluation_batches
+from shoal.data.datasets import bind_ref
+from shoal.data.fitted import Fitted
+from shoal.data.source import SourceOptions, _open
+from shoal.errors import error
+from shoal.events import EventWriter
+from shoal.paramserver.sparse.offline import bind_checkpoint_rows
+from shoal.spec.data import DataConfig
+from shoal.spec.job import Job
+from shoal.spec.run_paths import cache_directory
+from shoal.spec.seeds import EVALUATION
+from shoal.strategies.make import build_replica
+from shoal.tasks.task import Task
+from shoal.tasks.user_errors import wrap_user_errors
+from shoal.train.devices import pick_device
+
+
+@torch.no_grad()
+def write_predictions(
+    job: Job,
+    stream: EventWriter,
+    *,
+    weights: str,
+    rows: str,
+    source: dict[str, Any],
+    fitted: dict[str, Any],
+    out: str,
+    share: tuple[int, int],
+) -> dict[str, Any]:
+    """Predict the chunks `share[0]`, `share[0] + share[1]`, … of the source, a record batch for each.
+
+    A chunk has the same samples whoever predicts it, so the number of workers changes no bit.
+    """
+    task, replica = build_replica(
+        job.model_copy(update={"init_from": None}),
+        pick_device(job.device),
+        example=None,
+        steps=1,
+        steps_per_epoch=1,
+        report=stream.emit,
+    )
+    if replica.tables:
+        bind_checkpoint_rows(replica.tables, rows, seed=job.seed)
+    replica.model.load_state_dict(load_weights(weights))
+    replica.model.eval()
+    known = Fitted.of_model(fitted)
+    options = SourceOptions(
+        job.base_dir, "fail", cache_directory(), lambda message: stream.emit("note", message=message), known
+    )
+    opened = _open(DataConfig.model_validate({"source": source}).source, options)
+    size = job.evaluate.batch_size or job.batch_size
+    count = -(-len(opened) // size)
+    batches = evaluation_batches(
+        opened,
+        np.arange(len(opened), dtype=np.int64),
+        chunk_size=size,
+        chunks=range(share[0], count, share[1]),
+        transform=bind_ref(job.data.transform, base_dir=job.base_dir),
+        loader=job.data.loader,
+        seed=job.seed,
+    )
+    writer: pa.ipc.RecordBatchFileWriter | None = None
+    with Path(out).open("wb") as file:
+        for chunk, batch in batches:
+            replica.rng.seed_all(job.seed, EVALUATION, chunk)
+            batch = batch.to(replica.device)
+            with replica.autocast_context(), wrap_user_errors("SH401", f"prediction, chunk {chunk}"):
+                output = task.predict(replica.model, batch)
+            columns = prediction_columns(output, batch.size, task, known.classes)
+            numbers = pa.array(np.arange(chunk * size, chunk * size + batch.size, dtype=np.int64))
+            record = pa.record_batch({"row": numbers, **columns})
+            writer = writer or pa.ipc.new_file(file, record.schema)
+            writer.write_batch(record)
+        if writer is not None:
+            writer.close()
+    return {"samples": len(opened), "chunks": count, "chunk_size": size}
+
+
+def prediction_columns(output: Any, size: int, task: Task, classes: Sequence[Any] | None) -> dict[str, pa.Array]:
+    """The columns of a batch. Classes: `prediction`, the class itself, and `probabilities`. Yes or no: `prediction` and
+    `probability`. Numbers: `prediction`, a list if there are several for a sample."""
+    if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != size:
+        shape = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise error("SH813", f"the prediction of {size} samples is {shape}", where="predict")
+    scores = output.detach().float().cpu()
+    if scores.dim() > 1 and scores.shape[-1] == 1:
+        scores = scores.squeeze(-1)
+    if task.predicts_classes and scores.dim() > 1:
+        return _class_columns(scores, task, classes)
+    if task.logits and scores.dim() == 1:
+        chance = scores.double().sigmoid()
+        return {"prediction": pa.array((chance > 0.5).long().numpy()), "probability": _lists(chance.float())}
+    return {"prediction": _lists(scores)}
+
+
+def _class_columns(scores: Tensor, task: Task, classes: Sequence[Any] | None) -> dict[str, pa.Array]:
+    dimension = 1 if scores.dim() == 2 else scores.dim() - 1
+    best = scores.argmax(dimension)
+    chances = scores.double().softmax(dimension).float() if task.logits else scores.double().exp().float()
+    if classes is not None and best.dim() == 1 and len(classes) == scores.shape[dimension]:
+        named = pa.array([classes[number] for number in best.tolist()])
+        return {"prediction": named, "probabilities": _lists(chances)}
+    columns = {"prediction": _lists(best)}
+    return columns | ({"probabilities": _lists(chances)} if best.dim() == 1 else {})
+
+
+def _lists(values: Tensor) -> pa.Array:
+    """A number for each sample, or (nested) lists of numbers."""
+    array = pa.array(values.reshape(-1).contiguous().numpy())
+    for size in reversed(values.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    plain = array.type
+    return array if values.dim() == 1 else array.cast(_variable(plain))
+
+
+def _variable(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(_variable(kind.value_type)) if pa.types.is_fixed_size_list(kind) else kind

@@ -1,0 +1,138 @@
+"""Hugging Face: models, tokenizers and datasets."""
+
+import pytest
+
+pytestmark = pytest.mark.compat
+
+REVIEWS = {
+    "kind": "huggingface",
+    "path": "reviews.csv",
+    "tokenizer": "tokenizer",
+    "text": "review",
+    "labels": "verdict",
+    "max_length": 12,
+}
+BERT = {
+    "name": "bert",
+    "model": "hf.py:bert",
+    "loss": "model",
+    "metrics": ["accuracy"],
+    "optimizer": {"name": "AdamW", "args": {"lr": 0.003}},
+    "data": {"source": REVIEWS, "split": {"kind": "holdout", "validation": 0.25, "stratify": True}},
+    "batch_size": 16,
+    "lanes": 4,
+    "steps": 12,
+    "evaluate": {"every_steps": 6},
+    "checkpoint": {"every": "never"},
+    "export": [],
+}
+TOKENS = BERT["data"] | {"source": REVIEWS | {"labels": "input_ids"}, "split": "holdout"}
+GPT = BERT | {
+    "name": "gpt",
+    "model": "hf.py:gpt",
+    "metrics": [{"name": "perplexity", "args": {"ignore_index": -100}}],
+    "data": TOKENS,
+}
+
+
+@pytest.mark.compat("sequence classification with the model's own loss", "works", how="`loss: model`")
+def test_bert_with_its_own_loss(run_four_ways):
+    outcome = run_four_ways(BERT)
+    assert 0.3 < outcome.receipt.metrics["accuracy"] <= 1.0
+
+
+@pytest.mark.compat("causal language model, tied weights", "works", how="`loss: model`, `labels: input_ids`")
+def test_gpt_with_tied_weights(run_four_ways):
+    run_four_ways(GPT)
+
+
+@pytest.mark.compat(
+    "masked language model, labels of -100", "works", how="a dataset with `labels`; -100 is not counted"
+)
+def test_masked_language_model(run_four_ways):
+    source = {"kind": "python", "factory": "hf.py:masked_words"}
+    run_four_ways(BERT | {"model": "hf.py:masked", "metrics": [], "data": {"source": source, "split": "holdout"}})
+
+
+@pytest.mark.compat("encoder and decoder (T5)", "works", how="`loss: model`; the dataset may be made by code")
+def test_t5(run_four_ways):
+    source = {"kind": "python", "factory": "hf.py:pairs"}
+    run_four_ways(BERT | {"model": "hf.py:t5", "metrics": [], "data": {"source": source, "split": "holdout"}})
+
+
+@pytest.mark.compat(
+    "gradient checkpointing", "works", how="`model.gradient_checkpointing_enable()` in the model's code"
+)
+def test_gradient_checkpointing(run):
+    """The forward pass that is made again draws the same dropout."""
+    job = GPT | {"model": {"name": "hf.py:gpt", "args": {"checkpointing": True}}}
+    one, two = run(job), run(job, workers=2)
+    assert two.status == "finished", two.error
+    assert two.receipt.weights_sha256 == one.receipt.weights_sha256
+    assert one.receipt.exact, one.receipt.why
+
+
+@pytest.mark.compat("`datasets` on disk, with its own splits", "works", how="`path:` of `save_to_disk`, `split: train`")
+def test_a_dataset_dict_on_disk(run, job_dir):
+    import datasets
+
+    whole = datasets.Dataset.from_csv(str(job_dir / "reviews.csv"))
+    datasets.DatasetDict(whole.train_test_split(0.25, seed=1)).save_to_disk(job_dir / "saved")
+    source = REVIEWS | {"path": "saved", "split": "train"}
+    data = {"source": source, "validation": REVIEWS | {"path": "saved", "split": "test"}}
+    one, two = run(BERT, data=data), run(BERT, data=data, workers=2)
+    assert two.status == "finished", two.error
+    assert two.receipt.weights_sha256 == one.receipt.weights_sha256
+    assert two.receipt.metrics == one.receipt.metrics
+
+
+@pytest.mark.compat(
+    "`datasets` in streaming mode, as `kind: huggingface`",
+    "refused SH802",
+    how="make it map-style, or use `kind: python`",
+)
+def test_what_the_source_refuses(run, job_dir):
+    (job_dir / "reviews.xml").write_text("<a/>")
+    for change, said in (
+        ({"path": "reviews.xml"}, "SH802"),
+        ({"labels": "verdikt"}, "SH303"),
+        ({"split": "train"}, "SH802"),
+        ({"tokenizer": "reviews.csv"}, "SH802"),
+    ):
+        outcome = run(BERT, data={"source": REVIEWS | change, "split": "holdout"})
+        assert outcome.error is not None
+        assert outcome.error.code == said, (change, outcome.error)
+
+
+@pytest.mark.compat("a model without a loss", "refused SH800", how="name a loss")
+def test_a_model_without_a_loss(run):
+    outcome = run(BERT, model="hf.py:encoder")
+    assert outcome.error.code == "SH800"
+    assert "without a loss" in outcome.error.message
+
+
+def test_lanes_train_the_same_objective(job_dir, monkeypatch):
+    """The loss of two lanes is the loss of one: labels that are ignored divide nothing."""
+    import torch
+
+    from shoal.tasks.own_loss import OwnLossTask
+
+    monkeypatch.syspath_prepend(str(job_dir))
+    import hf
+
+    for model in (hf.gpt(dropout=0.0).eval(), hf.masked().eval()):
+        ids = torch.randint(5, 200, (4, 8), generator=torch.Generator().manual_seed(1))
+        labels = ids.masked_fill(torch.arange(8) > torch.tensor([[7], [3], [0], [5]]), -100)
+        task = OwnLossTask(model, lambda example: {})
+        with torch.no_grad():
+            (first, m), (rest, n) = (task.loss(model, _batch(ids[r], labels[r])) for r in (slice(0, 1), slice(1, 4)))
+            whole = model(input_ids=ids, labels=labels).loss
+            nothing, weight = task.loss(model, _batch(ids[:1], torch.full_like(labels[:1], -100)))
+        torch.testing.assert_close(((first + rest) / (m + n)).float(), whole)
+        assert (float(nothing), float(weight)) == (0.0, 0.0)
+
+
+def _batch(ids, labels):
+    from shoal.data.batch import Batch
+
+    return Batch(({"input_ids": ids, "labels": labels},), labels, len(ids))
