@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from shoal.errors import error
 from shoal.jobs import run_dir
@@ -16,6 +16,7 @@ from shoal.storage.history import RunHistory
 
 Point = tuple[str, str, int, float, float]
 """Run, series, step, time, value."""
+T = TypeVar("T")
 COLUMNS = ("run", "series", "step", "t", "value")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -34,7 +35,9 @@ def export(paths: RunPaths, kind: str, target: Path) -> None:
     """Write the file, or the directory for TensorBoard; completely or not at all. SH609 if the kind is not known."""
     write = WRITERS.get(kind)
     if write is None:
-        raise error("SH609", f"'{kind}' is not a format", where="--to", fix=f"Use one of: {', '.join(WRITERS)}, html.")
+        raise error(
+            "SH609", f"'{kind}' is not a format", where="--to", fix=f"Use one of: {', '.join(WRITERS)}, mlflow, html."
+        )
     if target.exists():
         raise error("SH609", f"{target} exists", where="--out", fix="Name a file that does not exist yet.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -70,7 +73,7 @@ def _write_parquet(paths: RunPaths, target: Path) -> None:
     types = (arrow.string(), arrow.string(), arrow.int64(), arrow.float64(), arrow.float64())
     schema = arrow.schema(list(zip(COLUMNS, types, strict=True)))
     with parquet.ParquetWriter(target, schema) as writer:
-        for batch in _batches(points(paths), 100_000):
+        for batch in batches(points(paths), 100_000):
             columns = list(zip(*batch, strict=True))
             writer.write_table(
                 arrow.Table.from_arrays(
@@ -79,8 +82,8 @@ def _write_parquet(paths: RunPaths, target: Path) -> None:
             )
 
 
-def _batches(rows: Iterator[Point], size: int) -> Iterator[list[Point]]:
-    batch: list[Point] = []
+def batches(rows: Iterator[T], size: int) -> Iterator[list[T]]:
+    batch: list[T] = []
     for row in rows:
         batch.append(row)
         if len(batch) == size:
