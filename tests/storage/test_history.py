@@ -57,6 +57,22 @@ def test_only_the_saver_gives_points_and_every_worker_time(paths):
     assert width_s >= 4.9
 
 
+def test_a_planned_run_has_prediction_and_truth(paths):
+    said = dict.fromkeys(("compute_s", "encode_s", "exchange_s", "apply_s"), 0.0)
+    choice = {"workers": 2, "hosts": 1, "threads": 1, "how": "lanes"}
+    append(paths, row("plan", choice=choice, prediction={"step_s": 0.04, **said}, reason="measured"))
+    append(paths, steps(51, 60))
+    truth = {"step_s": 0.1, "lane_s": [[0.05]]}
+    append(paths, row("replan", choice=choice, prediction={"step_s": 0.04, **said}, truth=truth,
+                      expected={"step_s": 0.09, **said}, moves=None, best=None, reason="slower"))  # fmt: skip
+    append(paths, steps(61, 62))
+    history = read(paths)
+    expected, measured = history.series["step s/expected"], history.series["step s/measured"]
+    assert list(zip(expected.steps, expected.values, strict=True)) == [(0, 0.04), (60, 0.09)]
+    assert list(measured.steps) == list(range(51, 63))
+    assert list(measured.values) == [0.1] * 12
+
+
 def test_a_file_saves_the_work_and_gives_the_same(paths):
     whole = read(paths)
     whole.save()

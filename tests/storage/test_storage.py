@@ -12,6 +12,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.jobs import run_dir
+from shoal.spec.load import load_run_job, save_job
 from shoal.spec.run_paths import RunPaths
 from shoal.storage import cleanup, disk_usage, export, log_printing, logs, tags, trash
 from tests.jobs.past_run import call_verb, write_run
@@ -222,6 +223,40 @@ def test_checkpoints_go_only_where_the_model_is(runs):
     (runs / "mlp-2" / "receipt.json").unlink()
     items = cleanup.make_plan(runs, cleanup.CleanupRules(checkpoints_only=True))
     assert [(item["run"], item["part"]) for item in items] == [("mlp-1", "checkpoints")]
+
+
+def measured(runs, number, accuracy):
+    """A run whose last accuracy, by which its job ranks models, is this."""
+    paths = RunPaths(runs / f"mlp-{number}")
+    told = paths.events.read_text().replace('"accuracy":0.5', f'"accuracy":{accuracy}')
+    paths.events.write_text(told)
+    job = load_run_job(paths.job)
+    save_job(job.model_copy(update={"best": job.best.model_copy(update={"metric": "accuracy"})}), paths.job)
+
+
+def test_the_best_of_each_job_stay(runs):
+    for number, accuracy in ((1, 0.7), (2, 0.9), (3, 0.8)):
+        measured(runs, number, accuracy)
+    rules = cleanup.read_rules(days=0, keep="best=1", total="", status="", checkpoints=False)
+    assert [item["run"] for item in cleanup.make_plan(runs, rules)] == ["mlp-1", "mlp-3"]
+    rules = cleanup.read_rules(days=0, keep="newest=1,best=1", total="", status="", checkpoints=False)
+    assert [item["run"] for item in cleanup.make_plan(runs, rules)] == ["mlp-1"]
+
+
+def test_only_as_many_go_as_the_total_needs(runs):
+    for n in (1, 2, 3):
+        (runs / f"mlp-{n}" / "blob").write_bytes(b"x" * 4_000_000)
+    every = sum(one.total.freed_bytes for one in disk_usage.all_usage(runs))
+    one = disk_usage.run_usage(runs / "mlp-1").total.freed_bytes
+    for total, gone in ((every, []), (every - one, ["mlp-1"]), (every - one - 1, ["mlp-1", "mlp-2"])):
+        items = cleanup.make_plan(runs, cleanup.CleanupRules(total_bytes=total))
+        assert [item["run"] for item in items] == gone
+
+
+@pytest.mark.parametrize("words", [("--keep", "oldest=1"), ("--keep", "best"), ("--total", "much")])
+def test_wrong_rules_are_told(runs, words, capsys, monkeypatch):
+    code, _, err = call_verb(capsys, monkeypatch, "gc", *words, "--runs", runs)
+    assert (code, "SH609" in err) == (6, True)
 
 
 def test_young_runs_stay(runs):

@@ -162,6 +162,20 @@ def test_a_deleted_run_comes_back(served):
     assert any("delete mlp-1" in line for line in served.said)
 
 
+def test_a_cleanup_is_applied_as_it_was_shown(served):
+    client = served.client("operate")
+    shown = client.post("/api/v1/storage/plan", json={"days": 0, "keep": "newest=1"}).json()
+    assert [(one["run"], one["part"]) for one in shown["items"]] == [("mlp-1", "")]
+    assert shown["freed_bytes"] > 0
+    assert client.post("/api/v1/storage/apply", json={"plan": "0" * 16}).status_code == 409
+    done = client.post("/api/v1/storage/apply", json={"plan": shown["plan"]}).json()["result"]
+    assert (done["moved"], done["stays"]) == (["mlp-1"], [])
+    assert not (served.runs / "mlp-1").exists()
+    assert client.get("/api/v1/storage").json()["trash"][0]["run"] == "mlp-1"
+    assert client.post("/api/v1/storage/apply", json={"plan": shown["plan"]}).status_code == 409  # only once
+    assert client.post("/api/v1/storage/plan", json={"keep": "all"}).status_code == 422
+
+
 def test_a_finished_run_cannot_be_stopped_or_resumed(served):
     client = served.client("submit")
     for verb in ("stop", "resume"):

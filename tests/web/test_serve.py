@@ -5,11 +5,15 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 
+from shoal.jobs.queue import daemon_lock as queue
+from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.spec.run_paths import RunPaths
 from shoal.web.access import TokenFile
 from shoal.web.serve import WebServer
@@ -53,6 +57,31 @@ def test_the_page_answers_and_ends_with_open_streams(tmp_path):
             assert json.loads(lines[3].removeprefix(b"data: "))["rows"][0]["kind"] == "run_started"
             process.send_signal(signal.SIGINT)
             assert process.wait(60) in (0, 130)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_the_page_of_a_queue_ends_with_it(tmp_path, end):
+    """`shoal up --web` serves the page in a process of its own, which outlives no daemon."""
+    words = [sys.executable, "-m", "shoal", "up", "--web", "--runs", str(tmp_path)]
+    daemon = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        link = next(line.strip() for line in daemon.stdout if "#code=" in line)
+        url = link.partition("/#")[0]
+        (page,) = psutil.Process(daemon.pid).children()
+        assert b"<title>Shoal" in urllib.request.urlopen(url, timeout=60).read()
+        while not queue.is_served(QueuePaths.of(tmp_path)):
+            assert daemon.poll() is None
+            time.sleep(0.05)
+        daemon.send_signal(end)
+        daemon.wait(60)
+        psutil.wait_procs([page], timeout=60)
+        assert not page.is_running()
+    finally:
+        if daemon.poll() is None:
+            daemon.kill()
+        daemon.wait()
+        daemon.stdout.close()
 
 
 def test_the_server_never_loads_torch(tmp_path):

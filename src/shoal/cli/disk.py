@@ -1,4 +1,4 @@
-"""The verbs about what runs leave on disk: du, gc, trash, tag, export."""
+"""The verbs about what runs leave on disk: du, gc, trash, archive, fetch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import RUNS, AsJson, Runs
+from shoal.cli import output
+from shoal.cli.options import RUNS, AsJson, RunName, Runs
 
 DAY_S = 86400.0
 PANEL = "Disk"
 
 
 def register(app: typer.Typer) -> None:
-    for verb in (du, gc, trash):
+    for verb in (du, gc, trash, archive, fetch):
         app.command(rich_help_panel=PANEL)(verb)
 
 
@@ -28,7 +29,8 @@ def du(runs: Runs = RUNS, as_json: AsJson = False) -> None:
 
 def gc(
     older: Annotated[float, typer.Option("--older", min=0, help="Only runs unchanged for so many days.")] = 30,
-    keep: Annotated[int, typer.Option(min=0, help="Keep the newest runs of each job.")] = 2,
+    keep: Annotated[str, typer.Option(help="Keep of each job: newest=2, or newest=2,best=1.")] = "newest=2",
+    total: Annotated[str, typer.Option(help="Only as many as bring all runs below 200GB.", show_default=False)] = "",
     status: Annotated[str, typer.Option(help="Only these: failed,stopped", show_default=False)] = "",
     checkpoints: Annotated[
         bool, typer.Option("--checkpoints", help="Only the checkpoints of finished runs with a model.")
@@ -47,8 +49,7 @@ def gc(
         for line in stays:
             print(line, file=sys.stderr)
         return
-    chosen = tuple(one for one in status.split(",") if one)
-    rules = cleanup.CleanupRules(older * DAY_S, keep, chosen, checkpoints)
+    rules = cleanup.read_rules(days=older, keep=keep, total=total, status=status, checkpoints=checkpoints)
     items = cleanup.make_plan(runs, rules)
     access_reports.print_plan(items, cleanup.save_plan(runs, items) if items else "", as_json=as_json)
 
@@ -75,3 +76,34 @@ def trash(
         access_reports.print_trash(bin_.empty_trash(runs, older_than_s=days * DAY_S), as_json=as_json)
     else:
         access_reports.print_trash(bin_.list_trash(runs), as_json=as_json)
+
+
+def archive(
+    run: RunName,
+    to: Annotated[str, typer.Option(help="s3://bucket/runs, file:///mnt/archive", show_default=False)],
+    free: Annotated[bool, typer.Option("--free", help="Afterwards move the run here to the trash.")] = False,
+    runs: Runs = RUNS,
+) -> None:
+    """Copy a run to a URL, read it back and compare; `shoal fetch` brings it back."""
+    from shoal.jobs import run_dir
+    from shoal.storage.archive import archive_run
+    from shoal.storage.trash import move_to_trash
+    from shoal.terminal import formatting
+
+    paths = run_dir.find(run, runs)
+    made = archive_run(paths, to, show=output.print_lines)
+    told = f"{formatting.count(len(made.files))} files, {formatting.size(made.size_bytes)}"
+    output.print_lines(f"{paths.name} is at {to.rstrip('/')}/{paths.name}: {told}, each read back and compared")
+    if free:
+        move_to_trash(paths, runs)
+        output.print_lines(f"{paths.name} is in the trash; shoal trash --empty frees its bytes")
+
+
+def fetch(
+    url: Annotated[str, typer.Argument(help="Where `shoal archive` put it: URL/RUN.", show_default=False)],
+    runs: Runs = RUNS,
+) -> None:
+    """Bring an archived run back, every file compared by its SHA-256."""
+    from shoal.storage.archive import fetch_run
+
+    output.print_lines(f"{fetch_run(url, runs).root} is here, as it was")

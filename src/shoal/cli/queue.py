@@ -115,15 +115,19 @@ def up(
     ] = NO_OVERRIDES,
     policy: Annotated[str, typer.Option(help="How the machine is divided: elastic or first-come.")] = "elastic",
     engine: Annotated[str, typer.Option(help="Run all jobs with this engine.", show_default=False)] = "",
+    web: Annotated[bool, typer.Option("--web", help="Serve the web page too, and print its link.")] = False,
     runs: Runs = RUNS,
 ) -> None:
     """Serve the queue in the foreground, for several users, until Ctrl-C or `shoal down`."""
+    import contextlib
 
     from shoal.jobs.queue import client, serve
+    from shoal.web.beside import page_beside
 
     for user, cores in serve.parse_quotas(quota).items():
         client.set_quota(runs, user, cores)
-    serve.serve(runs, policy=policy, engine=serve.parse_engine(engine), show=output.print_lines)
+    with page_beside(runs) if web else contextlib.nullcontext():
+        serve.serve(runs, policy=policy, engine=serve.parse_engine(engine), show=output.print_lines)
 
 
 def down(runs: Runs = RUNS) -> None:

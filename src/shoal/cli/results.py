@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli import compress, output, search
 from shoal.cli.options import RUNS, AsJson, RunName, Runs
+
+if TYPE_CHECKING:
+    from shoal.spec.run_paths import RunPaths
 
 PANEL = "Runs and results"
 
@@ -155,30 +159,40 @@ def export(
         typer.Option(
             "--format",
             "--to",
-            help="Curves: csv, parquet, tensorboard. The model: safetensors, onnx, pt2, hf. All: html.",
+            help="Curves: csv, parquet, tensorboard, mlflow. The model: safetensors, onnx, pt2, hf. All: html.",
         ),
     ] = "csv",
-    out: Annotated[Path | None, typer.Option(help="The file; beside this run's name by default.")] = None,
+    out: Annotated[str, typer.Option(help="The file, or the address of MLflow's server.", show_default=False)] = "",
     runs: Runs = RUNS,
 ) -> None:
     """A run's curves or its model for other programs, or the whole run as one HTML file."""
-    from shoal.errors import error
     from shoal.jobs import run_dir
     from shoal.storage import export as exports
 
     paths = run_dir.find(run, runs)
-    target = out or Path(f"{paths.name}{'-' if kind in exports.DIRECTORIES else '.'}{kind}")
-    if kind != "html":
-        exports.export(paths, kind, target)
+    if kind == "mlflow":
+        from shoal.storage.mlflow_export import export_to_mlflow
+
+        print(export_to_mlflow(paths, out or os.environ.get("MLFLOW_TRACKING_URI", "")))
+        return
+    target = Path(out or f"{paths.name}{'-' if kind in exports.DIRECTORIES else '.'}{kind}")
+    if kind == "html":
+        _export_html(paths, target)
     else:
-        try:
-            from shoal.web.single_file import export_html
-        except ModuleNotFoundError as failure:
-            raise error("SH207", f"the page needs {failure.name}", fix="pip install 'shoal[web]'") from None
-        if target.exists():
-            raise error("SH609", f"{target} exists", where="--out", fix="Name a file that does not exist yet.")
-        export_html(paths, target)
+        exports.export(paths, kind, target)
     print(target)
+
+
+def _export_html(paths: RunPaths, target: Path) -> None:
+    from shoal.errors import error
+
+    try:
+        from shoal.web.single_file import export_html
+    except ModuleNotFoundError as failure:
+        raise error("SH207", f"the page needs {failure.name}", fix="pip install 'shoal[web]'") from None
+    if target.exists():
+        raise error("SH609", f"{target} exists", where="--out", fix="Name a file that does not exist yet.")
+    export_html(paths, target)
 
 
 def tag(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.events import Event
+from shoal.plan.disk_forecast import duration
 from shoal.plan.memory_forecast import size
 from shoal.plan.stragglers import slowest_worker
 from shoal.spec.alerts.config import AlertConfig
@@ -60,8 +61,11 @@ class AlertJudge:
     def memory(self, worker: str, text: str, now_s: float) -> list[RaisedAlert]:
         return self._speak("memory", text, now_s, about=worker)
 
-    def look(self, now_s: float, *, work_s: Mapping[str, float], free_bytes: int | None) -> list[RaisedAlert]:
-        """What only time shows. `work_s`: seconds of work per step by worker that trains."""
+    def look(
+        self, now_s: float, *, work_s: Mapping[str, float], free_bytes: int | None, full_in_s: float | None = None
+    ) -> list[RaisedAlert]:
+        """What only time shows. `work_s`: seconds of work per step by worker that trains. `full_in_s`: when the disk
+        will be full; None if it does not fill."""
         raised: list[RaisedAlert] = []
         slowest = slowest_worker(work_s)
         for rule in self.rules:
@@ -74,8 +78,10 @@ class AlertJudge:
                 told = f"{name} holds the others back: they need {share:.0%} less time for a step"
                 raised += self._speak_if(rule, share >= rule.straggler_share, told, now_s, about=name)
             elif rule.when == "disk" and free_bytes is not None:
+                is_soon = full_in_s is not None and rule.hours is not None and full_in_s < 3600 * rule.hours
                 told = f"{size(free_bytes)} are free on the disk of the run"
-                raised += self._speak_if(rule, free_bytes < rule.free_bytes, told, now_s)
+                told += f"; it is full in {duration(full_in_s)}" if full_in_s is not None else ""
+                raised += self._speak_if(rule, is_soon or free_bytes < rule.free_bytes, told, now_s)
         return raised
 
     def end(self, status: str, why: str, now_s: float) -> list[RaisedAlert]:

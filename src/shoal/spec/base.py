@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_SIZE = re.compile(r"(?=.*[1-9])(\d{1,6}(?:\.\d{1,6})?) ?(MB|GB|TB)")
+_BYTES = {"MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Spec(BaseModel):
@@ -39,3 +43,11 @@ class Ref(Spec):
 
             return {**value, "name": ref_of(value["name"])}
         return value
+
+
+def parse_size(text: str) -> int:
+    """A size such as 2 GB in bytes. ValueError, in words, if it is not a size."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ValueError("write a size such as 512 MB or 2 GB")
+    return int(float(found[1]) * _BYTES[found[2]])

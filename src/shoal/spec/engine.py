@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from shoal.spec.base import Spec
+from shoal.spec.base import Spec, parse_size
 
 MAX_HOSTS = 1024
 _HOST = re.compile(r"[A-Za-z0-9_.:@\[\]%][A-Za-z0-9_.:@\[\]%-]{0,254}")
@@ -180,19 +180,13 @@ class LimitsConfig(Spec):
     @field_validator("memory")
     @classmethod
     def _known_size(cls, memory: str | None) -> str | None:
-        if memory is not None and not _SIZE.fullmatch(memory):
-            raise ValueError("write a size such as 512 MB or 2 GB")
+        if memory is not None:
+            parse_size(memory)
         return memory
 
     @property
     def memory_bytes(self) -> int | None:
-        if self.memory is None:
-            return None
-        number, unit = _SIZE.fullmatch(self.memory).groups()  # type: ignore[union-attr]
-        return int(float(number) * {"MB": 10**6, "GB": 10**9, "TB": 10**12}[unit])
-
-
-_SIZE = re.compile(r"(?=.*[1-9])(\d{1,6}(?:\.\d{1,6})?) ?(MB|GB|TB)")
+        return None if self.memory is None else parse_size(self.memory)
 
 
 class NetworkConfig(Spec):

@@ -6,10 +6,11 @@ and its model is exported.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -18,23 +19,47 @@ from shoal.errors import ShoalError, error
 from shoal.events.checks import Count, make_check
 from shoal.jobs import run_dir, run_index
 from shoal.jobs.resume import has_finished
+from shoal.spec.base import parse_size
+from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths, write_atomically
-from shoal.storage.disk_usage import directory_bytes
+from shoal.storage.disk_usage import all_usage, directory_bytes
 from shoal.storage.tags import read_tags
 from shoal.storage.trash import TrashEntry, move_to_trash
 
 PLANS = ".trash/plans"
 MAX_PLAN_BYTES = 1 << 26
+DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class CleanupRules:
-    """Which runs may go. `statuses`: only runs with one of these; empty for all."""
+    """Which runs may go. `keep_newest` and `keep_best` are of each job; the best are those by the job's `best`.
+    `total_bytes`: only as many go, the oldest first, as bring all runs below it. `statuses`: only runs with one of
+    these; empty for all."""
 
     older_than_s: float = 0.0
     keep_newest: int = 0
+    keep_best: int = 0
+    total_bytes: int | None = None
     statuses: tuple[str, ...] = ()
     checkpoints_only: bool = False
+
+
+def read_rules(*, days: float, keep: str, total: str, status: str, checkpoints: bool) -> CleanupRules:
+    """Rules as a user writes them: keep `2`, or `newest=2,best=1`; total `200 GB`; status `failed,stopped`. SH609 if
+    one of them is something else."""
+    numbers = {"newest": 0, "best": 0}
+    for word in filter(None, keep.split(",")):
+        kind, _, number = word.strip().rpartition("=")
+        if (kind or "newest") not in numbers or not number.isdecimal() or len(number) > 6:
+            raise error("SH609", f"'{word}' is not a rule", where="keep", fix="Write newest=2,best=1.")
+        numbers[kind or "newest"] = int(number)
+    try:
+        most = parse_size(total) if total else None
+    except ValueError as failure:
+        raise error("SH609", f"'{total}' is not a size", where="total", fix=str(failure)) from None
+    statuses = tuple(one.strip() for one in status.split(",") if one.strip())
+    return CleanupRules(days * DAY_S, numbers["newest"], numbers["best"], most, statuses, checkpoints)
 
 
 class PlanItem(TypedDict):
@@ -54,19 +79,46 @@ def make_plan(runs: Path, rules: CleanupRules) -> list[PlanItem]:
     tags = read_tags(runs)
     rows = {row["run"]: row for row in run_index.list_summaries(runs)}
     found = [paths for paths in run_dir.list_runs(runs) if paths.root.parent == runs.resolve()]
-    protected = {paths.name for paths in _newest_of_each_job(found, rules.keep_newest)} | {
-        n for n, t in tags.items() if t
-    }
+    protected = {name for name, own in tags.items() if own}
+    for own in _by_job(found):
+        protected |= {paths.name for paths in own[max(0, len(own) - rules.keep_newest) :]}
+        protected |= _best(own, rows, rules.keep_best)
     chosen = [one for one in found if one.name not in protected and _may_go(one, rows[one.name], rules)]
-    return [item for item in (_item(paths, rules) for paths in chosen) if item["freed_bytes"]]
+    items = [item for item in (_item(paths, rules) for paths in chosen) if item["freed_bytes"]]
+    return items if rules.total_bytes is None else _enough(items, runs, rules.total_bytes)
 
 
-def _newest_of_each_job(found: Sequence[RunPaths], keep: int) -> list[RunPaths]:
-    """`found` is ordered, the oldest first."""
+def _by_job(found: Sequence[RunPaths]) -> list[list[RunPaths]]:
+    """`found` is ordered, the oldest first, and so is each list."""
     by_job: dict[str, list[RunPaths]] = {}
     for paths in found:
         by_job.setdefault(paths.name.rpartition("-")[0], []).append(paths)
-    return [paths for own in by_job.values() for paths in own[len(own) - keep :]] if keep else []
+    return list(by_job.values())
+
+
+def _best(own: Sequence[RunPaths], rows: Mapping[str, Mapping[str, Any]], keep: int) -> set[str]:
+    """The best runs of a job by the metric of its `best`. Runs whose job cannot be read, or has none, are not among
+    them."""
+    measured: list[tuple[float, str]] = []
+    for paths in own if keep else ():
+        with contextlib.suppress(ShoalError, OSError):
+            best = load_run_job(paths.job).best
+            value = rows[paths.name]["metrics"].get(best.metric)
+            if isinstance(value, int | float) and value == value:
+                measured.append((best.sign * value, paths.name))
+    return {name for _, name in sorted(measured, reverse=True)[:keep]}
+
+
+def _enough(items: Sequence[PlanItem], runs: Path, total_bytes: int) -> list[PlanItem]:
+    """The first items that bring all runs below the total."""
+    excess = sum(one.total.freed_bytes for one in all_usage(runs)) - total_bytes
+    chosen: list[PlanItem] = []
+    for item in items:
+        if excess <= 0:
+            break
+        chosen.append(item)
+        excess -= item["freed_bytes"]
+    return chosen
 
 
 def _may_go(paths: RunPaths, row: dict[str, Any], rules: CleanupRules) -> bool:

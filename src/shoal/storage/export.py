@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from shoal.errors import error
 from shoal.jobs import run_dir, run_index
@@ -19,6 +19,7 @@ from shoal.storage.history import RunHistory
 
 Point = tuple[str, str, int, float, float]
 """Run, series, step, time, value."""
+T = TypeVar("T")
 COLUMNS = ("run", "series", "step", "t", "value")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -73,7 +74,7 @@ def _write_parquet(paths: RunPaths, target: Path) -> None:
     types = (arrow.string(), arrow.string(), arrow.int64(), arrow.float64(), arrow.float64())
     schema = arrow.schema(list(zip(COLUMNS, types, strict=True)))
     with parquet.ParquetWriter(target, schema) as writer:
-        for batch in _batches(points(paths), 100_000):
+        for batch in batches(points(paths), 100_000):
             columns = list(zip(*batch, strict=True))
             writer.write_table(
                 arrow.Table.from_arrays(
@@ -82,8 +83,8 @@ def _write_parquet(paths: RunPaths, target: Path) -> None:
             )
 
 
-def _batches(rows: Iterator[Point], size: int) -> Iterator[list[Point]]:
-    batch: list[Point] = []
+def batches(rows: Iterator[T], size: int) -> Iterator[list[T]]:
+    batch: list[T] = []
     for row in rows:
         batch.append(row)
         if len(batch) == size:
@@ -141,6 +142,6 @@ WRITERS: dict[str, Callable[[RunPaths, Path], None]] = {
     "pt2": _write_with_torch("pt2"),
     "hf": _write_with_torch("hf"),
 }
-KINDS = (*WRITERS, "html")
+KINDS = (*WRITERS, "mlflow", "html")
 DIRECTORIES = ("tensorboard", "hf")
 """Kinds that are written as a directory."""

@@ -26,7 +26,7 @@ from shoal.storage.pyramid import Series
 from shoal.storage.timeline import TimelineFields, WorkerTimeline
 
 HISTORY_FILE = ".history.bin"
-VERSION = 1
+VERSION = 2
 MAX_MARKS = 2000
 MIN_NEW_BYTES = 1 << 20
 """Bytes that a reader must have folded before it writes the file again."""
@@ -35,6 +35,9 @@ MARKED_KINDS = (
     "run_started", "view", "worker_died", "server_died", "evicted", "left", "server_left", "resumed", "saved",
     "save_failed", "replan", "servers_lost", "residual_lost", "failed", "finished", "run_ended",
 )  # fmt: skip
+
+EXPECTED, MEASURED = "step s/expected", "step s/measured"
+"""Seconds of a step: what the plan says, and what it took. Only planned runs have them."""
 
 
 class Mark(TypedDict):
@@ -135,6 +138,14 @@ class RunHistory:
                 self.add_point(name, event, value)
         if wall_s > 0:
             self.add_point("samples/s", event, sum(self._speeds.values()))
+            if EXPECTED in self.series:
+                self.add_point(MEASURED, event, wall_s / max(fields.get("steps", 1), 1))
+
+    def fold_plan(self, event: Event) -> None:
+        self.add_point(EXPECTED, event, event["prediction"]["step_s"])
+
+    def fold_replan(self, event: Event) -> None:
+        self.series.setdefault(EXPECTED, Series()).add(self.step, event.t, event["expected"]["step_s"])
 
     def fold_joined(self, event: Event) -> None:
         self._savers[event.who] = bool(event.get("saves", True))
@@ -243,6 +254,8 @@ _FOLDS: dict[str, Callable[[RunHistory, Event], None]] = {
     "left": RunHistory.fold_departure,
     "worker_died": RunHistory.fold_departure,
     "evaluated": RunHistory.fold_evaluated,
+    "plan": RunHistory.fold_plan,
+    "replan": RunHistory.fold_replan,
 }
 
 

@@ -20,6 +20,7 @@ from shoal.jobs.inspection.stacks import collect_stacks
 from shoal.jobs.resume import job_to_resume
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
+from shoal.storage import cleanup
 from shoal.storage.tags import change_tags
 from shoal.storage.trash import empty_trash, move_to_trash, restore
 from shoal.web import answers
@@ -58,6 +59,22 @@ class EmptyTrashBody(Spec):
 
     confirm: str = Field(max_length=20)
     older_than_s: float = Field(0.0, ge=0)
+
+
+class PlanBody(Spec):
+    """Rules of a cleanup, as `shoal gc` has them."""
+
+    days: float = Field(30.0, ge=0, le=100_000)
+    keep: str = Field("newest=2", max_length=100)
+    total: str = Field("", max_length=30)
+    status: str = Field("", max_length=200)
+    checkpoints: bool = False
+
+
+class ApplyBody(Spec):
+    """The hash of a plan that was shown."""
+
+    plan: str = Field(min_length=1, max_length=100)
 
 
 class SecretBody(Spec):
@@ -160,6 +177,28 @@ def empty(call: Call) -> Response:
         return {"entries": len(gone), "freed_bytes": sum(one.fields["size_bytes"] for one in gone)}
 
     return begin_operation(call, "empty the trash of", act)
+
+
+def plan_cleanup(call: Call) -> answers.CleanupPlan:
+    """Shows what would go; nothing but the plan itself is written."""
+    rules = cleanup.read_rules(**call.body.model_dump())
+    items = cleanup.make_plan(call.site.runs, rules)
+    rows = [answers.PlannedRow(run=one["run"], part=one["part"], freed_bytes=one["freed_bytes"]) for one in items]
+    name = cleanup.save_plan(call.site.runs, items) if items else ""
+    return answers.CleanupPlan(plan=name, freed_bytes=sum(one.freed_bytes for one in rows), items=rows)
+
+
+def apply_cleanup(call: Call) -> Response:
+    def act() -> dict[str, Any]:
+        entries, stays = cleanup.apply_plan(call.site.runs, call.body.plan)
+        for entry in entries:
+            paths = RunPaths(call.site.runs / entry.fields["run"])
+            call.site.states.drop(paths)
+            call.site.histories.drop(paths)
+        freed = sum(entry.fields["size_bytes"] for entry in entries)
+        return {"moved": [entry.fields["run"] for entry in entries], "freed_bytes": freed, "stays": stays}
+
+    return begin_operation(call, "clean up", act)
 
 
 def show_operation(call: Call) -> answers.OperationAnswer:

@@ -221,15 +221,32 @@ class TrashRow(Answer):
 
 
 class StorageAnswer(Answer):
-    """`free_bytes` and `total_bytes` are those of the disk; `rows` are the largest runs."""
+    """`free_bytes` and `total_bytes` are those of the disk; `full_in_s`: when it will be full at the rate since the
+    server started, at most of the last hour; None if it does not fill, or that is not known yet. `rows` are the largest
+    runs."""
 
     free_bytes: int
+    full_in_s: float | None
     total_bytes: int
     size_bytes: int
     freed_bytes: int
     runs: int
     rows: list[UsageRow]
     trash: list[TrashRow]
+
+
+class PlannedRow(Answer):
+    run: str
+    part: str
+    freed_bytes: int
+
+
+class CleanupPlan(Answer):
+    """What would move to the trash. `plan`: the hash by which exactly that is applied; '' if it is nothing."""
+
+    plan: str
+    freed_bytes: int
+    items: list[PlannedRow]
 
 
 class IdentityAnswer(Answer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +18,7 @@ from shoal.events.schema import to_row
 from shoal.events.stream import parse_event
 from shoal.jobs import run_dir, run_index
 from shoal.plan.stragglers import slowest_worker
+from shoal.spec.alerts.config import hide_webhooks
 from shoal.spec.base import Spec
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # they load numpy, which the start of the server does without
 MAX_NOTES_SHOWN = 100
 MAX_COMPARED = 100
 MAX_JOB_BYTES = 1 << 20
-_WEBHOOK = re.compile(r"""(webhook["']?: *["']?https?://)[^\s"',}]*""")
 
 
 class ListQuery(Spec):
@@ -303,11 +302,6 @@ def show_job(call: Call) -> answers.JobText:
     return answers.JobText(run=call.names["run"], yaml=hide_webhooks(text))
 
 
-def hide_webhooks(text: str) -> str:
-    """Job text without the addresses of webhooks, which are secrets."""
-    return _WEBHOOK.sub(r"\1…", text)
-
-
 def diff_runs(call: Call) -> answers.Comparison:
     return _compare(call, [call.names["run"], call.query.other])
 
@@ -364,6 +358,7 @@ def show_storage(call: Call) -> answers.StorageAnswer:
     ]
     return answers.StorageAnswer(
         free_bytes=disk.free,
+        full_in_s=call.site.full_in_s(),
         total_bytes=disk.total,
         size_bytes=sum(one.total.size_bytes for one in every),
         freed_bytes=sum(one.total.freed_bytes for one in every),

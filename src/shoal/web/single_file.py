@@ -9,13 +9,14 @@ from pathlib import Path
 
 from shoal.events import load_state
 from shoal.jobs import run_dir
+from shoal.spec.alerts.config import hide_webhooks
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths, write_atomically
 from shoal.storage import logs
 from shoal.storage.history import RunHistory
 from shoal.web import answers
 from shoal.web.app import static_files
-from shoal.web.reading import SeriesQuery, hide_webhooks, make_run_page, make_series_page, make_timeline
+from shoal.web.reading import SeriesQuery, make_run_page, make_series_page, make_timeline
 from shoal.web.table import encode_json
 
 POINTS = 2000

@@ -3,9 +3,11 @@ operations that are going on. Everything here can be read again from the files."
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
+import shutil
 import stat
 import threading
 import time
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shoal.errors import error
 from shoal.events import RunState, RunStateReader
 from shoal.jobs import run_dir, run_index
+from shoal.plan.disk_forecast import DiskForecast
 from shoal.spec.run_paths import RunPaths
 from shoal.storage.tags import read_tags
 
@@ -162,6 +165,19 @@ class Site:
         self._list_lock = threading.Lock()
         self._summaries = FollowedSummaries(self.runs)
         self._listed: tuple[float, list[dict[str, Any]]] = (-1e9, [])
+        self._disk = DiskForecast()
+        threading.Thread(target=self._sample_disk, name="disk", daemon=True).start()
+
+    def _sample_disk(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                self._disk.observe(time.monotonic(), shutil.disk_usage(self.runs).free)
+            if self.stopping.wait(self._disk.every_s):
+                return
+
+    def full_in_s(self) -> float | None:
+        """When the disk of the runs will be full; None if it does not fill, or that is not known yet."""
+        return self._disk.full_in_s()
 
     def find(self, name: str) -> RunPaths:
         """A run by its name, or a fold or trial as `run~fold-0`. The name is that of a directory here, never a path."""

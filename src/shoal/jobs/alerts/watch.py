@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from shoal.events import Event, EventWriter, RunState
 from shoal.jobs.alerts.sender import AlertSender
 from shoal.plan.alerts import AlertJudge, RaisedAlert
+from shoal.plan.disk_forecast import DiskForecast, duration
 from shoal.plan.memory_forecast import MemoryWatch
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
 
 LOOK_EVERY_S = 5.0
+TELL_S = 3 * 3600.0
+"""A disk that is full sooner than this is told of, also without a rule."""
 MIN_STEPS = 20
 """Steps of a worker before it is compared with the others."""
 
@@ -26,6 +29,8 @@ class RunWatch:
         self._paths, self._stream = paths, stream
         self._judge = AlertJudge(job.alerts, progress_s=time.monotonic())
         self._memory = MemoryWatch()
+        self._disk = DiskForecast()
+        self._told_of_disk = False
         self._sender = AlertSender()
         self._looked_s = time.monotonic()
 
@@ -50,7 +55,21 @@ class RunWatch:
             return
         self._looked_s = now
         work_s = {one.name: one.work_s / one.steps for one in state.training_workers if one.steps >= MIN_STEPS}
-        self._tell(self._judge.look(now, work_s=work_s, free_bytes=_free_bytes(self._paths)))
+        free_bytes = _free_bytes(self._paths)
+        full_in_s = self._forecast(now, free_bytes)
+        self._tell(self._judge.look(now, work_s=work_s, free_bytes=free_bytes, full_in_s=full_in_s))
+
+    def _forecast(self, now: float, free_bytes: int | None) -> float | None:
+        """When the disk will be full. A note of the run tells it once, and again after the danger was over."""
+        if free_bytes is None:
+            return None
+        self._disk.observe(now, free_bytes)
+        full_in_s = self._disk.full_in_s()
+        is_soon = full_in_s is not None and full_in_s < TELL_S
+        if is_soon and full_in_s is not None and not self._told_of_disk:
+            self._stream.emit("note", message=f"the disk of the run is full in {duration(full_in_s)} if this goes on")
+        self._told_of_disk = is_soon
+        return full_in_s
 
     def end(self, status: str, why: str) -> None:
         self._tell(self._judge.end(status, why, time.monotonic()))

@@ -7,18 +7,23 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from shoal.spec.base import Spec
+from shoal.spec.base import Spec, parse_size
 
 AlertWhen = Literal["finished", "failed", "stalled", "straggler", "nan", "metric", "memory", "disk"]
 OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "stalled": ("after_s",),
     "straggler": ("share",),
     "metric": ("metric", "above", "below"),
-    "disk": ("free",),
+    "disk": ("free", "hours"),
 }
 """Fields that only rules of this kind have."""
-_SIZE = re.compile(r"(?=.*[1-9])(\d{1,6}(?:\.\d{1,6})?) ?(MB|GB|TB)")
 _WEBHOOK = re.compile(r"https?://[^\s/]+(/\S*)?|env:[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"""(webhook["']?: *["']?https?://)[^\s"',}]*""")
+
+
+def hide_webhooks(text: str) -> str:
+    """Job text without the addresses of webhooks, which are secrets."""
+    return _SECRET.sub(r"\1…", text)
 
 
 class AlertConfig(Spec):
@@ -34,6 +39,7 @@ class AlertConfig(Spec):
     above: float | None = None
     below: float | None = None
     free: str | None = None
+    hours: PositiveFloat | None = None
     webhook: Annotated[str, Field(max_length=2000)] | None = None
     command: Annotated[list[str], Field(min_length=1, max_length=50)] | None = None
     cooldown_s: Annotated[float, Field(ge=0)] = 600.0
@@ -41,8 +47,8 @@ class AlertConfig(Spec):
     @field_validator("free")
     @classmethod
     def _known_size(cls, free: str | None) -> str | None:
-        if free is not None and not _SIZE.fullmatch(free):
-            raise ValueError("write a size such as 512 MB or 2 GB")
+        if free is not None:
+            parse_size(free)
         return free
 
     @field_validator("webhook")
@@ -72,5 +78,5 @@ class AlertConfig(Spec):
 
     @property
     def free_bytes(self) -> int:
-        number, unit = _SIZE.fullmatch(self.free or "2 GB").groups()  # type: ignore[union-attr]
-        return int(float(number) * {"MB": 10**6, "GB": 10**9, "TB": 10**12}[unit])
+        """0 if only `hours` is given."""
+        return parse_size(self.free) if self.free else 0 if self.hours is not None else 2 * 10**9

@@ -72,3 +72,4 @@ export function follow(run, offset, onRows) {
 }
 
 export const runPath = (run) => `runs/${encodeURIComponent(run)}`;
+export const isFile = false; // a run in one file has no other run to compare with

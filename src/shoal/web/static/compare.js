@@ -9,7 +9,7 @@ import { Parallel } from "./parallel.js";
 export function Compare({ query }) {
   const names = (query.runs || "").split(",").filter(Boolean);
   const [typed, setTyped] = useState(names.join(" "));
-  const [all, setAll] = useState(false);
+  const all = query.all === "1"; // in the address, as every view
   const key = names.join(",");
   const { value, problem } = useAnswer(async () => (names.length ? get(`compare?runs=${encodeURIComponent(key)}`) : null), key);
   return html`<div class="bar"><h1>Compare</h1><form class="grow" onSubmit=${(e) => { e.preventDefault(); change({ runs: typed.split(/[\s,]+/).filter(Boolean).join(",") }); }}>
@@ -18,7 +18,7 @@ export function Compare({ query }) {
     ${!names.length && html`<p class="empty">Select runs in the list (key x), then Compare (key c); or write their names.</p>`}
     ${value && html`<${Verdict} value=${value} /><${Overlay} names=${value.runs} />
       ${value.runs.length > 1 && html`<${Parallel} value=${value} />`}
-      <div class="bar"><h2>${all ? "Everything" : "What differs"}</h2><label class="check"><input type="checkbox" checked=${all} onChange=${() => setAll(!all)} />all fields</label></div>
+      <div class="bar"><h2>${all ? "Everything" : "What differs"}</h2><label class="check"><input type="checkbox" checked=${all} onChange=${() => change({ all: all ? "" : "1" })} />all fields</label></div>
       <div class="scroll"><table class="diff"><thead><tr><th></th>${value.runs.map((run, n) => html`<th><span class="dot c${n % 10}" aria-hidden="true"></span><a href=${link("run", run)}>${run}</a></th>`)}</tr></thead>
         <tbody>${Object.entries(value.fields).filter(([name]) => all || value.differs.includes(name)).map(([name, cells]) => html`<tr class=${value.differs.includes(name) ? "differs" : ""}>
           <th scope="row">${name.replace(/^job /, "")}</th>${cells.map((cell) => html`<td>${number(cell)}</td>`)}</tr>`)}</tbody></table></div>`}`;

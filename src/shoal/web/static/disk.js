@@ -1,9 +1,10 @@
-// What runs occupy, the trash, and undo.
+// What runs occupy, when the disk will be full, cleaning up by rules, the trash, and undo.
 import { useState } from "./vendor/hooks.js";
-import { act, get } from "./api.js";
-import { html, ErrorBox, count, size, useAnswer, useDialog, when } from "./show.js";
+import { act, get, post } from "./api.js";
+import { html, ErrorBox, count, seconds, size, useAnswer, useDialog, when } from "./show.js";
 import { link } from "./route.js";
 
+const DAY_S = 86400;
 const PARTS = ["checkpoints", "model", "events", "logs", "other"];
 
 export function Disk({ me }) {
@@ -25,8 +26,11 @@ export function Disk({ me }) {
     } });
   return html`<div class="bar"><h1>Disk</h1></div><${ErrorBox} problem=${problem} />
     <dl class="facts"><div><dt>free</dt><dd>${size(value.free_bytes)}</dd></div><div><dt>of</dt><dd>${size(value.total_bytes)}</dd></div>
+      ${value.full_in_s !== null && value.full_in_s < 30 * DAY_S && html`<div><dt>full in</dt><dd class=${value.full_in_s < DAY_S ? "bad" : ""}>${value.full_in_s < 2 * DAY_S ? seconds(value.full_in_s) : `${Math.round(value.full_in_s / DAY_S)} days`}</dd></div>`}
       <div><dt>${count(value.runs)} runs</dt><dd>${size(value.freed_bytes)}</dd></div><div><dt>trash</dt><dd>${size(value.trash.reduce((sum, one) => sum + one.size_bytes, 0))}</dd></div></dl>
     <p class="said" role="status">${said}</p>
+    ${may && html`<${Cleanup} ask=${ask} done=${done} />`}
+    <h2>Runs</h2>
     <div class="scroll"><table><thead><tr><th>run</th><th>deleting frees</th><th>files</th>${PARTS.map((part) => html`<th>${part}</th>`)}<th></th></tr></thead>
       <tbody>${value.rows.map((row) => html`<tr><td><a href=${link("run", row.run)}>${row.run}</a></td><td class="n">${size(row.freed_bytes)}</td><td class="n">${row.files}</td>
         ${PARTS.map((part) => html`<td class="n">${row.parts[part] ? size(row.parts[part]) : "–"}</td>`)}
@@ -35,4 +39,32 @@ export function Disk({ me }) {
     ${value.trash.length ? html`<div class="scroll"><table><thead><tr><th>run</th><th>part</th><th>deleted</th><th>frees</th><th></th></tr></thead><tbody>
       ${value.trash.map((one) => html`<tr><td>${one.run}</td><td>${one.part || "all"}</td><td>${when(one.t)}</td><td class="n">${size(one.size_bytes)}</td>
         <td>${may && html`<button onClick=${() => restore(one.entry, one.run)}>Restore</button>`}</td></tr>`)}</tbody></table></div>` : html`<p class="empty">The trash is empty.</p>`}${dialog}`;
+}
+
+// A plan by rules: it shows what would go, and exactly that is applied.
+function Cleanup({ ask, done }) {
+  const [rules, setRules] = useState({ days: "30", keep: "newest=2", total: "", status: "", checkpoints: false });
+  const [plan, setPlan] = useState(null);
+  const [problem, setProblem] = useState(null);
+  const set = (name) => (event) => { setPlan(null); setRules({ ...rules, [name]: name === "checkpoints" ? event.target.checked : event.target.value }); };
+  const make = async (event) => {
+    event.preventDefault();
+    try { setPlan(await post("storage/plan", { ...rules, days: Number(rules.days) || 0 })); setProblem(null); } catch (one) { setPlan(null); setProblem(one); }
+  };
+  const apply = () => ask({ title: "Clean up?", danger: true, button: "Move to the trash", text: `${plan.items.length} of the list move to the trash, ${size(plan.freed_bytes)}. They can be restored until it is emptied.`,
+    action: async () => {
+      const found = await act("storage/apply", { plan: plan.plan });
+      setPlan(null);
+      done([`${found.moved.length} are in the trash`, ...found.stays].join("; "));
+    } });
+  const field = (name, label, hint, type = "text") => html`<label>${label} <input type=${type} min="0" value=${rules[name]} placeholder=${hint} onInput=${set(name)} /></label>`;
+  return html`<details class="cleanup" open=${plan !== null}><summary>Clean up</summary>
+    <form class="rules" onSubmit=${make}>${field("days", "unchanged for days", "", "number")}${field("keep", "keep of each job", "newest=2,best=1")}
+      ${field("total", "until all are below", "200 GB")}${field("status", "only", "failed,stopped")}
+      <label class="check"><input type="checkbox" checked=${rules.checkpoints} onChange=${set("checkpoints")} />only checkpoints of finished runs</label><button>Show what would go</button></form>
+    <${ErrorBox} problem=${problem} />
+    ${plan && !plan.items.length && html`<p class="empty">Nothing would go. Runs with tags, and runs that are driven, always stay.</p>`}
+    ${plan && plan.items.length > 0 && html`<div class="scroll tall"><table><thead><tr><th>run</th><th>part</th><th>frees</th></tr></thead>
+      <tbody>${plan.items.map((one) => html`<tr><td>${one.run}</td><td>${one.part || "all"}</td><td class="n">${size(one.freed_bytes)}</td></tr>`)}</tbody></table></div>
+      <p><button class="danger" onClick=${apply}>Move ${plan.items.length} to the trash, ${size(plan.freed_bytes)}</button> <span class="hint">plan <code>${plan.plan}</code></span></p>`}</details>`;
 }

@@ -1,6 +1,6 @@
 // One run: curves, workers, timeline, receipt, logs, job; and what can be done to it.
 import { useEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
-import { act, follow, get, runPath } from "./api.js";
+import { act, follow, get, isFile, runPath } from "./api.js";
 import { html, ErrorBox, Status, count, number, seconds, size, useAnswer, useDialog } from "./show.js";
 import { change, go, link } from "./route.js";
 import { Chart, toLine } from "./chart.js";
@@ -9,6 +9,7 @@ import { Logs } from "./logs.js";
 
 const TABS = [["curves", "Curves"], ["workers", "Workers"], ["timeline", "Timeline"], ["receipt", "Receipt"], ["logs", "Logs"], ["job", "Job"]];
 const REFETCH_POINTS = 400; // points appended by events before the curves are asked for again
+const STEP_S = "step s/"; // series of planned runs
 const LIVE = ["training", "starting"];
 
 export function Run({ name, query, me }) {
@@ -38,16 +39,27 @@ export function Run({ name, query, me }) {
     <${ErrorBox} problem=${problem} />
     ${run.error && html`<div class="error"><b>${run.error.code} ${run.error.message}</b><div>${run.error.where} ${run.error.fix}</div></div>`}
     ${run.folds.length > 0 && html`<p>Folds: ${run.folds.map((one) => html`<a class="fold" href=${link("run", one)}>${one.split("~")[1]}</a> `)}</p>`}
-    <div class="tabs" role="tablist" aria-label="Parts of the run">${TABS.map(([id, title]) => html`<button role="tab" id=${`tab-${id}`}
-      aria-selected=${tab === id} aria-controls="part" class=${tab === id ? "on" : ""} onClick=${() => change({ tab: id })}>${title}</button>`)}</div>
+    <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => walk(event, tab)}>${TABS.map(([id, title]) => html`<button role="tab" id=${`tab-${id}`}
+      tabindex=${tab === id ? 0 : -1} aria-selected=${tab === id} aria-controls="part" class=${tab === id ? "on" : ""} onClick=${() => change({ tab: id })}>${title}</button>`)}</div>
     <section id="part" role="tabpanel" aria-labelledby=${`tab-${tab}`}>
       ${tab === "curves" && html`<${Curves} name=${name} run=${run} fresh=${fresh} query=${query} />`}
       ${tab === "workers" && html`<${Workers} run=${run} me=${me} name=${name} refresh=${refresh} />`}
-      ${tab === "timeline" && html`<${Timeline} name=${name} run=${run} />`}
+      ${tab === "timeline" && html`<${Timeline} name=${name} run=${run} query=${query} />`}
       ${tab === "receipt" && html`<${Receipt} name=${name} status=${run.status} />`}
       ${tab === "logs" && html`<${Logs} name=${name} live=${LIVE.includes(run.status)} query=${query} />`}
-      ${tab === "job" && html`<${Job} name=${name} />`}
+      ${tab === "job" && html`<${Job} name=${name} query=${query} />`}
     </section>`;
+}
+
+// Arrow keys go from tab to tab, as everywhere.
+function walk(event, tab) {
+  const to = { ArrowRight: 1, ArrowLeft: -1, Home: -TABS.length, End: TABS.length }[event.key];
+  if (!to) return;
+  event.preventDefault();
+  const at = TABS.findIndex(([id]) => id === tab) + to;
+  const next = TABS[Math.abs(to) > 1 ? Math.min(Math.max(at, 0), TABS.length - 1) : (at + TABS.length) % TABS.length][0];
+  change({ tab: next });
+  document.getElementById(`tab-${next}`).focus();
 }
 
 function Head({ run, me, refresh, name }) {
@@ -116,6 +128,20 @@ function append(pages, rows, saver) {
   return added;
 }
 
+// What the plan expected of a step, as stairs that reach to the last step, and what steps took.
+function planLines(pages, byTime) {
+  const [expected, measured] = ["expected", "measured"].map((kind) => pages.find((page) => page.name === STEP_S + kind));
+  if (!expected?.step.length || !measured?.step.length) return [];
+  const stairs = { step: [], t: [], last: [], least: [], most: [], not_finite: [] };
+  expected.step.forEach((step, n) => {
+    const isLast = n + 1 === expected.step.length;
+    const end = isLast ? Math.max(measured.step.at(-1), step + 1) : Math.max(expected.step[n + 1] - 1, step);
+    const endT = isLast ? measured.t.at(-1) : expected.t[n + 1];
+    for (const [x, t] of end > step ? [[step, expected.t[n]], [end, endT]] : [[step, expected.t[n]]]) { stairs.step.push(x); stairs.t.push(t); stairs.last.push(expected.last[n]); }
+  });
+  return [toLine("expected", stairs, byTime), toLine("measured", measured, byTime)];
+}
+
 function Curves({ name, run, fresh, query }) {
   const [pages, setPages] = useState(null);
   const [problem, setProblem] = useState(null);
@@ -144,14 +170,16 @@ function Curves({ name, run, fresh, query }) {
   }, [fresh.n]);
   const zoom = (from, to) => { if (!byTime) { setRange([from, to]); change({ from: Math.floor(from), to: Math.ceil(to) }); } };
   const reset = () => { setRange(null); change({ from: "", to: "" }); };
-  const lines = useMemo(() => (pages || []).map((page) => [page, [toLine(page.name, page, byTime)]]), [pages, byTime]);
+  const lines = useMemo(() => (pages || []).filter((page) => !page.name.startsWith(STEP_S)).map((page) => [page, [toLine(page.name, page, byTime)]]), [pages, byTime]);
+  const truth = useMemo(() => planLines(pages || [], byTime), [pages, byTime]);
   return html`<${ErrorBox} problem=${problem} /><div class="bar">
       <label class="check"><input type="checkbox" checked=${byTime} onChange=${() => change({ x: byTime ? "" : "time" })} />over time</label>
       <label class="check"><input type="checkbox" checked=${log} onChange=${() => change({ log: log ? "" : "1" })} />logarithmic</label>
       ${range && html`<button onClick=${reset}>Steps ${Math.floor(range[0])} to ${Math.ceil(range[1])}: show all</button>`}
       <span class="hint">Drag to zoom. Bands reach from the least to the greatest value: no peak is left out.</span></div>
     <div class="charts">${lines.map(([page, one]) => html`<${Chart} key=${page.name} title=${page.name} lines=${one} byTime=${byTime}
-      log=${log && page.last.every((v) => v === null || v > 0)} onZoom=${zoom} onReset=${reset} />`)}</div>
+      log=${log && page.last.every((v) => v === null || v > 0)} onZoom=${zoom} onReset=${reset} />`)}
+      ${truth.length > 0 && html`<${Chart} key="plan" title="seconds per step: the plan and the truth" lines=${truth} byTime=${byTime} log=${log} onZoom=${zoom} onReset=${reset} />`}</div>
     ${!pages && !problem && html`<p class="empty" aria-busy="true">Reading the events…</p>`}
     ${pages && !pages.length && html`<p class="empty">No step is made yet.</p>`}
     <h2>What happened</h2><ol class="notes" reversed>${[...run.notes].reverse().map((line) => html`<li>${line}</li>`)}</ol>
@@ -230,7 +258,16 @@ function Receipt({ name, status }) {
       <td>${one !== null && typeof one === "object" ? html`<pre>${JSON.stringify(one, null, 1)}</pre>` : number(one)}</td></tr>`)}</tbody></table></div>`;
 }
 
-function Job({ name }) {
+function Job({ name, query }) {
   const { value, problem } = useAnswer(() => get(`${runPath(name)}/job`), name);
-  return html`<${ErrorBox} problem=${problem} />${value && html`<pre class="job" tabindex="0">${value.yaml}</pre>`}`;
+  const other = query.with || "";
+  const [typed, setTyped] = useState(other);
+  const { value: diff, problem: failed } = useAnswer(async () => (other ? get(`${runPath(name)}/diff?with=${encodeURIComponent(other)}`) : null), `${name} ${other}`);
+  const rows = diff ? diff.differs.filter((field) => field.startsWith("job ")) : [];
+  return html`${!isFile && html`<form class="bar" onSubmit=${(e) => { e.preventDefault(); change({ with: typed.trim() }); }}><label>Difference to <input value=${typed} placeholder="another run" onInput=${(e) => setTyped(e.target.value)} /></label> <button>Show</button>
+      ${other && html`<button type="button" onClick=${() => { setTyped(""); change({ with: "" }); }}>Hide</button>`}</form>`}
+    <${ErrorBox} problem=${failed} />
+    ${other && diff && (rows.length ? html`<div class="scroll"><table class="diff"><thead><tr><th>field</th>${diff.runs.map((one) => html`<th><a href=${link("run", one, { tab: "job" })}>${one}</a></th>`)}</tr></thead>
+      <tbody>${rows.map((field) => html`<tr><th scope="row">${field.slice(4)}</th>${diff.fields[field].map((cell) => html`<td>${number(cell)}</td>`)}</tr>`)}</tbody></table></div>` : html`<p class="proof good">The job files say the same.</p>`)}
+    <${ErrorBox} problem=${problem} />${value && html`<pre class="job" tabindex="0">${value.yaml}</pre>`}`;
 }

@@ -1,12 +1,15 @@
 // Where each worker's time went, what happened when, and who carried which lanes at a moment.
-import { useEffect, useRef, useState } from "./vendor/hooks.js";
+import { useEffect, useRef } from "./vendor/hooks.js";
 import { get, runPath } from "./api.js";
+import { change } from "./route.js";
 import { html, ErrorBox, KINDS, seconds, useAnswer } from "./show.js";
 
 const ROW = 26;
 const GAP = 6;
 const LEFT = 84;
 const MARKED = { worker_died: "#d62828", server_died: "#d62828", evicted: "#d62828", failed: "#d62828", view: "#6c757d", resumed: "#457b9d", replan: "#9d6bb5" };
+const STEPS = ["view", "worker_died", "server_died", "evicted", "left", "server_left", "resumed", "replan", "failed", "finished"];
+const GONE = { worker_died: "died,", server_died: "died,", evicted: "was put out,", left: "left," };
 
 function draw(canvas, page) {
   const names = Object.keys(page.workers).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
@@ -48,7 +51,7 @@ function draw(canvas, page) {
   ctx.fillText(end, width - ctx.measureText(end).width, height - 3);
 }
 
-export function Timeline({ name, run }) {
+export function Timeline({ name, run, query }) {
   const { value, problem } = useAnswer(() => get(`${runPath(name)}/timeline?bins=160`), name, ["training", "starting"].includes(run.status) ? 2000 : 0);
   const canvas = useRef(null);
   useEffect(() => {
@@ -64,19 +67,26 @@ export function Timeline({ name, run }) {
   return html`<div class="legend">${Object.entries(KINDS).filter(([kind]) => run.times[kind] > 0).map(([kind, [label]]) => html`<span><i class=${`k-${kind}`}></i>${`${label} `}${seconds(run.times[kind])} (${Math.round((100 * run.times[kind]) / total)} %)</span>`)}</div>
     <canvas ref=${canvas} class="timeline" role="img" aria-label="Time of each worker by kind; the legend has the sums"></canvas>
     <p class="hint">Height: what the worker's time in that part of the run was spent on. Red lines: deaths. Grey lines: new views.</p>
-    <${History} marks=${value.marks} start=${value.marks[0]?.t} />`;
+    <${History} marks=${value.marks} start=${value.marks[0]?.t} at=${query.at} />`;
 }
 
-function History({ marks, start }) {
-  const views = marks.filter((mark) => mark.kind === "view" && Object.keys(mark.carries).length);
-  const [at, setAt] = useState(null);
-  const shown = at === null ? views.length - 1 : at;
-  const view = views[shown];
+// What the run looked like after each view, death, departure and restart.
+function History({ marks, start, at }) {
+  const moments = marks.filter((mark) => STEPS.includes(mark.kind) && (mark.kind !== "view" || Object.keys(mark.carries).length));
+  const shown = at === undefined || !moments[Number(at)] ? moments.length - 1 : Number(at);
+  const moment = moments[shown];
+  const before = moments.slice(0, shown + 1);
+  const view = before.filter((mark) => mark.kind === "view").at(-1);
+  const since = before.slice(before.indexOf(view) + 1);
+  const gone = new Map(since.filter((mark) => GONE[mark.kind]).map((mark) => [mark.who, GONE[mark.kind]]));
+  const place = new Map([...new Set(moments.flatMap((mark) => Object.keys(mark.carries)))].sort((a, b) => a.localeCompare(b, "en", { numeric: true })).map((who, n) => [who, n]));
   return html`<h2>History</h2>
-    ${view && html`<label class="slider">View ${shown + 1} of ${views.length}, step ${view.step}, after ${seconds(view.t - start)}
-      <input type="range" min="0" max=${views.length - 1} value=${shown} onInput=${(e) => setAt(Number(e.target.value))} /></label>
-      <ul class="carries">${Object.entries(view.carries).map(([who, lanes]) => html`<li><b>${who}</b> lanes ${lanes.join(" ")}</li>`)}</ul>`}
-    <div class="scroll tall"><table><thead><tr><th>after</th><th>step</th><th>what</th><th>who</th></tr></thead><tbody>
-      ${[...marks].reverse().slice(0, 300).map((mark) => html`<tr class=${MARKED[mark.kind] === "#d62828" ? "bad" : ""}><td class="n">${seconds(mark.t - start)}</td>
+    ${moment && html`<label class="slider"><span>${shown + 1} of ${moments.length}: <b>${markText(moment)}</b>, step ${moment.step}, after ${seconds(moment.t - start)}</span>
+      <input type="range" min="0" max=${moments.length - 1} value=${shown} aria-valuetext=${`${markText(moment)} at step ${moment.step}`} onInput=${(e) => change({ at: e.target.value })} /></label>
+      ${view && html`<ul class="carries">${Object.entries(view.carries).map(([who, lanes]) => html`<li class=${gone.has(who) ? "gone" : ""}><span class="dot c${place.get(who) % 10}" aria-hidden="true"></span><b>${who}</b> ${gone.get(who) || ""} ${lanes.length ? `lanes ${lanes.join(" ")}` : "no lanes"}</li>`)}</ul>`}`}
+    <div class="scroll tall" tabindex="0" role="region" aria-label="Everything that happened"><table><thead><tr><th>after</th><th>step</th><th>what</th><th>who</th></tr></thead><tbody>
+      ${[...marks].reverse().slice(0, 300).map((mark) => html`<tr class=${[MARKED[mark.kind] === "#d62828" ? "bad" : "", mark === moment ? "at" : ""].join(" ")}><td class="n">${seconds(mark.t - start)}</td>
         <td class="n">${mark.step}</td><td>${mark.kind.replaceAll("_", " ")}</td><td>${mark.who}</td></tr>`)}</tbody></table></div>`;
 }
+
+function markText(mark) { return mark.kind === "view" ? "a new view" : `${mark.kind.replaceAll("_", " ")}${mark.who === "driver" ? "" : ` (${mark.who})`}`; }
