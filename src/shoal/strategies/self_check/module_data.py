@@ -34,7 +34,9 @@ from shoal.strategies.self_check.hidden_state import (
 
 MAX_COPIED_BYTES = 1 << 20
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_NOT_THE_USERS = (*_PATHS, str(Path(shoal.__file__).parent))
+_INSTALLED = {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
+"""Also packages of another environment that this one sees, such as the system's."""
+_NOT_THE_USERS = (*_PATHS, *_INSTALLED, str(Path(shoal.__file__).parent))
 _Cached = functools._lru_cache_wrapper
 
 
