@@ -25,6 +25,8 @@ from shoal.plan.search.trial import (
 from shoal.plan.search.winner import best_trial, unfinished_winners, wanted_repeats
 from shoal.spec.search import BudgetConfig
 
+MOST_FAILED_FIRST = 20
+"""Trials from the first one on that may all fail before the search ends: the job itself does not work."""
 MAX_REFUSED = 1000
 """Proposals in a row that cannot be trained or break a constraint, after which the search ends."""
 
@@ -74,6 +76,8 @@ class VirtualSearch:
     _proposed: _Proposed | None = None
     _fresh: TrialState | None = None
     _refused: int = 0
+    _failed_first: int = 0
+    _any_sound: bool = False
     _closed: str = ""
     _finishing: str = ""
     _repeats: list[tuple[int, int]] | None = None
@@ -129,6 +133,8 @@ class VirtualSearch:
             return self._closed
         if self.budget.trainings is not None and self.spent >= self.budget.trainings - 1e-9:
             return f"{self.budget.trainings:g} trainings are done"
+        if self._failed_first >= MOST_FAILED_FIRST:
+            return f"the first {MOST_FAILED_FIRST} trials all failed"
         if self._refused >= MAX_REFUSED:
             return f"{MAX_REFUSED} proposals in a row could not be trained"
         return ""
@@ -225,8 +231,10 @@ class VirtualSearch:
         self.now = max(self.now, stretch.ends)
         trial, result = self.ledger.trials[stretch.trial], self._results[stretch.number]
         trial.rows.extend(result.rows[: stretch.end - stretch.start])
+        self._any_sound = self._any_sound or not result.failure
         if result.failure:
             trial.status, trial.failure = "failed", result.failure
+            self._failed_first += not self._any_sound
         elif trial.reached < stretch.end or stretch.end >= trial.shape.units:
             trial.status = "complete"
         else:
