@@ -203,8 +203,8 @@ def test_a_search_in_which_nothing_can_be_trained_ends():
     assert summarise(plan).best is None
 
 
-@pytest.mark.parametrize(("sound", "trials"), [(None, 20), (5, 50)])
-def test_a_search_whose_first_trials_all_fail_ends(sound, trials):
+@pytest.mark.parametrize(("sound", "trials"), [(None, 30), (5, 50)])
+def test_a_search_whose_first_trials_all_fail_alike_ends(sound, trials):
     """One that works keeps the search going."""
 
     def result(stretch):
@@ -213,7 +213,7 @@ def test_a_search_whose_first_trials_all_fail_ends(sound, trials):
     asked = {"budget": "50 trials", "policy": {"kind": "full", "sampler": "random"}, "slots": 1}
     plan, _, end = play(job_of(asked), result=result, shape=lambda changes: TrialShape(1, 1.0, {}))
     assert (end.best, len(plan.ledger.trials)) == (sound, trials)
-    assert end.why == ("the first 20 trials all failed" if sound is None else "the number of trials is reached")
+    assert end.why == ("the first 30 trials all failed alike" if sound is None else "the number of trials is reached")
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
