@@ -105,10 +105,12 @@ def job_file(make, job_dir):
 
 
 @pytest.mark.long
-def test_a_search_that_is_killed_again_and_again_goes_on(search, job_file, job_dir):
+@pytest.mark.parametrize("policy", ["promote", "population"])
+def test_a_search_that_is_killed_again_and_again_goes_on(policy, search, job_file, job_dir):
     """Also its workers are killed while nobody drives them."""
-    undisturbed, rng = search(2, search=PROMOTE), random.Random(2)
-    file, runs = job_file(search=PROMOTE), job_dir / "killed"
+    asked = {"search": POLICIES[policy]} | (SHORT_UNITS if policy == "population" else {})
+    undisturbed, rng = search(2, **asked), random.Random(2)
+    file, runs = job_file(**asked), job_dir / "killed"
     arguments = [str(file)]
     for kill in range(4):
         process = start_process(file, runs, *arguments)

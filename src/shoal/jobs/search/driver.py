@@ -125,9 +125,7 @@ class SearchDriver:
         self._population: PopulationKeeper | None = None
         if isinstance(self._plan.policy, Population):
             self._population = PopulationKeeper(self._plan.policy, paths, self.search.keep_bytes)
-        self._probe = ShapeProbe(
-            executor.fork_servers, capacity_of(job.engine), latency=self.search.wants_latency
-        )
+        self._probe = ShapeProbe(executor.fork_servers, capacity_of(job.engine), latency=self.search.wants_latency)
         self._jobs: dict[int, Job] = {}  # of the trial that was proposed last
         self._asking: Steps[ShapeRow] | None = None
         self._asking_filenos: list[int] = []
