@@ -1,4 +1,4 @@
-"""A search as a person sees it: the live table, plain lines, and `shoal search show`. Its rows are played, not trained."""
+"""A search as a person sees it: the live table, plain lines, `shoal search show`. Its rows are played, not trained."""
 
 import io
 
