@@ -1,5 +1,5 @@
-"""`python -m benchmarks.search simulate` and `price`: searches on tables of learning curves. `overhead`, `race` and
-`price_real`: real trainings."""
+"""`python -m benchmarks.search simulate` and `price`: searches on tables of learning curves. `decisions`: how long
+deciding takes. `overhead`, `race` and `price_real`: real trainings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from benchmarks.search.simulate import POLICIES, simulate
 from benchmarks.search.tables import load_tables
 
 REAL = {
+    "decisions": "processor time of a decision at 50 to 1000 trials",
     "overhead": "seconds per trial beyond its training, beside Optuna and Ray Tune",
     "race": "the best value over time on MNIST, beside Optuna and Ray Tune, with kills",
     "price_real": "wall time in reproducible order against the order of the clock",
 }
-"""Parts that train, each a module with `add_arguments` and `run`."""
+"""Parts without tables, each a module with `add_arguments` and `run`."""
 
 
 def main() -> None:

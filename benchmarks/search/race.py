@@ -1,13 +1,14 @@
-"""python -m benchmarks.search race --minutes 15 --sides shoal,optuna,ray --kill-every 60 [--data DIR] [--json]
+"""python -m benchmarks.search race --minutes 15 --sides shoal,optuna,ray --kill-every 0 60 [--data DIR] [--json]
 
 A race on MNIST: the same net, space, training and validation samples, epochs and time for each side, one after the
 other, with `--workers` processes of one thread each. Shoal searches with its default policy. Optuna runs TPE with
 Hyperband pruning over a Journal file, a process per worker. Ray Tune runs ASHA with random values, and trials save a
 checkpoint after every epoch.
 
-With `--kill-every`, a process of the side gets `kill -9` in that interval: two training processes, then the side's
-driver, and so on (Optuna has none). Whatever has ended is started again as its documentation says: `shoal search
-resume`, another `study.optimize`, `Tuner.restore`. Told for each side:
+The race is run once for each number of `--kill-every`. With one above 0, a process of the side gets `kill -9` in that
+interval of seconds: two training processes, then the side's driver, and so on (Optuna has none). Whatever has ended is
+started again as its documentation says: `shoal search resume`, another `study.optimize`, `Tuner.restore`. Told for each
+side:
 
 `after N s`: the best validation accuracy so far, at each third of the time. Every side logs each evaluation in the same
 way, on the same samples. `test accuracy`: the net of the best values, trained again with the same plain loop to its end
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -118,24 +120,25 @@ class SideRun:
         return len(found)
 
 
-def run_side(name: str, asked: argparse.Namespace, data: Path, scratch: Path) -> dict[str, Any]:
+def run_side(name: str, asked: argparse.Namespace, data: Path, scratch: Path, *, kill_every_s: float) -> dict[str, Any]:
     side = SIDES[name]
     side.prepare(scratch, data=data, workers=asked.workers)
     command = [sys.executable, "-m", "benchmarks.search.race_sides", name, "--scratch", str(scratch)]
     command += ["--data", str(data), "--workers", str(asked.workers)]
     run = SideRun(side, command, 1 if side.has_driver else asked.workers, scratch)
-    began_t, next_kill_s = time.time(), asked.kill_every or float("inf")
+    began_t, next_kill_s = time.time(), kill_every_s or float("inf")
     while (now_s := time.monotonic() - run.began_s) < asked.minutes * 60:
         run.keep_alive()
         if now_s >= next_kill_s:
             run.kill_one()
-            next_kill_s += asked.kill_every
+            next_kill_s += kill_every_s
         time.sleep(TICK_S)
     left = run.end()
     seen = [one for one in side.evaluations(scratch) if one.t - began_t <= asked.minutes * 60]
     told = side.counts(scratch, living=asked.workers)
     row = {
         "side": name,
+        "kill every s": kill_every_s,
         **{f"after {mark:.0f} s": best_until(seen, began_t + mark) for mark in marks(asked.minutes)},
         "trials": told.trials,
         "epochs": len(seen),
@@ -188,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=15.0, help="for each side")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--samples", type=int, default=18_000, help="training samples; 6,000 others validate")
-    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between kills; 0: none")
+    parser.add_argument("--kill-every", type=float, nargs="+", default=[0.0], help="seconds between kills; 0: none")
     parser.add_argument("--retrain", type=int, default=1, help="seeds with which the best values are trained again")
     parser.add_argument("--sides", default="shoal,optuna,ray")
 
@@ -197,14 +200,13 @@ def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
     names = asked.sides.split(",")
     for name in names:
         SIDES[name].check()
-    if asked.kill_every and not asked.keep:
-        asked.keep = "race with kills"
     rows = []
     with tempfile.TemporaryDirectory(prefix="race-") as directory:
         data = race_sides.write_data(asked.data, Path(directory), samples=asked.samples)
-        for name in names:
-            scratch = Path(directory, name)
+        for number, (kill_every_s, name) in enumerate(itertools.product(asked.kill_every, names)):
+            scratch = Path(directory, f"{name}-{number}")
             scratch.mkdir()
-            rows.append({**run_side(name, asked, data, scratch), "minutes": asked.minutes, "workers": asked.workers})
+            row = run_side(name, asked, data, scratch, kill_every_s=kill_every_s)
+            rows.append({**row, "minutes": asked.minutes, "workers": asked.workers})
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "curve"}), file=sys.stderr, flush=True)
     return rows

@@ -27,7 +27,14 @@ class CurveTable:
 
     def regret(self, error: float) -> float:
         """0: as good as the best configuration at its end, or better; 1: as the median configuration at its end."""
-        return max(0.0, (error - self.best) / (self.median - self.best))
+        scale = (self.median - self.best) or 1.0
+        return max(0.0, (min(error, self.worst) - self.best) / scale)
+
+    @property
+    def worst(self) -> float:
+        """What counts while nothing was seen: the largest error after a first epoch."""
+        first = self.error[:, 0]
+        return float(np.max(first[np.isfinite(first)], initial=self.median))
 
 
 def load_tables(folder: Path) -> list[CurveTable]:
@@ -38,23 +45,45 @@ def load_tables(folder: Path) -> list[CurveTable]:
 
 
 def load_table(path: Path) -> CurveTable:
-    """The first point of a curve is the untrained net: it is left out."""
+    """The first point of a curve is the untrained net: it is left out. Other arrays of the file are not read."""
     with np.load(path) as file:
-        data = {name: np.asarray(file[name], dtype=np.float64) for name in file.files}
+        data = {name: np.asarray(file[name], dtype=np.float64) for name in file.files if name in ("u", "x", "y", "t")}
+    check(path, data)
     error = data["y"][:, 1:]
     error = np.where(np.isfinite(error), error, np.nan)
     diverged = np.isnan(error).cumsum(axis=1) > 0
     error[diverged] = np.nan
-    time = (
-        data["t"][:, 1:] - data["t"][:, :1]
-        if "t" in data
-        else np.tile(np.arange(1.0, error.shape[1] + 1), (len(error), 1))
-    )
-    time = np.maximum.accumulate(np.maximum(time, 1e-9), axis=1)
+    even = np.tile(np.arange(1.0, error.shape[1] + 1), (len(error), 1))
+    time = elapsed(data["t"]) if "t" in data else even
     time = time / time[:, -1].mean()
     last = np.where(np.isnan(error[:, -1]), np.inf, error[:, -1])
+    best, median = float(last.min()), float(np.median(last))
+    if not np.isfinite(median):  # more than half have diverged
+        median = float(np.max(last[np.isfinite(last)], initial=best))
     cube = data["u"] if "u" in data else ranks(data["x"])
-    return CurveTable(path.stem, cube, error, time, float(last.min()), float(np.median(last)))
+    return CurveTable(path.stem, cube, error, time, best, median)
+
+
+def check(path: Path, data: dict[str, np.ndarray]) -> None:
+    """Say what is wrong with a file."""
+    places = data.get("u", data.get("x"))
+    if places is None or "y" not in data:
+        raise SystemExit(f"{path}: a table has `y`, and `u` or `x`; this file has {sorted(data)}")
+    if data["y"].ndim != 2 or data["y"].shape[1] < 2 or places.ndim != 2 or len(places) != len(data["y"]):
+        raise SystemExit(f"{path}: `y` is rows x points (two or more), `u` or `x` rows x values, with as many rows")
+    if "t" in data and data["t"].shape != data["y"].shape:
+        raise SystemExit(f"{path}: `t` has another shape than `y`")
+    if not np.isfinite(data["y"][:, -1]).any():
+        raise SystemExit(f"{path}: every curve has diverged")
+
+
+def elapsed(seconds: np.ndarray) -> np.ndarray:
+    """Seconds since the untrained net. They never fall; where they are not known, an epoch lasts as long as the mean
+    one."""
+    lasts = np.diff(seconds, axis=1)
+    known = np.isfinite(lasts)
+    usual = float(lasts[known].mean()) if known.any() else 1.0
+    return np.asarray(np.maximum(np.where(known, lasts, usual), 1e-9).cumsum(axis=1))
 
 
 def ranks(values: np.ndarray) -> np.ndarray:

@@ -1,7 +1,10 @@
-"""The shape of a job: its steps, evaluations, parameters and FLOPs. A pure function of the job: nothing is measured."""
+"""The shape of a job: its steps, evaluations, parameters and FLOPs. A pure function of the job, except the latency,
+which is measured only where somebody asks for it."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +28,15 @@ from shoal.train.loop import TrainSchedule
 
 _STATE_COPIES = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Rprop": 2}
 """Tensors of a parameter's size that an optimizer keeps; others keep two."""
+LATENCY_S = 0.3
+"""Seconds in which a model predicts again and again; the median counts."""
 
 
-def describe_shape(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
-    """Count what a job is, without training it. The model is built without memory where that is possible."""
+def describe_shape(job: Job, paths: RunPaths, stream: EventWriter, *, latency: bool = False) -> dict[str, Any]:
+    """Count what a job is, without training it. The model is built without memory where that is possible.
+
+    `latency`: also measure how long the untrained model predicts one sample on this machine's processor.
+    """
     data, sampler = open_training_data(job, cache_dir=cache_directory(), report=stream.emit)
     schedule = schedule_of(job, sampler.steps_per_epoch)
     example = example_batch(data, sampler)
@@ -44,10 +52,12 @@ def describe_shape(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, 
     parameters = list(model.parameters())
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     copies = 1 + _STATE_COPIES.get(job.optimizer.name.rpartition(":")[2], 2)
-    return {
+    measured = {"latency_ms": measure_latency_ms(job, example)} if latency else {}
+    return measured | {
         "steps": schedule.steps,
         "boundaries": list(evaluation_steps(schedule)) if "validation" in data.held_out else [],
         "parameters": sum(p.numel() for p in parameters),
+        "size_bytes": sum(t.numel() * t.element_size() for t in (*parameters, *model.buffers())),
         "flops_per_sample": flops / max(example.size, 1),
         "memory_bytes": sum(p.numel() * p.element_size() for p in parameters) + copies * trained + saved_bytes,
     }
@@ -60,6 +70,22 @@ def evaluation_steps(schedule: TrainSchedule) -> Iterator[int]:
         step = schedule.sync_schedule.next_sync(step, steps=schedule.steps)
         if schedule.evaluation_due(step) or step >= schedule.steps:
             yield step
+
+
+def measure_latency_ms(job: Job, example: Batch) -> float:
+    """The median time of a prediction for one sample, on one thread. Training changes weights, not times."""
+    torch.set_num_threads(1)
+    task = build_task(job)
+    model, one = task.to(torch.device("cpu")).eval(), example.chunk(example.size)[0]
+    taken: list[float] = []
+    with torch.inference_mode(), wrap_user_errors("SH401", "the first sample"):
+        task.predict(model, one)
+        until_s = time.perf_counter() + LATENCY_S
+        while not taken or time.perf_counter() < until_s:
+            began_s = time.perf_counter()
+            task.predict(model, one)
+            taken.append(time.perf_counter() - began_s)
+    return round(1000 * statistics.median(taken), 4)
 
 
 def _meta_task(job: Job, example: Batch) -> tuple[Task, nn.Module, Batch]:

@@ -17,8 +17,8 @@ from shoal.jobs.run_dir import find
 from shoal.jobs.run_index import list_summaries
 from shoal.jobs.search.journal import ForgottenRow, ToldRow, read_rows, rows_of
 from shoal.jobs.search.search_dir import SearchPaths
+from shoal.jobs.search.shared_files import file_sizes, total_bytes
 from shoal.jobs.search.summary import best_job_text, compare_searches, read_search
-from shoal.jobs.search.trials import checkpoint_bytes
 from shoal.spec.load import load_job
 from shoal.spec.receipt import read_receipt_file
 from tests.conftest import long_only
@@ -38,6 +38,10 @@ SHORT_UNITS = {"evaluate": {"every_steps": 2}}
 
 def told(paths):
     return rows_of(read_rows(paths.journal)[0], ToldRow)
+
+
+def kept_bytes(outcome):
+    return total_bytes(file_sizes(outcome.paths.trial(n)) for n in range(outcome.receipt.trials))
 
 
 def test_one_and_two_workers_decide_and_find_the_same(search, run, make):
@@ -101,10 +105,12 @@ def job_file(make, job_dir):
 
 
 @pytest.mark.long
-def test_a_search_that_is_killed_again_and_again_goes_on(search, job_file, job_dir):
+@pytest.mark.parametrize("policy", ["promote", "population"])
+def test_a_search_that_is_killed_again_and_again_goes_on(policy, search, job_file, job_dir):
     """Also its workers are killed while nobody drives them."""
-    undisturbed, rng = search(2, search=PROMOTE), random.Random(2)
-    file, runs = job_file(search=PROMOTE), job_dir / "killed"
+    asked = {"search": POLICIES[policy]} | (SHORT_UNITS if policy == "population" else {})
+    undisturbed, rng = search(2, **asked), random.Random(2)
+    file, runs = job_file(**asked), job_dir / "killed"
     arguments = [str(file)]
     for kill in range(4):
         process = start_process(file, runs, *arguments)
@@ -171,8 +177,7 @@ def test_what_keep_forgets_is_trained_again_to_the_same_bits(search):
     plenty, tight = search(1, search=PROMOTE), search(1, search=PROMOTE | {"keep": "1 KB"})
     assert rows_of(read_rows(tight.paths.journal)[0], ForgottenRow)
     assert tight.receipt.search_sha256 == plenty.receipt.search_sha256
-    kept = [checkpoint_bytes(found.paths.trial(n)) for found in (plenty, tight) for n in range(plenty.receipt.trials)]
-    assert sum(kept[plenty.receipt.trials :]) < sum(kept[: plenty.receipt.trials])
+    assert kept_bytes(tight) < kept_bytes(plenty)
 
 
 @pytest.mark.long
@@ -180,8 +185,7 @@ def test_a_population_keeps_what_may_be_copied(search):
     """States that no member can need any more are deleted. The search decides and finds the same."""
     plenty, tight = (search(2, search=POPULATION | {"keep": keep}, **SHORT_UNITS) for keep in ("all", "1 KB"))
     assert tight.receipt.search_sha256 == plenty.receipt.search_sha256
-    sizes = [sum(checkpoint_bytes(o.paths.trial(n)) for n in range(o.receipt.trials)) for o in (plenty, tight)]
-    assert sizes[1] < sizes[0] / 2
+    assert kept_bytes(tight) < kept_bytes(plenty) / 2
 
 
 @pytest.mark.long

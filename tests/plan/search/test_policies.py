@@ -203,6 +203,19 @@ def test_a_search_in_which_nothing_can_be_trained_ends():
     assert summarise(plan).best is None
 
 
+@pytest.mark.parametrize(("sound", "trials"), [(None, 30), (5, 50)])
+def test_a_search_whose_first_trials_all_fail_alike_ends(sound, trials):
+    """One that works keeps the search going."""
+
+    def result(stretch):
+        return StretchResult(({"accuracy": 0.5},)) if stretch.trial == sound else StretchResult((), "boom")
+
+    asked = {"budget": "50 trials", "policy": {"kind": "full", "sampler": "random"}, "slots": 1}
+    plan, _, end = play(job_of(asked), result=result, shape=lambda changes: TrialShape(1, 1.0, {}))
+    assert (end.best, len(plan.ledger.trials)) == (sound, trials)
+    assert end.why == ("the first 30 trials all failed alike" if sound is None else "the number of trials is reached")
+
+
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_no_member_copies_a_state_from_before_the_earliest_copy(slots):
     """Such states may be deleted. Some trials fail on the way, so members begin again where these began."""

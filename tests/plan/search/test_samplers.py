@@ -43,6 +43,13 @@ def test_samplers_that_learn_are_better_than_random_ones_in_the_end():
     assert all(late_mean(sampler) > random / 2 for sampler in LEARNING)
 
 
+def test_the_model_proposes_nothing_that_is_nearly_the_same():
+    plan, _, _ = play(search_with("gp", 60), shape=whole, result=bowl)
+    cubes = np.array([t.point.cube for t in plan.ledger.trials])
+    gaps = np.abs(cubes[:, None] - cubes[None]).max(axis=2) + np.eye(len(cubes))
+    assert gaps.min() > 0.009  # numbers are rounded
+
+
 def test_sobol_points_fill_the_cube_evenly():
     plan, _, _ = play(search_with("sobol", 16), shape=whole, result=bowl)
     cubes = np.array([t.point.cube for t in plan.ledger.trials])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from shoal.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, ShoalError, error
+from shoal.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_TRAIN, ShoalError, error
 from shoal.fleet.engines.make import capacity_of
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir
@@ -90,7 +90,7 @@ class SearchOutcome:
     @property
     def exit_code(self) -> int:
         if self.receipt is not None:
-            return EXIT_OK
+            return EXIT_TRAIN if self.receipt.winner is None else EXIT_OK
         return EXIT_INTERRUPTED if self.status == "interrupted" else EXIT_TERMINATED
 
 
@@ -125,7 +125,7 @@ class SearchDriver:
         self._population: PopulationKeeper | None = None
         if isinstance(self._plan.policy, Population):
             self._population = PopulationKeeper(self._plan.policy, paths, self.search.keep_bytes)
-        self._probe = ShapeProbe(executor.fork_servers, capacity_of(job.engine))
+        self._probe = ShapeProbe(executor.fork_servers, capacity_of(job.engine), latency=self.search.wants_latency)
         self._jobs: dict[int, Job] = {}  # of the trial that was proposed last
         self._asking: Steps[ShapeRow] | None = None
         self._asking_filenos: list[int] = []

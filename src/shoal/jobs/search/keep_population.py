@@ -8,7 +8,7 @@ from shoal.checkpoint.files import open_files
 from shoal.checkpoint.manifest import list_manifests, manifest_directory, manifest_path
 from shoal.jobs.search.journal import ShapeRow
 from shoal.jobs.search.search_dir import SearchPaths
-from shoal.jobs.search.trials import checkpoint_bytes
+from shoal.jobs.search.shared_files import file_sizes, total_bytes
 from shoal.plan.search.ledger import Ledger
 from shoal.plan.search.policies.population import Population, last_of_lines
 from shoal.spec.run_paths import RunPaths
@@ -26,7 +26,7 @@ class PopulationKeeper:
         if self._limit_bytes is None:
             return
         resting = [t.number for t in ledger.trials if t.number not in busy and self._paths.trial(t.number).job.exists()]
-        if sum(checkpoint_bytes(self._paths.trial(number)) for number in resting) <= self._limit_bytes:
+        if total_bytes(file_sizes(self._paths.trial(number)) for number in resting) <= self._limit_bytes:
             return
         earliest, last = self._policy.earliest_copy(ledger), last_of_lines(ledger)
         for number in resting:

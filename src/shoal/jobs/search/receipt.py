@@ -132,6 +132,8 @@ def _reason_against(job: Job, table: SearchTable, rows: Sequence[AnyRow]) -> str
         return "order: clock counts results when they come"
     if job.inexact_reason:
         return f"its runs are not exact: {job.inexact_reason}"
+    if job.search.wants_latency:
+        return "latency is measured on this machine"
     for row in rows_of(rows, ClosedRow):
         return f"where it ended depends on the speed: {row.why}"
     for trial in table.trials.values():

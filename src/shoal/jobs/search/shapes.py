@@ -19,6 +19,12 @@ from shoal.spec.job import Job
 
 STEP_OVERHEAD_FLOPS = 50e6
 """What a step costs besides its FLOPs: a small step is not free."""
+FACT_FIELDS = {
+    "parameters": "parameters",
+    "flops": "flops_per_sample",
+    "size": "size_bytes",
+    "latency": "latency_ms",
+}
 _WITHOUT_SHAPE = {
     "name", "optimizer", "schedule", "clip", "self_check", "checkpoint", "best", "stop_early", "elastic", "network",
     "plan", "watchers", "export", "faults", "engine", "workers", "search", "device", "threads", "metrics",
@@ -29,9 +35,10 @@ _WITHOUT_SHAPE = {
 class ShapeProbe:
     """Shapes by the parts of a job that matter. Belongs to the search's thread."""
 
-    def __init__(self, fork_servers: ForkServerPool, nodes: list[Node]) -> None:
+    def __init__(self, fork_servers: ForkServerPool, nodes: list[Node], *, latency: bool = False) -> None:
         self._fork_servers = fork_servers
         self._memory_bytes = max((node.memory_bytes for node in nodes), default=0)
+        self._latency = latency
         self._known: dict[str, Mapping[str, Any]] = {}
 
     def ask(self, trial: int, job: Job | ShoalError, changes: Mapping[str, Any], cost: str) -> Steps[ShapeRow]:
@@ -44,7 +51,7 @@ class ShapeProbe:
             try:
                 one_run, fork_server = job.fold(0), self._fork_servers.for_job(job)
                 hold_data(fork_server, one_run)
-                self._known[key] = yield from probe_steps("shape", one_run, fork_server)
+                self._known[key] = yield from probe_steps("shape", one_run, fork_server, latency=self._latency)
             except (ShoalError, RuntimeError) as failure:
                 machine = failure_code(failure) == "SH407"
                 return failed.model_copy(update={"failure": describe_failure(failure), "machine": machine})
@@ -67,7 +74,7 @@ class ShapeProbe:
             changes=dict(changes),
             units=folds if folds > 1 else len(boundaries),
             cost=folds * training_cost(job, found, cost),
-            facts={"parameters": float(found["parameters"]), "flops": float(found["flops_per_sample"])},
+            facts={fact: float(found[name]) for fact, name in FACT_FIELDS.items() if name in found},
             boundaries=[] if folds > 1 else boundaries,
             failure=has if too_large else nothing,
             machine=too_large,

@@ -110,11 +110,6 @@ def _fold_rows(paths: RunPaths, stretch: Stretch) -> tuple[MetricRow, ...] | Non
 # ---- the disk ----
 
 
-def checkpoint_bytes(paths: RunPaths) -> int:
-    """Bytes of the trial's checkpoints in its own directory."""
-    return sum(file.stat().st_size for file in paths.checkpoints.rglob("*") if file.is_file())
-
-
 def forget(paths: RunPaths) -> None:
     """Delete the checkpoints of a trial. If it goes on, it is trained again from its start, to the same bits."""
     shutil.rmtree(paths.checkpoints, ignore_errors=True)

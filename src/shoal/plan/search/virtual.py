@@ -25,6 +25,9 @@ from shoal.plan.search.trial import (
 from shoal.plan.search.winner import best_trial, unfinished_winners, wanted_repeats
 from shoal.spec.search import BudgetConfig
 
+MOST_ALIKE = 30
+"""Trials from the first one on that may all fail alike, without any result, before the search ends: the job itself does
+not work."""
 MAX_REFUSED = 1000
 """Proposals in a row that cannot be trained or break a constraint, after which the search ends."""
 
@@ -74,6 +77,8 @@ class VirtualSearch:
     _proposed: _Proposed | None = None
     _fresh: TrialState | None = None
     _refused: int = 0
+    _failed_alike: int = 0
+    _first_failure: str | None = None
     _closed: str = ""
     _finishing: str = ""
     _repeats: list[tuple[int, int]] | None = None
@@ -129,6 +134,8 @@ class VirtualSearch:
             return self._closed
         if self.budget.trainings is not None and self.spent >= self.budget.trainings - 1e-9:
             return f"{self.budget.trainings:g} trainings are done"
+        if self._failed_alike >= MOST_ALIKE:
+            return f"the first {MOST_ALIKE} trials all failed alike"
         if self._refused >= MAX_REFUSED:
             return f"{MAX_REFUSED} proposals in a row could not be trained"
         return ""
@@ -225,6 +232,7 @@ class VirtualSearch:
         self.now = max(self.now, stretch.ends)
         trial, result = self.ledger.trials[stretch.trial], self._results[stretch.number]
         trial.rows.extend(result.rows[: stretch.end - stretch.start])
+        self._note_failure(result)
         if result.failure:
             trial.status, trial.failure = "failed", result.failure
         elif trial.reached < stretch.end or stretch.end >= trial.shape.units:
@@ -232,6 +240,15 @@ class VirtualSearch:
         else:
             trial.status = "paused"
         self._note_best(trial)
+
+    def _note_failure(self, result: StretchResult) -> None:
+        """Count the results from the first one on as long as they are one and the same failure."""
+        kind = "" if result.rows else result.failure
+        if self._first_failure is None:
+            self._first_failure = kind
+        elif kind != self._first_failure:
+            self._first_failure = ""
+        self._failed_alike = self._failed_alike + 1 if self._first_failure else 0
 
     def _note_best(self, trial: TrialState) -> None:
         """Remember when the first metric became better than ever."""

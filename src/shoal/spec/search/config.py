@@ -10,8 +10,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 from shoal.spec.base import Spec
 
 SAMPLERS = ("grid", "random", "sobol", "tpe", "gp", "cmaes", "nsga2")
-FACTS = ("parameters", "flops")
-"""Names of what is known of a trial before it is trained. They may be objectives and constraints."""
+FACTS = ("parameters", "flops", "size", "latency")
+"""Names of what is known of a trial before it is trained. They may be objectives and constraints. `size` is in bytes,
+`latency` in milliseconds for one sample; it is measured, so it is the machine's."""
 _SMALLER_IS_BETTER = re.compile(
     r"loss|error|mae|mse|rmse|perplexity|parameters|flops|latency|size|bytes|seconds|memory|_m?s$"
 )
@@ -194,6 +195,10 @@ class SearchConfig(Spec):
     constraints: list[ConstraintConfig] = Field(default_factory=list)
     repeat: Annotated[int, Field(ge=1, le=100)] = 1
     seeds: Annotated[int, Field(ge=1, le=100)] = 1
+
+    @property
+    def wants_latency(self) -> bool:
+        return "latency" in {rule.metric for rule in (*self.metric, *self.constraints)}
 
     @model_validator(mode="before")
     @classmethod

@@ -197,6 +197,9 @@ def _metrics(search: SearchConfig, known: Sequence[str] | None) -> Iterator[Shoa
         if known is not None and metric not in (*known, *FACTS):
             fix = f"{did_you_mean(metric, [*known, *FACTS])} Others are added under `metrics`."
             yield error("SH106", f"the job computes no metric '{metric}'", where=place, fix=fix)
+        if known is not None and metric in known and metric in FACTS:
+            fix = f"Give the metric of the job another name than {metric}."
+            yield error("SH107", f"`{metric}` is the job's metric and a fact of every trial", where=place, fix=fix)
         if place.startswith("search.metric") and metric in [name for _, name in asked[:i]]:
             yield error("SH108", f"the metric '{metric}' is given twice", where=place, fix="Remove one of the two.")
     if search.metric and all(objective.metric in FACTS for objective in search.metric):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -58,7 +58,7 @@ def sobol_place(ledger: Ledger, number: int) -> Cube:
     return np.asarray(engine.random(1)[0], dtype=np.float64)
 
 
-def first_free(ledger: Ledger, places: Iterator[Cube] | Cube | list[Cube]) -> Point | None:
+def first_free(ledger: Ledger, places: Iterable[Cube] | Cube) -> Point | None:
     """The configuration at the first place that is not taken; else any free one of a space that can be counted."""
     taken = ledger.taken
     for place in places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,8 @@ MOST_FITTED = 110
 CANDIDATES = 800
 EXAMINED = 300
 """Candidates with the best expectation whose improvement is computed."""
+NEAR = 0.01
+"""Two configurations teach the same if they differ on every axis by less than this part of it."""
 REFIT_GROWTH = 1.12
 BACK = (1, 3, 9)
 """A trial is observed at its last unit, at a third and at a ninth of it."""
@@ -57,7 +60,7 @@ class GpSampler:
         near = np.array([t.point.cube for t in best]).reshape(len(best), len(columns))
         places = ledger.space.candidates(generator, CANDIDATES, near=near, taken=ledger.taken)
         gains = self._gains(ledger, posterior, places, goal)
-        return first_free(ledger, places[np.argsort(-gains, kind="stable")[:EXAMINED]])
+        return first_free(ledger, new_ones_first(ledger, places[np.argsort(-gains, kind="stable")[:EXAMINED]]))
 
     def _refit(self, points: Observed, y: Array, columns: list[slice], generator: np.random.Generator) -> None:
         """Again when there are 12 % more observations, with some of them."""
@@ -77,6 +80,18 @@ class GpSampler:
         if self.cost_aware:
             gains[best] -= log_costs(ledger, places[best])
         return gains
+
+
+def new_ones_first(ledger: Ledger, places: Array) -> Iterator[Array]:
+    """The places in their order, those that are near a trial last: a space may have no others."""
+    tried = np.array([t.point.cube for t in ledger.trials])
+    near = []
+    for place in places:
+        if np.abs(tried - place).max(axis=1).min() < NEAR:
+            near.append(place)
+        else:
+            yield place
+    yield from near
 
 
 def axis_columns(ledger: Ledger) -> list[slice]:

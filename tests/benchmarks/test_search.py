@@ -1,0 +1,88 @@
+"""Simulated searches on small tables: what is counted, and that any table of the format is taken."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from benchmarks.search import __main__ as searching
+from benchmarks.search.simulate import simulate
+from benchmarks.search.tables import load_table, load_tables
+
+ROWS, POINTS = 60, 9
+
+
+def curves(*, diverged=0.0, seed=0):
+    """Errors that fall with training; the best configuration is near the middle of the cube."""
+    generator = np.random.default_rng(seed)
+    cube = generator.random((ROWS, 3))
+    final = 0.1 + ((cube - 0.5) ** 2).sum(axis=1)
+    error = final[:, None] + 1 / (1 + np.arange(POINTS))[None]
+    error[generator.random(ROWS) < diverged, 4:] = np.nan
+    return cube, error
+
+
+def write(folder, name="one.npz", **more):
+    cube, error = curves()
+    np.savez(folder / name, **({"u": cube, "y": error} | more))
+    return folder / name
+
+
+def run(monkeypatch, capsys, folder, *arguments):
+    monkeypatch.setattr(sys, "argv", ["search", "simulate", "--tables", str(folder), "--json", *arguments])
+    searching.main()
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("order", ["virtual", "clock"])
+def test_the_command_prints_regret_and_standard_errors(order, tmp_path, monkeypatch, capsys):
+    write(tmp_path)
+    (tmp_path / "inner").mkdir()
+    write(tmp_path / "inner", "two.npz", t=np.cumsum(np.ones((ROWS, POINTS)), axis=1), names=np.array(["a"] * 3))
+    asked = ["--policy", "shoal", "--order", order, "--workers", "4", "--seeds", "1"]
+    (row,) = run(monkeypatch, capsys, tmp_path, *asked)
+    assert (row["policy"], row["order"], row["workers"], row["runs"]) == ("shoal", order, 4, 2)
+    regrets = [row[f"regret at {when}"] for when in ("1", "2.5", "5", "10")]
+    assert regrets == sorted(regrets, reverse=True)
+    assert regrets[-1] < 0.5
+    assert all(row[f"± at {when}"] >= 0 for when in ("1", "2.5", "5", "10"))
+
+
+def test_other_policies_are_rivals_in_the_order_of_the_clock(tmp_path, monkeypatch, capsys):
+    write(tmp_path)
+    rows = run(monkeypatch, capsys, tmp_path, "--policy", "asha", "--policy", "random", "--seeds", "2", "--time", "5")
+    assert [(row["policy"], row["order"]) for row in rows] == [("asha", "clock"), ("random", "clock")]
+    assert "regret at 10" not in rows[0]
+
+
+def test_the_first_point_is_left_out_and_regret_is_scaled(tmp_path):
+    table = load_table(write(tmp_path))
+    assert table.error.shape == (ROWS, POINTS - 1)
+    assert table.regret(table.best) == 0 == table.regret(table.best - 1)
+    assert table.regret(table.median) == pytest.approx(1)
+    assert np.isfinite(table.regret(np.inf))  # nothing was seen yet
+
+
+@pytest.mark.parametrize("diverged", [0.3, 0.8])
+def test_diverged_curves_and_unknown_times_are_no_obstacle(diverged, tmp_path):
+    cube, error = curves(diverged=diverged)
+    seconds = np.where(np.isnan(error), np.nan, np.cumsum(np.ones_like(error), axis=1))
+    np.savez(tmp_path / "one.npz", x=np.exp(9 * cube), y=error, t=seconds)
+    found = simulate(load_tables(tmp_path), "shoal", order="virtual", workers=4, seeds=1, horizon=5)
+    assert all(np.isfinite(value) for key, value in found.items() if key.startswith("regret"))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "told"),
+    [
+        ({"y": np.ones((4, 3))}, "`u` or `x`"),
+        ({"u": np.ones((4, 2))}, "`y`"),
+        ({"u": np.ones((3, 2)), "y": np.ones((4, 3))}, "as many rows"),
+        ({"u": np.ones((4, 2)), "y": np.ones((4, 3)), "t": np.ones((4, 2))}, "`t`"),
+        ({"u": np.ones((4, 2)), "y": np.full((4, 3), np.nan)}, "diverged"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(arrays, told, tmp_path):
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(SystemExit, match=f"bad.npz.*{told}"):
+        load_tables(tmp_path)
