@@ -49,7 +49,7 @@ TRIALS = {
     "lenet300-smaller": Trial(
         "LeNet300",
         12,
-        {"steps": ["pack"], "max_drop": 0.005, "tune": {"epochs": 4, "lr": 1.0}, "target": {"size": 1 / 70}},
+        {"steps": ["pack"], "max_drop": 0.006, "tune": {"epochs": 4, "lr": 1.0}, "target": {"size": 1 / 70}},
     ),
     "lenet5-size": Trial(
         "LeNet5",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -96,6 +96,19 @@ def cut_channels(groups: Sequence[Group], kept: Sequence[Sequence[int]]) -> CutS
             if group.kind == "filled":
                 side["wide"] = where
     return CutStep(layers={name: Kept.model_validate(fields) for name, fields in layers.items()})
+
+
+def share_of_layers(weights: Mapping[str, Tensor], share: float) -> dict[str, float]:
+    """The share of its weights that each layer keeps, if this share of all is kept. Layers are compared by what a weight
+    is of the squares that would be left in its layer (Lee and others, 2021): small and narrow layers keep more."""
+    scores = {}
+    for name, weight in weights.items():
+        squares = weight.double().flatten().square().sort(descending=True).values
+        left = squares.cumsum(0)
+        scores[name] = torch.where(left > 0, squares / left.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    everything = torch.cat(list(scores.values())).sort(descending=True).values
+    least = everything[max(round(len(everything) * share), 1) - 1]
+    return {name: max(int((score >= least).sum()), 1) / len(score) for name, score in scores.items()}
 
 
 def _apart(total: Tensor, groups: Sequence[Group]) -> Scores:

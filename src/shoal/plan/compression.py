@@ -14,6 +14,10 @@ from shoal.spec.compression.steps import ModelShape, ShapeStep, TuneStep
 from shoal.spec.job import InitFromConfig, Job
 
 SMALLER = 0.99
+KEPT_WEIGHTS = (0.4, 0.15, 0.08, 0.05)
+"""Shares of the weights that are kept if no size is asked for."""
+FILLED = 0.97
+"""How much of the size that is asked for the codes may take; biases and lists of values take the rest."""
 DEFAULT_LR = 1e-3
 _TARGET = re.compile(r"\s*(size|latency)\s*<=?\s*(\S+)\s*")
 
@@ -152,9 +156,18 @@ def shrink_step(job: Job, steps: int, evaluations: Sequence[int]) -> int:
 
 def packed_share(keep: float, *, bits: int) -> float:
     """About how large a packed file is if this share of the weights is not zero: the entropy of which ones, and their
-    codes. Files are 8 % larger than that."""
+    codes. Files are a few percent larger or smaller than that."""
     which = -(keep * math.log2(keep) + (1 - keep) * math.log2(1 - keep)) if keep < 1 else 0.0
-    return 1.08 * (which + keep * bits) / 32
+    return (which + keep * bits) / 32
+
+
+def kept_shares(size: float | None) -> list[float]:
+    """The shares of the weights that are kept, one after the other: in three steps to what a file of this size holds
+    with 4 bits each."""
+    if size is None:
+        return list(KEPT_WEIGHTS)
+    goal = next((n / 1000 for n in range(500, 0, -1) if packed_share(n / 1000, bits=4) < FILLED * size), 0.001)
+    return [goal ** (part / 3) for part in (1, 2, 3)]
 
 
 def undecidable(quality: Quality, max_drop: float) -> bool:

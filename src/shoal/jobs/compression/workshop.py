@@ -168,6 +168,11 @@ class Workshop:
         found = self._ask("layers", file=candidate.source)["weights"]
         return {str(name): int(count) for name, count in found.items()}
 
+    def kept_by_layer(self, candidate: Candidate, share: float) -> dict[str, float]:
+        """The share of the weights that each layer keeps, if the model keeps this share of them."""
+        found = self._ask("kept_by_layer", file=candidate.source, share=share)["keep"]
+        return {str(name): float(kept) for name, kept in found.items()}
+
     def export(self, candidate: Candidate, **arguments: Any) -> dict[str, Any]:
         return dict(self._ask("export", file=candidate.source, **arguments))
 

@@ -16,7 +16,7 @@ from shoal.checkpoint.export import export_model
 from shoal.compression.bounds import Bounds
 from shoal.compression.dependency import find_groups
 from shoal.compression.groups import tensors_in
-from shoal.compression.importance import by_magnitude, by_taylor, by_zeros, cut_least
+from shoal.compression.importance import by_magnitude, by_taylor, by_zeros, cut_least, share_of_layers
 from shoal.compression.lossless import FoundCut, cut_from_box, cut_from_samples, fold_step
 from shoal.compression.measure import measure_in_turns
 from shoal.compression.onnx_files import export_onnx, quantise_onnx
@@ -196,7 +196,7 @@ def zero(subject: Subject, *, file: Any, out: str, keep: dict[str, float]) -> di
     with torch.no_grad():
         for name, share in keep.items():
             weight: Any = model.get_submodule(name).weight
-            count = max(int(weight.numel() * share), 1)
+            count = max(round(weight.numel() * share), 1)
             order = weight.abs().flatten().sort(descending=True, stable=True).indices
             mask = torch.zeros(weight.numel(), dtype=torch.bool)
             mask[order[:count]] = True
@@ -207,9 +207,17 @@ def zero(subject: Subject, *, file: Any, out: str, keep: dict[str, float]) -> di
 
 def layers(subject: Subject, *, file: Any) -> dict[str, Any]:
     """Dense layers and convolutions, with their numbers of weights."""
+    return {"weights": {name: weight.numel() for name, weight in _layer_weights(subject.model(_file(file))).items()}}
+
+
+def kept_by_layer(subject: Subject, *, file: Any, share: float) -> dict[str, Any]:
+    """The share of the weights that each layer keeps, if the model keeps this share of them."""
+    return {"keep": share_of_layers(_layer_weights(subject.model(_file(file))), share)}
+
+
+def _layer_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     kinds = (nn.Linear, *CONVOLUTIONS)
-    found = {n: m.weight.numel() for n, m in subject.model(_file(file)).named_modules() if isinstance(m, kinds)}
-    return {"weights": found}
+    return {name: layer.weight.detach() for name, layer in model.named_modules() if isinstance(layer, kinds)}
 
 
 def plain(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
@@ -305,6 +313,7 @@ _ACTIONS = (
     low_rank,
     zero,
     layers,
+    kept_by_layer,
     plain,
     onnx,
     pack,
