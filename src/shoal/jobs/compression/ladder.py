@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shoal.errors import ErrorGroup, ShoalError
 from shoal.jobs.compression.workshop import Candidate, Show, Workshop
-from shoal.plan.compression import judge_rung, kept_shares, meets_targets, undecidable
+from shoal.plan.compression import judge_rung, kept_shares, meets_targets, packed_share, undecidable
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import Certificate, RungReport
 from shoal.spec.compression.steps import (
@@ -181,12 +181,23 @@ class Ladder:
         """The model with as few weights as the size asks for and the quality allows; at a share that is too small, one
         step back, to the middle between it and the last good one."""
         good, less = self.base, 1.0
-        for share in kept_shares(self.config.target.size):
+        shares = kept_shares(self.config.target.size)
+        for number, first in enumerate(shares):
+            last = number == len(shares) - 1
+            share = min(self._last_share(good, less, first), less) if last else first
             current = self._sparser(good, share)
             if current is None:
                 return self._sparser(good, math.sqrt(less * share)) or good
             good, less = current, share
         return good
+
+    def _last_share(self, good: Candidate, share: float, foreseen: float) -> float:
+        """What a file of the size that is asked for holds, by the size of a file with the share that there is now."""
+        size = self.config.target.size
+        if size is None or share == 1:
+            return foreseen
+        ratio = self._share(self.workshop.take(good, PackStep(bits=4))) / packed_share(share, bits=4)
+        return kept_shares(size / ratio)[-1]
 
     def _sparser(self, start: Candidate, share: float) -> Candidate | None:
         """The candidate with this share of its weights, tuned; None if its drop may be too large."""

@@ -35,6 +35,8 @@ from shoal.strategies.self_check.hidden_state import (
 MAX_COPIED_BYTES = 1 << 20
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = (*_PATHS, str(Path(shoal.__file__).parent))
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Directories of installed libraries, in this environment or in one that it sees."""
 _Cached = functools._lru_cache_wrapper
 
 
@@ -108,7 +110,9 @@ def _defined_in(one: object) -> str:
 
 def _is_users(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not file.startswith(_NOT_THE_USERS)
+    if not isinstance(file, str) or file.startswith(_NOT_THE_USERS):
+        return False
+    return not _INSTALLED.intersection(Path(file).parts)
 
 
 def _data_of(module: ModuleType) -> Iterator[_Saved]:
