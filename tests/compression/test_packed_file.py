@@ -41,6 +41,20 @@ def test_weights_are_shared_values_and_zeros_stay(tmp_path, state, bits):
     assert file.stat().st_size < sum(t.numel() * t.element_size() for t in state.values()) / (8 / bits) + 400
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_rounded_weights_come_back_as_they_are(tmp_path, bits):
+    """One scale per output; also where the largest number of an output is not the largest that there is."""
+    random = torch.Generator().manual_seed(bits)
+    most = 2 ** (bits - 1) - 1
+    codes = torch.randint(-most, most + 1, (30, 4, 5), generator=random)
+    codes[0], codes[1] = 0, most
+    weight = codes * torch.rand(30, 1, 1, generator=random)
+    write_packed(tmp_path / "model.packed", {"weight": weight, "bias": torch.ones(30)}, bits=bits, rounded={"weight"})
+    back = read_packed(tmp_path / "model.packed")["weight"]
+    assert torch.allclose(back, weight, rtol=1e-5, atol=0)
+    assert (tmp_path / "model.packed").stat().st_size < weight.numel() * bits / 8 * 1.05 + 4 * 30 + 400
+
+
 def test_the_same_weights_give_the_same_bytes(tmp_path, state):
     for name in ("one", "other"):
         write_packed(tmp_path / name, state, bits=4)

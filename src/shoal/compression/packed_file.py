@@ -1,8 +1,9 @@
 """model.packed: weights as numbers of shared values, entropy coded. Plain data: a checked header, and streams.
 
-The file is the magic bytes, the SHA-256 of everything after it, the header's length (4 bytes, little-endian), the header
-(JSON, LZMA), an LZMA stream, and range-coded streams. The LZMA stream holds, for each tensor in the header's order, either its values or its list of
-values and its codes (one byte each). Codes of matrices that are not too large are range coded instead.
+The file is the magic bytes, the SHA-256 of everything after it, the header's length (4 bytes, little-endian), the
+header (JSON, LZMA), an LZMA stream, and range-coded streams. The LZMA stream holds, for each tensor in the header's
+order, either its values or its list of values and its codes (one byte each). Codes of matrices that are not too large
+are range coded instead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import lzma
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from shoal.checkpoint.files import atomic_replace
 from shoal.compression.range_coder import MAX_CODES, decode_codes, encode_codes
-from shoal.compression.rounding import share_weight
+from shoal.compression.rounding import codes_of_rounded, share_weight
 from shoal.errors import ShoalError, error
 from shoal.spec.base import Spec
 
@@ -37,8 +38,9 @@ _TYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int
 
 
 class PackedTensor(Spec):
-    """`stored`: the type of its values in the file. `values`: the length of the list of shared values, or 0. `coded`: the
-    bytes of its range-coded codes; 0 if they are in the LZMA stream."""
+    """`stored`: the type of its values in the file. `values`: the length of the list of shared values, or 0. `coded`:
+    the bytes of its range-coded codes; 0 if they are in the LZMA stream. `bits`: codes are multiples of a scale per
+    output, folded to numbers from 0; 0 if they are numbers of shared values."""
 
     name: str
     shape: list[NonNegativeInt]
@@ -46,10 +48,13 @@ class PackedTensor(Spec):
     stored: Literal["float32", "float16", "int64", "uint8"]
     values: Annotated[int, Field(ge=0, le=256)] = 0
     coded: NonNegativeInt = 0
+    bits: Annotated[int, Field(ge=0, le=8)] = 0
 
     @property
     def rows(self) -> tuple[int, int]:
         """Its shape as a matrix, one row per output."""
+        if not self.shape:
+            raise ValueError(f"'{self.name}' has no outputs")
         return self.shape[0], self.count // max(self.shape[0], 1)
 
     @property
@@ -64,14 +69,16 @@ class PackedHeader(Spec):
     stream: NonNegativeInt
 
 
-def write_packed(target: Path, state: Mapping[str, Tensor], *, bits: int) -> None:
-    """Weights with two or more dimensions share 2 ** bits values; other floats are stored with 16 bits.
+def write_packed(target: Path, state: Mapping[str, Tensor], *, bits: int, rounded: Collection[str] = ()) -> None:
+    """Weights with two or more dimensions share 2 ** bits values; other floats are stored with 16 bits. The weights in
+    `rounded` are multiples of a scale per output instead.
 
     SH662 if a tensor has a type that the file cannot hold.
     """
     rows, parts, streams = [], [], []
     for name, tensor in sorted(state.items()):
-        row, content, coded = _encode(name, tensor.detach().cpu(), bits)
+        pack = _encode_rounded if name in rounded else _encode
+        row, content, coded = pack(name, tensor.detach().cpu(), bits)
         rows.append(row)
         parts.append(content)
         streams.append(coded)
@@ -103,6 +110,25 @@ def _encode(name: str, tensor: Tensor, bits: int) -> tuple[PackedTensor, bytes, 
     stored = "float16" if small else dtype
     row = PackedTensor.model_validate({**fields, "stored": stored})
     return row, tensor.to(_TYPES[stored]).numpy().tobytes(), b""
+
+
+def _encode_rounded(name: str, tensor: Tensor, bits: int) -> tuple[PackedTensor, bytes, bytes]:
+    codes, scale = codes_of_rounded(tensor, bits)
+    matrix = _folded(codes.flatten(1).to(torch.int16).numpy())
+    coded = encode_codes(matrix, bits) if matrix.size <= MAX_CODES else b""
+    fields: dict[str, Any] = {"name": name, "shape": list(tensor.shape), "dtype": "float32", "stored": "float32"}
+    row = PackedTensor(**fields, coded=len(coded), bits=bits)
+    return row, scale.numpy().astype("<f4").tobytes() + (b"" if coded else matrix.tobytes()), coded
+
+
+def _folded(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """0, 1, -1, 2, -2 ... as 0, 1, 2, 3, 4 ..."""
+    return np.where(codes > 0, 2 * codes - 1, -2 * codes).astype(np.uint8)
+
+
+def _unfolded(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    whole = codes.astype(np.int16)
+    return np.where(whole % 2 == 1, (whole + 1) // 2, -(whole // 2))
 
 
 def _width(values: int) -> int:
@@ -155,27 +181,36 @@ def _expand(data: bytes, most: int) -> bytes:
 
 
 def _stored_bytes(one: PackedTensor) -> int:
+    if one.bits:
+        return 4 * one.rows[0] + (0 if one.coded else one.count)
     if one.values:
         return 4 * one.values + (0 if one.coded else one.count)
     return one.count * torch.empty(0, dtype=_TYPES[one.stored]).element_size()
 
 
 def _tensor(one: PackedTensor, content: bytes, coded: bytes) -> Tensor:
-    if not one.values:
-        kinds = {"float32": "<f4", "float16": "<f2", "int64": "<i8", "uint8": "u1"}
-        flat = np.frombuffer(content, dtype=kinds[one.stored])
-    else:
+    if one.bits:
+        scale = np.frombuffer(content[: 4 * one.rows[0]], dtype="<f4")
+        codes = _codes(one, content[4 * one.rows[0] :], coded, one.bits).reshape(one.rows)
+        flat = (_unfolded(codes) * scale[:, None]).astype(np.float32)
+    elif one.values:
         values = np.frombuffer(content[: 4 * one.values], dtype="<f4")
-        if one.coded:
-            if not one.shape or one.count > MAX_CODES:
-                raise ValueError(f"'{one.name}' is too large for its coding")
-            codes = decode_codes(coded, one.rows, _width(one.values)).reshape(-1)
-        else:
-            codes = np.frombuffer(content[4 * one.values :], dtype=np.uint8)
+        codes = _codes(one, content[4 * one.values :], coded, _width(one.values))
         if codes.size and int(codes.max()) >= one.values:
             raise ValueError(f"'{one.name}' has a code without a value")
         flat = values[codes]
+    else:
+        kinds = {"float32": "<f4", "float16": "<f2", "int64": "<i8", "uint8": "u1"}
+        flat = np.frombuffer(content, dtype=kinds[one.stored])
     return torch.from_numpy(flat.copy()).to(_TYPES[one.dtype]).reshape(one.shape)
+
+
+def _codes(one: PackedTensor, plain: bytes, coded: bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    if not one.coded:
+        return np.frombuffer(plain, dtype=np.uint8)
+    if one.count > MAX_CODES:
+        raise ValueError(f"'{one.name}' is too large for its coding")
+    return decode_codes(coded, one.rows, bits).reshape(-1)
 
 
 def _damaged(why: str, where: str) -> ShoalError:

@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -30,6 +31,25 @@ def run_steps(steps: Steps[T]) -> T:
             result: T = end.value
             return result
         wait(filenos, TICK_S)
+
+
+def together(several: Sequence[Steps[T]]) -> Steps[list[T]]:
+    """Run all steps at the same time. The first failure ends the others."""
+    results: dict[int, T] = {}
+    waiting: dict[int, Sequence[int]] = dict.fromkeys(range(len(several)), ())
+    with contextlib.ExitStack() as stack:
+        for steps in several:
+            stack.callback(steps.close)
+        while waiting:
+            for number in list(waiting):
+                try:
+                    waiting[number] = next(several[number])
+                except StopIteration as end:
+                    results[number] = end.value
+                    del waiting[number]
+            if waiting:
+                yield list(dict.fromkeys(fileno for filenos in waiting.values() for fileno in filenos))
+    return [results[number] for number in range(len(several))]
 
 
 def in_thread(call: Callable[[], T]) -> Steps[T]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from shoal.errors import error
@@ -168,6 +169,23 @@ def kept_shares(size: float | None) -> list[float]:
         return list(KEPT_WEIGHTS)
     goal = next((n / 1000 for n in range(500, 0, -1) if packed_share(n / 1000, bits=4) < FILLED * size), 0.001)
     return [goal ** (part / 3) for part in (1, 2, 3)]
+
+
+def divide_lanes(lanes: int, workers: int) -> list[list[int]]:
+    """The lanes that each worker measures: neighbours, as equal in number as possible."""
+    parts = min(workers, lanes)
+    ends = [lanes * part // parts for part in range(parts + 1)]
+    return [list(range(first, last)) for first, last in pairwise(ends)]
+
+
+def join_ranges(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:
+    """The smallest and largest values of all workers, by name."""
+    found: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (low, high) in part.items():
+            known = found.get(name, (low, high))
+            found[name] = min(known[0], low), max(known[1], high)
+    return dict(sorted(found.items()))
 
 
 def undecidable(quality: Quality, max_drop: float) -> bool:

@@ -69,7 +69,7 @@ def test_tuning_survives_a_kill(run, job_dir, fork_server):
         job = parent_job(parent, kill, job_dir)
         workshop = Workshop(job, job_dir / f"work-{kill}", fork_server=fork_server)
         start = workshop.open_parent(str(parent.paths.model))
-        pruned, _ = workshop.propose(start, "prune", "prune", remove=0.5, importance="taylor")
+        pruned, _ = workshop.prune(start, "prune", remove=0.5, importance="taylor")
         zeroed = workshop.take(pruned, ZeroStep(keep={"0": 0.5}))
         made = workshop.tune(zeroed, TuneStep(epochs=2, lr=0.5, teacher=True, hold=MaskStep(layers=["0"])))
         found.append(made.weights.sha256)

@@ -65,6 +65,7 @@ class Ladder:
             "unused": lambda: self._lossless("data"),
             "int8": lambda: self._int8(self.base),
             "prune": self._prune,
+            "low_bits": self._low_bits,
             "pack": self._pack,
             "low_rank": self._low_rank,
         }
@@ -115,7 +116,7 @@ class Ladder:
     def _pruned(self, start: Candidate, share: float) -> bool | None:
         """Whether the pruned model is kept; None if it was not trained, because it cannot meet the target."""
         name = f"prune {share:.0%}"
-        cut, facts = self.workshop.propose(start, "prune", name, remove=share, importance=self.config.importance)
+        cut, facts = self.workshop.prune(start, name, remove=share, importance=self.config.importance)
         if share < PRUNED_SHARES[-1] and self._too_large(cut):
             self._add(RungReport(name=name, parameters=cut.parameters, why="too large for the target even with int8"))
             return None
@@ -163,10 +164,28 @@ class Ladder:
                 self._add(row.model_copy(update={"quality": found[i], "size_ratio": self._share(one), "why": why}))
         return made[best]
 
+    def _low_bits(self) -> None:
+        """Weights of 4, 3 and 2 bits, each trained through the rounding from the one before it."""
+        if self._only_smaller("low_bits"):
+            return
+        layers, current = list(self.workshop.layers(self.base)), self.base
+        for bits in (4, 3, 2):
+            hold = RoundStep(layers=dict.fromkeys(layers, bits))
+            current = self.workshop.tune(current, self._tuning(hold=hold, teacher=self._may_teach))
+            made = self.workshop.take(current, PackStep(bits=bits, rounded=layers))
+            if not self._consider(replace(made, name=_joined(self.base, f"{bits} bits"))) or self.done:
+                return
+
+    def _only_smaller(self, rung: str) -> bool:
+        """Whether a latency is asked for: a packed file runs as before, so that the rung is left out."""
+        if self.config.target.latency is None:
+            return False
+        self._add(RungReport(name=rung, why="it makes nothing faster, and a latency is asked for"))
+        return True
+
     def _pack(self) -> None:
         """Fewer and fewer weights, then shared values. Only size counts here: the file runs as before."""
-        if self.config.target.latency is not None:
-            self._add(RungReport(name="pack", why="it makes nothing faster, and a latency is asked for"))
+        if self._only_smaller("pack"):
             return
         good = self._sparse()
         sizes = self.workshop.layers(good)
