@@ -186,7 +186,8 @@ class Workshop:
         """Each file, loaded back from disk, against the parent."""
         assert self.parent is not None
         files = {str(i): one.file.model_dump(mode="json") for i, one in enumerate(candidates)}
-        found = self._ask("quality", parent=self.parent.file, models=files, part=part)["found"]
+        known = str(self.folder / f"parent-{part}.json")
+        found = self._ask("quality", parent=self.parent.file, models=files, part=part, known=known)["found"]
         return [Quality.model_validate(one) for one in found]
 
     def time(self, models: Mapping[str, Candidate], sizes: Sequence[int] = BATCH_SIZES) -> list[Latency]:

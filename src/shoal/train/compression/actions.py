@@ -342,8 +342,9 @@ def export(subject: Subject, *, file: Any, out: str, info: dict[str, Any], progr
     }
 
 
-def quality(subject: Subject, *, parent: Any, models: dict[str, Any], part: str) -> dict[str, Any]:
-    found = judge(subject, _file(parent), {name: _file(one) for name, one in models.items()}, part=part)
+def quality(subject: Subject, *, parent: Any, models: dict[str, Any], part: str, known: str) -> dict[str, Any]:
+    files = {name: _file(one) for name, one in models.items()}
+    found = judge(subject, _file(parent), files, part=part, known=Path(known))
     return {"found": [one.model_dump(mode="json") for one in found]}
 
 
