@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.compression.groups import Group, GroupMember
+from shoal.compression.units import rows_by_unit
 from shoal.lanes.reduction_tree import Node, TreeSum, partial_nodes
 from shoal.spec.compression.steps import CutStep, Kept, format_indices
 
@@ -180,11 +181,17 @@ def _over_members(model: nn.Module, group: Group, value: Callable[[Tensor], Tens
 
 def _of_member(layer: Any, member: GroupMember, value: Callable[[Tensor], Tensor]) -> Tensor:
     """The mean over what belongs to a channel, as a share of the layer's mean."""
+    if isinstance(layer, nn.RNNBase):
+        weights: Any = layer.weight_ih_l0
+        return _share_of_mean(rows_by_unit(layer, value(weights).cpu()).mean(1))
     own = getattr(layer, "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight", None)
     if not isinstance(own, Tensor) or own.dim() < 2:
         return torch.zeros(len(member.columns), dtype=torch.float64)
     weight = value(own).cpu()
     rows = (weight.transpose(0, 1) if member.is_input or isinstance(layer, nn.Embedding) else weight).flatten(1)
-    each = rows.mean(1)[torch.tensor(member.columns)].mean(1)
+    return _share_of_mean(rows.mean(1)[torch.tensor(member.columns)].mean(1))
+
+
+def _share_of_mean(each: Tensor) -> Tensor:
     mean = float(each.mean())
     return each / mean if mean > 0 else each
