@@ -122,14 +122,17 @@ class Encoder(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, kind=nn.LSTM, *, batch_first=True, **more):
         super().__init__()
         self.tokens = nn.Embedding(20, 8)
-        self.recurrent = nn.LSTM(8, 16, batch_first=True)
-        self.head = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.recurrent = kind(8, 16, batch_first=batch_first, **more)
+        width = more.get("proj_size", 16) * (1 + more.get("bidirectional", False))
+        self.head = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.batch_first = batch_first
 
     def forward(self, x):
-        return self.head(self.recurrent(self.tokens(x))[0][:, -1])
+        x = self.tokens(x)
+        return self.head(self.recurrent(x)[0][:, -1] if self.batch_first else self.recurrent(x.transpose(0, 1))[0][-1])
 
 
 def dense(*sizes):

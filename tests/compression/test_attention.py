@@ -91,10 +91,50 @@ def test_fewer_heads_give_weights_and_take_masks():
             assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_a_recurrent_layer_is_named():
-    _, groups = groups_of(Recurrent)
-    assert groups.refused["recurrent"].startswith("a recurrent layer")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_units_of_a_recurrent_layer_are_cut_with_what_reads_them(kind, batch_first):
+    """What is left gives what the whole model gives if nothing reads the removed units."""
+    model, groups = groups_of(lambda: Recurrent(kind, batch_first=batch_first))
+    assert {one.name: one.kind for one in groups.found} == {"head.0": "channels", "recurrent": "recurrent"}
+    group = next(one for one in groups.found if one.kind == "recurrent")
+    assert group.channels == 16
+    cut = cut_channels([group], [[0, 3, 4, 9, 15]])
+    small = apply_steps(copy.deepcopy(model), [cut])
+    assert (small.recurrent.hidden_size, small.head[0].in_features) == (5, 5)
+    gone = [i for i in range(16) if i not in (0, 3, 4, 9, 15)]
+    with torch.no_grad():
+        model.recurrent.weight_hh_l0[:, gone] = 0
+        model.head[0].weight[:, gone] = 0
+    assert torch.allclose(small(TOKENS), model(TOKENS), atol=1e-6)
+    again = apply_steps(Recurrent(kind, batch_first=batch_first), [cut]).eval()
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(TOKENS), small(TOKENS))
+    small.train()(TOKENS).sum().backward()
+
+
+@pytest.mark.parametrize("score", [by_magnitude, by_taylor, by_zeros])
+def test_units_have_scores(score):
+    model, groups = groups_of(Recurrent)
+    more = {
+        by_magnitude: (),
+        by_taylor: ([[TOKENS, None]], lambda batch: model(batch).square().mean()),
+        by_zeros: ([[TOKENS, None]], model),
+    }
+    scores = score(model, groups.found, *more[score])
+    assert [len(one) for one in scores] == [one.channels for one in groups.found]
+    cut = cut_least(groups.found, scores, remove=0.5)
+    assert apply_steps(copy.deepcopy(model), [cut]).recurrent.hidden_size == 8
+
+
+@pytest.mark.parametrize("more", [{"num_layers": 2}, {"bidirectional": True}, {"proj_size": 4}])
+def test_a_recurrent_layer_that_cannot_be_cut_is_named(more):
+    _, groups = groups_of(lambda: Recurrent(**more))
+    assert "several layers or directions, or with a projection" in groups.refused["recurrent"]
     assert [one.name for one in groups.found] == ["head.0"]
+    with pytest.raises(ShoalError, match="one recurrent layer") as refused:
+        apply_steps(Recurrent(**more), [CutStep(layers={"recurrent": Kept(out="0-3")})])
+    assert refused.value.code == "SH660"
 
 
 @pytest.mark.parametrize(

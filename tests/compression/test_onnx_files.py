@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.compression.onnx_files import OnnxModel, export_onnx, quantise_onnx
+from shoal.compression.onnx_files import OnnxModel, export_onnx, observe_ranges, quantise_onnx
 from shoal.errors import ShoalError
+from shoal.plan.compression import join_ranges
 from tests.compression.networks import Residual, Transformer, dense, randomise_norms
 
 for library in ("onnx", "onnxscript", "onnxruntime"):
@@ -29,8 +30,11 @@ def test_the_file_computes_what_the_model_does(tmp_path, make, x):
     with torch.no_grad():
         for count in (1, 7):
             assert (runtime(x[:count]) - model(x[:count])).abs().max() < 1e-5
-        quantise_onnx(tmp_path / "model.onnx", tmp_path / "small.onnx", [(x[:4],), (x[4:],)])
-        quantise_onnx(tmp_path / "model.onnx", tmp_path / "again.onnx", [(x[4:],), (x[:4],)])
+        one, other = (observe_ranges(tmp_path / "model.onnx", [(part,)]) for part in (x[:4], x[4:]))
+        both = observe_ranges(tmp_path / "model.onnx", [(x[4:],), (x[:4],)])
+        assert join_ranges([one, other]) == join_ranges([other, one]) == both
+        quantise_onnx(tmp_path / "model.onnx", tmp_path / "small.onnx", join_ranges([one, other]))
+        quantise_onnx(tmp_path / "model.onnx", tmp_path / "again.onnx", both)
         rounded = OnnxModel(tmp_path / "small.onnx")(x)
     assert (tmp_path / "small.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
     assert not torch.equal(rounded, model(x))
@@ -43,7 +47,7 @@ def test_what_cannot_be_written_is_told(tmp_path):
     with pytest.raises(ShoalError, match="tensors as inputs"):
         export_onnx(nn.Identity(), ({"x": 1},), tmp_path / "model.onnx")
     with pytest.raises(ShoalError, match="no samples"):
-        quantise_onnx(tmp_path / "model.onnx", tmp_path / "small.onnx", [])
+        observe_ranges(tmp_path / "model.onnx", [])
     (tmp_path / "bad.onnx").write_bytes(b"no model")
     with pytest.raises(ShoalError, match="cannot load"):
         OnnxModel(tmp_path / "bad.onnx")

@@ -10,7 +10,15 @@ from pydantic import ValidationError
 from torch import nn
 
 from shoal.compression.dependency import find_groups
-from shoal.compression.importance import by_magnitude, by_taylor, by_zeros, cut_least
+from shoal.compression.importance import (
+    by_magnitude,
+    by_taylor,
+    by_zeros,
+    cut_least,
+    join_sums,
+    share_of_layers,
+    sum_of_some_lanes,
+)
 from shoal.compression.lossless import fold_step
 from shoal.compression.shape import apply_steps, count_parameters, plain_state
 from shoal.errors import ShoalError
@@ -92,6 +100,31 @@ def test_a_pruned_model_runs_and_is_smaller(model, x, score):
     again = apply_steps(copy.deepcopy(model), [cut])
     again.load_state_dict(small.state_dict())
     assert torch.equal(again(x), small(x))
+
+
+@given(st.integers(1, 9), st.integers(0, 2**9 - 1), st.integers(0, 2**9 - 1), st.integers(0, 2**31))
+def test_a_sum_over_lanes_has_the_same_bits_for_every_division_of_them(lanes, division, empty, seed):
+    values = torch.rand(lanes, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    batches = {lane: None if empty >> lane & 1 else values[lane] for lane in range(lanes)}
+    owners = [[lane for lane in range(lanes) if (division >> lane & 1) == side] for side in (0, 1)]
+
+    def part(own):
+        return own, sum_of_some_lanes({lane: batches[lane] for lane in own}, lanes, lambda row: row.clone())
+
+    alone = join_sums([part(range(lanes))], lanes)
+    several = join_sums([part(own) for own in owners], lanes)
+    assert (alone is None and several is None) or torch.equal(alone, several)
+
+
+def test_small_layers_keep_more_of_their_weights():
+    """As many as asked for in all; of a layer, the largest ones."""
+    torch.manual_seed(0)
+    weights = {"large": torch.randn(200, 300), "small": torch.randn(20, 30), "dead": torch.zeros(5, 5)}
+    kept = share_of_layers(weights, 0.1)
+    assert abs(sum(kept[n] * w.numel() for n, w in weights.items()) - 0.1 * 60_625) <= 1
+    assert kept["small"] > 3 * kept["large"]
+    assert kept["dead"] == 1 / 25
+    assert share_of_layers(weights, 0.1) == kept
 
 
 @pytest.mark.parametrize("folded", [False, True], ids=["norms", "folded"])

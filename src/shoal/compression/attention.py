@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.compression.groups import Group, GroupMember, Groups, tensors_in
 from shoal.compression.importance import cut_channels
 from shoal.compression.shape import apply_steps, count_parameters
+from shoal.compression.units import ignore_unit
 from shoal.errors import describe_exception
 
 ROWS_AT_ONCE = 64
@@ -98,9 +99,11 @@ def _masked(model: nn.Module, groups: Iterable[Group]) -> nn.Module:
     with torch.no_grad():
         for group in groups:
             for member in group.members:
+                layer: Any = masked.get_submodule(member.layer)
                 if member.is_input:
-                    weight: Any = masked.get_submodule(member.layer).weight
-                    weight[:, list(member.columns[0])] = 0
+                    layer.weight[:, list(member.columns[0])] = 0
+                elif isinstance(layer, nn.RNNBase):
+                    ignore_unit(layer, list(member.columns[0]))
     return masked
 
 
@@ -123,7 +126,7 @@ def _dense_groups(model: nn.Module, inputs: tuple[Any, ...], candidates: list[st
     """Groups of dense layers that feed one reader: queries, keys and values, or the first layer of a dense part."""
     reached: dict[str, dict[str, list[set[int]]]] = {}
     for name in candidates:
-        probe = _Probe(model, name)
+        probe = OutputProbe(model, name, len(model.get_submodule(name).weight))  # type: ignore[arg-type]
         sets = probe.run(inputs)
         if sets is not None:
             reached.setdefault(probe.reader, {})[name] = sets
@@ -161,11 +164,11 @@ class _ReaderFound(Exception):  # noqa: N818
     """The reader was found: the rest of the model need not run."""
 
 
-class _Probe:
+class OutputProbe:
     """Finds which inputs of the next layer depend on each output of a layer."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self._model, self._layer = model, model.get_submodule(name)
+    def __init__(self, model: nn.Module, name: str, outputs: int) -> None:
+        self._model, self._layer, self._outputs = model, model.get_submodule(name), outputs
         self._rows: list[int] = []
         self._marked: tuple[str, Tensor] | None = None
         self.reader = ""
@@ -178,7 +181,7 @@ class _Probe:
         """
         if not all(isinstance(value, Tensor) and value.dim() for value in inputs):
             return None
-        total = len(self._layer.weight)  # type: ignore[arg-type]
+        total = self._outputs
         hooks = [self._layer.register_forward_hook(self._disturb)]
         hooks += [
             module.register_forward_pre_hook(self._note(name))
@@ -201,7 +204,7 @@ class _Probe:
                 hook.remove()
         return found
 
-    def _disturb(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def _disturb(self, module: Any, args: Any, output: Any) -> Any:
         changed, generator = output.clone(), torch.Generator().manual_seed(0)
         noise = torch.randn(output.shape[1:-1], generator=generator).to(output)
         for sample, row in enumerate(self._rows, start=len(self._rows)):

@@ -15,6 +15,7 @@ from shoal.compression.attention import check_groups, find_transformer_groups
 from shoal.compression.groups import Group, GroupMember, Groups, tensors_in
 from shoal.compression.heads import WideLinear
 from shoal.compression.optional import load_library
+from shoal.compression.recurrent import find_recurrent_groups
 from shoal.compression.shape import BATCH_NORMS, CONVOLUTIONS
 from shoal.errors import describe_exception, error
 
@@ -26,7 +27,8 @@ def find_groups(model: nn.Module, inputs: tuple[Any, ...]) -> Groups:
     model.eval()
     outputs = _last_layers(model, inputs)
     groups = find_transformer_groups(model, inputs, outputs) or _channel_groups(model, inputs, outputs)
-    return Groups(groups.found, {**groups.refused, **_recurrent(model)})
+    found, refused = find_recurrent_groups(model, inputs)
+    return Groups((*groups.found, *found), {**groups.refused, **refused})
 
 
 def _channel_groups(model: nn.Module, inputs: tuple[Any, ...], outputs: set[str]) -> Groups:
@@ -54,11 +56,6 @@ def _channel_groups(model: nn.Module, inputs: tuple[Any, ...], outputs: set[str]
     fit, unfit = check_groups(model, inputs, found)
     refused |= {m.layer: unfit[g.name] for g in found if g.name in unfit for m in g.members if not m.is_input}
     return Groups(tuple(fit), refused)
-
-
-def _recurrent(model: nn.Module) -> dict[str, str]:
-    reason = "a recurrent layer reads its own outputs: it is not pruned"
-    return {name: reason for name, layer in model.named_modules() if isinstance(layer, nn.RNNBase)}
 
 
 def _group_of(

@@ -21,12 +21,13 @@ class GroupMember:
 @dataclass(frozen=True)
 class Group:
     """`kind`: channels of layers; heads of dense layers, cut like channels; heads in code that wants the old width, so
-    that zeros fill it (`filled`); heads of a torch.nn.MultiheadAttention (`module`)."""
+    that zeros fill it (`filled`); heads of a torch.nn.MultiheadAttention (`module`); units of a recurrent layer, cut
+    like channels (`recurrent`)."""
 
     name: str
     channels: int
     members: tuple[GroupMember, ...]
-    kind: Literal["channels", "heads", "filled", "module"] = "channels"
+    kind: Literal["channels", "heads", "filled", "module", "recurrent"] = "channels"
 
 
 @dataclass(frozen=True)

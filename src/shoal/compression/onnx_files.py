@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,38 +82,71 @@ def _with_short_names(model: Any) -> Any:
     return model
 
 
-def quantise_onnx(source: Path, target: Path, batches: Sequence[tuple[Tensor, ...]]) -> None:
-    """Write the file with 8-bit weights per channel and 8-bit activations, in QDQ form.
+Ranges = dict[str, tuple[float, float]]
+"""The smallest and largest value of each activation of a file, by its name."""
 
-    The ranges of activations are the smallest and largest values on the batches, so their order does not matter.
-    """
-    tools: Any = load_library("onnxruntime.quantization")
-    prepare: Any = load_library("onnxruntime.quantization.shape_inference")
-    onnx = load_library("onnx")
+
+def observe_ranges(source: Path, batches: Sequence[tuple[Tensor, ...]]) -> Ranges:
+    """The ranges of the activations on these batches. Those of several workers are joined by their ends, so that
+    neither order nor division matters."""
     if not batches:
         raise error("SH662", "there are no samples to calibrate with", where="int8")
-    try:
-        with _quiet(), tempfile.TemporaryDirectory(prefix="shoal-") as scratch:
-            prepared, made = f"{scratch}/prepared.onnx", Path(scratch, "made.onnx")
-            prepare.quant_pre_process(str(source), prepared, skip_symbolic_shape=True)
-            graph = onnx.load(prepared).graph
-            names = [one.name for one in graph.input]
-            tools.quantize_static(
-                prepared,
-                str(made),
-                _Batches(names, batches),
-                quant_format=tools.QuantFormat.QDQ,
-                per_channel=True,
-                activation_type=tools.QuantType.QUInt8,
-                weight_type=tools.QuantType.QInt8,
-                calibrate_method=tools.CalibrationMethod.MinMax,
-                **_only_layers(graph),
-            )
-            content = _with_short_names(_without_traces(onnx.load(made))).SerializeToString(deterministic=True)
-    except Exception as failure:
-        raise error("SH662", f"int8 failed: {describe_exception(failure)[:600]}", where="int8") from failure
+    calibration: Any = load_library("onnxruntime.quantization.calibrate")
+    with _prepared(source) as (prepared, graph):
+        kinds = _only_layers(graph).get("op_types_to_quantize") or _quantisable()
+        augmented = str(prepared.with_name("augmented.onnx"))
+        calibrator = calibration.create_calibrator(str(prepared), kinds, augmented_model_path=augmented)
+        calibrator.collect_data(_Batches([one.name for one in graph.input], batches))
+        found = calibrator.compute_data()
+        ends = {name: [end.item() for end in one.range_value] for name, one in found.items()}
+        return {name: (low, high) for name, (low, high) in ends.items()}
+
+
+def quantise_onnx(source: Path, target: Path, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Write the file with 8-bit weights per channel and 8-bit activations of these ranges, in QDQ form."""
+    tools: Any = load_library("onnxruntime.quantization")
+    calibration: Any = load_library("onnxruntime.quantization.calibrate")
+    onnx = load_library("onnx")
+    limits = {name: tuple(np.float32(end).reshape(1) for end in ends) for name, ends in ranges.items()}
+    known = calibration.TensorsData(tools.CalibrationMethod.MinMax, limits)
+    with _prepared(source) as (prepared, graph):
+        made, kept = prepared.with_name("made.onnx"), prepared.with_name("ranges.json")
+        calibration.save_tensors_data(known, kept)
+        tools.quantize_static(
+            str(prepared),
+            str(made),
+            None,
+            quant_format=tools.QuantFormat.QDQ,
+            per_channel=True,
+            activation_type=tools.QuantType.QUInt8,
+            weight_type=tools.QuantType.QInt8,
+            calibrate_method=tools.CalibrationMethod.MinMax,
+            calibration_cache_path=kept,
+            **_only_layers(graph),
+        )
+        content = _with_short_names(_without_traces(onnx.load(made))).SerializeToString(deterministic=True)
     with atomic_replace(target) as temporary:
         temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def _prepared(source: Path) -> Iterator[tuple[Path, Any]]:
+    """The file as the quantiser wants it, and its graph. Whatever fails in the quantiser is SH662."""
+    prepare: Any = load_library("onnxruntime.quantization.shape_inference")
+    onnx = load_library("onnx")
+    try:
+        with _quiet(), tempfile.TemporaryDirectory(prefix="shoal-") as scratch:
+            prepared = Path(scratch, "prepared.onnx")
+            prepare.quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+            yield prepared, onnx.load(prepared).graph
+    except Exception as failure:
+        raise error("SH662", f"int8 failed: {describe_exception(failure)[:600]}", where="int8") from failure
+
+
+def _quantisable() -> list[str]:
+    """The operations that onnxruntime can quantise."""
+    registry: Any = load_library("onnxruntime.quantization.registry")
+    return sorted({*registry.QLinearOpsRegistry, *registry.QDQRegistry})
 
 
 def _only_layers(graph: Any) -> dict[str, Any]:

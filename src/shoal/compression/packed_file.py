@@ -1,8 +1,9 @@
-"""model.packed: weights as numbers of shared values, entropy coded. Plain data: a checked header and one LZMA stream.
+"""model.packed: weights as numbers of shared values, entropy coded. Plain data: a checked header, and streams.
 
-The file is the magic bytes, the header's length (4 bytes, little-endian), the header (JSON, LZMA), and the stream. The
-stream holds, for each tensor in the header's order, either its values or its list of values and its codes (one byte
-each, before compression).
+The file is the magic bytes, the SHA-256 of everything after it, the header's length (4 bytes, little-endian), the
+header (JSON, LZMA), an LZMA stream, and range-coded streams. The LZMA stream holds, for each tensor in the header's
+order, either its values or its list of values and its codes (one byte each). Codes of matrices that are not too large
+are range coded instead.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import hashlib
 import json
 import lzma
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -21,11 +22,13 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from torch import Tensor
 
 from shoal.checkpoint.files import atomic_replace
-from shoal.compression.rounding import share_weight
+from shoal.compression.range_coder import MAX_CODES, decode_codes, encode_codes
+from shoal.compression.rounding import codes_of_rounded, share_weight
 from shoal.errors import ShoalError, error
 from shoal.spec.base import Spec
 
-MAGIC = b"SHOALPK1"
+MAGIC = b"SHOALPK2"
+_DIGEST = 32
 MAX_HEADER = 1 << 24
 MAX_VALUES = 1 << 34
 _FILTERS = [
@@ -35,13 +38,24 @@ _TYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int
 
 
 class PackedTensor(Spec):
-    """`stored`: the type of its values in the file. `values`: the length of the list of shared values, or 0."""
+    """`stored`: the type of its values in the file. `values`: the length of the list of shared values, or 0. `coded`:
+    the bytes of its range-coded codes; 0 if they are in the LZMA stream. `bits`: codes are multiples of a scale per
+    output, folded to numbers from 0; 0 if they are numbers of shared values."""
 
     name: str
     shape: list[NonNegativeInt]
     dtype: Literal["float32", "int64", "uint8"]
     stored: Literal["float32", "float16", "int64", "uint8"]
     values: Annotated[int, Field(ge=0, le=256)] = 0
+    coded: NonNegativeInt = 0
+    bits: Annotated[int, Field(ge=0, le=8)] = 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Its shape as a matrix, one row per output."""
+        if not self.shape:
+            raise ValueError(f"'{self.name}' has no outputs")
+        return self.shape[0], self.count // max(self.shape[0], 1)
 
     @property
     def count(self) -> int:
@@ -49,42 +63,76 @@ class PackedTensor(Spec):
 
 
 class PackedHeader(Spec):
+    """`stream`: the bytes of the LZMA stream."""
+
     tensors: list[PackedTensor]
-    sha256: str
+    stream: NonNegativeInt
 
 
-def write_packed(target: Path, state: Mapping[str, Tensor], *, bits: int) -> None:
-    """Weights with two or more dimensions share 2 ** bits values; other floats are stored with 16 bits.
+def write_packed(target: Path, state: Mapping[str, Tensor], *, bits: int, rounded: Collection[str] = ()) -> None:
+    """Weights with two or more dimensions share 2 ** bits values; other floats are stored with 16 bits. The weights in
+    `rounded` are multiples of a scale per output instead.
 
     SH662 if a tensor has a type that the file cannot hold.
     """
-    rows, parts = [], []
+    rows, parts, streams = [], [], []
     for name, tensor in sorted(state.items()):
-        row, content = _encode(name, tensor.detach().cpu(), bits)
+        pack = _encode_rounded if name in rounded else _encode
+        row, content, coded = pack(name, tensor.detach().cpu(), bits)
         rows.append(row)
         parts.append(content)
-    content = b"".join(parts)
-    header = PackedHeader(tensors=rows, sha256=hashlib.sha256(content).hexdigest())
-    text = json.dumps(header.model_dump(mode="json"), separators=(",", ":")).encode()
-    packed_header = lzma.compress(text, format=lzma.FORMAT_RAW, filters=_FILTERS)
-    stream = lzma.compress(content, format=lzma.FORMAT_RAW, filters=_FILTERS)
+        streams.append(coded)
+    stream = _compressed(b"".join(parts))
+    fields = PackedHeader(tensors=rows, stream=len(stream)).model_dump(mode="json", exclude_defaults=True)
+    header = _compressed(json.dumps(fields, separators=(",", ":")).encode())
+    body = b"".join([len(header).to_bytes(4, "little"), header, stream, *streams])
     with atomic_replace(target) as temporary:
-        temporary.write_bytes(MAGIC + len(packed_header).to_bytes(4, "little") + packed_header + stream)
+        temporary.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)
 
 
-def _encode(name: str, tensor: Tensor, bits: int) -> tuple[PackedTensor, bytes]:
+def _compressed(content: bytes) -> bytes:
+    return lzma.compress(content, format=lzma.FORMAT_RAW, filters=_FILTERS)
+
+
+def _encode(name: str, tensor: Tensor, bits: int) -> tuple[PackedTensor, bytes, bytes]:
+    """The tensor's entry, what it has in the LZMA stream, and its range-coded codes."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ("float32", "int64", "uint8"):
         raise error("SH662", f"'{name}' is {dtype}, which a packed file cannot hold", where="pack")
-    fields = {"name": name, "shape": list(tensor.shape), "dtype": dtype}
+    fields: dict[str, Any] = {"name": name, "shape": list(tensor.shape), "dtype": dtype}
     if dtype == "float32" and tensor.dim() > 1 and tensor.numel() > 2**bits:
         codes, values = share_weight(tensor, bits)
-        row = PackedTensor.model_validate({**fields, "stored": "float32", "values": len(values)})
-        return row, values.numpy().astype("<f4").tobytes() + codes.numpy().tobytes()
+        listed, matrix = values.numpy().astype("<f4").tobytes(), codes.flatten(1).numpy()
+        coded = encode_codes(matrix, _width(len(values))) if matrix.size <= MAX_CODES else b""
+        row = PackedTensor(**fields, stored="float32", values=len(values), coded=len(coded))
+        return row, listed + (b"" if coded else matrix.tobytes()), coded
     small = dtype == "float32" and bool((tensor.abs() < 60_000).all())
     stored = "float16" if small else dtype
     row = PackedTensor.model_validate({**fields, "stored": stored})
-    return row, tensor.to(_TYPES[stored]).numpy().tobytes()
+    return row, tensor.to(_TYPES[stored]).numpy().tobytes(), b""
+
+
+def _encode_rounded(name: str, tensor: Tensor, bits: int) -> tuple[PackedTensor, bytes, bytes]:
+    codes, scale = codes_of_rounded(tensor, bits)
+    matrix = _folded(codes.flatten(1).to(torch.int16).numpy())
+    coded = encode_codes(matrix, bits) if matrix.size <= MAX_CODES else b""
+    fields: dict[str, Any] = {"name": name, "shape": list(tensor.shape), "dtype": "float32", "stored": "float32"}
+    row = PackedTensor(**fields, coded=len(coded), bits=bits)
+    return row, scale.numpy().astype("<f4").tobytes() + (b"" if coded else matrix.tobytes()), coded
+
+
+def _folded(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """0, 1, -1, 2, -2 ... as 0, 1, 2, 3, 4 ..."""
+    return np.where(codes > 0, 2 * codes - 1, -2 * codes).astype(np.uint8)
+
+
+def _unfolded(codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    whole = codes.astype(np.int16)
+    return np.where(whole % 2 == 1, (whole + 1) // 2, -(whole // 2))
+
+
+def _width(values: int) -> int:
+    return max((values - 1).bit_length(), 1)
 
 
 def read_packed(source: Path) -> dict[str, Tensor]:
@@ -100,21 +148,26 @@ def read_packed(source: Path) -> dict[str, Tensor]:
 
 
 def _decode(raw: bytes, *, where: str) -> dict[str, Tensor]:
-    start = len(MAGIC) + 4
-    length = int.from_bytes(raw[len(MAGIC) : start], "little")
+    start = len(MAGIC) + _DIGEST + 4
+    length = int.from_bytes(raw[start - 4 : start], "little")
     if raw[: len(MAGIC)] != MAGIC or not 0 < length <= min(MAX_HEADER, len(raw) - start):
         raise ValueError("it does not begin like a packed model")
+    if hashlib.sha256(raw[start - 4 :]).digest() != raw[len(MAGIC) : start - 4]:
+        raise ValueError("its content has another SHA-256 than its beginning says")
     header = PackedHeader.model_validate(json.loads(_expand(raw[start : start + length], MAX_HEADER)))
     sizes = [_stored_bytes(one) for one in header.tensors]
     if sum(one.count for one in header.tensors) > MAX_VALUES:
         raise ValueError("it has too many values")
-    content = _expand(raw[start + length :], sum(sizes))
-    if len(content) != sum(sizes) or hashlib.sha256(content).hexdigest() != header.sha256:
-        raise ValueError("its content has another SHA-256 than its header says")
-    found, position = {}, 0
+    body = raw[start + length :]
+    if header.stream + sum(one.coded for one in header.tensors) != len(body):
+        raise ValueError("it has another length than its header says")
+    content = _expand(body[: header.stream], sum(sizes))
+    if len(content) != sum(sizes):
+        raise ValueError("it expands to less than its header says")
+    found, position, coded = {}, 0, header.stream
     for one, size in zip(header.tensors, sizes, strict=True):
-        found[one.name] = _tensor(one, content[position : position + size])
-        position += size
+        found[one.name] = _tensor(one, content[position : position + size], body[coded : coded + one.coded])
+        position, coded = position + size, coded + one.coded
     return found
 
 
@@ -128,22 +181,36 @@ def _expand(data: bytes, most: int) -> bytes:
 
 
 def _stored_bytes(one: PackedTensor) -> int:
+    if one.bits:
+        return 4 * one.rows[0] + (0 if one.coded else one.count)
     if one.values:
-        return 4 * one.values + one.count
+        return 4 * one.values + (0 if one.coded else one.count)
     return one.count * torch.empty(0, dtype=_TYPES[one.stored]).element_size()
 
 
-def _tensor(one: PackedTensor, content: bytes) -> Tensor:
-    if not one.values:
-        kinds = {"float32": "<f4", "float16": "<f2", "int64": "<i8", "uint8": "u1"}
-        flat = np.frombuffer(content, dtype=kinds[one.stored])
-    else:
+def _tensor(one: PackedTensor, content: bytes, coded: bytes) -> Tensor:
+    if one.bits:
+        scale = np.frombuffer(content[: 4 * one.rows[0]], dtype="<f4")
+        codes = _codes(one, content[4 * one.rows[0] :], coded, one.bits).reshape(one.rows)
+        flat = (_unfolded(codes) * scale[:, None]).astype(np.float32)
+    elif one.values:
         values = np.frombuffer(content[: 4 * one.values], dtype="<f4")
-        codes = np.frombuffer(content[4 * one.values :], dtype=np.uint8)
+        codes = _codes(one, content[4 * one.values :], coded, _width(one.values))
         if codes.size and int(codes.max()) >= one.values:
             raise ValueError(f"'{one.name}' has a code without a value")
         flat = values[codes]
+    else:
+        kinds = {"float32": "<f4", "float16": "<f2", "int64": "<i8", "uint8": "u1"}
+        flat = np.frombuffer(content, dtype=kinds[one.stored])
     return torch.from_numpy(flat.copy()).to(_TYPES[one.dtype]).reshape(one.shape)
+
+
+def _codes(one: PackedTensor, plain: bytes, coded: bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    if not one.coded:
+        return np.frombuffer(plain, dtype=np.uint8)
+    if one.count > MAX_CODES:
+        raise ValueError(f"'{one.name}' is too large for its coding")
+    return decode_codes(coded, one.rows, bits).reshape(-1)
 
 
 def _damaged(why: str, where: str) -> ShoalError:

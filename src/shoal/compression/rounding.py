@@ -21,6 +21,25 @@ def round_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes.reshape(weight.shape), scale
 
 
+def codes_of_rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The whole numbers and scales of a weight that is rounded already: its smallest number other than zero is one of a
+    few multiples of the scale. Outputs for which no scale fits are rounded."""
+    codes, scale = round_weight(weight, bits)
+    most, rows = 2 ** (bits - 1) - 1, weight.flatten(1)
+    codes = codes.flatten(1)
+    small = rows.abs().masked_fill(rows == 0, torch.inf).amin(1)
+    small = torch.where(small.isfinite(), small, torch.ones_like(small))
+    open_rows = torch.ones(len(rows), dtype=torch.bool)
+    for multiple in range(1, most + 1):
+        tried = small / multiple
+        found = (rows / tried[:, None]).round()
+        near = (found * tried[:, None] - rows).abs().amax(1) <= 1e-5 * rows.abs().amax(1)
+        fits = open_rows & near & (found.abs().amax(1) <= most)
+        codes, scale = torch.where(fits[:, None], found, codes), torch.where(fits, tried, scale)
+        open_rows &= ~fits
+    return codes.reshape(weight.shape), scale
+
+
 def _best_scale(rows: Tensor, largest: Tensor, most: int) -> Tensor:
     best, least = largest, torch.full_like(largest, torch.inf)
     for share in range(4, 21):

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from shoal.compression.heads import FewerHeads, WideLinear
 from shoal.compression.rounding import Rounded, Shared
+from shoal.compression.units import cut_units
 from shoal.errors import ShoalError, error
 from shoal.spec.compression.steps import (
     CutStep,
@@ -132,8 +133,18 @@ def _cut(layer: nn.Module, kept: Kept, *, name: str) -> None:
             if out is not None:
                 layer.weight = _like(layer.weight, layer.weight[:, out])
                 layer.embedding_dim = len(out)
+        elif isinstance(layer, nn.RNNBase):
+            _cut_recurrent(layer, out, inputs, name=name)
         else:
             raise _misfit(name, f"a {type(layer).__name__} cannot be cut")
+
+
+def _cut_recurrent(layer: nn.RNNBase, out: list[int] | None, inputs: list[int] | None, *, name: str) -> None:
+    if layer.num_layers > 1 or layer.bidirectional or layer.proj_size or inputs is not None:
+        raise _misfit(name, "only the units of one recurrent layer of one direction can be cut")
+    _check_indices(layer, name, (out, layer.hidden_size))
+    if out is not None:
+        cut_units(layer, out)
 
 
 def _cut_weight(layer: Any, out: list[int] | None, inputs: list[int] | None) -> None:

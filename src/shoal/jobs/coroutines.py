@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -32,25 +33,23 @@ def run_steps(steps: Steps[T]) -> T:
         wait(filenos, TICK_S)
 
 
-def all_steps(every: Sequence[Steps[T]]) -> Steps[list[T]]:
-    """Run several side by side. Returns their results in order; the first exception closes the others."""
-    waiting: dict[int, Sequence[int]] = {}
+def all_steps(several: Sequence[Steps[T]]) -> Steps[list[T]]:
+    """Run all steps at the same time. The first failure ends the others."""
     results: dict[int, T] = {}
-    try:
-        while len(results) < len(every):
-            for number, steps in enumerate(every):
-                if number in results:
-                    continue
+    waiting: dict[int, Sequence[int]] = dict.fromkeys(range(len(several)), ())
+    with contextlib.ExitStack() as stack:
+        for steps in several:
+            stack.callback(steps.close)
+        while waiting:
+            for number in list(waiting):
                 try:
-                    waiting[number] = next(steps)
+                    waiting[number] = next(several[number])
                 except StopIteration as end:
                     results[number] = end.value
-                    waiting.pop(number, None)
-            yield [fileno for filenos in waiting.values() for fileno in filenos]
-    finally:
-        for steps in every:
-            steps.close()
-    return [results[number] for number in range(len(every))]
+                    del waiting[number]
+            if waiting:
+                yield list(dict.fromkeys(fileno for filenos in waiting.values() for fileno in filenos))
+    return [results[number] for number in range(len(several))]
 
 
 def in_thread(call: Callable[[], T]) -> Steps[T]:

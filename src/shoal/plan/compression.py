@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from shoal.errors import error
@@ -14,6 +15,10 @@ from shoal.spec.compression.steps import ModelShape, ShapeStep, TuneStep
 from shoal.spec.job import InitFromConfig, Job
 
 SMALLER = 0.99
+KEPT_WEIGHTS = (0.4, 0.15, 0.08, 0.05)
+"""Shares of the weights that are kept if no size is asked for."""
+FILLED = 0.97
+"""How much of the size that is asked for the codes may take; biases and lists of values take the rest."""
 DEFAULT_LR = 1e-3
 _TARGET = re.compile(r"\s*(size|latency)\s*<=?\s*(\S+)\s*")
 
@@ -152,9 +157,35 @@ def shrink_step(job: Job, steps: int, evaluations: Sequence[int]) -> int:
 
 def packed_share(keep: float, *, bits: int) -> float:
     """About how large a packed file is if this share of the weights is not zero: the entropy of which ones, and their
-    codes. Files are 8 % larger than that."""
+    codes. Files are a few percent larger or smaller than that."""
     which = -(keep * math.log2(keep) + (1 - keep) * math.log2(1 - keep)) if keep < 1 else 0.0
-    return 1.08 * (which + keep * bits) / 32
+    return (which + keep * bits) / 32
+
+
+def kept_shares(size: float | None) -> list[float]:
+    """The shares of the weights that are kept, one after the other: in three steps to what a file of this size holds
+    with 4 bits each."""
+    if size is None:
+        return list(KEPT_WEIGHTS)
+    goal = next((n / 1000 for n in range(500, 0, -1) if packed_share(n / 1000, bits=4) < FILLED * size), 0.001)
+    return [goal ** (part / 3) for part in (1, 2, 3)]
+
+
+def divide_lanes(lanes: int, workers: int) -> list[list[int]]:
+    """The lanes that each worker measures: neighbours, as equal in number as possible."""
+    parts = min(workers, lanes)
+    ends = [lanes * part // parts for part in range(parts + 1)]
+    return [list(range(first, last)) for first, last in pairwise(ends)]
+
+
+def join_ranges(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:
+    """The smallest and largest values of all workers, by name."""
+    found: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (low, high) in part.items():
+            known = found.get(name, (low, high))
+            found[name] = min(known[0], low), max(known[1], high)
+    return dict(sorted(found.items()))
 
 
 def undecidable(quality: Quality, max_drop: float) -> bool:

@@ -6,13 +6,14 @@ import sys
 import pytest
 import torch
 
-from shoal import api, cli
+from shoal import api, cli, cli_compress
 from shoal.errors import ShoalError
-from shoal.jobs.compression.compress import CompressRequest, replay
+from shoal.jobs.compression.compress import Compressed, CompressRequest, replay
+from shoal.jobs.compression.workshop import Workshop
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.probes import run_probe
 from shoal.jobs.run_index import run_summary
-from shoal.spec.compression.measured import read_recipe, read_report
+from shoal.spec.compression.measured import CompressionReport, read_recipe, read_report
 from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.compression.conftest import PARENT, digests
@@ -21,8 +22,12 @@ from tests.jobs.compression.conftest import PARENT, digests
 def test_lossless_from_the_run_to_the_replay(run, compressed, job_dir, fork_server, monkeypatch, capsys):
     parent = run(PARENT)
     before = digests(parent.paths.root)
+    judged = []
+    judge = Workshop.judge_all
+    monkeypatch.setattr(Workshop, "judge_all", lambda *a, **k: judged.append(k["part"]) or judge(*a, **k))
     made = compressed(parent, steps=["lossless"])
     assert digests(parent.paths.root) == before
+    assert judged == ["validation", "validation", "test"]  # the test part is looked at once, at the end
 
     report = made.report
     row = report.rungs[-1]
@@ -77,6 +82,17 @@ def test_lossless_from_the_run_to_the_replay(run, compressed, job_dir, fork_serv
         replay(request, recipe.model_copy(update={"parent_sha256": "0" * 64}), fork_server=fork_server)
     assert refused.value.code == "SH666"
     assert run_summary(RunPaths.at(job_dir / "runs" / "parent-compressed-3"))["status"] == "failed"
+
+
+def test_targets_that_are_not_met_have_an_exit_code_of_their_own(tmp_path, capsys):
+    """The best that was found is named."""
+    report = CompressionReport(parent="one-1", parent_sha256="0" * 64, rungs=[], chosen="int8", targets_met=False)
+    made = Compressed(RunPaths.at(tmp_path / "one-compressed-1"), report)
+    code = cli_compress._missed(made, CompressRequest(RunPaths.at(tmp_path / "one-1"), tmp_path))
+    assert code == 6
+    said = capsys.readouterr().err
+    assert "SH663" in said
+    assert "the best that was found is 'int8', in one-compressed-1" in " ".join(said.split())
 
 
 def before_size(parent):

@@ -35,6 +35,21 @@ def test_the_ladder_is_the_same_on_one_worker_and_on_two(run, compressed, job_di
     api.load(one.paths.root)
 
 
+def test_weights_of_few_bits_are_trained_and_packed(run, compressed, job_dir, fork_server):
+    parent = run(PARENT, steps=200)
+    asked = {"steps": ["low_bits", "pack"], "max_drop": "30%", "tune": {"epochs": 2, "lr": 0.3}}
+    made = compressed(parent, **asked, target={"size": "4%"})
+    rows = {row.name: row for row in made.report.rungs}
+    sizes = [rows[f"{bits} bits"].artefact.size_bytes for bits in (4, 3, 2)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(rows[f"{bits} bits"].kept for bits in (4, 3, 2))
+    assert any("of the weights" in name for name in rows)
+    recipe = read_recipe(made.paths.root / "recipe.json")
+    assert recipe.artefact == "model.packed"
+    again = replay(CompressRequest(parent.paths, job_dir / "runs"), recipe, fork_server=fork_server)
+    assert (again.paths.model / "model.packed").read_bytes() == (made.paths.model / "model.packed").read_bytes()
+
+
 def test_convolutions_are_pruned_and_quantised(run, compressed):
     parent = run(CNN, steps=120, best={"metric": "accuracy"})
     made = compressed(parent, steps=["lossless", "prune", "int8"], max_drop="30%", tune={"epochs": 1, "lr": 1.0})
@@ -69,7 +84,7 @@ def test_tuning_survives_a_kill(run, job_dir, fork_server):
         job = parent_job(parent, kill, job_dir)
         workshop = Workshop(job, job_dir / f"work-{kill}", fork_server=fork_server)
         start = workshop.open_parent(str(parent.paths.model))
-        pruned, _ = workshop.propose(start, "prune", "prune", remove=0.5, importance="taylor")
+        pruned, _ = workshop.prune(start, "prune", remove=0.5, importance="taylor")
         zeroed = workshop.take(pruned, ZeroStep(keep={"0": 0.5}))
         made = workshop.tune(zeroed, TuneStep(epochs=2, lr=0.5, teacher=True, hold=MaskStep(layers=["0"])))
         found.append(made.weights.sha256)

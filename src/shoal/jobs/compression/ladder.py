@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from shoal.errors import ErrorGroup, ShoalError
 from shoal.jobs.compression.workshop import Candidate, Show, Workshop
-from shoal.plan.compression import judge_rung, meets_targets, packed_share, undecidable
+from shoal.plan.compression import judge_rung, kept_shares, meets_targets, packed_share, undecidable
 from shoal.spec.compression.config import CompressConfig
 from shoal.spec.compression.measured import Certificate, RungReport
 from shoal.spec.compression.steps import (
@@ -23,9 +24,6 @@ from shoal.spec.compression.steps import (
 )
 
 PRUNED_SHARES = (0.25, 0.5, 0.75)
-KEPT_WEIGHTS = (0.5, 0.25, 0.12, 0.08, 0.06, 0.04)
-SMALL_LAYER = 5000
-"""Layers with at most so many weights keep three times the share: their weights are few, and matter more."""
 CANNOT_CONTINUE = ("SH401", "SH402", "SH406", "SH409", "SH603", "SH665")
 
 
@@ -67,6 +65,7 @@ class Ladder:
             "unused": lambda: self._lossless("data"),
             "int8": lambda: self._int8(self.base),
             "prune": self._prune,
+            "low_bits": self._low_bits,
             "pack": self._pack,
             "low_rank": self._low_rank,
         }
@@ -117,7 +116,7 @@ class Ladder:
     def _pruned(self, start: Candidate, share: float) -> bool | None:
         """Whether the pruned model is kept; None if it was not trained, because it cannot meet the target."""
         name = f"prune {share:.0%}"
-        cut, facts = self.workshop.propose(start, "prune", name, remove=share, importance=self.config.importance)
+        cut, facts = self.workshop.prune(start, name, remove=share, importance=self.config.importance)
         if share < PRUNED_SHARES[-1] and self._too_large(cut):
             self._add(RungReport(name=name, parameters=cut.parameters, why="too large for the target even with int8"))
             return None
@@ -150,7 +149,7 @@ class Ladder:
         """Tuning with and without a teacher, and the same shape from scratch with the same budget: the best of them in
         validation. The others are reported."""
         ways = {"tuned": self._tuning()}
-        if self.config.tune.teacher and self.workshop.job.shape is None:
+        if self._may_teach:
             ways["with teacher"] = self._tuning(teacher=True)
         if self.config.tune.scratch:
             ways["from scratch"] = self._tuning(scratch=True)
@@ -165,33 +164,77 @@ class Ladder:
                 self._add(row.model_copy(update={"quality": found[i], "size_ratio": self._share(one), "why": why}))
         return made[best]
 
+    def _low_bits(self) -> None:
+        """Weights of 4, 3 and 2 bits, each trained through the rounding from the one before it."""
+        if self._only_smaller("low_bits"):
+            return
+        layers, current = list(self.workshop.layers(self.base)), self.base
+        for bits in (4, 3, 2):
+            hold = RoundStep(layers=dict.fromkeys(layers, bits))
+            current = self.workshop.tune(current, self._tuning(hold=hold, teacher=self._may_teach))
+            made = self.workshop.take(current, PackStep(bits=bits, rounded=layers))
+            if not self._consider(replace(made, name=_joined(self.base, f"{bits} bits"))) or self.done:
+                return
+
+    def _only_smaller(self, rung: str) -> bool:
+        """Whether a latency is asked for: a packed file runs as before, so that the rung is left out."""
+        if self.config.target.latency is None:
+            return False
+        self._add(RungReport(name=rung, why="it makes nothing faster, and a latency is asked for"))
+        return True
+
     def _pack(self) -> None:
         """Fewer and fewer weights, then shared values. Only size counts here: the file runs as before."""
-        if self.config.target.latency is not None:
-            self._add(RungReport(name="pack", why="it makes nothing faster, and a latency is asked for"))
+        if self._only_smaller("pack"):
             return
-        sizes, current = self.workshop.layers(self.base), self.base
-        teacher = self.config.tune.teacher and self.workshop.job.shape is None
-        good = current
-        for share in KEPT_WEIGHTS:
-            keep = {n: min(1.0, share * (3 if count <= SMALL_LAYER else 1)) for n, count in sizes.items()}
-            current = self.workshop.take(current, ZeroStep(keep=keep))
-            current = self.workshop.tune(current, self._tuning(hold=MaskStep(layers=list(sizes)), teacher=teacher))
-            current = replace(current, name=_joined(self.base, f"{share:.0%} of the weights"))
-            quality = self.workshop.judge(current)
-            if quality.drop_bound > self.config.max_drop:
-                why = f"the drop may be {quality.drop_bound:.2%}: the step before is packed"
-                self._add(RungReport(name=current.name, quality=quality, artefact=current.artefact, why=why))
-                break
-            good = current
-            if self.config.target.size is not None and packed_share(share, bits=4) < self.config.target.size:
-                break
+        good = self._sparse()
+        sizes = self.workshop.layers(good)
         for bits in (4, 3):
             hold = ShareStep(layers=dict.fromkeys(sizes, bits))
-            tuned = self.workshop.tune(good, self._tuning(hold=hold, teacher=teacher))
+            tuned = self.workshop.tune(good, self._tuning(hold=hold, teacher=self._may_teach))
             made = replace(self.workshop.take(tuned, PackStep(bits=bits)), name=f"{good.name} + {bits} bits, packed")
             if not self._consider(made) or self.done:
                 return
+
+    def _sparse(self) -> Candidate:
+        """The model with as few weights as the size asks for and the quality allows; at a share that is too small, one
+        step back, to the middle between it and the last good one."""
+        good, less = self.base, 1.0
+        shares = kept_shares(self.config.target.size)
+        for number, first in enumerate(shares):
+            last = number == len(shares) - 1
+            share = min(self._last_share(good, less, first), less) if last else first
+            current = self._sparser(good, share)
+            if current is None:
+                return self._sparser(good, math.sqrt(less * share)) or good
+            good, less = current, share
+        return good
+
+    def _last_share(self, good: Candidate, share: float, foreseen: float) -> float:
+        """What a file of the size that is asked for holds, by the size of a file with the share that there is now."""
+        size = self.config.target.size
+        if size is None or share == 1:
+            return foreseen
+        ratio = self._share(self.workshop.take(good, PackStep(bits=4))) / packed_share(share, bits=4)
+        return kept_shares(size / ratio)[-1]
+
+    def _sparser(self, start: Candidate, share: float) -> Candidate | None:
+        """The candidate with this share of its weights, tuned; None if its drop may be too large."""
+        step = ZeroStep(keep=self.workshop.kept_by_layer(start, share))
+        zeroed = self.workshop.take(start, step)
+        tuning = self._tuning(hold=MaskStep(layers=list(step.keep)), teacher=self._may_teach)
+        made = replace(self.workshop.tune(zeroed, tuning), name=_joined(self.base, f"{share:.1%} of the weights"))
+        quality = self.workshop.judge(made)
+        if quality.drop_bound <= self.config.max_drop:
+            return made
+        why = f"the drop may be {quality.drop_bound:.2%}: more weights are kept"
+        self._add(RungReport(name=made.name, quality=quality, artefact=made.artefact, why=why))
+        return None
+
+    @property
+    def _may_teach(self) -> bool:
+        """The parent can teach unless its shape is not the one that the user's code builds."""
+        return self.config.tune.teacher and self.workshop.job.shape is None
 
     def _low_rank(self) -> None:
         for share in (0.5, 0.25):

@@ -10,8 +10,9 @@ from typing import Any
 from shoal.errors import RunError, error
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_executor
-from shoal.jobs.probes import run_probe
-from shoal.plan.compression import tune_job
+from shoal.jobs.coroutines import Steps, all_steps, run_steps
+from shoal.jobs.probes import probe_steps
+from shoal.plan.compression import divide_lanes, join_ranges, tune_job
 from shoal.spec.compression.measured import Artefact, Latency, ModelFile, Quality, ShapedModel
 from shoal.spec.compression.steps import (
     CutStep,
@@ -27,6 +28,7 @@ from shoal.spec.compression.steps import (
 from shoal.spec.job import Job
 
 BATCH_SIZES = (1, 64)
+RESTARTS = 3
 Show = Callable[[str], object]
 
 
@@ -88,12 +90,40 @@ class Workshop:
         if isinstance(step, TuneStep):
             return self.tune(candidate, step)
         if isinstance(step, OnnxStep):
-            out, how = self.new_path("onnx"), {"bits": step.bits, "samples": step.samples}
-            found = self._ask("onnx", file=candidate.source, out=out, **how)
+            found = self._onnx(candidate, step)
         else:
             assert isinstance(step, PackStep)
-            found = self._ask("pack", file=candidate.source, out=self.new_path("packed"), bits=step.bits)
+            how = {"bits": step.bits, "rounded": step.rounded}
+            found = self._ask("pack", file=candidate.source, out=self.new_path("packed"), **how)
         return replace(candidate, artefact=Artefact.model_validate(found), steps=(*candidate.steps, step))
+
+    def _onnx(self, candidate: Candidate, step: OnnxStep) -> Mapping[str, Any]:
+        """Workers observe the ranges, each on its lanes."""
+        out = self.new_path("onnx")
+        if step.bits == 32:
+            return self._ask("onnx", file=candidate.source, out=out)
+        plain = f"{out}.float.onnx"
+        self._ask("onnx", file=candidate.source, out=plain)
+        parts = self._ask_workers("ranges", [{"path": plain, "samples": step.samples} for _ in self._lanes])
+        joined = join_ranges([one["ranges"] for one in parts])
+        return self._ask("int8", file=candidate.source, path=plain, out=out, ranges=joined)
+
+    def prune(
+        self, candidate: Candidate, name: str, *, remove: float, importance: str
+    ) -> tuple[Candidate, ShapedModel]:
+        """The candidate without the channels that matter least. Workers measure importance, each on its lanes."""
+        asked = {"file": candidate.source, "importance": importance}
+        parts: list[Mapping[str, Any]] = []
+        if importance != "magnitude":
+            parts = self._ask_workers("scores", [{**asked, "out": self.new_path("scores")} for _ in self._lanes])
+        return self.propose(
+            candidate, "prune", name, remove=remove, importance=importance, parts=[dict(one) for one in parts]
+        )
+
+    @property
+    def _lanes(self) -> list[list[int]]:
+        """The lanes of each worker."""
+        return divide_lanes(self.job.lane_count, self.job.workers.least)
 
     def propose(self, candidate: Candidate, action: str, name: str, **arguments: Any) -> tuple[Candidate, ShapedModel]:
         """What an action finds out about the candidate: new steps, and the candidate after them."""
@@ -156,7 +186,8 @@ class Workshop:
         """Each file, loaded back from disk, against the parent."""
         assert self.parent is not None
         files = {str(i): one.file.model_dump(mode="json") for i, one in enumerate(candidates)}
-        found = self._ask("quality", parent=self.parent.file, models=files, part=part)["found"]
+        known = str(self.folder / f"parent-{part}.json")
+        found = self._ask("quality", parent=self.parent.file, models=files, part=part, known=known)["found"]
         return [Quality.model_validate(one) for one in found]
 
     def time(self, models: Mapping[str, Candidate], sizes: Sequence[int] = BATCH_SIZES) -> list[Latency]:
@@ -168,18 +199,41 @@ class Workshop:
         found = self._ask("layers", file=candidate.source)["weights"]
         return {str(name): int(count) for name, count in found.items()}
 
+    def kept_by_layer(self, candidate: Candidate, share: float) -> dict[str, float]:
+        """The share of the weights that each layer keeps, if the model keeps this share of them."""
+        found = self._ask("kept_by_layer", file=candidate.source, share=share)["keep"]
+        return {str(name): float(kept) for name, kept in found.items()}
+
     def export(self, candidate: Candidate, **arguments: Any) -> dict[str, Any]:
         return dict(self._ask("export", file=candidate.source, **arguments))
 
     def _shaped(self, action: str, **arguments: Any) -> ShapedModel:
         return ShapedModel.model_validate(self._ask(action, **arguments))
 
-    def _ask(self, action: str, **arguments: Any) -> Mapping[str, Any]:
+    def _ask_workers(self, action: str, arguments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The answers of one process for each part of the lanes, which run at the same time. A part is a pure function
+        of its lanes: a process that is killed is started again."""
+        asked = [{**one, "lanes": lanes} for one, lanes in zip(arguments, self._lanes, strict=True)]
+        return run_steps(all_steps([self._until_answered(action, one) for one in asked]))
+
+    def _until_answered(self, action: str, arguments: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
+        for _ in range(RESTARTS):
+            try:
+                return (yield from self._asking(action, arguments))
+            except RunError as failure:
+                if failure.code != "SH603":
+                    raise
+        return (yield from self._asking(action, arguments))
+
+    def _asking(self, action: str, arguments: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
         plain = {k: v.model_dump(mode="json") if isinstance(v, ModelFile) else v for k, v in arguments.items()}
-        found = run_probe("compress", self.job, fork_server=self._fork_server, action=action, arguments=plain)
+        found = yield from probe_steps("compress", self.job, self._fork_server, action=action, arguments=plain)
         if not isinstance(found, Mapping):
             raise error("SH603", f"the process gave no answer to '{action}'")
         return found
+
+    def _ask(self, action: str, **arguments: Any) -> Mapping[str, Any]:
+        return run_steps(self._asking(action, arguments))
 
 
 def _plain(steps: Sequence[Any]) -> list[Any]:

@@ -10,8 +10,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from shoal.spec.base import Ref, Spec
 
-Rung = Literal["lossless", "unused", "int8", "prune", "pack", "low_rank"]
-RUNGS: tuple[Rung, ...] = ("lossless", "int8", "prune", "pack", "low_rank")
+Rung = Literal["lossless", "unused", "int8", "prune", "low_bits", "pack", "low_rank"]
+RUNGS: tuple[Rung, ...] = ("lossless", "int8", "prune", "low_bits", "pack", "low_rank")
 """The rungs of `steps: auto`, cheap ones first."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 

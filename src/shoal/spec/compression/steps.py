@@ -151,10 +151,11 @@ class OnnxStep(Spec):
 
 class PackStep(Spec):
     """The model is written as model.packed: each weight is one of 2 ** bits values of its layer, and the numbers of
-    these values are entropy coded."""
+    these values are entropy coded. The weights of `rounded` layers are multiples of a scale per output instead."""
 
     kind: Literal["pack"] = "pack"
     bits: Annotated[int, Field(ge=2, le=8)] = 4
+    rounded: list[str] = Field(default_factory=list)
 
 
 Step = Annotated[

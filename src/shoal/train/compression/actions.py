@@ -10,16 +10,26 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from safetensors.torch import load_file
 from torch import nn
 
 from shoal.checkpoint.export import export_model
 from shoal.compression.bounds import Bounds
 from shoal.compression.dependency import find_groups
-from shoal.compression.groups import tensors_in
-from shoal.compression.importance import by_magnitude, by_taylor, by_zeros, cut_least
+from shoal.compression.groups import Groups, tensors_in
+from shoal.compression.importance import (
+    activity_of_lane,
+    by_magnitude,
+    cut_least,
+    join_sums,
+    scores_of,
+    share_of_layers,
+    sum_of_some_lanes,
+    taylor_of_lane,
+)
 from shoal.compression.lossless import FoundCut, cut_from_box, cut_from_samples, fold_step
 from shoal.compression.measure import measure_in_turns
-from shoal.compression.onnx_files import export_onnx, quantise_onnx
+from shoal.compression.onnx_files import Ranges, export_onnx, observe_ranges, quantise_onnx
 from shoal.compression.packed_file import write_packed
 from shoal.compression.shape import CONVOLUTIONS, apply_steps, count_parameters, plain_state
 from shoal.data.fitted import Fitted
@@ -37,6 +47,7 @@ PROOF_SAMPLES = 512
 PROOF_POINTS = 2000
 IMPORTANCE_SAMPLES = 1024
 _STEPS: TypeAdapter[list[Any]] = TypeAdapter(list[ShapeStep])
+_RANGES: TypeAdapter[Ranges] = TypeAdapter(Ranges)
 
 
 def answer(job: Job, paths: RunPaths, stream: EventWriter, *, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -145,28 +156,63 @@ def input_box(subject: Subject, *, per_feature: bool) -> Bounds:
     return Bounds(low, high)
 
 
-def prune(subject: Subject, *, file: Any, out: str, remove: float, importance: str) -> dict[str, Any]:
-    """Remove the channels that matter least. SH662 if no layer can be cut."""
+def scores(subject: Subject, *, file: Any, out: str, importance: str, lanes: list[int]) -> dict[str, Any]:
+    """A worker's part of the scores of channels: the sums over its lanes, by step and node of the tree."""
     model_file = _file(file)
-    model = subject.model(model_file)
-    example = next(subject.train_batches(2))
-    groups = find_groups(model, tuple(example.inputs))
+    model, task = subject.model(model_file), subject.task(model_file.shape)
+    groups = _groups(subject, model).found
+    if importance == "taylor":
+        measuring = taylor_of_lane(model, groups, lambda batch: _mean_loss(task.loss(model, batch)))
+    else:
+        measuring = activity_of_lane(model, groups, lambda batch: task.predict(model, batch))
+    found: dict[str, torch.Tensor] = {}
+    with measuring as of_lane:
+        for step, batches in enumerate(subject.lane_batches(IMPORTANCE_SAMPLES, lanes)):
+            sums = sum_of_some_lanes(batches, subject.job.lane_count, of_lane)
+            found |= {f"{step}/{level}/{index}": value for (level, index), value in sums.items()}
+    return {"path": save_weights(found, Path(out)).path, "lanes": lanes}
+
+
+def _joined_scores(subject: Subject, parts: list[Any]) -> torch.Tensor:
+    """The sum over steps and lanes, from the parts of all workers. SH662 if there are no samples."""
+    found = [([int(lane) for lane in one["lanes"]], load_file(str(one["path"]))) for one in parts]
+    nodes: dict[int, list[dict[tuple[int, int], torch.Tensor]]] = {}
+    for number, (_, values) in enumerate(found):
+        for name, value in values.items():
+            step, level, index = map(int, name.split("/"))
+            nodes.setdefault(step, [{} for _ in found])[number][level, index] = value
+    total: torch.Tensor | None = None
+    for step in sorted(nodes):
+        own = [(lanes, sums) for (lanes, _), sums in zip(found, nodes[step], strict=True)]
+        summed = join_sums(own, subject.job.lane_count)
+        assert summed is not None
+        total = summed if total is None else total + summed
+    if total is None:
+        raise error("SH662", "there are no samples to measure importance with", where="prune")
+    return total
+
+
+def _groups(subject: Subject, model: nn.Module) -> Groups:
+    """SH662 if no layer can be cut."""
+    groups = find_groups(model, tuple(next(subject.train_batches(2)).inputs))
     if not groups.found:
         why = "; ".join(f"{name}: {text}" for name, text in list(groups.refused.items())[:5])
         raise error("SH662", f"no layer can be cut ({why})", where="prune")
+    return groups
+
+
+def prune(subject: Subject, *, file: Any, out: str, remove: float, importance: str, parts: list[Any]) -> dict[str, Any]:
+    """Remove the channels that matter least; `parts` are what workers answered to `scores`."""
+    model_file = _file(file)
+    model = subject.model(model_file)
+    groups = _groups(subject, model)
     if importance == "magnitude":
-        scores = by_magnitude(model, groups.found)
+        found = by_magnitude(model, groups.found)
     else:
-        steps = subject.lane_batches(IMPORTANCE_SAMPLES)
-        task = subject.task(model_file.shape)
-        if importance == "taylor":
-            scores = by_taylor(model, groups.found, steps, lambda batch: _mean_loss(task.loss(model, batch)))
-        else:
-            scores = by_zeros(model, groups.found, steps, lambda batch: task.predict(model, batch))
-    cut = cut_least(groups.found, scores, remove=remove)
-    model(*example.inputs)
-    with torch.no_grad():
-        apply_steps(copy.deepcopy(model), [cut])(*example.inputs)  # the user's own code must accept the shape
+        found = scores_of(_joined_scores(subject, parts), model, groups.found, importance)
+    cut = cut_least(groups.found, found, remove=remove)
+    with torch.no_grad():  # the user's own code must accept the shape
+        apply_steps(copy.deepcopy(model), [cut])(*next(subject.train_batches(2)).inputs)
     return _shaped(subject, model_file, [cut], out, refused=dict(groups.refused))
 
 
@@ -197,7 +243,7 @@ def zero(subject: Subject, *, file: Any, out: str, keep: dict[str, float]) -> di
     with torch.no_grad():
         for name, share in keep.items():
             weight: Any = model.get_submodule(name).weight
-            count = max(int(weight.numel() * share), 1)
+            count = max(round(weight.numel() * share), 1)
             order = weight.abs().flatten().sort(descending=True, stable=True).indices
             mask = torch.zeros(weight.numel(), dtype=torch.bool)
             mask[order[:count]] = True
@@ -208,9 +254,17 @@ def zero(subject: Subject, *, file: Any, out: str, keep: dict[str, float]) -> di
 
 def layers(subject: Subject, *, file: Any) -> dict[str, Any]:
     """Dense layers and convolutions, with their numbers of weights."""
+    return {"weights": {name: weight.numel() for name, weight in _layer_weights(subject.model(_file(file))).items()}}
+
+
+def kept_by_layer(subject: Subject, *, file: Any, share: float) -> dict[str, Any]:
+    """The share of the weights that each layer keeps, if the model keeps this share of them."""
+    return {"keep": share_of_layers(_layer_weights(subject.model(_file(file))), share)}
+
+
+def _layer_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     kinds = (nn.Linear, *CONVOLUTIONS)
-    found = {n: m.weight.numel() for n, m in subject.model(_file(file)).named_modules() if isinstance(m, kinds)}
-    return {"weights": found}
+    return {name: layer.weight.detach() for name, layer in model.named_modules() if isinstance(layer, kinds)}
 
 
 def plain(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
@@ -220,17 +274,26 @@ def plain(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
     return ShapedModel(weights=weights, parameters=count_parameters(model)).model_dump(mode="json")
 
 
-def onnx(subject: Subject, *, file: Any, out: str, bits: int, samples: int) -> dict[str, Any]:
-    """Write the model for onnxruntime. The batches that calibrate are those of the lanes in training."""
+def onnx(subject: Subject, *, file: Any, out: str) -> dict[str, Any]:
+    """Write the model for onnxruntime, with 32-bit floats."""
     model, example = subject.model(_file(file)), next(subject.train_batches(2))
-    target = Path(out)
-    plain_file = target.with_name(f"float-{target.name}") if bits == 8 else target
-    export_onnx(model, tuple(example.inputs), plain_file)
-    if bits == 8:
-        lanes = [b for step in subject.lane_batches(samples) for b in step if b]
-        quantise_onnx(plain_file, target, [tuple(batch.inputs) for batch in lanes])
-        plain_file.unlink()
-    return _compared(subject, model, target, file)
+    export_onnx(model, tuple(example.inputs), Path(out))
+    return _compared(subject, model, Path(out), file)
+
+
+def ranges(subject: Subject, *, path: str, samples: int, lanes: list[int]) -> dict[str, Any]:
+    """A worker's part of the calibration: the ranges of a file's activations on the batches of its lanes."""
+    batches = [b for step in subject.lane_batches(samples, lanes) for b in step.values() if b]
+    return {"ranges": observe_ranges(Path(path), [tuple(b.inputs) for b in batches]) if batches else {}}
+
+
+def int8(subject: Subject, *, file: Any, path: str, out: str, ranges: Any) -> dict[str, Any]:
+    """Write the ONNX file again with 8 bits."""
+    known = _RANGES.validate_python(ranges)
+    if not known:
+        raise error("SH662", "there are no samples to calibrate with", where="int8")
+    quantise_onnx(Path(path), Path(out), known)
+    return _compared(subject, subject.model(_file(file)), Path(out), file)
 
 
 def _compared(subject: Subject, model: nn.Module, target: Path, file: Any) -> dict[str, Any]:
@@ -243,10 +306,10 @@ def _compared(subject: Subject, model: nn.Module, target: Path, file: Any) -> di
     return artefact_of(target).model_copy(update={"difference": difference}).model_dump(mode="json")
 
 
-def pack(subject: Subject, *, file: Any, out: str, bits: int) -> dict[str, Any]:
+def pack(subject: Subject, *, file: Any, out: str, bits: int, rounded: list[str]) -> dict[str, Any]:
     """Write the weights with few bits, entropy coded."""
     model = subject.model(_file(file))
-    write_packed(Path(out), plain_state(model), bits=bits)
+    write_packed(Path(out), plain_state(model), bits=bits, rounded={f"{name}.weight" for name in rounded})
     return _compared(subject, model, Path(out), file)
 
 
@@ -280,8 +343,9 @@ def export(subject: Subject, *, file: Any, out: str, info: dict[str, Any], progr
     }
 
 
-def quality(subject: Subject, *, parent: Any, models: dict[str, Any], part: str) -> dict[str, Any]:
-    found = judge(subject, _file(parent), {name: _file(one) for name, one in models.items()}, part=part)
+def quality(subject: Subject, *, parent: Any, models: dict[str, Any], part: str, known: str) -> dict[str, Any]:
+    files = {name: _file(one) for name, one in models.items()}
+    found = judge(subject, _file(parent), files, part=part, known=Path(known))
     return {"found": [one.model_dump(mode="json") for one in found]}
 
 
@@ -302,12 +366,16 @@ _ACTIONS = (
     apply,
     fold,
     lossless,
+    scores,
     prune,
     low_rank,
     zero,
     layers,
+    kept_by_layer,
     plain,
     onnx,
+    ranges,
+    int8,
     pack,
     export,
     quality,

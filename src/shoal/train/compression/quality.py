@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +20,7 @@ from shoal.data.batch_loader import evaluation_batches
 from shoal.data.datasets import DatasetSplit
 from shoal.errors import ShoalError, error
 from shoal.spec.compression.measured import ModelFile, Quality
+from shoal.spec.run_paths import write_atomically
 from shoal.tasks.metrics import MetricAccumulator, are_logits, disable_distributed_sync, merge_lanes
 from shoal.tasks.task import Task
 from shoal.tasks.user_errors import wrap_user_errors
@@ -26,13 +29,15 @@ from shoal.train.compression.subject import Subject
 TOLERANCE = 1e-3
 
 
-def judge(subject: Subject, parent: ModelFile, models: dict[str, ModelFile], *, part: str) -> list[Quality]:
-    """Each model against the parent, sample by sample."""
+def judge(
+    subject: Subject, parent: ModelFile, models: dict[str, ModelFile], *, part: str, known: Path
+) -> list[Quality]:
+    """Each model against the parent, sample by sample. `known` is the file that keeps the parent's scores."""
     best, split = subject.job.best, subject.part(part)
-    own = sample_scores(subject, parent, split)
+    own = _parent_scores(subject, parent, split, known)
     found = []
     for name, file in models.items():
-        scores = sample_scores(subject, file, split)
+        scores = own if file == parent else sample_scores(subject, file, split)
         drop, bound, least = drop_of(own, scores, sign=best.sign)
         found.append(
             Quality(
@@ -49,6 +54,18 @@ def judge(subject: Subject, parent: ModelFile, models: dict[str, ModelFile], *, 
             )
         )
     return found
+
+
+def _parent_scores(subject: Subject, parent: ModelFile, split: DatasetSplit, known: Path) -> list[float]:
+    """The same parent is judged against by every rung: its scores are computed once. A file that was cut off is not
+    believed."""
+    with contextlib.suppress(OSError, ValueError):
+        kept = [float(one) for one in json.loads(known.read_bytes())]
+        if len(kept) == len(split.ids):
+            return kept
+    scores = sample_scores(subject, parent, split)
+    write_atomically(known, json.dumps(scores))
+    return scores
 
 
 @torch.no_grad()

@@ -76,15 +76,16 @@ class Subject:
             raise error("SH665", f"the job has no {name} part", where="data.split", fix="Add one to `data.split`.")
         return parts[name]
 
-    def lane_batches(self, samples: int) -> Iterator[list[Batch | None]]:
-        """The batches of all lanes, step by step as in training, until at least so many samples were given."""
+    def lane_batches(self, samples: int, lanes: Sequence[int]) -> Iterator[dict[int, Batch | None]]:
+        """The batches of these lanes, step by step as in training, until all lanes together had at least so many
+        samples."""
         given = 0
         for step in range(self.sampler.steps_per_epoch):
             if given >= samples:
                 return
-            lanes = [self._take(self.sampler.ids(step, lane)) for lane in range(self.job.lane_count)]
-            given += sum(batch.size for batch in lanes if batch)
-            yield lanes
+            ids = [self.sampler.ids(step, lane) for lane in range(self.job.lane_count)]
+            given += sum(map(len, ids))
+            yield {lane: self._take(ids[lane]) for lane in lanes}
 
     def train_batches(self, samples: int, size: int = 64) -> Iterator[Batch]:
         """The first training samples, in the order of the data."""
