@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.jobs.compression.workshop import Workshop
-from shoal.jobs.coroutines import run_steps, together
+from shoal.jobs.coroutines import all_steps, run_steps
 from shoal.plan.compression import divide_lanes, join_ranges
 from shoal.spec.compression.steps import OnnxStep
 from shoal.spec.job import WorkersConfig
@@ -92,7 +92,7 @@ def test_steps_run_together_and_the_first_failure_ends_the_others():
         finally:
             ended.append(to)
 
-    assert run_steps(together([count(3), count(1)])) == [3, 1]
+    assert run_steps(all_steps([count(3), count(1)])) == [3, 1]
     with pytest.raises(ValueError, match="too far"):
-        run_steps(together([count(9), count(2, fail=True)]))
+        run_steps(all_steps([count(9), count(2, fail=True)]))
     assert ended == [1, 3, 2, 9]
