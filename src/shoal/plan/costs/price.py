@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.plan.costs.predict import CostPrediction
+from shoal.plan.costs.model import CostPrediction
 from shoal.plan.costs.select import PlanCandidate
 
 SECONDS_PER_HOUR = 3600

@@ -35,6 +35,8 @@ from shoal.strategies.self_check.hidden_state import (
 MAX_COPIED_BYTES = 1 << 20
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = (*_PATHS, str(Path(shoal.__file__).parent))
+_LIBRARIES = {"site-packages", "dist-packages"}
+"""Also those of another environment, which a path file names."""
 _Cached = functools._lru_cache_wrapper
 
 
@@ -108,7 +110,9 @@ def _defined_in(one: object) -> str:
 
 def _is_users(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not file.startswith(_NOT_THE_USERS)
+    if not isinstance(file, str) or file.startswith(_NOT_THE_USERS):
+        return False
+    return not _LIBRARIES & set(Path(file).parts)
 
 
 def _data_of(module: ModuleType) -> Iterator[_Saved]:
@@ -180,7 +184,11 @@ def _save(place: _Place) -> Iterator[_Saved]:
     elif value is os.environ:
         yield _Saved(place, value, dict(value))
     elif _is_small_data(value, MAX_ITEMS):
-        yield _Saved(place, value, copy.deepcopy(value))
+        try:
+            copied = copy.deepcopy(value)
+        except Exception:  # its class may not be made to be copied, and fail in any way
+            return
+        yield _Saved(place, value, copied)
 
 
 def _is_small_data(value: Any, room: int) -> bool:
