@@ -1,24 +1,28 @@
 """`python -m benchmarks.engines [local apart ssh slurm ray]`: submit to first step, kill, replacement and drain of a
-worker.
+worker; `--rivals` measures torchrun, `srun torchrun` and Ray Train beside them.
 
-`ssh` needs an ssh configuration whose hosts are given with --config and --hosts; a loopback sshd will do. `slurm` and
-`ray` need a cluster on this machine: `srun` finds the one, --address names the other.
+`ssh`, `slurm` and `ray` start an sshd, three slurmd or two nodes of Ray on this machine, as the tests do. Or use your
+own: --hosts and --config for ssh, --own-slurm for the cluster that `srun` finds, --address for Ray.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from benchmarks.engines.rivals import measure_rival
 from benchmarks.report import keep, table, take_names
 from shoal.events import Event, RunState
 from shoal.jobs import run_executor
@@ -27,6 +31,8 @@ from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
 
 ENGINES = ("local", "apart", "ssh", "slurm", "ray")
+RIVAL_OF = {"local": "torchrun", "slurm": "srun torchrun", "ray": "ray train"}
+"""The rival that starts workers in the same way."""
 JOB: dict[str, Any] = {
     "name": "engines",
     "model": {"name": "model.py:model"},
@@ -44,6 +50,12 @@ MODEL = (
     "from torch import nn\ndef model():\n    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))\n"
 )
 SETTLE_STEPS = 200
+COLUMNS = (
+    "submit to first step",
+    "kill to next step of the others",
+    "kill to replacement joined",
+    "SIGTERM to left",
+)
 
 
 class Stopwatch:
@@ -108,15 +120,52 @@ def measure(engine: dict[str, Any]) -> dict[str, float]:
     return watch.found
 
 
-def engine_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    if name == "ssh":
-        hosts = options.hosts.split(",")
-        return {"kind": "ssh", "hosts": hosts, "python": sys.executable, "config": options.config}
-    if name == "slurm":
-        return {"kind": "slurm"}
-    if name == "ray":
-        return {"kind": "ray", "address": options.address}
-    return {"kind": "local", "apart": name == "apart", "machines": 2 if name == "apart" else 1}
+@contextlib.contextmanager
+def cluster(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The engine section of a job. What is missing for it is started on this machine, and ended afterwards."""
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-engines-")))
+        if name == "ssh":
+            config, hosts = options.config, options.hosts.split(",")
+            if not options.hosts:
+                config, hosts = (
+                    str(stack.enter_context(_test_cluster("ssh_server").ssh_server(place)).config),
+                    ["n1", "n2"],
+                )
+            yield {"kind": "ssh", "hosts": hosts, "python": sys.executable, "config": config}
+        elif name == "slurm":
+            if not options.own_slurm:
+                os.environ.update(stack.enter_context(_test_cluster("slurm_cluster").slurm_cluster(place)).environment)
+            yield {"kind": "slurm"}
+        elif name == "ray":
+            made = _test_cluster("ray_nodes")
+            os.environ.update({} if options.address else made.ENVIRONMENT)
+            address = options.address or stack.enter_context(made.ray_nodes(2, place / "log")).address
+            yield {"kind": "ray", "address": address}
+        else:
+            yield {"kind": "local", "apart": name == "apart", "machines": 2 if name == "apart" else 1}
+
+
+def _test_cluster(name: str) -> Any:
+    """The clusters of the tests, which need a checkout of the project."""
+    return importlib.import_module(f"tests.fleet.{name}")
+
+
+def measure_all(name: str, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Turns of the engine and, if asked for, of its rival, one after the other."""
+    rival = RIVAL_OF.get(name) if options.rivals else None
+    found: dict[str, list[dict[str, float]]] = {name: [], **({rival: []} if rival else {})}
+    with cluster(name, options) as engine:
+        for _ in range(options.turns):
+            found[name].append(measure(engine))
+            if rival:
+                found[rival].append(measure_rival(rival, address=engine.get("address", "auto")))
+    return found
+
+
+def _median(what: str, turns: list[dict[str, float]]) -> float | str:
+    """A rival restarts all its workers, so it has neither a replacement nor a leave."""
+    return statistics.median(turn[what] for turn in turns) if what in turns[0] else "–"
 
 
 def main() -> None:
@@ -125,17 +174,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--hosts", default="", help="hosts for ssh, separated by commas")
     parser.add_argument("--config", help="a file for ssh -F")
-    parser.add_argument("--address", default="auto", help="of a cluster of Ray on this machine")
+    parser.add_argument("--own-slurm", action="store_true", help="the cluster that srun finds")
+    parser.add_argument("--address", default="", help="of a cluster of Ray on this machine")
+    parser.add_argument("--rivals", action="store_true", help="also torchrun, srun torchrun and Ray Train")
     options = parser.parse_args()
     names = options.engines or ["local", "apart"]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(options.turns):
-        for name in names:
-            found[name].append(measure(engine_of(name, options)))
-    rows = [
-        {"engine": name} | {what: statistics.median(turn[what] for turn in turns) for what in turns[0]}
-        for name, turns in found.items()
-    ]
+    found: dict[str, list[dict[str, float]]] = {}
+    for name in names:
+        found |= measure_all(name, options)
+    rows: list[dict[str, Any]] = []
+    for name, turns in found.items():
+        rows.append({"engine": name, **{what: _median(what, turns) for what in COLUMNS}})
     for row, turns in zip(rows, found.values(), strict=True):
         keep("engines", str(row["engine"]), {"turns": turns, "load": os.getloadavg()[0]})
     Console().print(table("seconds, median", rows))

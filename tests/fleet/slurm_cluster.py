@@ -14,7 +14,7 @@ import psutil
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 SLURM = all(shutil.which(name, path=PATH) for name in ("slurmctld", "slurmd", "srun", "munged", "setpriv"))
 NODES = ("n1", "n2", "n3")
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 300
 CONFIGURATION = """
 ClusterName=shoal
 SlurmctldHost=localhost(127.0.0.1)

@@ -15,58 +15,61 @@ START_TIMEOUT_S = 20
 
 class SshServer:
     """`config` is a file for `ssh -F`: `n1`, `n2` and `n3` work, `stranger` has an unknown key, `keyless` no key of
-    ours, and at `closed` nothing listens."""
+    ours, and at `closed` nothing listens. Other `addresses` than loopback are those of network namespaces, in each of
+    which a server runs."""
 
     def __init__(self, root: Path, port: int) -> None:
         self.root = root
         self.port = port
         self.config = root / "ssh_config"
 
-    def write(self) -> None:
+    def write(self, addresses=None) -> None:
+        addresses = addresses or {"sshd": "127.0.0.1"}
         for name in ("host", "user", "other"):
             self._run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.root / name))
         shutil.copy(self.root / "user.pub", self.root / "authorized_keys")
         host_key = (self.root / "host.pub").read_text()
         known = "".join(f"[{name}]:{self.port} {host_key}" for name in (*HOSTS, "keyless"))
         (self.root / "known_hosts").write_text(known)
-        (self.root / "sshd_config").write_text(
-            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.root / 'host'}\n"
-            f"AuthorizedKeysFile {self.root / 'authorized_keys'}\nPidFile {self.root / 'pid'}\n"
-            "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\n"
-            "PermitRootLogin prohibit-password\n"
-        )
-        common = f"HostName 127.0.0.1\n  UserKnownHostsFile {self.root / 'known_hosts'}\n  IdentitiesOnly yes\n"
+        for name, address in addresses.items():
+            (self.root / f"{name}.conf").write_text(
+                f"Port {self.port}\nListenAddress {address}\nHostKey {self.root / 'host'}\n"
+                f"AuthorizedKeysFile {self.root / 'authorized_keys'}\nPidFile {self.root / name}.pid\n"
+                "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\n"
+                "PermitRootLogin prohibit-password\n"
+            )
+        common = f"UserKnownHostsFile {self.root / 'known_hosts'}\n  IdentitiesOnly yes\n"
         alias = [(name, self.port, "user") for name in (*HOSTS, "stranger")]
         alias += [("keyless", self.port, "other"), ("closed", free_port(), "user")]
         self.config.write_text(
             "".join(
-                f"Host {name}\n  {common}  HostKeyAlias [{name}]:{self.port}\n  Port {port}\n"
-                f"  IdentityFile {self.root / key}\n"
+                f"Host {name}\n  HostName {addresses.get(name, '127.0.0.1')}\n  Port {port}\n  {common}"
+                f"  HostKeyAlias [{name}]:{self.port}\n  IdentityFile {self.root / key}\n"
                 for name, port, key in alias
             )
         )
 
     @contextlib.contextmanager
-    def running(self):
+    def running(self, name="sshd", *, inside=None):
+        """`inside` is a network namespace."""
         with contextlib.suppress(OSError):
             Path("/run/sshd").mkdir(exist_ok=True)
-        log = self.root / "sshd.log"
-        command = [SSHD, "-D", "-f", str(self.root / "sshd_config"), "-E", str(log)]
-        with subprocess.Popen(command) as process:
+        log = self.root / f"{name}.log"
+        command = [SSHD, "-D", "-f", str(self.root / f"{name}.conf"), "-E", str(log)]
+        with subprocess.Popen(inside.command(*command) if inside else command) as process:
             try:
                 self._wait(process, log)
                 yield self
             finally:
                 process.terminate()
 
-    def _wait(self, process, log):
+    @staticmethod
+    def _wait(process, log):
         until = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < until:
+        while not (log.is_file() and "Server listening" in log.read_text()):
             assert process.poll() is None, log.read_text()
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                return
+            assert time.monotonic() < until, "sshd does not listen"
             time.sleep(0.05)
-        raise AssertionError("sshd does not listen")
 
     @staticmethod
     def _run(*command):

@@ -23,10 +23,17 @@ class NamespaceHost:
         ip("-n", self.name, "link", "set", self._inner, "up")
         ip("-n", self.name, "link", "set", "lo", "up")
 
-    def python(self, *words, log, env):
-        command = ["ip", "netns", "exec", self.name, sys.executable, *words]
-        with log.open("w") as file:
-            return subprocess.Popen(command, stdout=file, stderr=file, env=env)
+    def python(self, *words, log, env, cwd=None):
+        with log.open("a") as file:
+            return subprocess.Popen(self.command(sys.executable, *words), stdout=file, stderr=file, env=env, cwd=cwd)
+
+    def command(self, *words):
+        """The command that runs these words on this host."""
+        return ["ip", "netns", "exec", self.name, *words]
+
+    def pids(self):
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]
 
     def limit_bandwidth(self, mbit):
         """What it sends; what others send to it goes as fast as they do."""
@@ -40,10 +47,9 @@ class NamespaceHost:
         ip("link", "set", self._outer, "up")
 
     def remove(self):
-        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
-        for pid in found.stdout.split():
+        for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), 9)
+                os.kill(pid, 9)
         subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self._outer], check=False, capture_output=True)
 

@@ -22,6 +22,7 @@ from shoal.jobs.probes import run_probe
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
 from tests.conftest import CNN, GPT, MLP
+from tests.fleet.slurm_cluster import free_ports
 from tests.jobs.background_run import background_run
 from tests.jobs.fault_injection import assert_same, fault_script, fired_faults, reference_receipt
 
@@ -196,3 +197,69 @@ def test_a_run_can_grow_shrink_and_drain_without_the_directory(run, job_dir):
 def test_a_job_for_other_machines_is_checked_on_this_one(job_dir, fork_server):
     job = make_job(SMALL | {"engine": APART}, base_dir=str(job_dir))
     assert run_probe("check", job, fork_server=fork_server)
+
+
+SERVING = SMALL | {"sync": {"kind": "server", "servers": 2, "backups": 1}}
+
+
+@pytest.mark.long
+def test_servers_on_other_machines_give_the_same_bits_through_a_kill(run, job_dir):
+    """Two servers and two workers on two machines that share nothing; a server and a worker are killed."""
+    ready = job_dir / "ready"
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(ready)}}]
+    job = SERVING | {"checkpoint": {"every": "4 steps"}}
+    with background_run(run, job, workers=2, engine=TWO_MACHINES, watchers=slow) as it:
+        it.wait_for_workers(2)
+        it.wait_until(lambda state: len(state.serving_servers) == 2 and state.step >= 2)
+        doomed = it.state.serving_servers[0]
+        assert open_files_below(doomed.pid, it.paths.root) == []
+        psutil.Process(doomed.pid).kill()
+        it.wait_until(lambda state: any(s.state == "dead" for s in state.servers.values()))
+        it.wait_until(lambda state: len(state.serving_servers) == 2)
+        psutil.Process(it.state.training_workers[-1].pid).kill()
+        it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
+        ready.touch()
+    outcome = it.outcome.result()
+    assert_same(outcome, reference_receipt(run, SERVING))
+    assert (outcome.receipt.server_deaths_survived, outcome.receipt.deaths_survived) == (1, 1)
+    assert agents_of(psutil.Process()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["run", "file", "checkpoint"])
+def test_weights_to_start_from_are_sent(run, job_dir, tmp_path_factory, kind):
+    first = run(SMALL, checkpoint={"every": "8 steps"})
+    assert first.status == "finished", first.error
+    path = {
+        "run": first.paths.root,
+        "file": first.paths.model / "model.safetensors",
+        "checkpoint": max(first.paths.checkpoints.glob("*/*.json")),
+    }[kind]
+    job = SMALL | {"init_from": {"path": str(path)}}
+    outcome = run(job, workers=2, engine=TWO_MACHINES)
+    assert_same(outcome, reference_receipt(run, job))
+    assert outcome.receipt.init_from.path == str(path)
+    assert outcome.receipt.weights_sha256 != first.receipt.weights_sha256
+
+
+def test_weights_that_are_missing_are_told_before_anything_starts(run, job_dir):
+    (job_dir / "empty").mkdir()
+    with pytest.raises(ShoalError, match=r"SH501.*no weights here"):
+        run(SMALL, engine=APART, init_from={"path": "empty/"})
+
+
+def test_workers_and_servers_listen_in_the_range_of_ports(run, job_dir):
+    first = free_ports(12)
+    seen = {}
+
+    def look(paths, event, state):
+        if event.kind in ("worker_started", "server_started"):
+            here = psutil.Process(event["pid"]).net_connections("tcp")
+            seen[event.get("server") or event.who] = {one.laddr.port for one in here if one.status == "LISTEN"}
+
+    network = {"ports": f"{first}-{first + 11}"}
+    outcome = run(SERVING, look, workers=2, engine=APART, network=network)
+    assert outcome.status == "finished", outcome.error
+    assert len(seen) == 4
+    assert all(len(ports) == 1 for ports in seen.values())
+    assert set.union(*seen.values()) <= set(range(first, first + 12))

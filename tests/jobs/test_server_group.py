@@ -15,7 +15,7 @@ from shoal.fleet.driver_address import read_driver_address
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.orphans import find_orphans
 from shoal.jobs import commands, run_executor, server_group
-from shoal.jobs.remote import worker_launches
+from shoal.jobs.remote import seat_launches
 from shoal.net.listener import connect_host
 from shoal.spec.load import make_job
 from shoal.spec.run_paths import RunPaths
@@ -37,9 +37,9 @@ def fake_fork_server():
 @pytest.fixture
 def begin(job_dir, fake_fork_server, monkeypatch):
     """Drives a job, or goes on with a run, in another thread; stops it at the end."""
-    monkeypatch.setattr(server_group, "SERVER_MODULE", "fake_server")
+    monkeypatch.setattr(seat_launches, "SERVER_MODULE", "fake_server")
     monkeypatch.setattr(server_group, "STATS_INTERVAL_S", 0.1)
-    monkeypatch.setattr(worker_launches, "WORKER_MODULE", "fake_worker")
+    monkeypatch.setattr(seat_launches, "WORKER_MODULE", "fake_worker")
 
     @contextlib.contextmanager
     def go(job=SERVING, *, resumed=None, stops=True):
@@ -251,11 +251,11 @@ import sys
 from pathlib import Path
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_executor, server_group
-from shoal.jobs.remote import worker_launches
+from shoal.jobs.remote import seat_launches
 from shoal.spec.load import make_job
 import json, os
 
-server_group.SERVER_MODULE, worker_launches.WORKER_MODULE = "fake_server", "fake_worker"
+seat_launches.SERVER_MODULE, seat_launches.WORKER_MODULE = "fake_server", "fake_worker"
 job = make_job(json.loads(sys.argv[2]), base_dir=sys.argv[1], check_names=False)
 
 def look(paths, event, run_state):

@@ -10,7 +10,7 @@ from shoal.events.stream import parse_event
 from shoal.fleet.control_server import ControlMessage
 from shoal.fleet.engine import Exit, Node
 from shoal.fleet.roster import SeatNumbers
-from shoal.jobs.remote.worker_launches import WORKER_MODULE, DirectoryLaunches
+from shoal.jobs.remote.seat_launches import WORKER_MODULE, DirectoryLaunches
 from shoal.jobs.worker_group import WorkerGroup
 from shoal.plan.membership_policy import StartWorkers
 from shoal.spec.load import make_job

@@ -8,11 +8,13 @@ import threading
 
 import pytest
 
+from shoal.errors import ShoalError
 from shoal.net import handshake
 from shoal.net import listener as listener_module
 from shoal.net.errors import LinkError
 from shoal.net.handshake import new_token
-from shoal.net.listener import AuthenticatedListener, connect, connect_host
+from shoal.net.listener import AuthenticatedListener, connect, connect_host, listen_in_range
+from tests.fleet.slurm_cluster import free_ports
 
 TOKEN = new_token()
 
@@ -323,3 +325,12 @@ def test_the_token_is_in_no_message_or_repr(harness, capfd):
         harness.call()
     told += [repr(failure.value), repr(failure.value.__cause__), *capfd.readouterr()]
     assert not any(TOKEN in text for text in told)
+
+
+def test_a_listener_takes_the_first_free_port_of_a_range_and_says_if_there_is_none():
+    first = free_ports(2)
+    ports = range(first, first + 2)
+    with listen_in_range("127.0.0.1", ports, backlog=1) as one, listen_in_range("127.0.0.1", ports, backlog=1) as two:
+        assert [one.getsockname()[1], two.getsockname()[1]] == list(ports)
+        with pytest.raises(ShoalError, match=f"SH611.*{first} to {first + 1}.*in use"):
+            listen_in_range("127.0.0.1", ports, backlog=1)

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.errors import ErrorGroup, ShoalError
-from shoal.spec.engine import LocalEngineConfig, RayEngineConfig, SlurmEngineConfig, SshEngineConfig, SshHost
+from shoal.spec.engine import (
+    LocalEngineConfig,
+    NetworkConfig,
+    RayEngineConfig,
+    SlurmEngineConfig,
+    SshEngineConfig,
+    SshHost,
+    parse_ports,
+)
 from shoal.spec.load import load_job, make_job, save_job
 from shoal.spec.remote.hostfile import parse_hostfile
 from tests.conftest import MLP
@@ -75,20 +83,20 @@ def test_hosts_or_a_hostfile(tmp_path, engine):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"engine": APART, "sync": "server"}, "SH110.*servers"),
-        ({"engine": APART, "init_from": {"path": "some-run"}}, "SH110.*not sent"),
-        ({"engine": {"kind": "ssh", "hosts": ["a"]}, "init_from": {"path": "/etc/hostname"}}, "SH110.*not sent"),
+        ({"network": {"ports": "40000-40100"}, "sync": "ddp"}, "SH110.*chooses its ports itself"),
+        ({"network": {"ports": "40000-40100"}, "shard": "fsdp"}, "SH110.*chooses its ports itself"),
         ({"engine": {"kind": "local", "machines": 2}}, "SH107.*apart"),
     ],
 )
-def test_what_workers_without_the_directory_do_not_get(tmp_path, changes, told):
+def test_what_does_not_go_together_is_told(tmp_path, changes, told):
     with pytest.raises(ShoalError, match=f"(?s){told}"):
         make(tmp_path, **changes)
 
 
-def test_weights_in_the_jobs_directory_are_sent(tmp_path):
+def test_servers_and_weights_go_with_workers_apart(tmp_path):
     (tmp_path / "weights.safetensors").touch()
-    make(tmp_path, engine=APART, init_from={"path": "weights.safetensors"})
+    job = make(tmp_path, engine=APART | {"price": 0.5}, sync="server", init_from={"path": "weights.safetensors"})
+    assert job.engine.price == 0.5
 
 
 def test_the_engine_is_no_part_of_the_identity(tmp_path):
@@ -133,3 +141,11 @@ def test_a_notice_is_for_workers_apart(tmp_path):
         make(tmp_path, engine={"notice": "/run/going"})
     with pytest.raises(ErrorGroup, match="SH10"):
         make(tmp_path, engine=APART | {"notice": "ftp://x"})
+
+
+def test_a_range_of_ports():
+    assert parse_ports("40000-40002") == range(40000, 40003)
+    assert list(parse_ports(None)) == [0]
+    for text in ("40000", "2-1", "0-5", "1-65536", "a-b", "-1-5"):
+        with pytest.raises(ValidationError, match="range of ports"):
+            NetworkConfig(ports=text)

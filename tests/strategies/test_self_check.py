@@ -334,3 +334,31 @@ def test_a_report_of_another_member_is_checked_before_it_is_used(content):
 def test_a_report_about_a_lane_that_nobody_trained_is_no_verdict():
     lies = CheckReport(0, lane_sum="a", checked_lane=1 << 40, checked_sums=["a", "a"], weights="w")
     assert judge(3, {0: lies}).lanes == 0
+
+
+class Odd(str):
+    """A text whose class takes no argument, as torch has one."""
+
+    __slots__ = ()
+
+    def __new__(cls):
+        return super().__new__(cls, "x")
+
+
+def test_data_that_cannot_be_copied_is_left_out():
+    module = types.ModuleType("users")
+    module.odd, module.plain = Odd(), [1]
+    data = ModuleData([module])
+    module.odd = "y"
+    module.plain.append(2)
+    assert data.changed() == ["users.plain"]
+
+
+def test_libraries_of_another_environment_are_not_the_users(tmp_path, monkeypatch):
+    library, own = types.ModuleType("a_library"), types.ModuleType("own")
+    library.__file__, own.__file__ = str(tmp_path / "site-packages" / "a_library.py"), str(tmp_path / "own.py")
+    own.library = library
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    monkeypatch.setitem(sys.modules, "own", own)
+    kind = type("Kind", (), {"__module__": "own"})
+    assert [one.__name__ for one in user_modules([kind()])] == ["own"]

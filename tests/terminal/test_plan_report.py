@@ -3,8 +3,11 @@
 import io
 from dataclasses import replace
 
+import pytest
+
 from shoal.jobs.planner import PlanResult
 from shoal.plan.costs.model import HostResources, RunChoice
+from shoal.plan.costs.price import epoch_price
 from shoal.plan.costs.select import make_plan
 from shoal.terminal import plan_report
 from shoal.terminal.console import make_console
@@ -98,3 +101,29 @@ def test_notes():
     assert "other work" not in shown(planned(load=1.0))
     assert "2 and 4 threads per worker were tried" in shown(planned(replace(LARGE_MODEL, slow_threads=(2, 4))))
     assert "Rows of sparse tables" in shown(planned(replace(LARGE_MODEL, only_servers="sparse tables")))
+
+
+def test_a_price_of_a_seat_is_shown_for_every_way_and_what_is_cheaper_is_named():
+    made = replace(planned(), seat_price=0.9)
+    text = shown(made)
+    pick = made.plan.pick.prediction
+    price = 4 * 0.9 * pick.epoch_s / 3600
+    assert f"An epoch costs {price:.3g} at 0.9 for a worker's hour. Cheapest: 1 worker, lanes: " in text
+    (picked,) = [line for line in text.splitlines() if line.startswith("→")]
+    assert f" {price:.3g} " in picked
+    assert "price" not in shown(planned())
+    rows = made.to_json_data()["rows"]
+    assert made.to_json_data()["pick"]["epoch_price"] == price
+    assert all((row["epoch_price"] is None) == bool(row["refused"]) for row in rows)
+    alone = [row for row in rows if row["choice"]["workers"] == 1 and row["choice"]["servers"] == 0]
+    assert min(row["epoch_price"] for row in alone) < price
+
+
+def test_servers_cost_as_much_as_workers():
+    made = planned()
+    serving = [row for row in made.plan.candidates if row.prediction.choice.servers and row.feasible]
+    for row in serving:
+        it = row.prediction
+        seats = it.choice.workers + it.choice.servers
+        assert epoch_price(it, 3600.0) == pytest.approx(seats * it.epoch_s)
+    assert serving

@@ -18,6 +18,7 @@ from shoal.collectives.state_stream import StatePublisher, StateSubscription
 from shoal.collectives.transport.bandwidth import LinkSpeed, answer_link_test, measure_link
 from shoal.collectives.transport.endpoint import Endpoint, Service, connect_to_peer
 from shoal.collectives.transport.greeting import Greeting, Purpose
+from shoal.net.address import ANY_PORT
 from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
 from shoal.spec.view import Address, View
@@ -29,7 +30,9 @@ MEASURE_TIMEOUT_S = 10.0
 class PeerServices:
     """Used by the training thread; `abort` may come from any thread."""
 
-    def __init__(self, token: str, *, bind: str, tls_contexts: TlsContexts | None = None) -> None:
+    def __init__(
+        self, token: str, *, bind: str, ports: range = ANY_PORT, tls_contexts: TlsContexts | None = None
+    ) -> None:
         self.token = token
         self.state_server = StateServer()
         self.state_publisher = StatePublisher()
@@ -40,7 +43,7 @@ class PeerServices:
             "memory": self.residuals.serve,
             "pace": lambda sock, greeting: answer_link_test(sock),
         }
-        self.endpoint = Endpoint(token, bind=bind, services=services, tls_contexts=tls_contexts)
+        self.endpoint = Endpoint(token, bind=bind, ports=ports, services=services, tls_contexts=tls_contexts)
         self._connect_to_peer = partial(connect_to_peer, tls_contexts=tls_contexts)
         self._lock = threading.Lock()
         self._open_socket: socket.socket | None = None

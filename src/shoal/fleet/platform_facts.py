@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import sys
+
+PACKAGES = ("numpy", "safetensors", "torchmetrics", "scikit-learn", "pandas", "pyarrow", "transformers", "datasets")
+"""Packages that make batches, weights or metrics. A package that is missing on one machine differs as well."""
 
 
 def platform_facts() -> dict[str, str]:
@@ -13,7 +17,14 @@ def platform_facts() -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is not None:
         facts |= {"torch": str(torch.__version__), "processor": str(torch.backends.cpu.get_cpu_capability())}
-    return facts
+    return facts | {name: version for name in PACKAGES if (version := _version(name))}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def describe_difference(one: dict[str, str], other: dict[str, str]) -> str:

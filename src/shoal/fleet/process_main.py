@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from shoal.errors import (
@@ -23,13 +26,20 @@ from shoal.errors import (
 )
 from shoal.events import EventWriter
 from shoal.fleet.control_client import ControlClient
+from shoal.fleet.driver_address import DriverAddress
 from shoal.fleet.stack_dumps import answer_stack_requests
+from shoal.net.address import parse_address
+from shoal.net.errors import LinkError
+from shoal.net.listener import connect_host
+from shoal.net.tls import TlsContexts
 from shoal.spec.private_file import open_lock_file
 from shoal.spec.resolve import calling_user_line, is_users_failure, user_line
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Role
+from shoal.spec.view import Role, Seat
 
 WELCOME_TIMEOUT_S = 30.0
+TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
+KEY_VARIABLE = "SHOAL_SEAT_KEY"
 
 
 class NotWelcomeError(Exception):
@@ -106,6 +116,39 @@ def connect_to_driver(control: ControlClient) -> None:
         control.connect(WELCOME_TIMEOUT_S)
     except ShoalError as failure:
         raise NotWelcomeError(str(failure)) from failure
+
+
+@dataclass(frozen=True)
+class ApartIdentity:
+    """What a process of the engine has instead of the run's directory: where its driver is, and the key of its seat."""
+
+    seat: Seat
+    driver: DriverAddress
+    key: str = field(repr=False)
+    tls_contexts: TlsContexts | None = None
+
+    @classmethod
+    def from_environment(cls, seat: Seat, driver: str, tls_contexts: TlsContexts | None) -> ApartIdentity:
+        """Takes the secrets out of the environment, so that no child inherits them."""
+        address = DriverAddress(*parse_address(driver), os.environ.pop(TOKEN_VARIABLE, ""))
+        return cls(seat, address, os.environ.pop(KEY_VARIABLE, ""), tls_contexts)
+
+    def connect_for_files(self) -> socket.socket:
+        """A connection for files. OSError if the driver cannot be reached."""
+        fields = {"role": "files", "process": self.seat.role, "seat": self.seat.number, "key": self.key}
+        host, port, token = self.driver.host, self.driver.port, self.driver.token
+        try:
+            return connect_host(host, port, token, json.dumps(fields).encode(), tls_contexts=self.tls_contexts)
+        except LinkError as failure:
+            raise ConnectionError(f"the driver cannot be asked for files: {failure}") from failure
+
+
+def own_address(driver_address: DriverAddress) -> str:
+    """The address of this machine on its route to the driver. Nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(driver_address.host, driver_address.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(address)
+        return str(sock.getsockname()[0])
 
 
 @contextlib.contextmanager

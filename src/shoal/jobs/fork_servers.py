@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from shoal.fleet.forkserver import ForkServer
-from shoal.jobs.remote.worker_launches import WORKER_MODULE
-from shoal.jobs.server_group import SERVER_MODULE
+from shoal.jobs.remote.seat_launches import SERVER_MODULE, WORKER_MODULE
 from shoal.spec.job import Job
 from shoal.spec.run_paths import cache_directory
 

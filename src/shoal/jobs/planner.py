@@ -24,6 +24,7 @@ from shoal.plan.costs.inputs import (
     sync_section,
 )
 from shoal.plan.costs.model import Cluster, MeasuredJob, NetworkLink, RunChoice
+from shoal.plan.costs.price import cheapest, epoch_price
 from shoal.plan.costs.select import PlanCandidate
 from shoal.spec import job as spec
 from shoal.spec.job import Job
@@ -32,6 +33,8 @@ WORKERS_PER_CORE = 2
 """Workers per core up to which plans are made, unless the user or the job asks for more."""
 
 
+WORTH_TELLING = 0.01
+"""The share of the price that another way must save to be named."""
 BUSY_LOAD_PER_CORE = 0.5
 """Load average per core above which the user is warned that measurements are unreliable."""
 
@@ -40,7 +43,8 @@ BUSY_LOAD_PER_CORE = 0.5
 class PlanResult:
     """The plan and its inputs; `facts` are the probe's measurements. `lanes_follow_workers`: the job leaves `lanes`
     out, so it equals `workers`. A command for another number of workers must then set `lanes`, or it would describe a
-    different job. `sync_is_auto`: the job leaves the choice of `sync` to the planner."""
+    different job. `sync_is_auto`: the job leaves the choice of `sync` to the planner. `seat_price`: what the place of a
+    worker or server costs an hour; None if the job does not say."""
 
     plan: select.ExecutionPlan
     job_choice: RunChoice
@@ -51,6 +55,7 @@ class PlanResult:
     facts: Mapping[str, Any] = field(default_factory=dict)
     lanes_follow_workers: bool = False
     sync_is_auto: bool = False
+    seat_price: float | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -66,7 +71,20 @@ class PlanResult:
             f"The machine had other work when this was measured (load {self.load_average:.1f}, {cores} cores): "
             "plan again when it has none.": self.load_average > BUSY_LOAD_PER_CORE * cores,
         }  # fmt: skip
-        return [text for text, holds in said.items() if holds]
+        return [*self._price_notes(), *(text for text, holds in said.items() if holds)]
+
+    def _price_notes(self) -> list[str]:
+        """What the pick costs, and what would cost less."""
+        if self.seat_price is None or self.plan.pick is None:
+            return []
+        pick, least = self.plan.pick.prediction, cheapest(self.plan.candidates, self.seat_price)
+        price = epoch_price(pick, self.seat_price)
+        said = f"An epoch costs {price:.3g} at {self.seat_price:g} for a worker's hour."
+        if least is None or (saved := 1 - epoch_price(least.prediction, self.seat_price) / price) < WORTH_TELLING:
+            return [f"{said} No other way is cheaper."]
+        it, times = least.prediction.choice, least.prediction.epoch_s / pick.epoch_s
+        workers = f"{it.workers} worker{'s' if it.workers > 1 else ''}"
+        return [f"{said} Cheapest: {workers}, {it.name}: {saved:.0%} less, and {times:.3g} times as long."]
 
     def job_overrides(self, choice: RunChoice) -> dict[str, Any]:
         """The fields of the job that this choice changes, besides `workers`."""
@@ -98,7 +116,8 @@ class PlanResult:
 
     def row_data(self, row: PlanCandidate) -> dict[str, Any]:
         it = row.prediction
-        totals = {"step_s": it.step_s, "epoch_s": it.epoch_s}
+        price = epoch_price(it, self.seat_price) if self.seat_price and row.feasible else None
+        totals = {"step_s": it.step_s, "epoch_s": it.epoch_s, "epoch_price": price}
         needs = {"changes": list(row.changes), "allowed": row.allowed, "reason": row.reason}
         choice = asdict(it.choice) | {"staleness": staleness_setting(it.choice), "name": it.choice.name}
         settings = {"workers": it.choice.workers, **self.job_overrides(it.choice)}
@@ -125,7 +144,7 @@ def plan_steps(job: Job, wanted: PlanRequest, fork_servers: ForkServerPool) -> S
     bounds: dict[str, Any] = {"least": wanted.least, "most": most, "allow": job.plan.allow}
     found = yield from in_thread(partial(select.make_plan, own, measured, machine, link, **bounds))
     open_ = {"lanes_follow_workers": job.lanes is None, "sync_is_auto": job.sync.kind == "auto"}
-    return PlanResult(found, own, measured, machine, link, load, facts, **open_)
+    return PlanResult(found, own, measured, machine, link, load, facts, seat_price=job.engine.price, **open_)
 
 
 def measure_steps(job: Job, fork_servers: ForkServerPool) -> Steps[Mapping[str, Any]]:

@@ -27,7 +27,7 @@ def make_receipt(job: Job, state: RunState, *, run: str) -> Receipt:
         epochs=round(state.epoch, 4),
         samples_seen=result["samples_seen"],
         parameters=state.facts.get("parameters", 0),
-        init_from=InitialWeights.from_fields(state.weights_loaded) if state.weights_loaded else None,
+        init_from=_initial_weights(job, state),
         workers=max(state.peak_workers, 1),
         lanes=job.lane_count,
         starts=state.starts,
@@ -84,6 +84,14 @@ def worker_times(state: RunState) -> dict[str, float]:
     lived_s = sum(worker.lifetime_s for worker in state.workers.values())
     times["other_s"] = round(max(lived_s - sum(times.values()), 0.0), 3)
     return times | {"worker_s": round(sum(times.values()), 3)}
+
+
+def _initial_weights(job: Job, state: RunState) -> InitialWeights | None:
+    """A worker on another machine has the weights at another path."""
+    if not state.weights_loaded:
+        return None
+    given = {"path": job.init_from.path} if job.init_from and job.init_from.path else {}
+    return InitialWeights.from_fields({**state.weights_loaded, **given})
 
 
 def _contribution(worker: WorkerSummary) -> WorkerContribution:

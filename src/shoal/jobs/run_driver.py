@@ -23,6 +23,7 @@ from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.messages import AgentHello, UserHello, parse_hello, parse_user_request
 from shoal.fleet.orphans import locked_seats
+from shoal.fleet.process_main import TOKEN_VARIABLE
 from shoal.fleet.rate_limit import RateLimit
 from shoal.fleet.roster import SeatNumbers
 from shoal.jobs.alerts.watch import RunWatch
@@ -30,7 +31,7 @@ from shoal.jobs.command_handler import CommandHandler
 from shoal.jobs.coroutines import BackgroundCall
 from shoal.jobs.plan_file import read_plan_file
 from shoal.jobs.receipt import make_receipt
-from shoal.jobs.remote.worker_launches import TOKEN_VARIABLE, DirectoryLaunches, RemoteLaunches, WorkerLaunches
+from shoal.jobs.remote.seat_launches import DirectoryLaunches, RemoteLaunches, SeatLaunches
 from shoal.jobs.replanner import Replanner
 from shoal.jobs.run_health import ensure_descriptors, find_damage, server_loss, worker_death, write_receipt
 from shoal.jobs.run_result import PAUSED, RunResult
@@ -114,7 +115,7 @@ class RunDriver:
         self.control = self._exit.enter_context(contextlib.closing(open_control(self.job, self.paths)))
         launches = self._exit.enter_context(contextlib.closing(self._make_launches()))
         self._exit.callback(lambda: self.engine.close())  # noqa: PLW0108  # a test may replace the engine
-        self.server_group = self._make_server_group(seat_numbers)
+        self.server_group = self._make_server_group(seat_numbers, launches)
         self.worker_group = WorkerGroup(
             self.job,
             self.paths,
@@ -149,12 +150,12 @@ class RunDriver:
                 died: dict[str, Any] = {seat.role: seat.name, "reason": "it ended while the run had no driver"}
                 self._stream.emit(f"{seat.role}_died", **died)
 
-    def _make_launches(self) -> WorkerLaunches:
+    def _make_launches(self) -> SeatLaunches:
         if self.job.engine.shares_run_dir:
             return DirectoryLaunches(self.paths, trace=self._trace)
         return RemoteLaunches(self.job, self.paths, self.control, token=self.control.token, trace=self._trace)
 
-    def _make_server_group(self, seat_numbers: SeatNumbers) -> ServerGroup | None:
+    def _make_server_group(self, seat_numbers: SeatNumbers, launches: SeatLaunches) -> ServerGroup | None:
         sync = self.job.sync
         if sync.kind != "server":
             return None
@@ -166,6 +167,7 @@ class RunDriver:
             self._stream,
             seat_numbers=seat_numbers,
             restarts=self.job.elastic.restarts,
+            launches=launches,
         )
 
     def _start_replanner(self) -> None:

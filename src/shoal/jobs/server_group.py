@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
-from shoal.fleet.engine import Engine, Exit, Launch
+from shoal.fleet.engine import Engine, Exit
 from shoal.fleet.messages import (
     BeatMessage,
     FilledMessage,
@@ -20,6 +20,7 @@ from shoal.fleet.messages import (
 )
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.jobs.liveness import LivenessCheck
+from shoal.jobs.remote.seat_launches import DirectoryLaunches, SeatLaunches
 from shoal.net.errors import ProtocolError
 from shoal.net.host_id import host_id
 from shoal.plan.chunk_placement import ChunkPlacement, ChunksLost
@@ -29,7 +30,6 @@ from shoal.spec.job import ServerSyncConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 
-SERVER_MODULE = "shoal.paramserver.main"
 STATS_INTERVAL_S = 3.0
 
 
@@ -37,7 +37,8 @@ class ServerGroup:
     """A roster of servers and the placement of chunks. Belongs to the driver's thread.
 
     Call `tick` whenever something is readable, and periodically. A server that dies before it holds any chunk is
-    restarted, up to `restarts` times in a row. After that the run continues with the remaining servers, if any.
+    restarted, up to `restarts` times in a row. After that the run continues with the remaining servers, if any. Without
+    `launches`, servers open the run's directory.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ServerGroup:
         *,
         seat_numbers: SeatNumbers,
         restarts: int,
-        entry: str = "",
+        launches: SeatLaunches | None = None,
     ) -> None:
         self.seats: set[int] = set()
         self.chunk_table: ChunkTable | None = None
@@ -60,7 +61,7 @@ class ServerGroup:
         self._control = control
         self._stream = stream
         self._restarts = self._restarts_left = restarts
-        self._entry = entry or SERVER_MODULE
+        self._launches = launches or DirectoryLaunches(paths)
         self._seat_numbers = seat_numbers
         self._roster = Roster(control)
         self._liveness = LivenessCheck(self._roster)
@@ -178,6 +179,7 @@ class ServerGroup:
         self._report_stats([seat])
         self._roster.disconnect(seat)
         self._roster.remove(seat)
+        self._launches.dismiss(seat)
         self.seats.discard(seat)
         self._placement.gone(seat)
         if seat in self._released:
@@ -243,7 +245,7 @@ class ServerGroup:
             self._roster.expect_start(seat.number, until_s=time.monotonic() + START_TIMEOUT_S)
         if seats:
             self._stream.emit("seats_given", seats=[seat.name for seat in seats])
-            self._engine.start([Launch(seat, self._entry, ("--run", str(self._paths.root))) for seat in seats])
+            self._engine.start([self._launches.launch(seat) for seat in seats])
 
     def _release(self, seats: Iterable[int]) -> None:
         going = [seat for seat in seats if seat in self.seats and seat not in self._released]
@@ -290,6 +292,7 @@ class ServerGroup:
     def _evict(self, seat: int, why: str) -> None:
         self._stream.emit("evicted", server=_name(seat), host=self._roster.host(seat), reason=why)
         self._roster.evict(seat, why)
+        self._launches.dismiss(seat)
         self._engine.stop([seat])
 
     def _report_wanted(self, why: str) -> None:

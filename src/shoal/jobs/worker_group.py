@@ -27,7 +27,7 @@ from shoal.fleet.messages import (
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.fleet.usage import oom_kills
 from shoal.jobs.liveness import LivenessCheck
-from shoal.jobs.remote.worker_launches import DirectoryLaunches, WorkerLaunches
+from shoal.jobs.remote.seat_launches import DirectoryLaunches, SeatLaunches
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.errors import ProtocolError
 from shoal.net.host_id import host_id
@@ -35,7 +35,7 @@ from shoal.plan.membership_policy import EvictWorker, MembershipAction, PublishV
 from shoal.plan.sharded_membership import make_membership_policy
 from shoal.spec.job import MAX_WORKERS, Job
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import View, position_of
+from shoal.spec.view import Seat, View, position_of
 
 EXIT_TIMEOUT_S = 10.0
 """Seconds that a worker has to exit after its connection was closed, if it was told to leave."""
@@ -61,7 +61,7 @@ class WorkerGroup:
         *,
         seat_numbers: SeatNumbers,
         server_group: ServerGroup | None,
-        launches: WorkerLaunches | None = None,
+        launches: SeatLaunches | None = None,
     ) -> None:
         self.membership = make_membership_policy(job, wanted_workers=initial_workers(job, engine.capacity()))
         self.roster = Roster(control)
@@ -346,7 +346,7 @@ class WorkerGroup:
         for seat in seats:
             self.membership.expect(seat)
             self.roster.expect_start(seat, until_s=time.monotonic() + START_TIMEOUT_S)
-        self._engine.start([self._launches.launch(seat) for seat in seats])
+        self._engine.start([self._launches.launch(Seat(number=seat)) for seat in seats])
 
     def _watch_waiting(self, now_s: float) -> None:
         """Seats without a machine: their time to connect has not begun, and a run that ends does not wait for them."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+ANY_PORT = range(1)
+"""Port 0: the kernel chooses."""
+
 
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port. ValueError if the text is no address."""

@@ -9,11 +9,13 @@ out. Clients that have proved it do not count.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from shoal.errors import error
 from shoal.net import handshake, tls
 from shoal.net.errors import LinkError, TlsError
 from shoal.net.tls import TlsContexts
@@ -108,6 +110,20 @@ class AuthenticatedListener:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
+
+
+def listen_in_range(host: str, ports: range, *, backlog: int) -> socket.socket:
+    """Listen on the first free port of the range. SH611 if all are in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=backlog)
+        except OSError as failure:
+            if failure.errno != errno.EADDRINUSE:
+                raise
+    fix = "Give network.ports one port for each worker and server of a machine, and some more."
+    message = f"all ports from {ports[0]} to {ports[-1]} of {host} are in use"
+    raise error("SH611", message, where="network.ports", fix=fix)
 
 
 def connect(

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.collectives.transport.endpoint import Endpoint, connect_to_peer
 from shoal.collectives.transport.greeting import Caller, Greeting
+from shoal.net.address import ANY_PORT
 from shoal.net.errors import LinkError
 from shoal.net.tls import TlsContexts
 from shoal.net.wakeup import Wakeup
@@ -42,6 +43,7 @@ class ServerLoop:
         config: ServerConfig,
         *,
         bind: str,
+        ports: range = ANY_PORT,
         on_filled: Callable[[int, int], None] = lambda s, t: None,
         tls_contexts: TlsContexts | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class ServerLoop:
         self.endpoint = Endpoint(
             token,
             bind=bind,
+            ports=ports,
             services={"push": self._accept, "chain": self._accept},
             keep_open=("push", "chain"),
             joins_views=False,

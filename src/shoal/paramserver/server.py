@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.files import open_files
+from shoal.checkpoint.files import CheckpointFiles
 from shoal.collectives.buckets import EncodedLayout
 from shoal.collectives.transport.shared_memory import ByteBuffer, SharedMemory, attach
 from shoal.lanes.flat_layout import FlatLayout
@@ -70,7 +70,8 @@ class ServerConfig:
     """The settings of the job's codec; pushes are then encoded lane by lane."""
     cut_tensors: bool = True
     """Whether chunks of encoded lanes may end inside a tensor."""
-    checkpoint_path: str = ""
+    checkpoints: CheckpointFiles | None = None
+    """Where the rows of sparse tables are saved."""
     views: Mapping[int, Mapping[int, Sequence[int]]] | None = None
     """The lanes of each seat in each view, if all views are known before."""
 
@@ -105,7 +106,7 @@ class ParameterServer:
         self.sparse_handler = SparseTableHandler(
             self,
             run_in_thread=run_in_thread,
-            files=open_files(config.checkpoint_path) if config.checkpoint_path else None,
+            files=config.checkpoints,
         )
         self.updates = UpdatePipeline(self)
         self._chunk_store: ChunkStore | None = None

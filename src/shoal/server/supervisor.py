@@ -16,6 +16,7 @@ from shoal.fleet.engine import Exit
 from shoal.fleet.engines.make import make_engine
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.roster import Peer, Roster, SeatNumbers
+from shoal.jobs.remote.seat_launches import DirectoryLaunches
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.handshake import new_token
 from shoal.net.wakeup import Wakeup
@@ -65,7 +66,7 @@ class Supervisor:
             self._stream,
             seat_numbers=SeatNumbers(),
             restarts=MAX_RESTARTS,
-            entry=SERVER_MODULE,
+            launches=DirectoryLaunches(paths, server_module=SERVER_MODULE),
         )
         self._server_group.set_chunk_boundaries(NumpyLayout(config.like).cuts)
         self._clients = ClientMembership(config.workers, Roster(self.control))

@@ -30,14 +30,15 @@ class LocalEngineConfig(Spec):
     """Workers and servers are processes on this machine.
 
     `apart`: they do not use the run's directory, as on a cluster without a shared file system: code, checkpoints, the
-    model and output go through the driver. `machines`: on how many machines they pretend to be then. `notice`: see
-    SshEngineConfig.
+    model and output go through the driver. `machines`: on how many machines they pretend to be then. `notice` and
+    `price`: see SshEngineConfig.
     """
 
     kind: Literal["local"] = "local"
     apart: bool = False
     machines: Annotated[int, Field(ge=1, le=64)] = 1
     notice: _NOTICE | None = None
+    price: PositiveFloat | None = None
 
     @property
     def shares_run_dir(self) -> bool:
@@ -69,7 +70,7 @@ class SshEngineConfig(Spec):
 
     `hostfile`: a file with the hosts instead, one per line. `python`: the interpreter on hosts that name none.
     `config`: a file for ssh to read instead of the user's own. `notice`: a file or URL on each machine that says that
-    the machine will be taken away.
+    the machine will be taken away. `price`: of the place of one worker or server for an hour, for `shoal plan`.
     """
 
     kind: Literal["ssh"]
@@ -78,6 +79,7 @@ class SshEngineConfig(Spec):
     python: _PYTHON = "python3"
     config: str | None = None
     notice: _NOTICE | None = None
+    price: PositiveFloat | None = None
 
     @field_validator("hosts")
     @classmethod
@@ -115,6 +117,7 @@ class SlurmEngineConfig(Spec):
     options: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
     python: _PYTHON | None = None
     notice: _NOTICE | None = None
+    price: PositiveFloat | None = None
 
     @field_validator("options")
     @classmethod
@@ -147,6 +150,7 @@ class RayEngineConfig(Spec):
     )
     python: _PYTHON | None = None
     notice: _NOTICE | None = None
+    price: PositiveFloat | None = None
 
     @property
     def shares_run_dir(self) -> bool:
@@ -189,15 +193,37 @@ class LimitsConfig(Spec):
         return None if self.memory is None else parse_size(self.memory)
 
 
+MAX_PORT = 65535
+_PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
+
+
+def parse_ports(text: str | None) -> range:
+    """The ports of a range such as 40000-40100, both ends included; without a text port 0, for which the kernel
+    chooses. ValueError if it is no range of ports."""
+    if not text:
+        return range(1)
+    found = _PORTS.fullmatch(text)
+    if not found or not 0 < int(found[1]) <= int(found[2]) <= MAX_PORT:
+        raise ValueError("write a range of ports such as 40000-40100")
+    return range(int(found[1]), int(found[2]) + 1)
+
+
 class NetworkConfig(Spec):
     """How processes reach each other. `listen`: the address of this machine on which workers on other machines can
-    join. `port`: the driver's port, for a firewall; left out, any. `advertise`: the name or address under which workers
-    of the engine reach the driver, if it is another one.
+    join. `port`: the driver's port, for a firewall; left out, any. `ports`: those of workers and servers, such as
+    40000-40100. `advertise`: the name or address under which workers of the engine reach the driver, if it is another.
 
     `tls`: a directory with cert.pem, key.pem and ca.pem, which encrypt all TCP connections.
     """
 
     listen: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    ports: Annotated[str, Field(max_length=11)] | None = None
     advertise: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     tls: str | None = None
+
+    @field_validator("ports")
+    @classmethod
+    def _is_range(cls, ports: str | None) -> str | None:
+        parse_ports(ports)
+        return ports

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError, did_you_mean, error
@@ -254,40 +253,35 @@ def _listen(job: Job) -> list[ShoalError]:
 
 
 def _without_directory(job: Job) -> list[ShoalError]:
-    """What workers that cannot open the run's directory do not get."""
+    """What only workers have that cannot open the run's directory."""
     engine = job.engine
-    if engine.shares_run_dir:
-        if isinstance(engine, LocalEngineConfig) and engine.machines > 1:
-            fix = "Add `apart: true`, or remove `machines`."
-            return [error("SH107", "`machines` is for workers apart", where="engine.machines", fix=fix)]
-        if engine.notice:
-            fix = "Add `apart: true`, or send SIGTERM to the driver: all workers save and stop."
-            return [error("SH107", "`notice` is for workers apart", where="engine.notice", fix=fix)]
+    if not engine.shares_run_dir:
+        return []
+    if isinstance(engine, LocalEngineConfig) and engine.machines > 1:
+        fix = "Add `apart: true`, or remove `machines`."
+        return [error("SH107", "`machines` is for workers apart", where="engine.machines", fix=fix)]
+    if engine.notice:
+        fix = "Add `apart: true`, or send SIGTERM to the driver: all workers save and stop."
+        return [error("SH107", "`notice` is for workers apart", where="engine.notice", fix=fix)]
+    return []
+
+
+def _torch_exchange(job: Job) -> list[ShoalError]:
+    """What torch's own all-reduce does not offer."""
+    if job.sync.kind != "ddp" and isinstance(job.shard, NoShardingConfig):
         return []
     problems = []
-    if job.sync.kind == "server":
-        message = "parameter servers need the run's directory, which is not on the machines of this engine"
-        fix = "Use another sync, or engine: local and `shoal join` on the other machines."
-        problems.append(error("SH110", message, where="sync", fix=fix))
-    path = job.init_from.path if job.init_from else None
-    if path and "://" not in path and not _is_sent(job, path):
-        message = f"the weights at {path} are not sent to other machines"
-        fix = "Put the .safetensors file into the job's directory, or give a URL."
-        problems.append(error("SH110", message, where="init_from.path", fix=fix))
+    if job.network.tls is not None:
+        fix = (
+            "Use another sync and no shard, or remove `network.tls` and use a tunnel (WireGuard) between the machines."
+        )
+        problems.append(error("SH110", "torch's own all-reduce cannot be encrypted", where="network.tls", fix=fix))
+    if job.network.ports is not None:
+        fix = "Use another sync and no shard, or remove `network.ports` and let the machines reach all ports."
+        problems.append(
+            error("SH110", "torch's own all-reduce chooses its ports itself", where="network.ports", fix=fix)
+        )
     return problems
-
-
-def _is_sent(job: Job, path: str) -> bool:
-    """Whether this is a file in the job's directory, named relative to it."""
-    return not Path(path).is_absolute() and ".." not in Path(path).parts and (Path(job.base_dir) / path).is_file()
-
-
-def _tls_supported(job: Job) -> list[ShoalError]:
-    if job.network.tls is None or (job.sync.kind != "ddp" and isinstance(job.shard, NoShardingConfig)):
-        return []
-    message = "torch's own all-reduce cannot be encrypted"
-    fix = "Use another sync and no shard, or remove `network.tls` and use a tunnel (WireGuard) between the machines."
-    return [error("SH110", message, where="network.tls", fix=fix)]
 
 
 def _outer_optimizer(job: Job) -> list[ShoalError]:
@@ -460,7 +454,7 @@ RULES: tuple[Rule, ...] = (
     _init_from,
     _listen,
     _without_directory,
-    _tls_supported,
+    _torch_exchange,
     _outer_optimizer,
     _server_copies,
     _elementwise_optimizer,

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shoal.jobs.planner import PlanResult
 from shoal.plan.costs.model import Cluster, RunChoice
+from shoal.plan.costs.price import epoch_price
 from shoal.plan.costs.select import PlanCandidate
 from shoal.plan.costs.units import format_milliseconds, format_times
 from shoal.plan.costs.worker_layout import workers_per_host
@@ -99,13 +100,13 @@ def _print_rows(console: Console, rows: Sequence[PlanCandidate], result: PlanRes
     """Reasons beside the numbers, or below each row in a narrow terminal."""
     hosts, threads = len(result.machine.hosts) > 1, len(result.measured.times) > 1
     head = ["", "workers", "hosts" * hosts, "threads" * threads, "how", "step", "exchange", "memory", "sent", "epoch"]
+    head += ["price"] if result.seat_price else []
     cells = [head]
     for row in rows:
         it = row.prediction.choice
         mark = "→" if row is result.plan.pick else ""
-        cells.append(
-            [mark, str(it.workers), str(it.hosts) * hosts, str(it.threads) * threads, it.name, *_prediction_cells(row)]
-        )
+        where = [mark, str(it.workers), str(it.hosts) * hosts, str(it.threads) * threads, it.name]
+        cells.append([*where, *_prediction_cells(row), *_price_cell(row, result)])
     first, *lines = _aligned(cells)
     reports.print_lines(console, first.rstrip())
     for line, row in zip(lines, rows, strict=True):
@@ -134,6 +135,13 @@ def _prediction_cells(row: PlanCandidate) -> list[str]:
         sent,
         formatting.seconds(it.epoch_s),
     ]
+
+
+def _price_cell(row: PlanCandidate, result: PlanResult) -> list[str]:
+    """Of an epoch."""
+    if not result.seat_price:
+        return []
+    return [f"{epoch_price(row.prediction, result.seat_price):.3g}" if row.feasible else "–"]
 
 
 def _describe(it: RunChoice, result: PlanResult) -> str:

@@ -1,4 +1,4 @@
-"""The job's code on a machine that does not have it: fetched from the driver once, and kept by its content."""
+"""The job's code and weights on a machine that has none: fetched from the driver once, and kept by their content."""
 
 from __future__ import annotations
 
@@ -8,13 +8,27 @@ import secrets
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 from shoal.checkpoint.driver_files import DriverConnections, DriverFiles
 from shoal.errors import error, from_os_error
+from shoal.spec.job import Job
 from shoal.spec.private_file import open_lock_file
-from shoal.spec.remote.file_requests import CodeArchive
+from shoal.spec.remote.file_requests import CodeArchive, RemoteRun
 
 READ_BYTES = 1 << 20
+
+
+def fetch_job(connections: DriverConnections, job: Job, remote: RemoteRun, cache_dir: Path) -> Job:
+    """The job with the paths that its code and weights have on this machine."""
+    update: dict[str, Any] = {"base_dir": str(fetch_code(connections, remote.code, cache_dir))}
+    if job.init_from is not None and (sent := remote.init_from):
+        path = str(fetch_code(connections, sent.archive, cache_dir) / sent.path)
+        update["init_from"] = job.init_from.model_copy(update={"path": path})
+    if job.distil is not None and (sent := remote.teacher):
+        path = str(fetch_code(connections, sent.archive, cache_dir) / sent.path)
+        update["distil"] = job.distil.model_copy(update={"teacher": path})
+    return job.model_copy(update=update)
 
 
 def fetch_code(connections: DriverConnections, archive: CodeArchive, cache_dir: Path) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -32,38 +31,39 @@ from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress, read_driver_address
 from shoal.fleet.process_limits import apply_limits
 from shoal.fleet.process_main import (
+    KEY_VARIABLE,
+    TOKEN_VARIABLE,
     WELCOME_TIMEOUT_S,
+    ApartIdentity,
     connect_to_driver,
     emit_failure,
     hold_seat_lock,
+    own_address,
     run_reporting_errors,
 )
 from shoal.fleet.usage import UsageSampler
 from shoal.lanes.torch_setup import prepare_torch, tell_missing_kernels
 from shoal.net.address import parse_address
-from shoal.net.errors import LinkError
 from shoal.net.handshake import new_token
-from shoal.net.listener import connect_host
 from shoal.net.tls import TlsContexts
 from shoal.spec.certificates import load_tls_contexts, tls_contexts_for
 from shoal.spec.chunk_table import ChunkTable
+from shoal.spec.engine import parse_ports
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job, save_job
 from shoal.spec.remote.file_requests import RemoteRun
 from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.trust import CodeTrust, require_trust
-from shoal.spec.view import Attachment, View
+from shoal.spec.view import Attachment, Seat, View
 from shoal.train.activity import Activity
 from shoal.train.build import TrainingSession, build, build_loop
 from shoal.train.devices import claim_device, device_memory
 from shoal.train.elastic import ElasticLoop
-from shoal.train.fetch_code import fetch_code
+from shoal.train.fetch_code import fetch_job
 from shoal.train.run_output import DirectoryOutput, DriverOutput, RunOutput
 from shoal.train.step_profiler import StepProfiler
 
-TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 AGENT_VARIABLE = "SHOAL_AGENT"
-KEY_VARIABLE = "SHOAL_SEAT_KEY"
 STARTED_BY_ENGINE = Attachment(managed=True, can_save=True, needs_job=False)
 STARTED_APART = Attachment(managed=True, can_save=True, needs_job=True)
 JOINED = Attachment(managed=False, can_save=False, needs_job=True)
@@ -79,14 +79,18 @@ def main() -> None:
     parser.add_argument("--trust-code", action="store_true")
     parser.add_argument("--allow", default="")
     parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--ports", default="")
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
     if arguments.join:
         contexts = load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None
         trust = CodeTrust.from_text(arguments.allow, everything=arguments.trust_code)
         if KEY_VARIABLE in os.environ:
-            sys.exit(run_apart_worker(paths, arguments.join, arguments.seat, tls_contexts=contexts))
-        sys.exit(run_remote_worker(paths, arguments.join, arguments.dir, trust=trust, tls_contexts=contexts))
+            seat = Seat(number=arguments.seat)
+            me = ApartIdentity.from_environment(seat, arguments.join, contexts)
+            sys.exit(run_apart_worker(paths, me, ports=arguments.ports))
+        joined = partial(run_remote_worker, paths, arguments.join, arguments.dir, ports=arguments.ports)
+        sys.exit(joined(trust=trust, tls_contexts=contexts))
     who = f"worker-{arguments.seat}"
     sys.exit(
         run_reporting_errors(
@@ -176,23 +180,30 @@ def run_local_worker(paths: RunPaths, seat: int, stream: EventWriter, *, trace: 
     contexts = tls_contexts_for(job)
     with (
         hold_seat_lock(paths, seat),
-        open_session(driver_address, latest, STARTED_BY_ENGINE, seat=seat, tls_contexts=contexts) as (session, control),
+        open_session(
+            driver_address, latest, STARTED_BY_ENGINE, seat=seat, tls_contexts=contexts, ports=job.network.ports
+        ) as (session, control),
     ):
         connect_to_driver(control)
         train(job, DirectoryOutput(paths), session, control, stream, trace=trace)
 
 
 def run_remote_worker(
-    paths: RunPaths, driver: str, base_dir: str, *, trust: CodeTrust, tls_contexts: TlsContexts | None = None
+    paths: RunPaths,
+    driver: str,
+    base_dir: str,
+    *,
+    trust: CodeTrust,
+    tls_contexts: TlsContexts | None = None,
+    ports: str = "",
 ) -> int:
     """Run a worker that joins from another machine. It also keeps its events in its own directory, for its user. It
     leaves at once if the job names code that is not trusted here."""
     driver_address = DriverAddress(*parse_address(driver), os.environ.pop(TOKEN_VARIABLE, ""))
     own_stream = EventWriter(paths.events, "worker")
-    with open_session(driver_address, lambda: driver_address, JOINED, seat=None, tls_contexts=tls_contexts) as (
-        session,
-        control,
-    ):
+    with open_session(
+        driver_address, lambda: driver_address, JOINED, seat=None, tls_contexts=tls_contexts, ports=ports
+    ) as (session, control):
         session.agent = os.environ.pop(AGENT_VARIABLE, "")
         try:
             welcome = control.connect(WELCOME_TIMEOUT_S)
@@ -214,38 +225,26 @@ def run_remote_worker(
         return code
 
 
-def run_apart_worker(scratch: RunPaths, driver: str, seat: int, *, tls_contexts: TlsContexts | None = None) -> int:
+def run_apart_worker(scratch: RunPaths, me: ApartIdentity, *, ports: str = "") -> int:
     """Run a worker of the run's engine that cannot open the run's directory. It ends with its agent."""
-    address = DriverAddress(*parse_address(driver), os.environ.pop(TOKEN_VARIABLE, ""))
-    key = os.environ.pop(KEY_VARIABLE, "")
-    with open_session(address, lambda: address, STARTED_APART, seat=seat, tls_contexts=tls_contexts) as (
-        session,
-        control,
-    ):
-        session.key = key
-        stream = EventWriter.to_callback(lambda row: control.send("event", row=row.decode()), f"worker-{seat}")
-        connections = DriverConnections(partial(connect_for_files, address, seat, key, tls_contexts))
+    address, number = me.driver, me.seat.number
+    with open_session(
+        address, lambda: address, STARTED_APART, seat=number, tls_contexts=me.tls_contexts, ports=ports
+    ) as (session, control):
+        session.key = me.key
+        stream = EventWriter.to_callback(lambda row: control.send("event", row=row.decode()), me.seat.name)
+        connections = DriverConnections(me.connect_for_files)
 
         def work(stream: EventWriter) -> None:
             connect_to_driver(control)
             welcome = control.connect(WELCOME_TIMEOUT_S)
             remote = RemoteRun.model_validate(welcome["remote"])
-            code = fetch_code(connections, remote.code, cache_directory())
-            job = Job.model_validate(welcome["job"]).model_copy(update={"base_dir": str(code)})
+            job = fetch_job(connections, Job.model_validate(welcome["job"]), remote, cache_directory())
             output = DriverOutput(scratch, connections, remote.store_name, remote.namespace)
             train(job, output, session, control, stream, trace=remote.trace)
 
         with contextlib.closing(connections):
             return run_reporting_errors(stream, work)
-
-
-def connect_for_files(address: DriverAddress, seat: int, key: str, tls_contexts: TlsContexts | None) -> socket.socket:
-    """A connection for files. OSError if the driver cannot be reached."""
-    hello = json.dumps({"role": "files", "seat": seat, "key": key}).encode()
-    try:
-        return connect_host(address.host, address.port, address.token, hello, tls_contexts=tls_contexts)
-    except LinkError as failure:
-        raise ConnectionError(f"the driver cannot be asked for files: {failure}") from failure
 
 
 def emit_to_both(control: ControlClient, own_stream: EventWriter, row: bytes) -> None:
@@ -264,9 +263,11 @@ def open_session(
     *,
     seat: int | None,
     tls_contexts: TlsContexts | None,
+    ports: str | None = None,
 ) -> Iterator[tuple[WorkerSession, ControlClient]]:
     """Open the peer services and the control client of this process, and close both at the end."""
-    peers = PeerServices(initial_address.token, bind=own_address(initial_address), tls_contexts=tls_contexts)
+    bind = own_address(initial_address)
+    peers = PeerServices(initial_address.token, bind=bind, ports=parse_ports(ports), tls_contexts=tls_contexts)
     session = WorkerSession(driver_address, peers, Activity(), attachment, seat)
     control = session.make_control_client(tls_contexts)
     try:
@@ -274,14 +275,6 @@ def open_session(
     finally:
         control.close()
         peers.close()
-
-
-def own_address(driver_address: DriverAddress) -> str:
-    """The address of this machine on its route to the driver. Nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(driver_address.host, driver_address.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect(address)
-        return str(sock.getsockname()[0])
 
 
 def train(

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from shoal.checkpoint.files import LocalFiles
 from shoal.collectives.outcome import Discarded
 from shoal.lanes.clipping import Clipping
 from shoal.lanes.replica import Replica
@@ -74,7 +75,7 @@ def sparse_cluster_patches():
 
     with (
         tempfile.TemporaryDirectory() as place,
-        patch.object(clusters, "ServerConfig", functools.partial(clusters.ServerConfig, checkpoint_path=place)),
+        patch.object(clusters, "ServerConfig", functools.partial(clusters.ServerConfig, checkpoints=LocalFiles(place))),
         patch.object(clusters, "one_step", one_step),
         patch.object(clusters, "_train", with_rows),
         patch.object(clusters, "_dump", with_row_tables),

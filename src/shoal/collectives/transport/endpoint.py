@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from shoal.collectives.transport.greeting import Caller, Greeting, Purpose
+from shoal.net.address import ANY_PORT
 from shoal.net.errors import LinkError, ProtocolError
 from shoal.net.host_id import host_id
-from shoal.net.listener import AuthenticatedListener, connect
+from shoal.net.listener import AuthenticatedListener, connect, listen_in_range
 from shoal.net.tls import TlsContexts
 from shoal.spec.view import Address
 
@@ -43,6 +44,7 @@ class Endpoint:
         token: str,
         *,
         bind: str = "127.0.0.1",
+        ports: range = ANY_PORT,
         services: Mapping[Purpose, Service] | None = None,
         keep_open: Collection[Purpose] = (),
         joins_views: bool = True,
@@ -56,7 +58,7 @@ class Endpoint:
         self._changed = threading.Condition()
         self._parked: dict[tuple[int, int], ParkedConnection] = {}
         self._oldest_view = 0
-        tcp = socket.create_server((bind, 0), family=_family(bind), backlog=_BACKLOG)
+        tcp = listen_in_range(bind, ports, backlog=_BACKLOG)
         unix = socket.socket(socket.AF_UNIX)
         unix.bind("")  # the kernel chooses a free abstract name
         unix.listen(_BACKLOG)

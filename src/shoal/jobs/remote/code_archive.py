@@ -17,8 +17,9 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
+from shoal.checkpoint.weight_files import find_weight_files
 from shoal.errors import ShoalError, error, from_os_error
-from shoal.spec.remote.file_requests import CodeArchive
+from shoal.spec.remote.file_requests import CodeArchive, SentWeights
 
 MAX_CODE_BYTES = 200 << 20
 MAX_CODE_FILES = 50_000
@@ -31,7 +32,20 @@ _LARGEST_SHOWN = 3
 def pack_code(base_dir: Path, target: Path) -> CodeArchive:
     """Write the archive of `base_dir` into the directory `target`, if it is not there yet. SH655 if it is too large."""
     try:
-        files = find_code(base_dir)
+        return pack_files(base_dir, find_code(base_dir), target)
+    except OSError as failure:
+        raise _cannot_pack(base_dir, failure) from failure
+
+
+def pack_weights(path: Path, target: Path) -> SentWeights:
+    """Write an archive of the weights at a path: of a run, a checkpoint or a file. SH501 if there are none."""
+    root, names, given = find_weight_files(path)
+    return SentWeights(archive=pack_files(root, names, target), path=given)
+
+
+def pack_files(base_dir: Path, files: list[str], target: Path) -> CodeArchive:
+    """Write an archive of these files into the directory `target`, if it is not there yet."""
+    try:
         target.mkdir(parents=True, exist_ok=True)
         temporary = target / f".tmp-{secrets.token_hex(6)}"
         try:
@@ -40,8 +54,12 @@ def pack_code(base_dir: Path, target: Path) -> CodeArchive:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as failure:
-        raise from_os_error(failure) or error("SH605", f"cannot pack {base_dir}: {failure}") from failure
+        raise _cannot_pack(base_dir, failure) from failure
     return archive
+
+
+def _cannot_pack(base_dir: Path, failure: OSError) -> ShoalError:
+    return from_os_error(failure) or error("SH605", f"cannot pack {base_dir}: {failure}")
 
 
 def archive_name(archive: CodeArchive) -> str:

@@ -98,7 +98,7 @@ class FileService:
             hello = FilesHello.model_validate(greeting)
         except ValidationError as failure:
             raise ProtocolError("the greeting is malformed") from failure
-        if not self._holds_key(f"worker-{hello.seat}", hello.key):
+        if not self._holds_key(f"{hello.process}-{hello.seat}", hello.key):
             raise ProtocolError(f"seat {hello.seat} is not its seat")
         return hello.seat
 
@@ -109,7 +109,7 @@ class FileService:
             raise ProtocolError(str(failure)) from failure
         with self._lock:
             if seat not in self._admitted:
-                raise ProtocolError(f"worker-{seat} does not belong to the run")
+                raise ProtocolError(f"the process in seat {seat} does not belong to the run")
         content = receive_content(sock) if request.operation in ("write", "append") else iter(())
         try:
             answer, chunks = self._carry_out(request, content, locks)

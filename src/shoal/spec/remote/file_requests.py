@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from shoal.spec.base import Spec
+from shoal.spec.view import Role
 
+JOB_FILE = "job.yaml"
+"""The job, in the area `code`: a server reads it before it connects."""
 MAX_PATH_CHARACTERS = 1024
 MAX_PATH_PARTS = 16
 MAX_PART_BYTES = 255
@@ -33,9 +36,11 @@ class FileMessage(Spec):
 
 
 class FilesHello(FileMessage):
-    """The greeting of a connection for files. `key` proves that the driver gave the seat to this process."""
+    """The greeting of a connection for files. `key` proves that the driver gave the seat to this process, which is a
+    worker or a server."""
 
     role: Literal["files"]
+    process: Role = "worker"
     seat: Annotated[int, Field(ge=0, lt=10**9)]
     key: Annotated[str, Field(max_length=256)]
 
@@ -51,10 +56,7 @@ class FileRequest(FileMessage):
     @field_validator("path")
     @classmethod
     def _stays_inside(cls, path: str) -> str:
-        parts = path.split("/") if path else []
-        if len(parts) > MAX_PATH_PARTS or not all(map(_is_part, parts)):
-            raise ValueError("it is not a path inside the area")
-        return path
+        return check_path(path)
 
 
 class FileAnswer(FileMessage):
@@ -73,13 +75,36 @@ class CodeArchive(FileMessage):
     size_bytes: NonNegativeInt
 
 
+class SentWeights(FileMessage):
+    """Weights as the driver sends them: an archive, and what to load in it."""
+
+    archive: CodeArchive
+    path: Annotated[str, Field(max_length=MAX_PATH_CHARACTERS)]
+
+    @field_validator("path")
+    @classmethod
+    def _stays_inside(cls, path: str) -> str:
+        return check_path(path)
+
+
 class RemoteRun(FileMessage):
-    """What a worker without the run's directory must know of it: its code, and where its checkpoints are."""
+    """What a worker without the run's directory must know of it: its code, the weights that it starts from and learns
+    from, and where its checkpoints are."""
 
     code: CodeArchive
+    init_from: SentWeights | None = None
+    teacher: SentWeights | None = None
     store_name: Annotated[str, Field(max_length=255)]
     namespace: Annotated[str, Field(max_length=64)] = ""
     trace: bool = False
+
+
+def check_path(path: str) -> str:
+    """ValueError if it leads out of its directory."""
+    parts = path.split("/") if path else []
+    if len(parts) > MAX_PATH_PARTS or not all(map(_is_part, parts)):
+        raise ValueError("it is not a path inside the area")
+    return path
 
 
 def parse_request(data: bytes) -> FileRequest:

@@ -1,0 +1,176 @@
+"""Runs over hosts that share nothing but a network: namespaces with an address and an sshd each. The driver is on the
+first, workers and servers on the others. Run by `make test-ssh`; needs root."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+from shoal.events import read_events
+from shoal.spec.run_paths import RunPaths
+from tests.conftest import MLP
+from tests.fleet.ssh_server import SSHD, SshServer
+from tests.jobs.fault_injection import reference_receipt
+from tests.jobs.network_namespaces import namespace_network
+
+pytestmark = [
+    pytest.mark.ssh,
+    pytest.mark.skipif(SSHD is None, reason="no sshd: tools/install_sshd.sh"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces"),
+]
+LANES = MLP | {"steps": 3000, "evaluate": {"every_steps": 1000}, "checkpoint": {"every": "100 steps"}}
+SHARDED = LANES | {"shard": "fsdp"}
+SERVING = LANES | {"sync": {"kind": "server", "servers": 2, "backups": 1}}
+COMMAND = [sys.executable, "-c", "from shoal.cli import main; main()"]
+PORT = 2222
+PATIENCE_S = 240
+
+
+class SpreadRun:
+    """A run whose driver is on the first host, with two seats for workers on each of the others."""
+
+    def __init__(self, hosts, job_dir, server, *, seats=2):
+        self.hosts, self.job_dir, self.server = hosts, job_dir, server
+        self.engine = {
+            "kind": "ssh",
+            "hosts": [{"host": name, "seats": seats} for name in ("n2", "n3")],
+            "python": sys.executable,
+            "config": str(server.config),
+        }
+        self.ready = job_dir / "ready"
+        self.paths = RunPaths.at(job_dir / "runs" / "mlp-1")
+        self._driver = None
+
+    @contextlib.contextmanager
+    def driven(self, job):
+        """Steps are slow until `finish` is called."""
+        slow = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(self.ready)}}
+        network = {"listen": self.hosts[0].address} | job.get("network", {})
+        whole = job | {"workers": 2, "engine": self.engine, "watchers": [slow], "network": network}
+        (self.job_dir / "job.yaml").write_text(yaml.safe_dump(whole))
+        with self.drive("run", "job.yaml"):
+            yield self
+
+    @contextlib.contextmanager
+    def drive(self, *words):
+        log = self.job_dir / "driver.log"
+        self._driver = self.hosts[0].python(*COMMAND[1:], *words, "-q", log=log, env=os.environ, cwd=self.job_dir)
+        try:
+            yield
+        finally:
+            self._driver.terminate()
+            self._driver.wait()
+
+    def events(self):
+        return list(read_events(self.paths.events)) if self.paths.events.is_file() else []
+
+    def wait_until(self, holds):
+        until = time.monotonic() + PATIENCE_S
+        while not holds(events := self.events()):
+            assert self._driver.poll() is None, (self.job_dir / "driver.log").read_text()[-2000:]
+            assert time.monotonic() < until, [event.kind for event in events][-30:]
+            time.sleep(0.1)
+        return events
+
+    def carriers(self):
+        views = [event for event in self.events() if event.kind == "view" and event.get("carries")]
+        return set(views[-1]["carries"]) if views else set()
+
+    def wait_for_workers(self, count):
+        self.wait_until(lambda events: len(self.carriers()) == count and self.trains())
+
+    def trains(self):
+        """The workers of the last view have committed a step in it."""
+        events = self.events()
+        last = max(n for n, event in enumerate(events) if event.kind == "view" and event.get("carries"))
+        return any(event.kind == "step" for event in events[last:])
+
+    def pids(self):
+        """Of workers and servers, by name."""
+        started = [event for event in self.events() if event.kind in ("worker_started", "server_started")]
+        return {event.get("server") or event.who: event["pid"] for event in started}
+
+    def host_of(self, pid):
+        found = subprocess.run(["ip", "netns", "identify", str(pid)], capture_output=True, text=True, check=True)
+        return next(host for host in self.hosts if host.name == found.stdout.strip())
+
+    def host_runs_another(self, host, *, besides):
+        """Whether a worker runs there that started after this one."""
+        return any(pid != besides and psutil.pid_exists(pid) and self.is_on(pid, host) for pid in self.pids().values())
+
+    @staticmethod
+    def is_on(pid, host):
+        return pid in host.pids()
+
+    def finish(self):
+        self.ready.touch()
+        assert self._driver.wait() == 0, (self.job_dir / "driver.log").read_text()[-2000:]
+        return json.loads(self.paths.receipt.read_text())
+
+
+@pytest.fixture
+def spread(job_dir, tmp_path_factory):
+    """Three hosts: the driver's, and two with an sshd. Nothing is left on them afterwards."""
+    with namespace_network(3) as hosts, contextlib.ExitStack() as stack:
+        server = SshServer(tmp_path_factory.mktemp("ssh"), PORT)
+        addresses = {"n2": hosts[1].address, "n3": hosts[2].address}
+        server.write(addresses)
+        for name, host in zip(addresses, hosts[1:], strict=True):
+            stack.enter_context(server.running(name, inside=host))
+        yield SpreadRun(hosts, job_dir, server)
+        left = [pid for host in hosts[1:] for pid in host.pids() if "host_agent" in " ".join(command_of(pid))]
+        assert not left
+
+
+def command_of(pid):
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()
+    return []
+
+
+def assert_same(receipt, undisturbed):
+    for name in ("weights_sha256", "state_sha256", "samples_seen", "metrics", "best"):
+        assert receipt[name] == getattr(undisturbed, name), name
+
+
+def test_a_host_that_is_cut_off_is_fenced_and_comes_back_with_another_seat(spread, run):
+    """Its worker lives on behind the broken network. When the network is whole again, nobody listens to it."""
+    with spread.driven(LANES):
+        spread.wait_for_workers(2)
+        before = spread.pids()
+        assert len({spread.host_of(pid).name for pid in before.values()}) == 2, "one worker on each host"
+        cut, alone = sorted(spread.carriers())
+        away = spread.host_of(before[cut])
+        away.disconnect()
+        spread.wait_until(lambda events: any(e.kind in ("evicted", "worker_died") for e in events))
+        assert command_of(before[cut]), "it was declared dead, and lives"
+        spread.wait_until(lambda events: alone in spread.carriers() and cut not in spread.carriers())
+        away.reconnect()
+        spread.wait_until(lambda events: spread.host_runs_another(away, besides=before[cut]))
+        spread.wait_for_workers(2)
+        assert cut not in spread.carriers(), "a seat is never given again"
+        receipt = spread.finish()
+    assert_same(receipt, reference_receipt(run, LANES))
+    assert receipt["deaths_survived"] == 1
+
+
+@pytest.mark.parametrize("job", [SHARDED, SERVING], ids=["fsdp", "servers"])
+def test_shards_and_servers_over_two_hosts_survive_a_kill(spread, run, job):
+    with spread.driven(job):
+        spread.wait_for_workers(2)
+        first = spread.pids()
+        hosts = {spread.host_of(pid).name for name, pid in first.items() if name.startswith("worker")}
+        assert len(hosts) == 2
+        doomed = next(name for name in sorted(first) if name.startswith("server" if job is SERVING else "worker"))
+        psutil.Process(first[doomed]).kill()
+        spread.wait_until(lambda events: any(e.kind in ("worker_died", "server_died") for e in events))
+        spread.wait_for_workers(2)
+        receipt = spread.finish()
+    assert_same(receipt, reference_receipt(run, job))
+    assert receipt["deaths_survived"] + receipt["server_deaths_survived"] == 1
