@@ -319,7 +319,7 @@ class ErrorGroup(ShoalError):  # noqa: N818 - it holds several errors
 
 _FAMILIES: dict[str, type[ShoalError]] = {
     "1": JobError, "2": JobError, "3": DataError, "4": TrainError, "5": CheckpointError, "6": RunError,
-    "7": RunError, "71": TrainError, "72": DataError, "73": DataError,
+    "7": RunError, "71": TrainError, "72": DataError, "73": DataError, "83": DataError,
 }  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from tests.jobs.fault_injection import fault_script
 
 @pytest.fixture
 def same_bits(run, resume, job_dir):
-    """Run the job on 1 worker, on 2 of which one is killed, and on one that is killed for good and resumed on 2. Asserts
-    the same bits and returns the first outcome."""
+    """Run the job on 1 worker, on 2 of which one is killed, and on one that is killed for good, then resumed on 2.
+    Asserts the same bits and returns the first outcome."""
 
     def go(job):
         half = job["steps"] // 2
