@@ -28,6 +28,7 @@ from shoal.spec.data import RandomSamplerConfig
 from shoal.spec.sources.config import NpzSourceConfig, ParquetSourceConfig
 
 BATCH, WIDTH, GROUP_ROWS = 256, 128, 8192
+OPEN_GROUPS = RandomSamplerConfig().open_blocks
 Batches = Iterable[Any]
 
 
@@ -46,6 +47,7 @@ def measure(bench: Bench) -> list[Row]:
         "shoal feed": functools.partial(
             from_batch_loader, ParquetSourceConfig(kind="parquet", path=str(table), target="y")
         ),
+        "DataLoader, 8 groups shuffled together": functools.partial(table_loader, table, 0, together=OPEN_GROUPS),
         "DataLoader": functools.partial(table_loader, table, 0),
         "DataLoader, 2 workers": functools.partial(table_loader, table, 2),
     }
@@ -67,6 +69,7 @@ def compare(data: str, variants: dict[str, Callable[[], Batches]], rows: int, tu
             "samples/s": rows / median(numbers, "wall_s"),
             "of shoal": ratio(found["shoal feed"], numbers, "wall_s"),
             "CPU s": median(numbers, "cpu_s"),
+            "CPU of shoal": ratio(found["shoal feed"], numbers, "cpu_s"),
             "peak growth MB": median(numbers, "grown_bytes") / 1e6,
             "growth in the 2nd half MB": median(numbers, "late_bytes") / 1e6,
         }
@@ -159,21 +162,23 @@ def arrays_loader(path: Path, workers: int) -> Batches:
     return DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=workers)
 
 
-def table_loader(path: Path, workers: int) -> Batches:
-    """torch: an IterableDataset over row groups in random order, each shuffled by itself."""
-    return DataLoader(RowGroupDataset(path), batch_size=None, num_workers=workers)
+def table_loader(path: Path, workers: int, *, together: int = 1) -> Batches:
+    """torch: an IterableDataset over row groups in random order. `together` of them are shuffled together: 8 is what
+    Shoal's sampler does."""
+    return DataLoader(RowGroupDataset(path, together), batch_size=None, num_workers=workers)
 
 
 class RowGroupDataset(IterableDataset[Any]):
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, together: int) -> None:
+        self.path, self.together = path, together
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         file = pq.ParquetFile(self.path)
         order = torch.randperm(file.num_row_groups, generator=torch.Generator().manual_seed(0)).tolist()
-        for group in itertools.islice(order, info.id if info else 0, None, info.num_workers if info else 1):
-            table = file.read_row_group(group)
+        own = list(itertools.islice(order, info.id if info else 0, None, info.num_workers if info else 1))
+        for first in range(0, len(own), self.together):
+            table = file.read_row_groups(own[first : first + self.together])
             columns = [table.column(name).to_numpy() for name in table.column_names if name != "y"]
             x, y = torch.from_numpy(np.stack(columns, axis=1)), torch.tensor(table.column("y").to_numpy())
             for ids in torch.split(torch.randperm(len(y)), BATCH):

@@ -136,7 +136,7 @@ def test_tensor_datasets_are_indexed_directly(opened):
         ("Broken", "SH309", "sample 3: KeyError", 'raise KeyError("no such thing")'),
         ("BrokenMany", "SH309", "ZeroDivisionError", "1 / 0"),
         ("Ragged", "SH306", "do not make a batch", ""),
-        ("Stream", "SH206", "Stream", ""),
+        ("Stream", "SH302", "empty", ""),
         ("number", "SH206", "int", ""),
         ("nothing", "SH302", "empty", ""),
         ("fails", "SH208", "disk on fire", "raise OSError"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -51,24 +52,27 @@ class ParquetRowGroupSource(DataSource):
 
     def take(self, ids: Ids) -> Batch:
         assert self.blocks is not None
-        group_of = self._groups_of(ids)
-        inputs: Array | None = None
-        target: Array | None = None
-        for index in np.unique(group_of).tolist():
-            group = self._decoded_group(index)
-            if inputs is None:
-                inputs = np.empty((len(ids), *group.inputs.shape[1:]), group.inputs.dtype)
-                target = (
-                    None if group.target is None else np.empty((len(ids), *group.target.shape[1:]), group.target.dtype)
-                )
-            places = np.flatnonzero(group_of == index)
-            rows = ids[places] - self.blocks[index]
-            self._check_width(inputs, group)
-            inputs[places] = group.inputs[rows]
-            if target is not None and group.target is not None:
-                target[places] = group.target[rows]
-        assert inputs is not None
-        return Batch((torch.from_numpy(inputs),), None if target is None else torch.from_numpy(target), len(ids))
+        order = np.argsort(ids)
+        in_order = ids[order]
+        group_of = self._groups_of(in_order)
+        cuts = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(ids)]
+        groups = [self._decoded_group(index) for index in group_of[cuts[:-1]].tolist()]
+        rows = in_order - self.blocks[group_of]
+        back = np.empty_like(order)
+        back[order] = np.arange(len(ids))
+        inputs = self._gather([group.inputs for group in groups], rows, cuts)[back]
+        targets = [group.target for group in groups if group.target is not None]
+        target = torch.from_numpy(self._gather(targets, rows, cuts)[back]) if targets else None
+        return Batch((torch.from_numpy(inputs),), target, len(ids))
+
+    def _gather(self, parts: list[Array], rows: Ids, cuts: list[int]) -> Array:
+        """Rows cuts[i] to cuts[i + 1] come from part i."""
+        out = np.empty((len(rows), *parts[0].shape[1:]), parts[0].dtype)
+        for part, (start, stop) in zip(parts, pairwise(cuts), strict=True):
+            self._check_width(out, part)
+            # Rows are inside of their group; `clip` only spares numpy a copy.
+            np.take(part, rows[start:stop], axis=0, out=out[start:stop], mode="clip")
+        return out
 
     def _groups_of(self, ids: Ids) -> Ids:
         assert self.blocks is not None
@@ -154,6 +158,6 @@ class ParquetRowGroupSource(DataSource):
         block = TableBlock(table, lambda row: self._reader.locate(index, row))
         return convert_block(block, layout, skip_bad_rows=self._skip_bad_rows)
 
-    def _check_width(self, inputs: Array, group: ConvertedRows) -> None:
-        if inputs.shape[1:] != group.inputs.shape[1:]:
+    def _check_width(self, inputs: Array, part: Array) -> None:
+        if inputs.shape[1:] != part.shape[1:]:
             raise error("SH306", "row groups hold lists of different lengths", where=self._reader.files[0].path)

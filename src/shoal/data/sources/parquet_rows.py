@@ -119,7 +119,7 @@ class ParquetReader:
     def _open_group(self, group: RowGroup) -> Iterator[pq.ParquetFile]:
         file = self.files[group.file]
         with _wrap_read_errors(file), _open(file) as raw:
-            yield pq.ParquetFile(raw, metadata=self._footers[group.file], pre_buffer=False)
+            yield pq.ParquetFile(raw, metadata=self._footers[group.file], pre_buffer=True)
 
     def _check_schemas(self) -> None:
         for file, footer in zip(self.files, self._footers, strict=True):
@@ -148,7 +148,7 @@ def flat_fields(schema: pa.Schema) -> dict[str, pa.DataType]:
 @contextmanager
 def _open(file: DataFile) -> Iterator[Any]:
     with wrap_file_errors(file.path):
-        raw = open(file.path, "rb") if file.fs is None else file.fs.open(file.path, "rb")  # noqa: SIM115
+        raw = pa.OSFile(file.path, "rb") if file.fs is None else file.fs.open(file.path, "rb")
     with raw:
         yield raw
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from shoal.data.fitted import ColumnEncoder, Fitted
 from shoal.data.source import Array, SourceOptions
@@ -182,7 +184,8 @@ def convert(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> Converted
     """Inputs and target of some rows. A row with a missing, unreadable or non-finite value is bad."""
     inputs = _convert_inputs(table, layout)
     bad = np.zeros(table.num_rows, dtype=bool)
-    if inputs.dtype.kind == "f":
+    # The sum is finite if all values are; it needs no array of its own. (A finite value may overflow it.)
+    if inputs.dtype.kind == "f" and not math.isfinite(torch.from_numpy(inputs).sum()):
         bad |= ~np.isfinite(inputs).all(axis=1)
     target, lost = _convert_target(table, layout)
     return ConvertedRows(inputs, target, bad | lost)
@@ -196,10 +199,11 @@ def _convert_inputs(table: pa.Table | pa.RecordBatch, layout: ColumnLayout) -> A
         return np.concatenate(
             [_input_part(column, name, layout) for name, column in zip(layout.inputs, columns, strict=True)], axis=1
         )
-    out = np.empty((table.num_rows, len(columns)), dtype=np.float32)
+    by_column = np.empty((len(columns), table.num_rows), dtype=np.float32)
     for i, column in enumerate(columns):
-        out[:, i] = to_float32(column)
-    return out
+        by_column[i] = to_float32(column)
+    # torch transposes in tiles; numpy would write one value here and the next one a row further.
+    return torch.from_numpy(by_column).t().contiguous().numpy()
 
 
 def _input_part(column: pa.Array, name: str, layout: ColumnLayout) -> Array:

@@ -20,13 +20,15 @@ def to_float32(column: pa.Array) -> Array:
         column = parse_numbers(column, pa.float64())
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.uint8())
-    return np.asarray(column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False))
+    if column.type != pa.float32():
+        column = column.cast(pa.float32(), safe=False)
+    return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
 def to_plain_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One array without chunks and dictionaries."""
     if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
+        column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     return column
