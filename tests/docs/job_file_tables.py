@@ -21,6 +21,7 @@ HEADINGS = {
     "ClusterConfig": "data.clusters",
     "WeightedSamplerConfig": "sampler: weighted",
     "ClipConfig": "clip",
+    "AverageConfig": "average",
     "WorkersConfig": "workers",
     "LanesSyncConfig": "sync: lanes",
     "ServerSyncConfig": "sync: server",

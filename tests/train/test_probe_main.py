@@ -64,6 +64,36 @@ def test_a_check_evaluates_one_batch_after_one_step(ask):
     assert answer["loss"] == ask("check")["loss"]
 
 
+GAN = {
+    "task": "loops.py:Dcgan",
+    "model": None,
+    "loss": None,
+    "metrics": [],
+    "evaluate": {},
+    "data": {"source": {"kind": "python", "factory": "loops.py:Images"}},
+    "batch_size": 12,
+}
+
+
+def test_a_check_makes_a_step_with_all_its_phases(ask):
+    answer = ask("check", changes=GAN)
+    assert answer["loss"] == ask("check", changes=GAN)["loss"]
+    assert "generator.1.running_mean" in answer["moving_buffers"]
+
+
+@pytest.mark.parametrize("changes", [{"sync": "local"}, {"sync": "server"}, {"codec": "bf16"}])
+def test_a_check_refuses_phases_without_exact_lanes(ask, changes):
+    with pytest.raises(ShoalError, match="several phases") as caught:
+        ask("check", changes=GAN | changes)
+    assert caught.value.code == "SH860"
+
+
+def test_a_check_computes_closures_and_lazy_modules(ask):
+    optimizer = {"name": "LBFGS", "args": {"lr": 0.1, "max_iter": 3}}
+    assert ask("check", changes={"optimizer": optimizer})["loss"] > 0
+    assert ask("check", changes={"model": "loops.py:lazy"})["parameters"] == 64 * 32 + 32 + 64 + 32 * 10 + 10
+
+
 def test_a_check_without_validation_has_no_metrics(ask):
     answer = ask("check", changes=data(split={"kind": "none"}) | {"evaluate": {}, "metrics": []})
     assert (answer["metrics"], answer["samples"]) == ({}, {"train": 1797})

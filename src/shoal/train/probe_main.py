@@ -41,6 +41,7 @@ from shoal.spec.run_paths import RunPaths, cache_directory
 from shoal.spec.seeds import AUGMENT
 from shoal.strategies.make import build_replica
 from shoal.tasks.evaluation import Evaluator
+from shoal.tasks.model import build_task
 from shoal.tasks.optimizer import check_task
 from shoal.tasks.user_errors import wrap_user_errors
 from shoal.train.build import BuiltJob, build
@@ -59,8 +60,11 @@ def main() -> None:
     paths = RunPaths.at(arguments.run)
 
     def answer(stream: EventWriter) -> None:
-        job = unsharded_job(load_run_job(paths.job))
+        written = load_run_job(paths.job)
+        job = unsharded_job(written)
         prepare_torch(job)
+        if arguments.question == "check" and job.shard != written.shard:
+            check_task(written, build_task(written))
         stream.emit("answer", **PROBES[arguments.question](job, paths, stream, **arguments.arguments))
 
     sys.exit(run_reporting_errors(EventWriter(paths.events, "clerk"), answer))
@@ -75,7 +79,6 @@ def check(job: Job, paths: RunPaths, stream: EventWriter) -> dict[str, Any]:
         stream.emit(kind, **fields)
 
     built = build(job, cache_dir=cache_directory(), report=report)
-    check_task(load_run_job(paths.job), built.task)  # with the shard that `job` is without
     replica, sampler = built.replica, built.sampler
     start = time.perf_counter()
     passes = LonePasses(built)
