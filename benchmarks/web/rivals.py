@@ -105,7 +105,7 @@ def measure(name: str, scene: str, runs: int, points: int, *, tools: Path, turns
         looks = [look(name, directory, scene, runs, tools=tools) for _ in range(turns)]
     row: dict[str, Any] = {"tool": name, "write s": round(wrote_s, 1)}
     for key in looks[0]:
-        seen = [one[key] for one in looks if one[key] is not None]
+        seen = [value for one in looks if (value := one[key]) is not None]
         row[key] = round(statistics.median(seen), 2) if len(seen) == len(looks) else "never"
     return row
 
@@ -203,7 +203,7 @@ def _line_with(process: subprocess.Popen[str], pattern: str) -> str:
     for line in process.stdout:
         if found := re.search(pattern, line):
             return found[1]
-    raise RuntimeError(f"{process.args} ended")
+    raise RuntimeError(f"{process.args!r} ended")
 
 
 def _wait_for(url: str, process: subprocess.Popen[str]) -> None:
@@ -216,7 +216,7 @@ def _wait_for(url: str, process: subprocess.Popen[str]) -> None:
             return
         except OSError:
             time.sleep(0.02)
-    raise RuntimeError(f"{process.args} does not listen")
+    raise RuntimeError(f"{process.args!r} does not listen")
 
 
 def _free_port() -> int:
