@@ -2,6 +2,8 @@
 
 import contextlib
 import shutil
+from collections.abc import Iterator
+from typing import Any
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -9,13 +11,13 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def chromium():
+def chromium() -> str | None:
     """The path of the browser, or None."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @contextlib.contextmanager
-def open_browser():
+def open_browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -1,7 +1,9 @@
 """The page in a real browser, over live runs: every page and every button, kills included."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from shoal.spec.load import load_run_job, save_job
 from shoal.spec.receipt import read_receipt_file
 from shoal.web.access import TokenFile
 from tests.conftest import FIXTURES
-from tests.jobs.past_run import write_run
+from tests.jobs.past_run import TOLD, write_run
 from tests.web import past_work
 from tests.web.browser import chromium, open_browser
 from tests.web.live_run import serving, state_of, training, wait_until
@@ -44,6 +46,12 @@ class Page:
         self.page.on("pageerror", lambda failure: self.failures.append(str(failure)))
         self.page.on("console", lambda message: message.type == "error" and self.failures.append(message.text))
         self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def log_in(self, server):
+        """Until the list is there: a page that goes elsewhere before would lose the link's code."""
+        self.page.goto(server.link())
+        self.page.locator("table.runs a").first.wait_for()
+        return self.page
 
 
 @pytest.fixture
@@ -80,8 +88,7 @@ def test_the_link_logs_in_once_and_the_code_leaves_the_address(browser, past):
 @pytest.mark.parametrize("width", [360, 1280])
 def test_every_page_without_errors_or_sideways_scrolling(browser, past, scheme, width):
     one = Page(browser, viewport={"width": width, "height": 800}, color_scheme=scheme)
-    page = one.page
-    page.goto(past.link())
+    page = one.log_in(past)
     page.get_by_role("link", name="mlp-1").wait_for()
     for address in [*ADDRESSES, "#/run/mlp-1"]:
         page.goto(f"{past.url}/{address}")
@@ -96,8 +103,7 @@ def test_every_page_without_errors_or_sideways_scrolling(browser, past, scheme, 
 
 
 def test_keys_do_everything_in_the_list(browser, past):
-    page = Page(browser).page
-    page.goto(past.link())
+    page = Page(browser).log_in(past)
     page.get_by_role("link", name="mlp-1").wait_for()
     page.keyboard.press("/")
     page.keyboard.type("mlp")
@@ -117,8 +123,7 @@ def test_keys_do_everything_in_the_list(browser, past):
 
 
 def test_zooming_asks_for_the_range_and_keeps_it_in_the_address(browser, past):
-    page = Page(browser, viewport={"width": 1280, "height": 900}).page
-    page.goto(past.link())
+    page = Page(browser, viewport={"width": 1280, "height": 900}).log_in(past)
     page.goto(f"{past.url}/#/run/mlp-1")
     plot = page.locator(".u-over").first
     plot.wait_for()
@@ -134,9 +139,109 @@ def test_zooming_asks_for_the_range_and_keeps_it_in_the_address(browser, past):
     page.wait_for_url(lambda url: "from=" not in url)
 
 
+def with_deaths():
+    """A past run with two workers, of which one dies, and one that comes."""
+    told = [row for row in TOLD if row[0] != "joined"]
+    at = next(n for n, row in enumerate(told) if row[0] == "step" and row[2] == 30)
+    first = ("view", "driver", 0, {"number": 1, "carries": {"worker-0": [0, 1], "worker-1": [2, 3]}})
+    died = ("worker_died", "driver", 30, {"worker": "worker-1", "reason": "exit code -9"})
+    second = ("view", "driver", 30, {"number": 2, "carries": {"worker-0": [0, 1], "worker-2": [2, 3]}})
+    return [*told[:3], first, *told[3:at], died, second, *told[at:]]
+
+
+def test_the_slider_goes_through_views_and_deaths(browser, past):
+    write_run(past.site.runs / "killed-1", with_deaths())
+    one = Page(browser)
+    page = one.log_in(past)
+    page.goto(f"{past.url}/#/run/killed-1?tab=timeline")
+    page.get_by_role("slider").focus()
+    page.keyboard.press("Home")
+    page.get_by_text(re.compile("1 of 4: a new view")).wait_for()
+    page.keyboard.press("ArrowRight")
+    page.get_by_text(re.compile(r"worker died \(worker-1\)")).wait_for()
+    assert "died" in page.locator(".carries .gone").inner_text()
+    page.keyboard.press("ArrowRight")
+    page.locator(".carries").get_by_text("worker-2").wait_for()
+    assert page.locator(".carries .gone").count() == 0
+    address = page.url
+    assert "at=2" in address
+    other = Page(browser).log_in(past)
+    other.goto(address)  # the address keeps the moment
+    other.get_by_text(re.compile("3 of 4: a new view")).wait_for()
+    assert one.failures == []
+
+
+def test_arrows_walk_the_tabs_and_the_job_shows_its_difference(browser, past):
+    job = load_run_job(past.site.runs / "mlp-2" / "job.yaml")
+    save_job(job.model_copy(update={"seed": 77}), past.site.runs / "mlp-2" / "job.yaml")
+    one = Page(browser)
+    page = one.log_in(past)
+    page.goto(f"{past.url}/#/run/mlp-2")
+    page.get_by_role("tab", name="Curves").focus()
+    page.keyboard.press("End")
+    page.locator("[role=tab][aria-selected=true]:has-text('Job')").wait_for()
+    page.get_by_label("Difference to").fill("cnn-1")
+    page.keyboard.press("Enter")
+    row = page.locator("table.diff tr", has_text="seed")
+    row.wait_for()
+    assert "77" in row.inner_text()
+    page.reload()
+    row.wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("link", name="cnn-1").wait_for()
+    assert one.failures == []
+
+
+def test_the_disk_is_cleaned_up_by_a_plan(browser, past):
+    one = Page(browser)
+    page = one.log_in(past)
+    page.goto(f"{past.url}/#/disk")
+    page.get_by_text("Clean up").click()
+    page.get_by_label("unchanged for days").fill("0")
+    page.get_by_label("keep of each job").fill("newest=1")
+    page.get_by_role("button", name="Show what would go").click()
+    page.get_by_role("button", name=re.compile("Move 1 to the trash")).click()
+    page.locator("dialog").get_by_role("button", name="Move to the trash").click()
+    page.get_by_text("1 are in the trash").wait_for()
+    assert not (past.site.runs / "mlp-2").exists()  # mlp-1 has the newer job file
+    page.get_by_role("button", name="Restore").click()
+    page.locator("dialog").get_by_role("button", name="Restore").click()
+    page.get_by_text("mlp-2 is back").wait_for()
+    assert one.failures == []
+
+
+def test_a_hundred_runs_are_compared(browser, past):
+    """Overlay, parallel coordinates, the table of differences; two of them: where their losses part."""
+    source = past.site.runs / "mlp-1"
+    for n in range(3, 101):
+        shutil.copytree(source, past.site.runs / f"mlp-{n}")
+    for n in (7, 50):
+        job = load_run_job(source / "job.yaml").model_copy(update={"seed": n})
+        save_job(job, past.site.runs / f"mlp-{n}" / "job.yaml")
+        events = past.site.runs / f"mlp-{n}" / "events.jsonl"
+        told = [json.loads(line) for line in events.read_text().splitlines()]
+        for row in told:
+            if row["kind"] == "step" and row["step"] >= 40:
+                row["loss"] += n
+            if row["kind"] == "finished":
+                row["weights_sha256"] = f"{n:02d}" * 32
+                row["metrics"] = {"accuracy": n / 100}
+        events.write_text("".join(json.dumps(row) + "\n" for row in told))
+    one = Page(browser, viewport={"width": 1280, "height": 900})
+    page = one.log_in(past)
+    every = ",".join(f"mlp-{n}" for n in range(1, 101))
+    page.goto(f"{past.url}/#/compare?runs={every}")
+    page.get_by_text("Different weights.").wait_for()
+    page.locator(".u-over").first.wait_for()
+    page.locator("canvas.parallel").wait_for()
+    page.locator("table.diff tr", has_text="seed").wait_for()
+    page.goto(f"{past.url}/#/compare?runs=mlp-1,mlp-7")
+    page.get_by_text("Their losses part at step 40.").wait_for()
+    assert one.failures == []
+
+
 def test_a_run_is_deleted_only_by_its_name_and_comes_back(browser, past):
-    page = Page(browser).page
-    page.goto(past.link())
+    page = Page(browser).log_in(past)
     page.goto(f"{past.url}/#/run/mlp-2")
     page.get_by_role("button", name="Delete").click()
     button = page.get_by_role("button", name="Move to the trash")
@@ -153,8 +258,7 @@ def test_a_run_is_deleted_only_by_its_name_and_comes_back(browser, past):
 
 def test_a_search_leads_to_its_trials(browser, past):
     one = Page(browser)
-    page = one.page
-    page.goto(past.link())
+    page = one.log_in(past)
     page.get_by_role("link", name="Searches").click()
     page.get_by_role("link", name="small-1").click()
     page.get_by_text("Pareto front").wait_for()
@@ -169,8 +273,7 @@ def test_a_search_leads_to_its_trials(browser, past):
 
 def test_the_queue_is_steered(browser, past, monkeypatch):
     monkeypatch.setattr(queue, "ensure_served", lambda paths: False)
-    page = Page(browser).page
-    page.goto(past.link())
+    page = Page(browser).log_in(past)
     page.goto(f"{past.url}/#/run/mlp-1")
     page.get_by_role("link", name="Submit again").click()
     page.get_by_label("Changed fields").fill("seed=4")
@@ -258,8 +361,7 @@ RUN_AXE = "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21a
 @pytest.mark.skipif(not AXE.is_file(), reason="there is no axe-core")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_has_a_serious_barrier(browser, past, scheme):
-    page = Page(browser, viewport={"width": 1280, "height": 900}, color_scheme=scheme).page
-    page.goto(past.link())
+    page = Page(browser, viewport={"width": 1280, "height": 900}, color_scheme=scheme).log_in(past)
     page.get_by_role("link", name="mlp-1").wait_for()
     addresses = [*ADDRESSES, *(f"#/run/mlp-1?tab={tab.lower()}" for tab in TABS)]
     found = {}

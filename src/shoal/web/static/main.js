@@ -40,7 +40,7 @@ function Login({ problem, onDone }) {
 }
 
 const KEYS = [["/", "filter"], ["j k", "next, previous run"], ["Enter", "open the run"], ["x", "select the run"],
-  ["c", "compare the selected"], ["1 … 6", "parts of a run"], ["Esc", "back to the runs"], ["?", "this help"]];
+  ["c", "compare the selected"], ["1 … 6, ← →", "parts of a run"], ["Esc", "back to the runs"], ["?", "this help"]];
 
 function App() {
   const [me, setMe] = useState(undefined);

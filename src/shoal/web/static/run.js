@@ -182,7 +182,7 @@ function Curves({ name, run, fresh, query }) {
       ${truth.length > 0 && html`<${Chart} key="plan" title="seconds per step: the plan and the truth" lines=${truth} byTime=${byTime} log=${log} onZoom=${zoom} onReset=${reset} />`}</div>
     ${!pages && !problem && html`<p class="empty" aria-busy="true">Reading the events…</p>`}
     ${pages && !pages.length && html`<p class="empty">No step is made yet.</p>`}
-    <h2>What happened</h2><ol class="notes" reversed>${[...run.notes].reverse().map((line) => html`<li>${line}</li>`)}</ol>
+    ${run.notes.length > 0 && html`<h2>What happened</h2><ol class="notes" tabindex="0" reversed>${[...run.notes].reverse().map((line) => html`<li>${line}</li>`)}</ol>`}
     ${run.plan.length > 0 && html`<h2>Plan and truth</h2><pre>${run.plan.join("\n")}</pre>`}`;
 }
 
