@@ -86,11 +86,7 @@ def test_a_dataset_dict_on_disk(run, job_dir):
     assert two.receipt.metrics == one.receipt.metrics
 
 
-@pytest.mark.compat(
-    "`datasets` in streaming mode, as `kind: huggingface`",
-    "refused SH802",
-    how="make it map-style, or use `kind: python`",
-)
+@pytest.mark.compat("files that `datasets` cannot read, parts and tokenizers that are not there", "refused SH802")
 def test_what_the_source_refuses(run, job_dir):
     (job_dir / "reviews.xml").write_text("<a/>")
     for change, said in (

@@ -46,7 +46,7 @@ def all_steps(every: Sequence[Steps[T]]) -> Steps[list[T]]:
                 except StopIteration as end:
                     results[number] = end.value
                     waiting.pop(number, None)
-            yield [fileno for filenos in waiting.values() for fileno in filenos]
+            yield list(dict.fromkeys(fileno for filenos in waiting.values() for fileno in filenos))
     finally:
         for steps in every:
             steps.close()

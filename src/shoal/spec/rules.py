@@ -330,6 +330,15 @@ def _unusable_optimizer(job: Job) -> list[ShoalError]:
     return [error(code, f"{job.optimizer.name} {why}", where="optimizer.name")] if code else []
 
 
+def _frozen(job: Job) -> list[ShoalError]:
+    """Servers and shards hold parameters in their own way."""
+    if job.checkpoint.frozen:
+        return []
+    others = {"sync": job.sync.kind in ("server", "auto"), "shard": job.shard.kind != "none"}
+    message = "checkpoints without frozen parameters are for workers that hold the whole model"
+    return [error("SH110", message, where=field) for field, found in others.items() if found]
+
+
 def _reduction(job: Job) -> list[ShoalError]:
     """A sum over a lane's samples grows with the lane, and lanes average it."""
     if job.loss is None or not _torch_name(job.loss.name, "torch.nn"):
@@ -454,6 +463,7 @@ RULES: tuple[Rule, ...] = (
     _elementwise_optimizer,
     _unusable_optimizer,
     _reduction,
+    _frozen,
     _shard,
     _search,
     _shrink,

@@ -223,6 +223,7 @@ def build_replica(
         autocast=torch.bfloat16 if job.precision == "bf16" else None,
         rng=rng,
     )
+    replica.saves_frozen = job.checkpoint.frozen
     return task, replica
 
 
