@@ -132,3 +132,57 @@ def _batch(ids, labels):
     from shoal.data.batch import Batch
 
     return Batch(({"input_ids": ids, "labels": labels},), labels, len(ids))
+
+
+@pytest.mark.compat("LoRA with PEFT", "works", how="`checkpoint: {frozen: false}`: adapters alone are saved and sent")
+def test_lora(run_four_ways, job_dir):
+    from peft import PeftModel
+    from transformers import BertForSequenceClassification
+
+    import shoal
+    from shoal.storage.export import export
+
+    outcome = run_four_ways(BERT | {"model": "hf.py:lora", "checkpoint": {"every": "never", "frozen": False}})
+    export(outcome.paths, "hf", job_dir / "adapter")
+    assert (job_dir / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (job_dir / "adapter" / "model.safetensors").is_file()
+    own = shoal.load(outcome.paths.root)
+    base = BertForSequenceClassification(own.get_base_model().config)
+    again = PeftModel.from_pretrained(base, job_dir / "adapter")
+    wanted = {name: value for name, value in own.state_dict().items() if "lora_" in name}
+    assert wanted
+    assert all(again.state_dict()[name].equal(value) for name, value in wanted.items())
+
+
+@pytest.mark.compat("`save_pretrained` and `from_pretrained`", "works", how="`shoal export RUN --format hf`")
+def test_export_for_from_pretrained(run, job_dir):
+    import torch
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    import shoal
+    from shoal.storage.export import export
+
+    outcome = run(BERT)
+    export(outcome.paths, "hf", job_dir / "saved")
+    own = shoal.load(outcome.paths.root)
+    again = BertForSequenceClassification.from_pretrained(job_dir / "saved").eval()
+    inputs = AutoTokenizer.from_pretrained(job_dir / "saved")("the sea was calm", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(own(**inputs).logits, again(**inputs).logits)
+
+
+@pytest.mark.compat(
+    "predictions for texts without labels", "works", how="`shoal predict RUN --data new.csv --workers 2`"
+)
+def test_predict_texts(run, job_dir, fork_server):
+    from pyarrow import parquet
+
+    from shoal.jobs.predictions import predict
+
+    outcome = run(BERT)
+    (job_dir / "new.csv").write_text("review\ncalm blue water\nstorm and wreck\n" * 20)
+    outs = [job_dir / f"{workers}.parquet" for workers in (1, 2)]
+    for workers, out in enumerate(outs, start=1):
+        predict(outcome.paths, data=str(job_dir / "new.csv"), out=out, workers=workers, fork_server=fork_server)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    assert set(parquet.read_table(outs[0]).column("prediction").to_pylist()) <= {"good", "bad"}

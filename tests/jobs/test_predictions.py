@@ -100,6 +100,7 @@ def test_sources_lose_their_target(job_dir):
     assert unlabelled_source(job, "b.npz", None)["target"] is None
 
 
+@pytest.mark.long
 def test_a_copied_model_directory_loads_alone(trained, job_dir, tmp_path_factory):
     """In another process, with the job's directory gone: the object is of the user's own class."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
@@ -124,6 +125,7 @@ def test_what_is_no_model_directory(tmp_path):
     assert refused.value.code == "SH811"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["onnx", "pt2"])
 def test_exported_models_compute_the_same(trained, job_dir, kind):
     target = job_dir / f"model.{kind}"
@@ -141,6 +143,7 @@ def test_exported_models_compute_the_same(trained, job_dir, kind):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_plain_model_has_no_form_of_hugging_face(trained, job_dir):
     with pytest.raises(ShoalError) as refused:
         export(trained, "hf", job_dir / "saved")
