@@ -134,7 +134,6 @@ def _batch(ids, labels):
     return Batch(({"input_ids": ids, "labels": labels},), labels, len(ids))
 
 
-@pytest.mark.compat("LoRA with PEFT", "works", how="`checkpoint: {frozen: false}`: adapters alone are saved and sent")
 def test_lora(run_four_ways, job_dir):
     from peft import PeftModel
     from transformers import BertForSequenceClassification
@@ -154,7 +153,6 @@ def test_lora(run_four_ways, job_dir):
     assert all(again.state_dict()[name].equal(value) for name, value in wanted.items())
 
 
-@pytest.mark.compat("`save_pretrained` and `from_pretrained`", "works", how="`shoal export RUN --format hf`")
 def test_export_for_from_pretrained(run, job_dir):
     import torch
     from transformers import AutoTokenizer, BertForSequenceClassification
@@ -171,9 +169,6 @@ def test_export_for_from_pretrained(run, job_dir):
         assert torch.equal(own(**inputs).logits, again(**inputs).logits)
 
 
-@pytest.mark.compat(
-    "predictions for texts without labels", "works", how="`shoal predict RUN --data new.csv --workers 2`"
-)
 def test_predict_texts(run, job_dir, fork_server):
     from pyarrow import parquet
 

@@ -16,7 +16,6 @@ def test_wandb(run):
     assert list((outcome.paths.root / "wandb").rglob("*.wandb"))
 
 
-@pytest.mark.compat("MLflow", "works", how="`watchers: [mlflow]`")
 def test_mlflow(run, job_dir):
     from mlflow import MlflowClient
 

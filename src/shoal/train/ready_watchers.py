@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,7 @@ class MLflow:
 
     def __init__(self, directory: str, tracking_uri: str = "", experiment: str = "shoal") -> None:
         self._library = _library("mlflow", "mlflow")
-        self._uri = tracking_uri or f"sqlite:///{Path(directory).resolve()}/mlflow.db"
-        if not tracking_uri:
-            Path(directory).mkdir(parents=True, exist_ok=True)
+        self._uri = tracking_uri or Path(directory).resolve().as_uri()
         self._experiment = experiment
         self._client: Any = None
         self._run_id: str | None = None
@@ -75,6 +74,7 @@ class MLflow:
 
     def _connected(self) -> Any:
         if self._client is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a directory is the store that needs no database
             self._client = self._library.MlflowClient(tracking_uri=self._uri)
         if self._run_id is None:
             known = self._client.get_experiment_by_name(self._experiment)
