@@ -86,11 +86,7 @@ def test_a_dataset_dict_on_disk(run, job_dir):
     assert two.receipt.metrics == one.receipt.metrics
 
 
-@pytest.mark.compat(
-    "`datasets` in streaming mode, as `kind: huggingface`",
-    "refused SH802",
-    how="make it map-style, or use `kind: python`",
-)
+@pytest.mark.compat("files that `datasets` cannot read, parts and tokenizers that are not there", "refused SH802")
 def test_what_the_source_refuses(run, job_dir):
     (job_dir / "reviews.xml").write_text("<a/>")
     for change, said in (
@@ -136,3 +132,52 @@ def _batch(ids, labels):
     from shoal.data.batch import Batch
 
     return Batch(({"input_ids": ids, "labels": labels},), labels, len(ids))
+
+
+def test_lora(run_four_ways, job_dir):
+    from peft import PeftModel
+    from transformers import BertForSequenceClassification
+
+    import shoal
+    from shoal.storage.export import export
+
+    outcome = run_four_ways(BERT | {"model": "hf.py:lora", "checkpoint": {"every": "never", "frozen": False}})
+    export(outcome.paths, "hf", job_dir / "adapter")
+    assert (job_dir / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (job_dir / "adapter" / "model.safetensors").is_file()
+    own = shoal.load(outcome.paths.root)
+    base = BertForSequenceClassification(own.get_base_model().config)
+    again = PeftModel.from_pretrained(base, job_dir / "adapter")
+    wanted = {name: value for name, value in own.state_dict().items() if "lora_" in name}
+    assert wanted
+    assert all(again.state_dict()[name].equal(value) for name, value in wanted.items())
+
+
+def test_export_for_from_pretrained(run, job_dir):
+    import torch
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    import shoal
+    from shoal.storage.export import export
+
+    outcome = run(BERT)
+    export(outcome.paths, "hf", job_dir / "saved")
+    own = shoal.load(outcome.paths.root)
+    again = BertForSequenceClassification.from_pretrained(job_dir / "saved").eval()
+    inputs = AutoTokenizer.from_pretrained(job_dir / "saved")("the sea was calm", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(own(**inputs).logits, again(**inputs).logits)
+
+
+def test_predict_texts(run, job_dir, fork_server):
+    from pyarrow import parquet
+
+    from shoal.jobs.predictions import predict
+
+    outcome = run(BERT)
+    (job_dir / "new.csv").write_text("review\ncalm blue water\nstorm and wreck\n" * 20)
+    outs = [job_dir / f"{workers}.parquet" for workers in (1, 2)]
+    for workers, out in enumerate(outs, start=1):
+        predict(outcome.paths, data=str(job_dir / "new.csv"), out=out, workers=workers, fork_server=fork_server)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    assert set(parquet.read_table(outs[0]).column("prediction").to_pylist()) <= {"good", "bad"}

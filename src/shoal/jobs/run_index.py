@@ -151,6 +151,9 @@ def find_weights(paths: RunPaths, job: Job, *, best: bool) -> str:
     if paths.folds:
         fix = f"Choose one: {paths.name}/{paths.folds[0].name} to {paths.folds[-1].name}."
         raise error("SH606", f"'{paths.name}' has a model for each of its folds", where=str(paths.root), fix=fix)
+    if not job.checkpoint.frozen and (best or not (paths.model / "model.safetensors").is_file()):
+        fix = "Use the model of the finished run, or `checkpoint: {frozen: true}`."
+        raise error("SH803", "checkpoints of this run have no frozen weights", where=str(paths.root), fix=fix)
     if best:
         return _best_checkpoint(paths, job)
     if (paths.model / "model.safetensors").is_file():

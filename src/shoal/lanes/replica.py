@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from shoal.checkpoint.sha256 import weights_sha256
 from shoal.errors import error
 from shoal.lanes.carry import LaneCarry
 from shoal.lanes.clipping import Clipping, clip_coefficient, divisor_of, scale_gradients, slice_norms
@@ -107,6 +108,8 @@ class Replica:
         self.average: WeightAverage | None = None
         self.loss_scale: LossScale | None = None
         self.carry: LaneCarry | None = None
+        self.saves_frozen = True
+        self._frozen_digest: str | None = None
         self.tables = sparse_tables(model)
         for number, table in enumerate(self.tables):
             table.spec = replace(table.spec, number=number, seed=seed)
@@ -368,7 +371,8 @@ class Replica:
     def state(self) -> dict[str, Any]:
         """Everything that an update depends on, not copied: the next step changes it."""
         return {
-            "model": dict(self.model.state_dict()),
+            "model": self._saved_weights(),
+            **({} if self.saves_frozen else {"frozen": self._frozen_sha256()}),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule else None,
             # state_dict() omits buffers that are not persistent
@@ -382,7 +386,10 @@ class Replica:
         return {name: part for name, part in found.items() if part is not None}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
+        if state.get("frozen") is None:
+            self.model.load_state_dict(state["model"])
+        else:
+            self._load_trained(state["model"], state["frozen"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule:
             self.schedule.load_state_dict(state["schedule"])
@@ -391,6 +398,30 @@ class Replica:
             self.model.get_buffer(name).copy_(value)
         for name, part in self._parts().items():
             part.load_state(state[name])
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """The parameters that no step changes, under each of their names."""
+        every = self.model.state_dict(keep_vars=True)
+        return {n: v for n, v in every.items() if isinstance(v, nn.Parameter) and not v.requires_grad}
+
+    def _saved_weights(self) -> dict[str, Tensor]:
+        weights = dict(self.model.state_dict())
+        if not self.saves_frozen:
+            for name in self._frozen():
+                del weights[name]
+        return weights
+
+    def _frozen_sha256(self) -> str:
+        """Computed once: frozen parameters do not change."""
+        if self._frozen_digest is None:
+            self._frozen_digest = weights_sha256({n: v.detach() for n, v in self._frozen().items()})
+        return self._frozen_digest
+
+    def _load_trained(self, weights: dict[str, Tensor], frozen: str) -> None:
+        """Load a state without frozen parameters. SH803 if this replica's own are not those of the saved state."""
+        if self._frozen_sha256() != frozen:
+            raise error("SH803", "the job makes other frozen weights than those that the state was saved with")
+        self.model.load_state_dict(weights | {n: v.detach() for n, v in self._frozen().items()})
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> None:

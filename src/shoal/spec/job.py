@@ -70,12 +70,16 @@ class EvaluationConfig(Spec):
 
 
 class CheckpointConfig(Spec):
-    """When to save, what to keep, where. `every`: auto, '100 steps', '5 minutes', '30 seconds' or never."""
+    """When to save, what to keep, where. `every`: auto, '100 steps', '5 minutes', '30 seconds' or never.
+
+    With `frozen: false` neither checkpoints nor what a joining worker gets contain frozen parameters.
+    """
 
     every: str = "auto"
     keep: PositiveInt = 2
     keep_best: NonNegativeInt = 1
     path: str | None = None
+    frozen: bool = True
 
     @property
     def interval(self) -> tuple[Literal["auto", "steps", "seconds", "never"], float]:

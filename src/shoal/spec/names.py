@@ -41,7 +41,14 @@ METRIC_ALIASES: Mapping[str, Ref] = {
     "perplexity": Ref(name="torchmetrics.text:Perplexity"),
 }
 
-WATCH_ALIASES: Mapping[str, Ref] = {"tensorboard": Ref(name="shoal.train.watchers:TensorBoard")}
+WATCH_ALIASES: Mapping[str, Ref] = {
+    "tensorboard": Ref(name="shoal.train.watchers:TensorBoard"),
+    "csv": Ref(name="shoal.train.ready_watchers:CsvCurves"),
+    "mlflow": Ref(name="shoal.train.ready_watchers:MLflow"),
+    "wandb": Ref(name="shoal.train.ready_watchers:WeightsAndBiases"),
+    "lr_finder": Ref(name="shoal.train.ready_watchers:LearningRateFinder"),
+    "profiler": Ref(name="shoal.train.ready_watchers:TorchProfiler"),
+}
 
 _ALIASES = {"metrics": METRIC_ALIASES, "watchers": WATCH_ALIASES}
 

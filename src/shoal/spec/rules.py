@@ -336,6 +336,15 @@ def _closures(job: Job) -> list[ShoalError]:
     return [problem] if problem else []
 
 
+def _frozen(job: Job) -> list[ShoalError]:
+    """Servers and shards hold parameters in their own way."""
+    if job.checkpoint.frozen:
+        return []
+    others = {"sync": job.sync.kind in ("server", "auto"), "shard": job.shard.kind != "none"}
+    message = "checkpoints without frozen parameters are for workers that hold the whole model"
+    return [error("SH110", message, where=field) for field, found in others.items() if found]
+
+
 def _reduction(job: Job) -> list[ShoalError]:
     """A sum over a lane's samples grows with the lane, and lanes average it."""
     if job.loss is None or not _torch_name(job.loss.name, "torch.nn"):
@@ -460,6 +469,7 @@ RULES: tuple[Rule, ...] = (
     _elementwise_optimizer,
     _unusable_optimizer,
     _reduction,
+    _frozen,
     _shard,
     _search,
     _shrink,

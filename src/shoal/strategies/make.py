@@ -257,6 +257,7 @@ def build_replica(
     epochs = -(-steps // steps_per_epoch)
     schedule_of = partial(build_lr_schedule, job.schedule, steps=steps, epochs=epochs, base_dir=job.base_dir)
     replica = _make_replica(job, task, model, schedule_of, steps_per_epoch=steps_per_epoch, rng=rng)
+    replica.saves_frozen = job.checkpoint.frozen
     replica.loss_scale = LossScale() if job.precision == "fp16" else None
     if job.average is not None:
         replica.average = WeightAverage(model, **job.average.model_dump())

@@ -29,7 +29,7 @@ from shoal.fleet.membership import Membership
 from shoal.lanes.replica import Replica
 from shoal.spec.data import BalancedSamplerConfig, SamplerConfig, WeightedSamplerConfig
 from shoal.spec.job import Job
-from shoal.spec.names import expand_alias
+from shoal.spec.names import WATCH_ALIASES, expand_alias
 from shoal.spec.resolve import import_ref
 from shoal.spec.run_paths import RunPaths
 from shoal.strategies.base import FinalModel
@@ -45,6 +45,7 @@ from shoal.train.progress import Progress
 from shoal.train.reporting import Reporter, StepStats
 from shoal.train.run_output import DirectoryOutput, RunOutput
 from shoal.train.trace import StateTrace
+from shoal.train.watched import AttachedWorker, WatchedBatches, WatchLocally
 from shoal.train.watchers import BestMetric, EarlyStopping
 
 
@@ -189,6 +190,8 @@ def build_loop(
     user_watchers = [_make_watcher(name, paths, job) for name in job.watchers]
     watchers = [best, *([EarlyStopping(job.stop_early)] if job.stop_early else []), *user_watchers]
     reporter = Reporter(stream, watchers)
+    watch = WatchLocally(reporter, user_watchers)
+    watch.attach(_attached(built, paths))
     stats = StepStats(reporter, every_step=bool(user_watchers) or trace)
     progress = Progress(
         sampler=built.sampler,
@@ -201,7 +204,7 @@ def build_loop(
     )
     context = StepContext(
         sampler=built.sampler,
-        batches=make_batch_loader(built, report=reporter.report),
+        batches=_watched_batches(make_batch_loader(built, report=reporter.report), watch),
         task=built.task,
         evaluator=built.evaluator,
         store=open_store(job, output, report=reporter.report),
@@ -226,7 +229,19 @@ def build_loop(
         conclude=partial(conclude_run, built, output, progress, context.store),
         leave_reason=session.leave_reason,
     )
+    loop.watch = watch
     return loop, context
+
+
+def _attached(built: BuiltJob, paths: RunPaths) -> AttachedWorker | None:
+    if not isinstance(built.model, WholeJobModel):
+        return None
+    replica = built.model.replica
+    return AttachedWorker(replica.model, replica.optimizer, replica.device, str(paths.root))
+
+
+def _watched_batches(batches: BatchLoader, watch: WatchLocally) -> Any:
+    return WatchedBatches(batches, watch) if watch else batches
 
 
 def conclude_run(
@@ -313,7 +328,8 @@ def _make_watcher(ref: Any, paths: RunPaths, job: Job) -> Any:
         raise error("SH206", f"the class '{ref.name}' has no method watch(event)", where="watchers")
     args = dict(ref.args)
     if "directory" in inspect.signature(kind).parameters:
-        args.setdefault("directory", str(paths.root / "tensorboard"))
+        folder = ref.name if ref.name in WATCH_ALIASES else "tensorboard"
+        args.setdefault("directory", str(paths.root / folder))
     with wrap_user_errors("SH208", f"watchers {ref.name}"):
         made = kind(**args)
     if not hasattr(made, "watch"):

@@ -67,6 +67,7 @@ class Loop:
         self.conclude = conclude
         self.leave_reason = leave_reason
         self.at_boundary: Callable[[int], None] = lambda step: None  # called before each step
+        self.watch: Callable[..., None] = lambda kind, step, **fields: None  # for attached watchers
         self._reporter = progress.reporter
         self._reporter.is_leader = False  # until a view names this worker as its saver
         self._view = 0
@@ -91,6 +92,7 @@ class Loop:
             if self._may_stop_alone and self._must_halt():
                 return None
             self.at_boundary(self.progress.step)
+            self.watch("before_step", self.progress.step)
             outcome = self.strategy.run_step(_never if self._may_stop_alone else self._must_halt)
             if isinstance(outcome, Discarded):
                 return outcome
@@ -167,6 +169,7 @@ class Loop:
     def _evaluate(self, name: str) -> Metrics | Discarded:
         """Evaluate a split, together with all members."""
         self.flush()
+        self.watch("before_evaluation", self.progress.step, split=name)
         began = time.perf_counter()
         metrics = self.strategy.evaluate(self.splits[name])
         if isinstance(metrics, Discarded):

@@ -42,8 +42,9 @@ class Reporter:
         self.notify_watchers(event)
         return event
 
-    def notify_watchers(self, event: Event) -> None:
-        for watcher in self.watchers:
+    def notify_watchers(self, event: Event, watchers: Sequence[Any] | None = None) -> None:
+        """Show the event to all watchers, or to these."""
+        for watcher in self.watchers if watchers is None else watchers:
             if not self.is_leader and getattr(watcher, "alone", False):
                 continue
             try:

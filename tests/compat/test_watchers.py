@@ -1,0 +1,29 @@
+"""Trackers of experiments."""
+
+import pytest
+
+from tests.conftest import MLP
+
+pytestmark = pytest.mark.compat
+
+SHORT = MLP | {"steps": 6, "evaluate": {"every_steps": 3}}
+
+
+@pytest.mark.compat("Weights & Biases, offline", "works", how="`watchers: [wandb]`")
+def test_wandb(run):
+    outcome = run(SHORT, watchers=["wandb"])
+    assert outcome.status == "finished", outcome.error
+    assert list((outcome.paths.root / "wandb").rglob("*.wandb"))
+
+
+def test_mlflow(run, job_dir):
+    from mlflow import MlflowClient
+
+    uri = (job_dir / "tracked").as_uri()
+    outcome = run(SHORT, watchers=[{"name": "mlflow", "args": {"tracking_uri": uri}}])
+    assert outcome.status == "finished", outcome.error
+    client = MlflowClient(tracking_uri=uri)
+    (tracked,) = client.search_runs([client.get_experiment_by_name("shoal").experiment_id])
+    steps = [point.step for point in client.get_metric_history(tracked.info.run_id, "train/loss")]
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert tracked.data.metrics["validation/accuracy"] == outcome.receipt.metrics["accuracy"]
