@@ -78,7 +78,7 @@ def test_all_arguments_of_a_job_are_told_at_once_with_their_lines(tmp_path):
         ("12 data.augment.args.sizes", "no argument 'sizes'"),
     }
     assert wanted <= told
-    assert {problem.code for problem in errors} == {"SH205"}
+    assert {problem.code for problem in caught.value.errors} == {"SH205"}
 
 
 def test_right_arguments_are_no_problem(tmp_path):
