@@ -129,13 +129,22 @@ def test_servers_are_shown_and_what_they_hold():
     assert "server-3 serving 4.0 kB primary 0 B backup 30 pushes, 5.0 kB in, 7.0 kB out here" in lines
     assert "server-5 filling 0 B primary 0 B backup, 4.0 kB on the way" in lines
     assert not any(line.startswith("server-4") for line in lines)
-    summary = "table 2, 1 of 2 servers serve, 1 died, 1 failovers, staleness 1.50 on average, 4 at most"
+    summary = "table 2, 1 of 2 servers serve, 1 died, 1 failover, staleness 1.50 on average, 4 at most"
     assert f"{summary}, 4.0 kB saved by the codec" in lines
     console = make_console(file=io.StringIO(), width=160)
     reports.print_run(console, state, width=160)
     assert summary in console.file.getvalue()
     assert "server-3  serving" in console.file.getvalue()
     assert (state.peak_servers, state.server_deaths, state.deaths) == (2, 1, 1)
+
+
+def test_show_tells_where_workers_of_a_live_run_are():
+    console = make_console(file=io.StringIO(), width=60)
+    reports.print_run(console, replay(EVENTS), width=60)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert "worker-0 training pid 2 on here step 7" in lines
+    assert "worker-1 training pid 3 on there step 6" in lines
+    assert not any("worker-2 " in line and "pid" in line for line in lines)
 
 
 def test_of_servers_only_what_matters_has_a_line():

@@ -11,6 +11,7 @@ from shoal.spec.base import Ref, Spec
 from shoal.spec.definitions import Definition, definitions_in_file, definitions_in_module
 from shoal.spec.job import Job
 from shoal.spec.resolve import FIX_NOT_CALLABLE, check_ref, parse_ref, standard_library_error
+from shoal.spec.signatures.static import argument_problems
 
 DEFAULT_MODULES: Mapping[str, Sequence[str]] = {
     "optimizer": ("torch.optim",),
@@ -90,8 +91,8 @@ def _iter_refs(value: Any, place: str, field: str) -> Iterator[tuple[str, str, R
 
 
 def check_names(job: Job) -> list[ShoalError]:
-    """An error for each name that cannot be found, or that leads to something that its field cannot use; nothing is
-    imported. `where` of each error is the field."""
+    """An error for each name that cannot be found, or that leads to something that its field cannot use, and for each
+    argument that it does not take; nothing is imported. `where` of each error is the field."""
     found = []
     for place, field, ref in iter_refs(job):
         if field == "loss" and ref.name == MODEL_LOSS:
@@ -99,10 +100,20 @@ def check_names(job: Job) -> list[ShoalError]:
         full = expand_alias(ref, field=field)
         try:
             check_ref(full, base_dir=job.base_dir, default_modules=DEFAULT_MODULES.get(field, ()))
-            _check_kind(full, find_definitions(full, field=field, base_dir=job.base_dir), field=field)
+            definitions = find_definitions(full, field=field, base_dir=job.base_dir)
+            _check_kind(full, definitions, field=field)
         except ShoalError as problem:
             found.append(_located_in_job(problem, place, field, ref))
+        else:
+            found += _argument_problems(full, definitions, place, field)
     return found
+
+
+def _argument_problems(ref: Ref, definitions: Sequence[Definition], place: str, field: str) -> list[ShoalError]:
+    if len(definitions) != 1 or field == "metrics":  # metrics get arguments that follow from the predictions
+        return []
+    problems = argument_problems(ref.name, ref.args, definitions[0], field=field)
+    return [problem.at(f"{place}.args.{word}" if word else f"{place}.name") for word, problem in problems]
 
 
 def find_definitions(ref: Ref, *, field: str, base_dir: str) -> list[Definition]:

@@ -22,6 +22,9 @@ from shoal.terminal.notes import event_line
 
 LINE_INTERVAL_S = 2.0
 MAX_WORKERS_SHOWN = 16
+GAP = 2
+"""Columns between two facts."""
+LEAST_BAR, MOST_BAR = 8, 36
 GONE = ("dead", "left", "finished", "failed")
 
 
@@ -134,41 +137,79 @@ class LiveDisplay:
 
     def _render(self) -> Group:
         shown = [p for p in self._states.values() if p.status in ("starting", "training")]
-        return Group(*(_panel(p) for p in shown or list(self._states.values())[-1:]))
+        return Group(*(_panel(p, self._console.width) for p in shown or list(self._states.values())[-1:]))
 
 
-def _panel(p: RunState) -> Table:
-    table = Table.grid(padding=(0, 2), expand=False)
-    bar = ProgressBar(total=max(p.steps_total, 1), completed=p.step, width=36, pulse=not p.steps_total)
-    table.add_row(
-        Text(p.run, style="bold"),
-        bar,
-        f"{p.step}/{p.steps_total or '?'}",
-        f"epoch {p.epoch:.2f}",
-        f"loss {formatting.number(p.loss)}",
-        f"{formatting.count(p.samples_per_s)} samples/s",
-        f"ETA {formatting.seconds(p.eta_s)}",
-    )
+def _panel(p: RunState, width: int = 120) -> Table:
+    """What fits into `width` columns; no line wraps."""
     whole = Table.grid()
-    whole.add_row(table)
+    whole.add_column(no_wrap=True, overflow="ellipsis")
+    whole.add_row(_progress_row(p, width))
     if p.metrics:
         whole.add_row(Text("  " + formatting.metrics(p.metrics), style="cyan"))
-    whole.add_row(_worker_table(p))
+    whole.add_row(_worker_table(p, width))
     if p.servers:
         whole.add_row(Text("  " + servers.summary(p), style="dim"))
         whole.add_row(servers.server_table(p))
     return whole
 
 
-def _worker_table(p: RunState) -> Table:
+def _progress_row(p: RunState, width: int) -> Table:
+    """The run's name, a bar, and facts; the least important ones are left out if there is no room."""
+    name = p.run if len(p.run) <= width // 3 else p.run[: width // 3 - 1] + "…"
+    facts = {
+        "step": f"{p.step}/{p.steps_total or '?'}",
+        "epoch": f"epoch {p.epoch:.2f}",
+        "loss": f"loss {formatting.number(p.loss)}",
+        "speed": f"{formatting.count(p.samples_per_s)} samples/s",
+        "eta": f"ETA {formatting.seconds(p.eta_s)}",
+    }
+    shown = fitting(facts, width - len(name) - GAP - LEAST_BAR, drop=("epoch", "speed", "loss", "eta"))
+    room = width - len(name) - sum(len(text) + GAP for text in shown.values()) - GAP
+    table = Table.grid(padding=(0, GAP), expand=False)
+    for _ in range(2 + len(shown)):
+        table.add_column(no_wrap=True)
+    bar = ProgressBar(
+        total=max(p.steps_total, 1), completed=p.step, width=max(4, min(MOST_BAR, room)), pulse=not p.steps_total
+    )
+    table.add_row(Text(name, style="bold"), bar, *shown.values())
+    return table
+
+
+def fitting(facts: dict[str, str], width: int, *, drop: tuple[str, ...]) -> dict[str, str]:
+    """The facts that fit into `width` columns side by side, without those of `drop` that do not, in this order."""
+    shown = dict(facts)
+    for name in drop:
+        if sum(len(text) + GAP for text in shown.values()) <= width:
+            break
+        shown.pop(name, None)
+    return shown
+
+
+def _worker_table(p: RunState, width: int) -> Table:
     """One row for each worker that is there, up to `MAX_WORKERS_SHOWN`."""
-    table = Table.grid(padding=(0, 2), pad_edge=True)
     here = [worker for worker in p.workers.values() if worker.state not in GONE]
+    rows = []
     for worker in here[:MAX_WORKERS_SHOWN]:
-        lanes = f"lanes {_ranges(worker.lanes)}" if worker.state == "training" else ""
-        speed = f"{formatting.count(worker.samples_per_s)} samples/s" if worker.samples_per_s else ""
-        saves = "saves" if worker.is_saver and worker.state == "training" and len(here) > 1 else ""
-        table.add_row(worker.name, worker.state, lanes, f"step {worker.step}", speed, saves, worker.host, style="dim")
+        is_training = worker.state == "training"
+        rows.append(
+            {
+                "name": worker.name,
+                "state": worker.state,
+                "lanes": f"lanes {_ranges(worker.lanes)}" if is_training else "",
+                "step": f"step {worker.step}",
+                "speed": f"{formatting.count(worker.samples_per_s)} samples/s" if worker.samples_per_s else "",
+                "saves": "saves" if worker.is_saver and is_training and len(here) > 1 else "",
+                "host": worker.host,
+            }
+        )
+    widest = {name: max((row[name] for row in rows), key=len) for name in (rows[0] if rows else {})}
+    names = fitting(widest, width - GAP, drop=("saves", "host", "speed", "lanes"))
+    table = Table.grid(padding=(0, GAP), pad_edge=True)
+    for _ in names:
+        table.add_column(no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(row[name] for name in names), style="dim")
     if len(here) > MAX_WORKERS_SHOWN:
         table.add_row(f"and {len(here) - MAX_WORKERS_SHOWN} more", style="dim")
     return table

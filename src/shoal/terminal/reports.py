@@ -19,6 +19,7 @@ from shoal.spec.run_paths import RunPaths
 from shoal.terminal import formatting, notes, plan_lines, servers
 from shoal.terminal.console import printable
 from shoal.terminal.curve import draw
+from shoal.terminal.live import GONE
 
 MAX_SHARES = 12
 MAX_NOTE_LINES = 8
@@ -152,6 +153,12 @@ def print_run(console: Console, state: RunState, *, width: int) -> None:
         console.print(f"  {notes.describe_layout(state.layout)}", soft_wrap=True)
     if state.metrics:
         console.print("  " + formatting.metrics(state.metrics), soft_wrap=True)
+    here = [worker for worker in state.workers.values() if worker.state not in GONE]
+    if state.status in ("starting", "training"):
+        for worker in here:
+            print_lines(
+                console, f"  {worker.name}  {worker.state}  pid {worker.pid} on {worker.host}  step {worker.step}"
+            )
     if state.servers:
         console.print(f"  {servers.summary(state)}", soft_wrap=True)
         if state.serving_servers:

@@ -29,7 +29,7 @@ def summary(p: RunState) -> str:
         return ""
     facts = [f"table {p.chunk_table_number}", f"{len(p.serving_servers)} of {p.wanted_servers} servers serve"]
     if p.server_deaths:
-        facts.append(f"{p.server_deaths} died, {p.failovers} failovers")
+        facts.append(f"{p.server_deaths} died, {p.failovers} failover{'s' * (p.failovers != 1)}")
     mean, most = p.staleness
     if most:
         facts.append(f"staleness {mean:.2f} on average, {most} at most")

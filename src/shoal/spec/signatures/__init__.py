@@ -1,0 +1,1 @@
+"""What classes and functions take, read from their source: nothing is imported."""

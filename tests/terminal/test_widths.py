@@ -1,0 +1,88 @@
+"""The display in a real terminal of different widths: pyte interprets what is sent to it."""
+
+import fcntl
+import os
+import pty
+import struct
+import termios
+import threading
+
+import pytest
+from rich.console import Console
+
+from shoal.events import replay
+from shoal.spec.run_paths import RunPaths
+from shoal.terminal.live import LiveDisplay
+from tests.terminal.test_display import EVENTS
+
+pyte = pytest.importorskip("pyte")
+WIDTHS = [40, 60, 80, 200]
+
+
+class Terminal:
+    """A pseudo-terminal of this width, and the screen that a person would see."""
+
+    def __init__(self, width, height=30):
+        self.screen = pyte.HistoryScreen(width, height)
+        self._stream = pyte.ByteStream(self.screen)
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        self.file = os.fdopen(slave, "w")
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self):
+        while True:
+            try:
+                content = os.read(self._master, 65536)
+            except OSError:  # the other end is closed
+                return
+            if not content:
+                return
+            self._stream.feed(content)
+
+    def lines(self):
+        """The lines of the screen, after everything was sent."""
+        self.file.close()
+        self._thread.join()
+        os.close(self._master)
+        return [line.rstrip() for line in self.screen.display if line.strip()]
+
+
+def shown(width, events, tmp_path, name="mlp-1"):
+    terminal = Terminal(width)
+    console = Console(file=terminal.file, force_terminal=True, width=width, height=30)
+    state = replay([])
+    with LiveDisplay(console) as display:
+        for event in events:
+            state.apply(event)
+            display.on_event(RunPaths(tmp_path / name), event, state)
+        display._live.refresh()
+    return terminal.lines()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_fact_stands_on_its_line(width, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    lines = shown(width, EVENTS, tmp_path)
+    bar = [line for line in lines if "7/90" in line]
+    assert len(bar) == 1, lines  # no stale bar is left above
+    assert bar[0].startswith("mlp-1")
+    workers = [line for line in lines if line.strip().startswith("worker-")]
+    assert [line.split()[:2] for line in workers] == [["worker-0", "training"], ["worker-1", "training"]]
+    assert all("step" in line for line in workers)
+    if width >= 80:
+        assert "ETA" in bar[0]
+        assert "loss" in bar[0]
+    if width == 200:
+        assert "400 samples/s" in bar[0]
+        assert workers[1].endswith("there")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_long_name_is_cut(width, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    state_name = "a-very-long-name-of-a-run-that-somebody-has-chosen-1"
+    first = EVENTS[0].__class__("run_started", 0.0, "driver", None, EVENTS[0].fields | {"run": state_name})
+    lines = shown(width, [first, *EVENTS[1:]], tmp_path, state_name)
+    assert sum("7/90" in line for line in lines) == 1
