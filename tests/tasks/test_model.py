@@ -39,6 +39,13 @@ def task(job_dir):
     return lambda job=MLP, **changes: build_task(make_job(job | changes, base_dir=str(job_dir)))
 
 
+@pytest.mark.parametrize("name", ["Dcgan", "WordLanguageModel"])
+def test_a_task_with_phases_or_a_carry_has_no_teacher(task, name):
+    with pytest.raises(ShoalError, match="one loss") as caught:
+        task(OWN | {"task": f"loops.py:{name}"}, distil={"teacher": "model"})
+    assert caught.value.code == "SH863"
+
+
 def test_a_job_with_model_and_loss_becomes_a_plain_task(task):
     made = task()
     assert type(made) is PlainTask

@@ -263,7 +263,7 @@ def _from_store(root: Path) -> Mapping[str, Tensor]:
         fix = f"Give one of their manifests, such as {root / names[0]}/<step>.json."
         raise error("SH501", f"several runs share this store: {', '.join(names)}", where=str(root), fix=fix)
     store = CheckpointStore(root, job_sha256=None, name=names[0]) if names else None
-    found = store.load_latest(section=EVALUATED_SECTION) if store else None
+    found = store.load_latest(section=MODEL_SECTION) if store else None  # the newest that is not damaged
     if store is None or found is None:
         raise error("SH501", "no checkpoint here is complete", where=str(root), fix=FIX_NO_WEIGHTS)
     return _weights_at(store, found[0].step, where=str(root))

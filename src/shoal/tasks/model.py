@@ -34,6 +34,10 @@ Made = TypeVar("Made")
 def build_task(job: Job) -> Task:
     """The user's own task, or a PlainTask from the job's model, loss and metrics; with the job's shape and teacher."""
     task = build_own_task(job)
+    changed = next((name for name in ("shape", "distil", "shrink") if getattr(job, name) is not None), "")
+    if changed and (task.has_phases or task.carries):
+        message = f"`{changed}` trains with one loss, and the task has several phases or carries something on"
+        raise error("SH863", message, where=changed, fix=f"Remove `{changed}`.")
     if job.shape is not None:
         task = CompressedTask(task, job.shape.steps)
     return task if job.distil is None else DistilledTask(task, job.distil, partial(build_teacher, job, job.distil))
