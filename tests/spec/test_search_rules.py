@@ -38,7 +38,7 @@ BAD_SEARCHES = {
     "metric": ({"metric": "acuracy"}, "SH106", "metric.0"),
     "metric twice": ({"metric": ["loss", "loss"]}, "SH108", "metric.1"),
     "metrics without training": ({"metric": "parameters"}, "SH106", "metric"),
-    "constraint": ({"constraints": ["size <= 3"]}, "SH106", "constraints.0"),
+    "constraint": ({"constraints": ["weight <= 3"]}, "SH106", "constraints.0"),
     "constraint text": ({"constraints": ["size < 3"]}, "SH106", "constraints.0"),
     "start key": ({"start": [{"lr": 1}]}, "SH103", "start.0.lr"),
     "start value": ({"start": [{"batch_size": 7}]}, "SH106", "start.0.batch_size"),
@@ -65,6 +65,12 @@ def test_a_bad_space_names_the_field(case):
 def test_a_bad_search_names_the_field(case):
     search, code, place = BAD_SEARCHES[case]
     assert (code, f"search.{place}") in problems(search)
+
+
+def test_a_metric_of_the_job_does_not_hide_behind_a_fact():
+    with pytest.raises(ErrorGroup) as failure:
+        job_of({"metric": ["accuracy", "size"]}, metrics=["accuracy", {"name": "metrics.py:size"}])
+    assert [(e.code, e.where) for e in failure.value.errors] == [("SH107", "search.metric.1")]
 
 
 def test_folds_are_not_paused_by_hyperband():

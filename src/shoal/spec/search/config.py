@@ -198,7 +198,8 @@ class SearchConfig(Spec):
 
     @property
     def wants_latency(self) -> bool:
-        return "latency" in {rule.metric for rule in (*self.metric, *self.constraints)}
+        asked = [objective.metric for objective in self.metric] + [rule.metric for rule in self.constraints]
+        return "latency" in asked
 
     @model_validator(mode="before")
     @classmethod
