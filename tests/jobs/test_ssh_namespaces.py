@@ -58,9 +58,11 @@ class SpreadRun:
             yield self
 
     @contextlib.contextmanager
-    def drive(self, *words):
+    def drive(self, *words, on=None):
         log = self.job_dir / "driver.log"
-        self._driver = self.hosts[0].python(*COMMAND[1:], *words, "-q", log=log, env=os.environ, cwd=self.job_dir)
+        self._driver = (on or self.hosts[0]).python(
+            *COMMAND[1:], *words, "-q", log=log, env=os.environ, cwd=self.job_dir
+        )
         try:
             yield
         finally:
@@ -107,6 +109,10 @@ class SpreadRun:
     @staticmethod
     def is_on(pid, host):
         return pid in host.pids()
+
+    def kill_driver(self):
+        self._driver.kill()
+        self._driver.wait()
 
     def finish(self):
         self.ready.touch()
@@ -174,3 +180,20 @@ def test_shards_and_servers_over_two_hosts_survive_a_kill(spread, run, job):
         receipt = spread.finish()
     assert_same(receipt, reference_receipt(run, job))
     assert receipt["deaths_survived"] + receipt["server_deaths_survived"] == 1
+
+
+def test_a_killed_driver_is_resumed_on_another_machine(spread, run):
+    """Nothing of the first run is left. The second driver has another address, which agents and workers are told."""
+    job = LANES | {"checkpoint": {"every": "2 steps"}}
+    with spread.driven(job):
+        spread.wait_until(lambda events: any(e.kind == "saved" and e.step >= 4 for e in events))
+        first = spread.pids()
+        spread.kill_driver()
+        psutil.wait_procs([psutil.Process(pid) for pid in first.values() if psutil.pid_exists(pid)], timeout=PATIENCE_S)
+        assert not [pid for pid in first.values() if psutil.pid_exists(pid)]
+    other = spread.hosts[1]
+    with spread.drive("resume", "mlp-1", "--set", f"network.listen={other.address}", on=other):
+        spread.wait_until(lambda events: sum(e.kind == "run_started" for e in events) == 2)
+        receipt = spread.finish()
+    assert receipt["weights_sha256"] == reference_receipt(run, job).weights_sha256
+    assert any(event.kind == "resumed" and event.step >= 4 for event in spread.events())
