@@ -24,9 +24,9 @@ pytestmark = [
     pytest.mark.skipif(SSHD is None, reason="no sshd: tools/install_sshd.sh"),
     pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces"),
 ]
-LANES = MLP | {"steps": 3000, "evaluate": {"every_steps": 1000}, "checkpoint": {"every": "100 steps"}}
-SHARDED = LANES | {"shard": "fsdp"}
-SERVING = LANES | {"sync": {"kind": "server", "servers": 2, "backups": 1}}
+LANES = MLP | {"steps": 1500, "evaluate": {"every_steps": 500}, "checkpoint": {"every": "100 steps"}}
+SHARDED = LANES | {"shard": "fsdp", "workers": 2, "steps": 400}
+SERVING = LANES | {"sync": {"kind": "server", "servers": 2, "backups": 1}, "steps": 400}
 COMMAND = [sys.executable, "-c", "from shoal.cli import main; main()"]
 PORT = 2222
 PATIENCE_S = 240
@@ -50,7 +50,7 @@ class SpreadRun:
     @contextlib.contextmanager
     def driven(self, job):
         """Steps are slow until `finish` is called."""
-        slow = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(self.ready)}}
+        slow = {"name": "delays.py:SlowSteps", "args": {"seconds": 1.0, "until": str(self.ready)}}
         network = {"listen": self.hosts[0].address} | job.get("network", {})
         whole = job | {"workers": 2, "engine": self.engine, "watchers": [slow], "network": network}
         (self.job_dir / "job.yaml").write_text(yaml.safe_dump(whole))
@@ -160,6 +160,8 @@ def test_a_host_that_is_cut_off_is_fenced_also_when_it_comes_back(spread, run):
         spread.wait_until(lambda events: not psutil.pid_exists(before[cut]))
         spread.wait_for_workers(2)
         assert cut not in spread.carriers(), "a seat is never given again"
+        refused = [event["reason"] for event in spread.events() if event.kind == "refused"]
+        assert any("is not its seat" in reason for reason in refused), refused
         receipt = spread.finish()
     assert_same(receipt, reference_receipt(run, LANES))
     assert receipt["deaths_survived"] == 1
@@ -177,8 +179,11 @@ def test_shards_and_servers_over_two_hosts_survive_a_kill(spread, run, job):
         spread.wait_until(lambda events: any(e.kind in ("worker_died", "server_died") for e in events))
         spread.wait_for_workers(2)
         receipt = spread.finish()
-    assert_same(receipt, reference_receipt(run, job))
     assert receipt["deaths_survived"] + receipt["server_deaths_survived"] == 1
+    if job is SERVING:
+        assert_same(receipt, reference_receipt(run, job))
+    else:  # shards add in another order than one worker
+        assert receipt["weights_sha256"] == run(job, runs="calm").receipt.weights_sha256
 
 
 def test_a_killed_driver_is_resumed_on_another_machine(spread, run):
