@@ -15,7 +15,7 @@ import pytest
 from shoal.fleet.engine import Launch, Node
 from shoal.spec.view import Seat
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 def launch(seat, word, *, role="worker", node=None):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 HOSTS = ("n1", "n2", "n3")
-START_TIMEOUT_S = 20
+START_TIMEOUT_S = 120
 
 
 class SshServer:

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: make test-ray"),
 ]
-PATIENCE_S = 90
+PATIENCE_S = 300
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ driver's port.
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from tests.jobs.fault_injection import assert_same, fault_script, fired_faults, 
 
 APART = {"kind": "local", "apart": True}
 TWO_MACHINES = APART | {"machines": 2}
-LONGER = MLP | {"steps": 400, "evaluate": {"every_steps": 100}}
+LONGER = MLP | {"steps": 2000, "evaluate": {"every_steps": 1000}}  # minutes while steps are slow
 SMALL = MLP | {"steps": 24, "evaluate": {"every_steps": 8}}
 
 
@@ -129,7 +130,7 @@ def test_the_loss_of_an_agent_is_survived_by_the_other_machine(run, job_dir):
 @pytest.mark.long
 def test_the_loss_of_the_only_agent_is_a_restart_from_the_checkpoint(run, job_dir):
     ready = job_dir / "ready"
-    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(ready)}}]
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 1.0, "until": str(ready)}}]
     with background_run(run, SMALL, workers=2, engine=APART, watchers=slow, checkpoint={"every": "2 steps"}) as it:
         it.wait_until(lambda state: state.saved_step and state.saved_step >= 2)
         agents_of(psutil.Process())[0].kill()
@@ -146,7 +147,7 @@ def run_cli(*arguments, cwd):
 
 
 def wait_for_event(events: Path, found, process):
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while time.monotonic() < until:
         if events.exists() and any(found(event) for event in read_events(events)):
             return
@@ -158,7 +159,7 @@ def wait_for_event(events: Path, found, process):
 @pytest.mark.long
 def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir):
     ready = job_dir / "ready"
-    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(ready)}}]
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 1.0, "until": str(ready)}}]
     job = SMALL | {"workers": 2, "engine": TWO_MACHINES, "watchers": slow, "checkpoint": {"every": "2 steps"}}
     (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
     paths = RunPaths(job_dir / "runs" / "mlp-1")
@@ -181,7 +182,7 @@ def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir):
 def test_a_run_can_grow_shrink_and_drain_without_the_directory(run, job_dir):
     ready = job_dir / "ready"
     slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(ready)}}]
-    job = SMALL | {"steps": 60}
+    job = LONGER
     with background_run(run, job, workers={"least": 1, "most": 4}, engine=TWO_MACHINES, watchers=slow) as it:
         it.wait_until(lambda state: len(state.training_workers) >= 1)
         commands.scale(it.paths, 3)
@@ -207,7 +208,7 @@ def test_servers_on_other_machines_give_the_same_bits_through_a_kill(run, job_di
     """Two servers and two workers on two machines that share nothing; a server and a worker are killed."""
     ready = job_dir / "ready"
     slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.1, "until": str(ready)}}]
-    job = SERVING | {"checkpoint": {"every": "4 steps"}}
+    job = LONGER | {"sync": SERVING["sync"], "checkpoint": {"every": "50 steps"}}
     with background_run(run, job, workers=2, engine=TWO_MACHINES, watchers=slow) as it:
         it.wait_for_workers(2)
         it.wait_until(lambda state: len(state.serving_servers) == 2 and state.step >= 2)
@@ -220,7 +221,7 @@ def test_servers_on_other_machines_give_the_same_bits_through_a_kill(run, job_di
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         ready.touch()
     outcome = it.outcome.result()
-    assert_same(outcome, reference_receipt(run, SERVING))
+    assert_same(outcome, reference_receipt(run, job))
     assert (outcome.receipt.server_deaths_survived, outcome.receipt.deaths_survived) == (1, 1)
     assert agents_of(psutil.Process()) == []
 
@@ -248,6 +249,7 @@ def test_weights_that_are_missing_are_told_before_anything_starts(run, job_dir):
         run(SMALL, engine=APART, init_from={"path": "empty/"})
 
 
+@pytest.mark.long
 def test_workers_and_servers_listen_in_the_range_of_ports(run, job_dir):
     first = free_ports(12)
     seen = {}
@@ -263,3 +265,26 @@ def test_workers_and_servers_listen_in_the_range_of_ports(run, job_dir):
     assert len(seen) == 4
     assert all(len(ports) == 1 for ports in seen.values())
     assert set.union(*seen.values()) <= set(range(first, first + 12))
+
+
+@pytest.mark.long
+def test_a_copy_of_a_run_is_resumed_where_the_job_lies_elsewhere(run, job_dir, tmp_path):
+    """As on another machine, which has the run and the job's directory at other paths."""
+    ready = job_dir / "ready"
+    slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 1.0, "until": str(ready)}}]
+    job = SMALL | {"workers": 2, "engine": TWO_MACHINES, "watchers": slow, "checkpoint": {"every": "2 steps"}}
+    (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
+    events = job_dir / "runs" / "mlp-1" / "events.jsonl"
+    with run_cli("run", "job.yaml", cwd=job_dir) as driver:
+        wait_for_event(events, lambda event: event.kind == "saved" and event.step >= 4, driver)
+        driver.kill()
+        driver.stdout.read()
+    there = tmp_path / "there"
+    shutil.copytree(job_dir, there)
+    shutil.rmtree(job_dir / "runs")
+    ready.touch()
+    with run_cli("resume", "mlp-1", "--set", f"base_dir={there}", "--engine", "local", cwd=there) as driver:
+        said = driver.stdout.read()
+    assert driver.returncode == 0, said
+    receipt = json.loads((there / "runs" / "mlp-1" / "receipt.json").read_text())
+    assert receipt["weights_sha256"] == reference_receipt(run, SMALL).weights_sha256

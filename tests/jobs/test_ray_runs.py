@@ -47,7 +47,7 @@ def engine(cluster):
 
 
 def wait_for(condition, what):
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < until, what
         time.sleep(0.1)

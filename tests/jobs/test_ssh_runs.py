@@ -15,6 +15,7 @@ from tests.jobs.fault_injection import assert_same, fault_script, fired_faults, 
 
 pytestmark = [pytest.mark.ssh, pytest.mark.skipif(SSHD is None, reason="no sshd: tools/install_sshd.sh")]
 SMALL = MLP | {"steps": 400, "evaluate": {"every_steps": 100}, "checkpoint": {"every": "50 steps"}}
+LONGER = SMALL | {"steps": 3000}  # ten minutes while steps are slow
 
 
 @pytest.fixture
@@ -52,26 +53,26 @@ def test_the_same_bits_through_a_kill_over_ssh(run, job_dir, engine):
 def test_a_lost_connection_ends_its_workers_and_the_others_go_on(run, job_dir, engine):
     ready = job_dir / "ready"
     slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
-    with background_run(run, SMALL, workers=2, engine=engine, watchers=slow) as it:
+    with background_run(run, LONGER, workers=2, engine=engine, watchers=slow) as it:
         it.wait_for_workers(2)
         os.kill(own_ssh("n1")[0].pid, signal.SIGKILL)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
         ready.touch()
-    assert_same(it.outcome.result(), reference_receipt(run, SMALL))
+    assert_same(it.outcome.result(), reference_receipt(run, LONGER))
     assert agents() == []
 
 
 def test_a_host_that_is_taken_away_is_a_planned_leave(run, job_dir, engine):
     ready = job_dir / "ready"
     slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(ready)}}]
-    with background_run(run, SMALL, workers=2, engine=engine, watchers=slow) as it:
+    with background_run(run, LONGER, workers=2, engine=engine, watchers=slow) as it:
         it.wait_for_workers(2)
         agents()[0].send_signal(signal.SIGTERM)
         it.wait_until(lambda state: any(w.state == "left" for w in state.workers.values()))
         ready.touch()
     outcome = it.outcome.result()
-    assert_same(outcome, reference_receipt(run, SMALL))
+    assert_same(outcome, reference_receipt(run, LONGER))
     assert outcome.receipt.deaths_survived == 0
 
 

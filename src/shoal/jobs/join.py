@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN, EXIT_TERMINATED, ShoalError, error, error_from_fields
 from shoal.events import Event, EventReader
@@ -19,7 +20,7 @@ from shoal.fleet.control_client import ControlClient
 from shoal.fleet.driver_address import DriverAddress
 from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.messages import AgentReport, ExitedReport, OutputReport
-from shoal.fleet.process_main import WELCOME_TIMEOUT_S
+from shoal.fleet.process_main import TOKEN_VARIABLE, WELCOME_TIMEOUT_S
 from shoal.jobs import commands
 from shoal.jobs.fork_servers import make_fork_server
 from shoal.jobs.remote.seat_launches import WORKER_MODULE
@@ -27,12 +28,12 @@ from shoal.jobs.run_executor import catch_stop_signals
 from shoal.net.address import parse_address
 from shoal.net.handshake import new_token
 from shoal.spec.certificates import TlsContexts, load_tls_contexts
+from shoal.spec.engine import parse_ports
 from shoal.spec.job import MAX_WORKERS
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.trust import CodeTrust
 from shoal.spec.view import Seat
 
-TOKEN_VARIABLE = "SHOAL_TOKEN"  # noqa: S105
 RETRY_S = 1.0
 """Between two attempts to reach a driver that is not there yet."""
 AGENT_VARIABLE = "SHOAL_AGENT"
@@ -71,14 +72,15 @@ def join(
         agent = new_token()
         # never on a command line, which other users can read
         environment = mine.environment | {TOKEN_VARIABLE: token, AGENT_VARIABLE: agent}
-        secured = ["--tls", str(tls_dir.resolve())] if tls_dir else []
+        options = ["--tls", str(tls_dir.resolve())] if tls_dir else []
+        options += _port_options(welcome)
         with (
             contextlib.closing(_connect_agent(contact, agent, contexts)) as control,
             contextlib.closing(
                 JoinedWorkers(RunPaths.at(scratch), mine, environment=environment, control=control, show=show)
             ) as joined,
         ):
-            joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *secured, *_trust_options(trust)])
+            joined.start(workers, ["--join", where, "--dir", str(base_dir.resolve()), *options, *_trust_options(trust)])
             return joined.supervise()
 
 
@@ -98,6 +100,16 @@ def wait_for_driver(where: str, token: str, *, tls_dir: Path | None = None, wait
             if failure.code != "SH610" or time.monotonic() >= until_s:
                 raise
         time.sleep(RETRY_S)
+
+
+def _port_options(welcome: Mapping[str, Any]) -> list[str]:
+    """The ports that the job allows its workers. SH610 if the driver sends something else."""
+    ports = str(welcome.get("ports", ""))
+    try:
+        parse_ports(ports)
+    except ValueError as failure:
+        raise error("SH610", f"the driver's ports: {failure}") from failure
+    return ["--ports", ports] if ports else []
 
 
 def _trust_options(trust: CodeTrust) -> list[str]:

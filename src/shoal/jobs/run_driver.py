@@ -335,7 +335,8 @@ class RunDriver:
                 self.control.drop(oldest)
                 del self._users[oldest]
             self._users[message.connection] = hello
-            self.control.send(message.connection, "welcome", run=self.paths.name, threads=self.job.threads)
+            ports = self.job.network.ports or ""
+            self.control.send(message.connection, "welcome", run=self.paths.name, threads=self.job.threads, ports=ports)
         else:
             raise ProtocolError("the run has no servers")
 

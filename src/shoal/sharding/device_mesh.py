@@ -7,12 +7,14 @@ So there is one mesh at a time, and it is closed before the next one is made.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
 
+import psutil
 import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import Store
@@ -23,11 +25,28 @@ from shoal.net.errors import LinkError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 POLL_S = 0.05
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+@contextlib.contextmanager
+def gloo_listens_at(address: str) -> Iterator[None]:
+    """Groups that are made meanwhile listen on the interface with this address. The name of a host, which gloo would
+    look up, is often that of loopback. A choice of the user stays."""
+    found = [name for name, own in psutil.net_if_addrs().items() if any(one.address == address for one in own)]
+    if not found or INTERFACE_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[INTERFACE_VARIABLE] = found[0]
+    try:
+        yield
+    finally:
+        os.environ.pop(INTERFACE_VARIABLE, None)
 
 
 class ShardMesh:
     """Rank `rank` of `world_size`; `replica_size` consecutive ranks hold one replica.
 
+    `own_host` is the address at which the other ranks reach this one; without it, torch takes that of the host's name.
     `number` must differ for each mesh of a process: torch caches facts about a mesh, and treats a mesh of the same
     shape and name as the same.
     """
@@ -39,13 +58,15 @@ class ShardMesh:
         rank: int,
         world_size: int,
         replica_size: int,
+        own_host: str = "",
         number: int = 0,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> None:
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         self.replicas, self.replica_size = world_size // replica_size, replica_size
         self._dim_names = f"replica {number}", f"shard {number}"
-        self.device_mesh = init_device_mesh("cpu", (self.replicas, replica_size), mesh_dim_names=self._dim_names)
+        with gloo_listens_at(own_host):
+            distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            self.device_mesh = init_device_mesh("cpu", (self.replicas, replica_size), mesh_dim_names=self._dim_names)
         self.replica_rank, self.shard_rank = divmod(rank, replica_size)
         """Index of this rank's replica, and of its shard within the replica."""
         self.is_aborted: Callable[[], bool] = lambda: False

@@ -79,6 +79,7 @@ class ShardedSync:
                     rank=place.rank,
                     world_size=place.size,
                     replica_size=self._replica_size,
+                    own_host=place.own_host,
                     number=view.number,
                 )
                 self.shard_mesh.is_aborted = self._group.aborted
