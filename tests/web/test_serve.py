@@ -10,8 +10,8 @@ import urllib.request
 
 import pytest
 
+from shoal.jobs.access_tokens import TokenFile
 from shoal.spec.run_paths import RunPaths
-from shoal.web.access import TokenFile
 from shoal.web.serve import WebServer
 from tests.jobs.past_run import call_verb, write_run
 
