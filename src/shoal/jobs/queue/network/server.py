@@ -60,6 +60,8 @@ from shoal.spec.remote.file_requests import CodeArchive
 PING_S, SILENCE_S = 2.0, 10.0
 """A machine that says nothing for so long is lost."""
 REQUEST_TIMEOUT_S = 60.0
+LAST_WORDS_S = 5.0
+"""For so long an agent may still report after it was told to end."""
 
 
 def bind(listen: str, *, tls: bool) -> socket.socket:
@@ -250,9 +252,10 @@ class QueueServer:
             try:
                 back = threading.Thread(target=_copy, args=(far, sock), name="shoal-channel", daemon=True)
                 back.start()
-                _copy(sock, far)
-                back.join()
+                _copy(sock, far)  # until the engine ends the agent
+                back.join(LAST_WORDS_S)
             finally:
+                break_off(far)
                 far.close()
                 self.pool.release(channel)
 
