@@ -253,7 +253,7 @@ def wait_for(look, predicate):
 
 def check_weights(paths, entries, expected):
     for entry in entries:
-        receipt = read_receipt_file(RunPaths.at(paths.runs / entry.run).receipt)
+        receipt = read_receipt_file(RunPaths.at(paths.runs / entry.run).receipt).own
         assert receipt.weights_sha256 == expected[entry.name]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shoal.errors import EXIT_OK, ShoalError, error
 from shoal.fleet.agents.host_agent import CERTIFICATES_VARIABLE
-from shoal.fleet.engines.local import this_machine
+from shoal.fleet.engines.make import capacity_of
 from shoal.fleet.engines.ssh import AGENT_MODULE
 from shoal.jobs.access_tokens import name_of_key
 from shoal.jobs.queue.network import frames
@@ -37,6 +37,7 @@ from shoal.jobs.queue.network.remote_queue import QueueAddress
 from shoal.jobs.run_executor import catch_stop_signals
 from shoal.net.errors import ProtocolError
 from shoal.net.relay import break_off, relay_pipes
+from shoal.spec.engine import LocalEngineConfig
 
 RETRY_S, MAX_RETRY_S = 1.0, 30.0
 WAIT_S = 0.2
@@ -50,7 +51,7 @@ def offer(
 ) -> int:
     """Offer cores until SIGINT or SIGTERM; then the workers leave first. Returns the exit code. SH615 if the token is
     not that of a machine."""
-    node = this_machine()
+    (node,) = capacity_of(LocalEngineConfig())
     cores = cores or node.cores
     if not 1 <= cores <= MAX_CORES:
         raise error("SH609", f"{cores} cores", where="--cores", fix=f"Offer 1 to {MAX_CORES}.")
