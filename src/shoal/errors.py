@@ -192,6 +192,7 @@ CATALOGUE: dict[str, Entry] = {
                    "Name what is not needed in .gitignore or .shoalignore; give large data by a URL or absolute path."),
     "SH656": Entry("Slurm gives no machine", "Try `srun --ntasks=1 hostname` with the same options."),
     "SH657": Entry("Ray gives no machine", "Try `ray status`; check engine.address, and that the cluster is up."),
+    "SH659": Entry("the queue refuses this", "Ask the owner of the queue."),
     "SH660": Entry("a step of compression does not fit the model", "Use the recipe with a run of the same job."),
     "SH661": Entry("not a recipe of a compression", "Give the recipe.json of a run that shoal compress made."),
     "SH662": Entry("the model cannot be compressed in this way", "Leave the step out; see docs/compression.md."),

@@ -2,7 +2,8 @@ import shutil
 
 import pytest
 
-from shoal.web.access import AccessControl, Identity, TokenFile
+from shoal.jobs.access_tokens import Identity, TokenFile
+from shoal.web.access import AccessControl
 from shoal.web.app import make_app
 from shoal.web.gate import AllowedHosts
 from shoal.web.site import Site

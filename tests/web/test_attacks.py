@@ -11,9 +11,10 @@ import pytest
 
 import shoal
 from shoal.errors import ShoalError
+from shoal.jobs.access_tokens import ROLES, Identity, TokenFile
 from shoal.storage.logs import plain_line
 from shoal.web import gate
-from shoal.web.access import ROLES, AccessControl, Identity, TokenFile
+from shoal.web.access import AccessControl
 from shoal.web.acting import SessionRoutes
 from shoal.web.app import STATIC, static_files
 from shoal.web.routes import api_routes

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.jobs.access_tokens import TokenFile
 from shoal.jobs.queue import client as queue
 from shoal.spec.load import load_run_job, save_job
 from shoal.spec.receipt import read_receipt_file
-from shoal.web.access import TokenFile
 from tests.conftest import FIXTURES
 from tests.jobs.past_run import TOLD, write_run
 from tests.web import past_work

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
+from shoal.jobs.access_tokens import TokenFile
 from shoal.spec.receipt import read_receipt_file
-from shoal.web.access import TokenFile
 from tests.web.live_run import serving, state_of, training, wait_until
 from tests.web.test_serve import ask, web_process
 

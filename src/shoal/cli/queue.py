@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from shoal.cli import output
 from shoal.cli.options import NO_OVERRIDES, RUNS, AsJson, JobFile, Runs, Sets
 
+if TYPE_CHECKING:
+    from shoal.jobs.queue.client import LocalQueue
+    from shoal.jobs.queue.network.remote_queue import RemoteQueue
+
+Tls = Annotated[Path | None, typer.Option(help="A directory with cert.pem, key.pem and ca.pem.", show_default=False)]
 JobId = Annotated[int, typer.Argument(help="The number of the job, as `shoal queue` shows it.", show_default=False)]
 PANEL = "Queue"
 NO_IDS: list[int] = []
 
 
 def register(app: typer.Typer) -> None:
-    for verb in (submit, queue, cancel, priority, release, top, up, down):
+    for verb in (submit, queue, cancel, priority, release, top, up, down, offer):
         app.command(rich_help_panel=PANEL)(verb)
 
 
@@ -30,17 +36,16 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Put a job or its search into the queue. A daemon in the background runs it; the first submit starts it."""
-    from shoal.jobs.queue import client
     from shoal.spec.load import load_job
     from shoal.terminal import queue_tables
 
     checked = load_job(job, overrides=sets)
     kind: Literal["training", "search"] = "search" if search else "training"
-    entries = client.submit([checked], runs=runs, user=user, priority=priority, after=after, kind=kind)
+    entry = _queue(runs).submit(checked, user=user, priority=priority, after=after, kind=kind)
     if as_json:
-        output.print_json(entries[0].model_dump(mode="json"))
+        output.print_json(entry.model_dump(mode="json"))
     else:
-        queue_tables.print_submitted(output.console(), entries)
+        queue_tables.print_submitted(output.console(), [entry])
 
 
 def queue(
@@ -51,10 +56,10 @@ def queue(
 ) -> None:
     """What runs, what waits and why."""
     from shoal.errors import error
-    from shoal.jobs.queue import client
     from shoal.terminal import queue_tables
 
-    view = client.look(runs)
+    asked = _queue(runs)
+    view = asked.look()
     if why is not None and why not in view.entries:
         raise error("SH646", f"there is no job {why} in the queue", where="--why")
     rows = queue_tables.shown_entries(view, everything=everything) if why is None else [view.entries[why]]
@@ -63,14 +68,13 @@ def queue(
     elif why is None:
         queue_tables.print_queue(output.console(), view, everything=everything)
     else:
-        queue_tables.print_why(output.console(), view.entries[why], view, client.read_history(runs, why))
+        queue_tables.print_why(output.console(), view.entries[why], view, asked.history(why))
 
 
 def cancel(job: JobId, runs: Runs = RUNS) -> None:
     """Cancel a job of the queue. A running one is saved and stopped."""
-    from shoal.jobs.queue import client
 
-    entry = client.cancel(runs, job)
+    entry = _queue(runs).cancel(job)
     said = "is cancelled" if entry.has_ended else "is saved and stopped at its next step"
     output.print_lines(f"job {entry.id} {said}")
 
@@ -81,32 +85,26 @@ def priority(
     runs: Runs = RUNS,
 ) -> None:
     """Change the priority of a job of the queue that has not ended. Negative: -- ID -5."""
-    from shoal.jobs.queue import client
 
-    entry = client.set_priority(runs, job, to)
+    entry = _queue(runs).set_priority(job, to)
     output.print_lines(f"job {entry.id} has priority {entry.priority}")
 
 
 def release(job: JobId, runs: Runs = RUNS) -> None:
     """Let a held or failed job of the queue go on."""
-    from shoal.jobs.queue import client
     from shoal.terminal import queue_tables
 
-    queue_tables.print_submitted(output.console(), [client.release(runs, job)])
+    queue_tables.print_submitted(output.console(), [_queue(runs).release(job)])
 
 
 def top(
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False, runs: Runs = RUNS
 ) -> None:
     """The queue, live: what runs, what waits and why, and workers over time."""
-    from functools import partial
-
-    from shoal.jobs.queue import client
     from shoal.terminal import queue_tables
 
-    queue_tables.watch_queue(
-        output.console(), partial(client.look, runs), partial(client.read_history, runs), once=once
-    )
+    asked = _queue(runs)
+    queue_tables.watch_queue(output.console(), asked.look, asked.history, once=once)
 
 
 def up(
@@ -115,19 +113,48 @@ def up(
     ] = NO_OVERRIDES,
     policy: Annotated[str, typer.Option(help="How the machine is divided: elastic or first-come.")] = "elastic",
     engine: Annotated[str, typer.Option(help="Run all jobs with this engine.", show_default=False)] = "",
+    listen: Annotated[
+        str, typer.Option(help="ADDRESS:PORT for users and machines of the network.", show_default=False)
+    ] = "",
+    tls: Tls = None,
     web: Annotated[bool, typer.Option("--web", help="Serve the web page too, and print its link.")] = False,
     runs: Runs = RUNS,
 ) -> None:
-    """Serve the queue in the foreground, for several users, until Ctrl-C or `shoal down`."""
+    """Serve the queue in the foreground, for several users and machines, until Ctrl-C or `shoal down`."""
     import contextlib
 
+    from shoal.errors import error
     from shoal.jobs.queue import client, serve
+    from shoal.jobs.queue.clusters import Listening
     from shoal.web.beside import page_beside
 
+    if engine and listen:
+        fix = "Leave one out: with --listen the jobs run on the machines that offer their cores."
+        raise error("SH609", "--engine and --listen do not go together", where="--engine", fix=fix)
     for user, cores in serve.parse_quotas(quota).items():
         client.set_quota(runs, user, cores)
+    listening = Listening(listen, tls) if listen else None
     with page_beside(runs) if web else contextlib.nullcontext():
-        serve.serve(runs, policy=policy, engine=serve.parse_engine(engine), show=output.print_lines)
+        serve.serve(
+            runs, policy=policy, engine=serve.parse_engine(engine), listening=listening, show=output.print_lines
+        )
+
+
+def offer(
+    where: Annotated[str, typer.Argument(help="HOST:PORT, as `shoal up --listen` shows it.", show_default=False)],
+    cores: Annotated[int, typer.Option(min=0, help="How many cores; 0: all.")] = 0,
+    name: Annotated[str, typer.Option(help="The machine's name in the queue; its host name by default.")] = "",
+    tls: Tls = None,
+) -> None:
+    """Offer this machine's cores to a queue until Ctrl-C. Jobs of its users run here, with your rights."""
+    import os
+    import sys
+
+    from shoal.jobs.queue.network import offer as machine
+    from shoal.jobs.queue.network.remote_queue import TOKEN_VARIABLE, QueueAddress
+
+    address = QueueAddress.of(where, os.environ.get(TOKEN_VARIABLE, ""), tls)
+    sys.exit(machine.offer(address, cores=cores, machine=name, tls=tls, show=output.print_lines))
 
 
 def down(runs: Runs = RUNS) -> None:
@@ -136,3 +163,12 @@ def down(runs: Runs = RUNS) -> None:
 
     ended = client.down(runs)
     output.print_lines("the daemon has ended" if ended else "no daemon serves the queue")
+
+
+def _queue(runs: Path) -> LocalQueue | RemoteQueue:
+    """The queue of another machine if SHOAL_QUEUE names it, else that of this directory of runs."""
+    from shoal.jobs.queue.client import LocalQueue
+    from shoal.jobs.queue.network.remote_queue import RemoteQueue, address_of_environment
+
+    address = address_of_environment()
+    return LocalQueue(runs) if address is None else RemoteQueue(address)

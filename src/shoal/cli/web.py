@@ -46,22 +46,21 @@ def web(
 
 def tokens(
     make: Annotated[str, typer.Option("--create", help="Make a token with this name.", show_default=False)] = "",
-    role: Annotated[str, typer.Option(help="read, operate or submit.")] = "read",
+    role: Annotated[str, typer.Option(help="read, operate or submit; machine for `shoal offer`.")] = "read",
     only: Annotated[str, typer.Option(help="Only these runs: a,b", show_default=False)] = "",
     days: Annotated[float, typer.Option(min=0, help="It expires after so many days; 0: never.")] = 30,
     revoke: Annotated[str, typer.Option(help="Revoke the token with this name.", show_default=False)] = "",
     runs: Runs = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """List, make and revoke tokens of the web page and its API. A token is shown once."""
+    """List, make and revoke tokens of the web page, its API and the queue. A token is shown once."""
+    from shoal.jobs.access_tokens import TokenFile
     from shoal.terminal import access_reports
-    from shoal.web.access import ROLES, TokenFile
 
     file = TokenFile(runs)
     if make:
-        chosen = next((one for one in ROLES if one == role), role)
         until = time.time() + days * DAY_S if days else None
-        token = file.create(make, role=chosen, runs=[one for one in only.split(",") if one], expires_t=until)  # type: ignore[arg-type]
+        token = file.create(make, role=role, runs=[one for one in only.split(",") if one], expires_t=until)
         print(token)
     elif revoke:
         file.revoke(revoke)

@@ -9,6 +9,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from shoal.net.errors import LinkError, TlsError, TokenError
 
@@ -23,6 +24,11 @@ _ALERT_DRAIN_S = 0.2
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _SIZE = struct.Struct("<H")
+
+
+Token = str | Callable[[bytes], str]
+"""One token for all clients, or the token of the client that says a hello. A caller that names nobody gets a token
+that nobody knows, so that it learns nothing."""
 
 
 def new_token() -> str:
@@ -48,9 +54,9 @@ def client_handshake(sock: socket.socket, token: str, hello: bytes) -> None:
         raise LinkError("the other side refused the connection")
 
 
-def server_handshake(sock: socket.socket, token: str) -> bytes:
+def server_handshake(sock: socket.socket, token: Token) -> bytes:
     """The server's half. Returns the client's hello. LinkError for unknown clients and port scanners, from which it
-    reads only a few bytes."""
+    reads only a few bytes. `token` may depend on the hello."""
     until = time.monotonic() + TIMEOUT_S
     head = _receive_before(until, sock, len(MAGIC) + _NONCE_BYTES + _SIZE.size)
     if head.startswith(TLS_RECORD_PREFIX):
@@ -63,10 +69,11 @@ def server_handshake(sock: socket.socket, token: str) -> bytes:
     if size > MAX_HELLO_BYTES:
         raise LinkError(f"the hello has {size} bytes; at most {MAX_HELLO_BYTES} are allowed")
     hello = _receive_before(until, sock, size)
+    known = token if isinstance(token, str) else token(hello)
     nonce = os.urandom(_NONCE_BYTES)
-    sock.sendall(nonce + _proof(token, b"answer", head + hello, nonce))
+    sock.sendall(nonce + _proof(known, b"answer", head + hello, nonce))
     proof = _receive_before(until, sock, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(token, b"caller", head + hello, nonce)):
+    if not hmac.compare_digest(proof, _proof(known, b"caller", head + hello, nonce)):
         raise LinkError("the client does not know the token")
     sock.sendall(b"+")
     return hello

@@ -31,7 +31,7 @@ class AuthenticatedListener:
     def __init__(
         self,
         listeners: Sequence[socket.socket],
-        token: str,
+        token: handshake.Token,
         on_connect: Callable[[socket.socket, bytes], None],
         *,
         tls_contexts: TlsContexts | None = None,

@@ -157,8 +157,24 @@ class RayEngineConfig(Spec):
         return False
 
 
+class MachinesEngineConfig(Spec):
+    """Workers run on the machines that offer their cores to a queue. `shoal up --listen` sets it for the jobs of the
+    queue. `daemon`: the private file with the address of the queue's daemon. `price`: see SshEngineConfig.
+    """
+
+    kind: Literal["machines"]
+    daemon: Annotated[str, Field(min_length=1, max_length=4096)]
+    notice: _NOTICE | None = None
+    price: PositiveFloat | None = None
+
+    @property
+    def shares_run_dir(self) -> bool:
+        return False
+
+
 EngineConfig = Annotated[
-    LocalEngineConfig | SshEngineConfig | SlurmEngineConfig | RayEngineConfig, Field(discriminator="kind")
+    LocalEngineConfig | SshEngineConfig | SlurmEngineConfig | RayEngineConfig | MachinesEngineConfig,
+    Field(discriminator="kind"),
 ]
 """The engine section of a job: one class per `kind`."""
 

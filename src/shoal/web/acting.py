@@ -15,6 +15,7 @@ from starlette.responses import Response
 from shoal.errors import ShoalError, error, error_from_fields
 from shoal.fleet.profile_request import MAX_PROFILED_STEPS
 from shoal.jobs import commands, run_dir
+from shoal.jobs.access_tokens import Identity
 from shoal.jobs.inspection import profiles
 from shoal.jobs.inspection.stacks import collect_stacks
 from shoal.jobs.resume import job_to_resume
@@ -24,7 +25,7 @@ from shoal.storage import cleanup
 from shoal.storage.tags import change_tags
 from shoal.storage.trash import empty_trash, move_to_trash, restore
 from shoal.web import answers
-from shoal.web.access import AccessControl, Identity
+from shoal.web.access import AccessControl
 from shoal.web.site import Operation
 from shoal.web.table import Api, Call, json_response, session_secret
 

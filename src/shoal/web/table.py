@@ -19,9 +19,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ErrorGroup, ShoalError, error, from_os_error, single_errors
+from shoal.jobs.access_tokens import AccessRole, Identity
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
-from shoal.web.access import AccessControl, AccessRole, Identity
+from shoal.web.access import AccessControl
 from shoal.web.gate import BURST, FAILURE_BURST, FAILURES_PER_S, REQUESTS_PER_S, RequestRefused, TokenBucket
 from shoal.web.site import Site
 

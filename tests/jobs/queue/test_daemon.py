@@ -49,6 +49,25 @@ class Chosen:
         return {number: Share(workers) for number, workers in self.shares.items()}
 
 
+class FixedCluster:
+    """A machine with so many cores; `nodes` may be changed."""
+
+    def __init__(self, cores):
+        self.nodes = {"here": cores}
+        self.changed = False
+        self.placed = {}
+
+    def capacity(self):
+        return CoreCapacity(dict(self.nodes))
+
+    def has_changed(self):
+        changed, self.changed = self.changed, False
+        return changed
+
+    def place(self, wanted):
+        self.placed = dict(wanted)
+
+
 @pytest.fixture
 def serve(paths, fork_server):
     """Makes daemons, one after the other, each with a store of its own."""
@@ -63,7 +82,7 @@ def serve(paths, fork_server):
                 executor,
                 lease,
                 policy=policy or ElasticShares(),
-                capacity=lambda: CoreCapacity({"here": cores}),
+                cluster=FixedCluster(cores),
                 **named,
             )
             made.start()

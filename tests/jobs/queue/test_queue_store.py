@@ -210,3 +210,18 @@ def test_a_full_disk_is_told_and_nothing_is_half_written(store, job):
 def test_opening_for_reading_makes_nothing(paths):
     assert code_of(open_queue_file, paths, create=False) == "SH642"
     assert not paths.root.exists()
+
+
+def test_a_second_connection_of_a_process_leaves_the_locks_of_the_first(paths):
+    """Otherwise another process that closes the file takes itself for the last one, and removes the log of writes."""
+    other = (
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT * FROM lease').fetchall(); c.close()"
+    )
+    with QueueStore(paths) as first:
+        first.set_quota("ann", 1)
+        with QueueStore(paths) as second:
+            second.quotas()
+        subprocess.run([sys.executable, "-c", other, str(paths.file)], check=True)
+        first.set_quota("ann", 7)
+        with contextlib.closing(sqlite3.connect(paths.file)) as seen:
+            assert seen.execute("SELECT cores FROM quota").fetchall() == [(7,)]

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import ShoalError, error
@@ -50,6 +50,8 @@ POLL_S = 0.1
 IDLE_POLL_S = 1.0
 REACH_TIMEOUT_S = 5.0
 SCRATCH_PREFIX = "shoal-agent-"
+CERTIFICATES_VARIABLE = "SHOAL_CERTIFICATES"
+"""The directory with this machine's files for TLS, set by who starts the agent."""
 
 
 def main() -> None:
@@ -159,7 +161,8 @@ class HostAgent:
         own = self._scratch / command.seat.name
         own.mkdir()
         self._names[command.seat.number] = command.seat.name
-        agent.obey(command.model_copy(update={"arguments": [*command.arguments, "--run", str(own)]}))
+        arguments = with_own_certificates(command.arguments)
+        agent.obey(command.model_copy(update={"arguments": [*arguments, "--run", str(own)]}))
 
     def _set_up(self, setup: SetupCommand) -> None:
         own: dict[str, str] = {}
@@ -211,6 +214,15 @@ class HostAgent:
         line = encode_line(report)
         while line:
             line = line[os.write(self._reports, line) :]
+
+
+def with_own_certificates(arguments: Sequence[str]) -> list[str]:
+    """The files for TLS may lie elsewhere on this machine than on the driver's."""
+    own = os.environ.get(CERTIFICATES_VARIABLE)
+    found = list(arguments)
+    if own and "--tls" in found:
+        found[found.index("--tls") + 1] = own
+    return found
 
 
 def unreachable_reason(address: str) -> str:

@@ -14,11 +14,19 @@ from shoal.fleet.engines.agent_pool import AgentPool
 from shoal.fleet.engines.agents import AgentEngine
 from shoal.fleet.engines.host_link import AgentHost
 from shoal.fleet.engines.local import LocalEngine, this_machine
+from shoal.fleet.engines.machines import MAX_SEATS, machine_host, machine_nodes
 from shoal.fleet.engines.ray import actor_host, ray_nodes
 from shoal.fleet.engines.slurm import find_allocation, job_host, slurm_nodes, step_hosts
 from shoal.fleet.engines.ssh import AGENT_MODULE, ssh_hosts, ssh_nodes
 from shoal.fleet.forkserver import ForkServer
-from shoal.spec.engine import EngineConfig, LocalEngineConfig, RayEngineConfig, SlurmEngineConfig, SshEngineConfig
+from shoal.spec.engine import (
+    EngineConfig,
+    LocalEngineConfig,
+    MachinesEngineConfig,
+    RayEngineConfig,
+    SlurmEngineConfig,
+    SshEngineConfig,
+)
 from shoal.spec.run_paths import RunPaths
 
 FIXED_VARIABLES = (
@@ -45,6 +53,8 @@ def capacity_of(config: EngineConfig) -> list[Node]:
             return slurm_nodes(config, find_allocation())
         case RayEngineConfig():
             return ray_nodes(config)
+        case MachinesEngineConfig():
+            return machine_nodes()
 
 
 def make_engine(
@@ -63,6 +73,8 @@ def make_engine(
             return slurm_engine(config, paths, fork_server)
         case RayEngineConfig():
             return ray_engine(config, paths, fork_server)
+        case MachinesEngineConfig():
+            return machines_engine(config, paths, fork_server)
 
 
 def slurm_engine(config: SlurmEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:
@@ -79,6 +91,12 @@ def ray_engine(config: RayEngineConfig, paths: RunPaths, fork_server: ForkServer
     name = f"{paths.name}-{secrets.token_hex(4)}"  # actors of another run may have the same name
     make_host = partial(actor_host, config, name=name, threads=threads, setup=setup)
     return AgentPool(make_host, paths, nodes=ray_nodes(config), max_hosts=config.seats)
+
+
+def machines_engine(config: MachinesEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:
+    setup, threads = host_setup(config, fork_server)
+    make_host = partial(machine_host, config, run=paths.parent_run.name, threads=threads, setup=setup)
+    return AgentPool(make_host, paths, nodes=machine_nodes(), max_hosts=MAX_SEATS)
 
 
 def host_setup(config: EngineConfig, fork_server: ForkServer) -> tuple[SetupCommand, int]:

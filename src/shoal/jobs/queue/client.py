@@ -143,3 +143,30 @@ def _change(runs: Path, number: int, change: Callable[[QueueEntry], QueueEntry],
     if start and not entry.has_ended:
         ensure_served(paths)
     return entry
+
+
+class LocalQueue:
+    """The queue of a directory of runs on this machine, with the verbs of `RemoteQueue`."""
+
+    def __init__(self, runs: Path) -> None:
+        self._runs = runs
+
+    def submit(
+        self, job: Job, *, user: str = "", priority: int = 0, after: Sequence[int] = (), kind: EntryKind = "training"
+    ) -> QueueEntry:
+        return submit([job], runs=self._runs, user=user, priority=priority, after=after, kind=kind)[0]
+
+    def look(self) -> QueueView:
+        return look(self._runs)
+
+    def history(self, number: int | None = None) -> list[HistoryRow]:
+        return read_history(self._runs, number)
+
+    def cancel(self, number: int) -> QueueEntry:
+        return cancel(self._runs, number)
+
+    def release(self, number: int) -> QueueEntry:
+        return release(self._runs, number)
+
+    def set_priority(self, number: int, priority: int) -> QueueEntry:
+        return set_priority(self._runs, number, priority)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from shoal.errors import ShoalError, describe_exception, error
 from shoal.events import Event, RunState
@@ -40,6 +41,19 @@ Settle = Callable[[QueueEntry], QueueEntry]
 Prepare = Callable[[Job], Job]
 
 
+class Cluster(Protocol):
+    """Where jobs run."""
+
+    def capacity(self) -> CoreCapacity:
+        """The machines of now, without quotas."""
+
+    def has_changed(self) -> bool:
+        """Whether machines came or went since the last call."""
+
+    def place(self, wanted: Mapping[str, Sequence[str]]) -> None:
+        """By run: the machines of its workers, as the policy wants them."""
+
+
 @dataclass
 class Attempt:
     """One start of a job by this daemon. `run_state` is that of its run, for the steps that are left. `first_steps` is
@@ -69,7 +83,7 @@ class QueueDaemon:
         lease: Lease,
         *,
         policy: SharePolicy,
-        capacity: Callable[[], CoreCapacity],
+        cluster: Cluster,
         idle_s: float | None = None,
         prepare: Prepare = lambda job: job,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +92,7 @@ class QueueDaemon:
         self._executor = executor
         self._epoch = lease.epoch
         self._policy = policy
-        self._capacity = capacity
+        self._cluster = cluster
         self._idle_s = idle_s
         self._prepare = prepare
         self._clock = clock
@@ -111,6 +125,8 @@ class QueueDaemon:
         self._beat(now_s)
         if self._store.has_changed():
             self._refresh()
+            self._next_decision_s = now_s
+        if self._cluster.has_changed():
             self._next_decision_s = now_s
         self._settle_all()
         self._prove(now_s)
@@ -201,7 +217,7 @@ class QueueDaemon:
     def _decide(self, now_s: float) -> None:
         running = [self._entries[number] for number in self._attempts]
         ready = order.runnable(self._entries)
-        cluster = replace(self._capacity(), quotas=self._store.quotas())
+        cluster = replace(self._cluster.capacity(), quotas=self._store.quotas())
         window = ready[: 2 * cluster.cores + 8]
         facts = {entry.id: self._facts(entry, now_s) for entry in [*running, *window]}
         shares = self._policy.divide(now_s, running, window, cluster=cluster, facts=facts)
@@ -210,6 +226,8 @@ class QueueDaemon:
         for entry in window:
             if (share := shares.get(entry.id)) and share.workers and self._may_start(entry, ready):
                 self._start(entry, share, ready)
+        runs = {number: self._entries[number].run for number in self._attempts}
+        self._cluster.place({run: shares[number].nodes for number, run in runs.items() if number in shares})
         self._say_why([*running, *window], shares)
 
     def _say_why(self, entries: list[QueueEntry], shares: Mapping[int, Share]) -> None:

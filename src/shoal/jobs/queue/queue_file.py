@@ -147,18 +147,17 @@ def damaged(paths: QueuePaths, what: str) -> ShoalError:
 
 
 def _make_private(paths: QueuePaths, *, create: bool) -> None:
+    """Never opens the file: the kernel takes all locks of a process from it when the process closes it anywhere. Then
+    another process that closes the queue would count as the last one, and remove the log that this process writes."""
     if create:
         paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(paths.file, flags | os.O_CREAT if create else flags, PRIVATE_MODE)
-    try:
-        found = os.fstat(descriptor)
-        if stranger := owner_if_other(found):
-            raise error("SH642", f"it belongs to {stranger}", where=str(paths.file))
-        if not stat.S_ISREG(found.st_mode):
-            raise error("SH642", "it is not a file", where=str(paths.file))
-    finally:
-        os.close(descriptor)
+        with contextlib.suppress(FileExistsError):
+            os.mknod(paths.file, PRIVATE_MODE | stat.S_IFREG)
+    found = os.lstat(paths.file)
+    if stranger := owner_if_other(found):
+        raise error("SH642", f"it belongs to {stranger}", where=str(paths.file))
+    if not stat.S_ISREG(found.st_mode):
+        raise error("SH642", "it is not a file", where=str(paths.file))
 
 
 def _prepare(connection: sqlite3.Connection, paths: QueuePaths) -> None:

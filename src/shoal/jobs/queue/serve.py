@@ -9,22 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from shoal.errors import EXIT_OK, ShoalError, did_you_mean, error
-from shoal.fleet.engines.make import capacity_of
-from shoal.jobs.queue.daemon import Prepare, QueueDaemon
+from shoal.jobs.queue.clusters import Listening, open_cluster
+from shoal.jobs.queue.daemon import QueueDaemon
 from shoal.jobs.queue.daemon_lock import daemon_lock, is_served, take_lease
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.run_executor import RunExecutor, catch_stop_signals, open_executor
 from shoal.plan.queueing.elastic_shares import ElasticShares
-from shoal.plan.queueing.shares import CoreCapacity, FirstComeFirstServed, SharePolicy
+from shoal.plan.queueing.shares import FirstComeFirstServed, SharePolicy
 from shoal.plan.queueing.transitions import MAX_EARLY_DEATHS, StaleEpochError
-from shoal.spec.engine import EngineConfig, LocalEngineConfig
+from shoal.spec.engine import EngineConfig
 
 IDLE_S = 60.0
 """Seconds after which a background daemon with nothing to do ends."""
@@ -41,6 +40,7 @@ def serve(
     policy: str = "elastic",
     idle_s: float | None = None,
     engine: EngineConfig | None = None,
+    listening: Listening | None = None,
     wait_s: float = 0.0,
     show: Callable[[str], None] = print,
 ) -> None:
@@ -48,15 +48,20 @@ def serve(
     if policy not in POLICIES:
         raise error("SH609", f"there is no policy '{policy}'", where="--policy", fix=did_you_mean(policy, POLICIES))
     paths = QueuePaths.of(runs)
-    with daemon_lock(paths, wait_s=wait_s), QueueStore(paths) as store, open_executor() as executor:
+    with (
+        daemon_lock(paths, wait_s=wait_s),
+        QueueStore(paths) as store,
+        open_cluster(paths, engine, listening, show=show) as (cluster, prepare),
+        open_executor() as executor,
+    ):
         daemon = QueueDaemon(
             store,
             executor,
             take_lease(store),
             policy=POLICIES[policy](),
-            capacity=partial(_capacity, engine or LocalEngineConfig()),
+            cluster=cluster,
             idle_s=idle_s,
-            prepare=_engine_setter(engine),
+            prepare=prepare,
         )
         daemon.start()
         show(f"serves {paths.file}")
@@ -80,13 +85,6 @@ def save_and_stop(executor: RunExecutor) -> None:
     executor.run_until_done()
 
 
-def _capacity(engine: EngineConfig) -> CoreCapacity:
-    nodes = capacity_of(engine)
-    return CoreCapacity(
-        {node.name: node.cores for node in nodes}, memory_bytes={node.name: node.memory_bytes for node in nodes}
-    )
-
-
 def parse_quotas(texts: Sequence[str]) -> dict[str, int | None]:
     """Parse `ann=4`; `ann=none` takes the limit away."""
     found: dict[str, int | None] = {}
@@ -106,10 +104,6 @@ def parse_engine(text: str) -> EngineConfig | None:
         return TypeAdapter(EngineConfig).validate_python({"kind": text})
     except ValidationError as failure:
         raise error("SH609", f"there is no engine '{text}'", where="--engine") from failure
-
-
-def _engine_setter(engine: EngineConfig | None) -> Prepare:
-    return (lambda job: job) if engine is None else (lambda job: job.model_copy(update={"engine": engine}))
 
 
 # ---- in the background ----

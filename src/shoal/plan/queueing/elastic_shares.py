@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 
 from shoal.plan.queueing.entry import QueueEntry
 from shoal.plan.queueing.shares import CoreCapacity, JobFacts, Share
@@ -62,7 +63,7 @@ class ElasticShares:
             placed = tuple(decision.allocation.get(str(entry.id), ()))
             self._placed[entry.id] = placed
             workers = entry.needs.least if placed and exceeds(entry, cluster) else len(placed)
-            shares[entry.id] = Share(workers, decision.why(str(entry.id)))
+            shares[entry.id] = Share(workers, decision.why(str(entry.id)), placed)
         return shares
 
     def _view(self, entry: QueueEntry, facts: JobFacts, cluster: CoreCapacity) -> JobView:
@@ -97,7 +98,7 @@ class ElasticShares:
         placed = self._placed.get(entry.id, ())
         if exceeds(entry, cluster) or len(placed) == entry.workers:
             return placed
-        return (next(iter(cluster.nodes)),) * entry.workers
+        return tuple(islice(cycle(cluster.nodes), entry.workers))
 
 
 def exceeds(entry: QueueEntry, cluster: CoreCapacity) -> bool:

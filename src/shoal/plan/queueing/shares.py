@@ -11,10 +11,11 @@ from shoal.plan.queueing.entry import JobNeeds, QueueEntry
 
 @dataclass(frozen=True)
 class Share:
-    """Workers of a job, and why it has so many."""
+    """Workers of a job, and why it has so many. `nodes`: where the policy wants each of them; empty: anywhere."""
 
     workers: int
     why: str = ""
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,135 @@
+"""What users and machines say to the daemon of a queue. Everything is checked before anybody acts on it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+
+from shoal.jobs.queue.queue_store import HistoryRow
+from shoal.net.errors import ProtocolError
+from shoal.plan.queueing.entry import MAX_PRIORITY, EntryKind, QueueEntry
+from shoal.spec.base import Spec
+from shoal.spec.remote.file_requests import CodeArchive
+
+MAX_CORES = 4096
+T = TypeVar("T")
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+Cores = Annotated[int, Field(ge=1, le=MAX_CORES)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+
+
+class UserHello(Spec):
+    """A user asks one thing. `key` names the digest of the token, here and below."""
+
+    kind: Literal["user"] = "user"
+    key: Key
+
+
+class OfferHello(Spec):
+    """A machine offers cores for as long as the connection lasts."""
+
+    kind: Literal["offer"] = "offer"
+    key: Key
+    machine: Name
+    cores: Cores
+    memory_bytes: NonNegativeInt
+
+
+class ChannelHello(Spec):
+    """A machine has started an agent. What follows are the agent's own lines."""
+
+    kind: Literal["channel"] = "channel"
+    key: Key
+    channel: Key
+
+
+class BridgeHello(Spec):
+    """A run wants cores for one worker; see `fleet.agents.machine_bridge`."""
+
+    run: Annotated[str, Field(min_length=1, max_length=300)]
+    cores: Cores
+
+
+class OpenMessage(Spec):
+    """To a machine: start an agent, and connect it."""
+
+    kind: Literal["open"] = "open"
+    channel: Key
+
+
+class PingMessage(Spec):
+    """In both directions."""
+
+    kind: Literal["ping"] = "ping"
+
+
+class LeavingMessage(Spec):
+    """From a machine: it takes no more workers, and those that it has leave."""
+
+    kind: Literal["leaving"] = "leaving"
+
+
+class SubmitRequest(Spec):
+    """The job is that of a file which was read and checked. The archive of its directory follows, if it is wanted."""
+
+    kind: Literal["submit"] = "submit"
+    job: dict[str, Any]
+    work: EntryKind = "training"
+    priority: Priority = 0
+    after: Annotated[list[PositiveInt], Field(max_length=1000)] = Field(default_factory=list)
+    code: CodeArchive
+
+
+class LookRequest(Spec):
+    kind: Literal["look"] = "look"
+
+
+class HistoryRequest(Spec):
+    kind: Literal["history"] = "history"
+    number: PositiveInt | None = None
+
+
+class ChangeRequest(Spec):
+    kind: Literal["change"] = "change"
+    number: PositiveInt
+    what: Literal["cancel", "release", "priority"]
+    priority: Priority = 0
+
+
+class Answer(Spec):
+    """`failure` has the fields of an error; then the others say nothing. `code_wanted`: the directory of the job must
+    be sent; another answer follows."""
+
+    failure: dict[str, str] = Field(default_factory=dict)
+    code_wanted: bool = False
+    entries: list[QueueEntry] = Field(default_factory=list)
+    history: list[HistoryRow] = Field(default_factory=list)
+    quotas: dict[str, int] = Field(default_factory=dict)
+    daemon_pid: int = 0
+
+
+Hello = UserHello | OfferHello | ChannelHello
+Request = SubmitRequest | LookRequest | HistoryRequest | ChangeRequest
+ToMachine = OpenMessage | PingMessage
+FromMachine = PingMessage | LeavingMessage
+
+HELLO: TypeAdapter[Hello] = TypeAdapter(Annotated[Hello, Field(discriminator="kind")])
+REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
+TO_MACHINE: TypeAdapter[ToMachine] = TypeAdapter(Annotated[ToMachine, Field(discriminator="kind")])
+FROM_MACHINE: TypeAdapter[FromMachine] = TypeAdapter(Annotated[FromMachine, Field(discriminator="kind")])
+BRIDGE: TypeAdapter[BridgeHello] = TypeAdapter(BridgeHello)
+ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+
+
+def parse(adapter: TypeAdapter[T], data: bytes) -> T:
+    """ProtocolError if it is malformed."""
+    try:
+        return adapter.validate_json(data)
+    except ValidationError as failure:
+        raise ProtocolError(f"a message is malformed: {failure.error_count()} errors") from failure
+
+
+def encode(message: Spec) -> bytes:
+    return message.model_dump_json().encode()
