@@ -51,7 +51,8 @@ def parse_drop(text: str) -> float:
 def tune_job(
     parent: Job, step: TuneStep, *, shape: Sequence[ShapeStep], weights: str | None, teacher: str | None
 ) -> Job:
-    """The job that trains a compressed shape: the parent's, with its optimizer at another rate."""
+    """The job that trains a compressed shape: the parent's, with its optimizer at another rate. The test part is not
+    looked at."""
     factor = 1.0 if step.scratch else step.lr
     steps = [*shape, *([step.hold] if step.hold else [])]
     return parent.model_copy(
@@ -63,6 +64,7 @@ def tune_job(
             "epochs": step.epochs,
             "steps": None,
             "stop_early": None,
+            "evaluate": parent.evaluate.model_copy(update={"test": False}),
             "optimizer": _with_rate(parent.optimizer, factor),
             "export": [],
             "checkpoint": parent.checkpoint.model_copy(update={"path": None}),
