@@ -10,7 +10,7 @@ from shoal.compression.packed_file import read_packed, write_packed
 from shoal.compression.range_coder import decode_codes, encode_codes
 from shoal.compression.rounding import share_weight
 from shoal.errors import ShoalError
-from shoal.plan.compression import packed_share
+from shoal.plan.compression import kept_shares, packed_share
 from tests.compression.networks import Residual
 
 
@@ -127,3 +127,12 @@ def test_the_size_of_a_packed_file_is_foreseen(tmp_path):
         write_packed(tmp_path / "model.packed", {"weight": weight * (weight.abs() > limit)}, bits=4)
         share = (tmp_path / "model.packed").stat().st_size / (4 * weight.numel())
         assert 0.8 < share / packed_share(keep, bits=4) < 1.2
+
+
+@pytest.mark.parametrize("size", [None, 0.2, 1 / 40, 1 / 70, 1 / 1000])
+def test_weights_go_in_ever_smaller_steps(size):
+    shares = kept_shares(size)
+    assert shares == sorted(shares, reverse=True)
+    assert len(shares) == (3 if size and size > 1 / 60 else 4)
+    if size:
+        assert packed_share(shares[-1], bits=4) < size

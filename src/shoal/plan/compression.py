@@ -17,6 +17,7 @@ from shoal.spec.job import InitFromConfig, Job
 SMALLER = 0.99
 KEPT_WEIGHTS = (0.4, 0.15, 0.08, 0.05)
 """Shares of the weights that are kept if no size is asked for."""
+VERY_FEW = 0.07
 FILLED = 0.97
 """How much of the size that is asked for the codes may take; biases and lists of values take the rest."""
 DEFAULT_LR = 1e-3
@@ -51,7 +52,8 @@ def parse_drop(text: str) -> float:
 def tune_job(
     parent: Job, step: TuneStep, *, shape: Sequence[ShapeStep], weights: str | None, teacher: str | None
 ) -> Job:
-    """The job that trains a compressed shape: the parent's, with its optimizer at another rate."""
+    """The job that trains a compressed shape: the parent's, with its optimizer at another rate. The test part is not
+    looked at."""
     factor = 1.0 if step.scratch else step.lr
     steps = [*shape, *([step.hold] if step.hold else [])]
     return parent.model_copy(
@@ -63,6 +65,7 @@ def tune_job(
             "epochs": step.epochs,
             "steps": None,
             "stop_early": None,
+            "evaluate": parent.evaluate.model_copy(update={"test": False}),
             "optimizer": _with_rate(parent.optimizer, factor),
             "export": [],
             "checkpoint": parent.checkpoint.model_copy(update={"path": None}),
@@ -163,12 +166,13 @@ def packed_share(keep: float, *, bits: int) -> float:
 
 
 def kept_shares(size: float | None) -> list[float]:
-    """The shares of the weights that are kept, one after the other: in three steps to what a file of this size holds
-    with 4 bits each."""
+    """The shares of the weights that are kept, one after the other, to what a file of this size holds with 4 bits each:
+    in three steps, or in four with smaller ones at the end if very few are left."""
     if size is None:
         return list(KEPT_WEIGHTS)
     goal = next((n / 1000 for n in range(500, 0, -1) if packed_share(n / 1000, bits=4) < FILLED * size), 0.001)
-    return [goal ** (part / 3) for part in (1, 2, 3)]
+    parts = (1 / 3, 2 / 3, 1) if goal >= VERY_FEW else (0.4, 0.7, 0.88, 1)
+    return [goal**part for part in parts]
 
 
 def divide_lanes(lanes: int, workers: int) -> list[list[int]]:

@@ -62,11 +62,13 @@ class ClipConfig(Spec):
 
 
 class EvaluationConfig(Spec):
-    """When to evaluate on the validation data: every n epochs or steps, and always at the end."""
+    """When to evaluate on the validation data: every n epochs or steps, and always at the end. `test`: whether the test
+    data is measured at the end."""
 
     every_epochs: PositiveInt | None = None
     every_steps: PositiveInt | None = None
     batch_size: PositiveInt | None = None
+    test: bool = True
 
 
 class CheckpointConfig(Spec):
@@ -546,6 +548,8 @@ class Job(Spec):
         for name in unused + ["shard"] * (self.shard.kind == "none"):
             del body[name]
         _drop_unused_data_fields(body["data"])
+        if self.evaluate.test:
+            del body["evaluate"]["test"]
         for section, names in _HASHED_NAMES.items():
             if section in body:
                 body[section] = {names.get(name, name): value for name, value in body[section].items()}

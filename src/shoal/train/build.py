@@ -223,7 +223,7 @@ def build_loop(
         built.train_schedule,
         strategy=strategy,
         progress=progress,
-        splits=built.data.held_out,
+        splits={name: part for name, part in built.data.held_out.items() if name != "test" or job.evaluate.test},
         store=context.store,
         membership=session.membership,
         conclude=partial(conclude_run, built, output, progress, context.store),

@@ -13,8 +13,10 @@ from shoal.jobs.compression.workshop import Workshop
 from shoal.jobs.fork_servers import ForkServerPool
 from shoal.jobs.probes import run_probe
 from shoal.jobs.run_index import run_summary
+from shoal.plan.compression import tune_job
 from shoal.spec.compression.measured import CompressionReport, read_recipe, read_report
-from shoal.spec.load import load_run_job
+from shoal.spec.compression.steps import TuneStep
+from shoal.spec.load import load_run_job, make_job
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.compression.conftest import PARENT, digests
 
@@ -93,6 +95,16 @@ def test_targets_that_are_not_met_have_an_exit_code_of_their_own(tmp_path, capsy
     said = capsys.readouterr().err
     assert "SH663" in said
     assert "the best that was found is 'int8', in one-compressed-1" in " ".join(said.split())
+
+
+def test_tuning_does_not_look_at_the_test_part(run, job_dir):
+    job = make_job(PARENT | {"evaluate": {"every_steps": 7}}, base_dir=str(job_dir))
+    tuning = tune_job(job, TuneStep(epochs=1), shape=[], weights=None, teacher=None)
+    assert tuning.evaluate == job.evaluate.model_copy(update={"test": False})
+    assert tuning.sha256() != job.sha256()
+    measured = run(PARENT | {"steps": 2, "evaluate": {"test": False}}).receipt.metrics
+    assert "accuracy" in measured
+    assert not any(name.startswith("test/") for name in measured)
 
 
 def before_size(parent):
