@@ -16,9 +16,9 @@ MARKERS = ("compat", "compat_row")
 RESULT = re.compile(r"works|refused SH\d{3}")
 HEAD = """# What works with other libraries
 
-Written by `make test-compat` from the tests that passed, with the versions that `constraints.txt` names. Each row is
-one test or more. "Works" means: the same SHA-256 of the weights on 1 and 2 workers, under a kill and after a resume,
-where the row is about training. "Refused" names the [error](errors.md).
+Written by `make test-compat` from the tests that passed, with the versions that `constraints.txt` names. "Works" means,
+where the row is about training: the same SHA-256 of the weights on 1 and 2 workers. Models with their own loss are also
+compared under a kill and after a resume. "Refused" names the [error](errors.md).
 """
 
 

@@ -16,12 +16,13 @@ def test_wandb(run):
     assert list((outcome.paths.root / "wandb").rglob("*.wandb"))
 
 
-def test_mlflow(run, job_dir):
+def test_mlflow(run, job_dir, monkeypatch):
     from mlflow import MlflowClient
 
     uri = (job_dir / "tracked").as_uri()
     outcome = run(SHORT, watchers=[{"name": "mlflow", "args": {"tracking_uri": uri}}])
     assert outcome.status == "finished", outcome.error
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the client of this test; the watcher sets its own
     client = MlflowClient(tracking_uri=uri)
     (tracked,) = client.search_runs([client.get_experiment_by_name("shoal").experiment_id])
     steps = [point.step for point in client.get_metric_history(tracked.info.run_id, "train/loss")]
