@@ -111,7 +111,7 @@ TABLE = {
     "unknown in a source": Row("    target: y", "    targt: y", "SH103", 15, "data.source.targt", "'target'"),
     "of another kind": Row("validation: 0.2", "folds: 5", "SH103", 18, "data.split.folds", "kfold"),
     "unknown in data": Row("  split:", "  spilt:", "SH103", 16, "data.spilt", "Did you mean 'split'?"),
-    "a key that is a boolean": Row("seed: 1", "on: 1", "SH103", 2, "on", "Allowed: alerts"),
+    "a key that is a boolean": Row("seed: 1", "on: 1", "SH103", 2, "on", "Allowed: accumulate"),
     # -- missing fields
     "no path": Row("    path: rows.csv\n", "", "SH104", 12, "data.source.path", "Add `path:` with text"),
     "no kind": Row("    kind: csv\n", "", "SH104", 12, "data.source.kind", "csv, parquet"),
@@ -142,7 +142,7 @@ TABLE = {
     "negative seed": Row("seed: 1", "seed: -1", "SH106", 2, "seed", "of at least 0"),
     "fraction of one": Row("validation: 0.2", "validation: 1.0", "SH106", 18, "data.split.validation", "below 1"),
     "not finite": Row("epochs: 2", "epochs: 2\nclip: {norm: .inf}", "SH106", 21, "clip.norm", "finite"),
-    "bad choice": Row("seed: 1", "precision: fp16", "SH106", 2, "precision", "Did you mean 'bf16'?"),
+    "bad choice": Row("seed: 1", "precision: bf15", "SH106", 2, "precision", "Did you mean 'bf16'?"),
     "bad kind": Row("kind: csv", "kind: cvs", "SH106", 13, "data.source.kind", "Did you mean 'csv'?"),
     "bad kind, short": Row("  split:\n    kind: holdout\n    validation: 0.2", "  split: kfolds", "SH106", 16, "data.split", "Did you mean 'kfold'?"),
     "bad engine": Row("seed: 1", "engine: lokal", "SH106", 2, "engine", "local"),
