@@ -125,7 +125,7 @@ def test_the_kind_of_an_engine_can_be_chosen_and_keeps_its_own_fields(tmp_path):
     assert chosen("engine.kind=ray", "engine.seats=2") == RayEngineConfig(kind="ray", seats=2)
     with pytest.raises(ErrorGroup, match=r"SH107.*hosts"):
         chosen("engine.kind=ssh")
-    with pytest.raises(ErrorGroup, match=r"SH106.*no kind 'mesos'.*local, ray, slurm, ssh"):
+    with pytest.raises(ErrorGroup, match=r"SH106.*no kind 'mesos'.*local, machines, ray, slurm, ssh"):
         chosen("engine.kind=mesos")
 
 
