@@ -26,7 +26,7 @@ from rich.console import Console
 from benchmarks import report
 from shoal.events import Event
 from shoal.events.stream import format_event
-from shoal.jobs.access_tokens import TokenFile
+from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.web.app import static_files
 
 PARTS = ("start", "runs", "points")

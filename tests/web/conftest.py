@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 
-from shoal.jobs.access_tokens import Identity, TokenFile
+from shoal.jobs.queue.access_tokens import Identity, TokenFile
 from shoal.web.access import AccessControl
 from shoal.web.app import make_app
 from shoal.web.gate import AllowedHosts

@@ -11,7 +11,7 @@ import pytest
 
 import shoal
 from shoal.errors import ShoalError
-from shoal.jobs.access_tokens import ROLES, Identity, TokenFile
+from shoal.jobs.queue.access_tokens import ROLES, Identity, TokenFile
 from shoal.storage.logs import plain_line
 from shoal.web import gate
 from shoal.web.access import AccessControl

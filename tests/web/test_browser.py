@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.jobs.access_tokens import TokenFile
 from shoal.jobs.queue import client as queue
+from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.load import load_run_job, save_job
 from shoal.spec.receipt import read_receipt_file
 from tests.conftest import FIXTURES

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from shoal.jobs.access_tokens import TokenFile
+from shoal.jobs.queue.access_tokens import TokenFile
 from tests.docs.pages import ROOT, blocks
 from tests.jobs.past_run import write_run
 from tests.web.live_run import serving

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from shoal.jobs.access_tokens import TokenFile
+from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.receipt import read_receipt_file
 from tests.web.live_run import serving, state_of, training, wait_until
 from tests.web.test_serve import ask, web_process

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.jobs.access_tokens import ROLES, TokenFile
+from shoal.jobs.queue.access_tokens import ROLES, TokenFile
 from shoal.web import table as web_table
 from shoal.web.openapi import make_document
 from tests.jobs.past_run import write_run

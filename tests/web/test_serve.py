@@ -12,8 +12,8 @@ import urllib.request
 import psutil
 import pytest
 
-from shoal.jobs.access_tokens import TokenFile
 from shoal.jobs.queue import daemon_lock as queue
+from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.spec.run_paths import RunPaths
 from shoal.web.serve import WebServer

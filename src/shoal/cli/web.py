@@ -54,7 +54,7 @@ def tokens(
     as_json: AsJson = False,
 ) -> None:
     """List, make and revoke tokens of the web page, its API and the queue. A token is shown once."""
-    from shoal.jobs.access_tokens import TokenFile
+    from shoal.jobs.queue.access_tokens import TokenFile
     from shoal.terminal import access_reports
 
     file = TokenFile(runs)

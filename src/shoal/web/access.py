@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from shoal.jobs.access_tokens import SECRET_BYTES, Identity, TokenFile, token_digest
+from shoal.jobs.queue.access_tokens import SECRET_BYTES, Identity, TokenFile, token_digest
 
 OWNER = "the owner"
 """The identity that the link of `shoal web` gives."""

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from shoal.errors import ShoalError, error, error_from_fields
 from shoal.fleet.profile_request import MAX_PROFILED_STEPS
 from shoal.jobs import commands, run_dir
-from shoal.jobs.access_tokens import Identity
 from shoal.jobs.inspection import profiles
 from shoal.jobs.inspection.stacks import collect_stacks
+from shoal.jobs.queue.access_tokens import Identity
 from shoal.jobs.resume import job_to_resume
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths

@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from shoal.errors import error
-from shoal.jobs.access_tokens import Identity, TokenFile
+from shoal.jobs.queue.access_tokens import Identity, TokenFile
 from shoal.net.address import format_address, parse_address
 from shoal.web.access import OWNER, AccessControl
 from shoal.web.app import make_app

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ErrorGroup, ShoalError, error, from_os_error, single_errors
-from shoal.jobs.access_tokens import AccessRole, Identity
+from shoal.jobs.queue.access_tokens import AccessRole, Identity
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
 from shoal.web.access import AccessControl

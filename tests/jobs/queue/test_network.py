@@ -13,8 +13,8 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.jobs import run_executor
-from shoal.jobs.access_tokens import TokenFile
 from shoal.jobs.queue import client
+from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.jobs.queue.network import server
 from shoal.jobs.queue.network.machines import Channel, Machine, MachinePool
 from shoal.jobs.queue.network.remote_queue import QueueAddress, RemoteQueue

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.fleet.engines.make import capacity_of
-from shoal.jobs.queue.daemon import Cluster, Prepare
+from shoal.jobs.queue.daemon import ClusterPool, Prepare
 from shoal.jobs.queue.network.server import QueueServer, bind
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.plan.queueing.shares import CoreCapacity
@@ -46,7 +46,7 @@ class EngineCluster:
 @contextlib.contextmanager
 def open_cluster(
     paths: QueuePaths, engine: EngineConfig | None, listening: Listening | None, *, show: Callable[[str], None]
-) -> Iterator[tuple[Cluster, Prepare]]:
+) -> Iterator[tuple[ClusterPool, Prepare]]:
     """The cluster, and what makes a job run there. Without an engine each job has its own."""
     if listening is None:
         setter: Prepare = (lambda job: job) if engine is None else lambda job: job.model_copy(update={"engine": engine})

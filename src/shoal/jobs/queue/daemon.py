@@ -41,7 +41,7 @@ Settle = Callable[[QueueEntry], QueueEntry]
 Prepare = Callable[[Job], Job]
 
 
-class Cluster(Protocol):
+class ClusterPool(Protocol):
     """Where jobs run."""
 
     def capacity(self) -> CoreCapacity:
@@ -83,7 +83,7 @@ class QueueDaemon:
         lease: Lease,
         *,
         policy: SharePolicy,
-        cluster: Cluster,
+        cluster: ClusterPool,
         idle_s: float | None = None,
         prepare: Prepare = lambda job: job,
         clock: Callable[[], float] = time.monotonic,

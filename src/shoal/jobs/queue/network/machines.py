@@ -21,7 +21,7 @@ ROOM_CHECK_S = 1.0
 
 
 @dataclass(eq=False)
-class Channel:
+class AgentChannel:
     """The way to one agent on a machine. `sock` is that of the machine, once it has connected."""
 
     run: str
@@ -42,7 +42,7 @@ class Machine:
     tell: Callable[[OpenMessage], None]
     leave: Callable[[], None]
     leaving: bool = False
-    channels: set[Channel] = field(default_factory=set)
+    channels: set[AgentChannel] = field(default_factory=set)
 
     @property
     def free_cores(self) -> int:
@@ -52,7 +52,7 @@ class Machine:
 class MachinePool:
     def __init__(self) -> None:
         self._machines: dict[str, Machine] = {}
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, AgentChannel] = {}
         self._wanted: Mapping[str, Sequence[str]] = {}
         self._changed = threading.Condition()
         self._has_changed = False
@@ -136,7 +136,7 @@ class MachinePool:
 
     # ---- for runs ----
 
-    def open(self, run: str, cores: int, *, is_wanted: Callable[[], bool]) -> Channel | None:
+    def open(self, run: str, cores: int, *, is_wanted: Callable[[], bool]) -> AgentChannel | None:
         """Wait until a machine has the cores and has connected an agent. None if it is not wanted any more, or if the
         machine was lost on the way."""
         with self._changed:
@@ -144,7 +144,7 @@ class MachinePool:
                 if self._closed or not is_wanted():
                     return None
                 self._changed.wait(ROOM_CHECK_S)
-            channel = Channel(run, cores, machine)
+            channel = AgentChannel(run, cores, machine)
             machine.channels.add(channel)
             self._channels[channel.id] = channel
         machine.tell(OpenMessage(channel=channel.id))
@@ -156,7 +156,7 @@ class MachinePool:
                 self._changed.wait(ROOM_CHECK_S)
         return channel
 
-    def release(self, channel: Channel) -> None:
+    def release(self, channel: AgentChannel) -> None:
         """Its agent has ended."""
         with self._changed:
             self._forget(channel)
@@ -174,7 +174,7 @@ class MachinePool:
             room = here if fits_nowhere or all(one.cores < cores for one in here) else []
         return max(room, key=lambda one: (missing[one.name] > 0, one.free_cores, one.name), default=None)
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget(self, channel: AgentChannel) -> None:
         channel.machine.channels.discard(channel)
         self._channels.pop(channel.id, None)
 

@@ -20,7 +20,7 @@ Cores = Annotated[int, Field(ge=1, le=MAX_CORES)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
-class UserHello(Spec):
+class QueueHello(Spec):
     """A user asks one thing. `key` names the digest of the token, here and below."""
 
     kind: Literal["user"] = "user"
@@ -98,7 +98,7 @@ class ChangeRequest(Spec):
     priority: Priority = 0
 
 
-class Answer(Spec):
+class ServedAnswer(Spec):
     """`failure` has the fields of an error; then the others say nothing. `code_wanted`: the directory of the job must
     be sent; another answer follows."""
 
@@ -110,7 +110,7 @@ class Answer(Spec):
     daemon_pid: int = 0
 
 
-Hello = UserHello | OfferHello | ChannelHello
+Hello = QueueHello | OfferHello | ChannelHello
 Request = SubmitRequest | LookRequest | HistoryRequest | ChangeRequest
 ToMachine = OpenMessage | PingMessage
 FromMachine = PingMessage | LeavingMessage
@@ -120,7 +120,7 @@ REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminat
 TO_MACHINE: TypeAdapter[ToMachine] = TypeAdapter(Annotated[ToMachine, Field(discriminator="kind")])
 FROM_MACHINE: TypeAdapter[FromMachine] = TypeAdapter(Annotated[FromMachine, Field(discriminator="kind")])
 BRIDGE: TypeAdapter[BridgeHello] = TypeAdapter(BridgeHello)
-ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+ANSWER: TypeAdapter[ServedAnswer] = TypeAdapter(ServedAnswer)
 
 
 def parse(adapter: TypeAdapter[T], data: bytes) -> T:

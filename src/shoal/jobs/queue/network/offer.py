@@ -20,7 +20,7 @@ from shoal.errors import EXIT_OK, ShoalError, error
 from shoal.fleet.agents.host_agent import CERTIFICATES_VARIABLE
 from shoal.fleet.engines.make import capacity_of
 from shoal.fleet.engines.ssh import AGENT_MODULE
-from shoal.jobs.access_tokens import name_of_key
+from shoal.jobs.queue.access_tokens import name_of_key
 from shoal.jobs.queue.network import frames
 from shoal.jobs.queue.network.messages import (
     MAX_CORES,

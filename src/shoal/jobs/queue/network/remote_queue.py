@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import error, error_from_fields
-from shoal.jobs.access_tokens import name_of_key, token_digest
+from shoal.jobs.queue.access_tokens import name_of_key, token_digest
 from shoal.jobs.queue.client import QueueView
 from shoal.jobs.queue.network import frames
 from shoal.jobs.queue.network.messages import (
     ANSWER,
-    Answer,
     ChangeRequest,
     HistoryRequest,
     LookRequest,
+    ServedAnswer,
+    QueueHello,
     Request,
     SubmitRequest,
-    UserHello,
     encode,
 )
 from shoal.jobs.queue.queue_store import HistoryRow
@@ -121,8 +121,8 @@ class RemoteQueue:
     def set_priority(self, number: int, priority: int) -> QueueEntry:
         return self._ask(ChangeRequest(number=number, what="priority", priority=priority)).entries[0]
 
-    def _ask(self, request: Request, *, send: Path | None = None) -> Answer:
-        hello = encode(UserHello(key=name_of_key(self._address.key)))
+    def _ask(self, request: Request, *, send: Path | None = None) -> ServedAnswer:
+        hello = encode(QueueHello(key=name_of_key(self._address.key)))
         with contextlib.closing(self._address.connect(hello)) as sock:
             sock.settimeout(ANSWER_TIMEOUT_S)
             try:

@@ -17,8 +17,8 @@ from typing import IO
 
 from shoal.errors import ShoalError, error, is_disk_full
 from shoal.fleet.driver_address import DriverAddress, write_driver_address
-from shoal.jobs.access_tokens import MACHINE, TokenFields, TokenFile
 from shoal.jobs.queue import client
+from shoal.jobs.queue.access_tokens import MACHINE, TokenFields, TokenFile
 from shoal.jobs.queue.network import frames
 from shoal.jobs.queue.network.machines import Machine, MachinePool
 from shoal.jobs.queue.network.messages import (
@@ -26,7 +26,6 @@ from shoal.jobs.queue.network.messages import (
     FROM_MACHINE,
     HELLO,
     REQUEST,
-    Answer,
     ChangeRequest,
     ChannelHello,
     HistoryRequest,
@@ -34,10 +33,11 @@ from shoal.jobs.queue.network.messages import (
     LookRequest,
     OfferHello,
     PingMessage,
+    ServedAnswer,
+    QueueHello,
     Request,
     SubmitRequest,
     ToMachine,
-    UserHello,
     encode,
     parse,
 )
@@ -127,10 +127,10 @@ class QueueServer:
         asked = parse(HELLO, hello)
         token = self._tokens.find_by_key(asked.key)
         is_machine = token is not None and token["role"] == MACHINE
-        if token is None or is_machine == isinstance(asked, UserHello):
+        if token is None or is_machine == isinstance(asked, QueueHello):
             raise ProtocolError("the token is for something else")
         match asked:
-            case UserHello():
+            case QueueHello():
                 with contextlib.closing(sock):
                     self._answer(sock, token)
             case OfferHello():
@@ -148,24 +148,26 @@ class QueueServer:
         try:
             answer = self._carry_out(sock, request, token)
         except ShoalError as failure:
-            answer = Answer(failure=failure.to_fields())
+            answer = ServedAnswer(failure=failure.to_fields())
         frames.send(sock, answer)
         finish_sending(sock)
         copy_until_end(lambda: sock.recv(CHUNK_BYTES), lambda data: None)  # closing with unread bytes would discard it
 
-    def _carry_out(self, sock: socket.socket, request: Request, token: TokenFields) -> Answer:
+    def _carry_out(self, sock: socket.socket, request: Request, token: TokenFields) -> ServedAnswer:
         runs = self._paths.runs
         match request:
             case LookRequest():
                 view = client.look(runs)
-                return Answer(entries=list(view.entries.values()), quotas=view.quotas or {}, daemon_pid=os.getpid())
+                return ServedAnswer(
+                    entries=list(view.entries.values()), quotas=view.quotas or {}, daemon_pid=os.getpid()
+                )
             case HistoryRequest():
-                return Answer(history=client.read_history(runs, request.number))
+                return ServedAnswer(history=client.read_history(runs, request.number))
             case SubmitRequest():
                 _require(token, "submit")
-                return Answer(entries=[self._submit(sock, request, token["name"])])
+                return ServedAnswer(entries=[self._submit(sock, request, token["name"])])
             case ChangeRequest():
-                return Answer(entries=[self._change(request, token)])
+                return ServedAnswer(entries=[self._change(request, token)])
 
     def _submit(self, sock: socket.socket, request: SubmitRequest, user: str) -> QueueEntry:
         base_dir = self._receive_code(sock, request.code)
@@ -187,7 +189,7 @@ class QueueServer:
             raise error("SH655", f"{archive.size_bytes:,} bytes", where="the job's directory")
         try:
             with code_directory(self._paths.root / "code", archive) as (target, is_missing):
-                frames.send(sock, Answer(code_wanted=is_missing))
+                frames.send(sock, ServedAnswer(code_wanted=is_missing))
                 if is_missing:
                     with tempfile.TemporaryFile(dir=target.parent) as file:
                         _receive_archive(sock, file, archive.size_bytes)
