@@ -16,7 +16,7 @@ from shoal.jobs import run_executor
 from shoal.jobs.queue import client
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.jobs.queue.network import server
-from shoal.jobs.queue.network.machines import Channel, Machine, MachinePool
+from shoal.jobs.queue.network.machines import AgentChannel, Machine, MachinePool
 from shoal.jobs.queue.network.remote_queue import QueueAddress, RemoteQueue
 from shoal.jobs.queue.network.server import QueueServer
 from shoal.jobs.queue.queue_file import QueuePaths
@@ -129,7 +129,7 @@ def opened(pool, run, cores=1):
     chosen = pool._choose(run, cores)
     if chosen is None:
         return None
-    channel = Channel(run, cores, chosen)
+    channel = AgentChannel(run, cores, chosen)
     chosen.channels.add(channel)
     pool._channels[channel.id] = channel
     return channel

@@ -19,9 +19,9 @@ from shoal.jobs.queue.network.messages import (
     ChangeRequest,
     HistoryRequest,
     LookRequest,
-    ServedAnswer,
     QueueHello,
     Request,
+    ServedAnswer,
     SubmitRequest,
     encode,
 )
