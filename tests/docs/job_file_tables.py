@@ -46,6 +46,7 @@ HEADINGS = {
     "SshHost": "engine.hosts",
     "SlurmEngineConfig": "engine: slurm",
     "RayEngineConfig": "engine: ray",
+    "MachinesEngineConfig": "engine: machines",
     "ElasticConfig": "elastic",
     "NetworkConfig": "network",
     "LimitsConfig": "limits",

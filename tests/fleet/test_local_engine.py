@@ -102,7 +102,7 @@ def test_a_process_that_cannot_be_forked_is_told(environment, tmp_path):
         engine = LocalEngine(fork_server, RunPaths(tmp_path))
         engine.start([launch(0, "0")])
         (gone,) = wait_exits(engine, 1)
-    assert gone.start_error.code == "SH628"
+    assert gone.start_error.code == "SH628", gone.start_error
     assert "ulimit -u" in gone.start_error.fix
 
 

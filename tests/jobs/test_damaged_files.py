@@ -204,6 +204,9 @@ VERBS = {
     "tag": ("tag", "last"),
     "trash": ("trash",),
     "gc": ("gc",),
+    "archive": ("archive", "last", "--to", "there"),
+    "fetch": ("fetch", "there"),
+    "predict": ("predict", "last", "--data", "new.csv"),
     "export": ("export", "last", "--to", "csv"),
     "compress": ("compress", "last"),
 }

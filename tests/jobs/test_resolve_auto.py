@@ -135,7 +135,7 @@ def test_folds_share_a_plan(run, measured, job_dir):
     assert found.status == "finished"
     for outcome in found.folds:
         assert load_run_state(outcome.paths).plan["choice"]["workers"] == 2
-        assert yaml.safe_load(outcome.paths.job.read_text())["sync"] == {"kind": "lanes"}
+        assert yaml.safe_load(outcome.paths.job.read_text())["sync"] == {"kind": "lanes", "exchange": "auto"}
 
 
 @pytest.mark.long

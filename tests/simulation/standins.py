@@ -21,7 +21,7 @@ from shoal.fleet.agents import agent
 from shoal.fleet.engines import local
 from shoal.jobs import commands, join, run_driver, server_group, worker_group
 from shoal.strategies import replicated
-from shoal.train import elastic, worker
+from shoal.train import build, elastic, worker
 from tests.simulation.agents import SimulatedAgent, SimulatedPath, SimulatedPaths, Tail
 from tests.simulation.machine import FiberExecutor, SimulatedFiles, SimulatedReader, SimulatedStream
 from tests.simulation.network import SimulatedControlClient
@@ -166,6 +166,7 @@ def _replacements() -> dict[Any, dict[str, Any]]:
         server_group: {"host_id": lambda: "driver"},
         control_client: {"Wakeup": QuietWakeup},
         worker: {"ControlClient": SimulatedControlClient},
+        build: {"pack_model_code": lambda directory, base_dir: []},
         elastic: {
             "fcntl": SimpleNamespace(flock=lambda lock, mode: lock.take(mode), LOCK_EX=2),
             "open_lock_file": lambda lock: lock.open("r+"),

@@ -6,6 +6,7 @@ right if and only if every step before was committed exactly once, with all lane
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import signal
 from collections import defaultdict, deque
@@ -69,7 +70,9 @@ class ChainReplica:
     """Weights that are one number. See HeldWeights and what ReplicatedStrategy uses of a Replica."""
 
     lr, device, schedule_needs_metric = 0.1, torch.device("cpu"), False
-    schedule = observer = layout = None
+    schedule = observer = layout = carry = average = loss_scale = None
+    has_evaluation_weights = False
+    evaluation_weights = contextlib.nullcontext
 
     def __init__(self, worker: SimulatedWorker) -> None:
         self._worker, self.link = worker, 0
@@ -524,7 +527,9 @@ class SimulatedWorker(Process):
             job=job,
             sampler=SAMPLER,
             example=SimpleNamespace(inputs=None),
-            data=SimpleNamespace(train=SimpleNamespace(source=SimpleNamespace(classes=None))),
+            data=SimpleNamespace(
+                train=SimpleNamespace(source=SimpleNamespace(classes=None, encoders={}, input_columns=None))
+            ),
         )
         splits: Any = {"validation": SimpleNamespace(name="validation")}
         return Loop(

@@ -251,5 +251,7 @@ class VirtualTime:
     def thread_time(self) -> float:
         return 0.0
 
+    process_time = thread_time
+
     def time(self) -> float:
         return EPOCH_S + self.monotonic()

@@ -159,7 +159,7 @@ TABLE = {
     "metric not computed": Row("seed: 1", "best: {metric: acuracy}", "SH106", 2, "best.metric", "'accuracy'"),
     # -- contradictions
     "epochs and steps": Row("epochs: 2", "epochs: 2\nsteps: 9", "SH107", 21, "steps", "Keep"),
-    "task and model": Row("loss: CrossEntropyLoss", "task: net.py:Net", "SH107", 3, "model", "Keep `task`"),
+    "task and model": Row("loss: CrossEntropyLoss", "task: strict.py:Strict", "SH107", 3, "model", "Keep `task`"),
     "two clips": Row("seed: 1", "clip: {norm: 1, value: 1}", "SH107", 2, "clip.value", "Keep"),
     "more lanes than samples": Row("seed: 1", "lanes: 17", "SH107", 2, "lanes", "at least 17"),
     "workers make the lanes": Row("seed: 1", "workers: 1..32", "SH107", 2, "workers", "at least 32"),

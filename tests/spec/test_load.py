@@ -30,7 +30,7 @@ epochs: 2
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "net.py").write_text("class Net: ...\n")
+    (tmp_path / "net.py").write_text("class Net: ...\ndef Any(params, **args): ...\n")
     (tmp_path / "rows.csv").write_text("x,y\n1,2\n")
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path
@@ -207,7 +207,10 @@ def test_a_list_index_that_is_not_there(folder: Path) -> None:
 
 
 def test_a_saved_job_is_read_back_equal_from_anywhere(folder: Path, tmp_path: Path) -> None:
-    overrides = ["optimizer.args={lr: 1e-5, x: null, big: .inf, text: '1e-3', on: 'no', l: [1, 2.0]}"]
+    overrides = [
+        "optimizer.name=net.py:Any",
+        "optimizer.args={lr: 1e-5, x: null, big: .inf, text: '1e-3', on: 'no', l: [1, 2.0]}",
+    ]
     job = load_job(folder / "job.yaml", overrides=[*overrides, "best.metric=loss", "name=a.b-c_d"])
     (tmp_path / "elsewhere").mkdir()
     save_job(job, tmp_path / "elsewhere" / "saved.yaml")
@@ -259,7 +262,7 @@ def test_the_driver_stays_light() -> None:
     code = """
 import sys, shoal.spec
 source = {"kind": "sklearn", "name": "iris"}
-job = {"model": "torch.nn:Linear", "loss": "MSELoss", "metrics": ["f1"], "epochs": 1}
+job = {"model": "torch.nn:Identity", "loss": "MSELoss", "metrics": ["f1"], "epochs": 1}
 shoal.spec.make_job({**job, "data": {"source": source}})
 print([m for m in ("torch", "numpy", "sklearn", "pyarrow", "torchmetrics") if m in sys.modules])
 """

@@ -33,7 +33,7 @@ COMMON = {
     "watchers": ["trap.py:Anything"],
     "steps": 1,
 }
-SOURCE = {"kind": "python", "factory": "trap.py:Anything"}
+SOURCE = {"kind": "python", "factory": "trap.py:Anything", "collate": "trap.py:Anything"}
 PARTS = {
     "name": "parts", "model": "trap.py:Anything", "loss": "pkg/trap.py:Anything", "metrics": ["trap:Anything"],
     "data": {"source": SOURCE, "validation": SOURCE, "test": SOURCE, "augment": ["trap.py:Anything", "pkg:Anything"],

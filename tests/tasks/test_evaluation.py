@@ -20,7 +20,7 @@ from shoal.tasks.metrics import MetricAccumulator
 class FourSampleSource:
     """Four samples in memory: outputs are the inputs times the weight, plus the bias."""
 
-    in_memory, per_sample = True, False
+    in_memory, per_sample, is_sequential = True, False, False
 
     def take(self, ids):
         return Batch((torch.tensor([[0.2], [0.4], [0.6], [0.8]])[ids],), torch.tensor([0, 0, 1, 1])[ids], len(ids))

@@ -74,7 +74,7 @@ def test_a_name_of_the_wrong_kind_is_refused(task, changes, where, words):
 
 def test_a_loss_may_be_a_class_or_a_function_with_arguments(task):
     output, target = torch.randn(6, 10), torch.arange(6)
-    model, batch = nn.Identity(), type("Given", (), {"inputs": (output,), "target": target})
+    model, batch = nn.Identity(), type("Given", (), {"inputs": (output,), "target": target, "weight": None})
     smooth = {"label_smoothing": 0.5}
     names = ("CrossEntropyLoss", "torch.nn.functional:cross_entropy")
     found = [task(loss={"name": name, "args": smooth}).loss(model, batch) for name in names]

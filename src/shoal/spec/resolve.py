@@ -303,18 +303,20 @@ def _innermost_user_line(frames: traceback.StackSummary) -> str:
     return ""
 
 
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+"""Also packages of another environment that this one sees: the system's, or the user's own."""
+
+
 def is_user_file(path: str) -> bool:
     """Whether source code at this path is the user's own."""
-    return not path.startswith(("<", *_library_paths()))
+    return not path.startswith(("<", *_library_paths())) and not any(name in path for name in _INSTALLED)
 
 
 @functools.cache
 def _library_paths() -> tuple[str, ...]:
-    """Directories with code that is not the user's: the standard library, packages of this environment and of another
-    one that it sees (the system's, or the user's own), this package."""
+    """Directories with code that is not the user's: the standard library, installed packages, this package."""
     paths = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    return (*paths, *seen, str(Path(__file__).parent.parent))
+    return (*paths, str(Path(__file__).parent.parent))
 
 
 # ---- calling ----
