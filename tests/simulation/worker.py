@@ -523,6 +523,7 @@ class SimulatedWorker(Process):
         sync = ChainSync(self, self.group, job.lane_count)
         strategy = ReplicatedStrategy(context, self.replica, group=self.group, sync=sync)  # type: ignore[arg-type]
         self.activity.moved_bytes = strategy.moved_bytes
+        source = SimpleNamespace(classes=None, encoders={}, input_columns=None)
         built: Any = SimpleNamespace(
             job=job,
             sampler=SAMPLER,
