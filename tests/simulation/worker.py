@@ -528,9 +528,7 @@ class SimulatedWorker(Process):
             job=job,
             sampler=SAMPLER,
             example=SimpleNamespace(inputs=None),
-            data=SimpleNamespace(
-                train=SimpleNamespace(source=SimpleNamespace(classes=None, encoders={}, input_columns=None))
-            ),
+            data=SimpleNamespace(train=SimpleNamespace(source=source)),
         )
         splits: Any = {"validation": SimpleNamespace(name="validation")}
         return Loop(
