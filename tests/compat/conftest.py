@@ -72,7 +72,7 @@ def run_four_ways(run, resume, job_dir):
         assert one.status == "finished", one.error
         assert one.receipt.exact, one.receipt.why
         kill = {"name": "faults.py:KillAt", "args": {"steps": [half], "marks": str(job_dir)}}
-        saved = {"checkpoint": {"every": "1 steps"}}
+        saved = {"checkpoint": job.get("checkpoint", {}) | {"every": "1 steps"}}
         others = {
             "two workers": run(job, workers=2),
             "a kill": run(job, workers=2, watchers=[kill], **saved),

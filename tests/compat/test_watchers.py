@@ -16,6 +16,7 @@ def test_wandb(run):
     assert list((outcome.paths.root / "wandb").rglob("*.wandb"))
 
 
+@pytest.mark.compat("MLflow, a directory of files", "works", how="`watchers: [mlflow]`")
 def test_mlflow(run, job_dir, monkeypatch):
     from mlflow import MlflowClient
 
