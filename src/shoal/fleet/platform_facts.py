@@ -7,7 +7,8 @@ import platform
 import sys
 
 PACKAGES = ("numpy", "safetensors", "torchmetrics", "scikit-learn", "pandas", "pyarrow", "transformers", "datasets")
-"""Packages that make batches, weights or metrics. A package that is missing on one machine differs as well."""
+"""Packages that make batches, weights or metrics. One that is missing on a machine is no difference: a job that needs
+it fails there with its name, and other jobs may run."""
 
 
 def platform_facts() -> dict[str, str]:
@@ -30,5 +31,6 @@ def _version(package: str) -> str:
 def describe_difference(one: dict[str, str], other: dict[str, str]) -> str:
     """What differs, such as "torch 2.13.0 and 2.12.1"; '' if nothing does."""
     names = sorted({*one, *other})
-    differing = [name for name in names if one.get(name) != other.get(name)]
+    comparable = [name for name in names if name not in PACKAGES or (name in one and name in other)]
+    differing = [name for name in comparable if one.get(name) != other.get(name)]
     return ", ".join(f"{name} {one.get(name, 'missing')} and {other.get(name, 'missing')}" for name in differing)
