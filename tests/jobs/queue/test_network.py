@@ -268,16 +268,21 @@ def workers_of(paths, number):
 def test_machines_of_a_network_without_common_files_keep_every_promise_while_one_is_killed(
     processes, tmp_path, job, fork_server
 ):
-    """One host serves, two offer cores, a fourth submits for two users; one machine is killed under load."""
+    """One host serves, two offer a core each, a fourth submits for two users. A machine is killed while the large job
+    trains on both and waits for a sign."""
     paths = QueuePaths.of(tmp_path / "head" / "runs")
     paths.runs.mkdir(parents=True)
+    go_on = tmp_path / "go-on"
+    slow = {"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(go_on)}}
+    most = {"workers": {"least": 1, "most": 2}, "checkpoint": {"every": "20 steps"}}
     jobs = {
-        name: job(name=name, steps=steps, workers={"least": 1, "most": 2}, checkpoint={"every": "20 steps"})
-        for name, steps in (("large", 900), ("small", 200))
+        "large": job(name="large", steps=300, watchers=[slow], **most),
+        "small": job(name="small", steps=100, **most),
     }
     expected = {}
     for name, one in jobs.items():
-        done = run_executor.run(one, runs=tmp_path / "undisturbed", fork_server=fork_server)
+        undisturbed = one.model_copy(update={"watchers": []})
+        done = run_executor.run(undisturbed, runs=tmp_path / "undisturbed", fork_server=fork_server)
         expected[name] = done.receipt.weights_sha256
         write_job(tmp_path / f"user-{name}", one)
     tokens = {
@@ -293,20 +298,26 @@ def test_machines_of_a_network_without_common_files_keep_every_promise_while_one
         processes.said("head", "serves")
         boxes = {}
         for name, host in (("first", first), ("second", second)):
-            words = ("offer", at, "--cores", 2, "--name", name, "--tls", authority.issue(name))
+            words = ("offer", at, "--cores", 1, "--name", name, "--tls", authority.issue(name))
             boxes[name] = processes.start(name, *words, prefix=inside[host], SHOAL_QUEUE_TOKEN=tokens["boxes"])
-            processes.said(name, "offers 2 cores")
+            processes.said(name, "offers 1 core")
         asks = {"SHOAL_QUEUE": at, "SHOAL_QUEUE_TLS": str(authority.issue("user")), "prefix": inside[user]}
         processes.ask("user-large", "submit", "job.yaml", **asks, SHOAL_QUEUE_TOKEN=tokens["ann"])
-        processes.ask("user-small", "submit", "job.yaml", **asks, SHOAL_QUEUE_TOKEN=tokens["bob"])
 
         def look():
             return client.look(paths.runs).entries
 
-        wait_for(look, lambda entries: all(one.workers for one in entries.values()))
-        wait_for(look, lambda entries: 2 in workers_of(paths, 1) or entries[1].has_ended)
+        large = wait_for(look, lambda entries: entries[1].run)[1]
+
+        def train():
+            return run_executor.load_run_state(RunPaths.at(paths.runs / large.run))
+
+        wait_for(train, lambda state: state.step > 3 and state.peak_workers == 2)
         kill_all(boxes.pop("second"))
         processes.started.pop()
+        wait_for(train, lambda state: state.deaths == 1)
+        go_on.touch()
+        processes.ask("user-small", "submit", "job.yaml", **asks, SHOAL_QUEUE_TOKEN=tokens["bob"])
         done = wait_for(look, lambda entries: all(one.has_ended for one in entries.values()))
         shown = json.loads(processes.ask("user-small", "queue", "--json", **asks, SHOAL_QUEUE_TOKEN=tokens["bob"]))
     assert [(one.name, one.user, one.state) for one in done.values()] == [
@@ -315,6 +326,7 @@ def test_machines_of_a_network_without_common_files_keep_every_promise_while_one
     assert [row["state"] for row in shown] == ["finished"] * 2
     assert max(workers_of(paths, 2)) == 1, "bob has a quota of one core"
     check_weights(paths, done.values(), expected)
+    assert read_receipt_file(RunPaths.at(paths.runs / large.run).receipt).own.deaths_survived == 1
 
 
 def kill_all(process):
