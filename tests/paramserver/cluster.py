@@ -560,5 +560,9 @@ def _train(cluster, sync, replica, view, seat, step, tell, going):
     if isinstance(gone := sync.pull_state(replica, step), Discarded):
         return step, gone.why
     state = replica.state()
-    kept = {"replica": state_format.pack_state(state), "sync": state_format.pack_state(sync.state()), "step": step}
+    try:
+        of_sync = state_format.pack_state(sync.state())
+    except LinkError as failure:  # a new view came meanwhile
+        return step, str(failure)
+    kept = {"replica": state_format.pack_state(state), "sync": of_sync, "step": step}
     return step, {"sha256": state_sha256(state), "state": kept}
