@@ -63,6 +63,8 @@ def play(block: Block, folder, monkeypatch):
 
 MARKED = [page for page in PAGES if page.name != "README.md" and any(b.is_executed for b in blocks(page))]
 SLOW = {
+    "from-other-tools.md",
+    "search.md",
     "data.md",
     "servers.md",
     "training.md",

@@ -139,6 +139,7 @@ def test_workers_outlive_their_driver(killed, long_job, job_dir, run, resume):
     assert_nothing_left(outcome)
 
 
+@pytest.mark.long
 def test_workers_without_a_driver_save_and_leave(long_job, job_dir, run, resume):
     (job_dir / "job.yaml").write_text(yaml.safe_dump(long_job | {"steps": 100_000, "elastic": {"patience_s": 0.5}}))
     paths, started = lose_driver(job_dir)

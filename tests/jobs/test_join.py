@@ -140,6 +140,7 @@ def test_a_machine_that_trusts_nothing_executes_nothing(run, copied_job_dir, sec
     assert it.outcome.result().error is None
 
 
+@pytest.mark.long
 def test_a_stop_sends_those_home_who_came_from_elsewhere(run, copied_job_dir, second_fork_server):
     """At once: they do not wait for a driver that will not come back."""
     said = []
