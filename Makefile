@@ -19,7 +19,7 @@ test-browser: $(VENV)/.dev
 	$(PYTEST) -q -m browser tests/web
 
 test-all: $(VENV)/.dev check
-	$(PYTEST) -n 2 --dist worksteal -q -m "not browser and not ssh and not slurm and not ray and not compat"
+	HYPOTHESIS_PROFILE=explore $(PYTEST) -n 2 --dist worksteal -q -m "not browser and not ssh and not slurm and not ray and not compat"
 
 test-ssh: $(VENV)/.dev
 	tools/install_sshd.sh

@@ -15,8 +15,11 @@ from shoal.jobs.fork_servers import make_fork_server
 from shoal.spec.load import make_job
 from tests.compat.table import pytest_addoption, pytest_collection_modifyitems, pytest_configure  # noqa: F401
 
-settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's matter
-settings.load_profile("shoal")
+# How long an example takes is the machine's matter. Each run tries the same examples; HYPOTHESIS_PROFILE=explore draws
+# others, and `make test-all` does so.
+settings.register_profile("shoal", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "shoal"))
 
 os.environ[STRICT_VARIABLE] = "1"  # workers and servers inherit it: an event that breaks the schema fails the test
 

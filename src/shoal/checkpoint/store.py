@@ -137,7 +137,8 @@ class CheckpointStore:
         self._save(step, lambda: state, metric=metric, info=info)
 
     def wait(self) -> None:
-        """Wait until nothing is being written. SH503 if the last save failed, SH510 if the disk is full."""
+        """Wait until nothing is being written. SH503 if the last save failed, SH510 if the disk is full, SH628 if the
+        process has no descriptor left."""
         self._wait_for_save()
         if self._failure is not None:
             raise self._failure
@@ -218,8 +219,8 @@ class CheckpointStore:
         self._total_cost_s += self._last_cost_s
         if result.reason:
             self._last_saved = None
-            code = "SH510" if result.disk_full else "SH503"
-            self._failure = error(code, f"step {result.step}: {result.reason}", where=self._files.where)
+            other = error("SH503", f"step {result.step}: {result.reason}", where=self._files.where)
+            self._failure = result.limit or other
             self._emit("save_failed", step=result.step, reason=result.reason)
         else:
             recovered, self._failure = self._failure is not None, None

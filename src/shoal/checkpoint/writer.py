@@ -19,13 +19,13 @@ from shoal.checkpoint.manifest import (
     steps_to_delete,
 )
 from shoal.checkpoint.snapshot import Snapshot
-from shoal.errors import CheckpointError, ShoalError, is_disk_full
+from shoal.errors import CheckpointError, ShoalError, from_os_error
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The outcome of a save. `reason`: why it failed. `disk_full`: for want of space. `cleanup_error`: why old
-    files could not be removed."""
+    """The outcome of a save. `reason`: why it failed. `limit`: the error for a full disk or an exhausted limit of the
+    operating system. `cleanup_error`: why old files could not be removed."""
 
     step: int
     metric: float | None
@@ -35,7 +35,7 @@ class SaveResult:
     write_s: float = 0.0
     cpu_s: float = 0.0
     reason: str = ""
-    disk_full: bool = False
+    limit: ShoalError | None = None
     cleanup_error: str = ""
 
 
@@ -190,4 +190,9 @@ def _referenced_blobs(files: CheckpointFiles, present: dict[str, int]) -> set[st
 def failed_save(result: SaveResult, problem: Exception) -> SaveResult:
     """The result of a save that raised this."""
     reason = problem.message if isinstance(problem, ShoalError) else str(problem) or type(problem).__name__
-    return replace(result, reason=reason, disk_full=is_disk_full(problem))
+    return replace(result, reason=reason, limit=_limit_error(problem, result.step))
+
+
+def _limit_error(problem: Exception, step: int) -> ShoalError | None:
+    cause = problem.__cause__ if isinstance(problem, ShoalError) and isinstance(problem.__cause__, OSError) else problem
+    return from_os_error(cause, doing=f"step {step}")

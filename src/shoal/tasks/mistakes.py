@@ -120,7 +120,7 @@ def _one_hot_labels(facts: BatchFacts) -> Mistake | None:
     target, output = facts.target, facts.output
     if facts.loss not in CLASS_LOSSES or target is None or output is None or not target.is_one_hot:
         return None
-    if len(target.shape) == len(output.shape) and target.shape[1] != output.shape[1]:
+    if len(target.shape) == len(output.shape) > 1 and target.shape[1] != output.shape[1]:
         message = f"{facts.call}: the labels are one-hot for {target.shape[1]} classes, not for {output.shape[1]}"
         return Mistake("SH713", message, f"Give the last layer {target.shape[1]} outputs.", about="output")
     if facts.failure and len(target.shape) == len(output.shape):
