@@ -36,7 +36,7 @@ test-ray: $(VENV)/.dev
 # what other libraries bring; writes the table of docs/compatibility.md from what passed
 test-compat: $(VENV)/.dev
 	$(PIP) --no-build-isolation -e '.[dev,compat]'
-	$(PYTEST) -q -m "compat or compat_row" --compatibility-table docs/compatibility.md
+	$(PYTEST) -q -m "compat or compat_row" --compatibility-table=docs/compatibility.md
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -18,12 +18,12 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.scheduling import authors, decision, fidelity, output
-from benchmarks.scheduling.application import Application, load_applications
+from benchmarks.scheduling.application import Application, OutOfProfileError, load_applications
 from benchmarks.scheduling.cluster import ClusterPolicy, Setting, Simulation
 from benchmarks.scheduling.metrics import Isolated, load_isolated, mean_summary, summary
 from benchmarks.scheduling.published import Optimus, Tiresias
 from benchmarks.scheduling.shoal_policy import ShoalPolicy, Sizes
-from benchmarks.scheduling.workload import load_workload
+from benchmarks.scheduling.workload import WorkloadError, load_workload
 from shoal.plan.scheduling import SchedulingPolicy, Weighting
 
 POLICIES = ("shoal", "pf", "tiresias", "optimus")
@@ -93,8 +93,9 @@ def main() -> None:
     kept = _verb(verbs, "keep", "run everything and store results/scheduling.json")
     kept.add_argument("--rounds", type=int, default=10)
     asked = parser.parse_args()
-    if "data" in asked and not (asked.data / "profiles").is_dir():
-        parser.error(f"{asked.data} has no directory `profiles`")
+    for part in ("profiles", "golden") if "data" in asked else ():
+        if not (asked.data / part).is_dir():
+            parser.error(f"{asked.data} has no directory `{part}`")
     {"simulate": _simulate, "fidelity": _fidelity, "decision": _decision, "keep": _keep}[asked.verb](parser, asked)
 
 
@@ -109,9 +110,14 @@ def _simulate(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Non
     paths = sorted(asked.workloads.glob("*.csv")) if asked.workloads.is_dir() else [asked.workloads]
     if not paths or not paths[0].is_file():
         parser.error(f"no workloads (*.csv) in {asked.workloads}")
+    if not (asked.load > 0 and asked.restart_s >= 0):
+        parser.error("--load must be above 0, and --restart-s 0 or more")
     setting = Setting(restart_s=asked.restart_s, events=asked.events)
     case = Case(asked.policy, asked.sizes, asked.load, setting)
-    found = Data.load(asked.data).simulate_all(paths, case, asked.output)
+    try:
+        found = Data.load(asked.data).simulate_all(paths, case, asked.output)
+    except (WorkloadError, OutOfProfileError) as failure:
+        parser.error(str(failure))
     if asked.json:
         print(json.dumps(found, indent=1))
     else:

@@ -120,7 +120,7 @@ def load_applications(data: Path) -> dict[str, Application]:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         return list(csv.DictReader(file))
 
 

@@ -81,17 +81,21 @@ class SideRun:
             self.drivers[i:] = [made, *self.drivers[i + 1 :]]
             self.starts += 1
 
-    def kill_one(self) -> None:
-        """Two training processes, then a driver, and so on."""
+    def kill_one(self) -> bool:
+        """Two training processes, then a driver, and so on. Returns whether there was one to kill."""
         trainers = sorted(set(self.side.trainers(self.scratch)) & set(self.marked()))
         living = [driver.pid for driver in self.drivers if driver.poll() is None]
         at_driver = self.side.has_driver and self.kills % 3 == 2
         chosen = living if at_driver or not self.side.has_driver else trainers
-        if chosen:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.rng.choice(chosen), signal.SIGKILL)
-                self.kills += 1
-                self.ended_by_kills += at_driver
+        if not chosen:
+            return False
+        try:
+            os.kill(self.rng.choice(chosen), signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        self.kills += 1
+        self.ended_by_kills += at_driver
+        return True
 
     def marked(self) -> list[int]:
         return processes_with(MARK, str(self.scratch))
@@ -129,9 +133,8 @@ def run_side(name: str, asked: argparse.Namespace, data: Path, scratch: Path, *,
     began_t, next_kill_s = time.time(), kill_every_s or float("inf")
     while (now_s := time.monotonic() - run.began_s) < asked.minutes * 60:
         run.keep_alive()
-        if now_s >= next_kill_s:
-            run.kill_one()
-            next_kill_s += kill_every_s
+        if now_s >= next_kill_s and run.kill_one():
+            next_kill_s = now_s + kill_every_s
         time.sleep(TICK_S)
     left = run.end()
     seen = [one for one in side.evaluations(scratch) if one.t - began_t <= asked.minutes * 60]

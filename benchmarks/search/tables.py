@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from shoal.plan.search.space import Point, Space
+
+ARRAYS = ("u", "x", "y", "t")
+ROUNDED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,13 @@ def load_tables(folder: Path) -> list[CurveTable]:
 
 def load_table(path: Path) -> CurveTable:
     """The first point of a curve is the untrained net: it is left out. Other arrays of the file are not read."""
-    with np.load(path) as file:
-        data = {name: np.asarray(file[name], dtype=np.float64) for name in file.files if name in ("u", "x", "y", "t")}
+    try:
+        with np.load(path) as file:
+            data = {name: np.asarray(file[name], dtype=np.float64) for name in file.files if name in ARRAYS}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as failure:
+        raise SystemExit(f"{path}: a table is an .npz file with arrays of numbers: {failure}") from None
     check(path, data)
-    error = data["y"][:, 1:]
-    error = np.where(np.isfinite(error), error, np.nan)
-    diverged = np.isnan(error).cumsum(axis=1) > 0
-    error[diverged] = np.nan
+    error = without_holes(data["y"][:, 1:])
     even = np.tile(np.arange(1.0, error.shape[1] + 1), (len(error), 1))
     time = elapsed(data["t"]) if "t" in data else even
     time = time / time[:, -1].mean()
@@ -64,6 +68,17 @@ def load_table(path: Path) -> CurveTable:
     return CurveTable(path.stem, cube, error, time, best, median)
 
 
+def without_holes(error: np.ndarray) -> np.ndarray:
+    """A value that is missing between others is the one before it, at the beginning the first that is known. From where
+    no value is finite any more, the configuration has diverged: those stay missing."""
+    known = np.isfinite(error)
+    place = np.where(known, np.arange(error.shape[1]), -1)
+    place = np.maximum.accumulate(place, axis=1)
+    filled = np.take_along_axis(error, np.where(place < 0, known.argmax(axis=1)[:, None], place), axis=1)
+    diverged = ~np.flip(np.logical_or.accumulate(np.flip(known, axis=1), axis=1), axis=1)
+    return np.where(diverged, np.nan, filled)
+
+
 def check(path: Path, data: dict[str, np.ndarray]) -> None:
     """Say what is wrong with a file."""
     places = data.get("u", data.get("x"))
@@ -71,6 +86,10 @@ def check(path: Path, data: dict[str, np.ndarray]) -> None:
         raise SystemExit(f"{path}: a table has `y`, and `u` or `x`; this file has {sorted(data)}")
     if data["y"].ndim != 2 or data["y"].shape[1] < 2 or places.ndim != 2 or len(places) != len(data["y"]):
         raise SystemExit(f"{path}: `y` is rows x points (two or more), `u` or `x` rows x values, with as many rows")
+    if "u" in data and not ((data["u"] >= -ROUNDED) & (data["u"] <= 1 + ROUNDED)).all():
+        raise SystemExit(
+            f"{path}: `u` has values that are missing or outside of 0 to 1; give values as they are as `x`"
+        )
     if "t" in data and data["t"].shape != data["y"].shape:
         raise SystemExit(f"{path}: `t` has another shape than `y`")
     if not np.isfinite(data["y"][:, -1]).any():

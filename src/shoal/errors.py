@@ -171,6 +171,8 @@ CATALOGUE: dict[str, Entry] = {
     "SH634": Entry("a trial does not fit into the memory",
                    "Narrow the space, raise lanes or limits.memory, or search on a larger machine."),
     "SH635": Entry("a drawing needs matplotlib", "Install it: pip install 'shoal[plot]'."),
+    "SH636": Entry("the weights depend on the number of workers",
+                   "`shoal show RUN` names the step and the tensor where they part."),
     "SH641": Entry("the queue has a daemon already", "`shoal down` ends it; or use it as it is."),
     "SH642": Entry("the queue file cannot be used",
                    "Check the permissions and the disk; the runs themselves are not touched."),
@@ -214,6 +216,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH679": Entry("no worker wrote a profile", "See the notes of the run: shoal show RUN."),
     "SH680": Entry("MLflow does not take the run", "Check the address, and that the server runs."),
     "SH681": Entry("the archive cannot be made or read", "Check the URL and your rights; nothing here has changed."),
+    "SH682": Entry("the run cannot be compacted or expanded", "Wait until it has finished; nothing of it is lost."),
     "SH690": Entry("no manifest can be made of this", "See docs/kubernetes.md."),
     # 7xx: shoal.server, servers for programs of any kind
     "SH701": Entry("servers cannot be started with this", "Change the argument of shoal.server.start that is shown."),
@@ -364,6 +367,11 @@ def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
 def single_errors(failure: ShoalError) -> list[ShoalError]:
     """The errors of a group, or the error itself."""
     return failure.errors if isinstance(failure, ErrorGroup) else [failure]
+
+
+def plural(number: int, word: str) -> str:
+    """The number with its noun, as every message says it: "1 worker", "1,024 samples"."""
+    return f"{number:,} {word}" + ("" if number == 1 else "s")
 
 
 def describe_exception(failure: BaseException) -> str:

@@ -131,6 +131,51 @@ def test_simulate_writes_what_is_needed_to_replay(data, tmp_path, monkeypatch, c
     assert first == "t,jobs,gpus_total,gpus_alloc,changed,cpu_s,wall_s"
 
 
+HEADER = "name,time,application,num_replicas,batch_size\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "has no jobs"),
+        (HEADER, "has no jobs"),
+        (HEADER + "a,0,tiny,4,64\nb,ten,tiny,4,64\n", "line 3: `time` is 'ten'"),
+        (HEADER + "a,-5,tiny,4,64\n", "line 2: `time` is '-5'"),
+        (HEADER + "a,inf,tiny,4,64\n", "line 2: `time` is 'inf'"),
+        (HEADER + "a,0,huge,4,64\n", "line 2: there is no application 'huge'; the profiles have tiny"),
+        (HEADER + "a,0,tiny,400,64\n", "line 2: `num_replicas` is '400', not a number of 1 to 64"),
+        (HEADER + "a,0,tiny,4,0\n", "line 2: `batch_size` is '0'"),
+        (HEADER + "a,0\n", "line 2: `application` is missing"),
+        (HEADER + ",0,tiny,4,64\n", "line 2: `name` is missing"),
+        (HEADER + "a,0,tiny,4,64\na,9,tiny,4,64\n", "line 3: there are two jobs 'a'"),
+        ("when,what\n3,tiny\n", "line 2: `name` is missing"),
+        ("\x00\udcff", "workload-1.csv"),
+    ],
+)
+def test_a_malformed_workload_is_refused_by_file_and_line(data, content, said, monkeypatch, capsys):
+    (data / "workloads/workload-1.csv").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SystemExit) as left:
+        run(monkeypatch, capsys, "simulate", data)
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_adaptive_policies_need_neither_gpus_nor_batches_and_others_do(data, monkeypatch, capsys):
+    (data / "workloads/workload-1.csv").write_text("name,time,application,tenant\nonly,12.4,tiny,ann\n")
+    found = run(monkeypatch, capsys, "simulate", data)
+    assert found["mean_jct"] == found["p50"] == found["p99"] == found["makespan"] - 12
+    with pytest.raises(SystemExit):
+        run(monkeypatch, capsys, "simulate", data, "--policy", "tiresias")
+    assert "`batch_size` is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--load", "0"), ("--load", "-1"), ("--restart-s", "-1")])
+def test_impossible_loads_and_restarts_are_refused(data, words, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as left:
+        run(monkeypatch, capsys, "simulate", data, *words)
+    assert left.value.code == 2
+
+
 def test_a_directory_without_profiles_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, capsys, "simulate", tmp_path)

@@ -80,9 +80,39 @@ def test_diverged_curves_and_unknown_times_are_no_obstacle(diverged, tmp_path):
         ({"u": np.ones((3, 2)), "y": np.ones((4, 3))}, "as many rows"),
         ({"u": np.ones((4, 2)), "y": np.ones((4, 3)), "t": np.ones((4, 2))}, "`t`"),
         ({"u": np.ones((4, 2)), "y": np.full((4, 3), np.nan)}, "diverged"),
+        ({"u": np.full((4, 2), 1.5), "y": np.ones((4, 3))}, "outside of 0 to 1"),
+        ({"u": np.full((4, 2), np.nan), "y": np.ones((4, 3))}, "missing or outside"),
+        ({"u": np.ones((4, 2)), "y": np.full((4, 3), "low")}, "arrays of numbers"),
+        ({"u": np.ones((4, 2)), "y": np.array([[1, None]] * 4)}, "arrays of numbers"),
     ],
 )
 def test_a_file_that_is_no_table_is_named(arrays, told, tmp_path):
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(SystemExit, match=f"bad.npz.*{told}"):
         load_tables(tmp_path)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 200])
+def test_a_damaged_file_is_named(keep_bytes, tmp_path):
+    whole = write(tmp_path)
+    whole.write_bytes(whole.read_bytes()[:keep_bytes])
+    with pytest.raises(SystemExit, match=r"one\.npz.*arrays of numbers"):
+        load_tables(tmp_path)
+
+
+def test_a_value_that_is_missing_between_others_is_no_divergence(tmp_path):
+    hole = np.nan
+    error = np.array([[9, hole, 7, hole, hole, 4], [9, 8, 7, hole, hole, hole], [hole] * 6])
+    table = load_table(write(tmp_path, u=np.zeros((3, 1)), y=error))
+    assert np.array_equal(table.error, [[7, 7, 7, 7, 4], [8, 7, hole, hole, hole], [hole] * 5], equal_nan=True)
+
+
+@pytest.mark.parametrize(("points", "rows"), [(2, 60), (2, 3), (120, 40)])
+def test_tables_of_any_size_are_searched(points, rows, tmp_path):
+    """One fidelity, fewer rows than workers ask for, many fidelities."""
+    cube, _ = curves()
+    error = cube[:rows, :1] + 1 / (1 + np.arange(points))[None]
+    found = simulate(
+        [load_table(write(tmp_path, u=cube[:rows], y=error))], "shoal", order="virtual", workers=4, seeds=1, horizon=2.5
+    )
+    assert 0 <= found["regret at 2.5"] <= found["regret at 1"]

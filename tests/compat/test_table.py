@@ -67,3 +67,12 @@ def test_only_what_passed_is_written(tmp_path):
     command = [sys.executable, "-m", "pytest", "-m", "compat_row", "--compatibility-table", str(target)]
     subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(TESTS.parent)}, capture_output=True)
     assert target.read_text() == page([Row("Things of others", "one", "works", "`model:`")])
+
+
+@pytest.mark.long
+def test_pytest_understands_the_command_of_make():
+    """An option that a file of tests defines is only known if no word of the command hides where the tests are."""
+    found = subprocess.run(["make", "-n", "test-compat"], cwd=TESTS.parent, capture_output=True, text=True, check=True)
+    (command,) = (line for line in found.stdout.splitlines() if "pytest" in line)
+    done = subprocess.run(f"{command} --help", shell=True, cwd=TESTS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

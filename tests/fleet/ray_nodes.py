@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every node is at 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(16),
 }
 """For whoever starts or uses the nodes."""
 CLUSTER = """

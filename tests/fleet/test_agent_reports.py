@@ -11,7 +11,8 @@ from shoal.fleet.agents.agent_reports import AgentReports
 from shoal.fleet.control_client import ControlClient
 from shoal.fleet.control_server import ControlServer
 from shoal.fleet.driver_address import DriverAddress
-from shoal.fleet.messages import AgentHello, ExitedReport, OutputReport, parse_hello
+from shoal.fleet.messages import ExitedReport, OutputReport, parse_hello
+from shoal.fleet.rate_limit import RateLimit
 from shoal.net.listener import connect_host
 from shoal.net.messages import encode_message
 from shoal.spec.run_paths import RunPaths
@@ -142,6 +143,27 @@ def test_an_agent_without_a_secret_owns_no_worker(driver):
     assert driver.log(3) == ""
 
 
+def connect_raw(driver, secret):
+    hello = b'{"role": "agent", "host": "far", "agent": "%b"}' % secret.encode()
+    known = set(driver.reports._agents)
+    sock = connect_host(driver.control.host, driver.control.port, TOKEN, hello)
+    driver.listen(lambda: set(driver.reports._agents) - known)
+    return sock
+
+
+@pytest.mark.parametrize(("secret", "logged"), [(SECRET, "new\n"), ("another agent", "new\nlate\n")])
+def test_lines_of_an_agent_s_older_connection_do_not_come_after_newer_ones(driver, secret, logged):
+    with connect_raw(driver, SECRET) as older, connect_raw(driver, secret) as newer:
+        driver.owners[2], driver.owners[1] = secret, SECRET
+        newer.sendall(encode_message("output", {"seat": 2, "text": "new"}))
+        driver.listen(lambda: driver.log(2))
+        with contextlib.suppress(OSError):  # the driver has closed it
+            older.sendall(encode_message("output", {"seat": 1, "text": "late"}))
+        newer.sendall(encode_message("output", {"seat": 3, "text": "end"}) if secret == SECRET else b"")
+        driver.listen(lambda: driver.log(3) if secret == SECRET else driver.log(1))
+        assert driver.log(2) + driver.log(1) == logged
+
+
 def test_an_end_is_noted_once_and_an_unknown_seat_not_at_all(driver, agent):
     for seat in (77, 2, 2, 1):
         send(agent, ExitedReport(seat=seat, code=-9, reason="SIG\x1b[2J"))
@@ -149,12 +171,8 @@ def test_an_end_is_noted_once_and_an_unknown_seat_not_at_all(driver, agent):
     assert driver.notes() == ["worker-2 (far) ended by SIG?[2J", "worker-1 (far) ended by SIG?[2J"]
 
 
-def test_a_flood_of_output_is_cut_and_said_once(driver, agent, monkeypatch):
-    monkeypatch.setattr("shoal.fleet.agents.agent_reports.OUTPUT_BURST_BYTES", 1000)
-    monkeypatch.setattr("shoal.fleet.agents.agent_reports.OUTPUT_BYTES_S", 0)
-    driver.reports.admit(99, AgentHello(role="agent", host="x", agent=SECRET))
-    for connection in driver.reports._limits:
-        driver.reports._limits[connection] = driver.reports._limits[99]
+def test_a_flood_of_output_is_cut_and_said_once(driver, agent):
+    driver.reports._limits = dict.fromkeys(driver.reports._limits, RateLimit(0, 1000))
     for _ in range(30):
         send(agent, OutputReport(seat=1, text="a" * 99))
     send(agent, ExitedReport(seat=2, code=-9, reason="SIGKILL"))

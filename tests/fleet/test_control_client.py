@@ -239,6 +239,17 @@ def test_it_beats_while_the_main_thread_computes(driver_address, client_of):
             pytest.fail("no beat came through")
 
 
+def test_a_beat_that_is_asked_for_is_sent_at_once(driver_address, client_of, monkeypatch):
+    monkeypatch.setattr(control_client, "HEARTBEAT_INTERVAL_S", 10 * TIMEOUT_S)
+    with fake_driver(TOKEN) as boss:
+        write_driver_address(driver_address, boss.contact)
+        client = client_of()
+        client.connect(TIMEOUT_S)
+        for asked in (1, 2):
+            client.beat()
+            boss.wait_for("beat", asked)
+
+
 def test_what_callbacks_raise_ends_nothing_and_is_printed_once(driver_address, capfd):
     def fail(*_):
         raise KeyError("oh dear")

@@ -38,6 +38,8 @@ VALID = [
     ("user", "scale", {"wanted": 3}),
     ("user", "drain", {"seat": 3, "role": "server"}),
     ("user", "stop", {}),
+    ("user", "inspect", {"profile": None}),
+    ("worker", "found", {"profile": "a1-2", "piece": "eA==", "is_last": False}),
 ]
 
 

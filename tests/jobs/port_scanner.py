@@ -30,19 +30,24 @@ NOISE = (
 
 
 class PortScanner:
-    """From the first step on, in a thread of its own, until it is stopped: calls every port of the run."""
+    """From the first step on, in a thread of its own, until it is stopped: calls every port of the driver, of workers
+    and of servers."""
 
     def __init__(self):
         self.attempts = 0
-        self.port_count = 0
+        self.called_ports = set()
         self.accepted_ports = []
+        self._pids = [os.getpid()]
         self._stopped = threading.Event()
         self._thread = None
 
     def on_event(self, paths, event, run_state):
-        if event.kind == "step" and self._thread is None:
+        if event.kind != "step":
+            return
+        self._pids = [os.getpid(), *(one.pid for one in run_state.training_workers + run_state.serving_servers)]
+        if self._thread is None:
             token = read_driver_address(paths.driver_address).token
-            self._thread = threading.Thread(target=self._scan, args=(token, run_state.training_workers), daemon=True)
+            self._thread = threading.Thread(target=self._scan, args=(token,), daemon=True)
             self._thread.start()
 
     def stop(self):
@@ -50,11 +55,11 @@ class PortScanner:
         if self._thread:
             self._thread.join()
 
-    def _scan(self, token, workers):
+    def _scan(self, token):
         rng = random.Random(0)
-        targets = listening_ports(os.getpid()) + [port for worker in workers for port in listening_ports(worker.pid)]
-        self.port_count = len(targets)
         while not self._stopped.is_set():
+            targets = [port for pid in self._pids for port in listening_ports(pid)]
+            self.called_ports.update(targets)
             for port in targets:
                 with contextlib.suppress(OSError, LinkError):
                     self._probe_port(port, rng, token)

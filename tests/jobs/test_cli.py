@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 import yaml
 
 from shoal.cli import app
@@ -32,6 +33,17 @@ def test_help_is_quick_and_does_not_load_torch():
     assert done.returncode == 0, done.stderr
     for verb in ("run", "resume", "check", "plan", "split", "evaluate", "runs", "show", "compare", "join", "verify"):
         assert verb in done.stdout
+
+
+def test_no_type_stands_beside_a_flag(capsys):
+    program = typer.main.get_command(app)
+    verbs = [program, *program.commands.values(), *program.commands["search"].commands.values()]
+    flags = [flag for verb in verbs for flag in verb.get_params(typer.Context(verb)) if getattr(flag, "is_flag", False)]
+    assert len(flags) > len(verbs)
+    assert [(flag.name, flag.metavar) for flag in flags if flag.metavar != ""] == []
+    with pytest.raises(SystemExit):
+        app(["runs", "--help"])
+    assert "bool" not in capsys.readouterr().out
 
 
 def test_every_verb_stands_in_a_panel_of_the_help():

@@ -30,7 +30,7 @@ def test_scaling_and_stopping(run, resume):
         it.wait_for_workers(3)
         with pytest.raises(ShoalError, match=r"SH609.*has no servers: its sync is lanes"):
             commands.scale(it.paths, servers=2)
-        assert commands.scale(it.paths, 6).notes[0] == "there are 4 lanes: 2 of 6 workers will stand by"
+        assert commands.scale(it.paths, 6).notes[0] == "the run has 4 lanes: 2 of 6 workers will stand by"
         commands.scale(it.paths, 1)
         it.wait_for_workers(1)
         run_state = commands.stop(it.paths)

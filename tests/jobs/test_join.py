@@ -12,6 +12,7 @@ from shoal.errors import EXIT_RUN, ShoalError
 from shoal.events import read_events
 from shoal.jobs import commands
 from shoal.jobs import join as joining
+from shoal.jobs.inspection.stacks import collect_stacks
 from shoal.spec.load import make_job
 from shoal.spec.trust import CodeTrust
 from shoal.terminal.notes import note_lines
@@ -51,10 +52,13 @@ def test_a_process_joins_and_leaves_and_nothing_changes(run, job_dir, copied_job
             command, cwd=copied_job_dir, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as other:
             it.wait_until(joined)
+            seen = collect_stacks(it.paths)
             other.send_signal(signal.SIGTERM)
             said = other.stdout.read()
         ready.touch()
     assert other.returncode == 143, said
+    assert [(one.who, one.problem) for one in seen] == [("worker-0", ""), ("worker-1", "")]
+    assert all("shoal/train/" in one.text for one in seen)  # worker-1 answered through the driver
     assert "joined run mlp-1 as worker-1" in said
     assert "worker-1: left at step" in said
     assert token not in said

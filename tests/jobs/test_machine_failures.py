@@ -13,7 +13,7 @@ import pytest
 from shoal.events import read_events
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_executor
-from shoal.jobs.remote.seat_launches import WORKER_MODULE
+from shoal.jobs.fork_servers import WORKER_MODULE
 from shoal.spec.load import make_job
 from tests.conftest import FIXTURES, MLP
 

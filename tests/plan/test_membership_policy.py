@@ -155,6 +155,24 @@ def test_if_the_loader_dies_another_loads():
     assert harness.last.loads == 1
 
 
+@pytest.mark.parametrize(("loaded", "goes_on_from"), [(14, 14), (10, 12)])
+def test_a_state_that_is_older_than_the_newest_checkpoint_does_not_hide_it(loaded, goes_on_from):
+    """A worker that was cut off before the run was stopped finds the next driver. The newest checkpoint may turn out
+    to be damaged: an older one is loaded then."""
+    harness = PolicyHarness()
+    harness.policy.saved_step = 7
+    harness.arrive(5, attachment=attached(managed=False, can_save=True), view=9)
+    harness.arrive(0, 1)
+    harness.stop_at({5: 12, 0: 0, 1: 0})
+    assert harness.last.loads == 0
+    harness.stop_at({0: loaded})
+    assert (harness.last.position, harness.last.loads) == (goes_on_from, None)
+    harness.policy.gone(0)
+    harness.decide()
+    harness.stop_at({5: goes_on_from, 1: goes_on_from})
+    assert (harness.last.position, harness.last.loads) == (goes_on_from, None)
+
+
 def test_who_calls_again_is_not_expected_again():
     harness = PolicyHarness().train({0: 4, 1: 4})
     harness.arrive(1)

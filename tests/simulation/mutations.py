@@ -328,6 +328,17 @@ def places_by_seat() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def the_worker_that_is_ahead_leaves() -> Iterator[None]:
+    """A worker may leave with steps that no other worker has."""
+
+    def wrong(self: MembershipPolicy) -> list[int]:
+        return [m.seat for m in self.members.values() if m.leaving and m.stopped]
+
+    with mock.patch.object(MembershipPolicy, "_releasable_seats", wrong):
+        yield
+
+
+@contextlib.contextmanager
 def only_copies_leave() -> Iterator[None]:
     """A worker may leave with the only copy of a shard."""
     with mock.patch.object(ShardedMembershipPolicy, "_may_hold_only_copy", return_value=False):

@@ -219,8 +219,10 @@ class SimulatedRun:
             if worker.alive and not group.roster.is_evicted(seat) and seat not in self.followers:
                 require((worker.position or 0) <= view.position, f"view {view.number} loses steps of {worker.name}")
         self.followers -= set(view.carries)
-        lost = [one.progress.step for one in self.workers if one.exit_code and one.progress is not None]
-        kept = max([step_of(view.position), *lost])
+        known = set(members.values())
+        elsewhere = [one for one in self.workers if one.exit_code or (one.alive and one not in known)]
+        # died with them, or has not found this driver yet and brings them back
+        kept = max([step_of(view.position), *(one.progress.step for one in elsewhere if one.progress is not None)])
         for worker in self.workers:
             if worker.managed and worker.exit_code == 0 and worker.progress is not None:
                 require(
@@ -237,17 +239,15 @@ class SimulatedRun:
         names += [f"worker-{worker.session.seat}" for worker in self.workers if worker.managed and not worker.seats]
         return any(names.count(name) > 1 and f"it reports {name}, which it did not start" == why for name in names)
 
-    def check_commit(self, worker: SimulatedWorker, step: int, link: int) -> None:
+    def check_weights(self, worker: SimulatedWorker, step: int, link: int) -> None:
         """A worker has applied a step: its own commit, or one that it follows."""
         require(link == self.chain[step + 1], f"{worker.name} has other weights after step {step}")
-        view = worker.group.view
-        if view is None:
-            return
+
+    def check_commit(self, worker: SimulatedWorker, view: View) -> None:
+        """A worker commits a step with the others of this view."""
         leaders = [one.name for one in self.alive_workers() if one.group.view is not None and one.leads_in(view.number)]
         require(len(leaders) <= 1, f"{leaders} save in view {view.number}")
-        # a worker that follows has left its last view, and may have another seat since
-        seat = worker.session.seat if worker.activity.phase == "following" else worker.group.seat
-        evicted_s = self.world.now_s - self.log.evicted_at_s.get(f"worker-{seat}", self.world.now_s)
+        evicted_s = self.world.now_s - self.log.evicted_at_s.get(f"worker-{worker.group.seat}", self.world.now_s)
         require(evicted_s <= LEASE_S, f"{worker.name} trains {evicted_s:.1f} s after its eviction")
 
     def check_end(self) -> None:
@@ -258,7 +258,8 @@ class SimulatedRun:
         require(receipt.weights_sha256 == f"{self.chain[-1]:064x}", "the receipt has other weights")
         require(receipt.steps == self.steps, f"the receipt has {receipt.steps} of {self.steps} steps")
         require(receipt.exact is not False, "the receipt says that the run is not exact")
-        excused = self.was_slow or self.impaired & set(self.machine.killed_at_end)  # others may wait for a frozen one
+        # others may wait for one that is frozen or cut off, also on another machine
+        excused = self.was_slow or self.impaired & {*self.machine.killed_at_end, *self.alive_workers()}
         killed = [] if excused else [one.name for one in self.machine.killed_at_end]
         require(not killed, f"{killed} did not hear that the run has finished")
         managed = self.machine.deaths

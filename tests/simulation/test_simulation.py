@@ -4,7 +4,12 @@ import pytest
 
 from tests.simulation.history import describe_failure, fails, format_trace, make_history, run_history
 from tests.simulation.kept import KEPT
-from tests.simulation.mutations import MUTATIONS, SERVER_MUTATIONS, SHARD_MUTATIONS
+from tests.simulation.mutations import (
+    MUTATIONS,
+    SERVER_MUTATIONS,
+    SHARD_MUTATIONS,
+    the_worker_that_is_ahead_leaves,
+)
 from tests.simulation.servers import fails_with_servers, run_server_history
 from tests.simulation.shards import fails_with_shards, run_sharded_history
 from tests.simulation.standins import installed
@@ -65,6 +70,12 @@ def test_a_mistake_in_the_real_code_is_found(name):
     with MUTATIONS[name]():
         seeds = range(FIRST_SEED.get(name, 0), FIRST_SEED.get(name, 0) + FOUND_WITHIN)
         assert any(fails(make_history(seed)) is not None for seed in seeds)
+
+
+def test_a_worker_that_leaves_with_steps_is_found():
+    history = KEPT["a worker that nobody else hears is drained while it alone has steps"]
+    with the_worker_that_is_ahead_leaves():
+        assert "has left with steps" in str(fails(history))
 
 
 # ---- parameter servers ----

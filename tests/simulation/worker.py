@@ -93,7 +93,7 @@ class ChainReplica:
 
     def apply(self, step: int, total: tuple[int, ...]) -> torch.Tensor:
         self.link = next_link(self.link, step, total)
-        self._worker.run.check_commit(self._worker, step, self.link)
+        self._worker.run.check_weights(self._worker, step, self.link)
         return LOSS
 
     def state(self) -> dict[str, Any]:
@@ -208,6 +208,8 @@ class ChainSync:
                     sums.push(node, value)
         total = sums.total()
         assert total is not None
+        assert self._group.view is not None
+        self._worker.run.check_commit(self._worker, self._group.view)
         self._worker.peers.state_publisher.publish({"kind": "step", "step": step, "total": total})
         return Committed(held.apply(step, total), halt=any(halt for _, halt, _ in found.values()))
 

@@ -6,7 +6,7 @@ import pytest
 from shoal.events import Event
 from shoal.events.stream import format_event
 from shoal.spec.run_paths import RunPaths
-from shoal.storage.history import HISTORY_FILE, RunHistory
+from shoal.storage.history import RunHistory
 
 
 def row(kind, step=None, who="worker-0", t=0.0, **fields):
@@ -80,7 +80,7 @@ def test_a_file_saves_the_work_and_gives_the_same(paths):
     assert again.offset == paths.events.stat().st_size
     append(paths, steps(51, 60) + row("worker_died", worker="worker-1", reason="killed"))
     again.catch_up()
-    (paths.root / HISTORY_FILE).unlink()
+    paths.history.unlink()
     assert snapshot(again) == snapshot(read(paths))
 
 
@@ -94,15 +94,15 @@ def test_a_step_that_comes_again_counts_once(paths):
 def test_a_damaged_file_is_made_again(paths):
     whole = read(paths)
     whole.save()
-    content = (paths.root / HISTORY_FILE).read_bytes()
+    content = paths.history.read_bytes()
     random = np.random.default_rng(0)
     for n in random.integers(0, len(content), 60):
-        (paths.root / HISTORY_FILE).write_bytes(content[:n] + bytes([content[n] ^ 1]) + content[n + 1 :])
+        paths.history.write_bytes(content[:n] + bytes([content[n] ^ 1]) + content[n + 1 :])
         assert snapshot(read(paths)) == snapshot(whole)
     for size in (0, 1, 50, len(content) - 1):
-        (paths.root / HISTORY_FILE).write_bytes(content[:size])
+        paths.history.write_bytes(content[:size])
         assert snapshot(read(paths)) == snapshot(whole)
-    (paths.root / HISTORY_FILE).write_bytes(content + b"x")
+    paths.history.write_bytes(content + b"x")
     assert snapshot(read(paths)) == snapshot(whole)
 
 
@@ -143,5 +143,5 @@ def test_a_directory_that_cannot_be_written_is_no_error(paths, monkeypatch):
     history = read(paths)
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(PermissionError()))
     history.save()
-    assert not (paths.root / HISTORY_FILE).exists()
+    assert not paths.history.exists()
     assert not list(paths.root.glob("*.tmp"))

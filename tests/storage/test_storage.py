@@ -200,14 +200,15 @@ def test_a_plan_takes_nothing_that_has_changed(runs, change):
         assert refused.value.code == "SH674"
     elif change == "drive":
         with run_dir.driver_lock(RunPaths(runs / "mlp-1")):
-            assert cleanup.apply_plan(runs, name)[0] == []
+            assert cleanup.apply_plan(runs, name).entries == []
     else:
         if change == "grow":
             with (runs / "mlp-1" / "events.jsonl").open("ab") as events:
                 events.write(b"\n")
         else:
             tags.change_tags(runs, "mlp-1", add=["keep"])
-        entries, stays = cleanup.apply_plan(runs, name)
+        done = cleanup.apply_plan(runs, name)
+        entries, stays = done.entries, done.stays
         assert entries == []
         assert "mlp-1 stays" in stays[0]
     assert (runs / "mlp-1").is_dir()
@@ -221,7 +222,7 @@ def test_checkpoints_go_only_where_the_model_is(runs):
     (runs / "mlp-1" / "model").mkdir()
     (runs / "mlp-1" / "model" / "model.safetensors").write_bytes(b"x")
     (runs / "mlp-2" / "receipt.json").unlink()
-    items = cleanup.make_plan(runs, cleanup.CleanupRules(checkpoints_only=True))
+    items = cleanup.make_plan(runs, cleanup.CleanupRules(part="checkpoints"))
     assert [(item["run"], item["part"]) for item in items] == [("mlp-1", "checkpoints")]
 
 

@@ -83,6 +83,19 @@ def test_a_cut_and_taught_run_has_the_same_bits_on_one_worker_and_on_two(run):
     assert len({one.receipt.state_sha256 for one in found}) == 1
 
 
+def test_a_teacher_of_another_class_is_built_from_its_own_name(run):
+    """A linear model teaches an MLP; without its name, its weights do not fit."""
+    linear = {"name": "torch.nn:Linear", "args": {"in_features": 64, "out_features": 10}}
+    teacher = run(MLP | {"model": linear}, steps=20)
+    asked = {"distil": {"teacher": str(teacher.paths.model), "model": linear}, "steps": 8}
+    taught, plain = run(MLP | asked), run(MLP, steps=8)
+    assert taught.error is None
+    assert taught.receipt.parameters == plain.receipt.parameters
+    assert taught.receipt.weights_sha256 != plain.receipt.weights_sha256
+    refused = run(MLP | {"distil": {"teacher": str(teacher.paths.model)}, "steps": 8}).error
+    assert (refused.code, refused.where) == ("SH406", "distil.teacher")
+
+
 def test_rounded_training_starts_from_the_weights_of_a_plain_run(run):
     plain = run(MLP, steps=20)
     rename = {"0.weight": "0.parametrizations.weight.original"}

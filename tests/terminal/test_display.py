@@ -5,9 +5,10 @@ import io
 from shoal.events import Event, replay
 from shoal.events.schema import LANES_MOVE
 from shoal.spec.receipt import Receipt, WorkerContribution
+from shoal.spec.run_paths import RunPaths
 from shoal.terminal import reports
 from shoal.terminal.console import make_console
-from shoal.terminal.live import LiveDisplay, _panel
+from shoal.terminal.live import LiveDisplay, PlainDisplay, _panel
 from shoal.terminal.notes import event_line, join_hint
 
 
@@ -58,7 +59,7 @@ def remarks(events):
 
 def test_what_all_workers_tell_alike_is_shown_once():
     shown = remarks(EVENTS)
-    assert sum("parameters" in text for text in shown) == 1
+    assert sum(text.startswith("1 parameter, ") for text in shown) == 1
     assert shown[-1] == "worker-2 died: SIGKILL"
 
 
@@ -192,3 +193,26 @@ def test_that_lanes_move_is_said_once():
     reasons = [LANES_MOVE, "worker-1 joins", LANES_MOVE, "worker-1 joins", LANES_MOVE]
     events = make_events(*(("driver", "view", None, {"number": n, "why": why}) for n, why in enumerate(reasons)))
     assert remarks(events) == [LANES_MOVE, "worker-1 joins", "worker-1 joins"]
+
+
+def test_plain_lines_say_what_a_start_does(tmp_path):
+    console, state = make_console(file=io.StringIO(), width=80), replay([])
+    display = PlainDisplay(console)
+    for event in EVENTS:
+        state.apply(event)
+        display.on_event(RunPaths(tmp_path / "mlp-1"), event, state)
+    lines = [line.removeprefix("mlp-1: ").split()[0] for line in console.file.getvalue().splitlines()]
+    assert lines == ["importing", "join", "opening", "1", "computing", "step", "worker-2"]
+
+
+def test_a_resumed_run_tells_its_start_too():
+    again = make_events(("driver", "run_started", None, EVENTS[0].fields), ("worker-3", "worker_started", None, {}))
+    assert replay([*EVENTS, *again[:1]]).stage == "importing"
+    assert replay([*EVENTS, *again]).stage == "opening data"
+    assert replay(EVENTS).stage == ""
+
+
+def test_one_of_a_thing_is_singular():
+    built = BUILT | {"steps": 1, "lanes": 1, "skipped": 1, "samples": {"train": 9}}
+    (shown,) = remarks(make_events(("worker-0", "built", None, built)))
+    assert shown == "1 parameter, samples: 9 train, 1 bad row skipped; 1 step, 1 lane, cpu"

@@ -6,12 +6,12 @@ from rich.console import Console
 
 from shoal.events import RunState
 from shoal.jobs.search.driver import SearchProgress
-from shoal.jobs.search.journal import DecidedRow, Journal, StartedRow, ToldRow
+from shoal.jobs.search.journal import DecidedRow, Journal, ShapeRow, StartedRow, ToldRow
 from shoal.jobs.search.search_dir import create
 from shoal.jobs.search.stretches import StretchRuns
 from shoal.jobs.search.summary import read_search
 from shoal.jobs.search.table import SearchTable
-from shoal.terminal.search_live import LiveSearchDisplay, PlainSearchDisplay, head_line
+from shoal.terminal.search_live import LiveSearchDisplay, PlainSearchDisplay, head_line, row_line
 from shoal.terminal.search_report import print_search
 from tests.jobs.search.test_replay import WHOLE, continued, search_job
 
@@ -68,6 +68,17 @@ def test_plain_lines_tell_each_row_once_and_none_of_an_earlier_driver(tmp_path):
     assert len(lines) == sum(isinstance(row, DecidedRow | ToldRow) for row in rows[6:])
     assert lines[-1].startswith(f"{paths.name}: trial ")
     assert "best: trial" in lines[-1]
+
+
+def test_plain_lines_tell_the_mean_over_seeds_of_the_best_trial_too(tmp_path):
+    job = search_job(seeds=2)
+    rows = [
+        ShapeRow(trial=0, changes={}, units=2, cost=1.0),
+        DecidedRow(number=0, slot=0, trial=0, changes={}, start=0, end=2, begins=0.0, ends=1.0),
+        ToldRow(number=0, rows=[{"accuracy": 0.9}, {"accuracy": 0.5}]),
+    ]
+    progress = progress_of(create(job, tmp_path), job, rows)
+    assert row_line(progress, rows[-1]) == "trial 0 is at 2: accuracy 0.7000; best: trial 0 0.7000"
 
 
 def test_show_draws_history_importance_and_coordinates(tmp_path):

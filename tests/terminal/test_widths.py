@@ -10,7 +10,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from shoal.events import replay
+from shoal.events import Event, replay
 from shoal.spec.run_paths import RunPaths
 from shoal.terminal.live import LiveDisplay
 from tests.terminal.test_display import EVENTS
@@ -86,3 +86,25 @@ def test_a_long_name_is_cut(width, tmp_path, monkeypatch):
     first = EVENTS[0].__class__("run_started", 0.0, "driver", None, EVENTS[0].fields | {"run": state_name})
     lines = shown(width, [first, *EVENTS[1:]], tmp_path, state_name)
     assert sum("7/90" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_a_run_does_before_its_first_step(width, tmp_path, monkeypatch):
+    """One line says it, and no bar stands there yet."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for count, words in {1: "importing", 2: "opening", 9: "first batch"}.items():
+        lines = [line for line in shown(width, EVENTS[:count], tmp_path) if line.startswith("mlp-1  ")]
+        assert len(lines) == 1, lines
+        assert words in lines[0]
+        assert "ETA" not in lines[0]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_notes_break_between_words(width, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    reason = "nothing was heard of its process and of everything around it for a whole minute"
+    died = Event("worker_died", 20.0, "driver", None, {"worker": "worker-1", "reason": reason})
+    lines = shown(width, [*EVENTS, died], tmp_path)
+    first = next(number for number, line in enumerate(lines) if "worker-1 died" in line)
+    last = next(number for number, line in enumerate(lines) if line.endswith("minute"))
+    assert " ".join(" ".join(lines[first : last + 1]).split()) == f"mlp-1: worker-1 died: {reason}"

@@ -37,6 +37,14 @@ def test_a_whole_run_in_the_order_in_which_it_happens():
     assert bench.stream.kinds() == ["joined", "evaluated", "best", "evaluated", "evaluated"]
 
 
+@pytest.mark.parametrize(("saver", "told"), [(0, [1, 2, 3]), (1, [])])
+def test_the_leader_tells_of_each_evaluation_when_its_event_can_be_read(saver, told):
+    bench, found = Bench(splits=("validation", "test")), []
+    bench.loop.evaluated = lambda: found.append(len(bench.stream.of("evaluated")))
+    trained(bench, saver=saver)
+    assert found == told
+
+
 def test_without_held_out_parts_there_is_nothing_to_evaluate():
     bench = Bench(splits=())
     assert trained(bench) == LoopResult(6, finished=True)

@@ -129,6 +129,24 @@ def test_a_worker_that_is_terminated_waits_for_its_driver(session, signals):
     assert why() == "terminated"
 
 
+def test_a_worker_that_is_terminated_before_it_has_a_job_leaves(monkeypatch, signals, tmp_path):
+    """It does not count as dead."""
+
+    class LeftError(Exception):
+        pass
+
+    def leave(code):
+        raise LeftError(code)
+
+    monkeypatch.setattr("sys.argv", ["worker", "--seat", "0", "--run", str(tmp_path), "--join", "127.0.0.1:1"])
+    monkeypatch.setenv(worker.KEY_VARIABLE, "key")
+    monkeypatch.setenv("SHOAL_TOKEN", "token")
+    monkeypatch.setattr(worker, "run_apart_worker", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(LeftError, match="0"):
+        worker.main()
+
+
 def test_a_worker_waits_for_a_driver_as_long_as_the_job_says(session, signals):
     control = Control()
     why = worker.install_leave_handler(session, control, patience_s=30)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -16,6 +17,7 @@ from shoal.web.open_metrics import HELP
 from shoal.web.openapi import make_document
 from shoal.web.run_filter import select_rows
 from shoal.web.stream import FollowedRun, parse_positions
+from tests.web.conftest import Served
 from tests.web.test_attacks import table
 
 
@@ -174,6 +176,40 @@ def test_a_cleanup_is_applied_as_it_was_shown(served):
     assert client.get("/api/v1/storage").json()["trash"][0]["run"] == "mlp-1"
     assert client.post("/api/v1/storage/apply", json={"plan": shown["plan"]}).status_code == 409  # only once
     assert client.post("/api/v1/storage/plan", json={"keep": "all"}).status_code == 422
+
+
+SHOWN = ("runs/mlp-1", "runs/mlp-1/series?names=loss,lr&points=50", "runs/mlp-1/timeline", "runs/mlp-1/receipt",
+         "runs/mlp-1/events?after=300&limit=20", "runs/mlp-1/logs", "runs/mlp-1/logs/worker-0.log?tail=3",
+         "runs/mlp-1/search?find=77", "compare?runs=mlp-1,mlp-2", "runs?where=mlp-1")  # fmt: skip
+
+
+def read_all(client):
+    found = {path: get(client, path.partition("?")[0], **dict(parse_qsl(path.partition("?")[2]))) for path in SHOWN}
+    return found["runs/mlp-1"].pop("packed"), found
+
+
+def test_a_compacted_run_is_shown_as_before(served):
+    paths, client = RunPaths(served.runs / "mlp-1"), served.client("operate")
+    paths.logs.mkdir()
+    paths.log(0).write_bytes(b"".join(b"line %d\n" % n for n in range(2000)))
+    before = read_all(client)
+    assert served.client("read").post("/api/v1/runs/mlp-1/compact", json={}).status_code == 403
+    done = client.post("/api/v1/runs/mlp-1/compact", json={}).json()["result"]
+    assert done["files"] == 2
+    assert done["after_bytes"] < done["before_bytes"]
+    assert not paths.events.exists()
+    assert read_all(client) == (True, before[1])  # a server that had it open
+    other = Served(served.runs)
+    assert read_all(other.client("read")) == (True, before[1])
+    other.site.close()
+    stream = FollowedRun("mlp-1", paths, None)
+    assert stream.offset == before[1]["runs/mlp-1"]["offset"]
+    assert client.post("/api/v1/runs/mlp-1/compact", json={"undo": True}).json()["result"]["files"] == 2
+    assert read_all(client) == before
+    plan = client.post("/api/v1/storage/plan", json={"days": 0, "keep": "0", "compact": True}).json()
+    assert {item["part"] for item in plan["items"]} == {"compact"}
+    told = client.post("/api/v1/storage/apply", json={"plan": plan["plan"]}).json()["result"]
+    assert sorted(told["compacted"]) == ["cnn-1", "mlp-1", "mlp-2"]
 
 
 def test_a_finished_run_cannot_be_stopped_or_resumed(served):

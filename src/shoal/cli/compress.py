@@ -40,10 +40,12 @@ def compress(
     as_json: AsJson = False,
 ) -> None:
     """Make a run's model smaller and faster, with proof that it still does its job."""
+    from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
     from shoal.jobs import run_dir
     from shoal.jobs.compression.compress import CompressRequest
     from shoal.jobs.compression.compress import compress as climb
     from shoal.jobs.compression.compress import replay as take_steps
+    from shoal.jobs.compression.errands import StoppedError
     from shoal.spec.compression.measured import read_recipe
     from shoal.spec.load import load_run_job
 
@@ -53,7 +55,10 @@ def compress(
     request = CompressRequest(
         parent, runs, workers=_workers(workers), show=lambda text: console.print(text, style="dim")
     )
-    made = climb(request, config) if replay is None else take_steps(request, read_recipe(replay))
+    try:
+        made = climb(request, config) if replay is None else take_steps(request, read_recipe(replay))
+    except StoppedError as stopped:
+        sys.exit(EXIT_TERMINATED if str(stopped) == "terminated" else EXIT_INTERRUPTED)
     _print(made, config, as_json=as_json)
     sys.exit(0 if made.report.targets_met else _missed(made, request))
 

@@ -1,4 +1,4 @@
-"""The verbs about what runs leave on disk: du, gc, trash, archive, fetch."""
+"""The verbs about what runs leave on disk: du, gc, trash, compact, archive, fetch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PANEL = "Disk"
 
 
 def register(app: typer.Typer) -> None:
-    for verb in (du, gc, trash, archive, fetch):
+    for verb in (du, gc, trash, compact, archive, fetch):
         app.command(rich_help_panel=PANEL)(verb)
 
 
@@ -35,21 +35,27 @@ def gc(
     checkpoints: Annotated[
         bool, typer.Option("--checkpoints", help="Only the checkpoints of finished runs with a model.")
     ] = False,
+    compact: Annotated[bool, typer.Option("--compact", help="Compact finished runs instead; nothing goes.")] = False,
     apply: Annotated[str, typer.Option(help="Apply the plan with this hash.", show_default=False)] = "",
     runs: Runs = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Clean up: shows a plan and its hash; --apply HASH moves exactly that to the trash."""
+    """Clean up: shows a plan and its hash; --apply HASH does exactly that, and what goes moves to the trash."""
     from shoal.storage import cleanup
     from shoal.terminal import access_reports
 
     if apply:
-        entries, stays = cleanup.apply_plan(runs, apply)
-        access_reports.print_trash(entries, as_json=as_json)
-        for line in stays:
+        done = cleanup.apply_plan(runs, apply)
+        if done.compacted:
+            access_reports.print_compactions(done.compacted, as_json=as_json)
+        else:
+            access_reports.print_trash(done.entries, as_json=as_json)
+        for line in done.stays:
             print(line, file=sys.stderr)
         return
-    rules = cleanup.read_rules(days=older, keep=keep, total=total, status=status, checkpoints=checkpoints)
+    rules = cleanup.read_rules(
+        days=older, keep=keep, total=total, status=status, checkpoints=checkpoints, compact=compact
+    )
     items = cleanup.make_plan(runs, rules)
     access_reports.print_plan(items, cleanup.save_plan(runs, items) if items else "", as_json=as_json)
 
@@ -76,6 +82,21 @@ def trash(
         access_reports.print_trash(bin_.empty_trash(runs, older_than_s=days * DAY_S), as_json=as_json)
     else:
         access_reports.print_trash(bin_.list_trash(runs), as_json=as_json)
+
+
+def compact(
+    run: RunName,
+    undo: Annotated[bool, typer.Option("--undo", help="Unpack it again.")] = False,
+    runs: Runs = RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """Pack events and logs of a finished run. Nothing is lost, and everything reads it as before."""
+    from shoal.jobs import run_dir
+    from shoal.storage.compaction import compact_run, expand_run
+    from shoal.terminal import access_reports
+
+    act = expand_run if undo else compact_run
+    access_reports.print_compactions([act(run_dir.find(run, runs))], as_json=as_json)
 
 
 def archive(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from shoal.spec.job import Job
@@ -55,3 +56,21 @@ def load_for_workers(path: Path, sets: list[str], workers: int | None) -> Job:
 def engine_kind(engine: str) -> list[str]:
     """As an override. The other fields of the engine's section are kept if it is of this kind already."""
     return [f"engine.kind={engine}"] if engine else []
+
+
+def without_flag_types(parameters: list[Any]) -> list[Any]:
+    """The parameters of a verb for its help: a flag has no value, so no type stands beside it."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class Verb(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_flag_types(super().get_params(ctx))
+
+
+class Verbs(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_flag_types(super().get_params(ctx))

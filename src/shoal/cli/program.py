@@ -22,9 +22,11 @@ from shoal.cli import (
     train,
     web,
 )
+from shoal.cli.options import Verb, Verbs
 
 app = typer.Typer(
     name="shoal",
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,6 +35,8 @@ app = typer.Typer(
 for group in (train, compress, prepare, results, inspection, steer, queue, cluster, web, disk, proofs):
     group.register(app)
 app.add_typer(search.app, name="search", rich_help_panel=train.PANEL)
+for registered in (*app.registered_commands, *search.app.registered_commands):
+    registered.cls = Verb
 
 
 @app.callback(invoke_without_command=True)

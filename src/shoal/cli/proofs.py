@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli import output
 from shoal.cli.options import NO_OVERRIDES, RUNS, AsJson, JobFile, Quiet, Runs, Sets, load_job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.spec.run_paths import RunPaths
 
 PANEL = "Proofs"
 
@@ -83,3 +88,13 @@ def chaos(
         output.print_and_exit(verdict.outcome, as_json=as_json)
     proofs.print_chaos(output.console(), verdict, as_json=as_json)
     sys.exit(0 if verdict.same else 1)
+
+
+def print_verdict_of(console: Console, paths: RunPaths) -> None:
+    """The verdict of a verification that the queue ran; nothing for other runs."""
+    from shoal.jobs.queue.verification import read_verdict
+    from shoal.terminal.proofs import print_verify
+
+    if verdict := read_verdict(paths.root):
+        console.print()
+        print_verify(console, verdict, as_json=False)

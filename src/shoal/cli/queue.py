@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli import output
-from shoal.cli.options import NO_OVERRIDES, RUNS, AsJson, JobFile, Runs, Sets
+from shoal.cli.options import NO_OVERRIDES, RUNS, AsJson, Runs, Sets
 
 if TYPE_CHECKING:
     from shoal.jobs.queue.client import LocalQueue
     from shoal.jobs.queue.network.remote_queue import RemoteQueue
+    from shoal.plan.queueing.work import Work
 
+What = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB", help="A job file; with --compress a run, or the number of a job.", show_default=False
+    ),
+]
 Tls = Annotated[Path | None, typer.Option(help="A directory with cert.pem, key.pem and ca.pem.", show_default=False)]
 JobId = Annotated[int, typer.Argument(help="The number of the job, as `shoal queue` shows it.", show_default=False)]
 PANEL = "Queue"
@@ -26,22 +33,30 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    job: JobFile,
+    job: What,
     priority: Annotated[int, typer.Option(help="Higher goes first, from -100 to 100.")] = 0,
     user: Annotated[str, typer.Option(help="Whose job it is: for quotas and turns.", show_default=False)] = "",
     after: Annotated[list[int], typer.Option(help="Only after this job has finished.", show_default=False)] = NO_IDS,
     sets: Sets = NO_OVERRIDES,
     search: Annotated[bool, typer.Option("--search", help="Run the job's search instead of the job itself.")] = False,
+    verify: Annotated[
+        str, typer.Option(help="Run it with each of these numbers of workers and compare: 1,2,3", show_default=False)
+    ] = "",
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Compress a run, or what a job of the queue trains.")
+    ] = False,
     runs: Runs = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Put a job or its search into the queue. A daemon in the background runs it; the first submit starts it."""
+    """Put a job, search, verification or compression into the queue. The first submit starts a daemon that runs it."""
     from shoal.spec.load import load_job
     from shoal.terminal import queue_tables
 
-    checked = load_job(job, overrides=sets)
-    kind: Literal["training", "search"] = "search" if search else "training"
-    entry = _queue(runs).submit(checked, user=user, priority=priority, after=after, kind=kind)
+    work, asked = _work(search=search, verify=verify, compress=compress), _queue(runs)
+    if work is None:
+        entry = asked.submit_compression(job, sets, user=user, priority=priority, after=after)
+    else:
+        entry = asked.submit(load_job(job, overrides=sets), user=user, priority=priority, after=after, work=work)
     if as_json:
         output.print_json(entry.model_dump(mode="json"))
     else:
@@ -163,6 +178,19 @@ def down(runs: Runs = RUNS) -> None:
 
     ended = client.down(runs)
     output.print_lines("the daemon has ended" if ended else "no daemon serves the queue")
+
+
+def _work(*, search: bool, verify: str, compress: bool) -> Work | None:
+    """What is to be done with a job; None for a compression, which has no job file."""
+    from shoal.errors import error
+    from shoal.jobs.verify import parse_worker_counts
+    from shoal.plan.queueing.work import TRAINING, SearchWork, VerifyWork
+
+    if search + bool(verify) + compress > 1:
+        raise error("SH609", "--search, --verify and --compress do not go together", fix="Submit each on its own.")
+    if verify:
+        return VerifyWork(workers=tuple(parse_worker_counts(verify, where="--verify")))
+    return None if compress else SearchWork() if search else TRAINING
 
 
 def _queue(runs: Path) -> LocalQueue | RemoteQueue:

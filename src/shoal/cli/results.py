@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli import compress, output, search
+from shoal.cli import compress, output, proofs, search
 from shoal.cli.options import RUNS, AsJson, RunName, Runs
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def show(run: RunName, runs: Runs = RUNS, as_json: AsJson = False) -> None:
         console.print()
         reports.print_receipt(console, stored.own)
     compress.print_report_of(console, paths)
+    proofs.print_verdict_of(console, paths)
     reports.print_receipt_damage(console, stored.damage, paths)
 
 
@@ -93,7 +94,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Metrics of a run on a part of its data, or on any other data."""
-    from shoal.errors import error
+    from shoal.errors import error, plural
     from shoal.jobs import run_dir, run_index
     from shoal.jobs.probes import run_probe
     from shoal.spec.load import load_run_job
@@ -111,8 +112,8 @@ def evaluate(
         output.print_json(answer)
         return
     for name, metrics in answer["metrics"].items():
-        count = formatting.count(answer["samples"][name])
-        output.print_lines(f"{name} ({count} samples): {formatting.metrics(metrics)}")
+        samples = plural(answer["samples"][name], "sample")
+        output.print_lines(f"{name} ({samples}): {formatting.metrics(metrics)}")
 
 
 def predict(

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from shoal.cli import output
-from shoal.cli.options import NO_OVERRIDES, RUNS, AsJson, JobFile, Quiet, Runs
+from shoal.cli.options import NO_OVERRIDES, RUNS, AsJson, JobFile, Quiet, Runs, Verbs
 
 if TYPE_CHECKING:
     from shoal.jobs.search.driver import SearchOutcome
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 START = "start"
 
 
-class SearchGroup(TyperGroup):
+class SearchGroup(Verbs):
     """`shoal search JOB` starts a search; a first word that is a verb is that verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

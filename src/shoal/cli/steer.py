@@ -36,11 +36,13 @@ def scale(
     runs: Runs = RUNS,
 ) -> None:
     """Change the number of workers or servers of a run in progress."""
+    from shoal.errors import plural
     from shoal.jobs import commands, run_dir
 
     answer = commands.scale(run_dir.find(run, runs), workers, servers=servers)
-    wanted = [f"{answer.wanted} workers"] + ([f"{answer.servers_wanted} servers"] if answer.servers_wanted else [])
-    output.print_lines(f"{' and '.join(wanted)} are wanted", *answer.notes)
+    servers_wanted = [plural(answer.servers_wanted, "server")] if answer.servers_wanted else []
+    wanted = [plural(answer.wanted, "worker"), *servers_wanted]
+    output.print_lines(f"wanted: {', '.join(wanted)}", *answer.notes)
 
 
 def drain(

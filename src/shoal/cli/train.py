@@ -40,18 +40,23 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Train: run a job, show its progress, print the receipt."""
-    from shoal.jobs import run_executor
+    from shoal.jobs.fork_servers import ForkServerPool
     from shoal.terminal import hints
     from shoal.terminal.live import make_display
 
     asked = [f"{field}={value}" for field, value in (("workers", workers), ("network.listen", listen)) if value]
     checked = load_job(job, [*engine_kind(engine), *sets, *asked])
-    if workers and not (quiet or as_json) and (hint := hints.lanes_hint(checked, job, sets)):
-        output.print_lines(hint)
-    if checked.sync.kind == "auto" and not (quiet or as_json):
-        output.print_lines("planning: the job is measured for some seconds")
-    with make_display(output.console(as_json), as_json=as_json, quiet=quiet) as shown:
-        outcome = run_executor.run(checked, runs=runs, on_event=shown.on_event)
+    with ForkServerPool() as fork_servers:
+        fork_servers.for_job(checked)  # it imports torch while this process imports the rest
+        from shoal.jobs.run_executor import RunExecutor, run_to_end
+
+        if workers and not (quiet or as_json) and (hint := hints.lanes_hint(checked, job, sets)):
+            output.print_lines(hint)
+        if checked.sync.kind == "auto" and not (quiet or as_json):
+            output.print_lines("planning: the job is measured for some seconds")
+        display = make_display(output.console(as_json), as_json=as_json, quiet=quiet)
+        with display as shown, RunExecutor(fork_servers) as executor:
+            outcome = run_to_end(executor, executor.submit(checked, runs=runs, on_event=shown.on_event))
     output.print_and_exit(outcome, as_json=as_json)
 
 

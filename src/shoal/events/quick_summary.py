@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from shoal.events.packed_file import open_content
 from shoal.events.run_state import RunState
 from shoal.events.snapshot import MIN_NEW_BYTES, RunSummary
 from shoal.events.stream import parse_event
@@ -22,7 +23,7 @@ _SOUND_STEP = re.compile(
 
 def quick_summary(events: Path) -> RunSummary | None:
     """What folding all events gives; None if the stream is long: a snapshot then spares the next reader more."""
-    with events.open("rb") as file:
+    with open_content(events) as file:
         content = file.read(MIN_NEW_BYTES + 1)
     return summarise_rows(content) if len(content) <= MIN_NEW_BYTES else None
 

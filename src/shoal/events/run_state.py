@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
+from shoal.errors import plural
 from shoal.events import schema
 from shoal.events.checks import Number, make_check
 from shoal.events.event import Event, kind_name
-from shoal.events.state_parts import Curve, LostResidual, RunFacts, ServerSummary, WorkerSummary
+from shoal.events.state_parts import Curve, LostResidual, Pace, RunFacts, ServerSummary, WorkerSummary
 
-FOLD_VERSION = 4
+FOLD_VERSION = 5
 """Increased when the same events give a different state than before. Snapshots of an earlier version are ignored."""
 MAX_NOTES = 256
 TIME_FIELDS = ("data_s", "compute_s", "exchange_s", "waiting_s", "saving_s", "evaluation_s", "recovery_s")
@@ -25,6 +26,8 @@ class RunState:
     """The state of a run after the events that were applied."""
 
     status: str = "created"
+    stage: str = ""
+    """What happens before the first step of a start: importing, opening data, first batch; '' after it."""
     run: str = ""
     steps_total: int = 0
     steps_per_epoch: int = 0
@@ -94,6 +97,7 @@ class RunState:
     plan: dict[str, Any] = field(default_factory=dict)
     replans: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, dict[str, float]] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
     skipped_rows: int = 0
     """Rows of the stream that could not be read, counted by the reader of the stream."""
 
@@ -103,9 +107,8 @@ class RunState:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end at the present speed."""
-        rate = self.facts.get("steps_per_s", 0.0)
-        return (self.steps_total - self.step) / rate if rate and self.steps_total else None
+        """Seconds to the end at the pace of the run so far."""
+        return self.pace.seconds_for(self.steps_total - self.step) if self.steps_total else None
 
     def apply(self, event: Event) -> None:
         self.last_event_t = event.t
@@ -155,8 +158,7 @@ def describe_damage(skipped_rows: int) -> str:
     """What readers say of rows that they could not use; '' if there are none."""
     if not skipped_rows:
         return ""
-    rows = "1 damaged row" if skipped_rows == 1 else f"{skipped_rows} damaged rows"
-    return f"{rows} in events.jsonl {'was' if skipped_rows == 1 else 'were'} passed over"
+    return f"{plural(skipped_rows, 'damaged row')} in events.jsonl {'was' if skipped_rows == 1 else 'were'} passed over"
 
 
 def replay(events: Iterable[Event]) -> RunState:
@@ -192,6 +194,8 @@ for _kind in _NOTED_KINDS:
 @_folds(schema.RunStartedEvent)
 def _run_started(state: RunState, event: Event, started: schema.RunStartedEvent) -> None:
     state.run, state.status, state.starts = started.run, "starting", state.starts + 1
+    state.stage = "importing"
+    state.pace.interrupt()
     state.error, state.result, state.built_by, state.verified_sha256 = None, {}, "", ""
     state.nobody_left = True  # workers that outlived their driver report their state again
     for server in state.servers.values():
@@ -231,6 +235,7 @@ def _worker_started(state: RunState, event: Event, started: schema.WorkerStarted
     worker.host, worker.pid, worker.state = started.host, started.pid, "starting"
     worker.seen_at(event.t)
     state.facts |= {name: event[name] for name in ("threads", "torch") if name in event.fields}
+    state.stage = "opening data" if state.stage == "importing" else state.stage
 
 
 @_folds(schema.BuiltEvent)
@@ -256,6 +261,8 @@ def _joined(state: RunState, event: Event, joined: schema.JoinedEvent) -> None:
         worker.has_joined = True
         state.times["startup_s"] += max(worker.lifetime_s - worker.loading_s, 0.0)
     state.joined_t = event.t if state.joined_t is None else state.joined_t
+    state.stage = "first batch" if state.stage else ""
+    state.pace.interrupt()
     if state.nobody_left and state.step and not event.step:
         state.redone += state.step
         state.note(Event("steps_lost", event.t, event.who, 0, {"steps": state.step}))
@@ -307,6 +314,8 @@ def _step(state: RunState, event: Event, row: schema.StepEvent) -> None:
         return
     state.step, state.loss, state.lr, state.status = worker.step, row.loss, row.lr, "training"
     state.training_wall_s += max(row.wall_s, 0.0)
+    state.stage = ""
+    state.pace.add(state.step, event.t, workers=len(state.training_workers))
     if row.wall_s > 0:
         state.facts["steps_per_s"] = row.steps / row.wall_s
     if row.loss is not None:
@@ -498,4 +507,4 @@ def _failed(state: RunState, event: Event, failed: schema.FailedEvent) -> None:
 
 @_folds(schema.RunEndedEvent)
 def _run_ended(state: RunState, event: Event, ended: schema.RunEndedEvent) -> None:
-    state.status = ended.status
+    state.status, state.stage = ended.status, ""

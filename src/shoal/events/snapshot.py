@@ -21,9 +21,10 @@ from typing import Any, BinaryIO, TypedDict
 
 from shoal.events.checks import Count, Number, make_check
 from shoal.events.event import Event
+from shoal.events.packed_file import content_size, open_content, size_of_content, stat_content
 from shoal.events.run_state import FOLD_VERSION, RunState
 from shoal.events.schema import KINDS, SCHEMA_VERSION, from_row, to_row
-from shoal.events.state_parts import Curve, LostResidual, ServerSummary, WorkerSummary
+from shoal.events.state_parts import Curve, LostResidual, Pace, ServerSummary, WorkerSummary
 from shoal.events.stream import MAX_LINE_BYTES, EventReader
 
 MAX_SNAPSHOT_BYTES = 1 << 26
@@ -77,9 +78,9 @@ _is_header, _is_summary, _is_state = make_check(SnapshotHeader), make_check(RunS
 
 def load_summary(events: Path, snapshot: Path) -> RunSummary | None:
     """The summary in the snapshot; None unless the snapshot covers the whole stream."""
-    with contextlib.suppress(OSError), snapshot.open("rb") as file, events.open("rb") as stream:
+    with contextlib.suppress(OSError), snapshot.open("rb") as file, open_content(events) as stream:
         header = _read_header(file)
-        size = os.fstat(stream.fileno()).st_size
+        size = content_size(stream)
         if (
             header is not None
             and header["size"] == size
@@ -123,16 +124,15 @@ class RunStateReader:
     def save_if_useful(self) -> None:
         """Save if that spares the next reader much work."""
         with contextlib.suppress(OSError):
-            stream = self._events.stat()
-            is_idle = time.time() - stream.st_mtime > IDLE_S
-            if stream.st_size - self._saved_size >= MIN_NEW_BYTES or is_idle:
+            is_idle = time.time() - stat_content(self._events).st_mtime > IDLE_S
+            if size_of_content(self._events) - self._saved_size >= MIN_NEW_BYTES or is_idle:
                 self.save()
 
     def save(self) -> None:
         """Write a snapshot, unless the stream has not changed. A read-only directory is not an error."""
         self._saved_at_s = time.monotonic()
         with contextlib.suppress(OSError):
-            if self._events.stat().st_size != self._saved_size:
+            if size_of_content(self._events) != self._saved_size:
                 self._saved_size = _write(self._snapshot, self._events, self._reader.offset, self.state)
 
 
@@ -150,7 +150,7 @@ def load_state(events: Path, snapshot: Path) -> RunState:
 def _write(snapshot: Path, events: Path, offset: int, state: RunState) -> int:
     """Returns the size of the stream that the snapshot covers."""
     content = encode_state(state)
-    with events.open("rb") as stream:
+    with open_content(events) as stream:
         header: SnapshotHeader = {
             "version": SNAPSHOT_VERSION,
             "offset": offset,
@@ -171,13 +171,14 @@ def _write(snapshot: Path, events: Path, offset: int, state: RunState) -> int:
 
 def _covered_size(stream: BinaryIO, offset: int) -> int:
     """An incomplete line after the offset is covered too; complete lines that were appended meanwhile are not."""
-    rest = os.pread(stream.fileno(), MAX_LINE_BYTES, offset)
+    stream.seek(offset)
+    rest = stream.read(MAX_LINE_BYTES)
     return offset if b"\n" in rest or len(rest) == MAX_LINE_BYTES else offset + len(rest)
 
 
 def _load(events: Path, snapshot: Path) -> tuple[RunState, int, int] | None:
     """The state in the snapshot, its offset and size; None if the snapshot is invalid."""
-    with contextlib.suppress(OSError), snapshot.open("rb") as file, events.open("rb") as stream:
+    with contextlib.suppress(OSError), snapshot.open("rb") as file, open_content(events) as stream:
         header = _read_header(file)
         if header is None or header["sample"] != stream_sample(stream, header["offset"]):
             return None
@@ -199,9 +200,13 @@ def _read_header(file: BinaryIO) -> SnapshotHeader | None:
 def stream_sample(stream: BinaryIO, offset: int) -> str:
     """A digest of the stream's beginning and of the end of the folded part. '' if the stream is shorter than
     `offset`."""
-    fd = stream.fileno()
     start = max(offset - _SAMPLE_BYTES, 0)
-    first, last = os.pread(fd, min(_SAMPLE_BYTES, offset), 0), os.pread(fd, offset - start, start)
+    if start > content_size(stream):
+        return ""  # no file system seeks to any number
+    stream.seek(0)
+    first = stream.read(min(_SAMPLE_BYTES, offset))
+    stream.seek(start)
+    last = stream.read(offset - start)
     return content_digest(first + last) if len(last) == offset - start else ""
 
 
@@ -226,6 +231,7 @@ def encode_state(state: RunState) -> bytes:
         "servers": {name: vars(one) for name, one in state.servers.items()},
         "curves": {name: vars(one) for name, one in state.curves.items()},
         "lost_residuals": [vars(one) for one in state.lost_residuals],
+        "pace": vars(state.pace),
         "notes": [to_row(one) for one in state.notes],
     }
     return json.dumps(vars(state) | parts, separators=(",", ":")).encode()
@@ -254,6 +260,7 @@ def decode_state(content: bytes) -> RunState | None:
         "servers": {name: ServerSummary(**one) for name, one in found["servers"].items()},
         "curves": {name: Curve(**one) for name, one in found["curves"].items()},
         "lost_residuals": [LostResidual(**one) for one in found["lost_residuals"]],
+        "pace": Pace(**found["pace"]),
         "notes": notes,
     }
     return RunState(**found | parts)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TypedDict
 
 from shoal.events.checks import Count, Number
 
 MAX_POINTS = 4096
+MIN_PACE_S = 1.0
+"""Seconds of steps before a pace is told."""
+MIN_MEMORY_S = 60.0
+MEMORY_SHARE = 0.25
+"""A pace forgets over this share of the time that it has seen, or over a minute."""
+KEPT_PACE_S = 5.0
+"""What an earlier pace still weighs after the number of workers has changed."""
 
 
 @dataclass
@@ -77,6 +85,47 @@ class Curve:
         self.values.append(value)
         if len(self.steps) > MAX_POINTS:
             self.steps, self.values = self.steps[1::2], self.values[1::2]
+
+
+@dataclass
+class Pace:
+    """How fast steps follow each other, with evaluations and saves between them: a mean that slowly forgets.
+
+    The time of the first row after a (new) start is not counted: it contains what happens once, such as compiling.
+    """
+
+    step: int = 0
+    t: float | None = None
+    """Step and time of the last row; no time if the next row follows something else than a step."""
+    workers: int = 0
+    steps: float = 0.0
+    seconds: float = 0.0
+    """Weighted sums over the rows."""
+    seen_s: float = 0.0
+
+    def add(self, step: int, t: float, *, workers: int) -> None:
+        """A row of the saver: after this step, at this time, with so many workers."""
+        if workers != self.workers:
+            self._weigh(min(1.0, KEPT_PACE_S / self.seconds) if self.seconds else 1.0)
+        if self.t is not None and step > self.step and t > self.t:
+            passed_s = t - self.t
+            self.seen_s += passed_s
+            self._weigh(math.exp(-passed_s / max(MIN_MEMORY_S, MEMORY_SHARE * self.seen_s)))
+            self.steps += step - self.step
+            self.seconds += passed_s
+        self.step, self.t, self.workers = step, t, workers
+
+    def interrupt(self) -> None:
+        """The time until the next row is not that of steps."""
+        self.t = None
+
+    def _weigh(self, share: float) -> None:
+        self.steps *= share
+        self.seconds *= share
+
+    def seconds_for(self, steps: int) -> float | None:
+        """None if too little was seen."""
+        return steps * self.seconds / self.steps if self.seconds >= MIN_PACE_S and self.steps else None
 
 
 @dataclass

@@ -6,7 +6,6 @@ leave an incomplete line: readers skip it, and a new writer starts on a new line
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -21,6 +20,7 @@ from pydantic_core import from_json
 from shoal.errors import is_disk_full
 from shoal.events.checks import is_count
 from shoal.events.event import Event
+from shoal.events.packed_file import content_size, open_content, packed_path, size_of_content, unpack_file
 from shoal.events.schema import KINDS, SCHEMA_VERSION, from_row, to_row
 
 MAX_LINE_BYTES = 1 << 22
@@ -75,6 +75,8 @@ class EventWriter:
     """
 
     def __init__(self, path: Path, who: str, *, flush_s: float = 0.1) -> None:
+        if not path.exists() and packed_path(path).exists():
+            unpack_file(path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._initialise(who, flush_s, lambda rows: _append_rows(fd, rows), close=lambda: os.close(fd))
         if _ends_mid_line(fd):
@@ -230,16 +232,15 @@ class LineTail:
 
     def skip_existing(self) -> None:
         """Skip the present content."""
-        with contextlib.suppress(FileNotFoundError):
-            self.offset = self._position = self._path.stat().st_size
+        self.offset = self._position = size_of_content(self._path)
 
     def read_new_bytes(self) -> Iterator[bytes]:
         try:
-            file = self._path.open("rb")
+            file = open_content(self._path)
         except FileNotFoundError:
             return
         with file:
-            size = os.fstat(file.fileno()).st_size  # not what is appended meanwhile: that might never end
+            size = content_size(file)  # not what is appended meanwhile: that might never end
             file.seek(self._position)
             while self._position < size:
                 line = file.readline(MAX_LINE_BYTES + 1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from shoal.events.checks import Count, make_check
+from shoal.events.packed_file import stat_content
 from shoal.events.snapshot import SNAPSHOT_VERSION, RunSummary
 
 MAX_INDEX_BYTES = 1 << 28
@@ -71,7 +72,7 @@ class SummaryIndex:
 
 def _identity(events: str) -> list[int] | None:
     try:
-        found = os.stat(events)
+        found = stat_content(events)
     except OSError:
         return None
     return [found.st_size, found.st_mtime_ns, found.st_ino]

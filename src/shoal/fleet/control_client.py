@@ -59,6 +59,7 @@ class ControlClient:
         on_view: Callable[[View], None] | None = None,
         on_chunk_table: Callable[[ChunkTable], None] | None = None,
         on_welcome: Callable[[dict[str, Any]], None] | None = None,
+        on_inspect: Callable[[dict[str, Any]], None] | None = None,
         tls_contexts: TlsContexts | None = None,
     ) -> None:
         self.dropped_messages = 0  # because too many waited for a driver
@@ -68,6 +69,7 @@ class ControlClient:
         self._on_view = on_view
         self._on_chunk_table = on_chunk_table
         self._on_welcome = on_welcome
+        self._on_inspect = on_inspect
         self._tls_contexts = tls_contexts
         self._changed = threading.Condition()
         self._view: View | None = None
@@ -77,6 +79,7 @@ class ControlClient:
         self._stop_report: bytes | None = None  # set while a thread is in `wait`
         self._outbox = Outbox()
         self._wakeup = Wakeup()
+        self._beat_now = False
         self._clock = LivenessClock(handshake.TIMEOUT_S + 1.0)
         self._last_heard_s = 0.0
         self._local_host = ""
@@ -136,6 +139,11 @@ class ControlClient:
         """Queue a message. Without a driver messages wait, and the oldest are dropped if there are too many. ValueError
         if the message is too long."""
         self._enqueue(encode_message(kind, fields))
+        self._wakeup.notify()
+
+    def beat(self) -> None:
+        """Send a heartbeat now. The driver then reads the events at once, not only when its next tick is due."""
+        self._beat_now = True
         self._wakeup.notify()
 
     @property
@@ -210,7 +218,8 @@ class ControlClient:
         beat_at = time.monotonic()
         while not self._closing.is_set():
             self._read_messages(link)
-            if time.monotonic() >= beat_at:
+            if self._beat_now or time.monotonic() >= beat_at:
+                self._beat_now = False
                 beat_at = time.monotonic() + HEARTBEAT_INTERVAL_S
                 if self._welcome is not None:
                     self._enqueue(
@@ -240,6 +249,8 @@ class ControlClient:
             self._handle_view(message.fields.get("view"))
         elif message.kind == "table":
             self._handle_chunk_table(message.fields.get("table"))
+        elif message.kind == "inspect" and self._on_inspect is not None:
+            self._run_callback(partial(self._on_inspect, message.fields))
 
     def _handle_welcome(self, fields: dict[str, Any]) -> None:
         if self._on_welcome is not None:

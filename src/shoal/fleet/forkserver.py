@@ -230,6 +230,8 @@ class ForkServer:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
+            if not self._ready:
+                self._process.kill()  # it has started nothing, and may import for seconds
             self._process.wait()
         self._selector.close()
 

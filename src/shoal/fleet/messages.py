@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from shoal.fleet.profile_request import ProfileRequest
 from shoal.net.errors import ProtocolError
 from shoal.spec.base import Spec
 from shoal.spec.chunk_table import ChunkTable
@@ -26,6 +27,7 @@ MAX_ERROR_CHARACTERS = 8000
 MAX_LINE_CHARACTERS = 4000
 MAX_REASON_CHARACTERS = 200
 MAX_ROW_CHARACTERS = 1 << 20
+MAX_PIECE_CHARACTERS = 1 << 19
 
 SeatNumber = Annotated[int, Field(ge=0, lt=MAX_SEAT)]
 ViewNumber = Annotated[int, Field(ge=0, lt=MAX_VIEW)]
@@ -163,6 +165,16 @@ class EventMessage(Message):
     row: Annotated[str, Field(max_length=MAX_ROW_CHARACTERS)]
 
 
+class FoundMessage(Message):
+    """A piece, in base64, of the stacks or of the profile of a worker that cannot reach the run's directory. `profile`:
+    its name, or '' for stacks."""
+
+    kind: Literal["found"]
+    profile: Annotated[str, Field(pattern=r"^[0-9a-f-]{0,40}$")] = ""
+    piece: Annotated[str, Field(max_length=MAX_PIECE_CHARACTERS)]
+    is_last: bool
+
+
 class ByeMessage(Message):
     """The process ends as it should."""
 
@@ -236,10 +248,17 @@ class StopRequest(Message):
     kind: Literal["stop"]
 
 
-WorkerMessage = BeatMessage | StandingMessage | CutsMessage | EventMessage | ByeMessage
+class InspectRequest(Message):
+    """Let the workers that cannot reach the run's directory send their stacks, or a profile of some steps."""
+
+    kind: Literal["inspect"]
+    profile: ProfileRequest | None = None
+
+
+WorkerMessage = BeatMessage | StandingMessage | CutsMessage | EventMessage | FoundMessage | ByeMessage
 ServerMessage = BeatMessage | FilledMessage | ByeMessage
 AgentMessage = BeatMessage | ExitedReport | OutputReport | ByeMessage
-UserRequest = ScaleRequest | DrainRequest | StopRequest
+UserRequest = ScaleRequest | DrainRequest | StopRequest | InspectRequest
 
 MessageUnion = TypeVar("MessageUnion")
 

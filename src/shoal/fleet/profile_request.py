@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from shoal.spec.base import Spec
 
@@ -16,6 +16,8 @@ MAX_REQUEST_BYTES = 4096
 
 class ProfileRequest(Spec):
     """Workers profile the steps from `first_step` on, each into `profiles/NAME/worker-0.json`."""
+
+    model_config = ConfigDict(strict=True)
 
     name: Annotated[str, Field(pattern=r"^[0-9a-f-]{1,40}$")]
     first_step: Annotated[int, Field(ge=0, lt=1 << 53)]

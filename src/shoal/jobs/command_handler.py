@@ -1,10 +1,11 @@
-"""The driver's side of `commands`: scale, drain and stop, and the status that answers them."""
+"""The driver's side of `commands`: scale, drain, stop and inspect, and the status that answers them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from shoal.fleet.messages import DrainRequest, ScaleRequest, StopRequest, UserRequest
+from shoal.fleet.messages import DrainRequest, InspectRequest, ScaleRequest, StopRequest, UserRequest
 from shoal.jobs.server_group import ServerGroup
 from shoal.net.errors import ProtocolError
 from shoal.plan.membership_policy import MembershipPolicy
@@ -12,13 +13,20 @@ from shoal.plan.membership_policy import MembershipPolicy
 
 class CommandHandler:
     """`server_group` is None for a run without servers. `stop_requested` is set when a user stops the run,
-    `user_scaled` when a user chose the number of workers."""
+    `user_scaled` when a user chose the number of workers. `inspect` asks the workers without the run's directory."""
 
-    def __init__(self, membership: MembershipPolicy, server_group: ServerGroup | None) -> None:
+    def __init__(
+        self,
+        membership: MembershipPolicy,
+        server_group: ServerGroup | None,
+        *,
+        inspect: Callable[[InspectRequest], None] = lambda request: None,
+    ) -> None:
         self.stop_requested = ""
         self.user_scaled = False
         self._membership = membership
         self._server_group = server_group
+        self._inspect = inspect
 
     def handle(self, request: UserRequest) -> None:
         """Carry out a command. ProtocolError if it asks for servers in a run without; then nothing is changed."""
@@ -32,6 +40,8 @@ class CommandHandler:
                 self._membership.drain(request.seat, "drained", replace=False)
             case StopRequest():
                 self.stop_requested = "stopped"
+            case InspectRequest():
+                self._inspect(request)
 
     def status(self) -> dict[str, Any]:
         return {

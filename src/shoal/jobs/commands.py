@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from shoal.errors import ShoalError, error
+from shoal.errors import ShoalError, error, plural
 from shoal.events import Event, RunState, RunStateReader
 from shoal.fleet.driver_address import DriverAddress, check_driver_address
 from shoal.fleet.orphans import Orphan, find_orphans
+from shoal.fleet.profile_request import ProfileRequest
 from shoal.jobs import run_dir
 from shoal.jobs.resume import has_finished
 from shoal.net.address import format_address
@@ -68,7 +69,7 @@ def scale(paths: RunPaths, wanted: int | None = None, *, servers: int | None = N
 def _scale_notes(job: Job, wanted: int, lanes: int) -> list[str]:
     notes = []
     if wanted > lanes:
-        notes.append(f"there are {lanes} lanes: {wanted - lanes} of {wanted} workers will stand by")
+        notes.append(f"the run has {plural(lanes, 'lane')}: {wanted - lanes} of {wanted} workers will stand by")
     limits = job.workers
     if not limits.least <= wanted <= limits.most:
         notes.append(f"the job says workers: {limits.least}..{limits.most}; this counts until the run ends")
@@ -135,6 +136,12 @@ def _stop_folds(paths: RunPaths) -> None:
             _send_command(one, "stop")
             return
     raise _not_driven(paths, "none of its folds answers")
+
+
+def inspect(paths: RunPaths, profile: ProfileRequest | None = None) -> None:
+    """Let the driver ask the workers without the run's directory for their stacks, or for a profile. What they send
+    comes into the run's directory."""
+    _send_command(_without_folds(paths), "inspect", profile=profile.model_dump() if profile else None)
 
 
 def read_token(paths: RunPaths) -> str:

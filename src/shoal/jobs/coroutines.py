@@ -83,6 +83,10 @@ class BackgroundCall(Generic[T]):
     def done(self) -> bool:
         return self._future.done()
 
+    def wait(self) -> None:
+        """Until the call is done, however it ends."""
+        self._future.exception()
+
     def result(self) -> T:
         try:
             return self._future.result()

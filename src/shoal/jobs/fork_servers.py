@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from shoal.fleet.forkserver import ForkServer
-from shoal.jobs.remote.seat_launches import SERVER_MODULE, WORKER_MODULE
 from shoal.spec.job import Job
 from shoal.spec.run_paths import cache_directory
 
+WORKER_MODULE = "shoal.train.worker"
+SERVER_MODULE = "shoal.paramserver.main"
 OPTIMIZER_MODULE = "torch._dynamo"  # torch imports it with the first optimizer, which takes a second
 METRICS_MODULE = "shoal.tasks.first_metric"
 DATA_MODULE = "shoal.data.datasets"

@@ -22,8 +22,7 @@ from shoal.fleet.forkserver import ForkServer
 from shoal.fleet.messages import AgentReport, ExitedReport, OutputReport
 from shoal.fleet.process_main import TOKEN_VARIABLE, WELCOME_TIMEOUT_S
 from shoal.jobs import commands
-from shoal.jobs.fork_servers import make_fork_server
-from shoal.jobs.remote.seat_launches import WORKER_MODULE
+from shoal.jobs.fork_servers import WORKER_MODULE, make_fork_server
 from shoal.jobs.run_executor import catch_stop_signals
 from shoal.net.address import parse_address
 from shoal.net.handshake import new_token

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, get_args
 
-from shoal.errors import error
+from shoal.errors import error, plural
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.coroutines import Steps, in_thread, run_steps
 from shoal.jobs.fork_servers import ForkServerPool
@@ -83,7 +83,7 @@ class PlanResult:
         if least is None or (saved := 1 - epoch_price(least.prediction, self.seat_price) / price) < WORTH_TELLING:
             return [f"{said} No other way is cheaper."]
         it, times = least.prediction.choice, least.prediction.epoch_s / pick.epoch_s
-        workers = f"{it.workers} worker{'s' if it.workers > 1 else ''}"
+        workers = plural(it.workers, "worker")
         return [f"{said} Cheapest: {workers}, {it.name}: {saved:.0%} less, and {times:.3g} times as long."]
 
     def job_overrides(self, choice: RunChoice) -> dict[str, Any]:

@@ -12,16 +12,23 @@ from shoal.spec.load import load_run_job
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 
+MADE_OF_RUNS = {"rungs": "compression", "run-1": "verification"}
+"""Directories that tell what a directory with a job is, if it is no run."""
+
 
 def job_to_resume(paths: RunPaths, overrides: Sequence[str]) -> Job:
     """The run's job with these overrides applied.
 
-    SH632 if it is a search. SH604 if the run has finished. SH609 if the overrides change what it trains, or if workers
-    of the run still live with the old settings.
+    SH632 if it is a search, or something else that is made of runs. SH604 if it has finished. SH609 if the overrides
+    change what it trains, or if workers of the run still live with the old settings.
     """
     if paths.search_journal.is_file():
         fix = f"shoal search resume {paths.name} goes on with it."
         raise error("SH632", f"'{paths.name}' is a search", where=str(paths.root), fix=fix)
+    for inside, what in MADE_OF_RUNS.items():
+        if (paths.root / inside).is_dir():
+            fix = "Begin it again; one of a queue goes on by itself, or after `shoal release`."
+            raise error("SH632", f"'{paths.name}' is a {what}", where=str(paths.root), fix=fix)
     if has_finished(paths):
         raise error("SH604", f"'{paths.name}' has finished", where=str(paths.root))
     job = load_run_job(paths.job)

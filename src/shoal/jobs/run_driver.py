@@ -127,7 +127,9 @@ class RunDriver:
             launches=launches,
         )
         self.worker_group.membership.pause_at = self._until
-        self.commands = CommandHandler(self.worker_group.membership, self.server_group)
+        self.commands = CommandHandler(
+            self.worker_group.membership, self.server_group, inspect=self.worker_group.inspect
+        )
         if not already_finished:
             tls = self.job.network.tls is not None
             self._stream.emit(
@@ -136,9 +138,9 @@ class RunDriver:
         self._start_replanner()
         group = self.worker_group
         self._agent_reports = AgentReports(self.control, self.paths, self._stream, agent_of=group.agent_of)
-        self._last_step_known = any(seat.role == "worker" for seat in reattached)
-        workers = (seat.number for seat in reattached if seat.role == "worker")
-        group.start(workers, view_number=self.state.view_number)
+        workers = [seat.number for seat in reattached if seat.role == "worker"]
+        self._last_step_known = bool(workers)
+        group.start(workers, view_number=self.state.view_number, saved_step=self.state.saved_step or 0)
         if self.server_group:
             self.server_group.start(seat.number for seat in reattached if seat.role == "server")
 

@@ -27,6 +27,7 @@ from shoal.jobs.run_driver import RunDriver
 from shoal.jobs.run_result import PAUSED, RunResult
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
+from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 
 T = TypeVar("T")
@@ -118,6 +119,13 @@ class RunExecutor:
         `overrides` (`path=value`) change how the run continues (`workers=2`, `shard=none`), but not what it trains.
         """
         return self._add(lambda handle: self._resumed_run(handle, paths, overrides, on_event), until)
+
+    def submit_or_resume(
+        self, job: Job, paths: RunPaths, *, on_event: OnEvent | None = None, trace: bool = False
+    ) -> RunHandle:
+        """The run of a job in this directory: begun there, resumed, or as it ended there. For work that is made of runs
+        and may have been killed at any time."""
+        return self._add(lambda handle: self._begun_or_resumed(handle, job, paths, on_event, trace=trace))
 
     def submit_steps(self, make_steps: Callable[[RunHandle], Steps[RunResult]]) -> RunHandle:
         """Advance other work as a run is advanced, such as a search whose trials are runs of this executor."""
@@ -219,6 +227,16 @@ class RunExecutor:
     ) -> Steps[RunResult]:
         job = job_to_resume(paths, overrides)
         return (yield from self._locked_run(handle, job, paths, on_event, save=bool(overrides)))
+
+    def _begun_or_resumed(
+        self, handle: RunHandle, job: Job, paths: RunPaths, on_event: OnEvent | None, *, trace: bool
+    ) -> Steps[RunResult]:
+        if (own := read_receipt_file(paths.receipt).own) is not None:
+            handle.paths = paths
+            return RunResult(paths, "finished", own)
+        if paths.job.is_file():
+            return (yield from self._locked_run(handle, job_to_resume(paths, ()), paths, on_event, trace=trace))
+        return (yield from self._new_run(handle, job, paths.root.parent, on_event, trace=trace, reserved=paths))
 
     def _locked_run(
         self,

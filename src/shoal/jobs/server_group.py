@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shoal.errors import plural
 from shoal.events import EventWriter
 from shoal.fleet.control_server import ControlMessage, ControlServer
 from shoal.fleet.engine import Engine, Exit
@@ -193,7 +194,7 @@ class ServerGroup:
     def scale(self, servers: int, *, why: str = "scaled") -> None:
         self._restarts_left = self._restarts
         self._placement.scale(servers)
-        self._table_reasons.append(f"{servers} servers are wanted")
+        self._table_reasons.append(f"wanted: {plural(servers, 'server')}")
         self._report_wanted(why)
 
     def drain(self, seat: int) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import error
 from shoal.fleet.forkserver import ForkServer
-from shoal.jobs.coroutines import run_steps
+from shoal.jobs.coroutines import Steps, run_steps
 from shoal.jobs.resolve_auto import resolve_auto_steps
-from shoal.jobs.run_executor import OnEvent, RunExecutor, open_executor, run_to_end
+from shoal.jobs.run_executor import OnEvent, RunExecutor, RunHandle, open_executor, run_to_end
 from shoal.jobs.run_result import RunResult
 from shoal.spec.job import MAX_WORKERS, Job, WorkersConfig
 from shoal.spec.load import check_job
@@ -20,6 +20,7 @@ from shoal.spec.run_paths import RunPaths
 
 StepDigests = Mapping[int, Mapping[str, str]]
 """Digests by step and tensor."""
+SubmitOne = Callable[[int, str, bool], RunHandle]
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class VerifyResult:
         return len({_digests(receipt) for _, receipt in self.receipts}) == 1
 
 
-def parse_worker_counts(text: str) -> list[int]:
+def parse_worker_counts(text: str, *, where: str = "--workers") -> list[int]:
     """Parse `1,2,3`."""
     words = [word.strip() for word in text.split(",")]
     found = [int(word) for word in words if word.isdecimal() and 1 <= int(word) <= MAX_WORKERS]
     if len(found) < len(words) or len(found) < 2:
         fix = "Write two or more numbers, such as 1,2,3; the same one twice tells whether a job repeats."
-        raise error("SH609", f"'{text}' is not a list of numbers of workers", where="--workers", fix=fix)
+        raise error("SH609", f"'{text}' is not a list of numbers of workers", where=where, fix=fix)
     return found
 
 
@@ -70,27 +71,56 @@ def verify(
     with open_executor(fork_server) as executor:
         planned, _ = run_steps(resolve_auto_steps(job, executor.fork_servers))
         job = pin_job(planned, max_workers=max(workers), purpose="verify")
-        if job.workers_per_replica > 1 and len(set(workers)) > 1:
-            message = "a model that is spread over other workers gives other bits: `shard` is not exact"
-            fix = "Ask whether one layout repeats (--workers 2,2), or --set shard=none."
-            raise error("SH110", message, where="shard", fix=fix)
-        done: list[tuple[int, Receipt]] = []
-        for number in workers:
-            result = run_with_workers(number, job, executor, runs=runs, on_event=on_event)
-            if result.receipt is None:
-                return VerifyResult(done, stopped=result)
-            done.append((number, result.receipt))
-        first, receipt = done[0]
-        other = next((number for number, one in done if _digests(one) != _digests(receipt)), None)
-        if other is None or job.workers_per_replica > 1:
-            return VerifyResult(done)
-        traced = [
-            run_with_workers(number, job, executor, runs=runs, on_event=on_event, trace=True)
-            for number in (first, other)
-        ]
-        stopped = next((result for result in traced if result.receipt is None), None)
-        divergence = None if stopped else _find_divergence(*(result.paths for result in traced))
-        return VerifyResult(done, divergence, stopped)
+
+        def submit(number: int, name: str, trace: bool) -> RunHandle:
+            return executor.submit(with_workers(job, number), runs=runs, on_event=on_event, trace=trace)
+
+        found: list[VerifyResult] = []
+
+        def steps(handle: RunHandle) -> Steps[RunResult]:
+            found.append((yield from verify_steps(job, workers, submit)))
+            return RunResult(RunPaths.at(runs), "finished")
+
+        run_to_end(executor, executor.submit_steps(steps))
+        return found[0]
+
+
+def verify_steps(job: Job, workers: Sequence[int], submit: SubmitOne) -> Steps[VerifyResult]:
+    """`verify` of a pinned job as steps. `submit` starts a run: with so many workers, under this name, traced or not.
+    Raises the error of a run that fails."""
+    check_spread(job, workers)
+    done: list[tuple[int, Receipt]] = []
+    for place, number in enumerate(workers, start=1):
+        result = yield from _ended(submit(number, f"run-{place}", False))
+        if result.receipt is None:
+            return VerifyResult(done, stopped=result)
+        done.append((number, result.receipt))
+    first, receipt = done[0]
+    other = next((number for number, one in done if _digests(one) != _digests(receipt)), None)
+    if other is None or job.workers_per_replica > 1:
+        return VerifyResult(done)
+    traced = []
+    for place, number in enumerate((first, other), start=1):
+        traced.append((yield from _ended(submit(number, f"traced-{place}", True))))
+        if traced[-1].receipt is None:
+            return VerifyResult(done, stopped=traced[-1])
+    return VerifyResult(done, _find_divergence(*(result.paths for result in traced)))
+
+
+def _ended(handle: RunHandle) -> Steps[RunResult]:
+    while not handle.done:
+        yield ()
+    result = handle.result()
+    if result.error is not None:
+        raise result.error
+    return result
+
+
+def check_spread(job: Job, workers: Sequence[int]) -> None:
+    if job.workers_per_replica > 1 and len(set(workers)) > 1:
+        message = "a model that is spread over other workers gives other bits: `shard` is not exact"
+        fix = "Ask whether one layout repeats (--workers 2,2), or --set shard=none."
+        raise error("SH110", message, where="shard", fix=fix)
 
 
 def pin_job(job: Job, *, max_workers: int, purpose: str) -> Job:

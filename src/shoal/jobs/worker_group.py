@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shoal.events import EventWriter
@@ -16,6 +16,8 @@ from shoal.fleet.messages import (
     ByeMessage,
     CutsMessage,
     EventMessage,
+    FoundMessage,
+    InspectRequest,
     StandingMessage,
     UsageFields,
     WorkerHello,
@@ -24,6 +26,7 @@ from shoal.fleet.messages import (
     parse_worker_message,
     printable,
 )
+from shoal.fleet.remote_inspection import InspectionDesk
 from shoal.fleet.roster import RECONNECT_TIMEOUT_S, START_TIMEOUT_S, Peer, Roster, SeatNumbers
 from shoal.fleet.usage import oom_kills
 from shoal.jobs.liveness import LivenessCheck
@@ -80,14 +83,18 @@ class WorkerGroup:
         self._relays: dict[int, EventRelay] = {}  # for workers that joined
         self._agents: dict[int, str] = {}  # by seat: the secret of the agent that started the worker, or ''
         self._last_step: int | None = None
+        self._inspections = InspectionDesk(
+            paths, lambda seat, fields: control.send(self.roster[seat].connection, "inspect", **fields)
+        )
         self._usage_at_s: dict[int, float] = {}
         self._oom_kills = oom_kills()
         self._withdrawn: set[int] = set()  # seats that had no machine yet when the run ended
 
-    def start(self, reattached: Iterable[int], *, view_number: int = 0) -> None:
+    def start(self, reattached: Sequence[int], *, view_number: int = 0, saved_step: int = 0) -> None:
         """Expect the workers that outlived an earlier driver, whose newest known view was `view_number`. `tick` starts
         the missing ones."""
         self.membership.view_number = max(self.membership.view_number, view_number)
+        self.membership.saved_step = 0 if reattached else saved_step
         for seat in reattached:
             self.membership.expect(seat, returns=True)
             self.roster.expect_back(seat, until_s=time.monotonic() + RECONNECT_TIMEOUT_S)
@@ -286,8 +293,14 @@ class WorkerGroup:
                 self._server_group.set_chunk_boundaries(message.cuts)
             case EventMessage():
                 self._relay(seat, message.row)
+            case FoundMessage():
+                self._inspections.take(seat, message)
             case ByeMessage():
                 self.roster[seat].said_bye = True
+
+    def inspect(self, request: InspectRequest) -> None:
+        """Ask the workers that cannot open the run's directory for their stacks or a profile."""
+        self._inspections.ask(request, [seat for seat in self.roster if self.roster[seat].sends_events])
 
     def _handle_lost(self, seat: int) -> None:
         """A connection is lost. A managed worker reconnects or the engine reports its exit. A remote one is removed."""

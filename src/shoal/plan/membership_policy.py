@@ -111,6 +111,9 @@ class MembershipPolicy:
     """The position at the end of the job, once it is known."""
     pause_at: int | None = None
     """The step after whose evaluation the run pauses."""
+    saved_step: int = 0
+    """The step of the newest checkpoint when the driver started, if no worker of the engine outlived an earlier one. A
+    worker that joined and was cut off may hold an older state."""
     waiting: frozenset[int] = frozenset()
     """Expected workers for which the cluster has no machine yet. That may take hours."""
     _final_saver: int | None = None
@@ -461,14 +464,15 @@ class MembershipPolicy:
         savers = [m for m in team if m.can_save]
         if not savers:
             return None
-        if best is None or (best == 0 and self._loading_seat not in self.members):
-            return self._load_checkpoint(savers[0])
+        is_old = best is None or best == 0 or step_of(best) < self.saved_step
+        if best is None or (is_old and self._loading_seat not in self.members):
+            return self._load_checkpoint(min(savers, key=lambda m: (m.position or 0, m.seat)))
         self._view_entered_s = now_s
         self.balance.moved(now_s)
         return self._enter_view(team, savers, best)
 
     def _load_checkpoint(self, member: Member) -> PublishView:
-        """No worker holds any state: continue from the newest checkpoint, or from the job's start."""
+        """No worker holds a newer state: continue from the newest checkpoint, or from the job's start."""
         self._loading_seat = member.seat
         member.stopped, member.busy = False, True
         return self._publish(View(number=self.view_number + 1, loads=member.seat), [member.seat])
@@ -496,7 +500,7 @@ class MembershipPolicy:
             pause_at=self.pause_at,
         )
         self.view, self._halt_requested, self._stalled = view, "", False
-        self._interrupted = False
+        self._interrupted, self.saved_step = False, 0
         for seat in carries:
             member = self.members[seat]
             member.training, member.stopped, member.halt_sent, member.catch_up_attempted = True, False, "", False

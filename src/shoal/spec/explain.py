@@ -71,8 +71,8 @@ def stray_booleans(data: Mapping[str, Any], *, model: type[Spec]) -> list[ShoalE
     numbers = (int, float)
     return [
         _wrong_type(place, kinds, value)
-        for place, kind, value in schema.leaf_values(model, dict(data))
-        if isinstance(value, bool) and (kinds := schema.union_members(kind))
+        for place, kind, value in schema.booleans(model, dict(data))
+        if (kinds := schema.union_members(kind))
         if all(schema.strip_annotated(k) in numbers for k in kinds)
     ]
 

@@ -100,6 +100,7 @@ class CheckpointConfig(Spec):
         return every
 
 
+_SMALLER_IS_BETTER = re.compile(r"loss|error|mae|mse|rmse|perplexity")
 _INTERVAL = re.compile(r"(?=.*[1-9])(\d+|\d+\.\d+(?! step)) (step|second|minute|hour)s?")
 
 
@@ -114,7 +115,7 @@ class MonitorConfig(Spec):
         """1 if larger is better, -1 if smaller is."""
         if self.mode != "auto":
             return 1 if self.mode == "max" else -1
-        return -1 if re.search(r"loss|error|mae|mse|rmse|perplexity", self.metric.lower()) else 1
+        return -1 if _SMALLER_IS_BETTER.search(self.metric.lower()) else 1
 
 
 class EarlyStoppingConfig(MonitorConfig):

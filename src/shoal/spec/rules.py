@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from shoal.errors import ShoalError, did_you_mean, error
+from shoal.errors import ShoalError, did_you_mean, error, plural
 from shoal.spec.data import ColumnSplitConfig, HoldoutSplitConfig, NoSplitConfig
 from shoal.spec.engine import LocalEngineConfig
 from shoal.spec.job import (
@@ -136,7 +136,7 @@ def _lanes(job: Job) -> list[ShoalError]:
         fix = f"Raise `batch_size` to at least {lanes}, or set `lanes` to at most {job.batch_size}."
         found.append(error("SH107", message, where=field, fix=fix))
     if lanes < least:
-        message = f"{least} workers but {lanes} lanes: {least - lanes} workers would have no lane"
+        message = f"{least} workers but {plural(lanes, 'lane')}: {plural(least - lanes, 'worker')} would have no lane"
         fix = f"Raise `lanes` to at least {least}, or ask for fewer workers."
         found.append(error("SH107", message, where="lanes", fix=fix))
     return found

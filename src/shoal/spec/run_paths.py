@@ -37,6 +37,11 @@ class RunPaths:
         return self.root / ".state.json"
 
     @property
+    def history(self) -> Path:
+        """Curves and timeline, folded from the events. It can be rebuilt, and may be deleted at any time."""
+        return self.root / ".history.bin"
+
+    @property
     def plan(self) -> Path:
         """The plan of a `sync: auto` job and its inputs, shared by all folds."""
         return self.parent_run.root / "plan.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -79,14 +79,24 @@ def matching_alternative(alternatives: list[Any], value: Any) -> Any:
     return next(filter(fits, alternatives), Any)
 
 
-def leaf_values(kind: Any, value: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Each single value of plain data with its field and its type."""
-    if isinstance(value, dict | list):
-        inner = matching_alternative(union_members(kind), value)
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaf_values(child_type(inner, key), item, f"{place}.{key}" if place else str(key))
-    else:
+def booleans(kind: Any, value: Any, place: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """Each boolean of plain data with its field and its type. The types of other fields are not looked up."""
+    if isinstance(value, bool):
         yield place, kind, value
+    elif found := [(key, item) for key, item in _items(value) if _has_booleans(item)]:
+        inner = matching_alternative(union_members(kind), value)
+        for key, item in found:
+            yield from booleans(child_type(inner, key), item, f"{place}.{key}" if place else str(key))
+
+
+def _has_booleans(value: Any) -> bool:
+    return isinstance(value, bool) or any(_has_booleans(item) for _, item in _items(value))
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list) else ()
 
 
 _TYPE_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}

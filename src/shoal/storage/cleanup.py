@@ -1,7 +1,7 @@
 """Cleaning up: a plan of what would go, and its application by its hash, so that nothing else goes.
 
 What goes moves to the trash. Runs that are driven or have tags never go. Checkpoints go only if the run has finished
-and its model is exported.
+and its model is exported. Instead of going, finished runs may be compacted, which loses nothing.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from shoal.errors import ShoalError, error
 from shoal.events.checks import Count, make_check
+from shoal.events.packed_file import has_content, size_of_content, stat_content
 from shoal.jobs import run_dir, run_index
 from shoal.jobs.resume import has_finished
 from shoal.spec.base import parse_size
 from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths, write_atomically
+from shoal.storage.compaction import Compaction, compact_run, estimate_freed_bytes, is_over
 from shoal.storage.disk_usage import all_usage, directory_bytes
 from shoal.storage.tags import read_tags
 from shoal.storage.trash import TrashEntry, move_to_trash
 
 PLANS = ".trash/plans"
+COMPACT = "compact"
+PARTS = ("", "checkpoints", COMPACT)
+"""The whole run goes, its checkpoints go, or it is compacted."""
 MAX_PLAN_BYTES = 1 << 26
 DAY_S = 86400.0
 
@@ -35,17 +40,19 @@ DAY_S = 86400.0
 class CleanupRules:
     """Which runs may go. `keep_newest` and `keep_best` are of each job; the best are those by the job's `best`.
     `total_bytes`: only as many go, the oldest first, as bring all runs below it. `statuses`: only runs with one of
-    these; empty for all."""
+    these; empty for all. `part`: what happens, see `PARTS`."""
 
     older_than_s: float = 0.0
     keep_newest: int = 0
     keep_best: int = 0
     total_bytes: int | None = None
     statuses: tuple[str, ...] = ()
-    checkpoints_only: bool = False
+    part: str = ""
 
 
-def read_rules(*, days: float, keep: str, total: str, status: str, checkpoints: bool) -> CleanupRules:
+def read_rules(
+    *, days: float, keep: str, total: str, status: str, checkpoints: bool, compact: bool = False
+) -> CleanupRules:
     """Rules as a user writes them: keep `2`, or `newest=2,best=1`; total `200 GB`; status `failed,stopped`. SH609 if
     one of them is something else."""
     numbers = {"newest": 0, "best": 0}
@@ -58,8 +65,11 @@ def read_rules(*, days: float, keep: str, total: str, status: str, checkpoints: 
         most = parse_size(total) if total else None
     except ValueError as failure:
         raise error("SH609", f"'{total}' is not a size", where="total", fix=str(failure)) from None
+    if checkpoints and compact:
+        raise error("SH609", "checkpoints go, or runs are compacted", fix="Make a plan for each.")
+    part = "checkpoints" if checkpoints else COMPACT if compact else ""
     statuses = tuple(one.strip() for one in status.split(",") if one.strip())
-    return CleanupRules(days * DAY_S, numbers["newest"], numbers["best"], most, statuses, checkpoints)
+    return CleanupRules(days * DAY_S, numbers["newest"], numbers["best"], most, statuses, part)
 
 
 class PlanItem(TypedDict):
@@ -124,7 +134,9 @@ def _enough(items: Sequence[PlanItem], runs: Path, total_bytes: int) -> list[Pla
 def _may_go(paths: RunPaths, row: dict[str, Any], rules: CleanupRules) -> bool:
     if run_dir.is_driven(paths) or (rules.statuses and row["status"] not in rules.statuses):
         return False
-    if rules.checkpoints_only and not _has_model(paths):
+    if rules.part == "checkpoints" and not _has_model(paths):
+        return False
+    if rules.part == COMPACT and not is_over(paths):
         return False
     return time.time() - _last_change_t(paths) >= rules.older_than_s
 
@@ -136,21 +148,22 @@ def _has_model(paths: RunPaths) -> bool:
 
 def _last_change_t(paths: RunPaths) -> float:
     try:
-        return max(file.stat().st_mtime for file in (paths.job, paths.events) if file.exists())
+        return max(stat_content(file).st_mtime for file in (paths.job, paths.events) if has_content(file))
     except (OSError, ValueError):
         return time.time()
 
 
 def _item(paths: RunPaths, rules: CleanupRules) -> PlanItem:
-    part = "checkpoints" if rules.checkpoints_only else ""
-    freed = directory_bytes(paths.root / part if part else paths.root).freed_bytes
+    if rules.part == COMPACT:
+        freed = estimate_freed_bytes(paths)
+    else:
+        freed = directory_bytes(paths.root / rules.part).freed_bytes
     mtime_ns, size = _identity(paths)
-    return {"run": paths.name, "part": part, "freed_bytes": freed, "job_mtime_ns": mtime_ns, "events_bytes": size}
+    return {"run": paths.name, "part": rules.part, "freed_bytes": freed, "job_mtime_ns": mtime_ns, "events_bytes": size}
 
 
 def _identity(paths: RunPaths) -> tuple[int, int]:
-    size = paths.events.stat().st_size if paths.events.exists() else 0
-    return paths.job.stat().st_mtime_ns, size
+    return paths.job.stat().st_mtime_ns, size_of_content(paths.events)
 
 
 def plan_hash(items: Sequence[PlanItem]) -> str:
@@ -166,9 +179,17 @@ def save_plan(runs: Path, items: Sequence[PlanItem]) -> str:
     return name
 
 
-def apply_plan(runs: Path, name: str) -> tuple[list[TrashEntry], list[str]]:
-    """Move exactly what the plan lists to the trash. Returns the entries, and a line for each item that stays because
-    its run has changed. SH674 if there is no such plan, or its content has another hash."""
+@dataclass
+class Applied:
+    """What a plan did. `stays`: a line for each item that stays as it is because its run has changed."""
+
+    entries: list[TrashEntry] = field(default_factory=list)
+    compacted: list[Compaction] = field(default_factory=list)
+    stays: list[str] = field(default_factory=list)
+
+
+def apply_plan(runs: Path, name: str) -> Applied:
+    """Do exactly what the plan lists. SH674 if there is no such plan, or its content has another hash."""
     if not name.isalnum() or len(name) != 16:
         raise error("SH674", f"'{name}' is not the hash of a plan")
     try:
@@ -178,22 +199,25 @@ def apply_plan(runs: Path, name: str) -> tuple[list[TrashEntry], list[str]]:
         raise error("SH674", f"there is no plan {name}", where=str(runs / PLANS)) from failure
     if not _is_items(items) or plan_hash(items) != name:
         raise error("SH674", f"the plan {name} was changed", where=str(runs / PLANS))
-    entries, stays = [], []
+    done = Applied()
     for item in items:
         try:
-            entries.append(_apply(runs, item))
+            _apply(runs, item, done)
         except (ShoalError, OSError) as failure:
-            stays.append(f"{item['run']} stays: {getattr(failure, 'message', failure)}")
+            done.stays.append(f"{item['run']} stays: {getattr(failure, 'message', failure)}")
     (runs / PLANS / f"{name}.json").unlink(missing_ok=True)
-    return entries, stays
+    return done
 
 
-def _apply(runs: Path, item: PlanItem) -> TrashEntry:
-    if Path(item["run"]).name != item["run"]:
+def _apply(runs: Path, item: PlanItem, done: Applied) -> None:
+    if Path(item["run"]).name != item["run"] or item["part"] not in PARTS:
         raise error("SH674", "it is not a name")
     paths = RunPaths(runs.resolve() / item["run"])
     if read_tags(runs).get(paths.name):
         raise error("SH674", "it has tags now")
     if not paths.job.is_file() or _identity(paths) != (item["job_mtime_ns"], item["events_bytes"]):
         raise error("SH674", "it has changed since the plan was made")
-    return move_to_trash(paths, runs, part=item["part"])
+    if item["part"] == COMPACT:
+        done.compacted.append(compact_run(paths))
+    else:
+        done.entries.append(move_to_trash(paths, runs, part=item["part"]))

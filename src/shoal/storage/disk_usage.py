@@ -10,7 +10,13 @@ from pathlib import Path
 
 from shoal.jobs import run_dir
 
-PART_NAMES = {"checkpoints": "checkpoints", "model": "model", "logs": "logs", "events.jsonl": "events"}
+PART_NAMES = {
+    "checkpoints": "checkpoints",
+    "model": "model",
+    "logs": "logs",
+    "events.jsonl": "events",
+    "events.jsonl.gz": "events",
+}
 BLOCK_BYTES = 512
 
 

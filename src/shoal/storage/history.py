@@ -19,13 +19,13 @@ from typing import Any, BinaryIO, TypedDict
 
 from shoal.events import Event, EventReader
 from shoal.events.checks import Count, make_check
+from shoal.events.packed_file import open_content, size_of_content, stat_content
 from shoal.events.run_state import TIME_FIELDS
 from shoal.events.snapshot import content_digest, stream_sample
 from shoal.spec.run_paths import RunPaths
 from shoal.storage.pyramid import Series
 from shoal.storage.timeline import TimelineFields, WorkerTimeline
 
-HISTORY_FILE = ".history.bin"
 VERSION = 2
 MAX_MARKS = 2000
 MIN_NEW_BYTES = 1 << 20
@@ -105,7 +105,7 @@ class RunHistory:
         """Read what the stream has now. A stream that was replaced or cut is read from its beginning."""
         found = _identity(self._paths.events)
         is_other = found is None or (self._identity is not None and found != self._identity)
-        if is_other or (found is not None and self._paths.events.stat().st_size < self._reader.offset):
+        if is_other or (found is not None and size_of_content(self._paths.events) < self._reader.offset):
             self._start_again()
         self._identity = found
         for event in self._reader.read_new():
@@ -174,14 +174,14 @@ class RunHistory:
 
     @property
     def _file(self) -> Path:
-        return self._paths.root / HISTORY_FILE
+        return self._paths.history
 
     def save(self) -> None:
         """Write the file. A directory that cannot be written is not an error."""
         self._saved_offset = self._reader.offset
-        temporary = self._file.with_name(f"{HISTORY_FILE}.{os.getpid()}.{threading.get_ident()}.tmp")
+        temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         with contextlib.suppress(OSError):
-            with self._paths.events.open("rb") as stream:
+            with open_content(self._paths.events) as stream:
                 header = self._header(stream_sample(stream, self._reader.offset))
             first = json.dumps(header, separators=(",", ":")).encode()
             try:
@@ -212,7 +212,7 @@ class RunHistory:
         }
 
     def _load(self) -> None:
-        with contextlib.suppress(OSError), self._file.open("rb") as file, self._paths.events.open("rb") as stream:
+        with contextlib.suppress(OSError), self._file.open("rb") as file, open_content(self._paths.events) as stream:
             header = _read_header(file)
             if header is None or header["sample"] != stream_sample(stream, header["offset"]):
                 return
@@ -261,7 +261,7 @@ _FOLDS: dict[str, Callable[[RunHistory, Event], None]] = {
 
 def _identity(events: Path) -> tuple[int, int] | None:
     try:
-        found = events.stat()
+        found = stat_content(events)
     except OSError:
         return None
     return found.st_dev, found.st_ino

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from shoal.errors import error
+from shoal.events.packed_file import SUFFIX, content_size, open_content
 from shoal.spec.run_paths import RunPaths
 
 MAX_PIECE_BYTES = 1 << 18
@@ -52,11 +53,26 @@ def list_logs(paths: RunPaths) -> list[LogFile]:
     """In the order of seats, workers before servers."""
     found = []
     with contextlib.suppress(OSError):
-        for entry in os.scandir(paths.logs):
-            if (named := _NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
-                order = named[1] == "server", int(named[2]), named[3] == "err"
-                found.append((order, LogFile(entry.name, entry.stat(follow_symlinks=False).st_size)))
+        for name in {entry.name.removesuffix(SUFFIX): entry for entry in os.scandir(paths.logs)}:
+            if named := _NAME.fullmatch(name):
+                with contextlib.suppress(OSError), _open_log(paths, name) as file:
+                    order = named[1] == "server", int(named[2]), named[3] == "err"
+                    found.append((order, LogFile(name, content_size(file))))
     return [log for _, log in sorted(found)]
+
+
+def _open_log(paths: RunPaths, name: str) -> BinaryIO:
+    """A log, packed or not. OSError if there is none. A link is not followed."""
+    folder = os.open(paths.logs, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+
+        def opened(path: Path) -> BinaryIO:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            return os.fdopen(os.open(path.name, flags, dir_fd=folder), "rb")
+
+        return open_content(paths.logs / name, opened)
+    finally:
+        os.close(folder)
 
 
 def open_log(paths: RunPaths, name: str) -> BinaryIO:
@@ -64,11 +80,7 @@ def open_log(paths: RunPaths, name: str) -> BinaryIO:
     if not _NAME.fullmatch(name):
         raise error("SH673", f"'{name[:100]}' is not the name of a log", where=paths.name)
     try:
-        folder = os.open(paths.logs, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            return os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder), "rb")
-        finally:
-            os.close(folder)
+        return _open_log(paths, name)
     except OSError as failure:
         names = ", ".join(log.name for log in list_logs(paths))
         fix = f"It has: {names}." if names else "It has no logs."
@@ -78,7 +90,7 @@ def open_log(paths: RunPaths, name: str) -> BinaryIO:
 def read_tail(paths: RunPaths, name: str, *, lines: int) -> LogPiece:
     """The last lines, as far as one piece reaches."""
     with open_log(paths, name) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = content_size(file)
         start = max(size - MAX_PIECE_BYTES, 0)
         file.seek(start)
         found = file.read(size - start)
@@ -90,7 +102,7 @@ def read_tail(paths: RunPaths, name: str, *, lines: int) -> LogPiece:
 def read_after(paths: RunPaths, name: str, *, offset: int) -> LogPiece:
     """The whole lines after an offset, as far as one piece reaches. A log that became shorter is read anew."""
     with open_log(paths, name) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = content_size(file)
         start = offset if offset <= size else 0
         file.seek(start)
         found = file.read(MAX_PIECE_BYTES)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal.errors import plural
+
 CLASS_LOSSES = ("CrossEntropyLoss", "NLLLoss")
 PROBABILITY_LOSSES = ("BCELoss", "BCEWithLogitsLoss")
 NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
@@ -75,7 +77,8 @@ Recogniser = Callable[[BatchFacts], Mistake | None]
 
 def recognise(facts: BatchFacts) -> Mistake | None:
     """The mistake that explains these facts, if one of the known ones does."""
-    return next((found for recogniser in RECOGNISERS if (found := recogniser(facts))), None)
+    recognisers = RECOGNISERS if facts.failure else [one for one in RECOGNISERS if one not in _OF_FAILURES]
+    return next((found for recogniser in recognisers if (found := recogniser(facts))), None)
 
 
 # ---- what the loss gets ----
@@ -166,8 +169,7 @@ def _wrong_loss(facts: BatchFacts) -> Mistake | None:
     if not target.is_float and each == 1 and _numbers_per_sample(output) > 1:
         fix = "For class numbers use CrossEntropyLoss; for numbers give the last layer one output."
         return Mistake("SH714", message, fix, about="loss")
-    plural = "" if each == 1 else "s"
-    fix = f"Give the last layer {each} output{plural} for each sample, in the same shape; or use another loss."
+    fix = f"Give the last layer {plural(each, 'output')} for each sample, in the same shape; or use another loss."
     return Mistake("SH713", message, fix, about="output")
 
 
@@ -307,3 +309,5 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _softmax_twice,
     _wrong_input_shape,
 )
+_OF_FAILURES = (_wrong_device, _wrong_input_dtype, _wrong_input_shape)
+"""They read what torch said. Without a failure, no worker compiles their patterns."""

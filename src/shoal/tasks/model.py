@@ -53,7 +53,9 @@ def build_own_task(job: Job) -> Task:
 def build_teacher(job: Job, distil: DistilConfig) -> nn.Module:
     """The teacher with its weights. SH406 if they do not fit it."""
     if distil.model is not None:
-        teacher = build_instance(distil.model, nn.Module, "torch.nn.Module", field="model", base_dir=job.base_dir)
+        teacher = build_instance(
+            distil.model, nn.Module, "torch.nn.Module", field="distil.model", base_dir=job.base_dir
+        )
     else:
         teacher = build_own_task(job).model()
     path = distil.teacher if "://" in distil.teacher else str(Path(job.base_dir) / distil.teacher)

@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from shoal.storage.cleanup import COMPACT
+from shoal.storage.compaction import Compaction
 from shoal.storage.disk_usage import RunUsage, Usage
 from shoal.storage.trash import TrashEntry
 from shoal.terminal import formatting
@@ -71,6 +73,15 @@ def print_plan(items: Sequence[Mapping[str, Any]], name: str, *, as_json: bool) 
     console = make_console()
     console.print(table)
     whole = formatting.size(sum(one["freed_bytes"] for one in items))
-    console.print(
-        f"{len(items)} would move to the trash, {whole}." + (f" Apply: shoal gc --apply {name}" if name else "")
-    )
+    is_compaction = any(one["part"] == COMPACT for one in items)
+    told = f"be compacted, which frees about {whole}" if is_compaction else f"move to the trash, {whole}"
+    console.print(f"{len(items)} would {told}." + (f" Apply: shoal gc --apply {name}" if name else ""))
+
+
+def print_compactions(done: Sequence[Compaction], *, as_json: bool) -> None:
+    if as_json:
+        print(json_line([asdict(one) for one in done]))
+        return
+    for one in done:
+        sizes = f"{formatting.size(one.before_bytes)} before, {formatting.size(one.after_bytes)} now"
+        print(f"{one.run}: {sizes}, {formatting.count(one.files)} files of events and logs changed, nothing is lost")

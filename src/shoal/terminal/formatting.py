@@ -17,6 +17,13 @@ def seconds(value: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
+def remaining(value: float | None) -> str:
+    """A time to come: whole seconds, as it changes all the time."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{max(value, 0):.0f} s" if value < 100 else seconds(value)
+
+
 def size(value: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 1000:

@@ -7,9 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from shoal.errors import plural
 from shoal.jobs.inspection.profiles import ProfileSummary
 from shoal.terminal import formatting
-from shoal.terminal.reports import plural, print_lines
+from shoal.terminal.reports import print_lines
 
 SHOWN_OPERATORS = 15
 

@@ -25,6 +25,12 @@ MAX_WORKERS_SHOWN = 16
 GAP = 2
 """Columns between two facts."""
 LEAST_BAR, MOST_BAR = 8, 36
+STAGES = {
+    "importing": "importing torch and the job's packages",
+    "opening data": "opening the data and building the model",
+    "first batch": "computing the first batch",
+}
+"""What happens before the first step, as `RunState.stage` names it."""
 GONE = ("dead", "left", "finished", "failed")
 
 
@@ -90,11 +96,17 @@ class PlainDisplay(SilentDisplay):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._rate_limiter = RateLimiter(LINE_INTERVAL_S)
+        self._stages: dict[Path, str] = {}
 
     def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
+        if self._stages.get(paths.root, "") != state.stage:
+            self._stages[paths.root] = state.stage
+            self._print(paths, STAGES.get(state.stage, ""))
         if event.kind in ("step", "evaluated") and not self._rate_limiter.allows(paths, event.kind):
             return
-        text = progress_line(state) if event.kind == "step" else event_line(event, state)
+        self._print(paths, progress_line(state) if event.kind == "step" else event_line(event, state))
+
+    def _print(self, paths: RunPaths, text: str) -> None:
         if text:
             name = paths.name if paths.parent_run is paths else f"{paths.parent_run.name}/{paths.name}"
             self._console.print(f"{name}: {text}", soft_wrap=True)
@@ -104,7 +116,7 @@ def progress_line(p: RunState) -> str:
     loss, speed = formatting.number(p.loss), formatting.count(p.samples_per_s)
     return (
         f"step {p.step}/{p.steps_total}  epoch {p.epoch:.2f}  loss {loss}  {speed} samples/s  "
-        f"ETA {formatting.seconds(p.eta_s)}"
+        f"ETA {formatting.remaining(p.eta_s)}"
     )
 
 
@@ -114,6 +126,7 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._states: dict[str, RunState] = {}
+        self._stepped: dict[str, float] = {}
         self._rate_limiter = RateLimiter(LINE_INTERVAL_S)
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
@@ -128,23 +141,28 @@ class LiveDisplay:
 
     def on_event(self, paths: RunPaths, event: Event, state: RunState) -> None:
         self._states[paths.name] = state
+        if event.kind == "step":
+            self._stepped[state.run] = time.monotonic()
         quiet = event.kind == "evaluated" and not self._rate_limiter.allows(paths, event.kind)
         text = "" if quiet else event_line(event, state)
         if text:
-            self._live.console.print(Text(f"{paths.name}: ", style="dim") + Text(text), soft_wrap=True)
+            is_command = event.kind == "run_started"  # one line, so that it can be copied
+            self._live.console.print(Text(f"{paths.name}: ", style="dim") + Text(text), soft_wrap=is_command)
         if event.kind in ("run_ended", "finished"):
             self._live.refresh()
 
     def _render(self) -> Group:
         shown = [p for p in self._states.values() if p.status in ("starting", "training")]
-        return Group(*(_panel(p, self._console.width) for p in shown or list(self._states.values())[-1:]))
+        now, width = time.monotonic(), self._console.width
+        shown = shown or list(self._states.values())[-1:]
+        return Group(*(_panel(p, width, since_s=now - self._stepped.get(p.run, now)) for p in shown))
 
 
-def _panel(p: RunState, width: int = 120) -> Table:
-    """What fits into `width` columns; no line wraps."""
+def _panel(p: RunState, width: int = 120, *, since_s: float = 0.0) -> Table:
+    """What fits into `width` columns; no line wraps. `since_s`: the time since the last step was told."""
     whole = Table.grid()
     whole.add_column(no_wrap=True, overflow="ellipsis")
-    whole.add_row(_progress_row(p, width))
+    whole.add_row(Text(_stage_line(p, width)) if p.stage in STAGES else _progress_row(p, width, since_s))
     if p.metrics:
         whole.add_row(Text("  " + formatting.metrics(p.metrics), style="cyan"))
     whole.add_row(_worker_table(p, width))
@@ -154,15 +172,27 @@ def _panel(p: RunState, width: int = 120) -> Table:
     return whole
 
 
-def _progress_row(p: RunState, width: int) -> Table:
+def _short_name(p: RunState, width: int) -> str:
+    return p.run if len(p.run) <= width // 3 else p.run[: width // 3 - 1] + "…"
+
+
+def _stage_line(p: RunState, width: int) -> str:
+    """What a run does before its first step: in full, or in the stage's own words."""
+    name = _short_name(p, width)
+    long = f"{name}  {STAGES[p.stage]}"
+    return long if len(long) <= width else f"{name}  {p.stage}"
+
+
+def _progress_row(p: RunState, width: int, since_s: float) -> Table:
     """The run's name, a bar, and facts; the least important ones are left out if there is no room."""
-    name = p.run if len(p.run) <= width // 3 else p.run[: width // 3 - 1] + "…"
+    name = _short_name(p, width)
+    eta_s = None if p.eta_s is None else p.eta_s - since_s
     facts = {
         "step": f"{p.step}/{p.steps_total or '?'}",
         "epoch": f"epoch {p.epoch:.2f}",
         "loss": f"loss {formatting.number(p.loss)}",
         "speed": f"{formatting.count(p.samples_per_s)} samples/s",
-        "eta": f"ETA {formatting.seconds(p.eta_s)}",
+        "eta": f"ETA {formatting.remaining(eta_s)}",
     }
     shown = fitting(facts, width - len(name) - GAP - LEAST_BAR, drop=("epoch", "speed", "loss", "eta"))
     room = width - len(name) - sum(len(text) + GAP for text in shown.values()) - GAP

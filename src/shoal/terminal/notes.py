@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shoal.errors import plural
 from shoal.events import Event, RunState
 from shoal.events.run_state import describe_difference
 from shoal.spec.receipt import InitialWeights, describe_lost_residual
@@ -38,7 +39,7 @@ def describe_event(event: Event) -> str:
 def describe_choice(choice: Mapping[str, Any]) -> str:
     """A choice of the planner in a few words."""
     number, hosts, threads = (int(choice.get(what, 1)) for what in ("workers", "hosts", "threads"))
-    parts = [f"{number} worker{'s' if number > 1 else ''}", f"({choice['how']})"]
+    parts = [plural(number, "worker"), f"({choice['how']})"]
     parts += [f"on {hosts} hosts"] if hosts > 1 else []
     parts += [f"with {threads} threads each"] if threads > 1 else []
     return " ".join(parts)
@@ -47,8 +48,7 @@ def describe_choice(choice: Mapping[str, Any]) -> str:
 def describe_layout(layout: Mapping[str, Any]) -> str:
     """How the workers share the model."""
     cuts = f", cut at {', '.join(layout['cuts'])}" if layout["cuts"] else ""
-    replicas = "1 replica" if layout["replicas"] == 1 else f"{layout['replicas']} replicas"
-    return f"shard: {layout['shard']} over {layout['ways']}, {replicas}{cuts}"
+    return f"shard: {layout['shard']} over {layout['ways']}, {plural(layout['replicas'], 'replica')}{cuts}"
 
 
 def join_hint(run: str, address: str, *, tls: bool = False) -> str:
@@ -82,11 +82,12 @@ def _replan(event: Event) -> str:
 
 def _built(event: Event) -> str:
     parts = ", ".join(f"{formatting.count(n)} {name}" for name, n in event["samples"].items())
-    skipped = f", {event['skipped']} bad rows skipped" if event["skipped"] else ""
+    skipped = f", {plural(event['skipped'], 'bad row')} skipped" if event["skipped"] else ""
     known = event.get("parameters")  # absent if no worker has the whole model
+    parameters = f"{plural(known, 'parameter')}, " if known else ""
     return (
-        f"{f'{formatting.count(known)} parameters, ' if known else ''}samples: {parts}{skipped}; "
-        f"{formatting.count(event['steps'])} steps, {event['lanes']} lanes, {event['device']}"
+        f"{parameters}samples: {parts}{skipped}; "
+        f"{plural(event['steps'], 'step')}, {plural(event['lanes'], 'lane')}, {event['device']}"
     )
 
 
@@ -126,7 +127,7 @@ def _weights_loaded(event: Event) -> str:
 
 
 def _servers_wanted(event: Event) -> str:
-    return f"the run wants {event['number']} servers: {event['why']}" if event.get("why") else ""
+    return f"the run wants {plural(event['number'], 'server')}: {event['why']}" if event.get("why") else ""
 
 
 def _residual_lost(event: Event) -> str:
@@ -139,7 +140,7 @@ _LINES: Mapping[str, Callable[[Event], str]] = {
     "replan": _replan,
     "built": _built,
     "resumed": lambda e: f"the run resumed at step {e.step} from {e.get('source', 'a checkpoint')}",
-    "steps_lost": lambda e: f"no checkpoint was saved: the workers make {e['steps']} steps again",
+    "steps_lost": lambda e: f"no checkpoint was saved: the workers make {plural(e['steps'], 'step')} again",
     "view": _view,
     "caught_up": _caught_up,
     "evaluated": _evaluated,

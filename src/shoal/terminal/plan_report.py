@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from shoal.errors import plural
 from shoal.jobs.planner import PlanResult
 from shoal.plan.costs.model import Cluster, RunChoice
 from shoal.plan.costs.price import epoch_price
@@ -80,9 +81,9 @@ def _print_measurements(console: Console, result: PlanResult) -> None:
     slowdown, exchange = format_times(machine.crowding), format_milliseconds(machine.round_s)
     many = f"{len(machine.hosts)} of " if len(machine.hosts) > 1 else ""
     rows = {
-        "job": f"{reports.plural(found.lanes, 'lane')}, {formatting.size(found.stretch_bytes)} to exchange",
+        "job": f"{plural(found.lanes, 'lane')}, {formatting.size(found.stretch_bytes)} to exchange",
         "one lane": ", ".join(f"{name} {format_milliseconds(s)}" for name, s in parts.items()),
-        "machine": f"{many}{reports.plural(host.cores, 'core')}, {memory}{speeds}",
+        "machine": f"{many}{plural(host.cores, 'core')}, {memory}{speeds}",
         "two workers": f"a lane {slowdown} as long, an exchange {exchange} or more",
     }
     if many:
@@ -145,9 +146,9 @@ def _price_cell(row: PlanCandidate, result: PlanResult) -> list[str]:
 
 
 def _describe(it: RunChoice, result: PlanResult) -> str:
-    facts = [reports.plural(it.workers, "worker")]
+    facts = [plural(it.workers, "worker")]
     facts += [f"on {it.hosts} hosts"] if it.hosts > 1 else []
-    facts += [f"with {reports.plural(it.threads, 'thread')} each"] if it.threads != result.job_choice.threads else []
+    facts += [f"with {plural(it.threads, 'thread')} each"] if it.threads != result.job_choice.threads else []
     return " ".join(facts) + ("" if it.name == "lanes" else f" ({it.name})")
 
 

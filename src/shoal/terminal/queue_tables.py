@@ -11,11 +11,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from shoal.errors import plural
 from shoal.jobs.queue.client import QueueView
 from shoal.jobs.queue.queue_store import HistoryRow
 from shoal.plan.queueing.entry import ENDED, QueueEntry
 from shoal.terminal import formatting
-from shoal.terminal.reports import MAX_TABLE_ROWS, plural, print_lines
+from shoal.terminal.reports import MAX_TABLE_ROWS, print_lines
 
 STYLES = {"running": "green", "held": "yellow", "failed": "red", "cancelled": "dim", "finished": "dim"}
 MAX_ENDED_SHOWN = 10

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.errors import ShoalError, single_errors
+from shoal.errors import ShoalError, plural, single_errors
 from shoal.events import RunState, describe_damage
 from shoal.spec.job import Job
 from shoal.spec.names import iter_refs
@@ -39,10 +39,9 @@ def print_receipt(console: Console, r: Receipt) -> None:
     verdict = r.exact if r.lanes_checked or not r.exact else None  # receipts of earlier versions had no checks
     table.add_row("exact", f"{_EXACT[verdict]} ({r.why})")
     table.add_row("sha256", r.weights_sha256)
-    trained = {"steps": r.steps, "samples": r.samples_seen, "parameters": r.parameters}
-    table.add_row(
-        "trained", f"{r.epochs:g} epochs, " + ", ".join(f"{formatting.count(n)} {w}" for w, n in trained.items())
-    )
+    trained = {"step": r.steps, "sample": r.samples_seen, "parameter": r.parameters}
+    epochs = f"{r.epochs:g} epoch{'' if r.epochs == 1 else 's'}"
+    table.add_row("trained", ", ".join([epochs, *(plural(n, word) for word, n in trained.items())]))
     if r.init_from is not None:
         left_out = r.init_from.left_out(shown=notes.MAX_TENSOR_NAMES)
         table.add_row("initialised", "; ".join([f"from {r.init_from}", *left_out]))
@@ -86,13 +85,11 @@ def _worker_shares(r: Receipt) -> Table:
     shown = sorted(r.carried.items(), key=lambda pair: -pair[1].samples)
     for name, one in shown[:MAX_SHARES]:
         share = f"{one.samples / whole:.0%}"
-        counts = f"{formatting.count(one.samples)} samples", f"{formatting.count(one.steps)} steps"
+        counts = plural(one.samples, "sample"), plural(one.steps, "step")
         table.add_row(name, share, *counts, f"{formatting.seconds(one.work_s)} of work", one.host, style="dim")
     if rest := shown[MAX_SHARES:]:
         samples = sum(one.samples for _, one in rest)
-        table.add_row(
-            f"{len(rest)} others", f"{samples / whole:.0%}", f"{formatting.count(samples)} samples", style="dim"
-        )
+        table.add_row(plural(len(rest), "other"), f"{samples / whole:.0%}", plural(samples, "sample"), style="dim")
     return table
 
 
@@ -101,10 +98,6 @@ def _server_summary(r: Receipt) -> str:
     if r.staleness_max:
         facts.append(f"staleness {r.staleness_mean:.2f} on average, {r.staleness_max} at most")
     return ", ".join(facts)
-
-
-def plural(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def print_folds(console: Console, receipts: Sequence[Receipt]) -> None:
@@ -236,7 +229,7 @@ def print_check(console: Console, c: Mapping[str, Any]) -> None:
     """Print the result of `shoal check`."""
     memory = ", ".join(f"{name} {formatting.size(c[f'{name}_bytes'])}" for name in ("weights", "gradient", "optimizer"))
     parameters, trainable = formatting.count(c["parameters"]), formatting.count(c["trainable"])
-    skipped = f" ({c['skipped']} bad rows skipped)" if c["skipped"] else ""
+    skipped = f" ({plural(c['skipped'], 'bad row')} skipped)" if c["skipped"] else ""
     rows = {
         "samples": ", ".join(f"{formatting.count(n)} {name}" for name, n in c["samples"].items()) + skipped,
         "batch": f"inputs {', '.join(map(str, c['batch']['inputs']))}; target {c['batch']['target']}",

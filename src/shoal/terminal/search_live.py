@@ -106,11 +106,11 @@ def row_line(progress: SearchProgress, row: AnyRow) -> str:
     decided = progress.table.decisions[row.number]
     if row.failure:
         return f"trial {decided.trial} failed: {row.failure}"
-    objective = objectives(progress.job)[0]
-    value = progress.table.trials[decided.trial].value(objective, mean=progress.job.averages_runs)
-    best = next(iter(progress.table.ranked(objective)), None)
-    best_text = "" if best is None else f"; best: trial {best.number} {formatting.number(best.value(objective))}"
-    return f"trial {decided.trial} is at {decided.end}: {objective.metric} {formatting.number(value)}{best_text}"
+    objective, folds = objectives(progress.job)[0], progress.job.averages_runs
+    value = formatting.number(progress.table.trials[decided.trial].value(objective, mean=folds))
+    best = next(iter(progress.table.ranked(objective, mean=folds)), None)
+    told = f"trial {decided.trial} is at {decided.end}: {objective.metric} {value}"
+    return f"{told}; best: trial {best.number} {formatting.number(best.value(objective, mean=folds))}" if best else told
 
 
 class LiveSearchDisplay(SilentSearchDisplay):

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.errors import plural
 from shoal.jobs.search.receipt import SearchReceipt
 from shoal.jobs.search.summary import SearchComparison, StoredSearch
 from shoal.jobs.search.table import SearchTable, TrialEntry
 from shoal.spec.job import Job
 from shoal.terminal import formatting
 from shoal.terminal.curve import draw
-from shoal.terminal.reports import plural, print_lines
+from shoal.terminal.reports import print_lines
 
 MAX_TRIALS = 40
 MAX_LINES = 12

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.errors import plural
 from shoal.terminal import formatting
 
 MAX_CLASSES = 12
@@ -17,7 +18,7 @@ _LEAK_KINDS = {"duplicates": "rows", "groups": "group", "time order": "time"}
 
 def print_split(console: Console, answer: Mapping[str, Any]) -> None:
     report = answer["report"]
-    console.print(f"{report['kind']}: {formatting.count(report['samples'])} samples", highlight=False)
+    console.print(f"{report['kind']}: {plural(report['samples'], 'sample')}", highlight=False)
     table = Table("fold", "part", "samples", "share", "what", box=None, pad_edge=False)
     for fold in report["folds"]:
         for name, part in fold["parts"].items():

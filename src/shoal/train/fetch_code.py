@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def fetch_code(connections: DriverConnections, archive: CodeArchive, cache_dir: 
     except WrongCodeError as failure:
         raise error("SH610", str(failure)) from failure
     except OSError as failure:
-        known = from_os_error(failure)
+        doing = f"the job's code cannot be kept on {socket.gethostname()}"
+        known = from_os_error(failure, doing=doing, where=str(cache_dir / "code"))
         raise known or error("SH610", f"the job's code cannot be fetched: {failure}") from failure
     return target

@@ -67,6 +67,7 @@ class Loop:
         self.conclude = conclude
         self.leave_reason = leave_reason
         self.at_boundary: Callable[[int], None] = lambda step: None  # called before each step
+        self.evaluated: Callable[[], None] = lambda: None  # called by the leader when it has reported an evaluation
         self.watch: Callable[..., None] = lambda kind, step, **fields: None  # for attached watchers
         self._reporter = progress.reporter
         self._reporter.is_leader = False  # until a view names this worker as its saver
@@ -179,6 +180,8 @@ class Loop:
         self._reporter.report_from_leader(
             "evaluated", step=self.progress.step, split=name, metrics=metrics, evaluation_s=seconds
         )
+        if self._reporter.is_leader:
+            self.evaluated()
         self.progress.stats.restart_clock()
         return metrics
 

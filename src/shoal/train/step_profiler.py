@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from shoal.spec.run_paths import RunPaths
 
 class StepProfiler:
     """Called by the training thread between steps: one `stat` while nothing is asked for. A failure is told, and
-    training goes on."""
+    training goes on. `deliver(name, file)` gets the trace of a worker that cannot open the run's directory."""
 
     def __init__(self, paths: RunPaths, *, who: Callable[[], str], note: Callable[[str], object]) -> None:
         self._paths, self._who, self._note = paths, who, note
@@ -24,6 +25,7 @@ class StepProfiler:
         self._asked: ProfileRequest | None = None
         self._running: Any = None
         self._label: Any = None
+        self.deliver: Callable[[str, Path], None] = lambda name, file: None
 
     def at_boundary(self, step: int) -> None:
         if self._asked is None:
@@ -68,4 +70,5 @@ class StepProfiler:
         directory.mkdir(parents=True, exist_ok=True)
         part = directory / f".{self._who()}.tmp"
         running.export_chrome_trace(str(part))
-        part.replace(directory / f"{self._who()}.json")
+        done = part.replace(directory / f"{self._who()}.json")
+        self.deliver(asked.name, done)

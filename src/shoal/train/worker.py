@@ -41,6 +41,7 @@ from shoal.fleet.process_main import (
     own_address,
     run_reporting_errors,
 )
+from shoal.fleet.remote_inspection import InspectedWorker
 from shoal.fleet.usage import UsageSampler
 from shoal.lanes.torch_setup import prepare_torch, tell_missing_kernels
 from shoal.net.address import parse_address
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--ports", default="")
     arguments = parser.parse_args()
     paths = RunPaths.at(arguments.run)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until it trains, it leaves without handing anything over
     if arguments.join:
         contexts = load_tls_contexts(arguments.tls, where="--tls") if arguments.tls else None
         trust = CodeTrust.from_text(arguments.allow, everything=arguments.trust_code)
@@ -103,10 +105,10 @@ def main() -> None:
 @dataclass
 class WorkerSession:
     """This worker's identity towards its driver. The control client's thread calls `on_seat_changed` when the driver
-    gives it another seat, `on_view` with each new view, and `on_chunk_table` with each new chunk table. Every driver
-    that welcomes the worker gets its `chunk_boundaries`. `agent` is the secret of the agent that started it, and `key`
-    the driver's proof of its seat, both for a worker without the run's directory. `nonce` tells this process from
-    another one in its seat."""
+    gives it another seat, `on_view` with each new view, `on_chunk_table` with each new chunk table, and `on_inspect`
+    when the driver asks for stacks or a profile. Every driver that welcomes the worker gets its `chunk_boundaries`.
+    `agent` is the secret of the agent that started it, and `key` the driver's proof of its seat, both for a worker
+    without the run's directory. `nonce` tells this process from another one in its seat."""
 
     driver_address: Callable[[], DriverAddress | None]
     peers: PeerServices
@@ -120,6 +122,7 @@ class WorkerSession:
     on_seat_changed: Callable[[int], None] = lambda seat: None
     on_view: Callable[[View], None] = lambda view: None
     on_chunk_table: Callable[[ChunkTable], None] = lambda table: None
+    on_inspect: Callable[[dict[str, Any]], None] = lambda fields: None
     chunk_boundaries: list[int] = field(default_factory=list)
     usage: UsageSampler | None = None
 
@@ -131,6 +134,7 @@ class WorkerSession:
             on_view=lambda view: self.on_view(view),  # noqa: PLW0108  # it is set later
             on_chunk_table=lambda table: self.on_chunk_table(table),  # noqa: PLW0108
             on_welcome=lambda fields: self._on_welcome(control, fields),
+            on_inspect=lambda fields: self.on_inspect(fields),  # noqa: PLW0108
             tls_contexts=tls_contexts,
         )
         return control
@@ -314,11 +318,14 @@ def train(
         trace=trace,
         output=output,
     )
+    loop.evaluated = control.beat
     has_directory = attachment.can_save and not attachment.needs_job
-    if has_directory:
-        notes = partial(stream.emit, "note")
-        profiler = StepProfiler(output.paths, who=lambda: stream.who, note=lambda text: notes(message=text))
-        loop.at_boundary = profiler.at_boundary
+    notes = partial(stream.emit, "note")
+    profiler = StepProfiler(output.paths, who=lambda: stream.who, note=lambda text: notes(message=text))
+    loop.at_boundary = profiler.at_boundary
+    if not has_directory:
+        inspected = InspectedWorker(control, output.paths)
+        session.on_inspect, profiler.deliver = inspected.answer, inspected.send_trace
     save_lock = output.paths.saving_lock if has_directory else None
     elastic = ElasticLoop(loop, peers=session.peers, seat=session.seat, save_lock=save_lock)
     session.on_view, session.on_seat_changed = elastic.on_view, elastic.on_seat_changed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.jobs.queue.access_tokens import SECRET_BYTES, Identity, TokenFile, token_digest
 
@@ -18,9 +18,11 @@ MAX_SESSIONS = 1000
 
 @dataclass(frozen=True)
 class Session:
+    """`ends_s` is of the monotonic clock: a jump of the other clock ends no session. The token's own end is a date."""
+
     identity: Identity
     token_name: str
-    ends_t: float
+    ends_s: float
 
 
 class AccessControl:
@@ -36,7 +38,7 @@ class AccessControl:
         """A code that begins one session."""
         code = secrets.token_urlsafe(SECRET_BYTES)
         with self._lock:
-            self._codes[token_digest(code)] = identity, time.time() + CODE_LIFETIME_S
+            self._codes[token_digest(code)] = identity, time.monotonic() + CODE_LIFETIME_S
         return code
 
     def begin_session(self, secret: str) -> tuple[str, Identity] | None:
@@ -44,18 +46,18 @@ class AccessControl:
         with self._lock:
             found = self._codes.pop(token_digest(secret), None)
         if found is not None:
-            identity, until_t = found
-            return self._open(identity, "") if time.time() < until_t else None
+            identity, until_s = found
+            return self._open(identity, "") if time.monotonic() < until_s else None
         owner = self._tokens.find(secret)
         return None if owner is None else self._open(owner, owner.name.removeprefix("token "))
 
     def _open(self, identity: Identity, token_name: str) -> tuple[str, Identity]:
         secret = secrets.token_urlsafe(SECRET_BYTES)
-        ends_t = min(time.time() + SESSION_LIFETIME_S, identity.expires_t or float("inf"))
         with self._lock:
             while len(self._sessions) >= MAX_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
-            self._sessions[token_digest(secret)] = Session(replace(identity, expires_t=ends_t), token_name, ends_t)
+            ends_s = time.monotonic() + SESSION_LIFETIME_S
+            self._sessions[token_digest(secret)] = Session(identity, token_name, ends_s)
         return secret, identity
 
     def end_session(self, secret: str) -> None:
@@ -66,7 +68,7 @@ class AccessControl:
         """A session ends with the token that it began with."""
         with self._lock:
             found = self._sessions.get(token_digest(secret))
-        if found is None or time.time() >= found.ends_t:
+        if found is None or time.monotonic() >= found.ends_s or found.identity.is_expired:
             return None
         if found.token_name and not any(one["name"] == found.token_name for one in self._tokens.read()):
             return None

@@ -21,7 +21,7 @@ from shoal.jobs.queue.access_tokens import Identity
 from shoal.jobs.resume import job_to_resume
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
-from shoal.storage import cleanup
+from shoal.storage import cleanup, compaction
 from shoal.storage.tags import change_tags
 from shoal.storage.trash import empty_trash, move_to_trash, restore
 from shoal.web import answers
@@ -70,6 +70,13 @@ class PlanBody(Spec):
     total: str = Field("", max_length=30)
     status: str = Field("", max_length=200)
     checkpoints: bool = False
+    compact: bool = False
+
+
+class CompactBody(Spec):
+    """`undo`: unpack it again."""
+
+    undo: bool = False
 
 
 class ApplyBody(Spec):
@@ -165,6 +172,12 @@ def delete_run(call: Call) -> Response:
     return begin_operation(call, "delete", act)
 
 
+def compact_run(call: Call) -> Response:
+    act = compaction.expand_run if call.body.undo else compaction.compact_run
+    what = "expand" if call.body.undo else "compact"
+    return begin_operation(call, what, lambda: asdict(act(call.paths)))
+
+
 def restore_run(call: Call) -> Response:
     return begin_operation(call, "restore", lambda: {**restore(call.site.runs, call.names["entry"]).fields})
 
@@ -191,13 +204,19 @@ def plan_cleanup(call: Call) -> answers.CleanupPlan:
 
 def apply_cleanup(call: Call) -> Response:
     def act() -> dict[str, Any]:
-        entries, stays = cleanup.apply_plan(call.site.runs, call.body.plan)
-        for entry in entries:
+        done = cleanup.apply_plan(call.site.runs, call.body.plan)
+        for entry in done.entries:
             paths = RunPaths(call.site.runs / entry.fields["run"])
             call.site.states.drop(paths)
             call.site.histories.drop(paths)
-        freed = sum(entry.fields["size_bytes"] for entry in entries)
-        return {"moved": [entry.fields["run"] for entry in entries], "freed_bytes": freed, "stays": stays}
+        freed = sum(entry.fields["size_bytes"] for entry in done.entries)
+        freed += sum(one.before_bytes - one.after_bytes for one in done.compacted)
+        return {
+            "moved": [entry.fields["run"] for entry in done.entries],
+            "compacted": [one.run for one in done.compacted],
+            "freed_bytes": freed,
+            "stays": done.stays,
+        }
 
     return begin_operation(call, "clean up", act)
 

@@ -72,7 +72,7 @@ class ServerRow(Answer):
 
 
 class RunPage(Answer):
-    """A run now. `notes`: lines of what happened, the newest last."""
+    """A run now. `notes`: lines of what happened, the newest last. `packed`: it was compacted."""
 
     run: str
     name: str
@@ -101,6 +101,7 @@ class RunPage(Answer):
     weights_sha256: str
     damage: str
     tags: list[str]
+    packed: bool
     offset: int
 
 

@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from shoal.errors import error
 from shoal.jobs.queue import client
-from shoal.plan.queueing.entry import ENDED, MAX_PRIORITY, EntryKind, QueueEntry
+from shoal.plan.queueing.entry import ENDED, MAX_PRIORITY, QueueEntry
+from shoal.plan.queueing.work import TRAINING, SearchWork
 from shoal.spec.base import Spec
 from shoal.spec.load import load_job
 from shoal.web import work_answers as answers
@@ -71,11 +72,11 @@ def submit_run(call: Call) -> Response:
     body: SubmitBody = call.body
     paths = call.find(body.run)
     job = load_job(paths.job, overrides=body.set)
-    kind: EntryKind = "search" if paths.search_journal.is_file() else "training"
+    work = SearchWork() if paths.search_journal.is_file() else TRAINING
     user = "" if call.identity.name == OWNER else call.identity.name.removeprefix("token ")
 
     def act() -> dict[str, object]:
-        made = client.submit([job], runs=call.site.runs, user=user, priority=body.priority, after=body.after, kind=kind)
+        made = client.submit([job], runs=call.site.runs, user=user, priority=body.priority, after=body.after, work=work)
         return {"id": made[0].id, "state": made[0].state}
 
     return begin_operation(call, f"submit the job of {body.run} to", act)

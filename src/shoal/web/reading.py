@@ -14,6 +14,7 @@ from pydantic import Field
 import shoal
 from shoal.errors import error
 from shoal.events import LineTail, RunState, describe_damage
+from shoal.events.packed_file import packed_path, size_of_content
 from shoal.events.schema import to_row
 from shoal.events.stream import parse_event
 from shoal.jobs import run_dir, run_index
@@ -136,7 +137,7 @@ def show_run(call: Call) -> answers.RunPage:
     paths = call.paths
     offset = 0
     with contextlib.suppress(OSError):
-        offset = paths.events.stat().st_size  # before the state: what comes meanwhile is in both
+        offset = size_of_content(paths.events)  # before the state: what comes meanwhile is in both
     tags = read_tags(call.site.runs).get(paths.name, [])
     return make_run_page(paths, call.site.state(paths), run=call.names["run"], tags=tags, offset=offset)
 
@@ -170,6 +171,7 @@ def make_run_page(paths: RunPaths, state: RunState, *, run: str, tags: list[str]
         weights_sha256=str(state.result.get("weights_sha256", "")),
         damage=describe_damage(state.skipped_rows),
         tags=tags,
+        packed=not paths.events.exists() and packed_path(paths.events).exists(),
         offset=offset,
     )
 
@@ -244,8 +246,8 @@ def show_events(call: Call) -> answers.EventsPage:
     query: EventsQuery = call.query
     rows: list[dict[str, Any]] = []
     with run_dir.readable(call.paths):
-        size = call.paths.events.stat().st_size if call.paths.events.exists() else 0
-        tail = LineTail(call.paths.events, offset=min(query.after, size))  # no file system seeks to any number
+        after = min(query.after, size_of_content(call.paths.events))
+        tail = LineTail(call.paths.events, offset=after)  # no file system seeks to any number
         for line in tail.read_new_bytes():
             event = parse_event(line)
             if event and (not query.kind or event.kind == query.kind) and (not query.who or event.who == query.who):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.errors import error
 from shoal.events import RunState, RunStateReader
+from shoal.events.packed_file import stat_content
 from shoal.jobs import run_dir, run_index
 from shoal.plan.disk_forecast import DiskForecast
 from shoal.spec.run_paths import RunPaths
@@ -81,7 +82,7 @@ class FollowedState:
 
     def _identity(self) -> tuple[int, int]:
         try:
-            found = self._paths.events.stat()
+            found = stat_content(self._paths.events)
         except OSError:
             return 0, 0
         return found.st_ino, found.st_size
@@ -129,7 +130,7 @@ class FollowedSummaries:
                 if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
                     continue
                 try:
-                    stream = os.stat(f"{entry.path}/events.jsonl")
+                    stream = stat_content(f"{entry.path}/events.jsonl")
                     found[entry.name] = stream.st_size, stream.st_mtime_ns, stream.st_ino
                 except OSError:
                     found[entry.name] = ()

@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from shoal.errors import error
 from shoal.events import LineTail
+from shoal.events.packed_file import size_of_content, stat_content
 from shoal.events.schema import to_row
 from shoal.events.stream import parse_event
 from shoal.jobs import run_dir
@@ -60,7 +61,8 @@ class FollowedRun:
         """New rows and the status; None if nothing is new."""
         rows = []
         try:
-            if self._paths.events.stat().st_size < self._tail.offset:
+            stat_content(self._paths.events)  # OSError if the run is gone
+            if size_of_content(self._paths.events) < self._tail.offset:
                 self._tail = LineTail(self._paths.events)
             for line in self._tail.read_new_bytes():
                 event = parse_event(line)

@@ -1,6 +1,7 @@
 """The whole ladder on real runs with real runtimes: the same steps and bytes on one worker and on two."""
 
 import pytest
+import torch
 
 from shoal import api
 from shoal.jobs.compression.compress import CompressRequest, replay
@@ -91,6 +92,15 @@ def test_tuning_survives_a_kill(run, job_dir, fork_server):
         if kill:
             assert (job_dir / "marks" / "killed-7").exists()
     assert found[0] == found[1]
+
+
+def test_the_program_of_a_result_gives_what_its_weights_give(run, compressed):
+    parent = run(PARENT | {"export": ["program"]})
+    made = compressed(parent, steps=["lossless"])
+    model, x = api.load(made.paths.root), torch.rand(7, 64) * 16
+    program = torch.export.load(made.paths.model / "model.pt2").module()
+    assert sum(p.numel() for p in program.parameters()) == sum(p.numel() for p in model.parameters())
+    assert torch.equal(program(x), model(x))
 
 
 def parent_job(parent, kill, job_dir):

@@ -12,6 +12,7 @@ from shoal.jobs.search.driver import run_search
 from shoal.jobs.search.receipt import read_receipt
 from shoal.jobs.search.search_dir import SearchPaths
 from shoal.plan.queueing import transitions
+from shoal.plan.queueing.work import SearchWork
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.queue.test_daemon import Chosen, Restless, all_ended, serve, state_of, tick_until
 from tests.jobs.search.conftest import SEARCH
@@ -40,7 +41,7 @@ def test_a_search_whose_workers_change_again_and_again_decides_and_finds_the_sam
     monkeypatch.setattr(daemon, "DECIDE_S", 0.7)
     made = searched(search=SEARCH | {"policy": {"kind": "promote", "sampler": "random", "first": 1}, "slots": 3})
     alone = run_search(made, runs=paths.runs.parent / "alone", workers=1, fork_server=fork_server)
-    store.submit([made], user="ann", kind="search")
+    store.submit([made], user="ann", work=SearchWork())
     store.submit([job(steps=40)], user="bob")
     tick_until(serve(Restless(), cores=6), all_ended(store))
     entry = store.get(1)
@@ -56,7 +57,7 @@ def test_a_search_that_loses_its_daemon_and_its_workers_goes_on_where_it_was(
 ):
     made = searched()
     alone = run_search(made, runs=paths.runs.parent / "alone", workers=1, fork_server=fork_server)
-    store.submit([made], user="ann", kind="search")
+    store.submit([made], user="ann", work=SearchWork())
     policy = Chosen()
     policy.shares = {1: 2}
     first = serve(policy)
@@ -78,13 +79,13 @@ def test_a_search_that_loses_its_daemon_and_its_workers_goes_on_where_it_was(
 
 def test_a_job_without_a_search_is_refused_before_anything_is_written(paths, job):
     with pytest.raises(ShoalError) as caught:
-        client.submit([job()], runs=paths.runs, kind="search", start=False)
+        client.submit([job()], runs=paths.runs, work=SearchWork(), start=False)
     assert caught.value.code == "SH104"
     assert client.look(paths.runs).entries == {}
 
 
 def test_a_search_may_grow_as_far_as_its_job_allows(store, searched):
-    (entry,) = store.submit([searched()], user="ann", kind="search")
+    (entry,) = store.submit([searched()], user="ann", work=SearchWork())
     assert (entry.kind, entry.needs.least, entry.needs.most) == ("search", 1, 3)
 
 
@@ -93,6 +94,7 @@ def test_a_queue_of_the_first_version_is_brought_to_the_present_one(paths, job):
         (entry,) = store.submit([job()], user="ann")
     with contextlib.closing(sqlite3.connect(paths.file)) as old:
         old.execute("ALTER TABLE job DROP COLUMN kind")
+        old.execute("ALTER TABLE job_file DROP COLUMN work")
         old.execute("PRAGMA user_version=1")
         old.commit()
     with QueueStore(paths) as store:

@@ -20,7 +20,7 @@ SMALL = MLP | {"name": "small", "steps": 12, "evaluate": {"every_steps": 4}, "la
 
 @pytest.fixture(autouse=True)
 def limited_time():
-    with time_limit(300):
+    with time_limit(900):
         yield
 
 

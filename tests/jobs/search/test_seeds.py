@@ -1,15 +1,20 @@
 """Several seeds per trial: the mean over them counts, with its standard error."""
 
+import hashlib
+import json
 import math
 
 import pytest
 
 from shoal.errors import ErrorGroup
 from shoal.jobs.search.journal import ToldRow, read_rows, rows_of
+from shoal.jobs.search.receipt import read_winner
+from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.summary import read_search, trial_data
 from shoal.jobs.search.table import mean_and_error
 from shoal.spec.load import load_run_job
 from shoal.spec.receipt import read_receipt_file
+from shoal.spec.run_paths import RunPaths
 
 RACE = {"policy": {"kind": "promote", "sampler": "random"}, "budget": "3 trials", "seeds": 3}
 
@@ -21,6 +26,28 @@ def test_the_mean_and_its_standard_error():
     assert errors == {"accuracy": pytest.approx(math.sqrt(0.04 / 3))}
     assert mean_and_error(rows[:1]) == ({"accuracy": 0.5}, {})
     assert mean_and_error([]) == ({}, {})
+
+
+def fold_receipt(number, *, exact, accuracy):
+    zero = dict.fromkeys(("steps", "epochs", "samples_seen", "parameters", "workers", "lanes"), 0)
+    sums = {"job_sha256": "", "weights_sha256": f"weights {number}", "state_sha256": ""}
+    return {"run": f"fold-{number}", "exact": exact, "why": f"run {number}", **sums, **zero, "metrics": accuracy}
+
+
+def test_a_winner_with_several_runs_has_their_mean_all_their_weights_and_the_worst_of_their_judgements(tmp_path):
+    paths = SearchPaths(RunPaths.at(tmp_path))
+    assert read_winner(paths, 3) is None is read_winner(paths, None)
+    paths.trial(3).root.mkdir()
+    found = []
+    for last in (True, None, False):
+        folds = [fold_receipt(0, exact=True, accuracy={}), fold_receipt(1, exact=last, accuracy={})]
+        whole = {"run": "trial-3", "folds": folds, "metrics": {"accuracy": {"mean": 0.75, "std": 0.1}}}
+        paths.trial(3).receipt.write_text(json.dumps(whole))
+        found.append(read_winner(paths, 3))
+    assert [one.exact for one in found] == [True, None, False]
+    assert found[-1].why == "run 1"
+    assert found[0].values == {"accuracy": 0.75}
+    assert {one.weights_sha256 for one in found} == {hashlib.sha256(b"weights 0 weights 1").hexdigest()}
 
 
 def test_the_runs_of_a_job_with_seeds_and_folds(make):

@@ -3,10 +3,18 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
 
+from shoal.plan.search.ledger import TrialState
 from shoal.plan.search.make import make_search
+from shoal.plan.search.policies.base import Continue, Nothing
+from shoal.plan.search.policies.folds import FoldRace, is_worse
 from shoal.plan.search.rungs import rungs
+from shoal.plan.search.space import Point
 from shoal.plan.search.summary import summarise
 from shoal.plan.search.trial import SearchEnd, ShapeWanted, Stretch, StretchResult, TrialShape
 from tests.plan.search.simulated_search import UNITS, job_of, play, result_of, shape_of
@@ -117,8 +125,7 @@ def steady(stretch):
 
 
 def test_a_race_over_folds_stops_trials_that_are_clearly_worse():
-    data = {"source": {"kind": "npz", "path": "x.npz"}, "split": {"kind": "kfold", "folds": 5}}
-    job = job_of({"space": LR, "policy": {"sampler": "random"}, "budget": "30 trials"}, data=data)
+    job = job_of({"space": LR, "policy": {"sampler": "random"}, "budget": "30 trials"}, data=KFOLD)
 
     def fold(stretch):
         quality = -((math.log10(stretch.changes["optimizer.args.lr"]) + 3) ** 2)
@@ -132,6 +139,50 @@ def test_a_race_over_folds_stops_trials_that_are_clearly_worse():
     assert all(2 <= t.reached < 5 for t in stopped)
     best = min(trials, key=lambda t: abs(math.log10(t.point.changes["optimizer.args.lr"]) + 3))
     assert end.best == best.number
+
+
+KFOLD = {"source": {"kind": "npz", "path": "x.npz"}, "split": {"kind": "kfold", "folds": 5}}
+
+
+def fold_ledger(*folds, metric="accuracy", **search):
+    """A ledger with one trial for each list of fold values."""
+    job = job_of({"space": LR, "metric": metric, "policy": {"sampler": "random"}, **search}, data=KFOLD)
+    ledger = make_search(job).ledger
+    for number, values in enumerate(folds):
+        trial = TrialState(number, Point((0.5,), {}), TrialShape(5, 1.0), until=len(values))
+        trial.rows = [{metric: value} for value in values]
+        trial.status = "complete" if len(values) == 5 else "paused"
+        ledger.trials.append(trial)
+    return ledger
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(2, 4), gap=st.sampled_from([-0.3, -0.1, 0.0, 0.1]))
+def test_a_trial_is_worse_where_the_paired_test_of_scipy_says_so(metric, seed, count, gap):
+    generator = np.random.default_rng(seed)
+    hard = generator.normal(0, 1, 5)  # folds differ far more than trials: only a paired test sees it
+    leader, trial = hard, (hard + gap + generator.normal(0, 0.1, 5))[:count]
+    ledger = fold_ledger(trial.tolist(), leader.tolist(), metric=metric)
+    alternative = "less" if metric == "accuracy" else "greater"
+    expected = stats.ttest_rel(trial, leader[:count], alternative=alternative).pvalue < 0.1
+    assert is_worse(ledger, ledger.trials[0], ledger.trials[1]) == expected
+
+
+def test_a_trial_that_is_worse_by_the_same_on_every_fold_stops_and_one_that_is_better_goes_on():
+    leader = [0.5, 0.625, 0.75, 0.875, 1.0]
+    for gap, worse in ((-0.25, True), (0.0, False), (0.25, False)):
+        ledger = fold_ledger([value + gap for value in leader[:3]], leader)
+        assert is_worse(ledger, ledger.trials[0], ledger.trials[1]) is worse
+    assert is_worse(fold_ledger([]), *fold_ledger([math.nan], leader).trials)
+    assert not is_worse(fold_ledger([]), *fold_ledger([0.0], leader).trials)  # one fold says nothing
+
+
+def test_a_trial_that_breaks_a_constraint_is_no_measure_for_others():
+    ledger = fold_ledger([0.6, 0.6, 0.6], [0.9] * 5, constraints=["accuracy <= 0.7"])
+    assert FoldRace().decide(ledger, may_begin=False) == Continue(0, 4, "not clearly worse than the best")
+    ledger = fold_ledger([0.6, 0.6, 0.6], [0.9] * 5)
+    assert isinstance(FoldRace().decide(ledger, may_begin=False), Nothing)
 
 
 def test_a_fact_that_breaks_a_constraint_is_not_trained():

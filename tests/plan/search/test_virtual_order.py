@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.plan.search.make import make_search
-from shoal.plan.search.trial import SearchEnd, ShapeWanted, Stretch, Wait
+from shoal.plan.search.trial import SearchEnd, ShapeWanted, Stretch, StretchResult, TrialShape, Wait
 from tests.plan.search.simulated_search import job_of, play, played_digest, replay, result_of, seeded, shape_of
 
 POPULATION = {"space": {"optimizer.args.lr": {"low": 1e-5, "high": 0.1}}, "budget": "200 trials"}
@@ -105,9 +105,11 @@ def test_a_replayed_plan_knows_what_the_first_one_knew():
     shapes, told = [t.shape for t in plan.ledger.trials], [result_of(s) for s in plan.stretches]
     while not isinstance(decision := again.decide(), SearchEnd):
         if isinstance(decision, ShapeWanted):
+            again.tell_shape(decision.trial + 1, TrialShape(0, 0.0, {}, "nobody asked for it"))
             again.tell_shape(decision.trial, shapes[decision.trial])
         elif isinstance(decision, Stretch):
             again.tell(decision.number, told[decision.number])  # told at once, counted in its turn
+            again.tell(decision.number, StretchResult((), "told again"))
     assert decision == end
     assert again.stretches == plan.stretches
     assert replay(job, []).stretches == []

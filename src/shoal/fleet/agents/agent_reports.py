@@ -44,6 +44,11 @@ class AgentReports:
         self._exited: set[int] = set()
 
     def admit(self, connection: int, hello: AgentHello) -> None:
+        """Welcome an agent. One that reconnects loses its older connection: lines that come late would stand in the
+        logs after newer ones."""
+        for older in [one for one, known in self._agents.items() if hello.agent and known.agent == hello.agent]:
+            self._control.drop(older)
+            self._forget(older)
         if len(self._agents) >= MAX_AGENTS:
             raise ProtocolError(f"there are {MAX_AGENTS} agents already")
         self._agents[connection] = hello

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from shoal.errors import ShoalError, error
 from shoal.fleet.agents.agent_pipe import SetupCommand
@@ -11,6 +12,7 @@ from shoal.fleet.engine import Node
 from shoal.fleet.engines.host_link import AgentHost
 from shoal.fleet.engines.slurm import TIED_MODULE
 from shoal.spec.engine import MachinesEngineConfig
+from shoal.spec.run_paths import RunPaths
 
 BRIDGE_MODULE = "shoal.fleet.agents.machine_bridge"
 MAX_SEATS = 1024
@@ -20,6 +22,12 @@ def machine_nodes() -> list[Node]:
     """The machines as one node: the queue's daemon chooses one for each worker. A run begins with its least workers,
     and the daemon makes it larger."""
     return [Node("machines", cores=1, memory_bytes=0, gpus=0, shares_run_dir=False, seats=1)]
+
+
+def run_of_queue(config: MachinesEngineConfig, paths: RunPaths) -> str:
+    """The run of the queue that a run is, or is a part of: a fold, a trial, a tuning."""
+    runs = Path(config.daemon).parent.parent
+    return paths.root.relative_to(runs).parts[0] if paths.root.is_relative_to(runs) else paths.name
 
 
 def machine_host(

@@ -14,7 +14,7 @@ from shoal.fleet.engines.agent_pool import AgentPool
 from shoal.fleet.engines.agents import AgentEngine
 from shoal.fleet.engines.host_link import AgentHost
 from shoal.fleet.engines.local import LocalEngine, this_machine
-from shoal.fleet.engines.machines import MAX_SEATS, machine_host, machine_nodes
+from shoal.fleet.engines.machines import MAX_SEATS, machine_host, machine_nodes, run_of_queue
 from shoal.fleet.engines.ray import actor_host, ray_nodes
 from shoal.fleet.engines.slurm import find_allocation, job_host, slurm_nodes, step_hosts
 from shoal.fleet.engines.ssh import AGENT_MODULE, ssh_hosts, ssh_nodes
@@ -95,7 +95,7 @@ def ray_engine(config: RayEngineConfig, paths: RunPaths, fork_server: ForkServer
 
 def machines_engine(config: MachinesEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:
     setup, threads = host_setup(config, fork_server)
-    make_host = partial(machine_host, config, run=paths.parent_run.name, threads=threads, setup=setup)
+    make_host = partial(machine_host, config, run=run_of_queue(config, paths), threads=threads, setup=setup)
     return AgentPool(make_host, paths, nodes=machine_nodes(), max_hosts=MAX_SEATS)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from shoal.errors import ShoalError, error
 from shoal.events import EventWriter
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs import run_dir, run_index
+from shoal.jobs.compression.errands import Errands, StoppedError
 from shoal.jobs.compression.ladder import Ladder
 from shoal.jobs.compression.result import write_result
 from shoal.jobs.compression.workshop import Candidate, Show, Workshop
@@ -34,13 +35,23 @@ class Compressed:
 
 @dataclass(frozen=True)
 class CompressRequest:
-    """The parent, and where the result goes. `workers` are those of the tuning runs; None: the parent's."""
+    """The parent, and where the result goes. `workers` are those of the tuning runs; None: the parent's. `reserved` is
+    the directory of the result, in which an earlier compression may have begun. `how`: a job whose `RUN_FIELDS` count
+    instead of the parent's. `errands`: who does the work; see there."""
 
     parent: RunPaths
     runs: Path
     workers: WorkersConfig | None = None
     best: bool = False
     show: Show = lambda text: None
+    reserved: RunPaths | None = None
+    how: Job | None = None
+    errands: Errands | None = None
+    on_answer: Callable[[], object] = lambda: None
+
+
+RUN_FIELDS = ("workers", "threads", "limits", "engine", "network", "elastic")
+"""Fields of a job that say how it is run, not what comes out."""
 
 
 def compress(request: CompressRequest, config: CompressConfig, *, fork_server: ForkServer | None = None) -> Compressed:
@@ -105,7 +116,9 @@ def _open(request: CompressRequest, fork_server: ForkServer | None) -> Iterator[
     """The new run with its events, and a workshop with the parent's model. A failure becomes the run's status."""
     job = _parent_job(request)
     weights = run_index.find_weights(request.parent, job, best=request.best)
-    paths = run_dir.create(job.model_copy(update={"name": _name(job)}), request.runs)
+    paths = run_dir.create(
+        job.model_copy(update={"name": compressed_name(job)}), request.runs, reserved=request.reserved
+    )
     with (
         run_dir.driver_lock(paths),
         contextlib.closing(EventWriter(paths.events, "driver")) as stream,
@@ -113,15 +126,24 @@ def _open(request: CompressRequest, fork_server: ForkServer | None) -> Iterator[
     ):
         stream.emit("run_started", run=paths.name)
         try:
-            workshop = Workshop(job, paths.root / "rungs", fork_server=fork_servers.for_job(job))
+            workshop = Workshop(
+                job, paths.root / "rungs", fork_server=fork_servers.for_job(job), errands=request.errands
+            )
+            workshop.on_answer = request.on_answer
             workshop.open_parent(weights)
             yield paths, workshop
         except BaseException as failure:
             if isinstance(failure, ShoalError):
                 fields: dict[str, Any] = dict(failure.to_fields())
                 stream.emit("failed", **fields)
-            stream.emit("run_ended", status="failed" if isinstance(failure, Exception) else "interrupted")
+            stream.emit("run_ended", status=_status_of(failure))
             raise
+
+
+def _status_of(failure: BaseException) -> str:
+    if isinstance(failure, StoppedError):
+        return str(failure) or "interrupted"
+    return "failed" if isinstance(failure, Exception) else "interrupted"
 
 
 def _parent_job(request: CompressRequest) -> Job:
@@ -129,16 +151,23 @@ def _parent_job(request: CompressRequest) -> Job:
         one = f"{request.parent.name}/{request.parent.folds[0].name}"
         raise error("SH606", f"'{request.parent.name}' has folds", where=request.parent.name, fix=f"Name one: {one}.")
     job = load_run_job(request.parent.job)
-    if job.shard.kind != "none":
-        message = f"the job has `shard: {job.shard.kind}`, and a compressed model is trained whole"
-        raise error("SH110", message, where="shard", fix="Compress a run without `shard`.")
+    check_compressible(job)
+    if request.how is not None:
+        own = {name: getattr(request.how, name) for name in RUN_FIELDS}
+        job = job.model_copy(update={**own, "lanes": job.lane_count})
     if request.workers is None:
         return job
     update = {"workers": request.workers, "lanes": job.lane_count}  # lanes are part of the result, workers are not
     return check_job(job.model_copy(update=update), check_names=False)
 
 
-def _name(job: Job) -> str:
+def check_compressible(job: Job) -> None:
+    if job.shard.kind != "none":
+        message = f"the job has `shard: {job.shard.kind}`, and a compressed model is trained whole"
+        raise error("SH110", message, where="shard", fix="Compress a run without `shard`.")
+
+
+def compressed_name(job: Job) -> str:
     return f"{job.name[:53]}-compressed"
 
 

@@ -44,6 +44,11 @@ def run_legs(
         return (yield from drive(load_run_job(second.job), second, until))
 
 
+def last_leg(paths: RunPaths) -> RunPaths:
+    """The leg that has the result: the second, if the run has one."""
+    return _second_leg(paths) or paths
+
+
 def _second_leg(paths: RunPaths) -> RunPaths | None:
     """The second leg, if its first checkpoint is complete."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -9,8 +9,9 @@ from typing import Any
 
 from shoal.errors import RunError, error
 from shoal.fleet.forkserver import ForkServer
-from shoal.jobs import run_executor
-from shoal.jobs.coroutines import Steps, all_steps, run_steps
+from shoal.jobs.compression.answers import AnswerLog, question_key
+from shoal.jobs.compression.errands import Errands, OwnErrands, StoppedError
+from shoal.jobs.coroutines import Steps, all_steps
 from shoal.jobs.probes import probe_steps
 from shoal.plan.compression import divide_lanes, join_ranges, tune_job
 from shoal.spec.compression.measured import Artefact, Latency, ModelFile, Quality, ShapedModel
@@ -26,6 +27,7 @@ from shoal.spec.compression.steps import (
     ZeroStep,
 )
 from shoal.spec.job import Job
+from shoal.spec.run_paths import RunPaths
 
 BATCH_SIZES = (1, 64)
 RESTARTS = 3
@@ -53,13 +55,17 @@ class Candidate:
 
 
 class Workshop:
-    """`folder` gets the files of every attempt. One fork server starts all processes."""
+    """`folder` gets the files of every attempt. One fork server starts all processes. What an earlier workshop of this
+    folder found out is not done again."""
 
-    def __init__(self, job: Job, folder: Path, *, fork_server: ForkServer) -> None:
+    def __init__(self, job: Job, folder: Path, *, fork_server: ForkServer, errands: Errands | None = None) -> None:
         self.job, self.folder = job, folder
         self._fork_server = fork_server
+        self._errands = errands or OwnErrands(fork_server)
+        self._answers = AnswerLog(folder / "answers.jsonl")
         self._attempts = 0
         self.parent: Candidate | None = None
+        self.on_answer: Callable[[], object] = lambda: None
 
     def open_parent(self, weights: str) -> Candidate:
         shape = self.job.shape.steps if self.job.shape else []
@@ -154,28 +160,31 @@ class Workshop:
         )
 
     def tune(self, candidate: Candidate, step: TuneStep) -> Candidate:
-        """Train the shape as an ordinary run in this folder. Raises the error of a run that fails or is stopped."""
+        """Train the shape as an ordinary run in this folder. Raises the error of a run that fails, and StoppedError if
+        it is stopped. Its directory is named by what is trained, so that whoever trains the same resumes it."""
         assert self.parent is not None
         start = None if step.scratch else self._held(candidate, step)
         teacher = self.parent.weights.path if step.teacher else None
-        job = tune_job(self.job, step, shape=candidate.shape, weights=start, teacher=teacher)
-        result = run_executor.run(job, runs=self.folder / "runs", fork_server=self._fork_server)
+        weights = start.path if start else None
+        job = tune_job(self.job, step, shape=candidate.shape, weights=weights, teacher=teacher)
+        trained_by = question_key(job.sha256(), start.sha256 if start else "")
+        result = self._errands.train(job, RunPaths.at(self.folder / "runs" / f"tune-{trained_by[:16]}"))
         if result.error is not None:
             raise result.error
         if result.status != "finished":
-            raise RunError("SH606", f"the tuning was {result.status}", where=str(result.paths.root))
+            raise StoppedError(result.status)
         shape = [*candidate.shape, *([step.hold] if step.hold else [])]
         trained = ModelFile(path=str(result.paths.model / "model.safetensors"), shape=list(shape))
         made = self._shaped("plain", file=trained, out=self.new_path("safetensors"))
         return self._weighted(candidate, made, step)
 
-    def _held(self, candidate: Candidate, step: TuneStep) -> str:
+    def _held(self, candidate: Candidate, step: TuneStep) -> Artefact:
         """The file that the training starts from: with the masks or codes of these weights, if they are held."""
         if step.hold is None:
-            return candidate.weights.path
+            return candidate.weights
         made = self._shaped("apply", file=candidate.source, steps=_plain([step.hold]), out=self.new_path("safetensors"))
         assert made.weights is not None
-        return made.weights.path
+        return made.weights
 
     # ---- measurements ----
 
@@ -213,8 +222,14 @@ class Workshop:
     def _ask_workers(self, action: str, arguments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The answers of one process for each part of the lanes, which run at the same time. A part is a pure function
         of its lanes: a process that is killed is started again."""
-        asked = [{**one, "lanes": lanes} for one, lanes in zip(arguments, self._lanes, strict=True)]
-        return run_steps(all_steps([self._until_answered(action, one) for one in asked]))
+        asked = [{**_plain_arguments(one), "lanes": lanes} for one, lanes in zip(arguments, self._lanes, strict=True)]
+
+        def parts() -> Mapping[str, Any]:
+            found = self._errands.ask(all_steps([self._until_answered(action, one) for one in asked]))
+            return {"parts": [dict(one) for one in found]}
+
+        answered: list[Mapping[str, Any]] = self._once(action, asked, parts)["parts"]
+        return answered
 
     def _until_answered(self, action: str, arguments: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
         for _ in range(RESTARTS):
@@ -226,14 +241,28 @@ class Workshop:
         return (yield from self._asking(action, arguments))
 
     def _asking(self, action: str, arguments: Mapping[str, Any]) -> Steps[Mapping[str, Any]]:
-        plain = {k: v.model_dump(mode="json") if isinstance(v, ModelFile) else v for k, v in arguments.items()}
-        found = yield from probe_steps("compress", self.job, self._fork_server, action=action, arguments=plain)
+        found = yield from probe_steps("compress", self.job, self._fork_server, action=action, arguments=arguments)
         if not isinstance(found, Mapping):
             raise error("SH603", f"the process gave no answer to '{action}'")
         return found
 
     def _ask(self, action: str, **arguments: Any) -> Mapping[str, Any]:
-        return run_steps(self._asking(action, arguments))
+        plain = _plain_arguments(arguments)
+        return self._once(action, plain, lambda: self._errands.ask(self._asking(action, plain)))
+
+    def _once(self, action: str, asked: Any, answer: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The answer that is known, or the one that is given now and kept."""
+        key = question_key(action, asked)
+        found: Mapping[str, Any] | None = self._answers.take(key)
+        if found is None:
+            found = answer()
+            self._answers.add(key, found)
+            self.on_answer()
+        return found
+
+
+def _plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.model_dump(mode="json") if isinstance(v, ModelFile) else v for k, v in arguments.items()}
 
 
 def _plain(steps: Sequence[Any]) -> list[Any]:

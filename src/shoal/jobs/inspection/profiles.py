@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import Field, ValidationError
 from shoal.errors import error
 from shoal.events import RunState, RunStateReader
 from shoal.fleet.profile_request import MAX_PROFILED_STEPS, ProfileRequest
-from shoal.jobs import run_dir
+from shoal.jobs import commands, run_dir
 from shoal.jobs.inspection.trace_merge import merge_traces, operator_times
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths, write_atomically
@@ -90,12 +91,15 @@ def profile_run(paths: RunPaths, *, steps: int, stopping: Callable[[], bool] = l
         raise error("SH612", f"no worker of '{paths.name}' trains now", where=str(paths.root))
     first = state.step + max(2, int(LEAD_S * state.facts.get("steps_per_s", 0.0)))
     request = ProfileRequest(name=f"{int(time.time()):x}-{secrets.token_hex(4)}", first_step=first, steps=steps)
+    directory = paths.profiles / request.name
+    directory.mkdir(parents=True)
     write_atomically(paths.profile_request, request.model_dump_json())
     try:
+        commands.inspect(paths, request)
         _wait(paths, request, reader, stopping)
         return _merge(paths, request, reader.catch_up())
     finally:
-        shutil.rmtree(paths.profiles / request.name, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _wait(paths: RunPaths, request: ProfileRequest, reader: RunStateReader, stopping: Callable[[], bool]) -> None:
@@ -115,7 +119,8 @@ def _wait(paths: RunPaths, request: ProfileRequest, reader: RunStateReader, stop
 
 def _parts(paths: RunPaths, request: ProfileRequest) -> dict[str, Path]:
     directory = paths.profiles / request.name
-    return {path.stem: path for path in sorted(directory.glob("worker-*.json")) if not path.is_symlink()}
+    files = (path for kind in (".json", ".json.gz") for path in directory.glob(f"worker-*{kind}"))
+    return {path.name.partition(".")[0]: path for path in sorted(files) if not path.is_symlink()}
 
 
 def _merge(paths: RunPaths, request: ProfileRequest, state: RunState) -> ProfileSummary:
@@ -123,24 +128,26 @@ def _merge(paths: RunPaths, request: ProfileRequest, state: RunState) -> Profile
     missing = {one.name: "it wrote nothing in time" for one in state.training_workers}
     for who, path in _parts(paths, request).items():
         missing.pop(who, None)
-        if path.stat().st_size > MAX_PART_BYTES:
-            missing[who] = f"its trace is larger than {MAX_PART_BYTES >> 20} MB: profile fewer steps"
-        elif (trace := _read_trace(path)) is None:
-            missing[who] = "its trace cannot be read"
-        else:
-            traces[who] = trace
+        try:
+            traces[who] = _read_trace(path)
+        except (OSError, EOFError, ValueError, RecursionError, zlib.error) as failure:
+            missing[who] = f"its trace cannot be read: {failure}"
     if not traces:
         told = "; ".join(f"{who}: {why}" for who, why in missing.items()) or "the run ended first"
         raise error("SH679", told, where=str(paths.root))
     return _write(paths, request, traces, missing)
 
 
-def _read_trace(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+def _read_trace(path: Path) -> dict[str, Any]:
+    """ValueError if it is too large, or no trace."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read(MAX_PART_BYTES + 1)
+    if len(content) > MAX_PART_BYTES:
+        raise ValueError(f"it is larger than {MAX_PART_BYTES >> 20} MB: profile fewer steps")
+    found = json.loads(content)
+    if not isinstance(found, dict):
+        raise ValueError("it is not a trace")
+    return found
 
 
 def _write(

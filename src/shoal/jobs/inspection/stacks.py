@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import error
+from shoal.errors import ShoalError, error
 from shoal.events import RunState, load_state
+from shoal.events.state_parts import WorkerSummary
 from shoal.fleet.orphans import Orphan, find_orphans
 from shoal.fleet.stack_dumps import STACK_SIGNAL, answers_stack_requests, is_frozen
-from shoal.jobs import run_dir
+from shoal.jobs import commands, run_dir
 from shoal.spec.run_paths import RunPaths
 
 ANSWER_TIMEOUT_S = 5.0
@@ -51,13 +52,27 @@ def _collect(paths: RunPaths, *, prefix: bool) -> list[ProcessStacks]:
     asked = {one.seat.name: _ask(paths, one) for one in here if _is_of_this_machine(one, state, host)}
     found = [_answer(paths, one, asked.get(one.seat.name), host) for one in here]
     known = {one.seat.name for one in here}
-    found += [
-        ProcessStacks(one.name, one.pid, one.host, problem=f"it runs on {one.host}, without the run's directory")
-        for one in state.training_workers
-        if one.name not in known
-    ]
+    found += _ask_driver(paths, [one for one in state.training_workers if one.name not in known])
     name = f"{paths.name}/" if prefix else ""
     return [ProcessStacks(f"{name}{one.who}", one.pid, one.host, one.text, one.problem) for one in found]
+
+
+def _ask_driver(paths: RunPaths, elsewhere: list[WorkerSummary]) -> list[ProcessStacks]:
+    """The stacks of workers without the run's directory: their answers come through the driver."""
+    files = {one.name: paths.logs / f"{one.name}.stacks" for one in elsewhere}
+    before = {who: _size(file) for who, file in files.items()}
+    problem = ""
+    try:
+        if elsewhere:
+            commands.inspect(paths)
+    except ShoalError as failure:
+        problem = f"it runs on another machine, and the driver cannot be asked: {failure.message}"
+    texts = {who: "" if problem else _read_dump(file, before[who]) for who, file in files.items()}
+    silent = problem or "it does not answer: it starts, ends, or holds the interpreter's lock"
+    return [
+        ProcessStacks(one.name, one.pid, one.host, texts[one.name], "" if texts[one.name] else silent)
+        for one in elsewhere
+    ]
 
 
 def _is_of_this_machine(one: Orphan, state: RunState, host: str) -> bool:

@@ -10,14 +10,16 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from shoal.errors import error
+from shoal.jobs.queue.compression import find_parent
 from shoal.jobs.queue.daemon_lock import is_served
 from shoal.jobs.queue.entry_kinds import KINDS
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import HistoryRow, QueueStore
 from shoal.jobs.queue.serve import ensure_served
 from shoal.plan.queueing import transitions
-from shoal.plan.queueing.entry import MAX_PRIORITY, EntryKind, QueueEntry
+from shoal.plan.queueing.entry import MAX_PRIORITY, QueueEntry
 from shoal.plan.queueing.order import explain, jobs_before
+from shoal.plan.queueing.work import TRAINING, VerifyWork, Work
 from shoal.spec.job import Job
 
 MAX_USER_CHARACTERS = 64
@@ -48,10 +50,10 @@ def submit(
     priority: int = 0,
     after: Sequence[int] = (),
     start: bool = True,
-    kind: EntryKind = "training",
+    work: Work = TRAINING,
 ) -> list[QueueEntry]:
-    """Add checked jobs to the queue of this directory of runs, and see to it that a daemon serves it. With `kind`
-    "search", each is searched over."""
+    """Add checked jobs to the queue of this directory of runs, and see to it that a daemon serves it. `work` is what is
+    to be done with each."""
     _check_priority(priority)
     user = user or getpass.getuser()
     if len(user) > MAX_USER_CHARACTERS or not user.isprintable():
@@ -59,16 +61,34 @@ def submit(
         raise error("SH609", "a bad name of a user", where="--user", fix=fix)
     paths = QueuePaths.of(runs)
     with QueueStore(paths) as store:
-        made = store.submit(_checked(jobs, kind), user=user, priority=priority, after=after, kind=kind)
+        made = store.submit(_checked(jobs, work), user=user, priority=priority, after=after, work=work)
     if start:
         ensure_served(paths)
     return made
 
 
-def _checked(jobs: Iterable[Job], kind: EntryKind) -> Iterator[Job]:
+def _checked(jobs: Iterable[Job], work: Work) -> Iterator[Job]:
     for job in jobs:
-        KINDS[kind].check(job)
-        yield job
+        KINDS[work.kind].check(job, work)
+        named = f"{job.name[:57]}-verify" if isinstance(work, VerifyWork) else job.name
+        yield job.model_copy(update={"name": named})
+
+
+def submit_compression(
+    parent: str,
+    *,
+    runs: Path,
+    sets: Sequence[str] = (),
+    user: str = "",
+    priority: int = 0,
+    after: Sequence[int] = (),
+    start: bool = True,
+) -> QueueEntry:
+    """Add the compression of a run, or of what job `parent` of the queue trains: it then comes after that job."""
+    with QueueStore(QueuePaths.of(runs)) as store:
+        job, work = find_parent(parent, store, sets)
+    after = [*after, work.of] if work.of else after
+    return submit([job], runs=runs, user=user, priority=priority, after=after, start=start, work=work)[0]
 
 
 def look(runs: Path) -> QueueView:
@@ -152,9 +172,14 @@ class LocalQueue:
         self._runs = runs
 
     def submit(
-        self, job: Job, *, user: str = "", priority: int = 0, after: Sequence[int] = (), kind: EntryKind = "training"
+        self, job: Job, *, user: str = "", priority: int = 0, after: Sequence[int] = (), work: Work = TRAINING
     ) -> QueueEntry:
-        return submit([job], runs=self._runs, user=user, priority=priority, after=after, kind=kind)[0]
+        return submit([job], runs=self._runs, user=user, priority=priority, after=after, work=work)[0]
+
+    def submit_compression(
+        self, parent: str, sets: Sequence[str], *, user: str = "", priority: int = 0, after: Sequence[int] = ()
+    ) -> QueueEntry:
+        return submit_compression(parent, runs=self._runs, sets=sets, user=user, priority=priority, after=after)
 
     def look(self) -> QueueView:
         return look(self._runs)

@@ -13,8 +13,9 @@ from typing import Protocol
 from shoal.errors import ShoalError, describe_exception, error
 from shoal.events import Event, RunState
 from shoal.jobs import run_dir
+from shoal.jobs.compression.shrink_legs import last_leg
 from shoal.jobs.coroutines import TICK_S
-from shoal.jobs.queue.entry_kinds import KINDS, Watch
+from shoal.jobs.queue.entry_kinds import KINDS, Assignment, Watch
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.jobs.run_executor import RunExecutor, RunHandle
 from shoal.jobs.run_result import RunResult
@@ -23,6 +24,7 @@ from shoal.plan.queueing.entry import QueueEntry
 from shoal.plan.queueing.lease import BEAT_S, Lease
 from shoal.plan.queueing.shares import CoreCapacity, JobFacts, Share, SharePolicy
 from shoal.plan.queueing.speed import Measured, SpeedMeter, known_speeds
+from shoal.plan.queueing.work import CompressWork, Work
 from shoal.spec.job import Job
 from shoal.spec.run_paths import RunPaths
 
@@ -36,6 +38,8 @@ PUT_BACK = {
     "preempted": "others had to go first",
 }
 """Reasons for which the daemon itself stops a run. The next turn resumes it."""
+FINAL = ("SH606", "SH614", "SH636", "SH660", "SH662", "SH664", "SH665", "SH668", "SH669")
+"""Errors of the work itself, among those of runs: another attempt would end in the same way."""
 TRIED_FIRST = "a job that ended early before is tried first, or it is such a job and the others come first"
 Settle = Callable[[QueueEntry], QueueEntry]
 Prepare = Callable[[Job], Job]
@@ -292,8 +296,8 @@ class QueueDaemon:
             return
         for number in order.overtaken_by(entry, ready):
             self._apply(number, lambda one: one.model_copy(update={"overtaken": one.overtaken + 1}))
-        if paths.job.is_file() and KINDS[entry.kind].has_finished(paths):  # a daemon died after the receipt was written
-            self._apply(entry.id, partial(transitions.finish, epoch=self._epoch))
+        if paths.job.is_file() and (ended := KINDS[entry.kind].ended(paths)):  # a daemon died before it told the queue
+            self._apply(entry.id, _settle_result(ended, self._epoch))
             return
         try:
             attempt = self._begin(entry, paths)
@@ -305,15 +309,20 @@ class QueueDaemon:
         self._apply(entry.id, partial(transitions.resize, epoch=self._epoch, workers=share.workers, why=share.why))
 
     def _begin(self, entry: QueueEntry, paths: RunPaths) -> Attempt:
-        """Start the job in its reserved directory, or resume the run that is there."""
+        """Start the work in its reserved directory, or go on with what is there."""
         attempt = Attempt(RunHandle(), self._clock())
-        kind = KINDS[entry.kind]
+        given = Assignment(self._work(entry), paths, lambda: self._prepare(self._store.job(entry.id)))
         watch = Watch(partial(self._watch, attempt), attempt.progress)
-        if paths.job.is_file():
-            attempt.handle = kind.resume(self._executor, paths, watch)
-        else:
-            attempt.handle = kind.start(self._executor, self._prepare(self._store.job(entry.id)), paths, watch)
+        attempt.handle = KINDS[entry.kind].begin(self._executor, given, watch)
         return attempt
+
+    def _work(self, entry: QueueEntry) -> Work:
+        """What the entry asks for. A compression of another job's model learns in which run that is."""
+        work = self._store.work(entry.id)
+        if isinstance(work, CompressWork) and work.of:
+            run = last_leg(RunPaths.at(self._store.paths.runs / self._store.get(work.of).run))
+            return work.model_copy(update={"run": str(run.root)})
+        return work
 
     def _watch(self, attempt: Attempt, paths: RunPaths, event: Event, state: RunState) -> None:
         attempt.progressed |= state.step > attempt.first_steps.setdefault(paths, state.step)
@@ -356,5 +365,5 @@ def _settle_result(result: RunResult, epoch: int) -> Settle:
 def settle_error(failure: ShoalError, *, epoch: int) -> Settle:
     """Faults of the job, its data and its code come again with every attempt. Those of processes and disks may not."""
     why = f"{failure.code}: {failure.message}"
-    passing = failure.code.startswith("SH6") or failure.code in ("SH503", "SH510")
+    passing = failure.code in ("SH503", "SH510") or (failure.code.startswith("SH6") and failure.code not in FINAL)
     return partial(transitions.die if passing else transitions.fail, epoch=epoch, why=why)

@@ -16,7 +16,7 @@ from shoal.jobs.run_dir import check_runs
 from shoal.spec.private_file import PRIVATE_MODE, owner_if_other
 
 APPLICATION_ID = 0x53484F51  # "SHOQ"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_TIMEOUT_S = 30.0
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs4?|cifs|smb[23s]?\w*|afs|9p|ceph|glusterfs|lustre|gpfs|beegfs|virtiofs|fuse\.(?!fuse-overlayfs)\w+"
@@ -31,7 +31,8 @@ CREATE TABLE job (
     NULL, change INTEGER NOT NULL);
 CREATE INDEX job_change ON job (change);
 CREATE INDEX job_state ON job (state);
-CREATE TABLE job_file (id INTEGER PRIMARY KEY REFERENCES job, content TEXT NOT NULL);
+CREATE TABLE job_file (
+    id INTEGER PRIMARY KEY REFERENCES job, content TEXT NOT NULL, work TEXT NOT NULL DEFAULT '');
 CREATE TABLE dependency (after INTEGER NOT NULL, id INTEGER NOT NULL, PRIMARY KEY (after, id)) WITHOUT ROWID;
 CREATE TABLE history (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id INTEGER NOT NULL, t REAL NOT NULL, state TEXT NOT NULL,
@@ -46,7 +47,10 @@ CREATE TABLE lease (
     beats INTEGER NOT NULL, stop_requested INTEGER NOT NULL);
 INSERT INTO lease VALUES (1, 0, '', 0, 0, 0);
 """
-MIGRATIONS = {1: "ALTER TABLE job ADD COLUMN kind TEXT NOT NULL DEFAULT 'training'"}
+MIGRATIONS = {
+    1: "ALTER TABLE job ADD COLUMN kind TEXT NOT NULL DEFAULT 'training'",
+    2: "ALTER TABLE job_file ADD COLUMN work TEXT NOT NULL DEFAULT ''",
+}
 """What makes a file of each older version one of the next version."""
 
 

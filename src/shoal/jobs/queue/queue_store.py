@@ -14,12 +14,13 @@ from pydantic import ValidationError
 
 from shoal.errors import ShoalError, error
 from shoal.jobs.queue.queue_file import QueuePaths, damaged, open_queue_file, translated_errors
-from shoal.plan.queueing.entry import EntryKind, EntryState, JobNeeds, QueueEntry
+from shoal.plan.queueing.entry import EntryState, QueueEntry
 from shoal.plan.queueing.lease import Lease
+from shoal.plan.queueing.needs import needs_of
 from shoal.plan.queueing.speed import Measured
 from shoal.plan.queueing.transitions import StaleEpochError, follow_predecessors
+from shoal.plan.queueing.work import TRAINING, WORK, Work
 from shoal.spec.base import Spec
-from shoal.spec.data import FoldSplitConfig
 from shoal.spec.job import Job
 from shoal.spec.load import make_job
 from shoal.spec.migrate import migrate_job
@@ -72,7 +73,7 @@ class QueueStore:
         user: str,
         priority: int = 0,
         after: Iterable[int] = (),
-        kind: EntryKind = "training",
+        work: Work = TRAINING,
     ) -> list[QueueEntry]:
         """Add checked jobs, all or none. SH646 if one that they come after does not exist."""
         follows = tuple(sorted(set(after)))
@@ -80,7 +81,7 @@ class QueueStore:
         with self._transaction():
             before = [self.get(number) for number in follows]
             for job in jobs:
-                entry = self._insert(job, kind, user=user, priority=priority, after=follows)
+                entry = self._insert(job, work, user=user, priority=priority, after=follows)
                 made.append(self._write(entry, follow_predecessors(entry, before)))
         return made
 
@@ -106,6 +107,15 @@ class QueueStore:
             return make_job(data, base_dir=data["base_dir"], check_names=False)
         except (ShoalError, ValueError, TypeError, KeyError) as failure:
             raise damaged(self.paths, f"the job of entry {number} cannot be read: {failure}") from failure
+
+    def work(self, number: int) -> Work:
+        """What is to be done with the job."""
+        with translated_errors(self.paths):
+            row = self._connection.execute("SELECT work FROM job_file WHERE id = ?", (number,)).fetchone()
+        try:
+            return WORK.validate_json(row[0] if row and row[0] else json.dumps({"kind": self.get(number).kind}))
+        except ValidationError as failure:
+            raise damaged(self.paths, f"the work of entry {number} cannot be read: {failure}") from failure
 
     def history(self, number: int | None = None) -> list[HistoryRow]:
         """What happened to one job, or the newest rows of all; the oldest first."""
@@ -238,16 +248,17 @@ class QueueStore:
         except (ValidationError, json.JSONDecodeError, TypeError) as failure:
             raise damaged(self.paths, f"a row cannot be read: {failure}") from failure
 
-    def _insert(self, job: Job, kind: EntryKind, *, user: str, priority: int, after: tuple[int, ...]) -> QueueEntry:
+    def _insert(self, job: Job, work: Work, *, user: str, priority: int, after: tuple[int, ...]) -> QueueEntry:
         now = time.time()
         fields: dict[str, Any] = {
-            "name": job.name, "user": user, "priority": priority, "after": after, "needs": needs_of(job, kind),
-            "kind": kind, "sha256": job.sha256(), "submitted_t": now, "change": self._next_change(),
+            "name": job.name, "user": user, "priority": priority, "after": after, "needs": needs_of(job, work),
+            "kind": work.kind, "sha256": job.sha256(), "submitted_t": now, "change": self._next_change(),
         }  # fmt: skip
         draft = QueueEntry(id=1, **fields)
         cursor = self._connection.execute(_INSERT, _row(draft))
         entry = draft.model_copy(update={"id": cursor.lastrowid})
-        self._connection.execute("INSERT INTO job_file VALUES (?, ?)", (entry.id, json.dumps(job.dump())))
+        content = (entry.id, json.dumps(job.dump()), work.model_dump_json())
+        self._connection.execute("INSERT INTO job_file (id, content, work) VALUES (?, ?, ?)", content)
         self._connection.executemany("INSERT INTO dependency VALUES (?, ?)", [(one, entry.id) for one in after])
         self._note(entry)
         return entry
@@ -296,35 +307,3 @@ def _entry(row: tuple[Any, ...]) -> QueueEntry:
     fields = dict(zip(("id", *_FIELDS), row, strict=True))
     fields |= {"after": json.loads(fields["after"]), "needs": json.loads(fields["needs"])}
     return QueueEntry.model_validate(fields)
-
-
-def needs_of(job: Job, kind: EntryKind = "training") -> JobNeeds:
-    if kind == "search":
-        return _needs_of_search(job)
-    split = job.data.split
-    copies = min(split.parallel, split.folds) if job.fold_count > 1 and isinstance(split, FoldSplitConfig) else 1
-    return JobNeeds(
-        least=job.workers.least,
-        most=job.workers.most,
-        cores=job.threads,
-        gang=job.workers_per_replica,
-        copies=copies,
-        lanes=job.lane_count,
-        memory_bytes=job.limits.memory_bytes or 0,
-        fixed=bool(job.inexact_reason),
-    )
-
-
-def _needs_of_search(job: Job) -> JobNeeds:
-    """All trials together have the workers of the job. How many there are changes no decision of the search."""
-    assert job.search is not None
-    trial = job.workers_per_replica
-    most = max(job.workers.most // trial, 1) * trial
-    return JobNeeds(
-        least=trial,
-        most=most,
-        cores=job.threads,
-        gang=trial,
-        lanes=max(most // trial, 1),
-        memory_bytes=job.limits.memory_bytes or 0,
-    )

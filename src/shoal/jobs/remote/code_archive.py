@@ -19,13 +19,13 @@ from pathspec import GitIgnoreSpec
 
 from shoal.checkpoint.weight_files import find_weight_files
 from shoal.errors import ShoalError, error, from_os_error
+from shoal.events.packed_file import has_content
 from shoal.spec.remote.file_requests import CodeArchive, SentWeights
 
 MAX_CODE_BYTES = 200 << 20
 MAX_CODE_FILES = 50_000
 IGNORE_FILES = (".gitignore", ".shoalignore")
 LEFT_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
-_RUN_FILES = ("job.yaml", "events.jsonl")
 _LARGEST_SHOWN = 3
 
 
@@ -124,7 +124,8 @@ def _is_ignored(path: Path, rules: Rules, *, is_directory: bool) -> bool:
 
 def _is_left_out(directory: Path) -> bool:
     """An environment, or a run."""
-    return (directory / "pyvenv.cfg").is_file() or all((directory / name).is_file() for name in _RUN_FILES)
+    is_run = (directory / "job.yaml").is_file() and has_content(directory / "events.jsonl")
+    return is_run or (directory / "pyvenv.cfg").is_file()
 
 
 class _HashingWriter(io.RawIOBase):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from shoal.fleet.control_server import ControlServer
 from shoal.fleet.engine import Launch
 from shoal.fleet.process_main import KEY_VARIABLE, TOKEN_VARIABLE
+from shoal.jobs.fork_servers import SERVER_MODULE, WORKER_MODULE
 from shoal.jobs.remote.code_archive import pack_code, pack_weights
 from shoal.jobs.remote.file_service import FileService
 from shoal.net.address import format_address
@@ -16,9 +17,6 @@ from shoal.spec.load import save_job
 from shoal.spec.remote.file_requests import JOB_FILE, RemoteRun, SentWeights
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
-
-WORKER_MODULE = "shoal.train.worker"
-SERVER_MODULE = "shoal.paramserver.main"
 
 
 class SeatLaunches(Protocol):

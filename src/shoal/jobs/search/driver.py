@@ -33,7 +33,7 @@ from shoal.jobs.search.journal import (
 )
 from shoal.jobs.search.keep import Keeper
 from shoal.jobs.search.keep_population import PopulationKeeper
-from shoal.jobs.search.receipt import SearchReceipt, make_receipt, read_receipt, write_receipt
+from shoal.jobs.search.receipt import SearchReceipt, make_receipt, read_receipt, read_winner, write_receipt
 from shoal.jobs.search.replay import check_again, replay
 from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.shapes import ShapeProbe
@@ -47,7 +47,6 @@ from shoal.plan.search.policies.population import Population
 from shoal.plan.search.trial import SearchEnd, ShapeWanted, Stretch, Wait
 from shoal.spec.job import Job
 from shoal.spec.load import load_run_job
-from shoal.spec.receipt import read_receipt_file
 from shoal.spec.search.trial_job import check_space
 
 UPDATE_S = 0.2
@@ -293,8 +292,8 @@ class SearchDriver:
     def _finish(self, end: SearchEnd) -> SearchOutcome:
         self._check(all_rows=True)
         if self._table.ended is None:
-            own = None if end.best is None else read_receipt_file(self.paths.trial(end.best).receipt).own
-            self._write(EndedRow(best=end.best, why=end.why, weights_sha256=own.weights_sha256 if own else ""))
+            runs = read_winner(self.paths, end.best)
+            self._write(EndedRow(best=end.best, why=end.why, weights_sha256=runs.weights_sha256 if runs else ""))
         receipt = make_receipt(
             self.job, self.paths, self._journal.rows, workers=self.runs.workers, total_s=self.elapsed_s
         )

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -25,7 +25,7 @@ from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.table import SearchTable
 from shoal.spec.base import Spec
 from shoal.spec.job import Job
-from shoal.spec.receipt import Receipt, read_receipt_file
+from shoal.spec.receipt import FoldsReceipt, Receipt, read_receipt_file
 from shoal.spec.run_paths import write_atomically
 
 
@@ -54,6 +54,28 @@ class SearchReceipt(Spec):
     interventions: list[str] = Field(default_factory=list)
     workers: int = 1
     total_s: float = 0.0
+
+
+class WinnerRuns(NamedTuple):
+    """What the run of a winner found, or its runs if it has folds or seeds: then the mean of each metric, one SHA-256
+    over those of all weights, and the run that speaks most against being exact."""
+
+    exact: bool | None
+    why: str
+    weights_sha256: str
+    values: dict[str, float]
+
+
+def read_winner(paths: SearchPaths, trial: int | None) -> WinnerRuns | None:
+    """None without a winner, and if it has no receipt."""
+    found = None if trial is None else read_receipt_file(paths.trial(trial).receipt).found
+    if isinstance(found, Receipt):
+        return WinnerRuns(found.exact, found.why, found.weights_sha256, dict(found.metrics))
+    if not isinstance(found, FoldsReceipt) or not found.folds:
+        return None
+    judged = min(found.folds, key=lambda one: (False, None, True).index(one.exact))
+    weights = hashlib.sha256(" ".join(one.weights_sha256 for one in found.folds).encode()).hexdigest()
+    return WinnerRuns(judged.exact, judged.why, weights, {name: one.mean for name, one in found.metrics.items()})
 
 
 def decisions_sha256(rows: Sequence[AnyRow]) -> str:
@@ -88,8 +110,8 @@ def make_receipt(
     table = SearchTable.of(rows)
     assert table.ended is not None
     winner = None if table.ended.best is None else table.trials[table.ended.best]
-    own = None if winner is None else read_receipt_file(paths.trial(winner.number).receipt).own
-    exact, why = judge_exactness(job, table, rows, own)
+    runs = read_winner(paths, table.ended.best)
+    exact, why = judge_exactness(job, table, rows, runs)
     digest = decisions_sha256(rows)
     weights = table.ended.weights_sha256
     return SearchReceipt(
@@ -102,7 +124,7 @@ def make_receipt(
         decisions=len(table.decisions),
         ended=table.ended.why,
         winner=table.ended.best,
-        values=dict(own.metrics) if own else {},
+        values=runs.values if runs else {},
         changes=dict(winner.changes) if winner else {},
         weights_sha256=weights,
         decisions_sha256=digest,
@@ -116,7 +138,7 @@ def make_receipt(
 
 
 def judge_exactness(
-    job: Job, table: SearchTable, rows: Sequence[AnyRow], winner: Receipt | None
+    job: Job, table: SearchTable, rows: Sequence[AnyRow], winner: WinnerRuns | None
 ) -> tuple[bool | None, str]:
     """Whether any number of workers gives this search, and why."""
     if against := _reason_against(job, table, rows):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from shoal.errors import ShoalError
 from shoal.events import Event, RunState
+from shoal.events.packed_file import has_content
 from shoal.jobs.fork_servers import hold_data
 from shoal.jobs.run_executor import RunExecutor, RunHandle
 from shoal.jobs.run_result import PAUSED, RunResult
@@ -162,7 +163,7 @@ class StretchRuns:
 
     def _known(self, run: StretchRun) -> ToldRow | None:
         """The result, if the run is that far: an earlier driver was killed before it wrote the result down."""
-        if not run.paths.events.exists():
+        if not has_content(run.paths.events):
             return None
         rows = trials.stretch_rows(run.paths, run.stretch, run.shape.boundaries)
         return None if rows is None else ToldRow(number=run.stretch.number, rows=[dict(row) for row in rows])

@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.errors import ErrorGroup, ShoalError
 from shoal.events import read_events
+from shoal.events.packed_file import has_content
 from shoal.jobs.search.search_dir import SearchPaths
 from shoal.plan.search.trial import Stretch
 from shoal.spec.job import MAX_WORKERS, Job, WorkersConfig
@@ -63,7 +64,7 @@ def failure_code(failure: BaseException | None) -> str:
 
 def evaluations(paths: RunPaths) -> dict[int, MetricRow]:
     """The metrics of the validation data by step, as the run's events tell them."""
-    if not paths.events.exists():
+    if not has_content(paths.events):
         return {}
     return {
         event.step: dict(event["metrics"])

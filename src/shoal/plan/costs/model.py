@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, Literal
 
 from shoal.codecs.size import FLOAT_BYTES, residual_floats, size_bytes
+from shoal.errors import plural
 
 SyncKind = Literal["lanes", "server", "local"]
 ShardKind = Literal["none", "fsdp", "tensor", "pipeline"]
@@ -146,7 +147,7 @@ class RunChoice:
             how = f"local, every {self.every}"
         elif self.sync == "server":
             stale = f", staleness {self.staleness:g}" if self.staleness else ""
-            how = f"{self.servers} server{'s' if self.servers > 1 else ''}{stale}"
+            how = f"{plural(self.servers, 'server')}{stale}"
         else:
             how = "lanes"
         return how if self.codec == "none" else f"{how}, {self.codec}"

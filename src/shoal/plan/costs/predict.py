@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shoal.errors import plural
 from shoal.plan.costs import traffic
 from shoal.plan.costs.memory import default_backups, host_memory_bytes, memory_shortfall
 from shoal.plan.costs.model import Cluster, CostPrediction, MeasuredJob, NetworkLink, RunChoice
@@ -50,7 +51,7 @@ def predict(choice: RunChoice, measured: MeasuredJob, cluster: Cluster, link: Ne
 
 def _infeasible_reason(choice: RunChoice, measured: MeasuredJob, cluster: Cluster) -> str:
     if choice.workers > measured.lanes and choice.shard == "none":
-        lanes = f"{measured.lanes} lane{'s' if measured.lanes > 1 else ''}"
+        lanes = plural(measured.lanes, "lane")
         return f"the job has {lanes}: of {choice.workers} workers {choice.workers - measured.lanes} would have no lane"
     if choice.sync != "server" and measured.only_servers:
         return measured.only_servers
@@ -63,10 +64,10 @@ def _infeasible_reason(choice: RunChoice, measured: MeasuredJob, cluster: Cluste
     if choice.codec != "none" and measured.lanes > MAX_ENCODED_LANES:
         return f"with a codec every lane is sent separately, and {measured.lanes} lanes are too many"
     if measured.gpus and (most := max(workers_per_host(choice, cluster))) > measured.gpus:
-        return f"{most} workers on a machine with {measured.gpus} GPU{'s' if measured.gpus > 1 else ''}"
+        return f"{most} workers on a machine with {plural(measured.gpus, 'GPU')}"
     fewest = min(host.cores for host in cluster.hosts[: choice.hosts])
     if choice.threads > fewest:
-        return f"{choice.threads} threads, but a machine has {fewest} core{'s' if fewest > 1 else ''}"
+        return f"{choice.threads} threads, but a machine has {plural(fewest, 'core')}"
     return ""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from shoal.errors import plural
 from shoal.plan.costs.calibration import CostInputs, ObservedTimes, calibrate
 from shoal.plan.costs.candidates import replicated_candidates
 from shoal.plan.costs.model import CostPrediction, RunChoice
@@ -124,7 +125,7 @@ def _reason(stays: CostPrediction, moves: CostPrediction | None, best: PlanCandi
 
 def _describe(choice: RunChoice) -> str:
     hosts = f" on {choice.hosts} hosts" if choice.hosts > 1 else ""
-    return f"{choice.workers} worker{'s' if choice.workers > 1 else ''}{hosts} ({choice.name})"
+    return f"{plural(choice.workers, 'worker')}{hosts} ({choice.name})"
 
 
 def typical_step_s(taken: Sequence[tuple[int, float]]) -> float | None:

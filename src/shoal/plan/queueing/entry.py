@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from shoal.spec.base import Spec
 
 EntryState = Literal["waiting", "running", "held", "finished", "failed", "cancelled"]
-EntryKind = Literal["training", "search"]
+EntryKind = Literal["training", "search", "verify", "compress"]
 ENDED: tuple[EntryState, ...] = ("finished", "failed", "cancelled")
 MAX_PRIORITY = 100
 

@@ -43,28 +43,33 @@ export function Disk({ me }) {
 
 // A plan by rules: it shows what would go, and exactly that is applied.
 function Cleanup({ ask, done }) {
-  const [rules, setRules] = useState({ days: "30", keep: "newest=2", total: "", status: "", checkpoints: false });
+  const [rules, setRules] = useState({ days: "30", keep: "newest=2", total: "", status: "", part: "" });
   const [plan, setPlan] = useState(null);
   const [problem, setProblem] = useState(null);
-  const set = (name) => (event) => { setPlan(null); setRules({ ...rules, [name]: name === "checkpoints" ? event.target.checked : event.target.value }); };
+  const set = (name) => (event) => { setPlan(null); setRules({ ...rules, [name]: event.target.value }); };
   const make = async (event) => {
     event.preventDefault();
-    try { setPlan(await post("storage/plan", { ...rules, days: Number(rules.days) || 0 })); setProblem(null); } catch (one) { setPlan(null); setProblem(one); }
+    const { part, ...rest } = rules;
+    const body = { ...rest, days: Number(rules.days) || 0, checkpoints: part === "checkpoints", compact: part === "compact" };
+    try { setPlan({ ...await post("storage/plan", body), part }); setProblem(null); } catch (one) { setPlan(null); setProblem(one); }
   };
-  const apply = () => ask({ title: "Clean up?", danger: true, button: "Move to the trash", text: `${plan.items.length} of the list move to the trash, ${size(plan.freed_bytes)}. They can be restored until it is emptied.`,
+  const packs = plan && plan.part === "compact";
+  const apply = () => ask({ title: "Clean up?", danger: !packs, button: packs ? "Compact" : "Move to the trash",
+    text: packs ? `Events and logs of ${plan.items.length} runs are packed, which frees about ${size(plan.freed_bytes)}. Nothing is lost.`
+      : `${plan.items.length} of the list move to the trash, ${size(plan.freed_bytes)}. They can be restored until it is emptied.`,
     action: async () => {
       const found = await act("storage/apply", { plan: plan.plan });
       setPlan(null);
-      done([`${found.moved.length} are in the trash`, ...found.stays].join("; "));
+      done([packs ? `${found.compacted.length} are compacted, ${size(found.freed_bytes)} are free` : `${found.moved.length} are in the trash`, ...found.stays].join("; "));
     } });
   const field = (name, label, hint, type = "text") => html`<label>${label} <input type=${type} min="0" value=${rules[name]} placeholder=${hint} onInput=${set(name)} /></label>`;
   return html`<details class="cleanup" open=${plan !== null}><summary>Clean up</summary>
     <form class="rules" onSubmit=${make}>${field("days", "unchanged for days", "", "number")}${field("keep", "keep of each job", "newest=2,best=1")}
       ${field("total", "until all are below", "200 GB")}${field("status", "only", "failed,stopped")}
-      <label class="check"><input type="checkbox" checked=${rules.checkpoints} onChange=${set("checkpoints")} />only checkpoints of finished runs</label><button>Show what would go</button></form>
+      <label>what goes <select value=${rules.part} onChange=${set("part")}><option value="">whole runs</option><option value="checkpoints">checkpoints of finished runs</option><option value="compact">nothing: compact finished runs</option></select></label><button>Show what would go</button></form>
     <${ErrorBox} problem=${problem} />
     ${plan && !plan.items.length && html`<p class="empty">Nothing would go. Runs with tags, and runs that are driven, always stay.</p>`}
     ${plan && plan.items.length > 0 && html`<div class="scroll tall"><table><thead><tr><th>run</th><th>part</th><th>frees</th></tr></thead>
       <tbody>${plan.items.map((one) => html`<tr><td>${one.run}</td><td>${one.part || "all"}</td><td class="n">${size(one.freed_bytes)}</td></tr>`)}</tbody></table></div>
-      <p><button class="danger" onClick=${apply}>Move ${plan.items.length} to the trash, ${size(plan.freed_bytes)}</button> <span class="hint">plan <code>${plan.plan}</code></span></p>`}</details>`;
+      <p><button class=${packs ? "" : "danger"} onClick=${apply}>${packs ? `Compact ${plan.items.length}, about` : `Move ${plan.items.length} to the trash,`} ${size(plan.freed_bytes)}</button> <span class="hint">plan <code>${plan.plan}</code></span></p>`}</details>`;
 }

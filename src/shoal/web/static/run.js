@@ -84,6 +84,9 @@ function Head({ run, me, refresh, name }) {
       await act(`${path}/tags`, { add: wanted, remove: run.tags.filter((one) => !wanted.includes(one)) });
       done("tags are changed");
     } });
+  const compact = () => ask({ title: run.packed ? `Expand ${name}?` : `Compact ${name}?`, button: run.packed ? "Expand" : "Compact",
+    text: run.packed ? "Events and logs are unpacked: the files are as they were." : "Events and logs are packed. Nothing is lost, and everything reads them as before. Model, checkpoints and receipt stay as they are.",
+    action: async () => { const found = await act(`${path}/compact`, { undo: run.packed }); done(`${size(found.before_bytes)} before, ${size(found.after_bytes)} now`); } });
   const remove = () => ask({ title: `Delete ${name}?`, danger: true, button: "Move to the trash", label: `Type ${run.name} to confirm`, must: run.name,
     text: "The run moves to the trash, from where it can be restored (page Disk). Emptying the trash deletes it for good.",
     action: async (typed) => { await act(`${path}/delete`, { confirm: typed }); go("disk"); } });
@@ -93,6 +96,7 @@ function Head({ run, me, refresh, name }) {
         ${live && may("operate") && !trial && html`<button onClick=${scale}>Scale</button><button onClick=${stop}>Stop</button>`}
         ${!live && run.status !== "finished" && may("submit") && !trial && html`<button onClick=${resume}>Resume</button>`}
         ${may("operate") && !name.includes("~") && html`<button onClick=${tag}>Tag</button>
+          ${run.status === "finished" && html`<button onClick=${compact}>${run.packed ? "Expand" : "Compact"}</button>`}
           ${!live && html`<button class="danger" onClick=${remove}>Delete</button>`}`}
         ${run.weights_sha256 && !run.folds.length && may("operate") && html`<a class="button" href=${`/api/v1/${path}/model`} download=${`${run.name}.safetensors`}>Model</a>`}
         ${may("submit") && me.runs === null && !name.includes("~") && html`<a class="button" href=${link("queue", "", { submit: name })}>Submit again</a>`}

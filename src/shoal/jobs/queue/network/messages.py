@@ -8,7 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, Validation
 
 from shoal.jobs.queue.queue_store import HistoryRow
 from shoal.net.errors import ProtocolError
-from shoal.plan.queueing.entry import MAX_PRIORITY, EntryKind, QueueEntry
+from shoal.plan.queueing.entry import MAX_PRIORITY, QueueEntry
+from shoal.plan.queueing.work import TRAINING, CheckedWork
 from shoal.spec.base import Spec
 from shoal.spec.remote.file_requests import CodeArchive
 
@@ -76,10 +77,20 @@ class SubmitRequest(Spec):
 
     kind: Literal["submit"] = "submit"
     job: dict[str, Any]
-    work: EntryKind = "training"
+    work: CheckedWork = TRAINING
     priority: Priority = 0
     after: Annotated[list[PositiveInt], Field(max_length=1000)] = Field(default_factory=list)
     code: CodeArchive
+
+
+class CompressionRequest(Spec):
+    """Compress what a job of the queue trains."""
+
+    kind: Literal["compress"] = "compress"
+    of: PositiveInt
+    sets: Annotated[list[Annotated[str, Field(max_length=10_000)]], Field(max_length=100)] = Field(default_factory=list)
+    priority: Priority = 0
+    after: Annotated[list[PositiveInt], Field(max_length=1000)] = Field(default_factory=list)
 
 
 class LookRequest(Spec):
@@ -111,7 +122,7 @@ class ServedAnswer(Spec):
 
 
 Hello = QueueHello | OfferHello | ChannelHello
-Request = SubmitRequest | LookRequest | HistoryRequest | ChangeRequest
+Request = SubmitRequest | CompressionRequest | LookRequest | HistoryRequest | ChangeRequest
 ToMachine = OpenMessage | PingMessage
 FromMachine = PingMessage | LeavingMessage
 

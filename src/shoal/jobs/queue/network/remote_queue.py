@@ -17,6 +17,7 @@ from shoal.jobs.queue.network import frames
 from shoal.jobs.queue.network.messages import (
     ANSWER,
     ChangeRequest,
+    CompressionRequest,
     HistoryRequest,
     LookRequest,
     QueueHello,
@@ -31,7 +32,8 @@ from shoal.net.address import parse_address
 from shoal.net.errors import LinkError, TlsError, TokenError
 from shoal.net.file_transfer import MAX_CHUNK_BYTES, send_content
 from shoal.net.listener import connect_host
-from shoal.plan.queueing.entry import EntryKind, QueueEntry
+from shoal.plan.queueing.entry import QueueEntry
+from shoal.plan.queueing.work import TRAINING, Work
 from shoal.spec.certificates import TlsContexts, load_tls_contexts
 from shoal.spec.job import Job
 
@@ -94,16 +96,25 @@ class RemoteQueue:
         self._address = address
 
     def submit(
-        self, job: Job, *, user: str = "", priority: int = 0, after: Sequence[int] = (), kind: EntryKind = "training"
+        self, job: Job, *, user: str = "", priority: int = 0, after: Sequence[int] = (), work: Work = TRAINING
     ) -> QueueEntry:
         """The directory of the job is sent too, unless the queue has it already."""
-        if user:
-            fix = "Leave it out: the user is the name of the token."
-            raise error("SH609", "users of a queue on another machine have tokens", where="--user", fix=fix)
+        _refuse_user(user)
         with tempfile.TemporaryDirectory(prefix="shoal-submit-") as scratch:
             archive = pack_code(Path(job.base_dir), Path(scratch))
-            request = SubmitRequest(job=job.dump(), work=kind, priority=priority, after=list(after), code=archive)
+            request = SubmitRequest(job=job.dump(), work=work, priority=priority, after=list(after), code=archive)
             return self._ask(request, send=Path(scratch) / archive_name(archive)).entries[0]
+
+    def submit_compression(
+        self, parent: str, sets: Sequence[str], *, user: str = "", priority: int = 0, after: Sequence[int] = ()
+    ) -> QueueEntry:
+        """Of what one of the user's own jobs trains: runs of others are nobody's business."""
+        _refuse_user(user)
+        if not parent.isdecimal():
+            fix = "Name a job of the queue by its number: shoal submit 3 --compress"
+            raise error("SH609", f"'{parent}' is not the number of a job", where="--compress", fix=fix)
+        request = CompressionRequest(of=int(parent), sets=list(sets), priority=priority, after=list(after))
+        return self._ask(request).entries[0]
 
     def look(self) -> QueueView:
         answer = self._ask(LookRequest())
@@ -138,6 +149,12 @@ class RemoteQueue:
         if answer.failure:
             raise error_from_fields(answer.failure)
         return answer
+
+
+def _refuse_user(user: str) -> None:
+    if user:
+        fix = "Leave it out: the user is the name of the token."
+        raise error("SH609", "users of a queue on another machine have tokens", where="--user", fix=fix)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -28,6 +28,7 @@ from shoal.jobs.queue.network.messages import (
     REQUEST,
     ChangeRequest,
     ChannelHello,
+    CompressionRequest,
     HistoryRequest,
     LeavingMessage,
     LookRequest,
@@ -166,6 +167,9 @@ class QueueServer:
             case SubmitRequest():
                 _require(token, "submit")
                 return ServedAnswer(entries=[self._submit(sock, request, token["name"])])
+            case CompressionRequest():
+                _require(token, "submit")
+                return ServedAnswer(entries=[self._submit_compression(request, token)])
             case ChangeRequest():
                 return ServedAnswer(entries=[self._change(request, token)])
 
@@ -178,10 +182,30 @@ class QueueServer:
             user=user,
             priority=request.priority,
             after=request.after,
-            kind=request.work,
+            work=request.work,
             start=False,
         )
         return made[0]
+
+    def _submit_compression(self, request: CompressionRequest, token: TokenFields) -> QueueEntry:
+        self._require_own(request.of, token)
+        return client.submit_compression(
+            str(request.of),
+            runs=self._paths.runs,
+            sets=request.sets,
+            user=token["name"],
+            priority=request.priority,
+            after=request.after,
+            start=False,
+        )
+
+    def _require_own(self, number: int, token: TokenFields) -> None:
+        entry = client.look(self._paths.runs).entries.get(number)
+        if entry is None:
+            raise error("SH646", f"there is no job {number} in the queue")
+        if entry.user != token["name"]:
+            fix = "Ask its owner, or use a token with the role operate."
+            raise error("SH659", f"job {number} is of {entry.user}, not of {token['name']}", fix=fix)
 
     def _receive_code(self, sock: socket.socket, archive: CodeArchive) -> Path:
         """The directory of a job on this machine. It is sent only if it is not there yet."""
@@ -203,14 +227,9 @@ class QueueServer:
 
     def _change(self, request: ChangeRequest, token: TokenFields) -> QueueEntry:
         runs, number = self._paths.runs, request.number
-        entry = client.look(runs).entries.get(number)
-        if entry is None:
-            raise error("SH646", f"there is no job {number} in the queue")
         if token["role"] != "operate":
             _require(token, "submit")
-            if entry.user != token["name"]:
-                fix = "Ask its owner, or use a token with the role operate."
-                raise error("SH659", f"job {number} is of {entry.user}, not of {token['name']}", fix=fix)
+            self._require_own(number, token)
         match request.what:
             case "cancel":
                 return client.cancel(runs, number)
