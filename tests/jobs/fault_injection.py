@@ -84,9 +84,14 @@ def processes_of(root):
 
 def open_resources(pid):
     """What a process has open."""
-    files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    files = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            files.append(os.readlink(file))
     return {
         "arenas": sum("memfd:shoal" in file for file in files),
         "mapped": Path(f"/proc/{pid}/maps").read_text().count("memfd:shoal"),
         "sockets": sum(file.startswith("socket:") for file in files),
+        "descriptors": len(files),
+        "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
     }

@@ -26,7 +26,13 @@ from shoal.spec.run_paths import RunPaths
 from shoal.spec.sharding import INEXACT_LAYOUT, INEXACT_MICROBATCHES
 from shoal.terminal.notes import describe_layout, note_lines
 from tests.conftest import CNN, GPT, MLP, long_only
-from tests.jobs.fault_injection import assert_nothing_left, events_of_kind, fault_script, fired_faults
+from tests.jobs.fault_injection import (
+    assert_nothing_left,
+    events_of_kind,
+    fault_script,
+    fired_faults,
+    open_resources,
+)
 from tests.jobs.test_bit_exact_resume import ShoalCommand
 
 ROUNDING = 2.0**-24 * 64
@@ -236,6 +242,29 @@ def disturbed(run, job_dir, name, shard):
     assert receipt.state_sha256 == expected.state_sha256
     assert receipt.metrics == expected.metrics
     return receipt
+
+
+@pytest.mark.parametrize("shard", ["fsdp", *long_only("tensor", "pipeline")])
+def test_groups_of_earlier_views_leave_no_threads_and_descriptors(shard, run, job_dir):
+    seen = []
+
+    def look(paths, event, run_state):
+        if event.kind == "evaluated":
+            seen.append(open_resources(run_state.workers["worker-0"].pid))
+
+    lines = [f"kill worker {n} at step {3 * n + 1} in together" for n in (1, 2, 3)]
+    outcome = run(
+        JOB | {"evaluate": {"every_steps": 3}},
+        look=look,
+        workers=2,
+        shard=with_size(shard, 2),
+        watchers=fault_script(job_dir, *lines),
+        elastic=RESTARTS,
+    )
+    assert finished(outcome).deaths_survived == 3
+    first, last = seen[0], seen[-1]  # a group has at least 4 descriptors and 3 threads
+    assert last["descriptors"] <= first["descriptors"] + 4, seen
+    assert last["threads"] <= first["threads"] + 2, seen
 
 
 PHASES = ("in together", "in exchange", "in exchange after 1 ms", "in together after 2 ms", "in telling", "in data")

@@ -20,6 +20,8 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 
 from shoal.net.errors import LinkError
 
@@ -114,7 +116,16 @@ class ShardMesh:
 
     def close(self) -> None:
         self.stop_receiving()
+        forget_mesh(self.device_mesh)
         distributed.destroy_process_group()
+
+
+def forget_mesh(mesh: DeviceMesh) -> None:
+    """Let the mesh's groups go with their threads and sockets. torch's caches keep every mesh that they have seen, and
+    a mesh keeps its groups."""
+    mesh._get_root_mesh()._pg_registry.clear()
+    debug._clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
 
 
 class _ReceiveThread(threading.Thread):

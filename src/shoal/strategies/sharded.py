@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import math
 import time
@@ -96,6 +97,7 @@ class ShardedStrategy:
         try:
             with self._sync.as_link_errors():
                 self._restore_together(view, seat, began)
+                gc.collect()  # the last view's model with its groups is a cycle of references
                 self._progress.has_state, self._sync.voted_step = True, None
                 self._make_backup(view)
         except LinkError as failure:
@@ -280,6 +282,7 @@ class ShardedStrategy:
     def _release(self) -> None:
         """Free the replica and the backup before new memory is allocated."""
         self._progress.has_state, self._sync.backup, self._held = False, None, None
+        gc.collect()  # the replica is a cycle of references
 
     def _build_replica(self, layout: ShardLayout | None) -> ShardedReplica:
         mesh = self._sync.shard_mesh

@@ -206,12 +206,12 @@ class ShardedSync:
     def _leave(self) -> None:
         self._shut_down_sockets()
         self._sockets = None
-        if self.shard_mesh or distributed.is_initialized():
+        with contextlib.suppress(RuntimeError):
             if self.shard_mesh:
-                self.shard_mesh.stop_receiving()
-            self.shard_mesh = None
-            with contextlib.suppress(RuntimeError):
+                self.shard_mesh.close()
+            elif distributed.is_initialized():
                 distributed.destroy_process_group()
+        self.shard_mesh = None
         self._group.leave()
 
     def close(self) -> None:
