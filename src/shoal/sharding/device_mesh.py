@@ -124,7 +124,7 @@ def forget_mesh(mesh: DeviceMesh) -> None:
     """Let the mesh's groups go with their threads and sockets. torch's caches keep every mesh that they have seen, and
     a mesh keeps its groups."""
     mesh._get_root_mesh()._pg_registry.clear()
-    debug._clear_sharding_prop_cache()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
 
 
