@@ -14,7 +14,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.jobs import run_executor
 from shoal.jobs.queue import client
-from shoal.jobs.queue.access_tokens import TokenFile
+from shoal.jobs.queue.access_tokens import TOKENS_FILE, TokenFile
 from shoal.jobs.queue.network import server
 from shoal.jobs.queue.network.machines import AgentChannel, Machine, MachinePool
 from shoal.jobs.queue.network.remote_queue import QueueAddress, RemoteQueue
@@ -93,6 +93,17 @@ def test_only_tokens_of_their_kind_are_let_in(served, paths, job):
     TokenFile(paths.runs).revoke("gone")
     assert code_of(RemoteQueue(gone).look) == "SH615"
     assert TokenFile(paths.runs).find(machine._address.token) is None, "the web page does not know machines"
+
+
+@pytest.mark.parametrize(
+    "change", [{"sha256": "é" * 64}, {"sha256": "ab"}, {"role": "king"}, {"expires_t": 1e999}, {"name": 7}]
+)
+def test_a_damaged_file_of_tokens_is_told(paths, change):
+    tokens = TokenFile(paths.runs)
+    token = tokens.create("ann", role="read", runs=[], expires_t=None)
+    file = paths.runs / TOKENS_FILE
+    file.write_text(json.dumps([json.loads(file.read_text())[0] | change]))
+    assert code_of(TokenFile(paths.runs).find, token) == "SH626"
 
 
 def test_off_this_machine_only_with_tls():
