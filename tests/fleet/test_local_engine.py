@@ -12,12 +12,13 @@ import pytest
 from shoal.fleet.engine import Launch
 from shoal.fleet.engines.local import LocalEngine
 from shoal.fleet.forkserver import ForkServer
+from shoal.fleet.orphans import find_orphans
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 from tests.fleet.engine_contract import EngineContract, collect_exits, launch, wait_exits, wait_ready
 
 ENTRY = """
-import os, sys, time
+import os, signal, sys
 from pathlib import Path
 from shoal.fleet.process_main import hold_seat_lock
 from shoal.spec.run_paths import RunPaths
@@ -25,11 +26,13 @@ def main():
     seat, word = int(sys.argv[2]), sys.argv[-1]
     print("hello", seat, os.environ.get("COLOUR"), flush=True)
     if word == "wait":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         here = Path(__file__).parent
         role = "server" if (here / "logs" / f"server-{seat}.log").exists() else "worker"
         with hold_seat_lock(RunPaths(here), seat, role=role):
             (here / f"ready-{seat}").touch()
-            time.sleep(1000)
+            signal.sigtimedwait({signal.SIGUSR1}, 1000)
+        return
     if word == "crash":
         raise KeyError("oh")
     sys.exit(int(word))
@@ -66,6 +69,17 @@ class TestLocalEngine(EngineContract):
         yield make
         for fork_server in fork_servers:
             fork_server.close()
+
+    def test_one_that_was_taken_over_and_leaves_did_not_die(self, make_engine, tmp_path):
+        first, second = make_engine(), make_engine()
+        first.start([launch(0, "wait"), launch(1, "wait")])
+        wait_ready(tmp_path, 0, 1, engine=first)
+        second.reattach()
+        for orphan in find_orphans(RunPaths(tmp_path)):
+            os.kill(orphan.pid, signal.SIGKILL if orphan.seat.number else signal.SIGUSR1)
+        codes = {one.seat: one.code for one in wait_exits(second, 2)}
+        assert codes[0] == 0
+        assert codes[1] != 0
 
 
 def test_an_entry_that_cannot_be_imported_is_told_with_its_line_and_its_log(environment, tmp_path):

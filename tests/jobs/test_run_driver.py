@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -194,7 +195,15 @@ def damage_info(paths):
     (paths.model / "model.json").write_text('{"tensors": 7}')
 
 
-@pytest.mark.parametrize("damage", [remove_model, flip_a_bit, truncate_model, empty_model, damage_info])
+def damage_offsets(paths):
+    file = paths.model / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = re.sub(rb"\[\d+,\d+\]", b"[0,1e999]", content[8 : 8 + length])
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+@pytest.mark.parametrize("damage", [remove_model, flip_a_bit, truncate_model, empty_model, damage_info, damage_offsets])
 def test_a_result_that_the_files_do_not_have_is_none(begin, damage):
     harness = begin()
     sha256 = write_model(harness.paths)

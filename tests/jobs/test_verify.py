@@ -98,3 +98,22 @@ def test_the_first_difference():
     assert verify.first_difference(left, left | {3: {"a": "2", "b": "x"}, 2: {"a": "y", "b": "1"}}) == (2, ["a"])
     assert verify.first_difference(left, {1: left[1]}) == (2, ["a", "b"])
     assert verify.first_difference({}, {1: {"a": "0"}}) == (1, ["a"])
+    assert verify.first_difference({1: left[1], 3: {"a": "x", "b": "2"}}, left) == (3, ["a"]), "step 2 is damaged"
+
+
+DAMAGE = [
+    b"{",
+    b"[]",
+    b'{"step":1}',
+    b'{"step":"a","tensors":{}}',
+    b'{"step":2,"tensors":{"a":[]}}',
+    b"\xff",
+    b"[" * 10**5,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_row_of_a_trace_is_passed_over(tmp_path, damage):
+    rows = [json.dumps({"step": step, "tensors": {"a": str(step)}}).encode() for step in (1, 2, 3)]
+    (tmp_path / "trace").write_bytes(b"\n".join([rows[0], damage, rows[2]]))
+    assert verify.read_trace(tmp_path / "trace") == {1: {"a": "1"}, 3: {"a": "3"}}

@@ -54,6 +54,16 @@ CASES = {
     ),
     "one knows what was measured": ([held(9, 0), held(9, 1, evaluated=True)], 7, RecoveryPoint(9, {0: 0, 1: 1}, 1)),
     "the checkpoint is newer": ([held(5, 0), held(5, 1)], 7, RecoveryPoint(7)),
+    "one has a higher step from before the others returned to a checkpoint": (
+        [held(8, 0, view=6), held(8, 1, view=6), held(9, 0, view=4)],
+        7,
+        RecoveryPoint(8, {0: 0, 1: 1}, 0, view=6),
+    ),
+    "the newest step lacks a part, and the one before is whole": (
+        [held(9, 0, view=6), held(8, 0, view=6), held(8, 1, view=6)],
+        7,
+        RecoveryPoint(8, {0: 1, 1: 2}, 1, lost_steps=1, view=6),
+    ),
     "parts of other layouts": ([held(9, 0, ways=4), held(9, 1, ways=4)], 7, RecoveryPoint(7, lost_steps=2)),
 }
 

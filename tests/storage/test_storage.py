@@ -189,6 +189,19 @@ def test_a_plan_is_applied_by_its_hash(runs, capsys, monkeypatch):
     assert sorted(path.name for path in runs.iterdir() if path.name[0] != ".") == ["mlp-1", "mlp-3"]
 
 
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"mlp-1": [7]}', "[" * 100_000])
+def test_a_damaged_file_of_tags_protects_everything(runs, capsys, monkeypatch, damage):
+    name = cleanup.save_plan(runs, cleanup.make_plan(runs, cleanup.CleanupRules(keep_newest=1)))
+    (runs / tags.TAGS_FILE).write_text(damage)
+    for words in (["gc", "--keep", "1"], ["tag", "mlp-2", "new"]):
+        code, _, err = call_verb(capsys, monkeypatch, *words, "--runs", runs)
+        assert (code, "SH672" in err, "damaged" in err) == (6, True, True)
+    done = cleanup.apply_plan(runs, name)
+    assert (done.entries, len(done.stays)) == ([], 2)
+    assert (runs / tags.TAGS_FILE).read_text() == damage
+    assert call_verb(capsys, monkeypatch, "runs", "--runs", runs)[0] == 0
+
+
 @pytest.mark.parametrize("change", ["forge", "grow", "tag", "drive"])
 def test_a_plan_takes_nothing_that_has_changed(runs, change):
     name = cleanup.save_plan(runs, cleanup.make_plan(runs, cleanup.CleanupRules(keep_newest=2)))

@@ -36,7 +36,7 @@ def verify_model(directory: Path, *, weights_sha256: str) -> VerifiedModel:
         written, of_run = info["weights_sha256"], info.get("run_weights_sha256", info["weights_sha256"])
     except OSError as failure:
         raise _refuted(f"its model cannot be read: {failure.strerror}", directory) from failure
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as failure:
         raise _refuted(f"its model is damaged: {failure}", directory) from failure
     if of_run != weights_sha256:
         raise _refuted(f"it reports weights {weights_sha256:.12}, and its model has {of_run!s:.12}", directory)

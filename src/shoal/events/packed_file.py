@@ -29,6 +29,8 @@ _SIZES = struct.Struct("<II")  # bytes of the member and of its content
 _TOTAL = struct.Struct("<Q32s")  # bytes and SHA-256 of the whole content
 _TRAILER = struct.Struct("<II")  # CRC-32 and length of the content
 _MAGIC = b"\x1f\x8b\x08\x04"
+MAX_RATIO = 1100
+"""Deflate makes nothing smaller than by a factor of 1032."""
 _EMPTY = zlib.compress(b"", 6, -15)
 _BLOCK, _END = b"Sb", b"Se"
 _END_BYTES = _HEADER.size + _TOTAL.size + len(_EMPTY) + _TRAILER.size
@@ -143,6 +145,8 @@ class PackedReader(io.RawIOBase):
         if len(end) != _END_BYTES or not _is_member(end, _END, _TOTAL.size):
             raise _damaged("its end is missing")
         size, sha256 = _TOTAL.unpack_from(end, _HEADER.size)
+        if size > length * MAX_RATIO or (size == 0) != (length == _END_BYTES):
+            raise _damaged("its size is impossible")
         return size, sha256
 
     def _block_at(self, position: int) -> tuple[int, bytes]:
@@ -163,6 +167,9 @@ class PackedReader(io.RawIOBase):
             self._members.append(member)
             member_bytes, content_bytes = self._sizes_at(member)
             start, member = start + content_bytes, member + member_bytes
+        if start != self.size:
+            self._starts, self._members = [], []
+            raise _damaged("its blocks have another size")
 
     def _sizes_at(self, member: int) -> tuple[int, int]:
         self._file.seek(member)
@@ -170,7 +177,8 @@ class PackedReader(io.RawIOBase):
         if len(header) != _HEADER.size + _SIZES.size or not _is_member(header, _BLOCK, _SIZES.size):
             raise _damaged("a block has no header")
         member_bytes, content_bytes = _SIZES.unpack_from(header, _HEADER.size)
-        if not (len(header) + _TRAILER.size < member_bytes and 0 < content_bytes <= BLOCK_BYTES):
+        smallest, most = len(header) + _TRAILER.size, len(header) + 2 * BLOCK_BYTES + 100
+        if not (smallest < member_bytes <= most and 0 < content_bytes <= BLOCK_BYTES):
             raise _damaged("a block has an impossible size")
         return member_bytes, content_bytes
 

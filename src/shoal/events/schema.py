@@ -166,7 +166,7 @@ class BuiltEvent(NamedTuple):
 
 @_kind
 class ResumedEvent(NamedTuple):
-    """A worker has loaded a checkpoint."""
+    """A worker has loaded a checkpoint, or a state of shards that is older than the newest."""
 
     source: str = "a checkpoint"
     recovery_s: float = 0.0

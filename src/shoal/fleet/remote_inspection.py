@@ -4,7 +4,6 @@ finds comes back in pieces, and the driver puts it where workers with the direct
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import faulthandler
 import gzip
@@ -74,13 +73,13 @@ class InspectionDesk:
 
     def __init__(self, paths: RunPaths, send: Callable[[int, dict[str, Any]], None]) -> None:
         self._paths, self._send = paths, send
-        self._awaited: dict[tuple[int, str], bytes] = {}
+        self._awaited: dict[tuple[int, str], bytearray] = {}
 
     def ask(self, request: InspectRequest, seats: list[int]) -> None:
         name = request.profile.name if request.profile else ""
         self._awaited = {(seat, one): found for (seat, one), found in self._awaited.items() if bool(one) != bool(name)}
         for seat in seats:
-            self._awaited[seat, name] = b""
+            self._awaited[seat, name] = bytearray()
             self._send(seat, request.model_dump(mode="json", exclude={"kind"}))
 
     def take(self, seat: int, message: FoundMessage) -> None:
@@ -89,18 +88,19 @@ class InspectionDesk:
         if key not in self._awaited:
             raise ProtocolError("it sends stacks or a profile that nobody asked for")
         try:
-            content = self._awaited[key] + base64.b64decode(message.piece, validate=True)
-        except binascii.Error as failure:
+            piece = base64.b64decode(message.piece, validate=True)
+        except ValueError as failure:
             raise ProtocolError("it sends a piece that is not base64") from failure
-        if len(content) > (MAX_TRACE_BYTES if message.profile else MAX_STACKS_BYTES):
+        content = self._awaited[key]
+        if len(content) + len(piece) > (MAX_TRACE_BYTES if message.profile else MAX_STACKS_BYTES):
             raise ProtocolError("its stacks or profile are too large")
-        self._awaited[key] = content
+        content += piece
         if message.is_last:
             del self._awaited[key]
             with contextlib.suppress(OSError, ShoalError):
                 self._keep(seat, message.profile, content)
 
-    def _keep(self, seat: int, profile: str, content: bytes) -> None:
+    def _keep(self, seat: int, profile: str, content: bytearray) -> None:
         if not profile:
             self._paths.logs.mkdir(exist_ok=True)
             with self._paths.stacks(seat).open("ab") as file:

@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypedDict
 
 from shoal.errors import error
+from shoal.events.checks import Count, make_check
 from shoal.fleet.forkserver import ForkServer
 from shoal.jobs.coroutines import Steps, run_steps
 from shoal.jobs.resolve_auto import resolve_auto_steps
@@ -19,6 +21,14 @@ from shoal.spec.receipt import Receipt
 from shoal.spec.run_paths import RunPaths
 
 StepDigests = Mapping[int, Mapping[str, str]]
+
+
+class TraceRow(TypedDict):
+    step: Count
+    tensors: dict[str, str]
+
+
+_is_row: Callable[[Any], bool] = make_check(TraceRow)
 """Digests by step and tensor."""
 SubmitOne = Callable[[int, str, bool], RunHandle]
 
@@ -166,14 +176,24 @@ def _find_divergence(one: RunPaths, other: RunPaths) -> Divergence:
 
 
 def read_trace(path: Path) -> StepDigests:
-    """Read a trace. If a step occurs twice it was recomputed, and the later row counts."""
-    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return {row["step"]: row["tensors"] for row in rows}
+    """Read a trace. If a step occurs twice it was recomputed, and the later row counts. Rows that are damaged, for
+    example because their worker was killed, are passed over."""
+    rows = map(_parse_row, path.read_bytes().split(b"\n"))
+    return {row["step"]: row["tensors"] for row in rows if row is not None}
+
+
+def _parse_row(line: bytes) -> TraceRow | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if _is_row(row) else None
 
 
 def first_difference(left: StepDigests, right: StepDigests) -> tuple[int, list[str]]:
-    """The first step after which tensors differ, and their names; (0, []) if there is none."""
-    for step in sorted({*left, *right}):
+    """The first step after which tensors differ, and their names; (0, []) if there is none. A step that only one trace
+    has counts if no other differs."""
+    for step in [*sorted({*left} & {*right}), *sorted({*left} ^ {*right})]:
         here, there = left.get(step, {}), right.get(step, {})
         if here != there:
             return step, [name for name in {**here, **there} if here.get(name) != there.get(name)]

@@ -41,27 +41,34 @@ class RecoveryPoint:
 def recovery_point(
     held_shards: Mapping[int, HeldShard], *, replica_size: int, checkpoint_step: int | None
 ) -> RecoveryPoint:
-    """Decide from each rank's held shard and the step of the newest checkpoint."""
-    best = max(((one.step, one.view) for one in held_shards.values() if one.step is not None), default=None)
-    if best is None:
-        return RecoveryPoint(checkpoint_step or 0)
-    step, view = best
-    able = {
-        rank: one
-        for rank, one in sorted(held_shards.items())
-        if one.ways == replica_size and can_reach(one, step, view)
-    }
+    """Decide from each rank's held shard and the step of the newest checkpoint: the newest state of which every shard
+    is there. A rank may hold a higher step from before the others returned to a checkpoint."""
+    states = {(one.step, one.view) for one in held_shards.values() if one.step is not None}
+    saved = checkpoint_step or 0
+    reached = max(((view, step) for step, view in states), default=(0, 0))[1]
+    for step, view in sorted(states, reverse=True):
+        able = {
+            rank: one
+            for rank, one in sorted(held_shards.items())
+            if one.ways == replica_size and can_reach(one, step, view)
+        }
+        sources = _sources(able)
+        if step >= saved and len(sources) == replica_size:
+            at_step = [rank for rank, one in able.items() if one.step == step]
+            metadata_rank = min(at_step, key=lambda rank: (not held_shards[rank].evaluated, rank))
+            return RecoveryPoint(step, sources, metadata_rank, max(reached - step, 0), view)
+    return RecoveryPoint(saved, lost_steps=max(reached - saved, 0))
+
+
+def _sources(able: Mapping[int, HeldShard]) -> dict[int, int]:
+    """The rank that has each shard: as its own, else as a backup."""
     sources: dict[int, int] = {}
     for rank, one in able.items():
         sources.setdefault(one.part, rank)
     for rank, one in able.items():
         if one.mirrors is not None:
             sources.setdefault(one.mirrors, rank)
-    if len(sources) < replica_size or (checkpoint_step or 0) > step:
-        return RecoveryPoint(checkpoint_step or 0, lost_steps=max(step - (checkpoint_step or 0), 0))
-    at_step = [rank for rank, one in able.items() if one.step == step]
-    metadata_rank = min(at_step, key=lambda rank: (not held_shards[rank].evaluated, rank))
-    return RecoveryPoint(step, sources, metadata_rank, view=view)
+    return sources
 
 
 def can_reach(held: HeldShard, step: int, view: int) -> bool:

@@ -197,10 +197,23 @@ def metrics_mean_and_std(receipts: Sequence[Receipt]) -> dict[str, tuple[float, 
     for receipt in receipts:
         for name, value in receipt.metrics.items():
             found.setdefault(name, []).append(value)
-    return {name: (statistics.fmean(v), _standard_deviation(v)) for name, v in found.items()}
+    return {name: (mean_of(v), _standard_deviation(v)) for name, v in found.items()}
 
 
 def _standard_deviation(values: Sequence[float]) -> float:
     if not all(map(math.isfinite, values)):
         return math.nan  # statistics would raise
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    try:
+        return statistics.stdev(values) if len(values) > 1 else 0.0
+    except OverflowError:  # it is larger than any float
+        return math.inf
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean of any numbers: those of a model that diverged may be infinite, or too large to be added."""
+    if not all(map(math.isfinite, values)):
+        return sum(values)  # inf or nan, as is the mean
+    try:
+        return statistics.fmean(values)
+    except OverflowError:
+        return math.fsum(value / len(values) for value in values)

@@ -25,7 +25,7 @@ from shoal.spec.load import load_run_job
 from shoal.spec.run_paths import RunPaths, write_atomically
 from shoal.storage.compaction import Compaction, compact_run, estimate_freed_bytes, is_over
 from shoal.storage.disk_usage import all_usage, directory_bytes
-from shoal.storage.tags import read_tags
+from shoal.storage.tags import require_tags
 from shoal.storage.trash import TrashEntry, move_to_trash
 
 PLANS = ".trash/plans"
@@ -86,7 +86,7 @@ _is_items: Callable[[Any], bool] = make_check(list[PlanItem])
 
 
 def make_plan(runs: Path, rules: CleanupRules) -> list[PlanItem]:
-    tags = read_tags(runs)
+    tags = require_tags(runs)
     rows = {row["run"]: row for row in run_index.list_summaries(runs)}
     found = [paths for paths in run_dir.list_runs(runs) if paths.root.parent == runs.resolve()]
     protected = {name for name, own in tags.items() if own}
@@ -213,7 +213,7 @@ def _apply(runs: Path, item: PlanItem, done: Applied) -> None:
     if Path(item["run"]).name != item["run"] or item["part"] not in PARTS:
         raise error("SH674", "it is not a name")
     paths = RunPaths(runs.resolve() / item["run"])
-    if read_tags(runs).get(paths.name):
+    if require_tags(runs).get(paths.name):
         raise error("SH674", "it has tags now")
     if not paths.job.is_file() or _identity(paths) != (item["job_mtime_ns"], item["events_bytes"]):
         raise error("SH674", "it has changed since the plan was made")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import error
+from shoal.errors import ShoalError, error
 from shoal.events.checks import make_check
 from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import write_atomically
@@ -21,12 +21,26 @@ _is_tags: Callable[[Any], bool] = make_check(dict[str, list[str]])
 
 
 def read_tags(runs: Path) -> dict[str, list[str]]:
-    """Tags by run. A damaged file has none."""
+    """Tags by run, to show them. A damaged file has none."""
     try:
-        found = json.loads((runs / TAGS_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return require_tags(runs)
+    except ShoalError:
         return {}
-    return found if _is_tags(found) else {}
+
+
+def require_tags(runs: Path) -> dict[str, list[str]]:
+    """Tags by run, for whoever deletes or changes. SH672 if the file is damaged: nobody knows what it protected."""
+    file = runs / TAGS_FILE
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not _is_tags(found):
+        fix = "Mend or delete it: then runs that had tags may be cleaned."
+        raise error("SH672", "the file of tags is damaged", where=str(file), fix=fix)
+    return dict(found)
 
 
 def change_tags(runs: Path, run: str, *, add: Iterable[str] = (), remove: Iterable[str] = ()) -> list[str]:
@@ -36,7 +50,7 @@ def change_tags(runs: Path, run: str, *, add: Iterable[str] = (), remove: Iterab
         if not _TAG.fullmatch(tag):
             raise error("SH672", f"'{tag}' cannot be a tag", where=run)
     with locked(open_lock_file(runs / ".tags.lock")):
-        every = read_tags(runs)
+        every = require_tags(runs)
         tags = [tag for tag in dict.fromkeys([*every.get(run, []), *wanted]) if tag not in unwanted]
         if len(tags) > MAX_TAGS:
             raise error("SH672", f"'{run}' would have {len(tags)} tags", where=run, fix=f"Keep to {MAX_TAGS}.")

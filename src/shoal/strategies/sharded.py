@@ -126,7 +126,8 @@ class ShardedStrategy:
         )
         if point.sources:
             self._restore_from_memory(view.places[seat], point, held_shards, by_rank)
-            self._report_recovery("caught_up", view, seat, began, step=point.step, source="the memory of workers")
+            kind, lost = ("resumed", {"redone": point.lost_steps}) if point.lost_steps else ("caught_up", {})
+            self._report_recovery(kind, view, seat, began, step=point.step, source="the memory of workers", **lost)
             return
         step = self._checkpointed_step = self._restore_from_checkpoints(saved, view, seat)
         self._sync.last_committed_view = view.number

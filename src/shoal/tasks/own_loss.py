@@ -92,16 +92,16 @@ def aligned_logits(model: nn.Module, output: Any, batch: Batch) -> Any:
 
 
 def label_weight(model: nn.Module, output: Any, batch: Batch) -> int:
-    """By what the model divides its loss: the labels that are not ignored if there is one per token, else samples."""
+    """By what the model divides its loss: the labels that are not ignored if they are classes, else samples."""
     labels, logits = batch.target, field_of(output, "logits")
-    per_token = (
+    has_classes = (
         isinstance(labels, Tensor)
         and isinstance(logits, Tensor)
         and not labels.is_floating_point()
-        and labels.dim() > 1
         and logits.dim() == labels.dim() + 1
+        and logits.shape[-1] > 1
     )
-    if not per_token:
+    if not has_classes:
         return batch.size
     counted = labels[..., 1:] if predicts_next(model, labels) else labels
     return int((counted != IGNORED_LABEL).sum())

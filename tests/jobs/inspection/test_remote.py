@@ -80,7 +80,14 @@ def test_nothing_is_taken_that_nobody_asked_for(pair, monkeypatch):
     with pytest.raises(ProtocolError):
         pair.send("found", piece=piece, is_last=True)
     pair.desk.ask(InspectRequest(kind="inspect", profile=PROFILE), [4])
-    for wrong in ({"profile": ""}, {"profile": "ab-2"}, {"profile": "../x"}, {"piece": "*"}, {"is_last": 1}):
+    for wrong in (
+        {"profile": ""},
+        {"profile": "ab-2"},
+        {"profile": "../x"},
+        {"piece": "*"},
+        {"piece": "é"},
+        {"is_last": 1},
+    ):
         with pytest.raises(ProtocolError):
             pair.send("found", **({"profile": PROFILE.name, "piece": piece, "is_last": True} | wrong))
     monkeypatch.setattr(remote_inspection, "MAX_TRACE_BYTES", 59)

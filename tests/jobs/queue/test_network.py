@@ -6,21 +6,27 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from shoal.errors import ShoalError
 from shoal.jobs import run_executor
 from shoal.jobs.queue import client
-from shoal.jobs.queue.access_tokens import TokenFile
-from shoal.jobs.queue.network import server
+from shoal.jobs.queue.access_tokens import TOKENS_FILE, TokenFile, name_of_key
+from shoal.jobs.queue.network import frames, server
 from shoal.jobs.queue.network.machines import AgentChannel, Machine, MachinePool
+from shoal.jobs.queue.network.messages import ANSWER, QueueHello, encode
 from shoal.jobs.queue.network.remote_queue import QueueAddress, RemoteQueue
 from shoal.jobs.queue.network.server import QueueServer
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
+from shoal.net.errors import LinkError
+from shoal.net.file_transfer import send_content
+from shoal.plan.queueing.work import CompressWork
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.fault_injection import time_limit
@@ -28,6 +34,7 @@ from tests.jobs.network_namespaces import namespace_network
 from tests.net.certificate_authority import CertificateAuthority, needs_openssl
 
 POLL_S = 0.1
+NO_CODE = {"sha256": "0" * 64, "size_bytes": 0}
 COMMAND = "import sys; from shoal.cli import main; main()"
 
 
@@ -95,6 +102,17 @@ def test_only_tokens_of_their_kind_are_let_in(served, paths, job):
     assert TokenFile(paths.runs).find(machine._address.token) is None, "the web page does not know machines"
 
 
+@pytest.mark.parametrize(
+    "change", [{"sha256": "é" * 64}, {"sha256": "ab"}, {"role": "king"}, {"expires_t": 1e999}, {"name": 7}]
+)
+def test_a_damaged_file_of_tokens_is_told(paths, change):
+    tokens = TokenFile(paths.runs)
+    token = tokens.create("ann", role="read", runs=[], expires_t=None)
+    file = paths.runs / TOKENS_FILE
+    file.write_text(json.dumps([json.loads(file.read_text())[0] | change]))
+    assert code_of(TokenFile(paths.runs).find, token) == "SH626"
+
+
 def test_off_this_machine_only_with_tls():
     for listen in ("10.1.2.3:7000", "0.0.0.0:7000", "nowhere", "127.0.0.1:99999"):
         assert code_of(server.bind, listen, tls=False) == "SH611"
@@ -112,6 +130,37 @@ def test_a_job_that_cannot_be_read_is_refused_and_nothing_is_queued(served, path
 
     assert code_of(ann.submit, Broken()).startswith("SH")
     assert ann.look().entries == {}
+
+
+def test_what_others_train_is_compressed_by_nobody_else(served, paths, job):
+    ann, bob = (RemoteQueue(address(served, paths, name)) for name in ("ann", "bob"))
+    mine = ann.submit(job())
+    assert code_of(bob.submit_compression, str(mine.id), []) == "SH659"
+    for work in (CompressWork(of=mine.id), CompressWork(run=str(paths.runs / "anything"))):
+        with pytest.raises((ShoalError, ValidationError)):
+            bob.submit(job(), work=work)
+    request = {"kind": "submit", "job": job().dump(), "work": {"kind": "compress", "of": 1}, "code": NO_CODE}
+    hello = encode(QueueHello(key=name_of_key(bob._address.key)))
+    with contextlib.closing(bob._address.connect(hello)) as sock:
+        send_content(sock, [json.dumps(request).encode()])
+        with pytest.raises(LinkError):
+            frames.receive(sock, ANSWER)
+    assert set(ann.look().entries) == {mine.id}
+
+
+@pytest.mark.parametrize("number", [2**63, 10**30])
+def test_a_number_that_no_job_can_have_is_no_job(served, paths, job, number):
+    ann = RemoteQueue(address(served, paths, "ann"))
+    ann.submit(job())
+    for call in (
+        ann.cancel,
+        ann.release,
+        ann.history,
+        partial(client.cancel, paths.runs),
+        partial(client.read_history, paths.runs),
+    ):
+        assert code_of(call, number) == "SH646"
+    assert code_of(ann.submit, job(), after=[number]) == "SH646"
 
 
 # ---- which machine ----

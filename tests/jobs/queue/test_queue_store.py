@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
+from shoal.jobs.queue import client
 from shoal.jobs.queue.queue_file import QueuePaths, file_system_of, open_queue_file, refuse_network_file_system
 from shoal.jobs.queue.queue_store import QueueStore
 from shoal.plan.queueing import transitions
@@ -178,6 +179,44 @@ def test_a_damaged_queue_is_an_error_or_reads_valid_rows_and_never_anything_else
         for entry in store.entries():
             store.job(entry.id)
         store.lease()
+
+
+WRONG = (None, "text", "", -1, 2**62, 1e308, b"\xff", "[" * 100_000, '{"a": 1}', "[1]", '"\\ud800"', "Infinity")
+
+
+def test_a_wrong_value_in_any_column_is_an_error_and_never_anything_else(paths, job):
+    with QueueStore(paths) as store:
+        store.submit([job()], user="ann")
+        store.set_quota("ann", 2)
+        store.add_speeds(store.get(1).sha256, {2: Measured(5, 1.0)})
+    every = sqlite3.connect(paths.file, isolation_level=None)
+    tables = [name for (name,) in every.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    places = [(table, row[1]) for table in tables for row in every.execute(f"PRAGMA table_info({table})")]
+    assert {"job", "history", "lease", "job_file"} <= set(tables)
+    for table, column in places:
+        kept = every.execute(f"SELECT {column} FROM {table}").fetchone()
+        for value in WRONG if kept else ():
+            with contextlib.suppress(sqlite3.Error):
+                every.execute(f"UPDATE {table} SET {column} = ?", (value,))
+            for read in READS:
+                with contextlib.suppress(ShoalError):
+                    read(paths)
+        if kept:
+            every.execute(f"UPDATE {table} SET {column} = ?", kept)
+    every.close()
+    assert client.look(paths.runs).entries[1].user == "ann"
+
+
+def read_all(paths):
+    with QueueStore(paths) as store:
+        for entry in store.entries():
+            store.job(entry.id), store.work(entry.id), store.speeds(entry.sha256)
+
+
+READS = (
+    read_all, lambda paths: client.look(paths.runs), lambda paths: client.read_history(paths.runs),
+    lambda paths: client.read_history(paths.runs, 1), lambda paths: QueueStore(paths).lease(),
+)  # fmt: skip
 
 
 def test_a_queue_that_cannot_be_written_says_so_and_keeps_its_jobs(paths, job, tmp_path):

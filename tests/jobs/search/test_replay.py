@@ -1,16 +1,24 @@
 """A journal is continued from any of its rows, by the same decisions. No run is needed for that."""
 
+import contextlib
+import json
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.jobs.search.journal import DecidedRow, EndedRow, ShapeRow, ToldRow
+from shoal.jobs import run_index
+from shoal.jobs.search.journal import DecidedRow, EndedRow, ShapeRow, StartedRow, ToldRow
 from shoal.jobs.search.receipt import decisions_sha256
 from shoal.jobs.search.replay import check_again, replay
+from shoal.jobs.search.search_dir import SearchPaths
+from shoal.jobs.search.summary import read_search, search_data
 from shoal.plan.search.make import make_search
 from shoal.plan.search.trial import SearchEnd, ShapeWanted, Stretch
 from shoal.spec.load import make_job
+from shoal.spec.run_paths import RunPaths
+from shoal.spec.yaml_document import write_value
 from tests.jobs.search.conftest import SMALL
 
 PROMOTE = {"policy": {"kind": "promote", "sampler": "random", "first": 1}, "budget": "6 trainings", "slots": 3}
@@ -81,3 +89,59 @@ def test_another_decision_is_an_error():
     with pytest.raises(ShoalError) as caught:
         replay(make_search(search_job()), rows)
     assert caught.value.code == "SH630"
+
+
+NASTY = [10**400, 10**30, -1, 0, 99, 1e308, "Infinity", "NaN", "text", [], {}, None, True, [1, 2], {"a": 1e308}]
+
+
+def places(value, path=()):
+    """The path of every value in plain data."""
+    if path:
+        yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+
+@st.composite
+def damaged_journals(draw):
+    rows = [json.loads(row.model_dump_json()) for row in [StartedRow(job_sha256="ab"), *WHOLE]]
+    match draw(st.sampled_from(["value", "missing", "twice", "order"])):
+        case "value":
+            target = rows[draw(st.integers(0, len(rows) - 1))]
+            *way, last = draw(st.sampled_from(list(places(target))))
+            for key in way:
+                target = target[key]
+            target[last] = draw(st.sampled_from(NASTY))
+        case "missing":
+            del rows[draw(st.integers(0, len(rows) - 1))]
+        case "twice":
+            rows.insert(draw(st.integers(0, len(rows))), draw(st.sampled_from(rows)))
+        case "order":
+            rows = draw(st.permutations(rows))
+    return rows
+
+
+@settings(max_examples=120, deadline=None)
+@example(rows=[json.loads(row.model_dump_json()) for row in WHOLE[:-1]] + [{"kind": "ended", "best": 99, "why": ""}])
+@given(rows=damaged_journals())
+def test_a_damaged_journal_is_shown_or_told_and_hides_no_other_run(tmp_path_factory, rows):
+    paths = RunPaths(tmp_path_factory.mktemp("runs") / "small-1")
+    paths.root.mkdir()
+    paths.job.write_text(write_value(search_job().dump()))
+    paths.search_journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (listed,) = run_index.list_summaries(paths.root.parent)
+    assert listed["status"].startswith("search ")
+    with contextlib.suppress(ShoalError):
+        json.dumps(search_data(read_search(SearchPaths(paths))))
+
+
+def test_values_outside_of_the_space_are_damage():
+    """Also for a driver that resumes the search."""
+    i = next(i for i, row in enumerate(WHOLE) if isinstance(row, ShapeRow))
+    for value in ("text", -1.0, None, 1e999):
+        changes = WHOLE[i].changes | {"optimizer.args.lr": value}
+        rows = [*WHOLE[:i], WHOLE[i].model_copy(update={"changes": changes}), *WHOLE[i + 1 :]]
+        with pytest.raises(ShoalError) as caught:
+            replay(make_search(search_job()), rows)
+        assert caught.value.code in ("SH630", "SH631")

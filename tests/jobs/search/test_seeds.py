@@ -13,7 +13,7 @@ from shoal.jobs.search.search_dir import SearchPaths
 from shoal.jobs.search.summary import read_search, trial_data
 from shoal.jobs.search.table import mean_and_error
 from shoal.spec.load import load_run_job
-from shoal.spec.receipt import read_receipt_file
+from shoal.spec.receipt import Receipt, metrics_mean_and_std, read_receipt_file
 from shoal.spec.run_paths import RunPaths
 
 RACE = {"policy": {"kind": "promote", "sampler": "random"}, "budget": "3 trials", "seeds": 3}
@@ -26,6 +26,21 @@ def test_the_mean_and_its_standard_error():
     assert errors == {"accuracy": pytest.approx(math.sqrt(0.04 / 3))}
     assert mean_and_error(rows[:1]) == ({"accuracy": 0.5}, {})
     assert mean_and_error([]) == ({}, {})
+
+
+@pytest.mark.parametrize("values", [[1e200, -1e200], [1e308, 1e308], [1e308, -1e308]])
+def test_values_of_models_that_diverged_have_a_mean_too(values):
+    means, errors = mean_and_error([{"loss": value} for value in values])
+    assert means == {"loss": values[0] if values[0] == values[1] else 0.0}
+    assert errors["loss"] in (0.0, math.inf)
+
+
+def test_the_mean_of_folds_that_diverged():
+    for values, mean in (((1e308, 1e308), 1e308), ((math.inf, 1.0), math.inf), ((math.inf, -math.inf), math.nan)):
+        rows = [fold_receipt(n, exact=True, accuracy={"accuracy": value}) for n, value in enumerate(values)]
+        receipts = [Receipt.model_validate(row) for row in rows]
+        found, _ = metrics_mean_and_std(receipts)["accuracy"]
+        assert found == mean or (found != found and mean != mean)
 
 
 def fold_receipt(number, *, exact, accuracy):

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class TokenFields(TypedDict):
     sha256: str
 
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _is_tokens: Callable[[Any], bool] = make_check(list[TokenFields])
 
 
@@ -141,9 +143,13 @@ def _parse_tokens(path: Path) -> list[TokenFields]:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         found = None
-    if not _is_tokens(found) or not all(one["role"] in TOKEN_ROLES for one in found):
+    if not _is_tokens(found) or not all(map(_is_sound, found)):
         raise error("SH626", "the file of tokens is damaged", where=str(path), fix="Delete it, and make new tokens.")
     return list(found)
+
+
+def _is_sound(one: TokenFields) -> bool:
+    return one["role"] in TOKEN_ROLES and _DIGEST.fullmatch(one["sha256"]) is not None
 
 
 def _identity(one: TokenFields) -> Identity:

@@ -133,6 +133,15 @@ def translated_errors(paths: QueuePaths) -> Iterator[None]:
         raise error("SH642", f"{paths.root}: {failure.strerror}", where=str(paths.root)) from failure
 
 
+@contextlib.contextmanager
+def sound_rows(paths: QueuePaths, what: str = "a row") -> Iterator[None]:
+    """Around reading the values of rows: SH644 if they cannot be."""
+    try:
+        yield
+    except (ShoalError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as failure:
+        raise damaged(paths, f"{what} cannot be read: {failure}") from failure
+
+
 def _explain(failure: sqlite3.Error, paths: QueuePaths) -> ShoalError:
     where, what = str(paths.file), str(failure)
     code = getattr(failure, "sqlite_errorcode", 0) & 0xFF

@@ -6,14 +6,13 @@ import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
-from shoal.errors import ShoalError, error
-from shoal.jobs.queue.queue_file import QueuePaths, damaged, open_queue_file, translated_errors
+from shoal.errors import error
+from shoal.events.checks import MAX_INT
+from shoal.jobs.queue.queue_file import QueuePaths, damaged, open_queue_file, sound_rows, translated_errors
 from shoal.plan.queueing.entry import EntryState, QueueEntry
 from shoal.plan.queueing.lease import Lease
 from shoal.plan.queueing.needs import needs_of
@@ -25,6 +24,7 @@ from shoal.spec.job import Job
 from shoal.spec.load import make_job
 from shoal.spec.migrate import migrate_job
 
+S = TypeVar("S", bound=Spec)
 MAX_HISTORY_ROWS = 10_000
 """Rows of history that are read at a time. All are kept."""
 _FIELDS = tuple(name for name in QueueEntry.model_fields if name != "id")
@@ -87,7 +87,7 @@ class QueueStore:
 
     def get(self, number: int) -> QueueEntry:
         """SH646 if there is no such job."""
-        found = self._read(_SELECT + " WHERE id = ?", number)
+        found = self._read(_SELECT + " WHERE id = ?", number) if 0 < number < MAX_INT else []
         if not found:
             raise error("SH646", f"there is no job {number} in the queue", where=str(self.paths.file))
         return found[0]
@@ -102,20 +102,17 @@ class QueueStore:
             row = self._connection.execute("SELECT content FROM job_file WHERE id = ?", (number,)).fetchone()
         if row is None:
             raise damaged(self.paths, f"the job of entry {number} is missing")
-        try:
+        with sound_rows(self.paths, f"the job of entry {number}"):
             data = migrate_job(json.loads(row[0]))
             return make_job(data, base_dir=data["base_dir"], check_names=False)
-        except (ShoalError, ValueError, TypeError, KeyError) as failure:
-            raise damaged(self.paths, f"the job of entry {number} cannot be read: {failure}") from failure
 
     def work(self, number: int) -> Work:
         """What is to be done with the job."""
         with translated_errors(self.paths):
             row = self._connection.execute("SELECT work FROM job_file WHERE id = ?", (number,)).fetchone()
-        try:
-            return WORK.validate_json(row[0] if row and row[0] else json.dumps({"kind": self.get(number).kind}))
-        except ValidationError as failure:
-            raise damaged(self.paths, f"the work of entry {number} cannot be read: {failure}") from failure
+        content = row[0] if row and row[0] else json.dumps({"kind": self.get(number).kind})
+        with sound_rows(self.paths, f"the work of entry {number}"):
+            return WORK.validate_json(content)
 
     def history(self, number: int | None = None) -> list[HistoryRow]:
         """What happened to one job, or the newest rows of all; the oldest first."""
@@ -123,7 +120,7 @@ class QueueStore:
         with translated_errors(self.paths):
             arguments = (MAX_HISTORY_ROWS,) if number is None else (number, MAX_HISTORY_ROWS)
             rows = reversed(self._connection.execute(query, arguments).fetchall())
-        return [HistoryRow.model_validate(dict(zip(HistoryRow.model_fields, row, strict=True))) for row in rows]
+        return [self._checked(HistoryRow, row) for row in rows]
 
     def apply(self, number: int, change: Callable[[QueueEntry], QueueEntry], *, epoch: int | None = None) -> QueueEntry:
         """Change an entry by a transition, and the entries that come after it.
@@ -161,7 +158,7 @@ class QueueStore:
             row = self._connection.execute(query).fetchone()
         if row is None:
             raise damaged(self.paths, "it has no lease")
-        return Lease.model_validate(dict(zip(Lease.model_fields, row, strict=True)))
+        return self._checked(Lease, row)
 
     def change_lease(self, change: Callable[[Lease], Lease], *, expected: Lease | None = None, epoch: int = 0) -> Lease:
         """Change the lease. StaleEpochError if it is not the `expected` one, or not of this epoch."""
@@ -208,7 +205,8 @@ class QueueStore:
         with translated_errors(self.paths):
             query = "SELECT workers, steps, seconds FROM speed WHERE sha256 = ?"
             rows = self._connection.execute(query, (sha256,)).fetchall()
-        return {int(workers): Measured(int(steps), float(seconds)) for workers, steps, seconds in rows}
+        with sound_rows(self.paths):
+            return {int(workers): Measured(int(steps), float(seconds)) for workers, steps, seconds in rows}
 
     def set_quota(self, user: str, cores: int | None) -> None:
         """At most so many cores at a time for the jobs of a user; None: no limit."""
@@ -218,7 +216,7 @@ class QueueStore:
                 self._connection.execute("INSERT INTO quota VALUES (?, ?)", (user, cores))
 
     def quotas(self) -> dict[str, int]:
-        with translated_errors(self.paths):
+        with translated_errors(self.paths), sound_rows(self.paths):
             return {str(user): int(n) for user, n in self._connection.execute("SELECT user, cores FROM quota")}
 
     # ---- implementation ----
@@ -243,10 +241,12 @@ class QueueStore:
     def _read(self, query: str, *arguments: Any) -> list[QueueEntry]:
         with translated_errors(self.paths):
             rows = self._connection.execute(query, arguments).fetchall()
-        try:
+        with sound_rows(self.paths):
             return [_entry(row) for row in rows]
-        except (ValidationError, json.JSONDecodeError, TypeError) as failure:
-            raise damaged(self.paths, f"a row cannot be read: {failure}") from failure
+
+    def _checked(self, kind: type[S], row: Sequence[Any]) -> S:
+        with sound_rows(self.paths):
+            return kind.model_validate(dict(zip(kind.model_fields, row, strict=True)))
 
     def _insert(self, job: Job, work: Work, *, user: str, priority: int, after: tuple[int, ...]) -> QueueEntry:
         now = time.time()

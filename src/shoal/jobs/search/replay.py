@@ -110,5 +110,9 @@ class RecordedSampler:
 
 
 def point_of(space: Space, changes: Mapping[str, Any]) -> Point:
-    """The point whose changes these are."""
-    return space.suggest(values_by_key(changes, space.dimensions))
+    """The point whose changes these are. SH631 if they are no values of the space."""
+    try:
+        return space.suggest(values_by_key(changes, space.dimensions))
+    except (TypeError, ValueError, LookupError, ArithmeticError, StopIteration) as failure:
+        what = f"a trial has the values {str(dict(changes))[:200]}, which are not in the space"
+        raise error("SH631", what, where="search.jsonl") from failure

@@ -40,7 +40,8 @@ class StoredSearch:
 
     @cached_property
     def summary(self) -> SearchSummary | None:
-        """History, front and importance, as the plan knows them; None if this version would decide otherwise."""
+        """History, front and importance, as the plan knows them; None if this version would decide otherwise, or if the
+        journal is damaged."""
         plan = make_search(self.job)
         try:
             replay(plan, self.rows)
@@ -66,7 +67,7 @@ class StoredSearch:
     def best(self) -> TrialEntry | None:
         """The winner, or the best so far."""
         if self.table.ended is not None:
-            return None if self.table.ended.best is None else self.table.trials[self.table.ended.best]
+            return None if self.table.ended.best is None else self.table.trials.get(self.table.ended.best)
         return next(iter(self.ranked), None)
 
 

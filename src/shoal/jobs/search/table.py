@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.jobs.search.journal import AnyRow, DecidedRow, EndedRow, ForgottenRow, ShapeRow, StartedRow, ToldRow
+from shoal.spec.receipt import mean_of
 from shoal.spec.search import ObjectiveConfig
 
 TrialPhase = Literal["proposed", "running", "paused", "complete", "failed"]
@@ -44,7 +45,7 @@ class TrialEntry:
         found = [row[objective.metric] for row in self.rows if math.isfinite(row.get(objective.metric, math.nan))]
         if not found:
             return math.nan
-        return math.fsum(found) / len(found) if mean else max(found, key=lambda value: objective.sign * value)
+        return mean_of(found) if mean else max(found, key=lambda value: objective.sign * value)
 
     @property
     def standard_errors(self) -> dict[str, float]:
@@ -58,11 +59,18 @@ def mean_and_error(rows: Sequence[Mapping[str, float]]) -> tuple[dict[str, float
     for name in rows[0] if rows else ():
         found = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
         if found:
-            means[name] = math.fsum(found) / len(found)
+            means[name] = mean_of(found)
         if len(found) > 1:
-            spread = math.fsum((value - means[name]) ** 2 for value in found) / (len(found) - 1)
-            errors[name] = math.sqrt(spread / len(found))
+            errors[name] = _standard_error(found, means[name])
     return means, errors
+
+
+def _standard_error(values: Sequence[float], mean: float) -> float:
+    try:
+        spread = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    except OverflowError:  # it is larger than any float
+        return math.inf
+    return math.sqrt(spread / len(values))
 
 
 @dataclass

@@ -38,6 +38,8 @@ class CompressWork(Spec):
     of: NonNegativeInt = 0
 
 
+SubmittedWork = Annotated[TrainingWork | SearchWork | VerifyWork, Field(discriminator="kind")]
+"""What may come with a job from another machine. A compression names a run, which may be another user's."""
 Work = TrainingWork | SearchWork | VerifyWork | CompressWork
 CheckedWork = Annotated[Work, Field(discriminator="kind")]
 WORK: TypeAdapter[Work] = TypeAdapter(CheckedWork)

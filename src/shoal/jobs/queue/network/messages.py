@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
 from shoal.jobs.queue.queue_store import HistoryRow
 from shoal.net.errors import ProtocolError
 from shoal.plan.queueing.entry import MAX_PRIORITY, QueueEntry
-from shoal.plan.queueing.work import TRAINING, CheckedWork
+from shoal.plan.queueing.work import TRAINING, SubmittedWork
 from shoal.spec.base import Spec
 from shoal.spec.remote.file_requests import CodeArchive
 
@@ -35,7 +35,7 @@ class OfferHello(Spec):
     key: Key
     machine: Name
     cores: Cores
-    memory_bytes: NonNegativeInt
+    memory_bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class ChannelHello(Spec):
@@ -77,7 +77,7 @@ class SubmitRequest(Spec):
 
     kind: Literal["submit"] = "submit"
     job: dict[str, Any]
-    work: CheckedWork = TRAINING
+    work: SubmittedWork = TRAINING
     priority: Priority = 0
     after: Annotated[list[PositiveInt], Field(max_length=1000)] = Field(default_factory=list)
     code: CodeArchive
