@@ -95,7 +95,8 @@ def test_servers_of_a_job(examples, messages):
 
             def pour():
                 table = cluster.placement.chunk_table
-                enter = {"carries": {str(STRANGER): [0, 1, 2]}, "model": model, "lead": True, "ready": True}
+                lanes = list(range(WORKLOAD.lanes))
+                enter = {"carries": {str(STRANGER): lanes}, "model": model, "lead": True, "ready": True}
                 frames = ServerFrames(foe, table, view=cluster.view.number, model=model, enter=enter, states=packed)
                 goal = foe.sent + messages // rounds
                 attack_servers(foe, frames, list(table.addresses.values()), honest=[0, 1, 100, 101], messages=goal)

@@ -152,7 +152,7 @@ class Cluster:
             number=number, carries=carries, addresses=addresses, position=2 * step, source=source, saver=saver
         )
         self.results = {}
-        for seat in self.workers:
+        for seat in (*self.all_servers, *self.workers):
             self.send(seat, "view", self.view)
 
     def change_view(self):
@@ -246,6 +246,8 @@ class Cluster:
         self.placement.arrived(seat, address)
         if self.placement.chunk_table:
             self.send(seat, "table", self.placement.chunk_table)
+        if self.view:
+            self.send(seat, "view", self.view)
 
     def _on_hello(self, seat, address, cuts):
         self._addresses[seat] = address
@@ -287,6 +289,10 @@ class Cluster:
         self.send(seat, question)
         self.run_until(lambda: (seat, question) in self._answers or not self.children[seat].alive)
         return self._answers.pop((seat, question), {"table": None})
+
+    @property
+    def all_servers(self):
+        return [seat for seat, child in self.children.items() if seat >= FIRST_SERVER and child.alive]
 
     @property
     def servers(self):
@@ -393,7 +399,9 @@ def _server_main(cluster, seat, up, down):
         with saying:
             _send(up, words)
 
-    config = ServerConfig(cluster.workload.lanes, cluster.staleness, cluster.workload.optimizer_class)
+    config = ServerConfig(
+        cluster.workload.lanes, cluster.staleness, cluster.workload.optimizer_class, waits_for_views=True
+    )
     server_loop = ServerLoop(
         seat, TOKEN, config, bind="127.0.0.1", on_filled=lambda other, table: tell("filled", other, table)
     )
@@ -405,6 +413,8 @@ def _server_main(cluster, seat, up, down):
                 word, *rest = _receive(down)
                 if word == "table":
                     server_loop.set_chunk_table(*rest)
+                elif word == "view":
+                    server_loop.set_view(*rest)
                 elif word == "doom":
                     server_loop._call_soon(lambda rest=rest: _install_crash_point(server_loop, *rest))
                 elif word == "dump":

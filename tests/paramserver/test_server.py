@@ -77,7 +77,7 @@ class ServerHarness:
     def deliver(self, connection, frame, content=b""):
         frame = frame._replace(size=len(content))
         places = self.server.buffer_for(connection, frame)
-        assert places not in ("skip", "hold")
+        assert places not in ("skip", "hold"), places
         for place in places:
             place[:], content = content[: len(place)], content[len(place) :]
         self.server.handle_frame(connection, frame)
@@ -111,6 +111,8 @@ def initialised(successor=None, **config):
     """Everything is set, and the worker is in."""
     harness = ServerHarness(**config)
     harness.successor = successor or harness.successor
+    if config.get("waits_for_views"):
+        harness.server.set_view(1, {0: [0, 1, 2, 3]})
     harness.enter(1, lead=True)
     harness.connect()
     for piece_state in harness.server.piece_states.values():
@@ -130,6 +132,22 @@ def initialised(successor=None, **config):
     assert harness.worker.kinds().count(protocol.ENTERED) == 1
     harness.deliver(harness.worker, ServerFrame(protocol.HYPER, 1), harness.hyper)
     return harness
+
+
+def test_only_the_driver_makes_a_view():
+    """Whoever has the token could else keep all workers out: their views would have passed."""
+    harness = initialised(staleness=0.0, waits_for_views=True)
+    with pytest.raises(AssertionError, match="hold"):
+        harness.enter(1000, ready=True)
+    harness.server.set_view(2, {0: [0, 1], 1: [2, 3]})
+    with pytest.raises(LinkError, match="does not exist"):
+        harness.enter(2, ready=True)
+    harness.enter(1)
+    assert harness.worker.kinds()[-1] == protocol.REFUSED
+    assert harness.server.view == 1
+    harness.server.set_view(3, {0: [3, 2, 1, 0]})
+    harness.enter(3, ready=True)
+    assert (harness.server.view, harness.worker.kinds()[-1]) == (3, protocol.ENTERED)
 
 
 def push(harness, piece=0, step=0):

@@ -29,7 +29,7 @@ from shoal.plan.placement_stats import moved_bytes, placement_stats
 from shoal.spec.chunk_table import ChunkTable, build_pieces
 from shoal.spec.job import ServerSyncConfig
 from shoal.spec.run_paths import RunPaths
-from shoal.spec.view import Seat
+from shoal.spec.view import Seat, View
 
 STATS_INTERVAL_S = 3.0
 
@@ -75,6 +75,7 @@ class ServerGroup:
             0  # the newest table, and the newest one whose chunks are lost
         )
         self._next_report_s = 0.0
+        self._view: View | None = None  # the newest in which workers train
 
     @property
     def wanted(self) -> int:
@@ -128,6 +129,8 @@ class ServerGroup:
         self._placement.arrived(seat, hello.address)
         self._control.send(message.connection, "welcome", seat=seat, run=self._paths.name)
         self.send_chunk_table(message.connection)
+        if self._view is not None:
+            self._control.publish_view(self._view, [message.connection])
 
     def _check_admission(self, hello: ServerHello) -> None:
         taken = self._roster.is_other_process(hello.seat, hello.pid)
@@ -230,6 +233,11 @@ class ServerGroup:
         """Send the newest table to a process that has just connected."""
         if self.chunk_table is not None:
             self._control.publish_chunk_table(self.chunk_table, [connection])
+
+    def publish_view(self, view: View) -> None:
+        """Tell the servers which workers take part: they believe nobody else."""
+        self._view = view
+        self._control.publish_view(view, self.connections)
 
     def flush_stats(self) -> None:
         """Report the stats that have not been reported yet, at the end of a run."""

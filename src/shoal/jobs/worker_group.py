@@ -387,6 +387,8 @@ class WorkerGroup:
             self._final_view = view
         for seat in action.seats:
             self._latest_views[seat] = view
+        if view.carries and self._server_group:
+            self._server_group.publish_view(view)
         self._control.publish_view(view, self.roster.connections_of(action.seats))
         if view.carries or action.why:
             self._stream.emit("view", **_view_fields(action))

@@ -22,6 +22,7 @@ from shoal.paramserver import protocol
 from shoal.paramserver.connection import ServerConnection
 from shoal.paramserver.server import ParameterServer, ServerConfig
 from shoal.spec.chunk_table import ChunkTable
+from shoal.spec.view import View
 
 RECONNECT_INTERVAL_S = 0.05
 FRAMES_PER_RECEIVE = 4
@@ -33,8 +34,8 @@ MAX_CONNECTIONS = 1024
 
 
 class ServerLoop:
-    """`set_chunk_table`, `ignore_lanes` and `stop` may be called by any thread. `on_filled(seat, table)` is called by
-    the thread of `run`."""
+    """`set_chunk_table`, `set_view`, `ignore_lanes` and `stop` may be called by any thread. `on_filled(seat, table)` is
+    called by the thread of `run`."""
 
     def __init__(
         self,
@@ -75,6 +76,11 @@ class ServerLoop:
 
     def set_chunk_table(self, chunk_table: ChunkTable) -> None:
         self._call_soon(lambda: self._set_chunk_table(chunk_table))
+
+    def set_view(self, view: View) -> None:
+        """The driver tells a view. Only training views count."""
+        if view.carries:
+            self._call_soon(lambda: self._set_view(view))
 
     def ignore_lanes(self, lanes: Iterable[int]) -> None:
         """The staleness bound does not wait for these lanes."""
@@ -206,6 +212,14 @@ class ServerLoop:
 
     def _set_chunk_table(self, chunk_table: ChunkTable) -> None:
         self.server.set_chunk_table(chunk_table)
+        self._resume_paused()
+
+    def _set_view(self, view: View) -> None:
+        self.server.set_view(view.number, view.carries)
+        self._resume_paused()
+
+    def _resume_paused(self) -> None:
+        """Go on with frames that waited for a table or a view."""
         for connection in list(self._connections.values()):
             if connection.fileno() < 0:
                 self._unregister(connection)

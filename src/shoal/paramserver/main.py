@@ -106,7 +106,7 @@ def run_server(
     config: ServerConfig,
     *,
     patience_s: float,
-    on_view: Callable[[ServerLoop, View], None] = lambda server_loop, view: None,
+    on_view: Callable[[ServerLoop, View], None] = ServerLoop.set_view,
     ports: range = ANY_PORT,
     tls_contexts: TlsContexts | None = None,
     me: ApartIdentity | None = None,
@@ -152,6 +152,7 @@ def server_config(job: Job, checkpoints: str | CheckpointFiles) -> ServerConfig:
         codec=codec,
         cut_tensors=not job.clips_by_norm,
         checkpoints=open_files(checkpoints) if isinstance(checkpoints, str) else checkpoints,
+        waits_for_views=True,
     )
 
 

@@ -74,6 +74,8 @@ class ServerConfig:
     """Where the rows of sparse tables are saved."""
     views: Mapping[int, Mapping[int, Sequence[int]]] | None = None
     """The lanes of each seat in each view, if all views are known before."""
+    waits_for_views: bool = False
+    """Whether the driver tells the views, and no client is believed."""
 
     @property
     def synchronous(self) -> bool:
@@ -98,6 +100,7 @@ class ParameterServer:
         self.chunk_table: ChunkTable | None = None
         self.piece_states: dict[int, PieceState] = {}
         self.view = 0
+        self._told_view, self._known_views = 0, config.views
         self.nodes: dict[int, list[Node]] = {}
         self.model: dict[str, Any] = {}
         self.encoded_chunks: EncodedChunks | None = None
@@ -200,6 +203,8 @@ class ParameterServer:
             return self.replication.buffer_for(connection, frame)
         if frame.kind in _TABLE_BOUND_KINDS and frame.chunk_table_number > self.chunk_table_number:
             return "hold"  # this server has not received the table yet
+        if frame.kind == protocol.ENTER and self.config.waits_for_views and frame.view > self._told_view:
+            return "hold"
         if frame.kind == protocol.PUSH:
             return self.updates.buffer_for(session, frame)
         if frame.kind == protocol.SET:
@@ -243,9 +248,13 @@ class ParameterServer:
 
     # ---- entering a view ----
 
+    def set_view(self, view: int, carries: Mapping[int, Sequence[int]]) -> None:
+        """The driver's newest training view."""
+        self._told_view, self._known_views = view, {view: {seat: sorted(lanes) for seat, lanes in carries.items()}}
+
     def _handle_enter(self, session: ClientSession, frame: ServerFrame) -> None:
         request, view = parse_message(EnterRequest, session.connection.payload), frame.view
-        if view < self.view:
+        if view < max(self.view, self._told_view):
             passed = f"view {view} has passed".encode()
             session.connection.send(ServerFrame(protocol.REFUSED, self.chunk_table_number, view=self.view), passed)
             return
@@ -270,7 +279,7 @@ class ParameterServer:
 
     def _parse_assignment(self, request: EnterRequest, sender: int, view: int) -> dict[int, list[int]]:
         assignment = parse_assignment(request.carries, sender=sender, lanes=self.config.lanes)
-        if self.config.views is not None and self.config.views.get(view) != assignment:
+        if self._known_views is not None and self._known_views.get(view) != assignment:
             raise LinkError(f"enters view {view}, which does not exist")
         return assignment
 
