@@ -128,6 +128,7 @@ class Bridge:
         self._actor.write.remote(self._number, (lines + end).removesuffix(END + b"\n"))
         if self._told_to_end:
             self._actor.write.remote(self._number, b"")
+            self._keeper.let_go.remote(self._name)
 
     def _check_draining(self) -> None:
         """Ask the workers to leave if Ray takes the node of the actor away."""

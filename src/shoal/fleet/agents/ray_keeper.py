@@ -17,6 +17,8 @@ from shoal.fleet.agents.ray_actor import actor_class, end_with_parent
 WATCH_S = 1.0
 EMPTY_S = 10.0
 """How long a keeper without a worker stays: the next request does not wait for another one."""
+LET_GO_S = 15.0
+"""How long an agent has to end that was told to."""
 
 
 @dataclass
@@ -24,6 +26,7 @@ class KeptAgent:
     group: Any
     actor: Any
     heard_s: float
+    patience_s: float
 
 
 class SeatKeeper:
@@ -32,6 +35,7 @@ class SeatKeeper:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._kept: dict[str, KeptAgent] = {}
+        self._given_back: set[str] = set()
         self._lock = threading.Lock()
         self._empty_since_s = time.monotonic()
         threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -44,6 +48,8 @@ class SeatKeeper:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         with self._lock:
+            if name in self._given_back:
+                return None, None
             group = placement_group([resources], name=name)
             rest = dict(resources)
             placed = actor_class(ray).options(
@@ -52,8 +58,9 @@ class SeatKeeper:
                 resources=rest,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
             )
-            self._kept[name] = KeptAgent(group, placed.remote(python, module), time.monotonic())
-        return self.find(name)
+            actor = placed.remote(python, module)
+            self._kept[name] = KeptAgent(group, actor, time.monotonic(), self._patience_s)
+        return actor, group
 
     def find(self, name: str) -> tuple[Any, Any]:
         """The actor and the group of this name; (None, None) if they were given back."""
@@ -65,13 +72,19 @@ class SeatKeeper:
         if kept := self._kept.get(name):
             kept.heard_s = time.monotonic()
 
+    def let_go(self, name: str) -> None:
+        """The agent was told to end. Whoever told it may not live to see that."""
+        if kept := self._kept.get(name):
+            kept.patience_s = LET_GO_S
+
     def give_back(self, name: str) -> None:
-        """End the actor, and with it the agent and its processes; remove the group."""
+        """End the actor, and with it the agent and its processes; remove the group. It cannot be asked for again."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
         with self._lock:
             kept = self._kept.pop(name, None)
+            self._given_back.add(name)
             self._empty_since_s = time.monotonic()
         if kept:
             ray.kill(kept.actor)
@@ -82,7 +95,7 @@ class SeatKeeper:
             time.sleep(WATCH_S)
             now = time.monotonic()
             for name, kept in list(self._kept.items()):
-                if now > kept.heard_s + self._patience_s:
+                if now > kept.heard_s + kept.patience_s:
                     self.give_back(name)
             with self._lock:
                 if not self._kept and now > self._empty_since_s + EMPTY_S:
