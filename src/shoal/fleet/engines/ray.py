@@ -48,7 +48,7 @@ def actor_host(
 
 
 def explain_ray(code: int, errors: str) -> ShoalError:
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.splitlines() if line.strip() and "+0x" not in line]  # no stack of C++
     told = (lines[-1:] or ["it said nothing"])[0][:300]
     if "No module named" in told:
         return error("SH653", f"the interpreter cannot run Shoal's agent on a node: {told}")
