@@ -75,7 +75,7 @@ def _wait(
     while not holds(rows := _rows(directory)):
         if process.poll() is not None or time.monotonic() > until:
             why = "did nothing for long" if process.returncode is None else f"ended with exit code {process.returncode}"
-            raise SystemExit(f"{process.args}: it {why}\n{(directory / 'log').read_text()[-2000:]}")
+            raise SystemExit(f"the rival {why}\n{(directory / 'log').read_text()[-2000:]}")
         time.sleep(POLL_S)
     return rows
 
