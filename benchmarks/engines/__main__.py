@@ -1,5 +1,5 @@
 """`python -m benchmarks.engines [local apart ssh slurm ray]`: submit to first step, kill, replacement and drain of a
-worker; `--rivals` measures torchrun, `srun torchrun` and Ray Train beside them.
+worker; `--rivals` measures torchrun, `srun torchrun` and Ray Train (`pip install 'ray[train]'`) beside them.
 
 `ssh`, `slurm` and `ray` start an sshd, three slurmd or two nodes of Ray on this machine, as the tests do. Or use your
 own: --hosts and --config for ssh, --own-slurm for the cluster that `srun` finds, --address for Ray.

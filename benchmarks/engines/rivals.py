@@ -39,13 +39,13 @@ def measure_rival(rival: str, *, address: str = "auto") -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         submitted_s = time.time()
-        with _running(command(rival, directory, address=address), directory):
-            first = _wait(directory, bool)[0]
-            last = _wait(directory, _both_train)[-1]
+        with _running(command(rival, directory, address=address), directory) as process:
+            first = _wait(process, directory, bool)[0]
+            last = _wait(process, directory, _both_train)[-1]
             killed_s = time.time()
             os.kill(int(last["pid"]), signal.SIGKILL)
             pids = {row["pid"] for row in _rows(directory)}
-            others = _wait(directory, lambda rows: any(_goes_on(row, killed_s, pids, last) for row in rows))
+            others = _wait(process, directory, lambda rows: any(_goes_on(row, killed_s, pids, last) for row in rows))
             after = min(row["t"] for row in others if _goes_on(row, killed_s, pids, last))
         return {"submit to first step": first["t"] - submitted_s, "kill to next step of the others": after - killed_s}
 
@@ -68,21 +68,24 @@ def _rows(directory: Path) -> list[dict[str, float]]:
     return sorted(found, key=lambda row: row["t"])
 
 
-def _wait(directory: Path, holds: Callable[[list[dict[str, float]]], bool]) -> list[dict[str, float]]:
+def _wait(
+    process: subprocess.Popen[bytes], directory: Path, holds: Callable[[list[dict[str, float]]], bool]
+) -> list[dict[str, float]]:
     until = time.monotonic() + PATIENCE_S
     while not holds(rows := _rows(directory)):
-        if time.monotonic() > until:
-            raise SystemExit(f"it did not happen within {PATIENCE_S:g} s: {(directory / 'log').read_text()[-2000:]}")
+        if process.poll() is not None or time.monotonic() > until:
+            why = "did nothing for long" if process.returncode is None else f"ended with exit code {process.returncode}"
+            raise SystemExit(f"the rival {why}\n{(directory / 'log').read_text()[-2000:]}")
         time.sleep(POLL_S)
     return rows
 
 
 @contextlib.contextmanager
-def _running(words: list[str], directory: Path) -> Iterator[None]:
+def _running(words: list[str], directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (directory / "log").open("w") as log:
         process = subprocess.Popen(words, env=environment(), stdout=log, stderr=log, start_new_session=True)
     try:
-        yield
+        yield process
     finally:
         (directory / "stop").touch()
         process.terminate()

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={root}/munge/munge.sock,cred_expire=5
+AuthInfo=socket={munge}/munge.sock,cred_expire=5
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={root}/state
 SlurmctldPidFile={root}/run/slurmctld.pid
@@ -53,6 +54,9 @@ class SlurmCluster:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        # munge runs as a user of its own, to whom other sessions of pytest close its directories
+        self._munge = Path(tempfile.mkdtemp(prefix="shoal-munge-"))
+        self._munge.chmod(0o711)
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.environment |= {"SLURM_CONF": str(root / "slurm.conf"), "PATH": PATH}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -120,36 +124,40 @@ class SlurmCluster:
         finally:
             self._end()
 
+    def _lives(self, name):
+        assert self._daemons[name].poll() is None, f"{name} ended: {(self.root / 'log' / name).read_text()[-2000:]}"
+        return True
+
     def _is_up(self):
-        for name, daemon in self._daemons.items():
-            assert daemon.poll() is None, f"{name} ended: {(self.root / 'log' / name).read_text()[-2000:]}"
         return (
-            self.run("sinfo", "--noheader", "--format=%T %D", "--partition=batch", check=False) == f"idle {len(NODES)}"
+            all(self._lives(name) for name in self._daemons)
+            and self.run("sinfo", "--noheader", "--format=%T %D", "--partition=batch", check=False)
+            == f"idle {len(NODES)}"
         )
 
     def _write(self):
-        for name in ("state", "spool", "run", "log", "munge"):
+        for name in ("state", "spool", "run", "log"):
             (self.root / name).mkdir()
         port = free_ports(1 + len(NODES))
-        text = CONFIGURATION.format(root=self.root, port=port, first=port + 1, last=port + len(NODES))
+        text = CONFIGURATION.format(
+            root=self.root, munge=self._munge, port=port, first=port + 1, last=port + len(NODES)
+        )
         (self.root / "slurm.conf").write_text(text)
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        key = self.root / "munge" / "munge.key"
+        key = self._munge / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
-        for path in (self.root / "munge", key):
+        for path in (self._munge, key):
             shutil.chown(path, "munge", "munge")
-        for path in [self.root, *self.root.parents][:3]:
-            path.chmod(path.stat().st_mode | 0o011)  # munge runs as a user of its own
 
     def _start_munge(self):
-        place = self.root / "munge"
+        place = self._munge
         options = [("socket", "munge.sock"), ("key-file", "munge.key"), ("pid-file", "munged.pid")]
         options += [("log-file", "munged.log"), ("seed-file", "munge.seed")]
         user = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
         words = [f"--{name}={place / file}" for name, file in options]
         self._start("munged", *user, "munged", "--force", "--foreground", *words)
-        self.wait_for((place / "munge.sock").exists, "munged does not listen")
+        self.wait_for(lambda: self._lives("munged") and (place / "munge.sock").exists(), "munged does not listen")
 
     def _start(self, name, *command):
         with (self.root / "log" / name).open("ab") as log:
@@ -167,6 +175,7 @@ class SlurmCluster:
         for daemon in self._daemons.values():
             daemon.send_signal(signal.SIGKILL)
             daemon.wait()
+        shutil.rmtree(self._munge)
 
 
 def free_ports(count):

@@ -1,5 +1,6 @@
 """The engine over several real nodes of Ray on this machine. Run by `make test-ray`."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -9,12 +10,14 @@ import sys
 import textwrap
 import time
 
+import psutil
 import pytest
 
 from shoal.fleet.engines.make import ray_engine
 from shoal.fleet.forkserver import ForkServer
 from shoal.spec.engine import RayEngineConfig
 from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Seat
 from tests.fleet import engine_contract
 from tests.fleet.engine_contract import EngineContract, collect_exits, launch, wait_exits, wait_ready
 from tests.fleet.ray_nodes import ENVIRONMENT, ray_nodes
@@ -40,14 +43,14 @@ def make(cluster, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     (tmp_path / "seat_entry.py").write_text(ENTRY)
     python = tmp_path / "python"  # the environment of an actor is its node's, not the driver's
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:$PYTHONPATH exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     made = []
     with ForkServer(os.environ | {"OMP_NUM_THREADS": "1"}, ["seat_entry"], at_once=False) as fork_server:
 
-        def make(**fields):
+        def make(*, patience_s=600.0, **fields):
             config = RayEngineConfig(kind="ray", **({"address": cluster.address, "python": str(python)} | fields))
-            made.append(ray_engine(config, RunPaths(tmp_path), fork_server))
+            made.append(ray_engine(config, RunPaths(tmp_path), fork_server, patience_s=patience_s))
             return made[-1]
 
         yield make
@@ -64,8 +67,6 @@ def wait_for(condition, what):
 
 
 class TestRayEngine(EngineContract):
-    outlives_driver = False
-
     @pytest.fixture
     def make_engine(self, make):
         return make
@@ -145,22 +146,73 @@ DRIVER = """
     from shoal.spec.engine import RayEngineConfig
     from shoal.spec.run_paths import RunPaths
     from tests.fleet.engine_contract import launch
-    root, address, name = sys.argv[1:]
+    root, address, name, patience_s = sys.argv[1:]
     config = RayEngineConfig(kind="ray", address=address, python=f"{root}/python", resources={name: 1} if name else {})
-    engine = ray_engine(config, RunPaths(Path(root)), ForkServer(os.environ, ["seat_entry"], at_once=False))
+    fork_server = ForkServer(os.environ, ["seat_entry"], at_once=False)
+    engine = ray_engine(config, RunPaths(Path(root)), fork_server, patience_s=float(patience_s))
     engine.start([launch(0, "wait")])
     while True:
         engine.poll(1)
 """
 
 
-@pytest.mark.parametrize("resource", ["", "no_such_thing"], ids=["running", "waiting"])
-def test_nothing_outlives_a_driver_that_is_killed(cluster, make, tmp_path, resource):
-    command = [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path), cluster.address, resource]
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()}) as driver:
+@contextlib.contextmanager
+def killed_driver(cluster, root, *, patience_s, resource=""):
+    """A driver that asked for a process, in another process. It is killed when the block ends."""
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), str(root), cluster.address, resource, str(patience_s)]
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}) as driver:
         wait_for(lambda: len(cluster.groups()) == 1, "nothing was asked for")
+        yield
+        driver.kill()
+
+
+def test_another_driver_takes_over_from_one_that_was_killed(cluster, make, tmp_path):
+    with killed_driver(cluster, tmp_path, patience_s=600):
+        wait_ready(tmp_path, 0)
+        before = pids(tmp_path, 0)
+    engine = make()
+    assert engine.reattach() == [Seat(number=0)]
+    assert [psutil.Process(pid).is_running() for pid in before] == [True] * len(before)
+    engine.start([launch(1, "7")])
+    assert collect_exits(engine, 1) == {1: 7}
+    engine.stop([0])
+    assert collect_exits(engine, 1) == {0: -9}
+    wait_gone(*before)
+
+
+@pytest.mark.parametrize("resource", ["", "no_such_thing"], ids=["running", "waiting"])
+def test_nothing_is_left_when_no_driver_comes_back(cluster, make, tmp_path, resource):
+    with killed_driver(cluster, tmp_path, patience_s=1, resource=resource):
         if not resource:
             wait_ready(tmp_path, 0)
-        driver.kill()
-    wait_for(lambda: not cluster.groups(), "the group outlives its driver")
+    wait_for(lambda: not cluster.groups(), "the group waits for ever")
     wait_gone(*([] if resource else pids(tmp_path, 0)))
+    assert make().reattach() == []
+
+
+def test_a_killed_keeper_takes_its_workers_along(cluster, make, tmp_path):
+    """Ray ends what an actor owns, and the engine asks for others."""
+    engine = make()
+    engine.start([launch(0, "wait")])
+    wait_ready(tmp_path, 0, engine=engine)
+    for keeper in keepers():
+        keeper.kill()
+    (one,) = wait_exits(engine, 1)
+    assert one.code is None
+    wait_gone(*pids(tmp_path, 0))
+    engine.start([launch(1, "7")])
+    assert collect_exits(engine, 1) == {1: 7}
+
+
+def keepers():
+    return [one for one in psutil.process_iter(["cmdline"]) if "SeatKeeper" in " ".join(one.info["cmdline"] or [])]
+
+
+def test_a_run_that_has_ended_leaves_no_keeper(make, tmp_path):
+    engine = make()
+    engine.start([launch(0, "0")])
+    assert collect_exits(engine, 1) == {0: 0}
+    assert keepers()
+    engine.close()
+    wait_for(lambda: not keepers(), "a keeper is left")

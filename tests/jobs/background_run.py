@@ -4,7 +4,7 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-PATIENCE_S = 150
+PATIENCE_S = 600  # of a busy machine; nothing is decided by it
 
 
 class BackgroundRun:

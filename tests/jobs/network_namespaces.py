@@ -46,10 +46,14 @@ class NamespaceHost:
     def reconnect(self):
         ip("link", "set", self._outer, "up")
 
-    def remove(self):
+    def end_processes(self):
+        """As a crash of the host does."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
+
+    def remove(self):
+        self.end_processes()
         subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self._outer], check=False, capture_output=True)
 

@@ -88,23 +88,45 @@ def test_a_drained_node_is_a_planned_leave_and_a_dead_one_is_survived(run, job_d
     assert outcome.receipt.deaths_survived == 1
 
 
-def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir, cluster, engine):
-    job = SMALL | {"workers": 2, "engine": engine, "watchers": slow(job_dir), "checkpoint": {"every": "2 steps"}}
-    (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
+COMMAND = [sys.executable, "-c", "from shoal.cli import main; main()"]
+
+
+def test_workers_outlive_a_killed_driver_and_the_next_one_takes_them_over(run, job_dir, cluster, engine):
+    """They train on, though no save reaches the run. Nothing starts again, and nothing is computed twice."""
+    job = LONGER | {"workers": 2, "engine": engine, "watchers": slow(job_dir), "checkpoint": {"every": "2 steps"}}
+    (job_dir / "job.yaml").write_text(yaml.safe_dump(job | {"elastic": {"patience_s": 300}}))
     paths = RunPaths(job_dir / "runs" / "mlp-1")
-    command = [sys.executable, "-c", "from shoal.cli import main; main()"]
-    with subprocess.Popen([*command, "run", "job.yaml", "-q"], cwd=job_dir) as driver:
-        wait_for(
-            lambda: (
-                paths.events.exists()
-                and any(event.kind == "saved" and event.step >= 4 for event in read_events(paths.events))
-            ),
-            "it does not save",
-        )
+    with subprocess.Popen([*COMMAND, "run", "job.yaml", "-q"], cwd=job_dir) as driver:
+        wait_for(lambda: carrying(paths) == 2 and saved_step(paths) >= 4, "two workers do not train")
         driver.send_signal(signal.SIGKILL)
-    wait_for(lambda: not cluster.groups(), "groups outlive their driver")
-    (job_dir / "ready").touch()
-    said = subprocess.run([*command, "resume", "mlp-1", "-q"], cwd=job_dir, capture_output=True, text=True)
-    assert said.returncode == 0, said.stdout + said.stderr
+    first = started(paths)
+    with subprocess.Popen([*COMMAND, "resume", "mlp-1", "-q"], cwd=job_dir) as driver:
+        before = saved_step(paths)
+        wait_for(lambda: saved_step(paths) > before, "the next driver does not get what they save")
+        (job_dir / "ready").touch()
+        assert driver.wait() == 0
+    events = list(read_events(paths.events))
+    assert [event.kind for event in events].count("run_started") == 2
+    assert not [event.kind for event in events if event.kind in ("resumed", "worker_died", "evicted", "failed")]
+    assert started(paths) == first, "the same two processes"
     receipt = json.loads(paths.receipt.read_text())
-    assert receipt["weights_sha256"] == reference_receipt(run, SMALL).weights_sha256
+    undisturbed = reference_receipt(run, LONGER)
+    for name in ("weights_sha256", "state_sha256", "samples_seen", "metrics", "best"):
+        assert receipt[name] == getattr(undisturbed, name), name
+
+
+def events_of(paths, kind):
+    return [event for event in read_events(paths.events) if event.kind == kind] if paths.events.exists() else []
+
+
+def started(paths):
+    return [event["pid"] for event in events_of(paths, "worker_started")]
+
+
+def saved_step(paths):
+    return max((event.step for event in events_of(paths, "saved")), default=0)
+
+
+def carrying(paths):
+    views = [event for event in events_of(paths, "view") if event.get("carries")]
+    return len(views[-1]["carries"]) if views else 0

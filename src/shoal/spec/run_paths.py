@@ -61,6 +61,11 @@ class RunPaths:
         return self.root / ".control.json"
 
     @property
+    def kept_agents(self) -> Path:
+        """The agents that may outlive the driver."""
+        return self.root / ".agents.json"
+
+    @property
     def trace(self) -> Path:
         """A digest of the state after every step, if requested."""
         return self.root / "trace.jsonl"

@@ -75,6 +75,10 @@ class Agent:
     def running(self) -> list[int]:
         return self._engine.running()
 
+    def seats(self) -> list[Seat]:
+        """Of the processes that have no exit report yet."""
+        return [self._seats[number] for number in sorted(self._seats)]
+
     def poll(self, timeout_s: float) -> None:
         """Send new reports. Waits up to `timeout_s` for an exit."""
         exits = self._engine.poll(timeout_s)

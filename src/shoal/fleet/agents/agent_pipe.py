@@ -14,14 +14,18 @@ from shoal.fleet.agents.agent import LaunchCommand, StopCommand
 from shoal.fleet.messages import MAX_ERROR_CHARACTERS, ExitedReport, Message, Name, OutputReport
 from shoal.net.errors import ProtocolError
 from shoal.spec.base import Spec
+from shoal.spec.view import Seat
 
 BANNER = b'{"kind":"shoal-agent","protocol":1}'
+END = b'{"kind":"end"}'
+"""For what keeps an agent that outlives its driver: the agent shall end. A pipe that closes without it is a death."""
 PING_INTERVAL_S = 5.0
 MAX_SILENCE_S = 60.0
 """An agent that hears nothing for so long kills its processes: nobody can reach it any more."""
 PONG_TIMEOUT_S = 20.0
 """An agent that does not answer a ping for so long counts as lost: what connects it may not say that it is gone."""
 MAX_LINE_BYTES = 1 << 20
+MAX_SEATS = 1 << 12
 MAX_NOISE_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
 
@@ -29,13 +33,20 @@ _READ_BYTES = 1 << 16
 class SetupCommand(Spec):
     """The first command. `environment` is set before torch is imported, `modules` are imported once for all processes.
     `machine`: the agent pretends to be on a machine of this name, with a cache of its own. `notice`: a file or URL that
-    says that the machine will be taken away."""
+    says that the machine will be taken away. `patience_s`: how long the agent waits for another engine."""
 
     kind: Literal["setup"] = "setup"
     environment: dict[str, str]
     modules: list[str]
     machine: str = ""
     notice: str = ""
+    patience_s: float = MAX_SILENCE_S
+
+
+class AttachCommand(Spec):
+    """The first command of another engine to an agent that outlived its driver. The answer is a RunningReport."""
+
+    kind: Literal["attach"] = "attach"
 
 
 class PingCommand(Spec):
@@ -55,6 +66,14 @@ class ReadyReport(Message):
     platform: Annotated[dict[Name, Name], Field(max_length=16)]
 
 
+class RunningReport(Message):
+    """The processes that the agent runs. `platform` is empty if it is not ready yet."""
+
+    kind: Literal["running"] = "running"
+    seats: Annotated[list[Seat], Field(max_length=MAX_SEATS)]
+    platform: Annotated[dict[Name, Name], Field(max_length=16)]
+
+
 class FailedReport(Message):
     """The agent cannot start processes, and ends. `error` has the fields of an error."""
 
@@ -68,8 +87,8 @@ class LeavingReport(Message):
     kind: Literal["leaving"] = "leaving"
 
 
-PipeCommand = SetupCommand | LaunchCommand | StopCommand | PingCommand
-PipeReport = ReadyReport | PongReport | FailedReport | LeavingReport | OutputReport | ExitedReport
+PipeCommand = SetupCommand | AttachCommand | LaunchCommand | StopCommand | PingCommand
+PipeReport = ReadyReport | RunningReport | PongReport | FailedReport | LeavingReport | OutputReport | ExitedReport
 
 _COMMAND: TypeAdapter[PipeCommand] = TypeAdapter(Annotated[PipeCommand, Field(discriminator="kind")])
 _REPORT: TypeAdapter[PipeReport] = TypeAdapter(Annotated[PipeReport, Field(discriminator="kind")])

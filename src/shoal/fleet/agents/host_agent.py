@@ -1,8 +1,9 @@
 """The agent of a host: `python -m shoal.fleet.agents.host_agent`, started by an engine over ssh or as a child.
 
 It gets commands on standard input and sends reports on standard output. It imports torch once, in its fork server, and
-forks each process from there. When its input ends, for whatever reason, it kills everything that it started and removes
-its directory. Processes get a directory of their own there, and nothing else of the run.
+forks each process from there. When its input ends, for whatever reason, or it hears nothing for a while, it kills
+everything that it started and removes its directory. Processes get a directory of their own there, and nothing else of
+the run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shoal.fleet.agents.agent import Agent, LaunchCommand, StopCommand
 from shoal.fleet.agents.agent_pipe import (
     BANNER,
     MAX_SILENCE_S,
+    AttachCommand,
     FailedReport,
     LeavingReport,
     PingCommand,
@@ -34,6 +36,7 @@ from shoal.fleet.agents.agent_pipe import (
     PipeReport,
     PongReport,
     ReadyReport,
+    RunningReport,
     SetupCommand,
     encode_line,
     parse_command,
@@ -100,6 +103,7 @@ class HostAgent:
         self._is_ready = self._must_leave = self._is_leaving = False
         self._reached = False
         self._heard_s = time.monotonic()
+        self._patience_s = MAX_SILENCE_S
         self._names: dict[int, str] = {}
         self._wake = -1
         self._ended = threading.Event()
@@ -134,7 +138,8 @@ class HostAgent:
             self._leave()
         if self._agent is not None:
             self._agent.poll(0)
-        return self._tell_when_ready() and not self._input.closed and time.monotonic() < self._heard_s + MAX_SILENCE_S
+        is_heard = time.monotonic() < self._heard_s + self._patience_s
+        return self._tell_when_ready() and not self._input.closed and is_heard
 
     def _obey(self, command: PipeCommand) -> None:
         match command:
@@ -144,9 +149,14 @@ class HostAgent:
                 self._launch(self._agent, command)
             case StopCommand() if self._agent is not None:
                 self._agent.obey(command)
+            case AttachCommand() if self._agent is not None:
+                platform = self._fork_server.platform if self._fork_server else {}
+                self._send(RunningReport(seats=self._agent.seats(), platform=platform))
+                if self._is_leaving:
+                    self._send(LeavingReport())
             case PingCommand():
                 self._send(PongReport())
-            case SetupCommand() | LaunchCommand() | StopCommand():
+            case SetupCommand() | AttachCommand() | LaunchCommand() | StopCommand():
                 raise ProtocolError("the first command, and no other, sets the agent up")
 
     def _launch(self, agent: Agent, command: LaunchCommand) -> None:
@@ -165,6 +175,7 @@ class HostAgent:
         agent.obey(command.model_copy(update={"arguments": [*arguments, "--run", str(own)]}))
 
     def _set_up(self, setup: SetupCommand) -> None:
+        self._patience_s = setup.patience_s
         own: dict[str, str] = {}
         if setup.machine:
             own = {MACHINE_VARIABLE: setup.machine, "XDG_CACHE_HOME": str(self._scratch / "cache")}

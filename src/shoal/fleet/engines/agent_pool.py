@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
 from shoal.errors import ShoalError
-from shoal.fleet.engine import Node
+from shoal.fleet.engine import Launch, Node
+from shoal.fleet.engines.agent_records import AgentRecords
 from shoal.fleet.engines.agents import AgentEngine, HostRetry, PlacedSeat
 from shoal.fleet.engines.host_link import AgentHost, HostLink
 from shoal.spec.run_paths import RunPaths
+from shoal.spec.view import Seat
 
 IDLE_S = 3.0
 """How long a host without a seat is kept: a worker that died is replaced on it, without waiting in a queue again."""
+REATTACH_TIMEOUT_S = 60.0
+"""How long agents that outlived a driver have to answer the next one."""
+REATTACH_POLL_S = 0.5
 
 
 class AgentPool(AgentEngine):
@@ -21,15 +27,27 @@ class AgentPool(AgentEngine):
     A seat starts as soon as it has a host; others may still wait. `make_host(number)` makes a request to the scheduler,
     at most `max_hosts` at a time. If the first request fails, the job cannot run; later ones are made again. A host
     that would compute other bits than the first is given back.
+
+    With `attach_host(number)`, agents outlive a driver that is killed, and another one takes them over.
     """
 
     def __init__(
-        self, make_host: Callable[[int], AgentHost], paths: RunPaths, *, nodes: Sequence[Node], max_hosts: int
+        self,
+        make_host: Callable[[int], AgentHost],
+        paths: RunPaths,
+        *,
+        nodes: Sequence[Node],
+        max_hosts: int,
+        records: AgentRecords | None = None,
+        attach_host: Callable[[int], AgentHost] | None = None,
     ) -> None:
         super().__init__([], paths)
         self._make_host = make_host
+        self._attach_host = attach_host
         self._nodes = list(nodes)
         self._max_hosts = max_hosts
+        self._records = records
+        self._numbers: dict[str, int] = {}  # of hosts that are on record
         self._requests = 0
         self._retry = HostRetry(0.0)
         self._one_was_ready = False
@@ -43,7 +61,50 @@ class AgentPool(AgentEngine):
     def waiting(self) -> list[int]:
         return sorted(number for number, placed in self._seats.items() if placed.link is None)
 
+    def reattach(self) -> list[Seat]:
+        """Waits until each agent of the earlier driver has answered, or is gone."""
+        if self._records is None or self._attach_host is None:
+            return []
+        for number in self._records.kept.numbers:
+            host = self._attach_host(number)
+            self._numbers[host.name] = number
+            self._links[host.name] = HostLink(host, self._selector)
+        until_s = time.monotonic() + REATTACH_TIMEOUT_S
+        while (silent := self._silent_links()) and time.monotonic() < until_s:
+            for link in silent:
+                link.flush()
+            self._selector.select(REATTACH_POLL_S)
+            for link in silent:
+                link.read()
+        for link in silent:
+            link.end()
+        seats = {seat.number: (seat, link) for link in self._links.values() for seat in link.outlived or ()}
+        for number, (seat, link) in seats.items():
+            self._seats[number] = PlacedSeat(Launch(seat, ""), time.monotonic(), link)
+        return [seats[number][0] for number in sorted(seats)]
+
+    def close(self) -> None:
+        super().close()
+        for name in list(self._numbers):
+            self._forget(name)
+
     # ---- hosts ----
+
+    def _silent_links(self) -> list[HostLink]:
+        return [link for link in self._links.values() if link.outlived is None and link.state != "lost"]
+
+    def _end_outlived(self, name: str) -> None:
+        """What connected the agent was killed, and the agent waits for another driver: there is none."""
+        assert self._attach_host is not None
+        with contextlib.suppress(ShoalError):
+            self._links[name] = HostLink(self._attach_host(self._numbers[name]), self._selector)
+            self._links[name].end()
+
+    def _forget(self, name: str) -> None:
+        """The host is gone: the next driver need not look for it."""
+        number = self._numbers.pop(name, None)
+        if self._records and number is not None:
+            self._records.remove(number)
 
     def _node_names(self) -> set[str]:
         return {node.name for node in self._nodes}
@@ -54,14 +115,20 @@ class AgentPool(AgentEngine):
         is_time = time.monotonic() >= self._retry.at_s and self._failure is None
         room = self._max_hosts - sum(not link.ended for link in self._links.values())
         for _ in range(min(missing, room) if is_time else 0):
-            self._requests += 1
-            host = self._make_host(self._requests)
+            host = self._request_host()
             try:
                 self._links[host.name] = HostLink(host, self._selector)
             except ShoalError as failure:
                 self._failure = failure
                 return
         self._give_back(free, -missing)
+
+    def _request_host(self) -> AgentHost:
+        self._requests = self._records.add() if self._records else self._requests + 1
+        host = self._make_host(self._requests)
+        if self._records:
+            self._numbers[host.name] = self._requests
+        return host
 
     def _free_links(self) -> list[HostLink]:
         """Hosts that have no seat and may get one, those that are ready first."""
@@ -85,7 +152,12 @@ class AgentPool(AgentEngine):
         return any(placed.link is link for placed in self._seats.values())
 
     def _handle_lost(self, link: HostLink) -> None:
-        del self._links[link.host.name]
+        name = link.host.name
+        del self._links[name]
+        if link.was_killed and not link.ended and name in self._numbers:
+            self._end_outlived(name)
+        else:
+            self._forget(name)
         if link.failure is not None and not link.ended:
             if not self._one_was_ready:
                 self._failure = link.failure

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from shoal.errors import ShoalError, error, error_from_fields, fork_error
 from shoal.fleet.agents.agent_pipe import (
     BANNER,
+    END,
     MAX_NOISE_BYTES,
     PING_INTERVAL_S,
     PONG_TIMEOUT_S,
+    AttachCommand,
     FailedReport,
     LeavingReport,
     PingCommand,
@@ -26,12 +28,14 @@ from shoal.fleet.agents.agent_pipe import (
     PipeReport,
     PongReport,
     ReadyReport,
+    RunningReport,
     SetupCommand,
     encode_line,
     parse_report,
 )
 from shoal.fleet.engine import Node
 from shoal.net.errors import ProtocolError
+from shoal.spec.view import Seat
 
 MAX_ERROR_BYTES = 8 << 10
 MAX_UNSENT_BYTES = 8 << 20
@@ -42,14 +46,16 @@ KILL_TIMEOUT_S = 2.0
 @dataclass(frozen=True)
 class AgentHost:
     """How to start the agent of a host. `explain(code, stderr)` is the error when it ended before it was ready.
-    `queued`: the command may wait for the host for hours, and SIGTERM takes the request back."""
+    `queued`: the command may wait for the host for hours, and SIGTERM takes the request back. `detached`: the agent
+    outlives this process for a while, unless it is told to end; with AttachCommand as `setup` it did."""
 
     node: Node
     command: tuple[str, ...]
-    setup: SetupCommand
+    setup: SetupCommand | AttachCommand
     explain: Callable[[int, str], ShoalError]
     environment: Mapping[str, str] | None = None
     queued: bool = False
+    detached: bool = False
 
     @property
     def name(self) -> str:
@@ -61,6 +67,7 @@ class HostLink:
 
     `platform` is known when it is ready, `failure` if it was lost before. `reports` has what it said besides. `ended`:
     it was told to end, and is lost soon. `doubtful`: it has not done what it was told, and has not been heard since.
+    `outlived`: the processes of an agent that outlived its driver, once it has told them.
     """
 
     def __init__(self, host: AgentHost, selector: selectors.BaseSelector) -> None:
@@ -70,9 +77,10 @@ class HostLink:
         self.platform: dict[str, str] = {}
         self.failure: ShoalError | None = None
         self.reports: list[PipeReport] = []
+        self.outlived: list[Seat] | None = None
         self.since_s = time.monotonic()
         self._selector = selector
-        self._banner_seen = False
+        self._banner_seen = isinstance(host.setup, AttachCommand)
         self._noise_bytes = 0
         self._unsent = encode_line(host.setup)
         self._errors = b""
@@ -167,6 +175,9 @@ class HostLink:
             return
         if isinstance(report, ReadyReport):
             self.state, self.platform = "ready", dict(report.platform)
+        elif isinstance(report, RunningReport):
+            self.outlived, self.platform = list(report.seats), dict(report.platform)
+            self.state = "ready" if self.platform else self.state
         elif isinstance(report, FailedReport):
             self.failure = error_from_fields(report.error).at(f"host {self.host.name}")
         elif isinstance(report, LeavingReport):
@@ -182,14 +193,21 @@ class HostLink:
 
     def _lose(self, why: str) -> None:
         was_ready, self.state = self.state == "ready", "lost"
-        self._close_pipes()
         self._withdraw()
+        if not self.host.detached:  # else its closed input would look like the death of this process
+            self._close_pipes()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_TIMEOUT_S)
         self._kill()
+        self._close_pipes()
         if not was_ready and self.failure is None:
             text = self._errors.decode(errors="replace").strip()
             self.failure = self.host.explain(self._process.returncode, text or why)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended the process on this machine."""
+        return (self._process.returncode or 0) < 0
 
     @property
     def last_words(self) -> str:
@@ -199,9 +217,12 @@ class HostLink:
 
     def end(self) -> None:
         """Close the agent's input: it kills its processes and ends. `wait` waits for that."""
+        if self.host.detached and self._banner_seen:
+            self._unsent += END + b"\n"
+            self.flush()
         self.ended = True
-        if not self._banner_seen:
-            self._withdraw()  # it does not read its input yet
+        if not self._banner_seen or (self.host.detached and self._unsent):
+            self._withdraw()  # it does not read its input yet, or any more
         self._close_input()
 
     def _withdraw(self) -> None:

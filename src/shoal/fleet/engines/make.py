@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Mapping
 from functools import partial
 
 from shoal.errors import ShoalError, error
-from shoal.fleet.agents.agent_pipe import SetupCommand
+from shoal.fleet.agents.agent_pipe import (
+    MAX_SILENCE_S,
+    PING_INTERVAL_S,
+    PONG_TIMEOUT_S,
+    AttachCommand,
+    SetupCommand,
+)
 from shoal.fleet.engine import Engine, Node
 from shoal.fleet.engines.agent_pool import AgentPool
+from shoal.fleet.engines.agent_records import AgentRecords
 from shoal.fleet.engines.agents import AgentEngine
 from shoal.fleet.engines.host_link import AgentHost
 from shoal.fleet.engines.local import LocalEngine, this_machine
@@ -58,10 +64,15 @@ def capacity_of(config: EngineConfig) -> list[Node]:
 
 
 def make_engine(
-    config: EngineConfig, paths: RunPaths, fork_server: ForkServer, *, environment: Mapping[str, str] | None = None
+    config: EngineConfig,
+    paths: RunPaths,
+    fork_server: ForkServer,
+    *,
+    environment: Mapping[str, str] | None = None,
+    patience_s: float = MAX_SILENCE_S,
 ) -> Engine:
     """The engine of one run. The caller owns the fork server and closes it after the engine. Engines with agents take
-    its environment and modules alone."""
+    its environment and modules alone. `patience_s`: how long agents wait for another driver, where they can."""
     match config:
         case LocalEngineConfig(apart=False):
             return LocalEngine(fork_server, paths, environment=environment)
@@ -72,7 +83,7 @@ def make_engine(
         case SlurmEngineConfig():
             return slurm_engine(config, paths, fork_server)
         case RayEngineConfig():
-            return ray_engine(config, paths, fork_server)
+            return ray_engine(config, paths, fork_server, patience_s=patience_s)
         case MachinesEngineConfig():
             return machines_engine(config, paths, fork_server)
 
@@ -86,11 +97,22 @@ def slurm_engine(config: SlurmEngineConfig, paths: RunPaths, fork_server: ForkSe
     return AgentPool(make_host, paths, nodes=slurm_nodes(config, None), max_hosts=config.jobs)
 
 
-def ray_engine(config: RayEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:
+def ray_engine(
+    config: RayEngineConfig, paths: RunPaths, fork_server: ForkServer, *, patience_s: float = MAX_SILENCE_S
+) -> Engine:
     setup, threads = host_setup(config, fork_server)
-    name = f"{paths.name}-{secrets.token_hex(4)}"  # actors of another run may have the same name
-    make_host = partial(actor_host, config, name=name, threads=threads, setup=setup)
-    return AgentPool(make_host, paths, nodes=ray_nodes(config), max_hosts=config.seats)
+    records = AgentRecords(paths)
+    longest_s = max(patience_s, PONG_TIMEOUT_S) + PING_INTERVAL_S  # workers leave first
+    setup = setup.model_copy(update={"patience_s": longest_s})
+    host = partial(actor_host, config, keeper=records.kept.keeper, threads=threads, patience_s=longest_s)
+    return AgentPool(
+        partial(host, setup=setup),
+        paths,
+        nodes=ray_nodes(config),
+        max_hosts=config.seats,
+        records=records,
+        attach_host=partial(host, setup=AttachCommand()),
+    )
 
 
 def machines_engine(config: MachinesEngineConfig, paths: RunPaths, fork_server: ForkServer) -> Engine:

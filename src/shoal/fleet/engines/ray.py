@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 
 from shoal.errors import ShoalError, error
-from shoal.fleet.agents.agent_pipe import SetupCommand
+from shoal.fleet.agents.agent_pipe import MAX_SILENCE_S, AttachCommand, SetupCommand
 from shoal.fleet.engine import Node
 from shoal.fleet.engines.host_link import AgentHost
-from shoal.fleet.engines.slurm import TIED_MODULE
 from shoal.spec.engine import RayEngineConfig
 
 BRIDGE_MODULE = "shoal.fleet.agents.ray_bridge"
@@ -22,24 +20,35 @@ def ray_nodes(config: RayEngineConfig) -> list[Node]:
     return [Node("ray", cores=config.seats, memory_bytes=0, gpus=0, shares_run_dir=False, seats=config.seats)]
 
 
-def actor_host(config: RayEngineConfig, number: int, *, name: str, threads: int, setup: SetupCommand) -> AgentHost:
-    """A placement group for one worker, which waits until the cluster has room, or has grown."""
+def actor_host(
+    config: RayEngineConfig,
+    number: int,
+    *,
+    keeper: str,
+    threads: int,
+    setup: SetupCommand | AttachCommand,
+    patience_s: float = MAX_SILENCE_S,
+) -> AgentHost:
+    """A placement group for one worker, which waits until the cluster has room, or has grown. With AttachCommand, one
+    that a run has already, by the same number and keeper."""
     if importlib.util.find_spec("ray") is None:
         raise error("SH607", "the package ray is missing", where="engine", fix="Install it: pip install 'shoal[ray]'.")
     node = Node(f"actor-{number}", cores=threads, memory_bytes=0, gpus=0, shares_run_dir=False, seats=1)
     options = {
         "address": config.address,
-        "name": f"{name}/{number}",
+        "keeper": keeper,
+        "name": f"{keeper}/{number}",
         "resources": {"CPU": float(threads)} | config.resources,
         "python": config.python or "",
+        "patience_s": patience_s,
+        "attach": isinstance(setup, AttachCommand),
     }
-    tie = (sys.executable, "-P", "-m", TIED_MODULE, str(os.getpid()))
-    command = (*tie, sys.executable, "-P", "-m", BRIDGE_MODULE, json.dumps(options))
-    return AgentHost(node, command, setup, explain_ray, queued=True)
+    command = (sys.executable, "-P", "-m", BRIDGE_MODULE, json.dumps(options))
+    return AgentHost(node, command, setup, explain_ray, queued=True, detached=True)
 
 
 def explain_ray(code: int, errors: str) -> ShoalError:
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.splitlines() if line.strip() and "+0x" not in line]  # no stack of C++
     told = (lines[-1:] or ["it said nothing"])[0][:300]
     if "No module named" in told:
         return error("SH653", f"the interpreter cannot run Shoal's agent on a node: {told}")
