@@ -1,6 +1,6 @@
 """The port of a queue, from callers that have tokens: no message ends it, nor changes the jobs and machines of others.
 
-`make test` sends some hundred messages, `make test-all` six thousand.
+`make test` sends some hundred messages, `make test-all` two thousand.
 """
 
 import contextlib

@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import gzip
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from shoal.spec.run_paths import RunPaths, write_atomically
 MAX_STACKS_BYTES = 256 << 10
 MAX_TRACE_BYTES = 4 << 20
 """Of one worker's compressed trace: what waits to be sent to the driver has a limit."""
+MAX_OWED_ANSWERS = 16
 _PIECE_BYTES = MAX_PIECE_CHARACTERS // 4 * 3
 
 
@@ -73,30 +75,34 @@ class InspectionDesk:
 
     def __init__(self, paths: RunPaths, send: Callable[[int, dict[str, Any]], None]) -> None:
         self._paths, self._send = paths, send
-        self._awaited: dict[tuple[int, str], bytearray] = {}
+        self._awaited: Counter[tuple[int, str]] = Counter()  # answers to come; a worker answers in its own time
+        self._pieces: dict[tuple[int, str], bytearray] = {}
 
     def ask(self, request: InspectRequest, seats: list[int]) -> None:
+        """Ask these workers. One that owes many answers is not asked again before it has given one."""
         name = request.profile.name if request.profile else ""
-        self._awaited = {(seat, one): found for (seat, one), found in self._awaited.items() if bool(one) != bool(name)}
         for seat in seats:
-            self._awaited[seat, name] = bytearray()
-            self._send(seat, request.model_dump(mode="json", exclude={"kind"}))
+            owed = sum(count for (other, _), count in self._awaited.items() if other == seat)
+            if owed < MAX_OWED_ANSWERS:
+                self._awaited[seat, name] += 1
+                self._send(seat, request.model_dump(mode="json", exclude={"kind"}))
 
     def take(self, seat: int, message: FoundMessage) -> None:
         """ProtocolError if it was not asked for, or is too much."""
         key = seat, message.profile
-        if key not in self._awaited:
+        if not self._awaited[key]:
             raise ProtocolError("it sends stacks or a profile that nobody asked for")
         try:
             piece = base64.b64decode(message.piece, validate=True)
         except ValueError as failure:
             raise ProtocolError("it sends a piece that is not base64") from failure
-        content = self._awaited[key]
+        content = self._pieces.setdefault(key, bytearray())
         if len(content) + len(piece) > (MAX_TRACE_BYTES if message.profile else MAX_STACKS_BYTES):
             raise ProtocolError("its stacks or profile are too large")
         content += piece
         if message.is_last:
-            del self._awaited[key]
+            del self._pieces[key]
+            self._awaited[key] -= 1
             with contextlib.suppress(OSError, ShoalError):
                 self._keep(seat, message.profile, content)
 

@@ -97,6 +97,23 @@ def test_nothing_is_taken_that_nobody_asked_for(pair, monkeypatch):
     assert sorted(pair.run.root.iterdir()) == []
 
 
+def test_two_who_ask_at_once_cost_the_worker_nothing(tmp_path, monkeypatch):
+    """A worker answers in its own time: also what was asked before the newest question."""
+    monkeypatch.setattr(remote_inspection, "_PIECE_BYTES", 300)
+    pair, asked = Pair(tmp_path), []
+    pair.desk = InspectionDesk(pair.run, lambda seat, fields: asked.append(fields))
+    for _ in range(30):
+        pair.desk.ask(STACKS, [4])
+    pair.desk.ask(InspectRequest(kind="inspect", profile=PROFILE), [5])
+    assert len(asked) == remote_inspection.MAX_OWED_ANSWERS + 1
+    for fields in asked[:-1]:
+        pair.worker.answer(fields)
+    text = pair.run.stacks(4).read_text()
+    assert text.count("in test_two_who_ask_at_once_cost_the_worker_nothing") == remote_inspection.MAX_OWED_ANSWERS
+    with pytest.raises(ProtocolError):
+        pair.worker.answer(asked[0])
+
+
 def test_a_profile_that_nobody_waits_for_any_more_is_dropped(pair):
     pair.desk.ask(InspectRequest(kind="inspect", profile=PROFILE), [4])
     pair.send("found", profile=PROFILE.name, piece=base64.b64encode(b"late").decode(), is_last=True)
