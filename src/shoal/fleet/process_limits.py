@@ -32,8 +32,8 @@ class CgroupParent:
 
 @dataclass(frozen=True)
 class LimitPlan:
-    """What to set: files of a cgroup, a resource limit on reserved memory, a set of cores. `notes` say what is not
-    enforced, or otherwise than written."""
+    """What to set: files of a cgroup, a resource limit on reserved memory, a set of cores. `notes` say how the limits
+    are enforced."""
 
     cgroup_files: dict[str, str] = field(default_factory=dict)
     data_bytes: int | None = None
@@ -50,12 +50,14 @@ def plan_limits(limits: LimitsConfig, parent: CgroupParent, *, cores: Sequence[i
     if limits.memory_bytes is not None:
         if "memory" in parent.controllers:
             files |= {"memory.max": str(limits.memory_bytes), "memory.swap.max": "0"}
+            notes.append(f"limits.memory bounds what the worker uses to {limits.memory}, by cgroup v2")
         else:
             data_bytes = limits.memory_bytes
             notes.append(f"limits.memory bounds what the worker reserves, not what it uses: {parent.why}")
     if limits.cpus is not None:
         if "cpu" in parent.controllers:
             files["cpu.max"] = f"{max(int(limits.cpus * PERIOD_US), 1000)} {PERIOD_US}"
+            notes.append(f"limits.cpus bounds the worker to {limits.cpus:g} cores, by cgroup v2")
         elif limits.cpus >= len(cores):
             notes.append(f"limits.cpus has no effect: there are {len(cores)} cores")
         else:
@@ -72,7 +74,7 @@ def pick_cores(cores: Sequence[int], count: int, *, seat: int) -> tuple[int, ...
 
 def apply_limits(limits: LimitsConfig, *, seat: int, run: str, root: Path = CGROUP_ROOT) -> list[str]:
     """Set the limits for this process. Returns what the user should know; nothing if there are no limits."""
-    if limits == LimitsConfig():
+    if limits.memory is None and limits.cpus is None:
         return []
     parent = find_cgroup_parent(root, Path("/proc/self/cgroup").read_text(encoding="utf-8"), need=_controllers(limits))
     cores = sorted(os.sched_getaffinity(0))
