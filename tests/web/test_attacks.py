@@ -1,4 +1,5 @@
-"""Attacks on the web page, each with the test that fails without its defence. The numbers are those of docs/web.md."""
+"""Attacks on the web page, each with the test that fails without its defence. The comments number them, 1 to 32; 28 is
+in tests/storage/test_storage.py, and 32 in test_browser.py too."""
 
 import ast
 import json

@@ -146,7 +146,9 @@ def _open_driver_lock(paths: RunPaths) -> IO[str]:
         message = f"the lock cannot be used: {failure.strerror or failure}"
         raise error("SH626", message, where=str(paths.lock), fix=fix) from failure
     except OSError as failure:
-        raise error("SH605", f"the lock cannot be used: {failure.strerror or failure}", where=str(paths.lock)) from failure
+        raise error(
+            "SH605", f"the lock cannot be used: {failure.strerror or failure}", where=str(paths.lock)
+        ) from failure
 
 
 def _try_lock(file: IO[str], *, until_s: float) -> bool:
