@@ -80,7 +80,8 @@ def test_a_line_without_an_end_is_read_in_pieces(paths):
 def test_the_driver_enforces_it_and_says_so(paths, monkeypatch):
     monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.0)
     job = make_job(MLP | {"limits": {"log": "1 MB"}}, base_dir=".", check_names=False)
-    paths.log(0).write_bytes(b"line\n" * 400_000)
+    content = b"".join(b"line %d\n" % n for n in range(200_000))
+    paths.log(0).write_bytes(content)
     paths.error_log(0).write_bytes(b"line\n" * 1000)
     os.symlink(paths.log(0), paths.logs / "worker-1.log")
     stream = EventWriter(paths.events, "driver")
@@ -92,6 +93,10 @@ def test_the_driver_enforces_it_and_says_so(paths, monkeypatch):
     notes = [event["message"] for event in read_events(paths.events) if event.kind == "note"]
     assert notes == ["worker-0.log exceeds limits.log: its beginning and its end are kept"]
     assert occupied(paths.log(0)) <= LIMIT
+    kept = paths.log(0).read_bytes()
+    assert len(kept) == len(content)
+    assert kept[: LIMIT // 4] == content[: LIMIT // 4]
+    assert kept[-LIMIT // 2 :] == content[-LIMIT // 2 :]
 
 
 def test_a_file_system_that_cannot_is_told_once(paths, monkeypatch):
