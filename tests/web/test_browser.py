@@ -32,6 +32,8 @@ def test_the_link_logs_in_once_and_the_code_leaves_the_address(browser, past):
     first.page.goto(link)
     first.page.get_by_role("link", name="mlp-1").wait_for()
     assert "code=" not in first.page.url
+    assert first.page.title() == "runs – Shoal"  # and not the code
+    assert first.page.locator("nav a[aria-current=page]").inner_text() == "Runs"
     assert first.page.evaluate("document.cookie") == ""
     second.page.goto(link)
     second.page.get_by_label("Token or code").wait_for()

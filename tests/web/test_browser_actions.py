@@ -74,7 +74,7 @@ def test_the_list_is_sorted_grouped_selected_and_extended(browser, past):
     page.wait_for_function("() => document.querySelector('table.runs tbody a').innerText !== 'cnn-1'")
     page.reload()  # the address keeps the order
     page.locator("th[aria-sort=descending]").wait_for()
-    assert page.locator("table.runs tbody tr").count() == 100
+    page.wait_for_function("() => document.querySelectorAll('table.runs tbody tr').length === 100")
     page.get_by_role("button", name="More").click()
     page.wait_for_function("() => document.querySelectorAll('table.runs tbody tr').length > 100")
     page.get_by_label("select mlp-2", exact=True).check()

@@ -1,23 +1,32 @@
-"""Hard limits of a worker: memory and cores. The worker sets them for itself before any code of the job runs.
+"""Hard limits of a worker: memory, cores and logs. The worker sets the first two for itself before any code of the job
+runs; the driver enforces the third.
 
 Where this user may make groups in cgroup v2, the kernel counts what the worker really uses. Elsewhere a resource limit
 bounds the memory that it may reserve, and its cores are whole ones. What cannot be enforced is told.
+
+Bytes in the middle of a log that is too long are given back to the disk where they stand (a hole). So no line that
+comes meanwhile is lost, a process need not open another file, and positions in the log stay what they were.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.spec.engine import LimitsConfig
+from shoal.spec.run_paths import RunPaths
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+PAGE_BYTES = 4096
+DISK_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -128,3 +137,52 @@ def enter_cgroup(parent: Path, name: str, files: dict[str, str]) -> None:
         with contextlib.suppress(FileNotFoundError) if file == "memory.swap.max" else contextlib.nullcontext():
             (group / file).write_text(value, encoding="ascii")
     (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+
+
+# ---- logs ----
+
+
+class LogLimit:
+    """Belongs to the driver's thread. A log may occupy `limit_bytes`. Of a longer one, a quarter of that at its
+    beginning is kept, and half of it at its end."""
+
+    def __init__(self, paths: RunPaths, limit_bytes: int) -> None:
+        self._paths, self._limit_bytes = paths, limit_bytes
+        self._told: set[str] = set()
+        self._works = True
+
+    def enforce(self) -> list[str]:
+        """Returns what the run should say: once for each log, and once if the file system cannot do it."""
+        notes: list[str] = []
+        for path in self._long_logs() if self._works else ():
+            try:
+                punch(path, start=self._limit_bytes // 4, keep_end=self._limit_bytes // 2)
+            except OSError as failure:
+                self._works = False
+                return [*notes, f"logs are not bounded by limits.log: {failure.strerror}"]
+            if path.name not in self._told:
+                self._told.add(path.name)
+                notes.append(f"{path.name} exceeds limits.log: its beginning and its end are kept")
+        return notes
+
+    def _long_logs(self) -> Iterator[Path]:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self._paths.logs):
+                is_log = entry.name.endswith((".log", ".err")) and entry.is_file(follow_symlinks=False)
+                if is_log and entry.stat().st_blocks * DISK_BLOCK_BYTES > self._limit_bytes:
+                    yield Path(entry.path)
+
+
+def punch(path: Path, *, start: int, keep_end: int) -> None:
+    """Give back the whole pages from `start` to `keep_end` before the end. OSError if the file system cannot."""
+    first = -(-start // PAGE_BYTES) * PAGE_BYTES
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        length = (os.fstat(descriptor).st_size - keep_end) // PAGE_BYTES * PAGE_BYTES - first
+        call = ctypes.CDLL(None, use_errno=True).fallocate
+        sizes = ctypes.c_int64(first), ctypes.c_int64(length)
+        if length > 0 and call(descriptor, KEEP_SIZE | PUNCH_HOLE, *sizes) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+    finally:
+        os.close(descriptor)

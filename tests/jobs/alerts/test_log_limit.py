@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from shoal.events import EventWriter, RunState, read_events
-from shoal.jobs.alerts import log_limit, watch
-from shoal.jobs.alerts.log_limit import LogLimit
+from shoal.fleet import process_limits
+from shoal.fleet.process_limits import LogLimit
+from shoal.jobs.alerts import watch
 from shoal.jobs.alerts.watch import RunWatch
 from shoal.spec.engine import LimitsConfig
 from shoal.spec.load import make_job
@@ -100,7 +101,7 @@ def test_the_driver_enforces_it_and_says_so(paths, monkeypatch):
 
 
 def test_a_file_system_that_cannot_is_told_once(paths, monkeypatch):
-    monkeypatch.setattr(log_limit, "PUNCH_HOLE", 1 << 20)  # a request that no file system knows
+    monkeypatch.setattr(process_limits, "PUNCH_HOLE", 1 << 20)  # a request that no file system knows
     paths.log(0).write_bytes(b"line\n" * 400_000)
     limit = LogLimit(paths, LIMIT)
     (note,) = limit.enforce()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from shoal.events import Event, EventWriter, RunState
-from shoal.jobs.alerts.log_limit import LogLimit
+from shoal.fleet.process_limits import LogLimit
 from shoal.jobs.alerts.sender import AlertSender
 from shoal.plan.alerts import AlertJudge, RaisedAlert
 from shoal.plan.disk_forecast import DiskForecast, duration
