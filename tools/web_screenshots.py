@@ -1,7 +1,7 @@
 """python -m tools.web_screenshots: make the pictures of docs/web.md. Needs what `tools/install_browser.sh` installs.
 
 Two real runs of the demo are trained in a temporary directory, the second with a worker that is killed; then a small
-search. Three jobs wait in a queue that nobody serves.
+search, and a compression of the first run. Three jobs wait in a queue that nobody serves.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ SEARCH = {
 PAGES = {
     "web-runs": "#/runs",
     "web-run": "#/run/digits-2",
+    "web-workers": "#/run/digits-2?tab=workers",
     "web-timeline": "#/run/digits-2?tab=timeline",
+    "web-receipt": "#/run/digits-2?tab=receipt",
     "web-compare": "#/compare?runs=digits-1,digits-2",
     "web-disk": "#/disk",
     "web-search": "#/searches/digits-3",
+    "web-compression": "#/compressions/digits-compressed-1",
     "web-queue": "#/queue",
 }
 
@@ -58,6 +61,7 @@ def main() -> None:
         train(Path(scratch) / "job", runs, kill_at=0)
         train(Path(scratch) / "job", runs, kill_at=150)
         search(Path(scratch) / "job", runs)
+        compress(Path(scratch) / "job", runs)
         fill_queue(Path(scratch) / "job" / "job.yaml", runs)
         server = WebServer(runs, listen="127.0.0.1:0", say=lambda line: None)
         thread = threading.Thread(target=server.run_in_thread)
@@ -88,6 +92,12 @@ def search(job: Path, runs: Path) -> None:
     content = yaml.safe_load((job / "job.yaml").read_text()) | {"epochs": 6, "search": SEARCH}
     (job / "search.yaml").write_text(yaml.safe_dump(content))
     words = [sys.executable, "-m", "shoal", "search", "search.yaml", "--runs", str(runs), "--workers", "2", "--quiet"]
+    subprocess.run(words, cwd=job, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
+
+
+def compress(job: Path, runs: Path) -> None:
+    words = [sys.executable, "-m", "shoal", "compress", "digits-1", "--runs", str(runs), "--target", "size<50%"]
+    words += ["--max-drop", "5%"]
     subprocess.run(words, cwd=job, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
 
 

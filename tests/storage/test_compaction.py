@@ -21,6 +21,7 @@ from shoal.jobs import run_dir
 from shoal.spec.run_paths import RunPaths
 from shoal.storage import cleanup, logs
 from shoal.storage.compaction import compact_run, expand_run
+from shoal.storage.history import RunHistory
 from tests.jobs.past_run import TOLD, call_verb, write_run
 
 KILLS = """
@@ -268,3 +269,70 @@ def test_a_search_is_compacted_with_its_trials(runs):
     (search / "search.json").write_text("{}")
     assert compact_run(RunPaths(search)).files == 4
     assert packed_path(RunPaths(search / "trial-0").events).is_file()
+
+
+def test_what_a_killed_call_had_begun_goes(runs):
+    paths = RunPaths(runs / "mlp-1")
+    left = [paths.root / ".events.jsonl.gz.tmp", paths.root / ".events.jsonl.tmp", paths.logs / ".worker-0.log.gz.tmp"]
+    for path in left:
+        path.write_bytes(b"x" * 5000)
+    compact_run(paths)
+    assert not any(path.exists() for path in left)
+
+
+@pytest.mark.parametrize("act", [compact_run, expand_run])
+def test_two_files_that_differ_both_stay(runs, act):
+    """Whatever brought them: nothing is deleted that is not elsewhere too."""
+    paths = RunPaths(runs / "mlp-1")
+    compact_run(paths)
+    packed = packed_path(paths.log(0)).read_bytes()
+    paths.log(0).write_bytes(b"another log\n" * 1000)
+    with pytest.raises(ShoalError) as caught:
+        act(paths)
+    assert caught.value.code == "SH682"
+    assert packed_path(paths.log(0)).read_bytes() == packed
+    assert paths.log(0).read_bytes() == b"another log\n" * 1000
+
+
+AGAIN = """
+import sys
+from pathlib import Path
+from shoal.errors import ShoalError
+from shoal.spec.run_paths import RunPaths
+from shoal.storage.compaction import compact_run, expand_run
+
+paths, refused = RunPaths(Path(sys.argv[1])), 0
+for _ in range(40):
+    for act in (compact_run, expand_run):
+        try:
+            act(paths)
+        except ShoalError as failure:
+            assert failure.code == "SH602", failure
+            refused += 1
+print(refused)
+"""
+
+
+@pytest.mark.long
+def test_two_processes_compact_one_run_while_others_read_it(runs):
+    """Each reader sees the whole content each time, and only one of the two acts at a time."""
+    paths = RunPaths(runs / "mlp-1")
+    content, steps = paths.events.read_bytes(), sum(event.kind == "step" for event in read_events(paths.events))
+    words = [sys.executable, "-c", AGAIN, str(paths.root)]
+    acting = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    reads = 0
+    while any(one.poll() is None for one in acting):
+        with open_content(paths.events) as file:
+            assert file.read() == content
+        history = RunHistory(paths)
+        history.catch_up()
+        assert len(history.series["loss"]) == steps
+        assert logs.read_tail(paths, "worker-0.log", lines=1).lines == ["line 1999"]
+        reads += 1
+    refused = [int(one.communicate()[0]) for one in acting]
+    assert [one.returncode for one in acting] == [0, 0]
+    assert reads > 5
+    assert 0 < sum(refused) < 160
+    expand_run(paths)
+    assert paths.events.read_bytes() == content
+    assert not list(paths.root.rglob("*.gz")) + list(paths.root.rglob("*.tmp"))

@@ -145,3 +145,13 @@ def test_a_directory_that_cannot_be_written_is_no_error(paths, monkeypatch):
     history.save()
     assert not paths.history.exists()
     assert not list(paths.root.glob("*.tmp"))
+
+
+def test_evaluations_are_time_of_every_worker_that_trains(paths):
+    append(paths, steps(51, 52))
+    append(paths, row("evaluated", split="validation", metrics={"loss": 1.0}, evaluation_s=2.5))
+    _, columns = read(paths).timeline.columns(bins=1)
+    assert {who: sum(kinds.get("evaluation_s", [])) for who, kinds in columns.items()} == {
+        "worker-0": 2.5,
+        "worker-1": 2.5,
+    }

@@ -314,3 +314,11 @@ def test_a_cell_is_never_a_formula():  # attack 28
     cells = [row.split(",") for row in file.getvalue().splitlines()[1:]]
     assert [row[:2] for row in cells] == [["'=cmd|' /C calc'!A0", "'@loss"], ["'+a", "'-b"]]
     assert cells[0][4] == "-1.5"
+
+
+def test_the_parts_of_folds_and_trials_are_added_up(tmp_path):
+    for name, size in (("trial-0/checkpoints", 5000), ("trial-1/checkpoints", 9000), ("trial-1/logs", 5000)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").write_bytes(b"x" * size)
+    parts = disk_usage.run_usage(tmp_path).parts
+    assert {name: one.size_bytes for name, one in parts.items()} == {"checkpoints": 14000, "logs": 5000}

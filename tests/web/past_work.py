@@ -2,10 +2,9 @@
 
 import copy
 
-from shoal.jobs.compression.result import REPORT
 from shoal.jobs.search.journal import EndedRow, ShapeRow, StartedRow, ToldRow
 from shoal.jobs.search.search_dir import SearchPaths
-from shoal.spec.compression.measured import Artefact, CompressionReport, Latency, Quality, Ratio, RungReport
+from shoal.spec.compression.measured import REPORT, Artefact, CompressionReport, Latency, Quality, Ratio, RungReport
 from shoal.spec.load import make_job, save_job
 from shoal.spec.run_paths import RunPaths
 from tests.jobs.past_run import write_run

@@ -1,4 +1,5 @@
-"""Attacks on the web page, each with the test that fails without its defence. The numbers are those of docs/web.md."""
+"""Attacks on the web page, each with the test that fails without its defence. The comments number them, 1 to 32; 28 is
+in tests/storage/test_storage.py, and 32 in test_browser.py too."""
 
 import ast
 import json
@@ -6,6 +7,7 @@ import os
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,6 +156,11 @@ def test_names_stay_in_the_directory(served, name):
         answer = client.get(path)
         assert answer.status_code in (400, 404), answer.text
         assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize("name", ["%252e%252e", "mlp-1%252f", "mlp-1%3b", "mlp-1%5c", "mlp-1%00", "..%2fmlp-1"])
+def test_what_no_name_has_is_refused_before_it_is_looked_for(served, name):
+    assert served.client("submit").get(f"/api/v1/runs/{name}/job").status_code == 400
 
 
 def test_logs_are_found_by_their_names_only(served):
@@ -419,7 +426,8 @@ def test_questions_are_bounded(served, question):
     assert served.client("read").get(f"/api/v1/{question}").status_code == 422
 
 
-def test_too_many_requests_are_refused(served):
+def test_too_many_requests_are_refused(served, monkeypatch):
+    monkeypatch.setattr(gate, "time", SimpleNamespace(monotonic=lambda: 5.0))  # all at one moment
     client = served.client("read")
     answers = {client.get("/api/v1/me").status_code for _ in range(int(gate.BURST) + 100)}
     assert answers == {200, 429}

@@ -14,57 +14,16 @@ from shoal.jobs.queue import client as queue
 from shoal.jobs.queue.access_tokens import TokenFile
 from shoal.spec.load import load_run_job, save_job
 from shoal.spec.receipt import read_receipt_file
-from tests.conftest import FIXTURES
 from tests.jobs.past_run import TOLD, write_run
-from tests.web import past_work
-from tests.web.browser import chromium, open_browser
+from tests.web.browser import Page, chromium
 from tests.web.live_run import serving, state_of, training, wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not chromium(), reason="there is no Chromium")]
 TABS = ["Curves", "Workers", "Timeline", "Receipt", "Logs", "Job"]
-PATIENCE_MS = 120_000
 ADDRESSES = [
     "#/runs", "#/runs?group=1", "#/compare?runs=mlp-1,mlp-2,cnn-1", "#/disk", "#/searches", "#/searches/small-1",
     "#/queue", "#/queue/1", "#/compressions", "#/compressions/mlp-compressed-1",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as one:
-        yield one
-
-
-class Page:
-    """A page with what went wrong in it, and every address that it asked."""
-
-    def __init__(self, browser, **options):
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(PATIENCE_MS)
-        self.failures, self.asked = [], []
-        self.page.on("pageerror", lambda failure: self.failures.append(str(failure)))
-        self.page.on("console", lambda message: message.type == "error" and self.failures.append(message.text))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-
-    def log_in(self, server):
-        """Until the list is there: a page that goes elsewhere before would lose the link's code."""
-        self.page.goto(server.link())
-        self.page.locator("table.runs a").first.wait_for()
-        return self.page
-
-
-@pytest.fixture
-def past(tmp_path):
-    for name in ("mlp-1", "mlp-2", "cnn-1"):
-        write_run(tmp_path / "runs" / name)
-    past_work.write_search(tmp_path / "runs" / "small-1")
-    past_work.write_compression(tmp_path / "runs" / "mlp-compressed-1")
-    job = load_run_job(tmp_path / "runs" / "mlp-1" / "job.yaml").model_copy(update={"base_dir": str(FIXTURES)})
-    save_job(job, tmp_path / "runs" / "mlp-1" / "job.yaml")
-    queue.submit([job], runs=tmp_path / "runs", start=False)
-    with serving(tmp_path / "runs") as server:
-        yield server
 
 
 def test_the_link_logs_in_once_and_the_code_leaves_the_address(browser, past):
@@ -73,6 +32,8 @@ def test_the_link_logs_in_once_and_the_code_leaves_the_address(browser, past):
     first.page.goto(link)
     first.page.get_by_role("link", name="mlp-1").wait_for()
     assert "code=" not in first.page.url
+    assert first.page.title() == "runs – Shoal"  # and not the code
+    assert first.page.locator("nav a[aria-current=page]").inner_text() == "Runs"
     assert first.page.evaluate("document.cookie") == ""
     second.page.goto(link)
     second.page.get_by_label("Token or code").wait_for()

@@ -110,8 +110,7 @@ def _missed(made: Compressed, request: CompressRequest) -> int:
 
 def print_report_of(console: Console, paths: RunPaths) -> None:
     """The report of a run that a compression made; nothing for other runs."""
-    from shoal.jobs.compression.result import REPORT
-    from shoal.spec.compression.measured import read_report
+    from shoal.spec.compression.measured import REPORT, read_report
     from shoal.terminal.compression import print_report
 
     if report := read_report(paths.root / REPORT):

@@ -253,6 +253,16 @@ def unpack_file(path: Path) -> None:
     source.unlink()
 
 
+def begins_with_packed(path: Path) -> bool:
+    """Whether the plain file has everything that its packed form has, and perhaps more after it. OSError if the packed
+    file is damaged."""
+    with path.open("rb") as plain, PackedReader(open_plain(packed_path(path))) as reader:
+        while block := reader.read(BLOCK_BYTES):
+            if plain.read(len(block)) != block:
+                return False
+    return True
+
+
 def _digest(file: BinaryIO) -> bytes:
     file.seek(0)
     digest = hashlib.sha256()

@@ -1,23 +1,32 @@
-"""Hard limits of a worker: memory and cores. The worker sets them for itself before any code of the job runs.
+"""Hard limits of a worker: memory, cores and logs. The worker sets the first two for itself before any code of the job
+runs; the driver enforces the third.
 
 Where this user may make groups in cgroup v2, the kernel counts what the worker really uses. Elsewhere a resource limit
 bounds the memory that it may reserve, and its cores are whole ones. What cannot be enforced is told.
+
+Bytes in the middle of a log that is too long are given back to the disk where they stand (a hole). So no line that
+comes meanwhile is lost, a process need not open another file, and positions in the log stay what they were.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.spec.engine import LimitsConfig
+from shoal.spec.run_paths import RunPaths
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+PAGE_BYTES = 4096
+DISK_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,8 @@ class CgroupParent:
 
 @dataclass(frozen=True)
 class LimitPlan:
-    """What to set: files of a cgroup, a resource limit on reserved memory, a set of cores. `notes` say what is not
-    enforced, or otherwise than written."""
+    """What to set: files of a cgroup, a resource limit on reserved memory, a set of cores. `notes` say how the limits
+    are enforced."""
 
     cgroup_files: dict[str, str] = field(default_factory=dict)
     data_bytes: int | None = None
@@ -50,12 +59,14 @@ def plan_limits(limits: LimitsConfig, parent: CgroupParent, *, cores: Sequence[i
     if limits.memory_bytes is not None:
         if "memory" in parent.controllers:
             files |= {"memory.max": str(limits.memory_bytes), "memory.swap.max": "0"}
+            notes.append(f"limits.memory bounds what the worker uses to {limits.memory}, by cgroup v2")
         else:
             data_bytes = limits.memory_bytes
             notes.append(f"limits.memory bounds what the worker reserves, not what it uses: {parent.why}")
     if limits.cpus is not None:
         if "cpu" in parent.controllers:
             files["cpu.max"] = f"{max(int(limits.cpus * PERIOD_US), 1000)} {PERIOD_US}"
+            notes.append(f"limits.cpus bounds the worker to {limits.cpus:g} cores, by cgroup v2")
         elif limits.cpus >= len(cores):
             notes.append(f"limits.cpus has no effect: there are {len(cores)} cores")
         else:
@@ -72,7 +83,7 @@ def pick_cores(cores: Sequence[int], count: int, *, seat: int) -> tuple[int, ...
 
 def apply_limits(limits: LimitsConfig, *, seat: int, run: str, root: Path = CGROUP_ROOT) -> list[str]:
     """Set the limits for this process. Returns what the user should know; nothing if there are no limits."""
-    if limits == LimitsConfig():
+    if limits.memory is None and limits.cpus is None:
         return []
     parent = find_cgroup_parent(root, Path("/proc/self/cgroup").read_text(encoding="utf-8"), need=_controllers(limits))
     cores = sorted(os.sched_getaffinity(0))
@@ -126,3 +137,52 @@ def enter_cgroup(parent: Path, name: str, files: dict[str, str]) -> None:
         with contextlib.suppress(FileNotFoundError) if file == "memory.swap.max" else contextlib.nullcontext():
             (group / file).write_text(value, encoding="ascii")
     (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+
+
+# ---- logs ----
+
+
+class LogLimit:
+    """Belongs to the driver's thread. A log may occupy `limit_bytes`. Of a longer one, a quarter of that at its
+    beginning is kept, and half of it at its end."""
+
+    def __init__(self, paths: RunPaths, limit_bytes: int) -> None:
+        self._paths, self._limit_bytes = paths, limit_bytes
+        self._told: set[str] = set()
+        self._works = True
+
+    def enforce(self) -> list[str]:
+        """Returns what the run should say: once for each log, and once if the file system cannot do it."""
+        notes: list[str] = []
+        for path in self._long_logs() if self._works else ():
+            try:
+                punch(path, start=self._limit_bytes // 4, keep_end=self._limit_bytes // 2)
+            except OSError as failure:
+                self._works = False
+                return [*notes, f"logs are not bounded by limits.log: {failure.strerror}"]
+            if path.name not in self._told:
+                self._told.add(path.name)
+                notes.append(f"{path.name} exceeds limits.log: its beginning and its end are kept")
+        return notes
+
+    def _long_logs(self) -> Iterator[Path]:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self._paths.logs):
+                is_log = entry.name.endswith((".log", ".err")) and entry.is_file(follow_symlinks=False)
+                if is_log and entry.stat().st_blocks * DISK_BLOCK_BYTES > self._limit_bytes:
+                    yield Path(entry.path)
+
+
+def punch(path: Path, *, start: int, keep_end: int) -> None:
+    """Give back the whole pages from `start` to `keep_end` before the end. OSError if the file system cannot."""
+    first = -(-start // PAGE_BYTES) * PAGE_BYTES
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        length = (os.fstat(descriptor).st_size - keep_end) // PAGE_BYTES * PAGE_BYTES - first
+        call = ctypes.CDLL(None, use_errno=True).fallocate
+        sizes = ctypes.c_int64(first), ctypes.c_int64(length)
+        if length > 0 and call(descriptor, KEEP_SIZE | PUNCH_HOLE, *sizes) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+    finally:
+        os.close(descriptor)

@@ -191,11 +191,16 @@ class ElasticConfig(Spec):
     balance: bool = True
 
 
+MIN_LOG_BYTES = 1_000_000
+
+
 class LimitsConfig(Spec):
-    """What one worker may take of its machine: memory (`2 GB`) and cores (`1.5`). Left out: no limit."""
+    """What one worker may take of its machine: memory (`2 GB`) and cores (`1.5`); left out: no limit. `log`: what each
+    of its two logs may occupy on disk."""
 
     memory: str | None = None
     cpus: PositiveFloat | None = None
+    log: str = "256 MB"
 
     @field_validator("memory")
     @classmethod
@@ -204,9 +209,20 @@ class LimitsConfig(Spec):
             parse_size(memory)
         return memory
 
+    @field_validator("log")
+    @classmethod
+    def _enough_log(cls, log: str) -> str:
+        if parse_size(log) < MIN_LOG_BYTES:
+            raise ValueError("a log has at least 1 MB")
+        return log
+
     @property
     def memory_bytes(self) -> int | None:
         return None if self.memory is None else parse_size(self.memory)
+
+    @property
+    def log_bytes(self) -> int:
+        return parse_size(self.log)
 
 
 MAX_PORT = 65535

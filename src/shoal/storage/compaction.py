@@ -7,12 +7,22 @@ again.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import error, from_os_error
-from shoal.events.packed_file import BLOCK_BYTES, SUFFIX, pack_block, pack_file, packed_path, unpack_file
+from shoal.events.packed_file import (
+    BLOCK_BYTES,
+    SUFFIX,
+    begins_with_packed,
+    pack_block,
+    pack_file,
+    packed_path,
+    unpack_file,
+)
 from shoal.fleet.orphans import find_orphans
 from shoal.jobs import run_dir
 from shoal.jobs.resume import has_finished
@@ -37,12 +47,13 @@ class Compaction:
 def compact_run(paths: RunPaths) -> Compaction:
     """Pack events and logs of a finished run, of its folds and of its trials. SH682 if it has not finished, SH602 if
     something of it lives. May be killed at any time: what is left is complete, and the next call goes on."""
-    if not is_over(paths):
-        raise error("SH682", f"'{paths.name}' has not finished", where=str(paths.root))
     with _nobody_else(paths):
+        if not is_over(paths):
+            raise error("SH682", f"'{paths.name}' has not finished", where=str(paths.root))
         before, files = directory_bytes(paths.root), 0
         try:
             for one in _parts(paths):
+                _remove_leftovers(one)
                 for file in plain_files(one):
                     pack_file(file)
                     files += 1
@@ -65,11 +76,9 @@ def expand_run(paths: RunPaths) -> Compaction:
         before, files = directory_bytes(paths.root), 0
         try:
             for one in _parts(paths):
+                files += _remove_leftovers(one)
                 for file in _packed_files(one):
-                    if file.exists():
-                        packed_path(file).unlink()  # left over from a call that was killed: the plain file counts
-                    else:
-                        unpack_file(file)
+                    unpack_file(file)
                     files += 1
         except OSError as failure:
             raise from_os_error(failure) or _failed(paths, failure) from failure
@@ -100,6 +109,20 @@ def _nobody_else(paths: RunPaths) -> contextlib.AbstractContextManager[None]:
     return run_dir.driver_lock(paths)
 
 
+def _remove_leftovers(paths: RunPaths) -> int:
+    """What a call that was killed left: files that it had begun, and packed files whose plain ones are there. Returns
+    how many of the second kind. OSError (EEXIST), and both stay, if the plain file lacks what the packed one has."""
+    for folder, pattern in ((paths.root, f".{paths.events.name}*.tmp"), (paths.logs, ".*.tmp")):
+        for part in folder.glob(pattern):
+            part.unlink()
+    both = [file for file in _packed_files(paths) if file.exists()]
+    for file in both:
+        if not begins_with_packed(file):
+            raise OSError(errno.EEXIST, f"{file.name} and {packed_path(file).name} have different content")
+        packed_path(file).unlink()
+    return len(both)
+
+
 def _failed(paths: RunPaths, failure: OSError) -> Exception:
     return error("SH682", str(failure), where=str(paths.root))
 
@@ -119,9 +142,16 @@ def _files(paths: RunPaths) -> list[Path]:
 
 
 def plain_files(paths: RunPaths) -> list[Path]:
-    """What can be packed. A link is left alone."""
+    """What is packed. A link is left alone."""
     found = (path for path in _files(paths) if path.suffix in (".jsonl", ".log", ".err"))
-    return [path for path in found if path.is_file() and not path.is_symlink() and path.stat().st_size >= MIN_BYTES]
+    return [path for path in found if path.is_file() and not path.is_symlink() and _is_worth_it(path)]
+
+
+def _is_worth_it(path: Path) -> bool:
+    """Not if it is small, or its middle is not kept: that occupies nothing, and would be packed as zeros."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return size >= MIN_BYTES and os.lseek(file.fileno(), 0, os.SEEK_HOLE) >= size
 
 
 def _packed_files(paths: RunPaths) -> list[Path]:

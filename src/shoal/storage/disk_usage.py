@@ -76,7 +76,7 @@ def _files(root: str) -> Iterator[os.stat_result]:
 
 
 def run_usage(root: Path) -> RunUsage:
-    """By part: checkpoints, model, logs, events, other."""
+    """By part: checkpoints, model, logs, events, other; those of folds and trials are added up."""
     parts: dict[str, Usage] = {}
     try:
         entries = list(os.scandir(root))
@@ -84,6 +84,10 @@ def run_usage(root: Path) -> RunUsage:
         entries = []
     for entry in entries:
         part = PART_NAMES.get(entry.name, "other")
+        if entry.is_dir(follow_symlinks=False) and entry.name.startswith(("fold-", "trial-")):
+            for name, found in run_usage(Path(entry.path)).parts.items():
+                parts[name] = parts.get(name, Usage()) + found
+            continue
         if entry.is_dir(follow_symlinks=False):
             found = directory_bytes(Path(entry.path))
         else:

@@ -26,7 +26,7 @@ from shoal.spec.run_paths import RunPaths
 from shoal.storage.pyramid import Series
 from shoal.storage.timeline import TimelineFields, WorkerTimeline
 
-VERSION = 2
+VERSION = 3
 MAX_MARKS = 2000
 MIN_NEW_BYTES = 1 << 20
 """Bytes that a reader must have folded before it writes the file again."""
@@ -158,6 +158,8 @@ class RunHistory:
         self._speeds.pop(event.get("worker", event.who), None)
 
     def fold_evaluated(self, event: Event) -> None:
+        for who in self._speeds or ():  # they evaluate together
+            self.timeline.add(who, event.t, {"evaluation_s": event.get("evaluation_s", 0.0)})
         for name, value in event["metrics"].items():
             self.add_point(f"{event['split']}/{name}", event, value)
 

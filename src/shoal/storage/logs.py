@@ -104,12 +104,24 @@ def read_after(paths: RunPaths, name: str, *, offset: int) -> LogPiece:
     with open_log(paths, name) as file:
         size = content_size(file)
         start = offset if offset <= size else 0
-        file.seek(start)
-        found = file.read(MAX_PIECE_BYTES)
+        begin, stop = _kept_part(file, start, size)
+        file.seek(begin)
+        found = file.read(min(MAX_PIECE_BYTES, stop - begin))
     end = found.rfind(b"\n") + 1
-    if not end and len(found) == MAX_PIECE_BYTES:
-        end = len(found)  # one line that is longer than a piece
-    return LogPiece(start, start + end, size, [plain_line(row) for row in found[:end].split(b"\n")[:-1]])
+    if not end and (len(found) == MAX_PIECE_BYTES or stop < size):
+        end = len(found)  # one line that is longer than a piece, or whose end is not kept
+    rows = found[:end].removesuffix(b"\n").split(b"\n") if end else []
+    gap = [f"… {begin - start} bytes are not kept …"] if begin > start else []
+    return LogPiece(start, begin + end, size, [*gap, *map(plain_line, rows)])
+
+
+def _kept_part(file: BinaryIO, start: int, size: int) -> tuple[int, int]:
+    """Where the next content begins, and where it ends: the middle of a long log is not kept."""
+    try:
+        begin = os.lseek(file.fileno(), start, os.SEEK_DATA)
+        return begin, os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+    except OSError:  # it is packed, or at its end, or on a file system that does not know
+        return start, size
 
 
 def search(paths: RunPaths, names: list[str], *, text: str, at_most: int) -> Iterator[LogMatch]:
@@ -127,12 +139,29 @@ def _search_one(paths: RunPaths, name: str, wanted: bytes) -> Iterator[LogMatch]
     """Finds the text in whole pieces, and cuts out its line only then."""
     with open_log(paths, name) as file:
         base, rest = 0, b""
-        while piece := file.read(SEARCH_PIECE_BYTES):
+        for position, piece in _kept_pieces(file):
+            if position != base + len(rest):
+                yield from _lines_with(rest, wanted, name, base)
+                base, rest = position, b""
             piece = rest + piece
             end = piece.rfind(b"\n") + 1 or (len(piece) if len(piece) > 2 * SEARCH_PIECE_BYTES else 0)
             yield from _lines_with(piece[:end], wanted, name, base)
             base, rest = base + end, piece[end:]
         yield from _lines_with(rest, wanted, name, base)
+
+
+def _kept_pieces(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """All content, with its positions."""
+    size = content_size(file)
+    end = 0
+    while end < size:
+        begin, stop = _kept_part(file, end, size)
+        file.seek(begin)
+        piece = file.read(min(SEARCH_PIECE_BYTES, stop - begin))
+        if not piece:
+            return
+        yield begin, piece
+        end = begin + len(piece)
 
 
 def _lines_with(piece: bytes, wanted: bytes, name: str, base: int) -> Iterator[LogMatch]:

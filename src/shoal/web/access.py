@@ -18,10 +18,11 @@ MAX_SESSIONS = 1000
 
 @dataclass(frozen=True)
 class Session:
-    """`ends_s` is of the monotonic clock: a jump of the other clock ends no session. The token's own end is a date."""
+    """`token_sha256` is of the token that began it; '' for a code. `ends_s` is of the monotonic clock: a jump of the
+    other clock ends no session. The token's own end is a date."""
 
     identity: Identity
-    token_name: str
+    token_sha256: str
     ends_s: float
 
 
@@ -49,15 +50,15 @@ class AccessControl:
             identity, until_s = found
             return self._open(identity, "") if time.monotonic() < until_s else None
         owner = self._tokens.find(secret)
-        return None if owner is None else self._open(owner, owner.name.removeprefix("token "))
+        return None if owner is None else self._open(owner, token_digest(secret))
 
-    def _open(self, identity: Identity, token_name: str) -> tuple[str, Identity]:
+    def _open(self, identity: Identity, token_sha256: str) -> tuple[str, Identity]:
         secret = secrets.token_urlsafe(SECRET_BYTES)
         with self._lock:
             while len(self._sessions) >= MAX_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
             ends_s = time.monotonic() + SESSION_LIFETIME_S
-            self._sessions[token_digest(secret)] = Session(identity, token_name, ends_s)
+            self._sessions[token_digest(secret)] = Session(identity, token_sha256, ends_s)
         return secret, identity
 
     def end_session(self, secret: str) -> None:
@@ -70,7 +71,7 @@ class AccessControl:
             found = self._sessions.get(token_digest(secret))
         if found is None or time.monotonic() >= found.ends_s or found.identity.is_expired:
             return None
-        if found.token_name and not any(one["name"] == found.token_name for one in self._tokens.read()):
+        if found.token_sha256 and not any(one["sha256"] == found.token_sha256 for one in self._tokens.read()):
             return None
         return found.identity
 

@@ -206,11 +206,14 @@ class OperationAnswer(Answer):
 
 
 class UsageRow(Answer):
+    """`may_drop`: it has checkpoints of its own, which may go. Those of a search's trials belong to the search."""
+
     run: str
     size_bytes: int
     freed_bytes: int
     files: int
     parts: dict[str, int]
+    may_drop: bool
 
 
 class TrashRow(Answer):

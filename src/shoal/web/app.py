@@ -51,8 +51,9 @@ def make_app(
     site: Site, access: AccessControl, allowed: AllowedHosts, *, cookie: str, streams: Streams | None = None
 ) -> ASGIApp:
     sessions = SessionRoutes(access, cookie=cookie, secure=allowed.scheme == "https")
-    table = api_routes(sessions, streams or Streams())
-    api = sessions.api = Api(table, site=site, access=access, cookie=cookie)
+    streams = streams or Streams()
+    table = api_routes(sessions, streams)
+    api = sessions.api = streams.api = Api(table, site=site, access=access, cookie=cookie)
     document = cache(lambda: make_document(table))
 
     async def openapi(request: Request) -> Response:

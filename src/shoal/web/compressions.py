@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.jobs.compression.result import REPORT
-from shoal.spec.compression.measured import CompressionReport, RungReport, read_report
+from shoal.spec.compression.measured import REPORT, CompressionReport, RungReport, read_report
 from shoal.spec.run_paths import RunPaths
 from shoal.web import work_answers as answers
 from shoal.web.table import Call

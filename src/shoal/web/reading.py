@@ -355,6 +355,7 @@ def show_storage(call: Call) -> answers.StorageAnswer:
             freed_bytes=one.total.freed_bytes,
             files=one.total.files,
             parts={name: part.freed_bytes for name, part in one.parts.items()},
+            may_drop=(call.site.runs / one.run / "checkpoints").is_dir(),
         )
         for one in every[: call.query.limit]
     ]

@@ -16,7 +16,7 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
-from shoal.errors import error
+from shoal.errors import ShoalError, error
 from shoal.events import LineTail
 from shoal.events.packed_file import size_of_content, stat_content
 from shoal.events.schema import to_row
@@ -25,7 +25,7 @@ from shoal.jobs import run_dir
 from shoal.spec.base import Spec
 from shoal.spec.run_paths import RunPaths
 from shoal.web.gate import RequestRefused
-from shoal.web.table import Call, encode_json
+from shoal.web.table import Api, Call, encode_json
 
 POLL_S = 0.25
 HEARTBEAT_S = 15.0
@@ -85,6 +85,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()
+        self.api: Api | None = None
 
     def open_stream(self, call: Call) -> Response:
         names = list(dict.fromkeys(name for name in call.query.runs.split(",") if name))
@@ -98,12 +99,22 @@ class Streams:
         headers = {"x-accel-buffering": "no"}
         return StreamingResponse(self._messages(call, followed), headers=headers, media_type="text/event-stream")
 
+    def _is_valid(self, call: Call) -> bool:
+        """A stream ends when its token is revoked or its session ends."""
+        assert self.api is not None
+        try:
+            return self.api.known_identity(call.request) is not None
+        except (ShoalError, OSError):  # the tokens cannot be read
+            return False
+
     async def _messages(self, call: Call, followed: list[FollowedRun]) -> AsyncIterator[bytes]:
         said_s = time.monotonic()
         self._open[call.identity.name] += 1
         try:
+            if self._open[call.identity.name] > MAX_STREAMS:
+                return  # others were opened at the same moment
             yield b"retry: 1000\n\n"
-            while not call.site.stopping.is_set() and not call.identity.is_expired:
+            while not call.site.stopping.is_set() and await run_in_threadpool(self._is_valid, call):
                 found = await run_in_threadpool(lambda: [new for one in followed if (new := one.read())])
                 for new in found:
                     position = ",".join(f"{one.name}:{one.offset}" for one in followed)

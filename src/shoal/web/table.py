@@ -137,21 +137,27 @@ class Api:
         who = request.client.host if request.client else ""
         if self._failures.is_empty(who):
             raise RequestRefused(429, "too many wrong tokens; wait some seconds")
-        header = request.headers.get("authorization", "")
-        if header:
-            scheme, _, token = header.partition(" ")
-            identity = self._access.of_token(token.strip()) if scheme.lower() == "bearer" else None
-        else:
-            identity = self._access.of_session(session_secret(request, self.cookie))
-            if identity is not None and request.method not in ("GET", "HEAD") and "x-shoal" not in request.headers:
-                raise RequestRefused(403, "a change by a cookie needs the header X-Shoal")
-        if identity is None or identity.is_expired:
+        identity, header = self.known_identity(request), request.headers.get("authorization", "")
+        is_change = request.method not in ("GET", "HEAD")
+        if identity is not None and is_change and not header and "x-shoal" not in request.headers:
+            raise RequestRefused(403, "a change by a cookie needs the header X-Shoal")
+        if identity is None:
             if header or session_secret(request, self.cookie):
                 self._failures.take(who)
             raise RequestRefused(401, "a token is needed: open the link that `shoal web` printed")
         if not self._rate.take(identity.name):
             raise RequestRefused(429, "too many requests; wait a second")
         return identity
+
+    def known_identity(self, request: Request) -> Identity | None:
+        """Whose token or session the request has now; None if it has none, or it has expired or was revoked."""
+        header = request.headers.get("authorization", "")
+        if header:
+            scheme, _, token = header.partition(" ")
+            identity = self._access.of_token(token.strip()) if scheme.lower() == "bearer" else None
+        else:
+            identity = self._access.of_session(session_secret(request, self.cookie))
+        return None if identity is None or identity.is_expired else identity
 
     def count_failure(self, request: Request) -> None:
         """A wrong code or token. RequestRefused if there were too many."""

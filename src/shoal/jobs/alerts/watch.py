@@ -1,4 +1,4 @@
-"""Follows a run for its driver: memory that runs out, and the rules of `alerts`."""
+"""Follows a run for its driver: memory that runs out, logs that grow, and the rules of `alerts`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from shoal.events import Event, EventWriter, RunState
+from shoal.fleet.process_limits import LogLimit
 from shoal.jobs.alerts.sender import AlertSender
 from shoal.plan.alerts import AlertJudge, RaisedAlert
 from shoal.plan.disk_forecast import DiskForecast, duration
@@ -30,6 +31,7 @@ class RunWatch:
         self._judge = AlertJudge(job.alerts, progress_s=time.monotonic())
         self._memory = MemoryWatch()
         self._disk = DiskForecast()
+        self._logs = LogLimit(paths, job.limits.log_bytes)
         self._told_of_disk = False
         self._sender = AlertSender()
         self._looked_s = time.monotonic()
@@ -54,6 +56,8 @@ class RunWatch:
         if now - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = now
+        for told in self._logs.enforce():
+            self._stream.emit("note", message=told)
         work_s = {one.name: one.work_s / one.steps for one in state.training_workers if one.steps >= MIN_STEPS}
         free_bytes = _free_bytes(self._paths)
         full_in_s = self._forecast(now, free_bytes)

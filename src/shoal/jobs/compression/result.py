@@ -18,14 +18,13 @@ from shoal.jobs.receipt import make_receipt
 from shoal.jobs.run_health import write_receipt
 from shoal.plan.compression import latency_ratio
 from shoal.spec.compression.config import CompressConfig
-from shoal.spec.compression.measured import CompressionReport, Recipe, RungReport
+from shoal.spec.compression.measured import REPORT, CompressionReport, Recipe, RungReport
 from shoal.spec.compression.steps import ModelShape
 from shoal.spec.job import Job
 from shoal.spec.load import save_job
 from shoal.spec.run_paths import RunPaths, write_atomically
 
 RECIPE = "recipe.json"
-REPORT = "compression.json"
 POINTS = "compression.csv"
 PLOT = "compression.svg"
 

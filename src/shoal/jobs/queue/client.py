@@ -10,12 +10,9 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from shoal.errors import error
-from shoal.jobs.queue.compression import find_parent
 from shoal.jobs.queue.daemon_lock import is_served
-from shoal.jobs.queue.entry_kinds import KINDS
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import HistoryRow, QueueStore
-from shoal.jobs.queue.serve import ensure_served
 from shoal.plan.queueing import transitions
 from shoal.plan.queueing.entry import MAX_PRIORITY, QueueEntry
 from shoal.plan.queueing.order import explain, jobs_before
@@ -68,8 +65,10 @@ def submit(
 
 
 def _checked(jobs: Iterable[Job], work: Work) -> Iterator[Job]:
+    from shoal.jobs.queue import entry_kinds  # loads all that a daemon runs, which who only looks does without
+
     for job in jobs:
-        KINDS[work.kind].check(job, work)
+        entry_kinds.KINDS[work.kind].check(job, work)
         named = f"{job.name[:57]}-verify" if isinstance(work, VerifyWork) else job.name
         yield job.model_copy(update={"name": named})
 
@@ -85,6 +84,8 @@ def submit_compression(
     start: bool = True,
 ) -> QueueEntry:
     """Add the compression of a run, or of what job `parent` of the queue trains: it then comes after that job."""
+    from shoal.jobs.queue.compression import find_parent
+
     with QueueStore(QueuePaths.of(runs)) as store:
         job, work = find_parent(parent, store, sets)
     after = [*after, work.of] if work.of else after
@@ -143,6 +144,13 @@ def down(runs: Path) -> bool:
     while is_served(paths):
         time.sleep(POLL_S)
     return True
+
+
+def ensure_served(paths: QueuePaths) -> bool:
+    """See `serve.ensure_served`."""
+    from shoal.jobs.queue import serve
+
+    return serve.ensure_served(paths)
 
 
 def _check_priority(priority: int) -> None:

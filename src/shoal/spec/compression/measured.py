@@ -14,6 +14,7 @@ from shoal.spec.compression.steps import ShapeStep, Step
 
 Sha256 = Annotated[str, Field(pattern=r"[0-9a-f]{64}")]
 MAX_FILE_BYTES = 1 << 26
+REPORT = "compression.json"
 
 
 class Artefact(Spec):

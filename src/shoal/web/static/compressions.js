@@ -27,11 +27,10 @@ export function Ladder({ name }) {
   if (!value) return html`<${ErrorBox} problem=${problem} />`;
   if (!value.parent) return html`<p class="empty">There is no report: the compression still runs or failed, or this is not one.</p>`;
   const batches = [...new Set(value.rungs.flatMap((one) => Object.keys(one.latency)))];
-  return html`<${ErrorBox} problem=${problem} /><p class="proof ${value.targets_met ? "good" : ""}">The result is <b>${value.chosen}</b>. ${value.targets_met ? "It meets the targets." : "It does not meet the targets."}
-      Parent: <a href=${link("run", value.parent)}>${value.parent}</a>, weights <code>${value.parent_sha256.slice(0, 12)}</code></p>
+  return html`<${ErrorBox} problem=${problem} /><p class="proof ${value.targets_met ? "good" : ""}">The result is <b>${value.chosen}</b>. ${value.targets_met ? "It meets the targets." : "It does not meet the targets."} Parent: <a href=${link("run", value.parent)}>${value.parent}</a>, weights <code>${value.parent_sha256.slice(0, 12)}</code></p>
     <div class="scroll"><table><thead><tr><th>rung</th><th>size</th><th>of parent</th><th>parameters</th>${batches.map((one) => html`<th>latency, batch ${one}</th>`)}<th>quality</th><th>drop (95 %)</th><th></th></tr></thead>
       <tbody>${value.rungs.map((one) => html`<tr key=${one.name} class=${one.chosen ? "at" : ""}><td><b>${one.name}</b>${one.kept ? " (kept)" : ""}</td><td class="n">${one.size_bytes === null ? "–" : size(one.size_bytes)}</td>
-        <td class="n">${one.size_ratio === null ? "–" : html`<meter max="1" value=${Math.min(one.size_ratio, 1)} aria-label=${`size of ${one.name}`}></meter> ${percent(one.size_ratio)}`}</td><td class="n">${count(one.parameters)}</td>
+        <td class="n">${one.size_ratio === null ? "–" : html`<meter max="1" value=${Math.min(one.size_ratio, 1)} aria-label=${`size of ${one.name}`}></meter> ${percent(one.size_ratio)}`}</td><td class="n">${one.parameters ? count(one.parameters) : "–"}</td>
         ${batches.map((batch) => html`<td class="n">${latency(one.latency[batch])}</td>`)}<td class="n">${one.metric ? `${one.metric} ${number(one.value)}` : "–"}</td>
         <td class="n">${typeof one.drop === "number" ? `${percent(one.drop)} ≤ ${percent(one.drop_bound)}` : "–"}</td><td>${one.why}</td></tr>`)}</tbody></table></div>
     <p class="hint">Latency is CPU time per call with one thread, as a ratio to the parent in the same runtime: median and quartiles.</p>

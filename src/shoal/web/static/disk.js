@@ -34,7 +34,7 @@ export function Disk({ me }) {
     <div class="scroll"><table><thead><tr><th>run</th><th>deleting frees</th><th>files</th>${PARTS.map((part) => html`<th>${part}</th>`)}<th></th></tr></thead>
       <tbody>${value.rows.map((row) => html`<tr><td><a href=${link("run", row.run)}>${row.run}</a></td><td class="n">${size(row.freed_bytes)}</td><td class="n">${row.files}</td>
         ${PARTS.map((part) => html`<td class="n">${row.parts[part] ? size(row.parts[part]) : "–"}</td>`)}
-        <td>${may && row.parts.checkpoints > 0 && html`<button onClick=${() => drop(row.run)}>Drop checkpoints</button>`}</td></tr>`)}</tbody></table></div>
+        <td>${may && row.may_drop && html`<button onClick=${() => drop(row.run)}>Drop checkpoints</button>`}</td></tr>`)}</tbody></table></div>
     <div class="bar"><h2>Trash</h2>${may && value.trash.length > 0 && html`<button class="danger" onClick=${empty}>Empty</button>`}</div>
     ${value.trash.length ? html`<div class="scroll"><table><thead><tr><th>run</th><th>part</th><th>deleted</th><th>frees</th><th></th></tr></thead><tbody>
       ${value.trash.map((one) => html`<tr><td>${one.run}</td><td>${one.part || "all"}</td><td>${when(one.t)}</td><td class="n">${size(one.size_bytes)}</td>

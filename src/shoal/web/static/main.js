@@ -48,7 +48,7 @@ function App() {
   const [where, setWhere] = useState(current());
   const [help, setHelp] = useState(false);
   const begin = async () => {
-    try { await login(); setMe(await get("me")); } catch (one) { setProblem(one); setMe(null); }
+    try { await login(); setWhere(current()); setMe(await get("me")); } catch (one) { setProblem(one); setMe(null); }
   };
   useEffect(() => { begin(); }, []);
   useEffect(() => {

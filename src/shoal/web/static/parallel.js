@@ -39,11 +39,13 @@ function draw(canvas, axes, runs) {
     ctx.stroke();
   });
   ctx.globalAlpha = 1;
-  ctx.textAlign = "center";
   axes.forEach((axis, n) => {
     ctx.fillStyle = dim;
     ctx.fillRect(x(n), 34, 1, HEIGHT - 60);
-    ctx.fillText(axis.name.length > 16 ? `…${axis.name.slice(-15)}` : axis.name, x(n), 12);
+    const [align, at] = n === 0 ? ["left", 0] : n === axes.length - 1 ? ["right", width] : ["center", x(n)]; // names stay inside
+    ctx.textAlign = align;
+    ctx.fillText(axis.name.length > 16 ? `…${axis.name.slice(-15)}` : axis.name, at, 12);
+    ctx.textAlign = "center";
     ctx.fillText(number(axis.most), x(n), 28);
     ctx.fillText(number(axis.least), x(n), HEIGHT - 10);
   });

@@ -51,7 +51,7 @@ function Submit({ done, preset }) {
       setRun("");
     } catch (one) { setProblem(one); }
   };
-  return html`<form class="grow submit" onSubmit=${submit}><input aria-label="Run whose job is submitted again" placeholder="a run, whose job is submitted again" value=${run} onInput=${(e) => setRun(e.target.value)} />
+  return html`<form class="grow submit" onSubmit=${submit}><input aria-label="Run whose job is submitted again" placeholder="submit this run again" value=${run} onInput=${(e) => setRun(e.target.value)} />
     <input class="filter" aria-label="Changed fields" placeholder="optimizer.args.lr=0.01 seed=2" value=${sets} onInput=${(e) => setSets(e.target.value)} />
     <label class="check">priority <input type="number" min="-100" max="100" value=${priority} onInput=${(e) => setPriority(e.target.value)} /></label>
     <button class="primary" disabled=${!run.trim()}>Submit</button><${ErrorBox} problem=${problem} /></form>`;

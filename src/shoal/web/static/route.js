@@ -1,6 +1,6 @@
 // The address keeps the view: #/run/name?tab=logs. `go` changes parts of it.
 export function current() {
-  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").replace(/^(code|token)=.*/, "").split("?");
   const [page = "", ...rest] = path.split("/");
   return { page: page || "runs", name: rest.map(decodeURIComponent).join("/"), query: Object.fromEntries(new URLSearchParams(query)) };
 }

@@ -38,7 +38,8 @@ function draw(canvas, page) {
       }
     }
   });
-  for (const mark of page.marks) {
+  const worst = (mark) => MARKED[mark.kind] === "#d62828"; // drawn last: a death brings a view
+  for (const mark of [...page.marks].sort((a, b) => worst(a) - worst(b))) {
     if (!MARKED[mark.kind] || page.start_t === null) continue;
     const x = LEFT + ((mark.t - page.start_t) / (page.width_s * parts)) * (width - LEFT);
     if (x < LEFT || x > width) continue;
@@ -46,8 +47,9 @@ function draw(canvas, page) {
     ctx.fillRect(x, 0, 1.5, height - 14);
   }
   ctx.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--dim");
-  ctx.fillText("0 s", LEFT, height - 3);
-  const end = seconds(page.width_s * parts);
+  const begin = page.start_t - (page.marks[0]?.t ?? page.start_t); // the list below counts from the first mark too
+  ctx.fillText(begin > 0 ? seconds(begin) : "0 s", LEFT, height - 3);
+  const end = seconds(begin + page.width_s * parts);
   ctx.fillText(end, width - ctx.measureText(end).width, height - 3);
 }
 

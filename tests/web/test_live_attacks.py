@@ -1,0 +1,133 @@
+"""Attacks that need real sockets: streams, headers and connections without an end. Numbers as in test_attacks.py."""
+
+import contextlib
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from shoal.events.stream import format_event
+from shoal.jobs.queue.access_tokens import TokenFile
+from shoal.spec.run_paths import RunPaths
+from shoal.web.serve import MAX_HEADER_BYTES
+from shoal.web.stream import MAX_STREAMS
+from tests.jobs.past_run import write_run
+from tests.web.live_run import serving, wait_until
+from tests.web.test_api import step
+from tests.web.test_serve import ask
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def server(tmp_path):
+    write_run(tmp_path / "mlp-1")
+    with serving(tmp_path) as one:
+        one.token = TokenFile(tmp_path).create("guest", role="read", runs=[], expires_t=None)
+        yield one
+
+
+def open_stream(server, token=""):
+    return ask(f"{server.url}/api/v1/stream?runs=mlp-1", token or server.token)
+
+
+def status_of(server):
+    return ask(f"{server.url}/api/v1/me", server.token).status
+
+
+# 25: streams of one identity are few, and a place is free again when one ends
+def test_a_ninth_stream_is_refused_until_another_ends(server):
+    with contextlib.ExitStack() as opened:
+        streams = [opened.enter_context(open_stream(server)) for _ in range(MAX_STREAMS)]
+        assert [one.readline() for one in streams] == [b"retry: 1000\n"] * MAX_STREAMS
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            open_stream(server)
+        assert refused.value.code == 429
+        assert status_of(server) == 200
+        streams[0].close()
+        wait_until(lambda: is_served(server))
+
+
+def is_served(server):
+    try:
+        with open_stream(server) as one:
+            return one.readline() == b"retry: 1000\n"
+    except urllib.error.HTTPError:
+        return False
+
+
+# 20, 25: an open stream is no way around a revoked token
+def test_a_stream_ends_with_its_token(server):
+    with open_stream(server) as stream:
+        assert stream.readline() == b"retry: 1000\n"
+        TokenFile(server.site.runs).revoke("guest")
+        began_s = time.monotonic()
+        while stream.readline():
+            assert time.monotonic() - began_s < PATIENCE_S
+
+
+def test_a_new_token_of_the_same_name_does_not_revive_a_session(server):
+    access, tokens = server.access, TokenFile(server.site.runs)
+    secret, _ = access.begin_session(server.token)
+    assert access.of_session(secret)
+    tokens.revoke("guest")
+    assert access.of_session(secret) is None
+    tokens.create("guest", role="read", runs=["mlp-1"], expires_t=None)
+    assert access.of_session(secret) is None
+
+
+# 25: who does not read holds up nobody
+def test_readers_that_do_not_read_hold_up_nobody(server):
+    request = f"GET /api/v1/stream?runs=mlp-1&after=0 HTTP/1.1\r\nHost: {server.url[7:]}\r\nAuthorization: Bearer "
+    with contextlib.ExitStack() as opened:
+        for _ in range(MAX_STREAMS):
+            silent = opened.enter_context(socket.create_connection(address_of(server)))
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.sendall(f"{request}{server.token}\r\n\r\n".encode())
+        with RunPaths(server.site.runs / "mlp-1").events.open("ab") as file:
+            file.writelines(format_event(step(61 + n, 1.0)) for n in range(20_000))
+        assert status_of(server) == 200
+        assert b'"step":20060' in ask(f"{server.url}/api/v1/runs/mlp-1", server.token).read()
+
+
+def address_of(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+# 23: headers and requests without an end
+@pytest.mark.parametrize("line", [b"X-Long: " + b"x" * 4 * MAX_HEADER_BYTES, b"X-Many: 1\r\n" * MAX_HEADER_BYTES])
+def test_headers_without_an_end_are_refused(server, line):
+    with socket.create_connection(address_of(server), timeout=PATIENCE_S) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + line)
+        with contextlib.suppress(ConnectionResetError):
+            answer = connection.recv(65536)
+            assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431", b"")
+    assert status_of(server) == 200
+
+
+def test_connections_that_say_nothing_do_not_end_the_server(server):
+    """Beyond the limit others are told to wait; when they go, it serves."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(300):
+            opened.enter_context(socket.create_connection(address_of(server)))
+    wait_until(lambda: is_answered(server))
+
+
+def is_answered(server):
+    try:
+        return status_of(server) == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+# 22, 23: two lengths, two hosts
+@pytest.mark.parametrize("more", [b"Host: evil.example\r\n", b"Content-Length: 3\r\nContent-Length: 7\r\n"])
+def test_a_header_that_is_there_twice_is_refused(server, more):
+    with socket.create_connection(address_of(server), timeout=PATIENCE_S) as connection:
+        head = f"GET /healthz HTTP/1.1\r\nHost: {server.url[7:]}\r\n".encode()
+        connection.sendall(head + more + b"Connection: close\r\n\r\n")
+        assert connection.recv(65536)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 421")
