@@ -143,7 +143,7 @@ def _open_driver_lock(paths: RunPaths) -> IO[str]:
         return open_lock_file(paths.lock)
     except PermissionError as failure:
         fix = "Resume the run as the user who started it, or give its directory to this user (chown -R)."
-        message = f"the lock cannot be used: {failure.strerror}"
+        message = f"the lock cannot be used: {failure.strerror or failure}"
         raise error("SH626", message, where=str(paths.lock), fix=fix) from failure
     except OSError as failure:
         raise error("SH605", f"the lock cannot be used: {failure.strerror}", where=str(paths.lock)) from failure
