@@ -22,7 +22,7 @@ def main(target):
             with accelerator.accumulate(model):
                 accelerator.backward(loss_function(model(x), y))
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
     if accelerator.is_main_process:

@@ -24,7 +24,7 @@ def main(target):
         for x, y in loader:
             optimizer.zero_grad()
             loss_function(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), target)

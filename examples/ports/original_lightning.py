@@ -32,7 +32,7 @@ class LitDigits(lightning.LightningModule):
 
 def main(target):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", devices=1, gradient_clip_val=1.0, **quiet)
+    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", devices=1, gradient_clip_val=0.5, **quiet)
     module = LitDigits()
     trainer.fit(module, DataLoader(Digits(), batch_size=64), DataLoader(Digits(train=False), batch_size=64))
     torch.save(module.net.state_dict(), target)

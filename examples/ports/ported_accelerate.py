@@ -12,7 +12,7 @@ def main(workers="2", runs="runs"):
         model=Net,
         loss="CrossEntropyLoss",
         optimizer={"name": "AdamW", "args": {"lr": 0.01}},
-        clip={"norm": 1.0},
+        clip={"norm": 0.5},
         data={
             "source": {"kind": "python", "factory": Digits},
             "validation": {"kind": "python", "factory": {"name": Digits, "args": {"train": False}}},

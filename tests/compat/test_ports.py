@@ -29,7 +29,8 @@ def program(ports, cache):
     """Call a program in the directory of the ports."""
 
     def go(*words):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ports), "HF_HUB_OFFLINE": "1"}
+        paths = os.pathsep.join(filter(None, [str(ports), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
             [str(word) for word in words], cwd=ports, env=environment, capture_output=True, text=True, timeout=500
         )
