@@ -62,7 +62,7 @@ class PassRecorder(Recorder):
         if total is not None:
             self._room_bytes -= sum(grad.numel() * grad.element_size() for grad in total.grads)
         if self._room_bytes < 0:
-            self.failure = f"the sums of more than {len(self.totals)} passes do not fit into the free memory"
+            self.failure = "the sums of the passes of a step do not fit into the free memory"
             self.totals.clear()
         else:
             self.totals.append(None if total is None else copy_of_total(total))
