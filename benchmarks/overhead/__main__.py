@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.overhead.samples import gather
 from benchmarks.overhead.side_by_side import Bench
 
-PARTS = ("loop", "lanes", "start", "loader", "checkpoint", "self_check")
+PARTS = ("loop", "lanes", "start", "loader", "feed", "checkpoint", "self_check")
 
 
 def main() -> None:

@@ -61,7 +61,10 @@ def measure(bench: Bench) -> list[Row]:
 def compare(data: str, variants: dict[str, Callable[[], Batches]], rows: int, turns: int, bench: Bench) -> list[Row]:
     """One pass over the data per measurement, each in a process of its own."""
     bench.say(f"loader: {data}, {rows:,} rows, {turns} turns")
-    found = in_turns({name: functools.partial(in_process, make) for name, make in variants.items()}, turns)
+    found = in_turns(
+        {name: functools.partial(in_process, functools.partial(one_pass, make)) for name, make in variants.items()},
+        turns,
+    )
     return [
         {
             "data": data,
@@ -77,10 +80,10 @@ def compare(data: str, variants: dict[str, Callable[[], Batches]], rows: int, tu
     ]
 
 
-def in_process(make: Callable[[], Batches]) -> Numbers:
+def in_process(measured: Callable[[], Numbers]) -> Numbers:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=lambda: theirs.send(one_pass(make())))
+    child = context.Process(target=lambda: theirs.send(measured()))
     child.start()
     theirs.close()
     numbers: Numbers = ours.recv()
@@ -88,10 +91,10 @@ def in_process(make: Callable[[], Batches]) -> Numbers:
     return numbers
 
 
-def one_pass(batches: Batches) -> Numbers:
+def one_pass(make: Callable[[], Batches]) -> Numbers:
     """The time of a pass, and the growth of the memory of this process and its children."""
     torch.set_num_threads(1)
-    iterator = iter(batches)
+    iterator = iter(make())
     next(iterator)
     with MemoryMonitor() as memory:
         start, start_cpu = time.perf_counter(), cpu_s()

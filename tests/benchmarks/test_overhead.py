@@ -1,7 +1,7 @@
 """The benchmark runs, at tiny sizes: what it measures is not judged here."""
 
 import pytest
-from benchmarks.overhead import checkpoint, lanes, loader, loop, samples, side_by_side, start
+from benchmarks.overhead import checkpoint, feed, lanes, loader, loop, samples, side_by_side, start
 
 
 @pytest.fixture
@@ -43,3 +43,10 @@ def test_start(bench):
 @pytest.mark.long
 def test_loader(bench):
     assert all(row["samples/s"] > 0 for row in loader.measure(bench))
+
+
+@pytest.mark.long
+def test_feed(bench):
+    rows = feed.measure(bench)
+    assert len(rows) == 6
+    assert all(row["steps/s"] > 0 and 0 <= row["waiting for batches"] < 1 for row in rows)

@@ -9,6 +9,7 @@ def assert_same_bits(run, resume, job, job_dir, *, kill_at=4, fail_at=5, **chang
     job = job | changes
     one = run(job, workers=1)
     assert one.status == "finished", one.error
+    assert one.receipt.exact is (None if job.get("compile") else True), one.receipt.why
     line = f"kill worker 1 at step {kill_at} in exchange"
     killed = run(job, workers=2, watchers=fault_script(job_dir, line))
     at_step = {"name": "faults.py:KillAt", "args": {"steps": [fail_at], "marks": str(job_dir)}}

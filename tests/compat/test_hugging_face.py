@@ -60,6 +60,14 @@ def test_t5(run_four_ways):
     run_four_ways(BERT | {"model": "hf.py:t5", "metrics": [], "data": {"source": source, "split": "holdout"}})
 
 
+@pytest.mark.compat("`datasets` that are streamed", "works", how="`kind: python`, a function that returns the stream")
+def test_a_streamed_dataset(run_four_ways):
+    source = {"kind": "python", "factory": "hf.py:streamed_pairs", "window": 16}
+    data = {"source": source, "split": {"kind": "holdout", "validation": 0.25, "shuffle": False}}
+    outcome = run_four_ways(BERT | {"model": "hf.py:t5", "metrics": [], "data": data})
+    assert outcome.receipt.samples_seen == 12 * 16  # 48 of 64 samples train: three whole batches in an epoch
+
+
 @pytest.mark.compat(
     "gradient checkpointing", "works", how="`model.gradient_checkpointing_enable()` in the model's code"
 )

@@ -1,5 +1,6 @@
 """Ready augmentations: what each does, that the generator decides alone, and the same weights on 1 and 2 workers."""
 
+import colorsys
 import inspect
 
 import numpy as np
@@ -27,7 +28,7 @@ CASES = {
     "RandomVerticalFlip": ({}, IMAGES),
     "RandomCrop": ({"size": [8, 10], "padding": 2}, IMAGES),
     "RandomRotation": ({"degrees": 30, "interpolation": "bilinear"}, IMAGES),
-    "ColorJitter": ({"brightness": 0.4, "contrast": 0.4, "saturation": [0.5, 1.5]}, IMAGES),
+    "ColorJitter": ({"brightness": 0.4, "contrast": 0.4, "saturation": [0.5, 1.5], "hue": 0.1}, IMAGES),
     "RandomErasing": ({"p": 1.0}, IMAGES),
     "MixUp": ({"alpha": 0.4, "num_classes": 3}, IMAGES),
     "CutMix": ({"num_classes": 3}, IMAGES),
@@ -90,6 +91,38 @@ def test_colours_stay_in_their_range_and_grey_stays_grey():
     assert torch.allclose(grey, grey[:, :1].expand_as(grey))
 
 
+@pytest.mark.parametrize("turn", [-0.5, -0.3, 0.0, 0.1, 0.25, 0.5])
+def test_the_hue_is_turned_as_hsv_has_it(turn):
+    """Against the conversions of Python's library, pixel by pixel; max_value changes no hue."""
+    corners = torch.tensor([[r, g, b] for r in (0.0, 1.0) for g in (0.0, 1.0) for b in (0.0, 1.0)])  # ties of channels
+    pixels = torch.cat([IMAGES.movedim(1, 3).reshape(-1, 3), corners])
+    expected = [_turned(*pixel, turn) for pixel in pixels.tolist()]
+    images = pixels.T.reshape(1, 3, -1, 1)
+    turned = apply("ColorJitter", images, hue=[turn, turn]).inputs[0]
+    wide = apply("ColorJitter", images * 255, hue=[turn, turn], max_value=255).inputs[0]
+    torch.testing.assert_close(turned.reshape(3, -1).T, torch.tensor(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(wide / 255, turned, atol=1e-5, rtol=0)
+
+
+def _turned(red, green, blue, turn):
+    hue, saturation, value = colorsys.rgb_to_hsv(red, green, blue)
+    return colorsys.hsv_to_rgb((hue + turn) % 1, saturation, value)
+
+
+def test_a_hue_is_drawn_for_each_image_from_its_range_and_no_other_number_changes():
+    same = IMAGES[:1].expand(64, -1, -1, -1)
+    turned = apply("ColorJitter", same, target=None, hue=0.2).inputs[0]
+    hues = [colorsys.rgb_to_hsv(*pixel)[0] for pixel in turned[:, :, 0, 0].tolist()]
+    start = colorsys.rgb_to_hsv(*IMAGES[0, :, 0, 0].tolist())[0]
+    turns = [(hue - start + 0.5) % 1 - 0.5 for hue in hues]
+    assert -0.2001 <= min(turns) < -0.15
+    assert 0.15 < max(turns) <= 0.2001
+    factors = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4}
+    plain, with_hue = (apply("ColorJitter", IMAGES, hue=hue, **factors).inputs[0] for hue in (0, 0.2))
+    torch.testing.assert_close(with_hue.amax(1), plain.amax(1))  # the value of HSV
+    torch.testing.assert_close(with_hue.amin(1), plain.amin(1))
+
+
 def test_an_erased_rectangle_has_the_asked_size():
     gone = apply("RandomErasing", IMAGES, p=1.0, scale=[0.25, 0.25], ratio=[1, 1], value=9.0).inputs[0] == 9
     assert gone[:, 0].flatten(1).sum(1).tolist() == [16] * 6  # 4 x 4: of 80 pixels a quarter, rounded
@@ -138,6 +171,9 @@ def test_each_step_of_a_list_draws_for_itself():
         ("RandomCrop", {"size": 40}, IMAGES, CLASSES, "SH720", "images of 8 x 10"),
         ("RandomCrop", {"size": 2.5}, IMAGES, CLASSES, "SH205", "whole"),
         ("ColorJitter", {"saturation": 0.5}, IMAGES[:, :1], CLASSES, "SH720", "1 channels"),
+        ("ColorJitter", {"hue": 0.1}, IMAGES[:, :1], CLASSES, "SH720", "1 channels"),
+        ("ColorJitter", {"hue": 0.6}, IMAGES, CLASSES, "SH205", "'hue' is 0.6, not a number from 0 to 0.5"),
+        ("ColorJitter", {"hue": [-0.6, 0]}, IMAGES, CLASSES, "SH205", "'hue' is -0.6"),
         ("Jitter", {}, TOKENS, CLASSES, "SH720", "int64"),
         ("TokenDropout", {}, ROWS, CLASSES, "SH720", "float32"),
         ("MixUp", {}, IMAGES, CLASSES, "SH720", "class numbers"),

@@ -1,5 +1,6 @@
 """The batch loader: whatever loads ahead, a batch depends on seed, step and lane alone."""
 
+import fcntl
 import os
 import random
 import signal
@@ -32,7 +33,10 @@ from shoal.data.sources.parquet_groups import ParquetRowGroupSource
 from shoal.data.sources.parquet_rows import ParquetReader
 from shoal.data.sources.table import choose_columns
 from shoal.errors import ShoalError
+from shoal.fleet.orphans import find_orphans
 from shoal.spec.data import LoaderConfig, RandomSamplerConfig
+from shoal.spec.private_file import open_lock_file
+from shoal.spec.run_paths import RunPaths
 from shoal.spec.sources.config import NpySourceConfig, ParquetSourceConfig
 
 LANES = 3
@@ -415,6 +419,24 @@ def test_loaders_hold_no_sockets_and_leave_when_closed(held):
     theirs.close()
     batch_loader.close()
     assert not any(child.is_running() for child in children)
+
+
+def test_loaders_do_not_hold_the_lock_of_their_workers_seat(tmp_path):
+    """A worker that is killed is gone at once, although its loaders may live for a moment longer."""
+    lock = RunPaths(tmp_path).seat_lock(0)
+    held = open_lock_file(lock)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    batch_loader = BatchLoader(
+        PythonDatasetSource(Noisy()), StubSampler(), seed=0, lanes=LANES, loader=LoaderConfig(workers=2)
+    )
+    batch_loader.set_lanes(range(LANES), 0)
+    assert batch_loader.get(0, 0) is not None
+    assert find_orphans(RunPaths(tmp_path)) == []  # locked, and without the number of a process
+    assert lock.exists()
+    held.close()
+    find_orphans(RunPaths(tmp_path))
+    assert not lock.exists()  # nobody holds it any more
+    batch_loader.close()
 
 
 ORPHANS = """

@@ -65,6 +65,15 @@ def test_the_driver_never_loads_torch(job_dir):
 
 
 @pytest.mark.long
+def test_a_run_says_what_it_does_before_its_first_step(job_dir):
+    write(job_dir, sync="auto")
+    said = shoal("run", "job.yaml", cwd=job_dir).stdout
+    places = [said.find(words) for words in ("planning", "importing", "opening", "first batch", "step ", "sha256")]
+    assert -1 not in places, said
+    assert places == sorted(places)
+
+
+@pytest.mark.long
 def test_from_a_job_file_to_a_model_and_all_the_questions(job_dir):
     write(job_dir, best={"metric": "accuracy"})
     done = shoal("run", "job.yaml", cwd=job_dir)

@@ -12,6 +12,15 @@ def with_task(name):
     return TASK | {"task": f"hidden_state.py:{name}"}
 
 
+def with_passes(name):
+    return TASK | {"task": f"hidden_passes.py:{name}"}
+
+
+def descent(name):
+    return {"name": f"hidden_passes.py:{name}", "args": {"lr": 0.05}}
+
+
+LBFGS = {"optimizer": {"name": "LBFGS", "args": {"lr": 0.1, "max_iter": 4, "line_search_fn": "strong_wolfe"}}}
 WRONG = {
     "a counter": (with_task("Counter"), "task.seen"),
     "a counter that matters late": (with_task("LateCounter"), "task.seen"),
@@ -33,10 +42,18 @@ WRONG = {
     "an update that draws": (
         MLP | {"optimizer": {"name": "hidden_state.py:NoisyUpdate", "args": {"lr": 0.05}}}, "in model.0.weight",
     ),
+    "a counter in a step with phases": (with_passes("CountingGan"), "task.seen"),
+    "phases that share an attribute": (with_passes("SharedFakes"), "has other bits"),
+    "the own number of a second optimizer": (with_passes("CountingSecondOptimizer"), "optimizer.taken"),
+    "a second update that draws": (with_passes("NoisySecondOptimizer"), "in model.generator"),
+    "a rate that phases change": (with_passes("RateInStep"), "made again with new objects"),
+    "a counter in a closure": (with_task("Counter") | LBFGS, "task.seen"),
+    "passes that a counter decides": (MLP | {"optimizer": descent("ImpatientDescent")}, "the number of its passes"),
+    "what a lane carries": (TASK | {"task": "hidden_passes.py:ForgottenCarry"}, "task.seen"),
 }  # fmt: skip
 
 
-FEW = ("a counter", "a second optimizer", "an update that draws")
+FEW = ("a counter", "a second optimizer", "an update that draws", "a counter in a step with phases")
 """Those that the fast tests also try with two workers."""
 
 
@@ -51,11 +68,23 @@ def test_a_job_that_depends_on_more_than_a_checkpoint_holds_is_not_exact(name, w
     assert culprit in receipt.why
 
 
-RIGHT = {"mlp": MLP, "cnn": CNN, "gpt": GPT, "harmless": with_task("Harmless")}
+RIGHT = {
+    "mlp": MLP,
+    "cnn": CNN,
+    "gpt": GPT,
+    "harmless": with_task("Harmless"),
+    "phases": with_passes("HarmlessGan") | {"steps": 150},
+    "lbfgs": with_task("Harmless") | LBFGS,
+    "closure": MLP | {"optimizer": descent("Descent")},
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), [("mlp", 1), ("cnn", 3), ("harmless", 2), *long_only(("gpt", 2), ("harmless", 1))]
+    ("name", "workers"),
+    [
+        *(("mlp", 1), ("cnn", 3), ("harmless", 2), ("phases", 2), ("lbfgs", 2)),
+        *long_only(("gpt", 2), ("harmless", 1), ("phases", 1), ("closure", 1), ("closure", 2)),
+    ],
 )
 def test_an_exact_job_says_how_often_it_was_checked(name, workers, run):
     receipt = run(RIGHT[name], workers=workers).receipt
@@ -64,7 +93,9 @@ def test_an_exact_job_says_how_often_it_was_checked(name, workers, run):
     assert receipt.why == f"sync: lanes; lanes computed again: {receipt.lanes_checked}, all equal"
 
 
-@pytest.mark.parametrize(("name", "workers"), [("harmless", 2), *long_only(("cnn", 1), ("gpt", 2))])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("harmless", 2), ("phases", 2), *long_only(("cnn", 1), ("gpt", 2), ("lbfgs", 1))]
+)
 def test_many_checks_change_no_bit(name, workers, run):
     checked = run(RIGHT[name], workers=workers, self_check=1).receipt
     plain = run(RIGHT[name], workers=workers, self_check=0).receipt

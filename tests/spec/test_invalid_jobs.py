@@ -246,6 +246,22 @@ def test_rules_names_and_files_are_told_together(folder: Path) -> None:
     assert [p.code for p in problems] == ["SH104", "SH202", "SH301"]
 
 
+def test_names_and_files_are_told_together_with_wrong_fields(folder: Path) -> None:
+    text = GOOD.replace("seed: 1", "sed: 1").replace("AdamW", "AdamV").replace("rows.csv", "rowz.csv")
+    found = {
+        (p.code, *line_and_field(p, folder)) for p in problems_of(folder, text.replace("epochs: 2", "epochs: two"))
+    }
+    fields = {("SH103", 2, "sed"), ("SH105", 20, "epochs")}
+    assert found == fields | {("SH202", 9, "optimizer.name"), ("SH301", 14, "data.source.path")}
+
+
+def test_a_wrong_field_invents_no_problem_of_a_name(folder: Path) -> None:
+    """The network needs a width: that it is missing would be said of arguments that are no mapping."""
+    text = GOOD.replace("args: {width: 8}", "args: 8").replace("AdamW", "AdamV").replace("[accuracy]", "[accuracy, 5]")
+    found = {(p.code, line_and_field(p, folder)[1]) for p in problems_of(folder, text)}
+    assert found == {("SH105", "model.args"), ("SH105", "metrics.1"), ("SH202", "optimizer.name")}
+
+
 def test_several_problems_read_one_per_line(folder: Path) -> None:
     (folder / "job.yaml").write_text(GOOD.replace("epochs: 2", "epochs: 0").replace("seed: 1", "seed: x"))
     with pytest.raises(ErrorGroup) as caught:

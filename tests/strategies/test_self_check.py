@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.lanes.lane_sum import LaneSum
 from shoal.net.errors import LinkError
 from shoal.strategies.self_check.hidden_state import (
     MAX_ITEMS,
@@ -21,6 +22,7 @@ from shoal.strategies.self_check.hidden_state import (
 )
 from shoal.strategies.self_check.module_data import ModuleData, user_modules
 from shoal.strategies.self_check.recompute import fingerprint
+from shoal.strategies.self_check.recompute_passes import PassRecorder, PassReplay
 from shoal.strategies.self_check.verdict import CheckReport, judge, steps_until_next
 
 
@@ -257,6 +259,42 @@ def test_a_fingerprint_tells_one_bit(dtype, size):
         changed = tensor.clone()
         changed.view(torch.uint8)[at * tensor.element_size()] ^= 1
         assert fingerprint(changed) != before
+
+
+def test_sums_of_passes_are_kept_as_long_as_there_is_room():
+    def total(value):
+        return LaneSum([torch.full((20,), value)], [], [], torch.tensor(value), None)
+
+    recorder = PassRecorder(1, replica=Holder(carry=None), room_bytes=2 * 80)
+    lent = total(1.0)
+    recorder.pass_summed(lent)
+    recorder.pass_summed(None)
+    lent.grads[0].zero_()  # the replica scales it in place
+    recorder.lane_passed(0, None, total(5.0))
+    assert [kept and float(kept.grads[0][0]) for kept in recorder.totals] == [1.0, None]
+    assert (recorder.lane_sum, recorder.failure) == ("", "")  # lane 0 is not the recorded one
+    recorder.pass_summed(total(2.0))
+    assert recorder.failure == ""
+    recorder.pass_summed(total(3.0))
+    assert "free memory" in recorder.failure
+    assert recorder.totals == []
+
+
+def test_a_replay_that_wants_a_further_pass_is_another_step():
+    class Twice:
+        device = torch.device("cpu")
+
+        def begin_step(self):
+            pass
+
+        def take_step(self, step, passes):
+            for _ in range(2):
+                passes.total(None)
+
+    passes_before = {1: False, 2: True, 3: False}
+    for count, is_same in passes_before.items():
+        replay = PassReplay(Twice(), 0, share=1.0, totals=[None] * count)
+        assert replay.take(0, Twice(), None) is is_same
 
 
 # ---- verdicts ----

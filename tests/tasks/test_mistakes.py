@@ -41,6 +41,9 @@ ERRORS = {
     "float labels": (job(labels="float"), "SH710", "data.source", "float32 [8] from 0 to 2", "label.long()"),
     "labels of another whole type": (job(labels="int32"), "SH717", "data.source", "int32 [8]", "label.long()"),
     "one-hot labels": (job(labels="one_hot", loss="NLLLoss"), "SH711", "data.source", "[8, 3]", "argmax(-1)"),
+    "labels in lists": (
+        job(labels="lists"), "SH402", "data.source", r"int64 \[8, 1\] .* a dimension too many", "label.squeeze(-1)",
+    ),
     "labels from 1": (job(labels="from_one"), "SH712", "data.source", "from 1 to 3, .* for 0 to 2", "label - 1"),
     "labels 1 and 2": (
         job(labels="one_two", loss="BCEWithLogitsLoss", outputs=1), "SH712", "data.source", "from 1 to 2", "be 0 and 1",

@@ -35,6 +35,7 @@ from shoal.errors import (
     traceback_text,
 )
 from shoal.spec.resolve import user_line
+from shoal.spec.run_paths import SEAT_LOCK
 
 BatchKey = tuple[int, ...]
 BuildBatch = Callable[[BatchKey, Ids], Batch]
@@ -181,19 +182,24 @@ def _detach_from_parent(pipe: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    _close_sockets(keep=pipe)
+    _close_inherited(keep=pipe)
     torch.set_num_threads(1)
 
 
-def _close_sockets(*, keep: int) -> None:
-    """Close inherited sockets, so that they close when the parent closes them. Their descriptor numbers stay in use,
-    because inherited objects refer to them."""
+def _close_inherited(*, keep: int) -> None:
+    """Close inherited sockets and the lock of the worker's seat, so that both end with the parent. Their descriptor
+    numbers stay in use, because inherited objects refer to them."""
     with suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDWR)
-        for name in os.listdir("/proc/self/fd"):
+        for number in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):
-                if int(name) != keep and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    os.dup2(nothing, int(name))
+                is_socket = stat.S_ISSOCK(os.fstat(number).st_mode)
+                if number != keep and (is_socket or _is_seat_lock(number)):
+                    os.dup2(nothing, number)
+
+
+def _is_seat_lock(descriptor: int) -> bool:
+    return SEAT_LOCK.fullmatch(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))) is not None
 
 
 def _serve(pipe: Connection, build: BuildBatch) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import cast
 
 from shoal.spec.private_file import open_lock_file
-from shoal.spec.run_paths import RunPaths
+from shoal.spec.run_paths import SEAT_LOCK, RunPaths
 from shoal.spec.view import Role, Seat
-
-_LOCK = re.compile(r"\.seat-(\d{1,9})\.(worker|server)\.lock")
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def locked_seats(paths: RunPaths) -> list[Seat]:
 
 def _locks(paths: RunPaths) -> Iterator[tuple[Seat, Path]]:
     for file in list(paths.root.glob(".seat-*.lock")):
-        if named := _LOCK.fullmatch(file.name):
+        if named := SEAT_LOCK.fullmatch(file.name):
             yield Seat(number=int(named[1]), role=cast(Role, named[2])), file
 
 

@@ -43,8 +43,20 @@ class Passes(Protocol):
         """The sum over all lanes of the job; None if no lane adds anything. LinkError if a member is lost."""
 
 
+class PassObserver(Protocol):
+    """Sees the passes of a step and changes nothing. It copies what it keeps."""
+
+    def lane_passed(self, lane: int, batch: Any, result: LaneSum | None) -> None:
+        """A lane of this worker is computed; None if it adds nothing."""
+
+    def pass_summed(self, total: LaneSum | None) -> None:
+        """The replica is about to use this sum over all lanes."""
+
+
 class MultiPassReplica(Replica):
     """A replica that updates itself in `take_step`. `forward_backward` and `apply` are no whole step of it."""
+
+    pass_observer: PassObserver | None = None
 
     def take_step(self, step: int, passes: Passes) -> Tensor:
         """All passes of a step with their updates. Returns the loss of the first."""
@@ -184,6 +196,10 @@ class PhasedReplica(MultiPassReplica):
             message = f"the step yields a loss for '{name}', and the optimizers are {', '.join(self.optimizers)}"
             raise error("SH861", message, where="task")
         return name
+
+    @property
+    def every_optimizer(self) -> Sequence[torch.optim.Optimizer]:
+        return list(self.optimizers.values())
 
     def state(self) -> dict[str, Any]:
         return super().state() | {

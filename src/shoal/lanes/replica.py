@@ -365,6 +365,10 @@ class Replica:
         return has_modes(self.optimizer) or bool(self.average and self.average.values)
 
     @property
+    def every_optimizer(self) -> Sequence[torch.optim.Optimizer]:
+        return [self.optimizer]
+
+    @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,13 +45,13 @@ def load_run_job(path: str | Path, *, overrides: Sequence[str] = ()) -> Job:
 
 def _load(document: YamlDocument, folder: Path, overrides: Sequence[str], *, check_names: bool) -> Job:
     document = apply_overrides(document, overrides, model=Job)
-    job = _validate(document.data, folder=folder, where=document.where)
+    job = _validate(document.data, folder=folder, where=document.where, check_names=check_names)
     return check_job(job, where=document.where, check_names=check_names)
 
 
 def make_job(data: Mapping[str, Any], *, base_dir: str | Path = ".", check_names: bool = True) -> Job:
     """A checked job from plain data, with the same errors as for a file; `where` is only the field."""
-    job = _validate(dict(data), folder=Path(base_dir), where=str)
+    job = _validate(dict(data), folder=Path(base_dir), where=str, check_names=check_names)
     return check_job(job, check_names=check_names)
 
 
@@ -91,15 +92,53 @@ def _with_absolute_paths(job: Job) -> Job:
     )
 
 
-def _validate(data: dict[str, Any], *, folder: Path, where: LocateField) -> Job:
+def _validate(data: dict[str, Any], *, folder: Path, where: LocateField, check_names: bool) -> Job:
     data = {**data, "base_dir": _base_dir(folder, data.get("base_dir"))}
     try:
         job = Job.model_validate(data)
     except ValidationError as failure:
-        _raise_problems([*explain(failure, model=Job), *stray_booleans(data, model=Job)], where)
+        problems = [*explain(failure, model=Job), *stray_booleans(data, model=Job)]
+        _raise_problems([*problems, *(_wrong_names(data, failure) if check_names else [])], where)
         raise
     _raise_problems(stray_booleans(data, model=Job), where)
     return job
+
+
+def _wrong_names(data: dict[str, Any], failure: ValidationError) -> list[ShoalError]:
+    """Problems of names and files in the rest of a job, without the sections in which a field is wrong. None if the
+    rest is no job."""
+    rest = copy.deepcopy(data)
+    wrong = [_steps_to(rest, problem["loc"]) for problem in failure.errors(include_url=False)]
+    for steps in wrong:
+        _remove(rest, steps)
+    sections = [".".join(steps[:-1] or steps) for steps in wrong]
+    try:
+        job = Job.model_validate(rest)
+    except ValidationError:
+        return []
+    return [
+        problem
+        for problem in (*check_all_names(job), *check_files(job))
+        if not any(f"{problem.where}.".startswith(f"{section}.") for section in sections)
+    ]
+
+
+def _steps_to(data: Any, location: Sequence[str | int]) -> list[str]:
+    """The keys that lead to a field, or to the list that it is in. Names of alternatives, which pydantic's locations
+    have too, are none of them."""
+    steps: list[str] = []
+    for step in location:
+        if isinstance(data, dict) and step in data:
+            data = data[step]
+            steps.append(str(step))
+    return steps
+
+
+def _remove(data: Any, steps: Sequence[str]) -> None:
+    for step in steps[:-1]:
+        data = data.get(step, {})
+    for last in steps[-1:]:
+        data.pop(last, None)
 
 
 def _base_dir(folder: Path, written: Any) -> Any:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.spec.view import Role
+
+SEAT_LOCK = re.compile(r"\.seat-(\d{1,9})\.(worker|server)\.lock")
+"""The name of a seat's lock: number and role."""
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,6 @@ class WholeJobModel:
         job, kind = self.job, self.job.sync.kind
         if job.inexact_reason or not job.self_check:
             return strategy
-        if isinstance(self.replica, MultiPassReplica):
-            context.report("self_checked", lanes=0, failure="a step with several passes is not computed again")
-            return strategy
         if self.replica.tables:
             context.report("self_checked", lanes=0, failure="the rows of sparse tables are on servers")
             return strategy

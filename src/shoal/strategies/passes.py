@@ -64,11 +64,16 @@ class StepPasses:
         self.bytes_sent += agreed.bytes_sent
         self.waited_s += agreed.waited_s
         self.exchange_s += agreed.exchange_s
+        if self._replica.pass_observer:
+            self._replica.pass_observer.pass_summed(agreed.total)
         return agreed.total
 
     def _compute(self, compute: ComputeLane, lane: int, batch: Any) -> LaneSum | None:
         with wrap_user_errors("SH401", f"step {self._step}, lane {lane}"):
-            return compute(lane, batch, batch.size / self._samples)
+            result = compute(lane, batch, batch.size / self._samples)
+        if self._replica.pass_observer:
+            self._replica.pass_observer.lane_passed(lane, batch, result)
+        return result
 
 
 class MultiPassStrategy(ReplicatedStrategy):

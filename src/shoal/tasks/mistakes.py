@@ -132,6 +132,17 @@ def _one_hot_labels(facts: BatchFacts) -> Mistake | None:
     return None
 
 
+def _labels_in_lists(facts: BatchFacts) -> Mistake | None:
+    """Each label is a list of one class number."""
+    target, output = facts.target, facts.output
+    if facts.loss not in CLASS_LOSSES or target is None or output is None or facts.classes < 2 or target.is_float:
+        return None
+    if not facts.failure or len(target.shape) != len(output.shape) or target.shape[-1] != 1:
+        return None
+    fix = "Give each sample a number and no list of one: label[0], or label.squeeze(-1)."
+    return Mistake("SH402", f"{facts.call}: the labels have a dimension too many", fix, about="target")
+
+
 def _labels_from_one(facts: BatchFacts) -> Mistake | None:
     target, classes = facts.target, facts.classes
     if facts.loss not in CLASS_LOSSES or target is None or target.is_float or not _has_range(target) or classes < 2:
@@ -302,6 +313,7 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _one_output,
     _one_hot_labels,
     _float_labels,
+    _labels_in_lists,
     _labels_from_one,
     _labels_outside_probabilities,
     _wrong_loss,

@@ -67,6 +67,11 @@ def masked_words():
     return datasets.Dataset.from_dict(rows)
 
 
+def streamed_pairs():
+    """The pairs as `datasets` streams them: no length, no place, and a transform on the way."""
+    return pairs().to_iterable_dataset(num_shards=2).map(lambda row: row | {"attention_mask": [1] * len(row["labels"])})
+
+
 def encoder(vocabulary=200):
     """It has no head, and so no loss."""
 

@@ -72,11 +72,13 @@ def size_of(value: Any, name: str) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def range_around(value: Any, name: str, *, center: float, low: float) -> tuple[float, float]:
+def range_around(
+    value: Any, name: str, *, center: float, low: float, high: float = float("inf")
+) -> tuple[float, float]:
     """torchvision's way: a number v means from center - v to center + v, two numbers are the range itself."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return max(center - number(value, name), low), center + value
-    return pair(value, name, low=low)
+        return max(center - number(value, name, high=high - center), low), center + value
+    return pair(value, name, low=low, high=high)
 
 
 def uniform(shape: Sequence[int], low: float, high: float, generator: Generator) -> Tensor:

@@ -90,25 +90,31 @@ class RandomRotation(ImageAugmentation):
 
 
 class ColorJitter(ImageAugmentation):
-    """Changes brightness, contrast and saturation, in this order, by factors around 1: 0.2 means 0.8 to 1.2.
+    """Changes brightness, contrast and saturation, in this order, by factors around 1: 0.2 means 0.8 to 1.2. Then turns
+    the hue by up to `hue` of the whole circle.
 
-    Values stay within 0 and `max_value`. Saturation is for three channels.
+    Values stay within 0 and `max_value`. Saturation and hue are for three channels.
     """
 
-    def __init__(self, brightness: Any = 0, contrast: Any = 0, saturation: Any = 0, max_value: float = 1.0) -> None:
+    def __init__(
+        self, brightness: Any = 0, contrast: Any = 0, saturation: Any = 0, hue: Any = 0, max_value: float = 1.0
+    ) -> None:
         self.brightness = range_around(brightness, "brightness", center=1, low=0)
         self.contrast = range_around(contrast, "contrast", center=1, low=0)
         self.saturation = range_around(saturation, "saturation", center=1, low=0)
+        self.hue = range_around(hue, "hue", center=0, low=-0.5, high=0.5)
         self.max_value = number(max_value, "max_value")
 
     def apply(self, x: Tensor, generator: Generator) -> Tensor:
+        for name, has_effect in (("saturation", self.saturation != (1, 1)), ("hue", self.hue != (0, 0))):
+            if has_effect and x.shape[1] != 3:
+                raise self.misfit(f"{x.shape[1]} channels", fix=f"Leave `{name}` out: it is for three channels.")
         factors = (self.brightness, self.contrast, self.saturation)
         brightness, contrast, saturation = (per_sample(uniform([len(x)], *f, generator), x) for f in factors)
-        if self.saturation != (1, 1) and x.shape[1] != 3:
-            raise self.misfit(f"{x.shape[1]} channels", fix="Leave `saturation` out: it is for three channels.")
         x = self._blend(x, torch.zeros_like(x), brightness)
         x = self._blend(x, _grey(x).mean((1, 2, 3), keepdim=True), contrast)
-        return self._blend(x, _grey(x), saturation) if x.shape[1] == 3 else x
+        x = self._blend(x, _grey(x), saturation) if x.shape[1] == 3 else x
+        return x if self.hue == (0, 0) else _turn_hue(x, per_sample(uniform([len(x)], *self.hue, generator), x))
 
     def _blend(self, x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
         return (x * factor + other * (1 - factor)).clamp(0, self.max_value)
@@ -118,6 +124,18 @@ def _grey(x: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     return x[:, :1] * _LUMA[0] + x[:, 1:2] * _LUMA[1] + x[:, 2:] * _LUMA[2]
+
+
+def _turn_hue(x: Tensor, turn: Tensor) -> Tensor:
+    """Adds `turn` to the hue of each pixel, with value and saturation of HSV as they are. A turn of 1 is the circle."""
+    red, green, blue = x[:, :1], x[:, 1:2], x[:, 2:]
+    value, least = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
+    spread = value - least
+    divisor = torch.where(spread > 0, spread, torch.ones_like(spread))  # grey has no hue, and stays grey
+    from_green_or_blue = torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor)
+    sixths = torch.where(value == red, (green - blue) / divisor, from_green_or_blue) + 6 * turn
+    place = (sixths + torch.tensor([5.0, 3.0, 1.0], dtype=x.dtype)[:, None, None]) % 6
+    return value - spread * torch.minimum(place, 4 - place).clamp(0, 1)
 
 
 class RandomErasing(ImageAugmentation):

@@ -14,7 +14,12 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.batch import Batch
 from shoal.data.source import Array, DataSource, Ids, SourceOptions, format_ids
-from shoal.data.sources.huggingface import HUGGING_FACE_MODULE, HuggingFaceSource
+from shoal.data.sources.huggingface import (
+    HUGGING_FACE_MODULE,
+    HUGGING_FACE_STREAM_MODULE,
+    HuggingFaceSource,
+    collate_rows,
+)
 from shoal.data.sources.stream import DEFAULT_WINDOW, StreamSource, stream_length
 from shoal.errors import describe_exception, error
 from shoal.spec.base import Ref
@@ -29,6 +34,8 @@ def open_python(spec: PythonSourceConfig, options: SourceOptions) -> DataSource:
     if type(dataset).__module__ == HUGGING_FACE_MODULE:
         return HuggingFaceSource(dataset, options.classes)
     collate = bind_collate(spec.collate, base_dir=options.base_dir)
+    if type(dataset).__module__ == HUGGING_FACE_STREAM_MODULE:
+        collate = collate or collate_rows
     if isinstance(dataset, IterableDataset):
         return _open_stream(dataset, spec, collate)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

@@ -19,6 +19,7 @@ from shoal.errors import describe_exception, did_you_mean, error
 from shoal.spec.sources.config import HuggingFaceSourceConfig
 
 HUGGING_FACE_MODULE = "datasets.arrow_dataset"
+HUGGING_FACE_STREAM_MODULE = "datasets.iterable_dataset"
 LABELS = "labels"
 IGNORED_LABEL = -100
 PADDING = {LABELS: IGNORED_LABEL}
@@ -184,6 +185,22 @@ class HuggingFaceSource(DataSource):
             lists = next((v for n, v in values.items() if n != LABELS and isinstance(v[0], list)), None)
             found += [len(one) for one in lists] if lists else [1] * len(next(iter(values.values())))
         return np.array(found, dtype=np.int64)
+
+
+def collate_rows(rows: list[Mapping[str, Any]]) -> Batch:
+    """A batch of the rows of a stream. Columns of text are left out; `label` becomes `labels`, as models call it."""
+    names = {LABELS if name == "label" else name: name for name in rows[0] if not isinstance(rows[0][name], str)}
+    if not names.keys() - {LABELS}:
+        fix = "Tokenize the texts in the stream: dataset.map(lambda row: tokenizer(row['text']))."
+        raise error("SH802", f"no column has numbers for the model: {', '.join(rows[0])}", where="data.source", fix=fix)
+    batch = {
+        name: to_tensor([_as_list(row[own]) for row in rows], own, PADDING.get(name, 0)) for name, own in names.items()
+    }
+    return Batch((batch,), batch.get(LABELS), len(rows))
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | Tensor) else value
 
 
 def _number_columns(dataset: Any, *, leave_out: str | None) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,25 +46,43 @@ class SharedObjectsError(Exception):
     """What should be new is what the run trains."""
 
 
+@dataclass(frozen=True)
+class Recomputed:
+    """Digests of a lane that was computed twice in a row and of its batch, and what differs after the update."""
+
+    sums: list[str] = field(default_factory=list)
+    batch: str = ""
+    update_differs: list[str] = field(default_factory=list)
+
+
 class Recorder:
     """A LaneObserver that keeps digests of one lane of one step, and a copy of the total if `keep_total`."""
 
-    def __init__(self, step: int, lane: int, *, keep_total: bool) -> None:
+    def __init__(self, step: int, lane: int, *, replica: Replica, keep_total: bool) -> None:
         self._step, self._lane = step, lane
-        self._keep_total = keep_total
+        self._replica, self._keep_total = replica, keep_total
         self.lane_sum = self.batch = self.failure = ""
         self.total: LaneSum | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A block in which the replica takes the step."""
+        self._replica.observer = self
+        try:
+            yield
+        finally:
+            self._replica.observer = None
 
     def lane_computed(self, step: int, lane: int, batch: Any, result: LaneSum) -> None:
         if (step, lane) == (self._step, self._lane) and not self.lane_sum:
             try:
-                self.lane_sum, self.batch = lane_sum_sha256(result), batch_sha256(batch)
+                self.lane_sum, self.batch = lane_sha256(self._replica, lane, result), batch_sha256(batch)
             except ShoalError as problem:
                 self.failure = f"a gradient has no digest: {problem.message}"
 
     def total_scaled(self, step: int, total: LaneSum) -> None:
         if self._keep_total:
-            self.total = _copy_of_total(total)
+            self.total = copy_of_total(total)
 
 
 class FreshObjects:
@@ -78,7 +96,7 @@ class FreshObjects:
         self._own_task, self._own, self._at_start, self._step = own_task, own, at_start, step
         self._changed_modules: list[str] = []
         self._lanes_change_settings = False
-        state, task_state = _copied(own.state()), _copied(own_task.state())
+        state, task_state = copied(own.state()), copied(own_task.state())
         with self._undisturbed():
             self.task, self.replica = rebuild()
             if self.task is own_task or _share_memory(own, self.replica):
@@ -88,26 +106,34 @@ class FreshObjects:
             self.replica.load_state(state)
             self.task.load_state(task_state)
 
-    def compute_twice(self, lane: int, batch: Batch, share: float) -> tuple[list[str], str]:
-        """The digests of the lane's sum, computed twice in a row, and of its batch."""
+    def compute_again(self, lane: int, batch: Batch | None, share: float, recorder: Recorder) -> Recomputed:
+        """Compute the lane, and make the update of the recorded step. A lane without samples has no batch."""
+        sums, digest = ([], "") if batch is None else self._compute_twice(lane, batch, share)
+        return Recomputed(sums, digest, self._differences_after_update(recorder.total) if recorder.total else [])
+
+    def _compute_twice(self, lane: int, batch: Batch, share: float) -> tuple[list[str], str]:
         sums, digest = [], ""
         with self._undisturbed():
-            settings = copy.deepcopy(flatten(self.replica.state())[1])
+            settings = settings_of(self.replica)
             for attempt in (batch, copy.deepcopy(batch)):
                 self.replica.begin_step()
                 result = self.replica.forward_backward(self._step, lane, attempt.to(self.replica.device), share=share)
+                sums.append(lane_sha256(self.replica, lane, result))
                 self.replica.undo_step()
-                sums.append(lane_sum_sha256(result))
                 digest = digest or batch_sha256(attempt)
-            self._lanes_change_settings = flatten(self.replica.state())[1] != settings
+            self._lanes_change_settings = settings_of(self.replica) != settings
         return sums, digest
 
-    def differences_after_update(self, total: LaneSum) -> list[str]:
-        """The parts of the state that differ from the training replica's, once this replica has made its update."""
+    def _differences_after_update(self, total: LaneSum) -> list[str]:
         with self._undisturbed():
             self.replica.begin_step()
             self.replica.apply_gradient(self._step, total)
-            differing = _differing_parts(self._own.state(), self.replica.state())[:MAX_NAMES]
+            return self._differences()
+
+    def _differences(self) -> list[str]:
+        """The parts of the state that differ from the training replica's. What lanes carry on is compared by lane."""
+        own, fresh = ({k: v for k, v in one.state().items() if k != "carry"} for one in (self._own, self.replica))
+        differing = _differing_parts(own, fresh)[:MAX_NAMES]
         return differing or ([f"{SETTING}, which each lane changes"] if self._lanes_change_settings else [])
 
     def hidden_state(self) -> list[str]:
@@ -116,13 +142,15 @@ class FreshObjects:
         seen = saved_objects(own.model, own.moving_buffers.names)
         names = [*self._changed_modules]
         names += differing_attributes(own.model, fresh.model, name="model", seen=seen)
-        names += differing_optimizer_attributes(own.optimizer, fresh.optimizer, seen=seen)
+        for one, other in zip(own.every_optimizer, fresh.every_optimizer, strict=True):
+            names += differing_optimizer_attributes(one, other, seen=seen)
         names += differing_attributes(self._own_task, self.task, name="task", seen=seen)
         return list(dict.fromkeys(names))[:MAX_NAMES]
 
     def release(self) -> None:
         """Free the memory now. Optimizer and schedule refer to each other, and a garbage collection may be far away."""
-        self.replica.optimizer.state.clear()
+        for optimizer in self.replica.every_optimizer:
+            optimizer.state.clear()
         for parameter in self.replica.trainable:
             parameter.data = parameter.data.new_empty(0)
 
@@ -142,7 +170,7 @@ class FreshObjects:
 
 def module_data(task: Task, replica: Replica) -> ModuleData:
     """The data of the modules whose code makes a step, as it is now."""
-    return ModuleData(user_modules([task, *vars(task).values(), *replica.model.modules(), replica.optimizer]))
+    return ModuleData(user_modules([task, *vars(task).values(), *replica.model.modules(), *replica.every_optimizer]))
 
 
 def _share_memory(one: Replica, other: Replica) -> bool:
@@ -158,15 +186,18 @@ def uses_compiler() -> bool:
 
 
 def missing_memory(replica: Replica, *, workers: int) -> str:
-    """Why there is no room for a check by this many workers, or ''. All of them may be on this machine."""
+    """Why there is no room for a check by this many workers, or ''."""
     tensors, _ = flatten(replica.state())
     needed = COPIES_NEEDED * sum(t.numel() * t.element_size() for t in tensors.values())
-    if replica.device.type == "cuda":
-        free = torch.cuda.mem_get_info(replica.device)[0]
-        return "" if needed <= free else f"it takes {needed >> 20} MiB on {replica.device}, and {free >> 20} are free"
-    free = min(memory_headroom().values())
-    needed *= workers
+    free = free_bytes(replica.device, workers=workers)
     return "" if needed <= free else f"it takes {needed >> 20} MiB of memory, and {free >> 20} are free"
+
+
+def free_bytes(device: torch.device, *, workers: int) -> int:
+    """A worker's share of the free memory. All of them may be on this machine; a GPU belongs to one."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(min(memory_headroom().values())) // workers
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -177,9 +208,16 @@ def fingerprint(tensor: Tensor) -> int:
     return int(whole) + int(flat[flat.numel() // 4 * 4 :].sum(dtype=torch.int64))
 
 
-def lane_sum_sha256(result: LaneSum) -> str:
+def lane_sha256(replica: Replica, lane: int, result: LaneSum) -> str:
+    """Of a lane that the replica has just computed: its sum, and what it carries on to the next step."""
     parts = {"grads": result.grads, "floats": result.float_buffers, "ints": result.int_buffers}
-    return state_sha256(parts | {"loss": result.loss, "count": result.count})
+    carried = {"carried": replica.carry.new.get(lane)} if replica.carry else {}
+    return state_sha256(parts | {"loss": result.loss, "count": result.count} | carried)
+
+
+def settings_of(replica: Replica) -> Any:
+    """The part of a replica's state that is no tensor."""
+    return copy.deepcopy(flatten(replica.state())[1])
 
 
 def batch_sha256(batch: Batch) -> str:
@@ -190,13 +228,13 @@ def batch_sha256(batch: Batch) -> str:
         return ""
 
 
-def _copied(state: State) -> State:
+def copied(state: State) -> State:
     """The state as a checkpoint would give it back."""
     tensors, skeleton = flatten(state)
     return unflatten({name: tensor.detach().clone() for name, tensor in tensors.items()}, skeleton)
 
 
-def _copy_of_total(total: LaneSum) -> LaneSum:
+def copy_of_total(total: LaneSum) -> LaneSum:
     def copies(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in tensors]
 

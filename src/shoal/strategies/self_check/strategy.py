@@ -18,6 +18,7 @@ from shoal.collectives.group import Channel, ViewGroup
 from shoal.collectives.outcome import Committed, Discarded
 from shoal.data.datasets import DatasetSplit
 from shoal.errors import describe_exception
+from shoal.lanes.passes import MultiPassReplica
 from shoal.lanes.replica import Replica
 from shoal.net.errors import LinkError
 from shoal.spec.view import View
@@ -28,12 +29,15 @@ from shoal.strategies.self_check.recompute import (
     MAX_NAMES,
     FreshObjects,
     Rebuild,
+    Recomputed,
     Recorder,
     fingerprint,
+    free_bytes,
     missing_memory,
     module_data,
     uses_compiler,
 )
+from shoal.strategies.self_check.recompute_passes import FreshPasses, PassRecorder
 from shoal.strategies.self_check.verdict import CheckReport, Verdict, judge, steps_until_next
 
 FIRST_STEPS = 2
@@ -101,17 +105,14 @@ class SelfCheck(DelegatingStrategy):
     # ---- a checked step ----
 
     def _checked_step(self, step: int, must_halt: Callable[[], bool]) -> Committed | Discarded:
-        clock, job = time.perf_counter, self._job
+        clock = time.perf_counter
         began = clock()
         self._context.activity.begin("checking", step)
         fresh = self._build_fresh(step)
-        recorder = Recorder(step, self._lane_of(self._seat, step), keep_total=job.updates_here)
+        recorder = self._make_recorder(step)
         prepared = clock()
-        job.replica.observer = recorder
-        try:
+        with recorder.watching():
             outcome = super().run_step(must_halt)
-        finally:
-            job.replica.observer = None
         committed = clock()
         if isinstance(outcome, Committed):
             self._context.activity.begin("checking", step)
@@ -123,6 +124,14 @@ class SelfCheck(DelegatingStrategy):
             self._all_checks_s += clock() - committed + prepared - began
             self._trained_s += committed - prepared
         return outcome
+
+    def _make_recorder(self, step: int) -> Recorder:
+        assert self._view is not None
+        lane, replica = self._lane_of(self._seat, step), self._job.replica
+        if isinstance(replica, MultiPassReplica):
+            room = free_bytes(replica.device, workers=len(self._view.carries)) // 2
+            return PassRecorder(lane, replica=replica, room_bytes=room)
+        return Recorder(step, lane, replica=replica, keep_total=self._job.updates_here)
 
     def _lane_of(self, seat: int, step: int) -> int:
         """The lane of a worker that is checked at this step."""
@@ -139,8 +148,10 @@ class SelfCheck(DelegatingStrategy):
                 return "the model uses torch.compile"
             if why := missing_memory(self._job.replica, workers=len(self._view.carries)):
                 return why
-            task, replica = self._context.task, self._job.replica
-            return FreshObjects(self._job.rebuild, task, replica, at_start=self._at_start, step=step)
+            task, replica, rebuild = self._context.task, self._job.replica, self._job.rebuild
+            if isinstance(replica, MultiPassReplica):
+                return FreshPasses(rebuild, task, replica, at_start=self._at_start, step=step)
+            return FreshObjects(rebuild, task, replica, at_start=self._at_start, step=step)
         except Exception as failure:
             return f"the objects of the job cannot be built again ({describe_exception(failure)})"
 
@@ -149,28 +160,25 @@ class SelfCheck(DelegatingStrategy):
         assert self._view is not None
         seats = sorted(self._view.carries)
         lane = self._lane_of(seats[(seats.index(self._seat) + 1) % len(seats)], step)
-        sums: list[str] = []
-        differs: list[str] = []
-        batch_digest, failure = "", fresh if isinstance(fresh, str) else ""
-        if isinstance(fresh, FreshObjects):
+        found, failure = Recomputed(), recorder.failure or (fresh if isinstance(fresh, str) else "")
+        if isinstance(fresh, FreshObjects) and not failure:
             try:
                 batch = self._context.batches.get(step, lane)
-                if batch is not None:
-                    share = self._job.lane_share(batch.size, self._context.sampler.batch_samples(step))
-                    sums, batch_digest = fresh.compute_twice(lane, batch, share)
-                differs = fresh.differences_after_update(recorder.total) if recorder.total else []
+                size = 0 if batch is None else batch.size
+                share = self._job.lane_share(size, self._context.sampler.batch_samples(step))
+                found = fresh.compute_again(lane, batch, share, recorder)
             except Exception as problem:
-                sums, failure = [], f"the step cannot be computed again ({describe_exception(problem)})"
+                failure = f"the step cannot be computed again ({describe_exception(problem)})"
         return CheckReport(
             self._lane_of(self._seat, step),
             lane_sum=recorder.lane_sum,
             batch=recorder.batch,
             checked_lane=lane,
-            checked_sums=sums,
-            checked_batch=batch_digest,
+            checked_sums=found.sums,
+            checked_batch=found.batch,
             weights=weights_sha256(self._job.replica.model.state_dict()),
-            update_differs=differs,
-            failure=recorder.failure or failure,
+            update_differs=found.update_differs,
+            failure=failure,
         )
 
     def _conclude(self, step: int, fresh: FreshObjects | str, report: CheckReport, check_s: float) -> None:
