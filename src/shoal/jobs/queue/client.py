@@ -10,12 +10,12 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from shoal.errors import error
+from shoal.jobs.queue.background import ensure_served
 from shoal.jobs.queue.compression import find_parent
 from shoal.jobs.queue.daemon_lock import is_served
 from shoal.jobs.queue.entry_kinds import KINDS
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import HistoryRow, QueueStore
-from shoal.jobs.queue.serve import ensure_served
 from shoal.plan.queueing import transitions
 from shoal.plan.queueing.entry import MAX_PRIORITY, QueueEntry
 from shoal.plan.queueing.order import explain, jobs_before
