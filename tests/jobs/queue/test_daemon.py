@@ -144,6 +144,20 @@ def test_a_running_job_is_cancelled_at_a_step_and_can_be_resumed_by_hand(store, 
     assert (state.status, state.saved_step is not None) == ("cancelled", True)
 
 
+@pytest.mark.parametrize("make_policy", [ElasticShares, FirstComeFirstServed])
+def test_a_user_at_the_quota_leaves_the_other_cores_to_the_next_user(store, job, serve, make_policy):
+    """Ann's jobs all come before bob's, but only one of them may run at a time."""
+    store.submit([job(**ENDLESS)] * 30, user="ann", priority=5)
+    (bob,) = store.submit([job(name="bob", steps=5)], user="bob")
+    store.set_quota("ann", 1)
+    served = serve(make_policy())
+    tick_until(served, lambda: store.get(bob.id).has_ended)
+    assert store.get(bob.id).state == "finished"
+    assert sum(entry.attempts for entry in store.entries() if entry.user == "ann") == 1
+    served.stop("down")
+    tick_until(served, served.tick)
+
+
 def test_a_dead_daemons_run_is_resumed_and_not_started_again(store, paths, job, serve, fork_server):
     made = job(steps=150, workers="1..2")
     alone = run_executor.run(made, runs=paths.runs.parent / "alone", fork_server=fork_server)
