@@ -2,10 +2,13 @@
 
 import contextlib
 import time
+from pathlib import Path
 
 import pytest
 
 from shoal.errors import ShoalError
+from shoal.events.stream import read_events
+from shoal.fleet.process_limits import find_cgroup_parent
 from shoal.jobs import run_dir, run_executor
 from shoal.jobs.queue import client, daemon
 from shoal.jobs.queue.daemon import QueueDaemon
@@ -213,6 +216,24 @@ def test_a_job_whose_workers_die_again_and_again_is_held_and_the_rest_goes_on(st
     assert store.get(1).attempts <= transitions.MAX_EARLY_DEATHS + 1, "the first may have made a new step"
     assert "3 attempts in a row" in store.get(1).reason
     assert "SH6" in store.get(1).reason
+
+
+@pytest.mark.long
+def test_a_worker_above_its_memory_ends_only_its_own_job_and_what_the_limits_mean_is_told(store, paths, job, serve):
+    """Without cgroups its allocation fails, and so does the job; with them the kernel kills it, and the job is held."""
+    large = {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "hidden": 20_000, "depth": 1}}
+    store.submit([job(name="large", model=large, limits={"memory": "900 MB"})], user="ann")
+    store.submit([job(name="rest", steps=5, limits={"memory": "3 GB", "cpus": 1})], user="ann")
+    tick_until(serve(), all_ended(store))
+    grown, rest = store.entries()
+    own = Path("/proc/self/cgroup").read_text()
+    by_kernel = find_cgroup_parent(Path("/sys/fs/cgroup"), own, need={"memory", "cpu"}).directory is not None
+    assert (grown.state, grown.reason[:5]) == (("held", "SH603") if by_kernel else ("failed", "SH407")), grown.reason
+    assert rest.state == "finished", rest.reason
+    notes = [
+        event["message"] for event in read_events(RunPaths.at(paths.runs / rest.run).events) if event.kind == "note"
+    ]
+    assert by_kernel or any("limits.memory bounds what the worker reserves" in note for note in notes), notes
 
 
 def test_a_job_that_gets_no_workers_any_more_is_saved_and_goes_on_later(store, paths, job, serve, fork_server):
