@@ -28,6 +28,7 @@ def main() -> None:
         console.print(report.table(f"{part}: {found['what']}", found["rows"]))
         if "same bits" in found:
             console.print(f"the same bits in every way: {found['same bits']}")
+            console.print("elastic, who had how many workers when:", *found["picture"], sep="\n")
         if not asked.quick:
             report.keep("queue", part, found)
 

@@ -18,12 +18,14 @@ from shoal.spec.job import Job
 from shoal.spec.load import make_job
 from shoal.spec.receipt import read_receipt_file
 from shoal.spec.run_paths import RunPaths
+from shoal.terminal.queue_tables import worker_picture
 
 SIZES = (6, 1, 3, 0.5, 2, 0.5)
 """The lengths of the jobs, in units of `unit_steps`. A long one comes first, as it happens."""
 HIDDEN = 384
 BATCH = 256
 POLL_S = 0.1
+PICTURE_WIDTH = 80
 
 
 def make(name: str, *, steps: int, hidden: int = HIDDEN, seed: int = 0) -> Job:
@@ -51,9 +53,17 @@ def six_jobs(scratch: Path, *, unit_steps: int, every_s: float) -> dict[str, Any
         "elastic": queued(scratch / "elastic", jobs, policy="elastic", every_s=every_s),
     }
     hashes = [way.pop("hashes") for way in ways.values()]
+    picture = who_had_workers_when(scratch / "elastic")
     what = f"six jobs of {[int(size * unit_steps) for size in SIZES]} steps, one every {every_s:g} s"
     rows = [{"way": name, **found} for name, found in ways.items()]
-    return {"what": what, "cores": len(os.sched_getaffinity(0)), "same bits": len(set(hashes)) == 1, "rows": rows}
+    same = len(set(hashes)) == 1
+    return {"what": what, "cores": len(os.sched_getaffinity(0)), "same bits": same, "picture": picture, "rows": rows}
+
+
+def who_had_workers_when(runs: Path) -> list[str]:
+    """The picture of `shoal top`, for all jobs."""
+    history = client.read_history(runs)
+    return worker_picture(history, sorted({change.id for change in history}), width=PICTURE_WIDTH)
 
 
 def one_after_the_other(runs: Path, jobs: list[Job], *, every_s: float) -> dict[str, Any]:
@@ -89,6 +99,8 @@ def queued(runs: Path, jobs: list[Job], *, policy: str, every_s: float) -> dict[
         for entry in client.look(runs).entries.values():
             if entry.has_ended:
                 ended_s.setdefault(entry.id, time.monotonic())
+        if daemon.poll() is not None:
+            raise RuntimeError(f"the daemon of the queue ended with code {daemon.returncode}")
         time.sleep(POLL_S)
     total_s = time.monotonic() - began_s
     client.down(runs)

@@ -20,7 +20,7 @@ from benchmarks import report
 from benchmarks.scheduling import authors, decision, fidelity, output
 from benchmarks.scheduling.application import Application, OutOfProfileError, load_applications
 from benchmarks.scheduling.cluster import ClusterPolicy, Setting, Simulation
-from benchmarks.scheduling.metrics import Isolated, load_isolated, mean_summary, summary
+from benchmarks.scheduling.metrics import Isolated, load_isolated, makespan_bound, mean_summary, summary
 from benchmarks.scheduling.published import Optimus, Tiresias
 from benchmarks.scheduling.shoal_policy import ShoalPolicy, Sizes
 from benchmarks.scheduling.workload import WorkloadError, load_workload
@@ -39,14 +39,19 @@ class Case:
     sizes: Sizes = "declared"
     load: float = 1.0
     setting: Setting = field(default_factory=Setting)
+    exponent: float | None = None
 
     def make_policy(self) -> ClusterPolicy:
         if self.policy == "tiresias":
             return Tiresias(self.setting)
         if self.policy == "optimus":
             return Optimus(self.setting)
-        weighting = Weighting(exponent=1.0) if self.policy == "pf" else Weighting()
-        return ShoalPolicy(self.setting, self.sizes, SchedulingPolicy(weighting))
+        return ShoalPolicy(self.setting, self.sizes, SchedulingPolicy(self._weighting()))
+
+    def _weighting(self) -> Weighting:
+        if self.exponent is not None:
+            return Weighting(exponent=self.exponent)
+        return Weighting(exponent=1.0) if self.policy == "pf" else Weighting()
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Data:
         simulation = Simulation(jobs, case.make_policy(), case.setting)
         simulation.run()
         found = summary(simulation, self.alone) | {"sim_cpu_s": time.process_time() - began}
+        found["makespan_bound"] = makespan_bound(simulation, self.alone)
         if into:
             output.write(into / path.stem, simulation, self.alone, found)
         return found
@@ -72,6 +78,7 @@ class Data:
     def simulate_all(self, paths: Sequence[Path], case: Case, into: Path | None = None) -> dict[str, Any]:
         found = {path.stem: self.simulate(path, case, into) for path in paths}
         known = {"policy": case.policy, "sizes": case.sizes, "load": case.load, "restart_s": case.setting.restart_s}
+        known |= {} if case.exponent is None else {"exponent": case.exponent}
         return known | {"events": case.setting.events} | mean_summary(list(found.values())) | {"workloads": found}
 
 
@@ -85,6 +92,7 @@ def main() -> None:
     simulate.add_argument("--restart-s", type=float, default=30.0, help="how long a change of GPUs stops a job")
     simulate.add_argument("--events", action="store_true", help="decide also when a job arrives or ends")
     simulate.add_argument("--load", type=float, default=1.0, help="2: the same jobs arrive in half the time")
+    simulate.add_argument("--exponent", type=float, help="of the weights: 1 treats jobs alike, 2 favours short ones")
     simulate.add_argument("--output", type=Path, help="write jobs.csv, decisions.csv, events.jsonl, summary.json here")
     _verb(verbs, "fidelity", "compare with golden points and with published completion times")
     timed = verbs.add_parser("decision", help="time decisions of clusters up to 10,240 GPUs")
@@ -92,6 +100,7 @@ def main() -> None:
     timed.add_argument("--json", action="store_true")
     kept = _verb(verbs, "keep", "run everything and store results/scheduling.json")
     kept.add_argument("--rounds", type=int, default=10)
+    kept.add_argument("--only", choices=[part for part, _, _ in KEPT], help="one part of the simulations, nothing else")
     asked = parser.parse_args()
     for part in ("profiles", "golden") if "data" in asked else ():
         if not (asked.data / part).is_dir():
@@ -112,8 +121,10 @@ def _simulate(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Non
         parser.error(f"no workloads (*.csv) in {asked.workloads}")
     if not (asked.load > 0 and asked.restart_s >= 0):
         parser.error("--load must be above 0, and --restart-s 0 or more")
+    if asked.exponent is not None and not asked.exponent > 0:
+        parser.error("--exponent must be above 0")
     setting = Setting(restart_s=asked.restart_s, events=asked.events)
-    case = Case(asked.policy, asked.sizes, asked.load, setting)
+    case = Case(asked.policy, asked.sizes, asked.load, setting, asked.exponent)
     try:
         found = Data.load(asked.data).simulate_all(paths, case, asked.output)
     except (WorkloadError, OutOfProfileError) as failure:
@@ -147,10 +158,11 @@ def _decision(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Non
 
 def _keep(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
     data = Data.load(asked.data)
-    report.keep("scheduling", "fidelity", fidelity.report(asked.data))
-    report.keep("scheduling", "decision", {"scales": decision.report(asked.rounds)})
-    report.keep("scheduling", "authors", authors.report(asked.data, data.alone))
-    for part, folder, cases in KEPT:
+    if asked.only is None:
+        report.keep("scheduling", "fidelity", fidelity.report(asked.data))
+        report.keep("scheduling", "decision", {"scales": decision.report(asked.rounds)})
+        report.keep("scheduling", "authors", authors.report(asked.data, data.alone))
+    for part, folder, cases in (one for one in KEPT if asked.only in (None, one[0])):
         paths = sorted((asked.data / folder).glob("*.csv"))
         report.keep("scheduling", part, {"rows": [data.simulate_all(paths, case) for case in cases]})
 
@@ -160,6 +172,7 @@ FAST = replace(Setting(), restart_s=RESIZE_S)
 EVENTS = replace(FAST, events=True)
 KEPT: Sequence[tuple[str, str, Sequence[Case]]] = (
     ("load 1.0", "workloads", (*ROUNDS, Case("pf", "blind"), Case("tiresias"), Case("optimus"))),
+    ("exponents", "workloads", [Case("shoal", "declared", exponent=one) for one in (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)]),
     ("load 0.5", "workloads-0.5", (Case("shoal", "declared"), Case("shoal", "warm"))),
     ("load 1.5", "workloads", (Case("shoal", "declared", 1.5),)),
     ("load 2.0", "workloads", (Case("shoal", "declared", 2.0), Case("pf", "blind", 2.0))),

@@ -74,5 +74,13 @@ def summary(simulation: Simulation, alone: Isolated) -> dict[str, float]:
     }
 
 
+def makespan_bound(simulation: Simulation, alone: Isolated) -> float:
+    """No earlier end is possible while jobs keep one size: the last one alone on all GPUs, or all at their cheapest."""
+    gpus = simulation.setting.nodes * simulation.setting.gpus_per_node
+    last = max(job.submitted_s + isolated_s(alone[job.app.name], gpus) for job in simulation.jobs)
+    work = sum(float((alone[job.app.name][0] * alone[job.app.name][1]).min()) for job in simulation.jobs)
+    return max(last, min(job.submitted_s for job in simulation.jobs) + work / gpus)
+
+
 def mean_summary(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(one[name] for one in found) for name in found[0]}

@@ -380,6 +380,11 @@ def describe_exception(failure: BaseException) -> str:
     return _full_description(failure).splitlines()[0]
 
 
+def is_out_of_memory(failure: BaseException) -> bool:
+    text = describe_exception(failure)
+    return isinstance(failure, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
 def _full_description(failure: BaseException) -> str:
     name = type(failure).__name__
     try:

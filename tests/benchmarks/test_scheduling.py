@@ -12,7 +12,7 @@ from benchmarks.scheduling.application import OutOfProfileError, load_applicatio
 from benchmarks.scheduling.batch import choices, split
 from benchmarks.scheduling.cluster import Setting, Simulation
 from benchmarks.scheduling.job import placement_of
-from benchmarks.scheduling.metrics import isolated_s, load_isolated
+from benchmarks.scheduling.metrics import isolated_s, load_isolated, makespan_bound
 from benchmarks.scheduling.published import Optimus, Tiresias
 from benchmarks.scheduling.workload import load_workload
 
@@ -122,6 +122,19 @@ def test_simulate_prints_the_numbers(data, policy, sizes, monkeypatch, capsys):
     assert found["makespan"] == found["workloads"]["workload-1"]["makespan"] > 500
 
 
+def test_no_policy_ends_before_the_bound(data, monkeypatch, capsys):
+    _, simulation = simulated(data, Tiresias)
+    alone = load_isolated(data)
+    sizes, times = alone["tiny"]
+    cheapest = float((sizes * times).min())
+    assert makespan_bound(simulation, alone) == max(500 + isolated_s(alone["tiny"], 64), 10 + 4 * cheapest / 64)
+    alike = run(monkeypatch, capsys, "simulate", data, "--exponent", "1")
+    fair = run(monkeypatch, capsys, "simulate", data, "--policy", "pf")
+    assert alike["exponent"] == 1
+    assert (alike["mean_jct"], alike["makespan"]) == (fair["mean_jct"], fair["makespan"])
+    assert alike["makespan"] > alike["makespan_bound"]
+
+
 def test_simulate_writes_what_is_needed_to_replay(data, tmp_path, monkeypatch, capsys):
     run(monkeypatch, capsys, "simulate", data, "--output", str(tmp_path / "out"))
     events = [json.loads(line) for line in (tmp_path / "out/workload-1/events.jsonl").read_text().splitlines()]
@@ -169,7 +182,7 @@ def test_adaptive_policies_need_neither_gpus_nor_batches_and_others_do(data, mon
     assert "`batch_size` is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [("--load", "0"), ("--load", "-1"), ("--restart-s", "-1")])
+@pytest.mark.parametrize("words", [("--load", "0"), ("--load", "-1"), ("--restart-s", "-1"), ("--exponent", "0")])
 def test_impossible_loads_and_restarts_are_refused(data, words, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         run(monkeypatch, capsys, "simulate", data, *words)

@@ -305,6 +305,7 @@ def test_a_call_that_fails_is_told_at_the_users_line(folder: Path) -> None:
 def test_code_without_a_signature_is_called_all_the_same() -> None:
     assert build_ref(Ref(name="torch:zeros", args={"size": [2]}), base_dir=".").tolist() == [0, 0]
     assert failure(build_ref, Ref(name="torch:zeros", args={"a": 1}), base_dir=".").code == "SH208"
+    assert failure(build_ref, Ref(name="torch:zeros", args={"size": [2**45]}), base_dir=".").code == "SH407"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from shoal.errors import (
     did_you_mean,
     error,
     from_os_error,
+    is_out_of_memory,
     suggest_path,
 )
 from shoal.spec import static_names
@@ -326,7 +327,7 @@ def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Se
     """Import a name and call it with `leading`, the job's `args` and `extra` (which wins).
 
     Raises SH205 if the arguments do not fit the signature, SH206 if the object cannot be called, SH208 with
-    the user's own line if the call fails.
+    the user's own line if the call fails, SH407 if the memory does not suffice.
     """
     made = import_ref(ref, base_dir=base_dir, default_modules=default_modules)
     arguments = {**ref.args, **extra}
@@ -339,7 +340,8 @@ def build_ref(ref: Ref, *leading: Any, base_dir: str | Path, default_modules: Se
     except BaseException as failure:
         if not is_users_failure(failure):
             raise
-        raise _user_code_error("SH208", failure, f"calling {ref.name}") from failure
+        code = "SH407" if is_out_of_memory(failure) else "SH208"
+        raise _user_code_error(code, failure, f"calling {ref.name}") from failure
 
 
 def _check_arguments(name: str, made: Any, leading: int, arguments: Mapping[str, Any]) -> None:

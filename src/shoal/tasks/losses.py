@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.errors import describe_exception, error
+from shoal.errors import describe_exception, error, is_out_of_memory
 from shoal.spec.base import Ref
 from shoal.spec.names import DEFAULT_MODULES
 from shoal.spec.resolve import build_ref, import_ref
 from shoal.tasks.batch_facts import loss_facts, mistake_error, place_of
 from shoal.tasks.mistakes import Mistake, recognise
-from shoal.tasks.user_errors import is_out_of_memory
 
 ClassLoss = nn.CrossEntropyLoss | nn.NLLLoss
 """The losses that divide by the weights of the targets."""

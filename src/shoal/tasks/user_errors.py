@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from shoal.errors import ShoalError, describe_exception
+from shoal.errors import ShoalError, describe_exception, is_out_of_memory
 from shoal.net.errors import LinkError
 from shoal.spec.resolve import is_users_failure, user_error
 from shoal.tasks.batch_facts import known_failure
-
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
 @contextlib.contextmanager
@@ -36,8 +34,3 @@ def as_shoal_error(failure: BaseException, code: str, doing: str) -> ShoalError:
     elif code == "SH401" and (known := known_failure(failure)):
         return known
     return user_error(code, failure, doing)
-
-
-def is_out_of_memory(failure: BaseException) -> bool:
-    text = describe_exception(failure)
-    return isinstance(failure, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)

@@ -2,10 +2,13 @@
 
 import contextlib
 import time
+from pathlib import Path
 
 import pytest
 
 from shoal.errors import ShoalError
+from shoal.events.stream import read_events
+from shoal.fleet.process_limits import find_cgroup_parent
 from shoal.jobs import run_dir, run_executor
 from shoal.jobs.queue import client, daemon
 from shoal.jobs.queue.daemon import QueueDaemon
@@ -144,6 +147,20 @@ def test_a_running_job_is_cancelled_at_a_step_and_can_be_resumed_by_hand(store, 
     assert (state.status, state.saved_step is not None) == ("cancelled", True)
 
 
+@pytest.mark.parametrize("make_policy", [ElasticShares, FirstComeFirstServed])
+def test_a_user_at_the_quota_leaves_the_other_cores_to_the_next_user(store, job, serve, make_policy):
+    """Ann's jobs all come before bob's, but only one of them may run at a time."""
+    store.submit([job(**ENDLESS)] * 30, user="ann", priority=5)
+    (bob,) = store.submit([job(name="bob", steps=5)], user="bob")
+    store.set_quota("ann", 1)
+    served = serve(make_policy())
+    tick_until(served, lambda: store.get(bob.id).has_ended)
+    assert store.get(bob.id).state == "finished"
+    assert sum(entry.attempts for entry in store.entries() if entry.user == "ann") == 1
+    served.stop("down")
+    tick_until(served, served.tick)
+
+
 def test_a_dead_daemons_run_is_resumed_and_not_started_again(store, paths, job, serve, fork_server):
     made = job(steps=150, workers="1..2")
     alone = run_executor.run(made, runs=paths.runs.parent / "alone", fork_server=fork_server)
@@ -199,6 +216,24 @@ def test_a_job_whose_workers_die_again_and_again_is_held_and_the_rest_goes_on(st
     assert store.get(1).attempts <= transitions.MAX_EARLY_DEATHS + 1, "the first may have made a new step"
     assert "3 attempts in a row" in store.get(1).reason
     assert "SH6" in store.get(1).reason
+
+
+@pytest.mark.long
+def test_a_worker_above_its_memory_ends_only_its_own_job_and_what_the_limits_mean_is_told(store, paths, job, serve):
+    """Without cgroups its allocation fails, and so does the job; with them the kernel kills it, and the job is held."""
+    large = {"name": "models.py:mlp", "args": {"inputs": 64, "classes": 10, "hidden": 20_000, "depth": 1}}
+    store.submit([job(name="large", model=large, limits={"memory": "900 MB"})], user="ann")
+    store.submit([job(name="rest", steps=5, limits={"memory": "3 GB", "cpus": 1})], user="ann")
+    tick_until(serve(), all_ended(store))
+    grown, rest = store.entries()
+    own = Path("/proc/self/cgroup").read_text()
+    by_kernel = find_cgroup_parent(Path("/sys/fs/cgroup"), own, need={"memory", "cpu"}).directory is not None
+    assert (grown.state, grown.reason[:5]) == (("held", "SH603") if by_kernel else ("failed", "SH407")), grown.reason
+    assert rest.state == "finished", rest.reason
+    notes = [
+        event["message"] for event in read_events(RunPaths.at(paths.runs / rest.run).events) if event.kind == "note"
+    ]
+    assert by_kernel or any("limits.memory bounds what the worker reserves" in note for note in notes), notes
 
 
 def test_a_job_that_gets_no_workers_any_more_is_saved_and_goes_on_later(store, paths, job, serve, fork_server):

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.jobs import run_executor
-from shoal.jobs.queue import client, serve
+from shoal.jobs.queue import background, client, serve
 from shoal.jobs.queue.daemon_lock import daemon_lock, is_served, take_lease
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import QueueStore
@@ -57,6 +57,14 @@ def test_processes_that_are_killed_lose_no_job_and_start_none_twice(store, paths
     store.check()
 
 
+def test_the_module_of_the_daemon_can_be_started_by_its_name():
+    """The guard does so. Nothing else of Shoal is imported before it, so a circle of imports would show here."""
+    process = start("shoal.jobs.queue.serve", "--help")
+    shown, said = process.communicate()
+    assert process.returncode == 0, said
+    assert "--guard" in shown
+
+
 def test_a_second_daemon_is_refused_while_the_first_lives_and_takes_over_when_it_is_killed(store, paths, job):
     first = start("tests.jobs.queue.claimer_that_waits", paths.runs)
     assert first.stdout.readline() == "serves\n", first.stderr.read()
@@ -91,11 +99,11 @@ def test_a_daemon_of_another_machine_that_stands_still_is_replaced(store, paths,
 
 
 def test_the_guard_starts_a_killed_daemon_again_but_not_for_ever():
-    assert serve.restart_after(-9, 1)
-    assert serve.restart_after(1, MAX_EARLY_DEATHS), "a bug counts like a kill: the job that causes it is held"
-    assert not serve.restart_after(-9, 100)
-    assert not serve.restart_after(0, 1)
-    assert not serve.restart_after(6, 1), "an error that it told would come again"
+    assert background.restart_after(-9, 1)
+    assert background.restart_after(1, MAX_EARLY_DEATHS), "a bug counts like a kill: the job that causes it is held"
+    assert not background.restart_after(-9, 100)
+    assert not background.restart_after(0, 1)
+    assert not background.restart_after(6, 1), "an error that it told would come again"
 
 
 def shoal(*words, cwd):
@@ -134,8 +142,8 @@ def test_kills_of_daemon_guard_and_workers_lose_no_job_and_change_no_bit(job_dir
         while any(not entry.has_ended for entry in client.look(runs).entries.values()):
             time.sleep(chance.uniform(0.5, 4))
             kill_something(paths, chance, kills)
-            serve.ensure_served(paths)
-        serve.ensure_served(paths)
+            background.ensure_served(paths)
+        background.ensure_served(paths)
         client.down(runs)
     assert kills["daemon"] > 1, kills
     assert kills["worker"] > 1, kills

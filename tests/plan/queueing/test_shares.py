@@ -1,6 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.plan.queueing import order
 from shoal.plan.queueing.elastic_shares import ElasticShares
 from shoal.plan.queueing.entry import JobNeeds, QueueEntry
 from shoal.plan.queueing.shares import CoreCapacity, FirstComeFirstServed, JobFacts
@@ -58,6 +59,34 @@ def test_a_quota_bounds_the_cores_of_a_user():
     shares = ElasticShares().divide(0.0, [], entries, cluster=CoreCapacity({"here": 8}, {"ann": 2}), facts=facts)
     assert sum(shares[n].workers for n in (1, 2, 3)) <= 2
     assert sum(shares[n].workers for n in (4, 5)) == 6
+
+
+def test_a_quota_holds_and_keeps_no_other_user_waiting_when_first_come_is_first_served():
+    entries = [QueueEntry(id=n, user="ann" if n < 4 else "bob", needs=JobNeeds(least=2, most=2)) for n in range(1, 6)]
+    facts = {n: JobFacts() for n in range(1, 6)}
+    cluster = CoreCapacity({"here": 6}, {"ann": 3})
+    shares = FirstComeFirstServed().divide(0.0, [], entries, cluster=cluster, facts=facts)
+    assert [shares[n].workers for n in range(1, 6)] == [2, 0, 0, 2, 2]
+    assert shares[2].why == "the jobs of ann use 2 of 3 cores"
+    running = [entries[0].model_copy(update={"state": "running", "workers": 2})]
+    shares = FirstComeFirstServed().divide(0.0, running, entries[1:3], cluster=cluster, facts=facts)
+    assert [shares[n].workers for n in (2, 3)] == [0, 0], "what already runs counts"
+
+
+def test_a_job_that_its_users_quota_never_lets_start_says_so():
+    entry = QueueEntry(id=1, user="ann", needs=JobNeeds(least=3, most=4))
+    cluster = CoreCapacity({"here": 8}, {"ann": 2})
+    share = ElasticShares().divide(0.0, [], [entry], cluster=cluster, facts={1: JobFacts()})[1]
+    assert (share.workers, share.why) == (0, "It waits: it needs 3 slots at least, and the quota of ann is 2.")
+
+
+def test_jobs_that_wait_for_a_quota_do_not_hide_those_behind_them():
+    many = [QueueEntry(id=n, user="ann", priority=5) for n in range(1, 100)]
+    large = [QueueEntry(id=n, user="ann", priority=5, needs=JobNeeds(least=3, most=3)) for n in range(100, 200)]
+    last = QueueEntry(id=200, user="bob")
+    found = order.window([*large, *many, last], cores=4, quotas={"ann": 2})
+    assert [entry.id for entry in found] == [100, 1, 2, 3, 200]
+    assert len(order.window(many, cores=4, quotas={})) == 2 * 4 + 8
 
 
 def test_speed_is_measured_for_each_number_of_workers_without_the_pause_of_a_change():

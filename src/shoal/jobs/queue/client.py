@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from shoal.errors import error
+from shoal.jobs.queue.background import ensure_served
 from shoal.jobs.queue.daemon_lock import is_served
 from shoal.jobs.queue.queue_file import QueuePaths
 from shoal.jobs.queue.queue_store import HistoryRow, QueueStore
@@ -144,13 +145,6 @@ def down(runs: Path) -> bool:
     while is_served(paths):
         time.sleep(POLL_S)
     return True
-
-
-def ensure_served(paths: QueuePaths) -> bool:
-    """See `serve.ensure_served`."""
-    from shoal.jobs.queue import serve
-
-    return serve.ensure_served(paths)
 
 
 def _check_priority(priority: int) -> None:

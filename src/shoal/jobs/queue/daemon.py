@@ -222,7 +222,7 @@ class QueueDaemon:
         running = [self._entries[number] for number in self._attempts]
         ready = order.runnable(self._entries)
         cluster = replace(self._cluster.capacity(), quotas=self._store.quotas())
-        window = ready[: 2 * cluster.cores + 8]
+        window = order.window(ready, cores=cluster.cores, quotas=cluster.quotas)
         facts = {entry.id: self._facts(entry, now_s) for entry in [*running, *window]}
         shares = self._policy.divide(now_s, running, window, cluster=cluster, facts=facts)
         for entry in running:

@@ -28,6 +28,26 @@ def runnable(entries: Mapping[int, QueueEntry]) -> list[QueueEntry]:
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
 
 
+def window(ready: Sequence[QueueEntry], *, cores: int, quotas: Mapping[str, int]) -> list[QueueEntry]:
+    """The first jobs of this order that a decision is about: more than could start now.
+
+    A user with a quota has at most one more of them than cores, and one that the quota does not let start at all. So
+    jobs that wait for a quota do not hide those behind them, which could use the cores.
+    """
+    found: list[QueueEntry] = []
+    counts: Counter[tuple[str, bool]] = Counter()
+    for entry in ready:
+        if len(found) >= 2 * cores + 8:
+            break
+        if (quota := quotas.get(entry.user)) is not None:
+            fits = entry.needs.least * entry.needs.cores_per_worker <= quota
+            counts[entry.user, fits] += 1
+            if counts[entry.user, fits] > (quota + 1 if fits else 1):
+                continue
+        found.append(entry)
+    return found
+
+
 def unfinished_predecessors(entry: QueueEntry, entries: Mapping[int, QueueEntry]) -> list[int]:
     """The jobs that it comes after and that have not finished. One that is not in the queue any more has."""
     return [number for number in entry.after if number in entries and entries[number].state != "finished"]

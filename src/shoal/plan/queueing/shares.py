@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -63,7 +64,10 @@ class SharePolicy(Protocol):
 
 
 class FirstComeFirstServed:
-    """Each job gets what it asks for at most, as far as there is room, and keeps it to its end."""
+    """Each job gets what it asks for at most, as far as there is room, and keeps it to its end.
+
+    A job that does not fit holds up those behind it, unless only the quota of its user is in its way.
+    """
 
     def divide(
         self,
@@ -75,14 +79,20 @@ class FirstComeFirstServed:
         facts: Mapping[int, JobFacts],
     ) -> dict[int, Share]:
         shares = {entry.id: Share(entry.workers, entry.reason) for entry in running}
-        room = cluster.cores - sum(entry.workers * entry.needs.cores_per_worker for entry in running)
+        used = Counter[str]()
+        for entry in running:
+            used[entry.user] += entry.workers * entry.needs.cores_per_worker
         for entry in ready:
-            workers = fitting(entry.needs, room=room, whole=cluster.cores)
-            if not workers:
+            room, quota = cluster.cores - used.total(), cluster.quotas.get(entry.user, cluster.cores)
+            if not fitting(entry.needs, room=room, whole=cluster.cores):
                 shares[entry.id] = Share(0, f"{room} of {cluster.cores} cores are free")
                 break
-            shares[entry.id] = Share(workers, f"{workers} of {entry.needs.most} workers fit")
-            room -= workers * entry.needs.cores_per_worker
+            allowed = min(room, quota - used[entry.user])
+            if workers := fitting(entry.needs, room=allowed, whole=cluster.cores):
+                shares[entry.id] = Share(workers, f"{workers} of {entry.needs.most} workers fit")
+                used[entry.user] += workers * entry.needs.cores_per_worker
+            else:
+                shares[entry.id] = Share(0, f"the jobs of {entry.user} use {used[entry.user]} of {quota} cores")
         return shares
 
 

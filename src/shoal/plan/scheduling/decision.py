@@ -50,6 +50,9 @@ class Decision:
             return f"It waits: the cluster has {self._room.slots} slots, and its smallest size does not fit."
         if self._wanted.get(job.id):
             return "It waits: no nodes have the free slots and the memory that its workers need."
+        quota = self._quotas.get(job.user, self._room.slots)
+        if self._smallest(row) > quota:
+            return f"It waits: it needs {self._smallest(row)} slots at least, and the quota of {job.user} is {quota}."
         if job.user in self._quotas and self._used(job.user) + self._smallest(row) > self._quotas[job.user]:
             return f"It waits: the jobs of {job.user} use {self._used(job.user)} of {self._quotas[job.user]} slots."
         ahead = sum(self._ranks[self._rows[other]] < self._ranks[row] for other in self.allocation)
