@@ -204,6 +204,7 @@ VERBS = {
     "tag": ("tag", "last"),
     "trash": ("trash",),
     "gc": ("gc",),
+    "compact": ("compact", "last"),
     "archive": ("archive", "last", "--to", "there"),
     "fetch": ("fetch", "there"),
     "predict": ("predict", "last", "--data", "new.csv"),

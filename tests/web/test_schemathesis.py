@@ -9,7 +9,6 @@ from collections import Counter
 
 import hypothesis
 import pytest
-import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from tests.web.live_run import serving
 from tests.web.test_attacks import table
 
 schemathesis = pytest.importorskip("schemathesis")
+requests = pytest.importorskip("requests")
 pytestmark = pytest.mark.browser
 CASES = int(os.environ.get("SHOAL_CASES", "10000"))
 ROLE_OF = {(route.method, route.path): route.role for route in table()}
