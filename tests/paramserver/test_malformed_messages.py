@@ -23,6 +23,7 @@ from shoal.paramserver import connection, protocol
 from shoal.paramserver.chunk_state import chunk_state_from_replica, group_hyperparameters, param_group_indices
 from shoal.paramserver.protocol import HEADER_BYTES, ServerFrame, unpack
 from shoal.spec.chunk_table import ChunkTable, build_pieces
+from shoal.spec.view import View
 from tests.paramserver.cluster import TOKEN, Cluster
 from tests.paramserver.test_bit_exact import assert_exact
 from tests.paramserver.workloads import Workload
@@ -188,7 +189,8 @@ def test_malformed_messages_from_outside_the_view():
         def pour(sayings, purpose, sent, cut, tcp):
             fd = None if sent is None else descriptor(sent)
             to = address.model_copy(update={"host_id": "x"}) if tcp else address
-            holds = any(frame.chunk_table_number > 1 for frame, _ in sayings)
+            unknown_view = [frame for frame, _ in sayings if frame.kind == protocol.ENTER and frame.view > 1]
+            holds = bool(unknown_view) or any(frame.chunk_table_number > 1 for frame, _ in sayings)
             send_raw(to, 900, purpose, sayings, fd=fd, cut=cut, holds=holds)
             if fd is not None:
                 os.close(fd)
@@ -270,6 +272,7 @@ def test_malformed_messages_from_a_member():
         address = cluster.placement._servers[100]
         table = part_of(address, other.address)
         cluster.send(100, "table", table)
+        cluster.send(100, "view", View(number=1, carries={900: [0, 1, 2, 3]}))
         cluster.request(100, "learnt")
         words = json.dumps(entering(900)).encode()
         hyper = json.dumps({"groups": reference_model()[1]["hyper"], "clip_value": None}).encode()
