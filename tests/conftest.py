@@ -1,10 +1,12 @@
 """What the tests share: jobs run with real workers, forked from one fork server per test process."""
 
+import contextlib
 import copy
 import os
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -125,3 +127,12 @@ def resume(job_dir, fork_server):
         return run_executor.resume(paths, on_event=look, overrides=sets, fork_server=fork_server)
 
     return go
+
+
+def living(pids):
+    """The processes among these that live; one may end at any moment."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found

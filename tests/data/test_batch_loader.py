@@ -38,6 +38,7 @@ from shoal.spec.data import LoaderConfig, RandomSamplerConfig
 from shoal.spec.private_file import open_lock_file
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.sources.config import NpySourceConfig, ParquetSourceConfig
+from tests.conftest import living
 
 LANES = 3
 
@@ -468,8 +469,7 @@ def test_no_orphans_when_the_parent_is_killed():
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(alive, timeout=10)
+    _, left = psutil.wait_procs(living(pids), timeout=10)
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
 
 

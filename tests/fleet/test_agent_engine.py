@@ -20,6 +20,7 @@ from shoal.fleet.engines.host_link import AgentHost
 from shoal.fleet.engines.make import apart_hosts, explain_agent
 from shoal.fleet.forkserver import ForkServer
 from shoal.spec.run_paths import RunPaths
+from tests.conftest import living
 from tests.fleet.engine_contract import PATIENCE_S, EngineContract, collect_exits, launch, wait_exits, wait_ready
 
 ENTRY = """
@@ -69,7 +70,7 @@ def pids(tmp_path, *seats):
 
 
 def wait_gone(*processes):
-    psutil.wait_procs([psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)], timeout=PATIENCE_S)
+    psutil.wait_procs(living(processes), timeout=PATIENCE_S)
     assert not [pid for pid in processes if psutil.pid_exists(pid)]
 
 

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.conftest import MLP
+from tests.conftest import MLP, living
 from tests.fleet.ssh_server import SSHD, SshServer
 from tests.jobs.fault_injection import reference_receipt
 from tests.jobs.network_namespaces import namespace_network
@@ -102,7 +102,7 @@ def test_a_killed_driver_is_resumed_on_another_machine(spread, run):
         spread.wait_until(lambda events: any(e.kind == "saved" and e.step >= 4 for e in events))
         first = spread.pids()
         spread.kill_driver()
-        psutil.wait_procs([psutil.Process(pid) for pid in first.values() if psutil.pid_exists(pid)], timeout=PATIENCE_S)
+        psutil.wait_procs(living(first.values()), timeout=PATIENCE_S)
         assert not [pid for pid in first.values() if psutil.pid_exists(pid)]
     other = spread.hosts[1]
     with spread.drive("resume", "mlp-1", "--set", f"network.listen={other.address}", on=other):
