@@ -182,9 +182,10 @@ def test_lines_that_cannot_be_logged_are_lost_alone(hosts):
 @pytest.mark.parametrize("where", ["", ">&2"])
 def test_an_agent_that_never_pauses_keeps_nobody_waiting(tmp_path, where, monkeypatch):
     """The engine comes back from every poll, and sees the exits of others."""
-    monkeypatch.setattr(host_link, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(host_link, "CLOSE_TIMEOUT_S", 0.5)
     ready = json.dumps(GREETING[0])
-    noise = f"""echo '{BANNER.decode()}'; echo '{ready}'; exec yes '{{"kind":"pong"}}' {where}"""
+    pong = '{"kind":"pong"}'
+    noise = f"""echo '{BANNER.decode()}'; echo '{ready}'; yes '{pong}' {where} & cat >/dev/null; kill $!"""
     ends = f"""echo '{BANNER.decode()}'; echo '{ready}'; read a; read b;
                echo '{{"kind":"exited","seat":1,"code":7,"reason":"x"}}'; cat >/dev/null"""
     engine = AgentEngine([fake_host("noisy", noise), fake_host("quiet", ends)], RunPaths(tmp_path))
