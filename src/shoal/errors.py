@@ -359,7 +359,7 @@ def error(code: str, message: str, *, where: str = "", fix: str = "") -> ShoalEr
 def error_from_fields(fields: Mapping[str, Any]) -> ShoalError:
     """The error that another process sent as an event. A code that this version does not know becomes part of the
     message of SH603."""
-    code, message = str(fields["code"]), str(fields["message"])
+    code, message = str(fields.get("code", "no code")), str(fields.get("message", ""))
     if code not in CATALOGUE:
         code, message = "SH603", f"{code}: {message}"
     return error(code, message, where=str(fields.get("where", "")), fix=str(fields.get("fix", "")))
