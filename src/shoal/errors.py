@@ -81,7 +81,7 @@ CATALOGUE: dict[str, Entry] = {
     "SH311": Entry("augment or transform failed", "Fix the function; the message is its own."),
     "SH312": Entry("loader processes die of the same samples",
                    "Set data.loader.workers: 0 to see the error itself, or free memory."),
-    "SH313": Entry("the data cache cannot be written", "Free some disk space, or give another cache directory."),
+    "SH313": Entry("the data cache cannot be used", "Free some disk space, or give another cache directory."),
     # 35x: splits and samplers
     "SH351": Entry("too few samples for the split", "Use fewer folds or more data."),
     "SH352": Entry("the split needs a column", "Name the column in the split."),

@@ -23,6 +23,7 @@ from shoal.checkpoint.example_inputs import describe_example, make_example
 from shoal.checkpoint.export import export_model, load_weights
 from shoal.checkpoint.state_format import pack_state, unpack_state
 from shoal.compression.packed_file import read_packed, write_packed
+from shoal.data.sources import csv_table
 from shoal.errors import ShoalError, error_from_fields
 from shoal.fleet.engines.agent_records import AgentRecords
 from shoal.fleet.profile_request import read_profile_request
@@ -50,6 +51,7 @@ from shoal.storage.compaction import compact_run, expand_run
 from shoal.storage.history import RunHistory
 from shoal.strategies.self_check.verdict import CheckReport
 from tests.conftest import long_only
+from tests.data.source_helpers import open_spec
 from tests.fuzz.grammar import damaged, mutated, raw_bytes
 from tests.fuzz.test_files import examples
 from tests.jobs.past_run import write_run
@@ -322,6 +324,31 @@ def forged_state(root, sound, unpack):
 def _(root):
     (root / "report").write_bytes(CheckReport(lane=1, checked_sums=["ab"], step_s=0.5).pack())
     return root / "report", lambda: CheckReport.unpack((root / "report").read_bytes())
+
+
+def cached(root, name):
+    """The file of this name in the cache of a table. Its numbers are like any others: only its form is checked."""
+    (root / "table.csv").write_text("a,b,label\n" + "1.5,2,yes\n3,4,no\n" * 20)
+
+    def read():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(csv_table, "SMALL_BYTES", 0)
+            source = open_spec(root, kind="csv", path="table.csv", inputs=["a", "b"], target="label")
+            assert len(source) >= 0
+
+    read()
+    (found,) = (root / "cache").rglob(name)
+    return found, read
+
+
+@kind("notes of a cached table")
+def _(root):
+    return cached(root, "survey.json")
+
+
+@kind("numbers of a cached table")
+def _(root):
+    return cached(root, "inputs.npy")
 
 
 @kind("hostfile")

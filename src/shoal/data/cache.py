@@ -45,6 +45,16 @@ def cached_directory(cache_dir: Path, key: list[Any], make: Callable[[Path], Non
     return final
 
 
+@contextmanager
+def reading_cache(directory: Path) -> Iterator[None]:
+    """SH313 if what is read inside is damaged."""
+    try:
+        yield
+    except (OSError, ValueError, EOFError, TypeError, LookupError, AttributeError, RecursionError) as failure:
+        fix = "Delete this directory: it is made again."
+        raise error("SH313", f"its files are damaged: {failure}", where=str(directory), fix=fix) from None
+
+
 def _remove_unused(cache_dir: Path) -> None:
     """Remove entries that were not used for `MAX_UNUSED_S`. A process that maps such a file keeps it until it ends."""
     for old in cache_dir.iterdir():
