@@ -20,7 +20,7 @@ from tests.conftest import MLP, long_only
 from tests.fuzz.grammar import damaged, mutated, raw_bytes
 from tests.fuzz.test_files import examples
 
-FEW, MANY = 200, 20_000
+FEW, MANY = 80, 20_000
 FILE = {"path": "model.safetensors", "size_bytes": 10, "sha256": "a" * 64, "difference": 0.5}
 CUT = {"kind": "cut", "layers": {"0": {"out": "0-3,5"}}}
 SHAPED = {"steps": [CUT], "weights": FILE, "parameters": 5, "removed": {"0": 1}, "refused": {"1": "its bias is used"}}

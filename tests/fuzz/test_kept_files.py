@@ -58,7 +58,7 @@ from tests.jobs.past_run import write_run
 from tests.jobs.test_replanner import plan_file as sound_plan
 from tests.web.past_work import write_compression, write_search
 
-FEW, MANY = 15, 1500
+FEW, MANY = 8, 1500
 KINDS = {}
 TREE = {"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.ones(3)}
 
