@@ -264,6 +264,12 @@ def test_an_agent_claims_the_seat_that_it_was_given_only(tmp_path, count):
     assert {tuple(one) for one in found} == {("worker-0",), ("worker-0", "worker-1")}
 
 
+@pytest.mark.parametrize("claim", [{"number": 10**9 - 1}, {"number": 1, "role": "server"}, {"number": 7}])
+def test_a_seat_that_the_driver_did_not_give_is_not_taken_over(tmp_path, claim):
+    said = json.dumps({"kind": "running", "seats": [claim], "platform": FACTS}).encode()
+    assert reattach(tmp_path, [said]) == ["worker-0"]
+
+
 # ---- what engines say ----
 
 
