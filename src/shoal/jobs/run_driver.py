@@ -472,6 +472,7 @@ def given_token() -> str:
 
 
 def first_free_seat(names: Iterable[str]) -> int:
-    """The first seat number that no worker or server has ever had."""
-    seats = (re.fullmatch(r"(?:worker|server)-(\d+)", name) for name in names)
+    """The first seat number that no worker or server has ever had. A number that no driver gives out, in a damaged
+    event, is none."""
+    seats = (re.fullmatch(r"(?:worker|server)-(\d{1,8})", name) for name in names)
     return max((int(seat[1]) for seat in seats if seat), default=-1) + 1

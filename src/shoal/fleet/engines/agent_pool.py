@@ -78,10 +78,12 @@ class AgentPool(AgentEngine):
                 link.read()
         for link in silent:
             link.end()
-        seats = {seat.number: (seat, link) for link in self._links.values() for seat in link.outlived or ()}
-        for number, (seat, link) in seats.items():
-            self._seats[number] = PlacedSeat(Launch(seat, ""), time.monotonic(), link)
-        return [seats[number][0] for number in sorted(seats)]
+        seats = [
+            (seat, link) for link in self._links.values() for seat in link.outlived or () if self._gave(link, seat)
+        ]
+        for seat, link in seats:
+            self._seats[seat.number] = PlacedSeat(Launch(seat, ""), time.monotonic(), link)
+        return [self._seats[number].launch.seat for number in sorted(self._seats)]
 
     def close(self) -> None:
         super().close()
@@ -92,6 +94,15 @@ class AgentPool(AgentEngine):
 
     def _silent_links(self) -> list[HostLink]:
         return [link for link in self._links.values() if link.outlived is None and link.state != "lost"]
+
+    def _gave(self, link: HostLink, seat: Seat) -> bool:
+        """Whether the earlier driver gave this seat to this agent."""
+        assert self._records is not None
+        return self._records.kept.seats.get(self._numbers[link.host.name]) == seat.name
+
+    def _note_placed(self, link: HostLink, seat: Seat) -> None:
+        if self._records:
+            self._records.give(self._numbers[link.host.name], seat)
 
     def _end_outlived(self, name: str) -> None:
         """What connected the agent was killed, and the agent waits for another driver: there is none."""
