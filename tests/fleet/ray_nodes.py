@@ -48,6 +48,9 @@ for line in sys.stdin:
     elif words["do"] == "groups":
         table = ray.util.placement_group_table()
         tell(groups={g["name"]: [g["state"], list(g["bundles_to_node_id"].values())] for g in table.values()})
+    elif words["do"] == "actors":
+        table = ray._private.state.actors().values()
+        tell(actors=[[one["ActorClassName"], one["State"]] for one in table])
     elif words["do"] == "drain":
         from ray._raylet import GcsClient
         from ray.core.generated import autoscaler_pb2
@@ -83,8 +86,15 @@ class RayNodes:
 
     def groups(self):
         """Placement groups that wait or exist: the nodes of each, by name."""
+        return {name: nodes for name, (_, nodes) in self.states_of_groups().items()}
+
+    def states_of_groups(self):
+        """State and nodes of each of them."""
         found = self.ask(do="groups")["groups"]
-        return {name: nodes for name, (state, nodes) in found.items() if state != "REMOVED"}
+        return {name: [state, nodes] for name, (state, nodes) in found.items() if state != "REMOVED"}
+
+    def states_of_agents(self):
+        return sorted(state for name, state in self.ask(do="actors")["actors"] if name == "AgentActor")
 
 
 @contextlib.contextmanager
