@@ -19,7 +19,7 @@ from shoal.spec.engine import RayEngineConfig
 from shoal.spec.run_paths import RunPaths
 from shoal.spec.view import Seat
 from tests.fleet import engine_contract
-from tests.fleet.engine_contract import EngineContract, collect_exits, launch, wait_exits, wait_ready
+from tests.fleet.engine_contract import AgentContract, agent_above, collect_exits, launch, wait_exits, wait_ready
 from tests.fleet.ray_nodes import ENVIRONMENT, ray_nodes
 from tests.fleet.test_agent_engine import ENTRY, pids, wait_gone
 
@@ -66,7 +66,7 @@ def wait_for(condition, what):
         time.sleep(0.1)
 
 
-class TestRayEngine(EngineContract):
+class TestRayEngine(AgentContract):
     @pytest.fixture
     def make_engine(self, make):
         return make
@@ -82,6 +82,20 @@ def test_a_killed_bridge_leaves_nothing_behind(make, tmp_path):
     assert engine.running() == [1 - one.seat]
     engine.start([launch(5, "0")])
     assert collect_exits(engine, 1) == {5: 0}
+
+
+def test_a_killed_actor_takes_its_agent_along(make, tmp_path):
+    engine = make()
+    engine.start([launch(0, "wait")])
+    wait_ready(tmp_path, 0, engine=engine)
+    agent = agent_above(psutil.Process(*pids(tmp_path, 0)))
+    assert "AgentActor" in " ".join(agent.parent().cmdline())
+    agent.parent().kill()
+    (one,) = wait_exits(engine, 1)
+    assert (one.seat, one.code) == (0, None)
+    wait_gone(*pids(tmp_path, 0), agent.pid)
+    engine.start([launch(1, "7")])
+    assert collect_exits(engine, 1) == {1: 7}
 
 
 def test_a_node_that_dies_ends_its_seats_and_others_start_elsewhere(cluster, make, tmp_path):

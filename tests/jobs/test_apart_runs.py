@@ -157,10 +157,13 @@ def wait_for_event(events: Path, found, process):
 
 
 @pytest.mark.long
-def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir):
+@pytest.mark.parametrize("saves", ["through the driver", "to a URL"])
+def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir, tmp_path, saves):
     ready = job_dir / "ready"
     slow = [{"name": "delays.py:SlowSteps", "args": {"seconds": 1.0, "until": str(ready)}}]
-    job = SMALL | {"workers": 2, "engine": TWO_MACHINES, "watchers": slow, "checkpoint": {"every": "2 steps"}}
+    far = tmp_path / "far"
+    checkpoint = {"every": "2 steps"} | ({"path": f"file://{far}"} if saves == "to a URL" else {})
+    job = SMALL | {"workers": 2, "engine": TWO_MACHINES, "watchers": slow, "checkpoint": checkpoint}
     (job_dir / "job.yaml").write_text(yaml.safe_dump(job))
     paths = RunPaths(job_dir / "runs" / "mlp-1")
     with run_cli("run", "job.yaml", cwd=job_dir) as driver:
@@ -176,6 +179,9 @@ def test_a_killed_driver_takes_all_along_and_resume_goes_on(run, job_dir):
     assert driver.returncode == 0, said
     receipt = json.loads(paths.receipt.read_text())
     assert receipt["weights_sha256"] == reference_receipt(run, SMALL).weights_sha256
+    assert any(event.kind == "resumed" and event.step >= 4 for event in read_events(paths.events))
+    assert far.exists() != paths.checkpoints.exists(), "checkpoints are at one place"
+    assert far.exists() == (saves == "to a URL")
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import yaml
 
@@ -58,9 +59,16 @@ def slow(job_dir):
     return [{"name": "delays.py:SlowSteps", "args": {"seconds": 0.2, "until": str(job_dir / "ready")}}]
 
 
-def test_the_same_bits_through_a_kill(run, job_dir, engine):
+def test_the_same_bits_through_a_kill(run, job_dir, cluster, engine):
+    """Nobody who asks Ray, or lists processes, reads the token meanwhile."""
     with background_run(run, LONGER, workers=2, engine=engine, watchers=slow(job_dir)) as it:
         it.wait_for_workers(2)
+        token = json.loads(it.paths.driver_address.read_text())["token"]
+        told = cluster.ask(do="tables")["tables"]
+        commands = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
+        assert "AgentActor" in told
+        assert "AgentActor" in repr(commands)
+        assert token not in told + repr(commands)
         os.kill(it.state.training_workers[-1].pid, signal.SIGKILL)
         it.wait_until(lambda state: any(w.state == "dead" for w in state.workers.values()))
         it.wait_for_workers(2)
