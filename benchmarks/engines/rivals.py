@@ -32,7 +32,8 @@ def command(rival: str, directory: Path, *, address: str) -> list[str]:
     if rival == "srun torchrun":
         rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_port()}"]
         steps = ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-        return [*steps, *torchrun, *rendezvous, str(JOB), str(directory)]
+        # agents count restarts apart from each other, and find addresses of dead workers in a store that they share
+        return [*steps, "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun, *rendezvous, str(JOB), str(directory)]
     return [sys.executable, "-m", "benchmarks.engines.ray_train_job", address, str(directory)]
 
 
