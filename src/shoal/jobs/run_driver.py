@@ -73,7 +73,9 @@ class RunDriver:
         self.job = job
         self.paths = paths
         self._until = until
-        self.engine = make_engine(job.engine, paths, fork_server, patience_s=job.elastic.patience_s)
+        self.engine = make_engine(
+            job.engine, paths, fork_server, patience_s=job.elastic.patience_s, gang_size=job.workers_per_replica
+        )
         self._on_event = on_event
         self._trace = trace
         self._exit = contextlib.ExitStack()  # cleanup for `close`, in reverse order
