@@ -19,7 +19,7 @@ APPLICATION_ID = 0x53484F51  # "SHOQ"
 SCHEMA_VERSION = 3
 BUSY_TIMEOUT_S = 30.0
 NETWORK_FILE_SYSTEMS = re.compile(
-    r"nfs4?|cifs|smb[23s]?\w*|afs|9p|ceph|glusterfs|lustre|gpfs|beegfs|virtiofs|fuse\.(?!fuse-overlayfs)\w+"
+    r"nfs4?|cifs|smb[23s]?\w*|afs|9p|ceph|glusterfs|lustre|gpfs|beegfs|virtiofs|fuse\.(?!fuse-overlayfs)[\w.-]+"
 )
 SCHEMA = """
 CREATE TABLE job (
