@@ -106,6 +106,9 @@ def test_what_the_source_refuses(run, job_dir):
         outcome = run(BERT, data={"source": REVIEWS | change, "split": "holdout"})
         assert outcome.error is not None
         assert outcome.error.code == said, (change, outcome.error)
+    unknown = run(BERT, data={"source": REVIEWS | {"tokenizer": "bert-base-uncased"}, "split": "holdout"}).error
+    assert unknown.code == "SH802"
+    assert "from_pretrained('bert-base-uncased').save_pretrained" in unknown.fix
 
 
 @pytest.mark.compat("a model without a loss", "refused SH800", how="name a loss")

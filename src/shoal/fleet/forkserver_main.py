@@ -3,9 +3,9 @@
 A process that is tied to the fork server is killed by the kernel when the fork server ends, however that happens.
 
 It is started as `python -m shoal.fleet.forkserver_main FD MODULE...` and exchanges lines of JSON over the inherited
-socket: it receives `start`, `kill`, `import` and `hold`, and sends `ready`, `born` and `gone`. It never runs worker code itself,
-so it stays single-threaded and safe to fork. What it holds is opened in its own thread. It exits when its driver is
-gone; workers notice that their parent has changed.
+socket: it receives `start`, `kill`, `import` and `hold`, and sends `ready`, `born` and `gone`. It never runs code of a
+worker itself, so it stays single-threaded and safe to fork. What it holds is opened in its own thread. It exits when
+its driver is gone; workers notice that their parent has changed.
 """
 
 from __future__ import annotations
