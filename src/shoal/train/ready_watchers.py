@@ -45,15 +45,15 @@ class CsvCurves:
 
     def watch(self, event: Event) -> str | None:
         if found := scalars_of(event):
-            new = not self._path.exists()
-            if not new and self._first in (None, event.step):
-                self._drop(event.step, found)
-            self._first = event.step if self._first is None else self._first
+            new, step = not self._path.exists(), event.step or 0
+            if not new and self._first in (None, step):
+                self._drop(step, found)
+            self._first = step if self._first is None else self._first
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 rows = csv.writer(file)
                 rows.writerows([("step", "name", "value")] if new else [])
-                rows.writerows((event.step, name, repr(value)) for name, value in found.items())
+                rows.writerows((step, name, repr(value)) for name, value in found.items())
         return None
 
     def _drop(self, step: int, names: Collection[str]) -> None:
@@ -85,7 +85,7 @@ class MLflow:
         if found := scalars_of(event):
             client = self._connected()
             for name, value in found.items():
-                if event.step > self._last_logged(name):
+                if (event.step or 0) > self._last_logged(name):
                     client.log_metric(self._run_id, name, value, step=event.step)
         elif event.kind == "finished" and self._run_id:
             self._connected().set_terminated(self._run_id)
