@@ -60,6 +60,7 @@ $(VENV)/.torch: constraints.txt
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) --no-build-isolation -e .
+	$(BIN)/python -m compileall -q src  # pip compiles no files of an editable install
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

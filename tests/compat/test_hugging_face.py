@@ -71,27 +71,20 @@ def test_a_streamed_dataset(run_four_ways):
 @pytest.mark.compat(
     "gradient checkpointing", "works", how="`model.gradient_checkpointing_enable()` in the model's code"
 )
-def test_gradient_checkpointing(run):
+def test_gradient_checkpointing(run_four_ways):
     """The forward pass that is made again draws the same dropout."""
-    job = GPT | {"model": {"name": "hf.py:gpt", "args": {"checkpointing": True}}}
-    one, two = run(job), run(job, workers=2)
-    assert two.status == "finished", two.error
-    assert two.receipt.weights_sha256 == one.receipt.weights_sha256
-    assert one.receipt.exact, one.receipt.why
+    run_four_ways(GPT | {"model": {"name": "hf.py:gpt", "args": {"checkpointing": True}}})
 
 
 @pytest.mark.compat("`datasets` on disk, with its own splits", "works", how="`path:` of `save_to_disk`, `split: train`")
-def test_a_dataset_dict_on_disk(run, job_dir):
+def test_a_dataset_dict_on_disk(run_four_ways, job_dir):
     import datasets
 
     whole = datasets.Dataset.from_csv(str(job_dir / "reviews.csv"))
     datasets.DatasetDict(whole.train_test_split(0.25, seed=1)).save_to_disk(job_dir / "saved")
     source = REVIEWS | {"path": "saved", "split": "train"}
     data = {"source": source, "validation": REVIEWS | {"path": "saved", "split": "test"}}
-    one, two = run(BERT, data=data), run(BERT, data=data, workers=2)
-    assert two.status == "finished", two.error
-    assert two.receipt.weights_sha256 == one.receipt.weights_sha256
-    assert two.receipt.metrics == one.receipt.metrics
+    run_four_ways(BERT | {"data": data})
 
 
 @pytest.mark.compat("files that `datasets` cannot read, parts and tokenizers that are not there", "refused SH802")
@@ -106,6 +99,9 @@ def test_what_the_source_refuses(run, job_dir):
         outcome = run(BERT, data={"source": REVIEWS | change, "split": "holdout"})
         assert outcome.error is not None
         assert outcome.error.code == said, (change, outcome.error)
+    unknown = run(BERT, data={"source": REVIEWS | {"tokenizer": "bert-base-uncased"}, "split": "holdout"}).error
+    assert unknown.code == "SH802"
+    assert "from_pretrained('bert-base-uncased').save_pretrained" in unknown.fix
 
 
 @pytest.mark.compat("a model without a loss", "refused SH800", how="name a loss")

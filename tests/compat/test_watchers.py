@@ -3,6 +3,7 @@
 import pytest
 
 from tests.conftest import MLP
+from tests.jobs.fault_injection import fault_script
 
 pytestmark = pytest.mark.compat
 
@@ -17,7 +18,7 @@ def test_wandb(run):
 
 
 @pytest.mark.compat("MLflow, a directory of files", "works", how="`watchers: [mlflow]`")
-def test_mlflow(run, job_dir, monkeypatch):
+def test_mlflow(run, resume, job_dir, monkeypatch):
     from mlflow import MlflowClient
 
     uri = (job_dir / "tracked").as_uri()
@@ -29,3 +30,17 @@ def test_mlflow(run, job_dir, monkeypatch):
     steps = [point.step for point in client.get_metric_history(tracked.info.run_id, "train/loss")]
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
     assert tracked.data.metrics["validation/accuracy"] == outcome.receipt.metrics["accuracy"]
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [5], "marks": str(job_dir)}}
+    again = {"name": "mlflow", "args": {"tracking_uri": uri, "experiment": "again"}}
+    failed = run(SHORT, watchers=[again, kill], elastic={"restarts": 0}, checkpoint={"every": "2 steps"})
+    assert resume(failed.paths).status == "finished"
+    (resumed,) = client.search_runs([client.get_experiment_by_name("again").experiment_id])
+    steps = [point.step for point in client.get_metric_history(resumed.info.run_id, "train/loss")]
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6], "steps that were computed again are logged once"
+    third = {"name": "mlflow", "args": {"tracking_uri": uri, "experiment": "third"}}
+    leader = fault_script(job_dir, "kill worker 0 at step 4 in exchange")
+    killed = run(SHORT, workers=2, lanes=2, watchers=[third, *leader])
+    assert killed.receipt.deaths_survived == 1
+    (one,) = client.search_runs([client.get_experiment_by_name("third").experiment_id])
+    steps = [point.step for point in client.get_metric_history(one.info.run_id, "train/loss")]
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6], "the next leader goes on in the same run"

@@ -155,6 +155,41 @@ def test_csv_errors(tmp_path, storage, text, spec, code, says):
     assert "a.csv" in wrong.where
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_columns_that_are_left_out_are_named(tmp_path, kind):
+    """Otherwise nobody would learn that half of his columns train nothing."""
+    table = pa.table(
+        {"city": ["a", "b"], "x": [1, 2], "sold": ["2024-01-01", "2024-02-01"], "w": ["p", "q"], "y": [0, 1]}
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("city,x,sold,w,y\na,1,2024-01-01,p,0\nb,2,2024-02-01,q,1\n")
+    spec = {"kind": kind, "path": f"a.{kind}", "target": "y", "not_inputs": ("w",)}
+    notes = []
+    first = open_spec(tmp_path, notify=notes.append, **spec)
+    (told,) = notes
+    assert "hold no numbers: city, sold; `encode`" in told
+    open_spec(tmp_path, notify=notes.append, training_source=first, **spec)
+    open_spec(tmp_path, notify=notes.append, encode={"city": "onehot", "sold": "calendar"}, **spec)
+    open_spec(tmp_path, notify=notes.append, inputs=["x"], **spec)
+    assert notes == [told]
+
+
+@pytest.mark.parametrize(
+    ("spec", "fix"),
+    [({}, "missing: {x: mean}"), ({"encode": {"city": "onehot"}, "missing": {"x": 0}}, "{city: unknown}")],
+)
+def test_a_gap_is_told_with_what_may_stand_for_it(tmp_path, spec, fix):
+    (tmp_path / "a.csv").write_text("x,city,y\n1,a,0\n,b,1\n3,,1\n")
+    assert fix in open_failure(tmp_path, kind="csv", path="a.csv", target="y", **spec).fix
+
+
+def test_texts_alone_are_told_with_what_reads_them(tmp_path):
+    (tmp_path / "a.csv").write_text("text,y\nhello there,0\nwell,1\n")
+    fix = open_failure(tmp_path, kind="csv", path="a.csv", target="y").fix
+    assert "encode: {text: onehot}" in fix
+    assert "kind: huggingface" in fix
+
+
 def test_ids_of_which_some_look_like_numbers_stay_apart(tmp_path, storage):
     """As numbers, all that are none would be one NaN: one group of a split."""
     ids = ["6214e9", "11cb48", "103959", "6214e9", "b436b2", "7", "12", "8"]

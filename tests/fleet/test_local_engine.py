@@ -96,6 +96,38 @@ def test_an_entry_that_cannot_be_imported_is_told_with_its_line_and_its_log(envi
     assert (exits[1].code, exits[1].start_error) == (0, None), "the others are started"
 
 
+def test_modules_may_be_named_while_the_first_ones_are_imported(environment, tmp_path):
+    """A module that counts how often it is executed: once by the fork server, and once more by the next one."""
+    (tmp_path / "later.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')\n")
+    (tmp_path / "later_entry.py").write_text("import sys\nfrom later import __name__ as _\ndef main(): sys.exit(5)\n")
+    (tmp_path / "broken_entry.py").write_text("import no_such_package\n")
+    with ForkServer(environment, ["seat_entry"]) as fork_server:
+        fork_server.preload(["later", "later_entry", "broken_entry"])
+        engine = LocalEngine(fork_server, RunPaths(tmp_path))
+        engine.start([Launch(Seat(number=seat), "later_entry") for seat in (0, 1)])
+        assert collect_exits(engine, 2) == {0: 5, 1: 5}
+        assert (tmp_path / "imports").read_text() == "x"
+        engine.start([Launch(Seat(number=2), "broken_entry")])
+        assert wait_exits(engine, 1)[0].start_error.code == "SH629"
+        os.kill(fork_server._process.pid, signal.SIGKILL)
+        fork_server._process.wait()
+        engine.poll(0.5)
+        engine.start([Launch(Seat(number=3), "later_entry")])
+        assert collect_exits(engine, 1) == {3: 5}
+        assert (tmp_path / "imports").read_text() == "xx"
+
+
+def test_a_fork_server_that_still_imports_is_closed_at_once(environment, tmp_path):
+    os.mkfifo(tmp_path / "never_written")
+    (tmp_path / "endless.py").write_text(f"open({str(tmp_path / 'never_written')!r})\n")
+    fork_server = ForkServer(environment, ["seat_entry"])
+    fork_server.preload(["endless"])
+    while not fork_server.platform:  # the first modules are imported
+        fork_server.poll(1.0)
+    fork_server.close()
+    assert not psutil.pid_exists(fork_server._process.pid)
+
+
 def test_an_interpreter_without_shoal_is_told(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 3\n")

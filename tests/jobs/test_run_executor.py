@@ -242,6 +242,9 @@ class FakeForkServer:
         self.key = threads, tuple(modules), python
         self.closed = False
 
+    def preload(self, modules):
+        self.key = self.key[0], (*self.key[1], *modules), self.key[2]
+
     def close(self):
         self.closed = True
 
@@ -266,6 +269,27 @@ def test_a_job_with_other_threads_gets_another_fork_server(monkeypatch, job_dir)
     with ForkServerPool() as pool:
         assert (pool.for_job(one).key[0], pool.for_job(two).key[0]) == (1, 2)
         assert "shoal.tasks.first_metric" in pool.for_job(one).key[1]
+
+
+@pytest.mark.parametrize(("changes", "taken"), [({}, True), ({"threads": 2}, False), ({"engine": "slurm"}, False)])
+def test_a_fork_server_that_was_started_early_is_taken_or_closed(monkeypatch, job_dir, changes, taken):
+    monkeypatch.setattr(fork_servers, "make_fork_server", FakeForkServer)
+    job = make_job(MLP | changes, base_dir=str(job_dir))
+    with ForkServerPool() as pool:
+        pool.start_early()
+        early = pool._early
+        found = pool.for_job(job)
+        assert (found is early, early.closed) == (taken, not taken)
+        assert "shoal.tasks.first_metric" in found.key[1]
+    assert found.closed
+
+
+def test_a_job_that_cannot_be_read_leaves_no_fork_server(monkeypatch):
+    monkeypatch.setattr(fork_servers, "make_fork_server", FakeForkServer)
+    with ForkServerPool() as pool:
+        pool.start_early()
+        early = pool._early
+    assert early.closed
 
 
 def test_a_fork_server_that_was_brought_serves_all_and_stays_open():

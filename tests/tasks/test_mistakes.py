@@ -67,10 +67,19 @@ ERRORS = {
     "channels last": (job("Conv", inputs="channels_last"), "SH715", "conv", "and gets 8", "permute(0, 3, 1, 2)"),
     "no image": (job("Conv"), "SH715", "conv", r"dimensions: .*\[8, 6\]", "samples, channels, height, width"),
     "argmax": (job("EndsWithArgmax"), "SH716", "argmax", r"int64 \[8\] is whole numbers", "scores of all classes"),
+    "argmax before another": (job("CountsAfterArgmax"), "SH716", "earlier argmax", "carries no gradient", "argmax"),
     "detached": (job("Detached"), "SH716", "detach", "carries no gradient", "detach"),
     "double inputs": (job(inputs="double"), "SH717", "inputs", r"Double and Float.*float64 \[8, 6\]", r"x.float\(\)"),
     "whole inputs": (job(inputs="whole"), "SH717", "inputs", r"Long and Float.*int64 \[8, 6\]", r"x.float\(\)"),
     "float words": (job("Words"), "SH717", "words", r"Embedding .*float32 \[8, 6\]", r"x.long\(\)"),
+    "words without rows": (
+        job("Words", inputs="tokens"), "SH715", "words", r"no row .*int64 \[8, 6\] from 60 to 65", "vocab_size",
+    ),
+    "named inputs": (job(inputs="named"), "SH714", "inputs", r"one dict; .*x float32 \[8, 6\]", "`loss: model`"),
+    "too few outputs of a model with its loss": (
+        job("OwnLoss", inputs="named", loss="model", outputs=2), "SH713", "own loss", "the class 2; .* from 0 to 2",
+        "num_labels",
+    ),
     "device": (job("OtherDevice"), "SH718", "device", "meta .* cpu", "device=x.device"),
 }  # fmt: skip
 
@@ -78,6 +87,9 @@ NOTES = {
     "softmax": (job("EndsWithSoftmax"), "SH719", "softmax", "CrossEntropyLoss applies softmax itself"),
     "sigmoid": (
         job("EndsWithSigmoid", labels="binary", loss="BCEWithLogitsLoss"), "SH719", "sigmoid", "applies sigmoid itself",
+    ),
+    "one output of a model with its loss": (
+        job("OwnLoss", inputs="named", loss="model", outputs=1), "SH714", "model", "as if they were quantities",
     ),
     "scores as log-probabilities": (job(loss="NLLLoss"), "SH714", "loss", "NLLLoss takes log-probabilities"),
 }  # fmt: skip
@@ -88,6 +100,8 @@ RIGHT = {
     "yes or no": job(labels="binary", loss="BCEWithLogitsLoss", outputs=1, metrics=["accuracy"]),
     "probabilities": job("EndsWithSigmoid", labels="binary", loss="BCELoss"),
     "numbers": job(labels="number", loss="MSELoss", outputs=1),
+    "a model with its loss": job("OwnLoss", inputs="named", loss="model"),
+    "a model with its loss of numbers": job("OwnLoss", inputs="named", labels="number", loss="model", outputs=1),
 }
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 
 from tests.conftest import MLP
+from tests.jobs.fault_injection import fault_script
 
 SHORT = MLP | {"steps": 6, "evaluate": {"every_steps": 3}, "lanes": 2}
 
@@ -46,6 +47,23 @@ def test_curves_as_csv(run):
     assert [int(row["step"]) for row in losses] == [1, 2, 3, 4, 5, 6]
     last = [float(row["value"]) for row in rows if row["name"] == "validation/accuracy"][-1]
     assert last == outcome.receipt.metrics["accuracy"]
+
+
+def test_curves_through_a_kill_and_a_resume_have_every_row_once(run, resume, job_dir):
+    """A worker that is killed, or a run that is resumed, computes steps again that are written already."""
+    job = SHORT | {"steps": 10, "evaluate": {"every_steps": 5}}
+    plain = _curves(run(job, watchers=["csv"]))
+    leader = fault_script(job_dir, "kill worker 0 at step 4 in exchange")
+    assert _curves(run(job, workers=2, watchers=["csv", *leader])) == plain
+    kill = {"name": "faults.py:KillAt", "args": {"steps": [7], "marks": str(job_dir)}}
+    failed = run(job, watchers=["csv", kill], elastic={"restarts": 0}, checkpoint={"every": "3 steps"})
+    assert len(_curves(failed)) > 12, "there are rows after the checkpoint"
+    assert _curves(resume(failed.paths)) == plain
+
+
+def _curves(outcome):
+    with (outcome.paths.root / "csv" / "curves.csv").open() as file:
+        return list(csv.reader(file))
 
 
 def test_the_learning_rate_finder_names_a_rate_on_any_number_of_workers(run):

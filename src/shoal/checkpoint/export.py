@@ -159,6 +159,8 @@ def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, .
     try:
         if not example_inputs:
             raise ValueError("there are no example inputs")
+        if any(isinstance(value, Mapping) for value in example_inputs):
+            raise ValueError("its inputs have names; `shoal export RUN --format pt2` writes it with inputs in order")
         save_program(model, example_inputs, target)
     except Exception as problem:
         reason = next(iter(str(problem).strip().splitlines()), "") or type(problem).__name__

@@ -41,14 +41,15 @@ def run(
 ) -> None:
     """Train: run a job, show its progress, print the receipt."""
     from shoal.jobs.fork_servers import ForkServerPool
-    from shoal.terminal import hints
-    from shoal.terminal.live import make_display
 
     asked = [f"{field}={value}" for field, value in (("workers", workers), ("network.listen", listen)) if value]
-    checked = load_job(job, [*engine_kind(engine), *sets, *asked])
     with ForkServerPool() as fork_servers:
-        fork_servers.for_job(checked)  # it imports torch while this process imports the rest
+        fork_servers.start_early()  # it imports torch while this process reads the job and imports the rest
+        checked = load_job(job, [*engine_kind(engine), *sets, *asked])
+        fork_servers.for_job(checked)
         from shoal.jobs.run_executor import RunExecutor, run_to_end
+        from shoal.terminal import hints
+        from shoal.terminal.live import make_display
 
         if workers and not (quiet or as_json) and (hint := hints.lanes_hint(checked, job, sets)):
             output.print_lines(hint)

@@ -48,6 +48,7 @@ class ForkServer:
         self._watched: dict[int, str] = {}  # pidfds of processes that are not children of the fork server
         self._lock = threading.RLock()
         self._held: list[tuple[str, str]] = []
+        self._imports = 0  # that it was asked for, and has not finished
         if at_once:
             self._spawn()
 
@@ -68,7 +69,7 @@ class ForkServer:
                 ours.close()
                 raise fork_error(failure) from failure
         self._control = ours
-        self._ready = False
+        self._imports = 1
         self._selector.register(ours, selectors.EVENT_READ)
         self._partial = b""
         for entry, argument in self._held:
@@ -108,6 +109,14 @@ class ForkServer:
                 self._held.append((entry, argument))
                 if self._control is not None:
                     self._send_command({"hold": entry, "argument": argument})
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import further modules, for the processes that are started after this call."""
+        with self._lock:
+            self.modules += modules
+            if self._control is not None and modules:
+                self._imports += 1
+                self._send_command({"import": list(modules)})
 
     def adopt(self, key: str, pid: int) -> None:
         """Watch a process that an earlier driver left behind."""
@@ -163,7 +172,8 @@ class ForkServer:
         *lines, self._partial = (self._partial + data).split(b"\n")
         for row in map(json.loads, lines):
             if "ready" in row:
-                self._ready, self.platform = True, row["platform"]
+                self._imports -= 1
+                self.platform = row["platform"]
             elif "born" in row:
                 self._pids[row["born"]] = row["pid"]
             else:
@@ -191,7 +201,7 @@ class ForkServer:
         code = self._process.wait()
         for key, pid in list(self._pids.items()):
             if pid is None:
-                if not self._ready and code > 0:
+                if self._imports and code > 0:
                     self._start_errors[key] = self._startup_error(code)
                 self._record_exit(key, code or None)
             elif key not in self._watched.values():
@@ -203,7 +213,7 @@ class ForkServer:
 
     def startup_failure(self) -> ShoalError | None:
         """Why the fork server ended before it was ready; None if it is ready, or still starts."""
-        if self._control is not None or self._process is None or self._ready:
+        if self._control is not None or self._process is None or not self._imports:
             return None
         return self._startup_error(self._process.returncode)
 
@@ -230,8 +240,8 @@ class ForkServer:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            if not self._ready:
-                self._process.kill()  # it has started nothing, and may import for seconds
+            if self._imports:
+                self._process.kill()  # it may import for seconds
             self._process.wait()
         self._selector.close()
 

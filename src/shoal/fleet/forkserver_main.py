@@ -3,9 +3,9 @@
 A process that is tied to the fork server is killed by the kernel when the fork server ends, however that happens.
 
 It is started as `python -m shoal.fleet.forkserver_main FD MODULE...` and exchanges lines of JSON over the inherited
-socket: it receives `start`, `kill` and `hold`, and sends `ready`, `born` and `gone`. It never runs worker code itself,
-so it stays single-threaded and safe to fork. What it holds is opened in its own thread. It exits when its driver is
-gone; workers notice that their parent has changed.
+socket: it receives `start`, `kill`, `import` and `hold`, and sends `ready`, `born` and `gone`. It never runs code of a
+worker itself, so it stays single-threaded and safe to fork. What it holds is opened in its own thread. It exits when
+its driver is gone; workers notice that their parent has changed.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> NoReturn:
     control = socket.socket(fileno=int(sys.argv[1]))
-    gc.disable()  # what is imported stays: looking for garbage in it takes an eighth of the time
-    failures = _import_modules(sys.argv[2:])
-    gc.enable()
-    gc.collect()
-    gc.freeze()  # keep pages shared: a child's garbage collector does not touch them
-    _send(control, {"ready": True, "platform": platform_facts()})
-    serve(control, failures)
+    serve(control, _import_modules(sys.argv[2:], control))
     os._exit(0)
 
 
-def _import_modules(modules: list[str]) -> dict[str, BaseException]:
+def _import_modules(modules: list[str], control: socket.socket) -> dict[str, BaseException]:
     """Import the modules, and return the failures by module: only a process whose entry failed cannot be started. The
     others import what they need themselves, and report what they lack."""
     failures: dict[str, BaseException] = {}
+    gc.disable()  # what is imported stays: looking for garbage in it takes an eighth of the time
     for module in modules:
         try:
             importlib.import_module(module)
         except BaseException as failure:
             failures[module] = failure
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # keep pages shared: a child's garbage collector does not touch them
+    _send(control, {"ready": True, "platform": platform_facts()})
     return failures
 
 
@@ -95,6 +94,8 @@ def _handle(
             _start(command, control, children)
         else:
             _report_failed_import(command, control, failure)
+    elif "import" in command:
+        failures.update(_import_modules(command["import"], control))
     elif "hold" in command:
         with contextlib.suppress(Exception):  # a worker opens it itself, and reports what is wrong
             importlib.import_module(command["hold"]).hold(command["argument"])

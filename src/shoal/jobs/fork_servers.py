@@ -6,16 +6,20 @@ import json
 import os
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from shoal.fleet.forkserver import ForkServer
-from shoal.spec.job import Job
-from shoal.spec.run_paths import cache_directory
+
+if TYPE_CHECKING:  # a fork server may be started before the job is read, and before what reads it is imported
+    from shoal.spec.job import Job
 
 WORKER_MODULE = "shoal.train.worker"
 SERVER_MODULE = "shoal.paramserver.main"
 OPTIMIZER_MODULE = "torch._dynamo"  # torch imports it with the first optimizer, which takes a second
 METRICS_MODULE = "shoal.tasks.first_metric"
 DATA_MODULE = "shoal.data.datasets"
+USUAL_THREADS = 1
+"""Of a job that says nothing else."""
 
 
 class ForkServerPool:
@@ -26,7 +30,12 @@ class ForkServerPool:
     def __init__(self, shared: ForkServer | None = None, *, preload: Sequence[str] = ()) -> None:
         self._shared = shared
         self._preload = tuple(preload)
+        self._early: ForkServer | None = None
         self._made: dict[tuple[str, int, frozenset[str], bool], ForkServer] = {}
+
+    def start_early(self) -> None:
+        """Let a fork server import what most jobs need, while the job is still read."""
+        self._early = make_fork_server(USUAL_THREADS)
 
     def get(self, threads: int, *, modules: Sequence[str] = (), python: str = "") -> ForkServer:
         if self._shared is not None:
@@ -42,13 +51,22 @@ class ForkServerPool:
     def _get(self, threads: int, modules: Sequence[str], python: str, *, at_once: bool) -> ForkServer:
         key = python, threads, frozenset(modules), at_once
         if key not in self._made:
-            self._made[key] = make_fork_server(
-                threads, modules=[*modules, *self._preload], python=python, at_once=at_once
-            )
+            further = [*modules, *self._preload]
+            early, self._early = self._early, None
+            if early is not None and (python, threads, at_once) == ("", USUAL_THREADS, True):
+                early.preload(further)
+                self._made[key] = early
+            else:
+                if early is not None:
+                    early.close()
+                self._made[key] = make_fork_server(threads, modules=further, python=python, at_once=at_once)
         return self._made[key]
 
     def close(self) -> None:
         """Close the fork servers of the pool. No process that they forked is left."""
+        if self._early is not None:
+            self._early.close()
+            self._early = None
         while self._made:
             self._made.popitem()[1].close()
 
@@ -83,6 +101,8 @@ def make_fork_server(
 
 def hold_data(fork_server: ForkServer, job: Job) -> None:
     """Let the fork server hold the opened data of the job for its workers, where that is possible."""
+    from shoal.spec.run_paths import cache_directory
+
     if job.engine.shares_run_dir and job.fold_count == 1:
         data = job.data.model_dump(mode="json", exclude={"transform", "augment", "loader", "sampler"})
         asked = {"data": data, "seed": job.seed, "base_dir": job.base_dir, "cache_dir": str(cache_directory())}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +35,18 @@ def tensor_facts(value: Any, *, read: bool = True) -> TensorFacts | None:
     whole = bool((values == values.floor()).all())
     one_hot = whole and values.dim() > 1 and shape[1] > 1 and _is_one_hot(values)
     return TensorFacts(dtype, shape, float(values.min()), float(values.max()), whole, one_hot)
+
+
+def input_facts(batch: Batch) -> tuple[TensorFacts, ...]:
+    """The facts of a batch's inputs: of whole numbers, which may be indices, with their range."""
+    named = [
+        entry
+        for value in batch.inputs
+        for entry in (value.items() if isinstance(value, Mapping) else [("", value)])
+        if isinstance(entry[1], Tensor)
+    ]
+    facts = [(name, tensor_facts(value, read=not value.is_floating_point())) for name, value in named]
+    return tuple(replace(one, name=str(name)) for name, one in facts if one is not None)
 
 
 def _is_one_hot(values: Tensor) -> bool:
@@ -84,8 +99,7 @@ def explain_model_errors(batch: Batch) -> Iterator[None]:
     except Exception as failure:
         if not is_users_failure(failure):
             raise
-        inputs = tuple(f for value in batch.inputs if (f := tensor_facts(value, read=False)))
-        known = known_failure(failure, inputs=inputs)
+        known = known_failure(failure, inputs=input_facts(batch))
         if known is None:
             raise
         raise known from failure
@@ -117,13 +131,47 @@ def place_of(mistake: Mistake, model: nn.Module | None) -> str:
 
 
 def _line_of_words(model: nn.Module, words: Sequence[str]) -> str:
-    """The last line of a forward of the user that uses one of the words, in the order of the words; '' if none does."""
+    """The line of a forward of the user that uses one of the words: where what it returns is made of it, otherwise the
+    last one, in the order of the words; '' if none does."""
+    pattern = re.compile(rf"\b(?:{'|'.join(words)})\b") if words else None
+    for module in model.modules() if pattern else ():
+        number = returned_from(textwrap.dedent("".join(_source(type(module).forward))), pattern)
+        if number is not None:
+            return _line(type(module).forward, number)
     for word in words:
         for module in model.modules():
             numbers = [n for n, line in enumerate(_source(type(module).forward)) if re.search(rf"\b{word}\b", line)]
             if numbers:
                 return _line(type(module).forward, numbers[-1])
     return ""
+
+
+def returned_from(source: str, pattern: re.Pattern[str] | None) -> int | None:
+    """The line (from 0) of a function's source at which the value that it returns is made by a matching expression:
+    the nearest one to the return, back through assigned names. None if there is none."""
+    try:
+        statements = [
+            node
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return) and node.value is not None
+        ]
+    except SyntaxError:
+        return None
+    wanted: set[str] | None = None  # until a return is found
+    for node in sorted(statements, key=lambda one: one.lineno, reverse=True):
+        if isinstance(node, ast.Return):
+            wanted = wanted or set()
+        elif wanted is None or not wanted & _names_in(node.targets if isinstance(node, ast.Assign) else [node.target]):
+            continue
+        assert node.value is not None
+        if pattern is not None and pattern.search(ast.unparse(node.value)):
+            return node.lineno - 1
+        wanted |= _names_in([node.value])
+    return None
+
+
+def _names_in(nodes: Sequence[ast.expr]) -> set[str]:
+    return {one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
 def _line_of_last_layer(model: nn.Module) -> str:

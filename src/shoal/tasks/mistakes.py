@@ -19,7 +19,8 @@ _CLASS_FIX = "Write `target_as: class` in a csv or parquet source; a Dataset of 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A tensor's dtype and shape and, if they were read, the range of its values and whether all are whole numbers."""
+    """A tensor's dtype and shape and, if they were read, the range of its values and whether all are whole numbers.
+    `name` is its place in a batch of named entries."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,13 +28,14 @@ class TensorFacts:
     high: float | None = None
     is_whole: bool = False
     is_one_hot: bool = False
+    name: str = ""
 
     @property
     def is_float(self) -> bool:
         return "float" in self.dtype
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+        return f"{self.name} {self.dtype} {list(self.shape)}".lstrip()
 
     @property
     def with_range(self) -> str:
@@ -263,6 +265,38 @@ _SHAPE_FAILURES: tuple[tuple[str, Callable[[re.Match[str]], tuple[str, str]]], .
 )
 
 
+def _no_such_row(facts: BatchFacts) -> Mistake | None:
+    if "index out of range in self" not in facts.failure:
+        return None
+    fix = (
+        "Give the embedding more rows than the largest number in the data: num_embeddings; in a config of Hugging Face "
+        "`vocab_size`, at least len(tokenizer), and `max_position_embeddings`, at least the longest text."
+    )
+    return Mistake("SH715", f"nn.Embedding has no row for a number that it gets{_given(facts)}", fix, about="failure")
+
+
+def _no_such_class(facts: BatchFacts) -> Mistake | None:
+    """What a model says that computes its loss itself: of other losses the target is known."""
+    found = re.search(r"Target (\d+) is out of bounds", facts.failure)
+    if not found or facts.loss:
+        return None
+    message = f"the model has no output for the class {found.group(1)}{_given(facts)}"
+    fix = "Give the last layer one output for each class, in a config of Hugging Face `num_labels`; classes begin at 0."
+    return Mistake("SH713", message, fix, about="failure")
+
+
+def _named_entries(facts: BatchFacts) -> Mistake | None:
+    """A batch of named entries for a model that is not called by name."""
+    if not re.search(r"'dict' object has no attribute|must be Tensor, not dict|Tensor .*but got .*dict", facts.failure):
+        return None
+    fix = (
+        "A model of Hugging Face is called by name and computes its loss itself: `loss: model`. A model of your own "
+        "takes the entries out of the dict in forward."
+    )
+    message = f"the model gets the whole batch as one dict{_given(facts)}"
+    return Mistake("SH714", message, fix, about="failure")
+
+
 def _wrong_input_dtype(facts: BatchFacts) -> Mistake | None:
     if "argument #1 'indices' to have one of the following scalar types" in facts.failure:
         fix = "Give whole numbers: x.long() in forward, or int64 in the data."
@@ -292,7 +326,7 @@ def _wrong_device(facts: BatchFacts) -> Mistake | None:
 def _given(facts: BatchFacts) -> str:
     if not facts.inputs:
         return ""
-    return f"; the batch is {', '.join(map(str, facts.inputs))}"
+    return f"; the batch is {', '.join(one.with_range for one in facts.inputs)}"
 
 
 def _has_range(tensor: TensorFacts) -> bool:
@@ -320,6 +354,11 @@ RECOGNISERS: tuple[Recogniser, ...] = (
     _scores_for_probabilities,
     _softmax_twice,
     _wrong_input_shape,
+    _no_such_row,
+    _no_such_class,
+    _named_entries,
 )
-_OF_FAILURES = (_wrong_device, _wrong_input_dtype, _wrong_input_shape)
+_OF_FAILURES = (
+    _wrong_device, _wrong_input_dtype, _wrong_input_shape, _no_such_row, _no_such_class, _named_entries,
+)  # fmt: skip
 """They read what torch said. Without a failure, no worker compiles their patterns."""

@@ -44,6 +44,19 @@ class OwnLossTask(Task):
         output = self._forward(model, batch)
         return self._weighted(model, output, batch), aligned_logits(model, output, batch)
 
+    def look_at(self, model: nn.Module, batch: Batch) -> str:
+        """With one output, models of Hugging Face learn a number: labels that are classes are a mistake."""
+        labels, logits = batch.target, field_of(self._forward(model, batch), "logits")
+        if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or labels.is_floating_point():
+            return ""
+        if logits.dim() != labels.dim() + 1 or logits.shape[-1] != 1:
+            return ""
+        given = f"logits {list(logits.shape)} and labels {labels.dtype} {list(labels.shape)}"
+        return (
+            f"SH714 model: {given}: with one output it learns the class numbers as if they were quantities. Give it "
+            "one output for each class (`num_labels`); for numbers give labels as floats."
+        )
+
     def target(self, model: nn.Module, batch: Batch) -> Any:
         return batch.target[..., 1:] if predicts_next(model, batch.target) else batch.target
 

@@ -6,9 +6,11 @@ import csv
 import importlib
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.files import atomic_replace
 from shoal.errors import error
 from shoal.events import Event
 from shoal.train.watched import AttachedWorker
@@ -32,22 +34,36 @@ def _library(name: str, extra: str) -> Any:
 
 
 class CsvCurves:
-    """`watchers: [csv]`: rows of step, name and value in curves.csv. A resumed run goes on in the same file."""
+    """`watchers: [csv]`: rows of step, name and value in curves.csv. A resumed run goes on in the same file, where rows
+    of steps that it computes again take the place of those that are there."""
 
     alone = True
 
     def __init__(self, directory: str) -> None:
         self._path = Path(directory) / "curves.csv"
+        self._first: int | None = None  # step that this process writes
 
     def watch(self, event: Event) -> str | None:
         if found := scalars_of(event):
-            new = not self._path.exists()
+            new, step = not self._path.exists(), event.step or 0
+            if not new and self._first in (None, step):
+                self._drop(step, found)
+            self._first = step if self._first is None else self._first
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 rows = csv.writer(file)
                 rows.writerows([("step", "name", "value")] if new else [])
-                rows.writerows((event.step, name, repr(value)) for name, value in found.items())
+                rows.writerows((step, name, repr(value)) for name, value in found.items())
         return None
+
+    def _drop(self, step: int, names: Collection[str]) -> None:
+        """Drop what an earlier process wrote of later steps, and of these names at this step."""
+        with self._path.open(newline="", encoding="utf-8") as file:
+            head, *rows = csv.reader(file)
+        kept = [row for row in rows if int(row[0]) < step or (int(row[0]) == step and row[1] not in names)]
+        if len(kept) < len(rows):
+            with atomic_replace(self._path) as temp, temp.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([head, *kept])
 
 
 class MLflow:
@@ -59,15 +75,18 @@ class MLflow:
     def __init__(self, directory: str, tracking_uri: str = "", experiment: str = "shoal") -> None:
         self._library = _library("mlflow", "mlflow")
         self._uri = tracking_uri or Path(directory).resolve().as_uri()
+        self._note = Path(directory) / "run_id.txt"
         self._experiment = experiment
         self._client: Any = None
         self._run_id: str | None = None
+        self._logged: dict[str, int] = {}  # the last step that an earlier process logged, by name
 
     def watch(self, event: Event) -> str | None:
         if found := scalars_of(event):
             client = self._connected()
             for name, value in found.items():
-                client.log_metric(self._run_id, name, value, step=event.step)
+                if (event.step or 0) > self._last_logged(name):
+                    client.log_metric(self._run_id, name, value, step=event.step)
         elif event.kind == "finished" and self._run_id:
             self._connected().set_terminated(self._run_id)
         return None
@@ -79,8 +98,20 @@ class MLflow:
         if self._run_id is None:
             known = self._client.get_experiment_by_name(self._experiment)
             number = known.experiment_id if known else self._client.create_experiment(self._experiment)
-            self._run_id = self._client.create_run(number).info.run_id
+            if self._note.is_file():  # of a worker that wrote before this one, and is gone
+                self._run_id = self._note.read_text(encoding="utf-8")
+            else:
+                self._run_id = str(self._client.create_run(number).info.run_id)
+                self._note.parent.mkdir(parents=True, exist_ok=True)
+                self._note.write_text(self._run_id, encoding="utf-8")
         return self._client
+
+    def _last_logged(self, name: str) -> int:
+        """A resumed run computes some steps again, to the same values."""
+        if name not in self._logged:
+            history = self._client.get_metric_history(self._run_id, name)
+            self._logged[name] = max((point.step for point in history), default=-1)
+        return self._logged[name]
 
     def state(self) -> dict[str, Any]:
         return {"run_id": self._run_id}

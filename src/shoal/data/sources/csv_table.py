@@ -25,7 +25,14 @@ from shoal.data.source import Array, SourceOptions
 from shoal.data.sources.arrays import ArraySource
 from shoal.data.sources.encoding import ColumnKind
 from shoal.data.sources.hive import PartitionColumns
-from shoal.data.sources.table import ColumnLayout, choose_columns, column_chunks, fit_layout, saved_layout
+from shoal.data.sources.table import (
+    ColumnLayout,
+    choose_columns,
+    column_chunks,
+    fit_layout,
+    saved_layout,
+    tell_left_out,
+)
 from shoal.data.sources.table_cache import (
     LoadedTable,
     TableBlock,
@@ -53,6 +60,7 @@ def open_csv(spec: CsvSourceConfig, options: SourceOptions) -> ArraySource:
         schema, table = _load_through_cache(reader, spec, options, key=[file.cache_key for file in files])
 
     layout = schema.layout(spec, options)
+    tell_left_out(spec, schema.kinds, options)
 
     def lookup(name: str) -> Array:
         chunks = column_chunks((block.table for block in reader.blocks([name])), name)

@@ -98,8 +98,12 @@ class Tokenizer:
             else:
                 self._tokenizer = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except Exception as failure:  # the library raises whatever its parts raise
-            message = f"no tokenizer can be made of it: {describe_exception(failure)}"
-            raise error("SH802", message, where=str(path)) from failure
+            missing = "there is nothing" if not path.exists() else describe_exception(failure)
+            fix = (
+                "Name a directory of `save_pretrained` or a tokenizer.json; nothing is downloaded. Once: "
+                f"AutoTokenizer.from_pretrained('{spec.tokenizer}').save_pretrained('tokenizer')."
+            )
+            raise error("SH802", f"no tokenizer can be made of it: {missing}", where=str(path), fix=fix) from failure
         self.padding = {"input_ids": self._tokenizer.pad_token_id or 0}
 
     def encode(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:

@@ -10,7 +10,14 @@ from shoal.data.fitted import Fitted
 from shoal.data.source import DataSource, SourceOptions
 from shoal.data.sources.parquet_groups import ParquetRowGroupSource
 from shoal.data.sources.parquet_rows import ParquetReader
-from shoal.data.sources.table import ColumnLayout, choose_columns, column_chunks, fit_layout, saved_layout
+from shoal.data.sources.table import (
+    ColumnLayout,
+    choose_columns,
+    column_chunks,
+    fit_layout,
+    saved_layout,
+    tell_left_out,
+)
 from shoal.data.sources.table_cache import LoadedTable, array_source, load_cache, load_in_memory, write_cache
 from shoal.data.sources.values import to_numpy
 from shoal.spec.sources.config import ParquetSourceConfig
@@ -25,6 +32,7 @@ def open_parquet(spec: ParquetSourceConfig, options: SourceOptions) -> DataSourc
     layout = choose_columns(
         spec, reader.kinds, not_inputs=options.not_inputs, token_columns=reader.token_columns, where=spec.path
     )
+    tell_left_out(spec, reader.kinds, options)
     group_bytes = [reader.decoded_bytes(i, layout) for i in range(len(reader.groups))]
     huge = sum(group_bytes) > SMALL_BYTES and max(group_bytes) > _HUGE_GROUP_BYTES
     if not huge:

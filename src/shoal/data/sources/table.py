@@ -101,7 +101,12 @@ def choose_columns(
     if unused:
         raise error("SH833", f"'{unused[0]}' is no input, so nothing is to be encoded", where=where)
     if not inputs:
-        raise error("SH310", "no column of numbers for the inputs", where=where)
+        named = [name for name in kinds if name not in targets]
+        fix = (
+            f"Write `encode: {{{named[0]}: onehot}}` (or number, or calendar for times) in data.source; for texts that "
+            "a tokenizer reads use `kind: huggingface`."
+        )
+        raise error("SH310", "no column of numbers for the inputs", where=where, fix=fix if named else "")
     return ColumnLayout(
         inputs,
         targets,
@@ -109,6 +114,19 @@ def choose_columns(
         stacked=isinstance(spec.target, list),
         tokens=len(inputs) == 1 and inputs[0] in set(token_columns),
     )
+
+
+def tell_left_out(spec: TableConfig, kinds: Mapping[str, ColumnKind], options: SourceOptions) -> None:
+    """Name the columns of training data that are no inputs only because they hold no numbers."""
+    if spec.inputs is not None or options.fitted is not None:
+        return
+    others = {*_names(spec.target), *options.not_inputs, *(spec.encode or {})}
+    left_out = [name for name, kind in kinds.items() if kind in _FIXES and name not in others]
+    if left_out:
+        options.notify(
+            f"{spec.path}: not among the inputs, because they hold no numbers: {', '.join(left_out)}; `encode` in "
+            "data.source makes inputs of them, and `inputs` names the columns to use"
+        )
 
 
 def fit_layout(
@@ -250,27 +268,28 @@ def to_matrix(column: pa.Array, dtype: np.dtype[Any], name: str) -> Array:
 # ---- messages for bad rows ----
 
 
-def explain_bad_row(table: pa.Table | pa.RecordBatch, row: int, layout: ColumnLayout) -> tuple[str, str]:
-    """The code and the message for a bad row. Slow, and called once."""
+def explain_bad_row(table: pa.Table | pa.RecordBatch, row: int, layout: ColumnLayout) -> tuple[str, str, str]:
+    """The code, the message and the fix (or the code's own) for a bad row. Slow, and called once."""
     for name in layout.columns:
         value = table.column(name)[row].as_py()
         encoder = layout.encoders.get(name)
         if value is None and encoder is not None and encoder.missing is not None:
             continue
         if value is None:
-            return "SH305", f"column '{name}' has no value"
+            known = "unknown" if encoder is not None and encoder.how in ("onehot", "number") else "mean"
+            fix = f"Write `missing: {{{name}: {known}}}` in data.source, fix the data, or set data.on_bad_row: skip."
+            return "SH305", f"column '{name}' has no value", fix if name in layout.inputs else ""
         numbered = name in layout.targets and layout.target_type == "class"
         if numbered and value not in (layout.classes or ()):
-            return "SH310", f"column '{name}': the training data has no class {value!r}"
+            return "SH310", f"column '{name}': the training data has no class {value!r}", ""
+        fault = None
         if encoder is not None:
             fault = _encoding_problem(table, row, name, encoder)
-            if fault:
-                return fault
         elif not numbered and not isinstance(value, list):
             fault = _value_problem(value, name)
-            if fault:
-                return fault
-    return "SH305", "a value is missing, not a number (NaN) or infinite"
+        if fault:
+            return (*fault, "")
+    return "SH305", "a value is missing, not a number (NaN) or infinite", ""
 
 
 def _encoding_problem(

@@ -42,8 +42,8 @@ def convert_block(block: TableBlock, layout: ColumnLayout, *, skip_bad_rows: boo
         raise failure.at(block.locate(0)) from None
     if result.bad_rows.any() and not skip_bad_rows:
         row = int(np.flatnonzero(result.bad_rows)[0])
-        code, message = explain_bad_row(block.table, row, layout)
-        raise error(code, message, where=block.locate(row))
+        code, message, fix = explain_bad_row(block.table, row, layout)
+        raise error(code, message, where=block.locate(row), fix=fix)
     return result
 
 
