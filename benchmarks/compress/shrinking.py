@@ -60,10 +60,10 @@ def _train(data: dict[str, Any], seed: int, shrink: dict[str, str] | None) -> di
         base_dir=HERE,
     )
     with tempfile.TemporaryDirectory(prefix="shoal-shrink-") as scratch:
-        before = _children_cpu_s()
+        before = children_cpu_s()
         with make_fork_server(1) as fork_server:
             result = run_executor.run(job, runs=Path(scratch), fork_server=fork_server)
-        cpu_s = _children_cpu_s() - before
+        cpu_s = children_cpu_s() - before
         if result.error:
             raise result.error
         assert result.receipt is not None
@@ -90,6 +90,6 @@ def _sent_bytes(runs: Path) -> int:
     return total
 
 
-def _children_cpu_s() -> float:
+def children_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

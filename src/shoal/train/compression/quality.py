@@ -124,8 +124,9 @@ class _Scorer:
     def _singles(self, model: nn.Module, batch: Batch) -> Iterator[tuple[Batch, nn.Module]]:
         """Each sample with a module that gives its output: kept from the run of the whole batch if that is possible."""
         output = None
-        with contextlib.suppress(TypeError, ShoalError):  # the user's task may call the model in another way
-            output = model(*batch.inputs)
+        if not any(isinstance(value, dict) for value in batch.inputs):
+            with contextlib.suppress(TypeError, ShoalError):  # the user's task may call the model in another way
+                output = model(*batch.inputs)
         kept = isinstance(output, Tensor) and output.dim() > 0 and len(output) == batch.size
         for index, sample in enumerate(batch.chunk(batch.size)):
             yield sample, _Kept(output[index : index + 1]) if kept and output is not None else model
