@@ -171,7 +171,9 @@ def _export_program(target: Path, model: nn.Module, example_inputs: tuple[Any, .
 def save_program(model: nn.Module, example_inputs: tuple[Any, ...], target: Path) -> None:
     """Write the model as torch.export traces it. Raises whatever tracing raises."""
     with _eval_mode(model), torch.no_grad():
-        program = torch.export.export(model, example_inputs, dynamic_shapes=batch_dims(model, example_inputs, torch.export.Dim.AUTO))
+        program = torch.export.export(
+            model, example_inputs, dynamic_shapes=batch_dims(model, example_inputs, torch.export.Dim.AUTO)
+        )
     with atomic_replace(target) as temp:
         torch.export.save(program, temp)
 
