@@ -57,12 +57,14 @@ TRIALS = {
     "lenet300-smaller": Trial(
         "LeNet300",
         12,
-        {"steps": ["pack"], "max_drop": 0.006, "tune": {"epochs": 4, "lr": 1.0}, "target": {"size": 1 / 70}},
+        {"steps": ["pack"], "max_drop": 0.006, "tune": {"epochs": 6, "lr": 1.0}, "target": {"size": 1 / 70}},
+        workers=2,
     ),
     "lenet5-size": Trial(
         "LeNet5",
         4,
         {"steps": ["pack"], "max_drop": 0.004, "tune": {"epochs": 2, "lr": 1.0}, "target": {"size": 1 / 39}},
+        workers=2,
     ),
     "cnn-int8": Trial("Cnn", 4, {"steps": ["int8"], "max_drop": 0.006}, workers=2),
     "cnn-fast": Trial(
